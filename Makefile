@@ -1,0 +1,51 @@
+# make quickstart: a trained model in a few minutes.  make test: all tests.  make lint: style and types.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STORAGE ?= $(CURDIR)/runs
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: install quickstart test lint format docs bench clean
+
+install: $(VENV)/.run
+$(VENV)/.run: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "raydist needs Python 3.11 or newer: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.run
+	$(BIN)/pip install -q -c constraints.txt -e '.[lint]'
+	@touch $@
+
+quickstart: $(VENV)/.run
+	$(BIN)/raydist train jobs/quickstart.yaml --storage $(STORAGE)
+	$(BIN)/raydist show quickstart --storage $(STORAGE)
+	$(BIN)/raydist sample quickstart --storage $(STORAGE)
+
+test: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests $(PYTEST_ARGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.run
+	$(BIN)/python docs/generate.py
+
+bench: $(VENV)/.run
+	$(BIN)/python benchmarks/loader.py
+	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/peers.py
+
+clean:
+	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,79 @@
+"""Writes docs/spec.schema.json and docs/spec.md from the models of raydist/spec: `make docs`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from raydist.cli.schema import job_schema
+
+HERE = Path(__file__).parent
+
+
+def kind(prop: dict[str, Any], defs: dict[str, Any]) -> str:
+    """A field's type in words."""
+    if "anyOf" in prop:
+        return " or ".join(dict.fromkeys(kind(p, defs) for p in prop["anyOf"]))
+    if "enum" in prop:
+        return ", ".join(f"`{v}`" for v in prop["enum"])
+    if "const" in prop:
+        return f"`{prop['const']}`"
+    if "$ref" in prop:
+        return "the fields below"
+    words = {"number": "number", "integer": "whole number", "boolean": "true or false", "string": "text", "null": "null",
+             "array": "list", "object": "fields"}  # fmt: skip
+    limits = [
+        f"{sign} {prop[key]:g}"
+        for key, sign in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
+        if key in prop and abs(prop[key]) < 2**53
+    ]
+    return words[prop["type"]] + (f" {', '.join(limits)}" if limits else "")
+
+
+def said(prop: dict[str, Any], defs: dict[str, Any]) -> str:
+    """A field's help; pydantic leaves it to the section where both say the same."""
+    ref = _ref(prop)
+    return str(prop.get("description") or defs[ref or ""]["description"])
+
+
+def rows(section: dict[str, Any], prefix: str, defs: dict[str, Any]) -> list[str]:
+    """One line of the table a field, sub-sections after their own line."""
+    lines = []
+    for name, prop in section["properties"].items():
+        default = json.dumps(prop["default"]) if "default" in prop else ""
+        lines.append(f"| `{prefix}{name}` | {kind(prop, defs)} | {f'`{default}`' if default else ''} | {said(prop, defs)} |")
+        refs = [p["$ref"] for p in (prop, *prop.get("anyOf", [])) if "$ref" in p]
+        for ref in refs:
+            lines += rows(defs[ref.rsplit("/", 1)[-1]], f"{prefix}{name}.", defs)
+    return lines
+
+
+def reference() -> str:
+    """docs/spec.md."""
+    schema = job_schema()
+    defs = schema["$defs"]
+    text = [
+        "# The job file",
+        "",
+        "Written by `make docs` from the models in raydist/spec; `raydist schema` prints the same as JSON Schema. A file may say",
+        "`extends: other.yaml` (deep merge, the nearer file wins, lists replace), and `--set field=value` overrides any field.",
+        "Begin a file with `# yaml-language-server: $schema=PATH/docs/spec.schema.json`, and editors complete and check it.",
+    ]
+    table = ["", "| field | value | default | what it does |", "|---|---|---|---|"]
+    top = {"properties": {k: v for k, v in schema["properties"].items() if not _ref(v)}}
+    text += [*table, *rows(top, "", defs)]
+    for name, prop in schema["properties"].items():
+        if ref := _ref(prop):
+            text += ["", f"## {name}", "", said(prop, defs), *table, *rows(defs[ref], f"{name}.", defs)]
+    return "\n".join(text) + "\n"
+
+
+def _ref(prop: dict[str, Any]) -> str | None:
+    refs = [p["$ref"] for p in (prop, *prop.get("anyOf", [])) if "$ref" in p]
+    return refs[0].rsplit("/", 1)[-1] if refs else None
+
+
+if __name__ == "__main__":
+    (HERE / "spec.schema.json").write_text(json.dumps(job_schema(), indent=1) + "\n")
+    (HERE / "spec.md").write_text(reference())

@@ -1,0 +1,168 @@
+"""`raydist data`: prepares corpora as datasets of token shards, checks them and shows what is in them.
+
+Runs in: the user's shell. Imports pyarrow and ray only inside commands.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from raydist.data.index import DatasetIndex
+    from raydist.data.prepare import Progress
+
+app = typer.Typer(help="Prepare corpora, check them, show what is in them.", no_args_is_help=True)
+
+_Source = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SRC...",
+        help="Files, folders, quoted globs, URIs (text, .jsonl, .parquet), package.module:attribute, or python-stdlib.",
+        show_default=False,
+    ),
+]
+_Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+@app.command()
+def prepare(
+    sources: _Source,
+    out: Annotated[
+        str, typer.Option(help="Folder or URI of the dataset; on a cluster, one that all nodes share.")
+    ],
+    tokenizer: Annotated[
+        str, typer.Option(help="bytes, bpe:VOCAB, or the path of a tokenizer.json.")
+    ] = "bytes",
+    column: Annotated[str, typer.Option(help="Column of the text in JSON lines and Parquet.")] = "text",
+    eval_fraction: Annotated[
+        float, typer.Option(min=0.0, max=0.99, help="Share of the documents that is held out for evaluation.")
+    ] = 0.01,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="local: a private Ray; auto or HOST:PORT: a cluster. Default: local, or no Ray for a small corpus.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Make a dataset of these sources. The same command again finishes one that was cut short."""
+    import os
+
+    from raydist.cluster.prepare import RayMap
+    from raydist.data.prepare import prepare as make
+
+    # A user's own source is a module of the folder that the command is run from.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    with RayMap(address) as map_files, progress_bar() as report:
+        index = make(
+            sources,
+            out,
+            tokenizer,
+            eval_fraction=eval_fraction,
+            column=column,
+            progress=report,
+            map_files=map_files,
+        )
+    _print(out, index, as_json)
+
+
+@app.command()
+def verify(
+    dataset: Annotated[
+        str, typer.Argument(metavar="DIR", help="Folder or URI of a dataset.", show_default=False)
+    ],
+    as_json: _Json = False,
+) -> None:
+    """Check every byte of a dataset against its hashes. Exit code 3 if a file is damaged; it is named."""
+    from raydist.data.verify import verify as check
+
+    damage = check(dataset)
+    if as_json:
+        print(
+            json.dumps({"path": dataset, "damaged": [{"file": d.file, "reason": d.reason} for d in damage]})
+        )
+    for found in damage:
+        print(f"raydist: {dataset}/{found.file}: {found.reason}", file=sys.stderr)
+    if damage:
+        raise typer.Exit(3)
+    if not as_json:
+        print(f"{dataset}: every file is as it was written")
+
+
+@app.command()
+def show(
+    dataset: Annotated[
+        str, typer.Argument(metavar="DIR", help="Folder or URI of a dataset.", show_default=False)
+    ],
+    as_json: _Json = False,
+) -> None:
+    """Show what a dataset holds, from its index."""
+    from raydist.data import index
+    from raydist.storage import Storage
+
+    _print(dataset, index.read(Storage(dataset)), as_json)
+
+
+def _print(path: str, index: DatasetIndex, as_json: bool) -> None:
+    facts: dict[str, Any] = {
+        "path": path,
+        "fingerprint": index.fingerprint,
+        "tokenizer": {k: getattr(index.tokenizer, k) for k in ("name", "vocab_size", "end")},
+        "dtype": index.dtype,
+        **{
+            name: {"tokens": s.tokens, "documents": s.documents, "bytes": s.bytes, "shards": len(s.shards)}
+            for name, s in (("train", index.train), ("eval", index.eval))
+        },
+        "unigram_nats": index.unigram_nats,
+        "sources": list(index.sources),
+        "eval_fraction": index.eval_fraction,
+        "column": index.column,
+    }
+    if as_json:
+        print(json.dumps(facts))
+        return
+    print(f"{path}: {index.fingerprint}")
+    print(f"  of         {', '.join(index.sources)}")
+    print(f"  tokenizer  {index.tokenizer.name}, {index.tokenizer.vocab_size} ids, stored as {index.dtype}")
+    for name, split in (("train", index.train), ("eval", index.eval)):
+        print(
+            f"  {name:<9}  {split.tokens:,} tokens of {split.documents:,} documents, {split.bytes:,} bytes of text, "
+            f"in {len(split.shards)} shards"
+        )
+    print(f"  unigram    {index.unigram_nats:.3f} nats a byte, on the eval split")
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[Progress], None]]:
+    """Shows what `prepare` reports: a bar on stderr where that is a terminal, else nothing until the end."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    # Looks up sys.stderr anew for each write: a Ray session exchanges it.
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TextColumn("{task.fields[count]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("looking at the sources", total=None, count="")
+
+        def report(at: Any) -> None:
+            what = "training the tokenizer" if at.phase == "tokenizer" else "preparing"
+            count = f"{at.tokens:,} tokens, {at.documents:,} documents" if at.tokens else ""
+            bar.update(
+                task, description=what, completed=at.bytes_done, total=at.bytes_total or None, count=count
+            )
+
+        yield report

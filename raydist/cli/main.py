@@ -1,0 +1,62 @@
+"""The `raydist` command: its sub-commands, and what its exit codes mean.
+
+Runs in: the user's shell. Must stay light: `raydist --help` answers in half a second.
+
+0: done. 2: what was asked cannot be done; nothing was started. 3: the training stopped. 130, 143: interrupted by SIGINT or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from raydist import __version__
+from raydist.cli import checkpoint, data, runs, sample, schema, submit, train
+from raydist.errors import RaydistError
+
+app = typer.Typer(
+    name="raydist",
+    help="Trains PyTorch models on a Ray cluster, and gets them to the end.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+train.register(app)
+submit.register(app)
+runs.register(app)
+sample.register(app)
+schema.register(app)
+app.add_typer(data.app, name="data")
+app.add_typer(checkpoint.app, name="checkpoint")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"raydist {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Trains PyTorch models on a Ray cluster, and gets them to the end."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs a command and exits with its code. What raydist raises becomes one clear message on stderr."""
+    try:
+        app(arguments)
+    except RaydistError as error:
+        print(f"raydist: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("raydist: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # `raydist runs | head`: the reader has seen enough. Nothing may be written to stdout any more.
+        sys.stdout = None
+        sys.exit(0)

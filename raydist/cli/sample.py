@@ -1,0 +1,56 @@
+"""`raydist sample`: text from a run's newest checkpoint.
+
+Runs in: the user's shell, in one process without Ray. Imports torch inside the command.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from raydist.errors import CheckpointNotFound, UserError
+from raydist.rundir import SPEC, resolve
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(sample)
+
+
+def sample(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder's path or URI, or a run's name.", show_default=False)],
+    storage: Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")] = None,
+    prompt: Annotated[str, typer.Option(help="The text to go on with.")] = "def ",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=1, help="Choose among this many likeliest tokens.")] = 50,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    step: Annotated[int | None, typer.Option(help="The checkpoint of this step; default: the newest.")] = None,
+) -> None:
+    """Print text that a trained model generates."""
+    import yaml
+
+    folder = resolve(run, storage)
+    import torch
+
+    from raydist import registry
+    from raydist.data.dataset import TokenDataset
+    from raydist.spec import parse
+    from raydist.worker.checkpoint import restore
+
+    spec = parse(yaml.safe_load(folder.storage.read(SPEC)), source=f"{folder.uri}/{SPEC}")
+    manifest = restore.choose(folder, step=step)
+    if manifest is None:
+        raise CheckpointNotFound(f"run {folder.name} has no checkpoint yet", "train it up to its first one (checkpoint.every)")
+    dataset = TokenDataset(str(manifest.plain["dataset"]))
+    model = registry.load("model", spec.model.name)(spec.model, dataset.vocab_size)
+    if not hasattr(model, "generate"):
+        raise UserError(f'model "{spec.model.name}" cannot generate text', "give it generate(tokens_BT, max_new, ...)")
+    restore.load(folder, manifest, {f"model/{n}": t for n, t in model.state_dict().items()}, {})
+    model.eval()
+    ids = dataset.tokenizer.encode([prompt])[0]
+    tokens_BT = torch.tensor([list(map(int, ids)) or [dataset.end]])
+    generator = torch.Generator().manual_seed(seed)
+    made_BT = model.generate(tokens_BT, tokens, temperature=temperature, top_k=top_k, generator=generator)
+    print(dataset.tokenizer.decode(made_BT[0].tolist()))

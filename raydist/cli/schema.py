@@ -1,0 +1,51 @@
+"""`raydist schema`: the JSON Schema of a job file, for editors.
+
+Runs in: the user's shell.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(schema)
+
+
+def schema() -> None:
+    """Print the JSON Schema of a job file; editors complete and check with it."""
+    print(json.dumps(job_schema(), indent=2))
+
+
+def job_schema() -> dict[str, Any]:
+    """The schema of what a file may say: as JobSpec, with `extends`, and nothing required of a part of a whole."""
+    from raydist.spec import JobSpec
+
+    made = JobSpec.model_json_schema()
+    made["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    made["title"] = "raydist job"
+    made["properties"] = {
+        "extends": {"type": "string", "description": "A job file that this one builds on; deep merge, the nearer file wins."},
+        **made["properties"],
+    }
+    # What the file it extends says need not be said again: presence is checked when the whole is loaded.
+    made.pop("required", None)
+    for definition in made["$defs"].values():
+        definition.pop("required", None)
+    for field, short in (("precision", ["fp32", "bf16", "fp16"]), ("schedule", None)):
+        _allow_short_name(made, field, short)
+    return made
+
+
+def _allow_short_name(made: dict[str, Any], field: str, names: list[str] | None) -> None:
+    for holder in (made, *made["$defs"].values()):
+        prop = holder.get("properties", {}).get(field)
+        if prop and "$ref" in prop:
+            section = made["$defs"][prop["$ref"].rsplit("/", 1)[-1]]
+            names = names or section["properties"]["name"]["enum"]
+            ref = prop.pop("$ref")
+            prop["anyOf"] = [{"enum": names}, {"$ref": ref}]

@@ -1,0 +1,169 @@
+"""`raydist train`: one job, trained to its end on a private Ray, or on a cluster.
+
+Runs in: the user's shell, or a Ray job's driver. Imports ray inside the command; never torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raydist.errors import RunNotFound, SpecChanged, UsageError
+from raydist.rundir import LOGS, SPEC, RunDir, check_name, default_storage
+from raydist.spec import JobSpec, dump, load
+from raydist.storage import Storage
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(train)
+
+
+def train(
+    spec: Annotated[Path, typer.Argument(help="The job: a YAML file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, such as optim.lr=3e-4.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run. The same name and storage resume it.")] = None,
+    storage: Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="local: a private Ray; auto or HOST:PORT: a cluster. Default: auto in a Ray job, else local.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Only go on with a run that is there.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete what is there of that name, and start anew.")] = False,
+    until: Annotated[int | None, typer.Option(min=1, help="End after this step, with a checkpoint, as paused.")] = None,
+    allow_spec_change: Annotated[
+        bool, typer.Option("--allow-spec-change", help="Resume although the spec computes other numbers than before.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="End with the run as one line of JSON on stdout.")] = False,
+) -> None:
+    """Train a job to its end. The same command again resumes it."""
+    if resume and fresh:
+        raise UsageError("--resume and --fresh exclude one another", "give one of them, or none to resume what is there")
+    job = load(spec, overrides or [])
+    home = storage or default_storage()
+    run = RunDir(Storage(home).at(check_name(name or job.name)).uri)
+    _claim(run, resume=resume, fresh=fresh)
+    if not fresh and (message := _already(run, job, until, allow_spec_change)):
+        print(message, file=sys.stderr)
+    else:
+        _train(job, run, home, address, until, allow_spec_change)
+    if as_json:
+        from raydist.report.summary import show
+
+        print(json.dumps(show(run)))
+
+
+def _claim(run: RunDir, *, resume: bool, fresh: bool) -> None:
+    """Refuses a run that is alive, and does what --resume and --fresh ask."""
+    from raydist.observe.state import read_state
+
+    if not run.exists():
+        if resume:
+            raise RunNotFound(f"nothing to resume at {run.uri}", "leave out --resume to start it, or check --name and --storage")
+        return
+    state = read_state(run)
+    if state["status"] == "running":
+        driver = state.get("driver", {})
+        raise UsageError(
+            f"run {run.name} is being trained already, by process {driver.get('pid', '?')} on {driver.get('host', '?')}",
+            f"end that one first, or give this one another --name (its folder: {run.uri})",
+        )
+    if fresh:
+        run.storage.delete("")
+
+
+def _already(run: RunDir, job: JobSpec, until: int | None, allow_spec_change: bool) -> str | None:
+    """Why there is nothing left to do, if so. Raises SpecChanged for a run that computes other numbers."""
+    from raydist.observe.state import read_state
+    from raydist.worker.checkpoint import manifest
+
+    steps = run.committed() if run.exists() else []
+    if not steps:
+        return None
+    newest = manifest.read_newest(run)
+    if newest is None:
+        return None
+    changed = manifest.changed_numbers(newest.numbers, job.numbers())
+    if changed and not allow_spec_change:
+        raise SpecChanged(
+            f"run {run.name} has trained {newest.step} steps with other numbers:\n" + "\n".join(changed),
+            "train it as it was, give --allow-spec-change to go on all the same, or --fresh or another --name to start anew",
+        )
+    status = read_state(run)["status"]
+    if status == "finished" and not changed:
+        return f"run {run.name} is finished: {newest.step} steps, in {run.uri}"
+    if until is not None and newest.step >= until:
+        return f"run {run.name} is at step {newest.step} already, in {run.uri}"
+    return None
+
+
+def _train(job: JobSpec, run: RunDir, home: str, address: str | None, until: int | None, allow_spec_change: bool) -> None:
+    from raydist.data import open_or_prepare
+    from raydist.data.batches import Batches
+    from raydist.data.dataset import TokenDataset, Windows
+    from raydist.report.console import Console
+
+    cwd = Path.cwd()
+    # The user's own modules are found from where the command is called, here as in the workers.
+    sys.path.insert(0, str(cwd))
+    dataset = open_or_prepare(job.data, home, _progress)
+    windows = Windows(TokenDataset(dataset).split("train"), job.model.context)
+    total = job.train.total(Batches(len(windows), job.train.global_batch, 0, "").steps_per_epoch)
+    run.storage.write(SPEC, dump(job).encode())
+
+    from raydist.cluster import preflight
+    from raydist.cluster.session import open_session
+    from raydist.cluster.supervisor import Request, Supervisor, raise_if_stopped, worker_env
+
+    own_code = any(":" in n for n in (job.model.name, job.parallel.strategy))
+    place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
+    with (
+        _logs(run) as log_dir,
+        open_session(
+            place,
+            env=worker_env(job),
+            log_dir=log_dir,
+            python_path=[str(cwd)] if place == "local" else [],
+            working_dir=cwd if own_code else None,
+        ) as session,
+    ):
+        preflight.check(job, session, run.uri, dataset)
+        request = Request(
+            job, run, dataset, preflight.gpus_per_worker(job, session.resources), until, allow_spec_change
+        )
+        with Console(total, run) as console:
+            ending = Supervisor(request, session, console).run()
+    raise_if_stopped(ending, run)
+    if ending.signal is not None:
+        print(f"interrupted after step {ending.step}; the same command goes on from there", file=sys.stderr)
+        raise typer.Exit(130 if ending.signal == signal.SIGINT else 143)
+
+
+def _progress(progress: object) -> None:
+    if sys.stderr.isatty():
+        print(f"\rpreparing the data: {progress}", end="", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _logs(run: RunDir) -> Iterator[Path]:
+    """Where Ray's files of this run go: into its folder, at the end only where that is not a local one."""
+    if run.storage.local is not None:
+        yield run.storage.local / LOGS
+        return
+    with tempfile.TemporaryDirectory(prefix="raydist-logs-") as folder:
+        try:
+            yield Path(folder)
+        finally:
+            for path in sorted(Path(folder).rglob("*")):
+                if path.is_file():
+                    run.storage.write(f"{LOGS}/{path.relative_to(folder)}", path.read_bytes())

@@ -1,0 +1,139 @@
+"""Before any worker is reserved: can this cluster run this job at all? All that is wrong, at once.
+
+Runs in: the driver, and as one zero-CPU task on each node of a cluster. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import socket
+import uuid
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from raydist.cluster.session import Session
+from raydist.errors import PreflightError, RaydistError
+from raydist.spec import JobSpec
+from raydist.storage import Storage
+
+_NODE_TIMEOUT_S = 60.0
+_VERSIONS = ("raydist", "torch", "ray", "pyarrow")
+
+
+def gpus_per_worker(spec: JobSpec, resources: Mapping[str, float]) -> float:
+    """What `auto` means here: one GPU each where the cluster has enough for all workers, else none."""
+    wanted = spec.cluster.gpus_per_worker
+    if wanted != "auto":
+        return float(wanted)
+    return 1.0 if resources.get("GPU", 0.0) >= spec.cluster.workers else 0.0
+
+
+def check_resources(spec: JobSpec, nodes: Sequence[Mapping[str, float]]) -> list[str]:
+    """What is missing for the workers, given each node's resources ({"CPU": 8.0, "GPU": 4.0}): one line, or none. Pure."""
+    cluster = spec.cluster
+    total = {k: sum(n.get(k, 0.0) for n in nodes) for k in ("CPU", "GPU")}
+    gpus = gpus_per_worker(spec, total)
+    each = {"CPU": cluster.cpus_per_worker, "GPU": gpus}
+    fits = sum(
+        min((math.floor(n.get(k, 0.0) / v + 1e-9) for k, v in each.items() if v), default=cluster.workers) for n in nodes
+    )
+    if fits >= cluster.workers:
+        return []
+    asked = f"{cluster.workers} workers of {_amount(each)}"
+    there = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''} with {_amount(total)} in all"
+    remedy = f"set cluster.workers: {fits}" if fits else "ask less of each worker in cluster:"
+    return [f"the job asks for {asked}, the cluster has {there}: {fits} would fit; {remedy}, or add nodes"]
+
+
+def check(spec: JobSpec, session: Session, run_uri: str, dataset: str) -> None:
+    """Raises PreflightError with all that is wrong: resources, and on each node versions, storage, data and modules."""
+    import ray
+
+    alive = [n for n in ray.nodes() if n["Alive"]]
+    problems = check_resources(spec, [n["Resources"] for n in alive])
+    # A private Ray is this host, where the driver has read the spec and the data and written to storage already.
+    if not session.private:
+        problems += _check_nodes(spec, alive, run_uri, dataset)
+    if problems:
+        raise PreflightError("\n".join(problems))
+
+
+def _check_nodes(spec: JobSpec, nodes: Sequence[Mapping[str, Any]], run_uri: str, dataset: str) -> list[str]:
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    modules = sorted({n.partition(":")[0] for n in (spec.model.name, spec.parallel.strategy) if ":" in n})
+    look = ray.remote(num_cpus=0, max_retries=0)(look_around)
+    pending = {
+        n["NodeManagerAddress"]: look.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(n["NodeID"], soft=False)
+        ).remote(run_uri, dataset, modules)
+        for n in nodes
+    }
+    here = versions()
+    problems = []
+    for ip, ref in pending.items():
+        try:
+            facts = ray.get(ref, timeout=_NODE_TIMEOUT_S)
+        except GetTimeoutError:
+            problems.append(f"node {ip}: no answer in {_NODE_TIMEOUT_S:g} s; look at `ray status` and its raylet's log")
+            continue
+        except RayError as error:
+            line = str(error).strip().splitlines()[-1]
+            problems.append(f"node {ip}: cannot run raydist: {line}; install raydist {here['raydist']} there")
+            continue
+        for name, there in facts["versions"].items():
+            if there != here[name]:
+                problems.append(f"node {ip}: {name} is {there or 'missing'}, the driver's is {here[name]}; install the same")
+        problems += [f"node {ip}: {p}" for p in facts["problems"]]
+    return problems
+
+
+def versions() -> dict[str, str | None]:
+    """Versions that must agree on all nodes; None where a package is missing. Reads metadata, imports nothing."""
+    found: dict[str, str | None] = {"python": platform.python_version().rsplit(".", 1)[0]}
+    for name in _VERSIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    if found["raydist"] is None:
+        # Run from a source folder, as `ray job submit --working-dir .` does.
+        from raydist import __version__
+
+        found["raydist"] = __version__
+    return found
+
+
+def look_around(run_uri: str, dataset: str, modules: Sequence[str]) -> dict[str, Any]:
+    """On one node: its versions, and what it cannot do of what a worker must."""
+    problems = []
+    probe = f".probe-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+    try:
+        storage = Storage(run_uri)
+        storage.write(probe, b"raydist")
+        storage.delete(probe)
+    except RaydistError as error:
+        problems.append(f"{error.message}; use a --storage that every node can write to")
+    try:
+        if not Storage(dataset).exists("index.json"):
+            problems.append(f"the dataset {dataset} is not there; put it on storage that every node can read")
+    except RaydistError as error:
+        problems.append(f"{error.message}; put the dataset on storage that every node can read")
+    problems += [f"no module {m!r}; run from the folder that holds it, or install it there" for m in modules if not _importable(m)]
+    return {"versions": versions(), "problems": problems}
+
+
+def _importable(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _amount(resources: Mapping[str, float]) -> str:
+    return " and ".join(f"{v:g} {k}{'s' if v != 1 else ''}" for k, v in resources.items() if v) or "nothing"

@@ -1,0 +1,236 @@
+"""What an attempt died of, and what to do about it. Policies decide; the supervisor acts.
+
+Runs anywhere. Pure: no ray, no torch, no clock, no I/O; tested as a table.
+
+    errors of all ranks --root_cause--> Failure --decide(history, policy)--> Restart | Stop
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from raydist import errors
+
+Kind = Literal[
+    "user_error",
+    "worker_died",
+    "node_died",
+    "out_of_memory",
+    "worker_hung",
+    "communication",
+    "controller_died",
+    "startup_timeout",
+    "startup_failed",
+    "aborted",
+]
+"""user_error: the train function raised; worker_died: its process is gone; worker_hung: it no longer answers Ray;
+communication: nothing but lost peers is known; startup_*: workers never ran; aborted: we asked for it."""
+
+_DEATHS: tuple[Kind, ...] = ("node_died", "out_of_memory", "worker_died", "worker_hung")
+
+# What a rank says when a peer is gone. An echo: true, but never the cause while a better one is there.
+_PEER_LOST_TYPES = frozenset(
+    ["ConnectionError", "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError", "BrokenPipeError", "EOFError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError"]
+)
+_PEER_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted|lost)|closed by peer|broken pipe|remote process exited"
+    r"|(time|timed) ?out|end of file|no route to host|socket (closed|error)"
+    r"|nccl communicator was aborted|unhandled system error|watchdog|recvbytes|sendbytes",
+    re.IGNORECASE,
+)
+_PEER_LOST_SPEAKERS = frozenset({"RuntimeError", "OSError", "TimeoutError", "SystemError", "Exception"})
+
+
+@dataclass(frozen=True, slots=True)
+class RankError:
+    """What one rank ended with. `at` is Unix time in seconds on that rank's host, None where nobody saw it.
+
+    `type_name` and `message` are the exception's; `bases` names its base classes, so that a subclass of an error that
+    no restart can heal is known as one. `traceback` is text.
+    """
+
+    rank: int | None
+    type_name: str
+    message: str
+    traceback: str = ""
+    at: float | None = None
+    kind: Kind = "user_error"
+    bases: tuple[str, ...] = ()
+
+    @property
+    def cause(self) -> str:
+        """One line: type and message."""
+        line = next((s.strip() for s in self.message.splitlines() if s.strip()), "")
+        return f"{self.type_name}: {line}" if self.type_name and line else self.type_name or line
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The one root cause of a failed attempt. `echoes` counts the other ranks that failed because of it."""
+
+    kind: Kind
+    rank: int | None
+    cause: str
+    traceback: str = ""
+    echoes: int = 0
+    heals: bool = True
+    """False: restarting cannot help (a wrong spec, a graph mismatch, a loss that is not finite)."""
+
+    @property
+    def signature(self) -> tuple[str, str]:
+        """Equal for failures that are the same but for numbers (steps, pids, addresses)."""
+        return self.kind, re.sub(r"0x[0-9a-fA-F]+|[0-9a-f]{24,}|\d+(\.\d+)?", "#", self.cause)
+
+
+def _names(*roots: type[BaseException]) -> frozenset[str]:
+    found: set[str] = set()
+    todo = list(roots)
+    while todo:
+        cls = todo.pop()
+        found.add(cls.__name__)
+        todo += cls.__subclasses__()
+    return frozenset(found)
+
+
+# WorkerFailed means "a rank died and the budget is spent": the one TrainingStopped that says nothing of its cause.
+_NEVER_HEALS = _names(errors.UserError, errors.TrainingStopped, errors.SpecChanged) - {"WorkerFailed"}
+
+
+def is_echo(error: RankError) -> bool:
+    """Whether this is what a rank says because a peer is gone, and nothing of its own."""
+    if error.kind != "user_error":
+        return error.kind == "communication"
+    if not _NEVER_HEALS.isdisjoint({error.type_name, *error.bases}):
+        return False
+    if error.type_name in _PEER_LOST_TYPES:
+        return True
+    return error.type_name in _PEER_LOST_SPEAKERS and _PEER_LOST.search(error.message) is not None
+
+
+def root_cause(found: Sequence[RankError]) -> Failure:
+    """The one error that explains the others. `found` must not be empty.
+
+    An exception of a rank's own explains both lost peers and peers that aborted, so it goes first; then a process that
+    died; then, if nothing else is known, the first to complain of a lost peer. Among equals the earliest, then the
+    lowest rank.
+    """
+
+    def weight(error: RankError) -> tuple[int, float, int]:
+        if error.kind == "user_error" and not is_echo(error):
+            order = 0
+        elif error.kind in _DEATHS:
+            order = 1 + _DEATHS.index(error.kind)
+        elif is_echo(error):
+            order = 20
+        else:
+            order = 10
+        return order, error.at if error.at is not None else float("inf"), -1 if error.rank is None else error.rank
+
+    first = min(found, key=weight)
+    kind: Kind = "communication" if first.kind == "user_error" and is_echo(first) else first.kind
+    if first.type_name in ("MemoryError", "OutOfMemoryError"):
+        kind = "out_of_memory"
+    return Failure(
+        kind=kind,
+        rank=first.rank,
+        cause=first.cause,
+        traceback=first.traceback,
+        echoes=len(found) - 1,
+        heals=_NEVER_HEALS.isdisjoint({first.type_name, *first.bases}),
+    )
+
+
+class Policy(Protocol):
+    """What `decide` reads of `recovery:` in a job. `max_failures` -1 is without limit."""
+
+    @property
+    def max_failures(self) -> int: ...
+    @property
+    def backoff_s(self) -> float: ...
+    @property
+    def backoff_cap_s(self) -> float: ...
+
+
+CRASH_LOOP = 3
+"""The same cause this many times without one more committed step: another try would end alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """A failure that has been decided on, and the newest committed step at that time."""
+
+    signature: tuple[str, str]
+    committed: int
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The failures of this run before the present one, and the newest step that is committed now."""
+
+    past: tuple[Past, ...] = ()
+    committed: int = 0
+
+    def at(self, committed: int) -> History:
+        """The same history, now that `committed` is the newest committed step."""
+        return replace(self, committed=committed)
+
+    def then(self, failure: Failure) -> History:
+        """This history with `failure` added: what the next `decide` gets."""
+        return replace(self, past=(*self.past, Past(failure.signature, self.committed)))
+
+    def stuck(self) -> tuple[Past, ...]:
+        """The failures since the last progress: those at the step that is still the newest committed one."""
+        n = 0
+        for past in reversed(self.past):
+            if past.committed < self.committed:
+                break
+            n += 1
+        return self.past[len(self.past) - n :]
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Start a fresh attempt after `after_s` seconds."""
+
+    after_s: float
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the run with `cause`."""
+
+    cause: str
+    because: str
+
+
+def decide(failure: Failure, history: History, policy: Policy) -> Restart | Stop:
+    """Restart or stop. `history` holds the failures before this one, and the newest committed step now.
+
+    The first failure since progress restarts at once; each further one waits twice as long, up to the cap.
+    """
+    if failure.kind == "aborted":
+        return Stop(failure.cause, "the attempt was aborted on request")
+    if not failure.heals:
+        return Stop(failure.cause, "a restart would meet the same error")
+    stuck = history.stuck()
+    n = len(stuck) + 1
+    same = 1
+    for past in reversed(stuck):
+        if past.signature != failure.signature:
+            break
+        same += 1
+    if same >= CRASH_LOOP:
+        where = f"step {history.committed}" if history.committed else "the start"
+        return Stop(failure.cause, f"the same cause {same} times with no step committed after {where}")
+    if 0 <= policy.max_failures < n:
+        return Stop(
+            failure.cause,
+            f"{n} failures without progress; recovery.max_failures is {policy.max_failures}",
+        )
+    budget = "no limit" if policy.max_failures < 0 else f"of {policy.max_failures}"
+    after = 0.0 if n == 1 else min(policy.backoff_cap_s, policy.backoff_s * 2.0 ** (n - 2))
+    return Restart(after, f"failure {n} ({budget}) since step {history.committed}")

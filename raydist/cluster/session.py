@@ -1,0 +1,264 @@
+"""The Ray that a run uses: a private one that starts and ends with it, or a cluster that is there already.
+
+Runs in: the driver. Imports ray only when a session is opened; never torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from raydist.errors import UserError
+
+_CONNECT_S = 3.0
+_OBJECT_STORE_BYTES = 128 * 1024 * 1024
+_TEMP_PREFIX = "raydist-"
+_TOKEN = secrets.token_hex(32)  # of this process's private Ray: no other user of the host can run code in it
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """An open connection to Ray.
+
+    `address` is HOST:PORT of the cluster's head, also for a private one. `resources` are the totals of the cluster,
+    such as {"CPU": 8.0, "GPU": 4.0}. `temp_dir` is Ray's own, on this host. `job_id` is Ray's, in hex.
+    """
+
+    address: str
+    private: bool
+    node_ip: str
+    resources: dict[str, float]
+    dashboard_url: str | None
+    temp_dir: Path
+    job_id: str
+
+
+def worker_environment(threads: int = 1) -> dict[str, str]:
+    """What the environment of every train worker should hold, for speed; `threads` is for each one's math library.
+
+    It must be there when the process starts (glibc reads it then): a private session does that for its workers.
+    """
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+    }
+
+
+@contextlib.contextmanager
+def open_session(
+    address: str,
+    *,
+    env: Mapping[str, str],
+    log_dir: Path,
+    python_path: Sequence[str] = (),
+    working_dir: Path | None = None,
+) -> Iterator[Session]:
+    """Connect this process to Ray for the time of the `with` block. Open it in the main thread, before signal handlers.
+
+    `address`: "local" starts a private Ray on this host, beside any other, and ends all its processes with the block,
+    or with this process, however it ends. "auto" (or "") attaches to RAY_ADDRESS (which `ray job submit` sets), else
+    to the running cluster of this host. HOST:PORT attaches to that one.
+
+    `env` reaches every worker: a private Ray inherits it, a cluster gets it by runtime_env. `python_path` goes in
+    front of the workers' PYTHONPATH. `working_dir` is shipped to a cluster's nodes (unless a Ray job brought its own).
+
+    What Ray prints goes to files in `log_dir` (driver.log, and for a private Ray its logs in ray/).
+    Raises UserError within seconds when there is no such cluster.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    local = address == "local"
+    target = None if local else _find_cluster(address)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_quiet(log_dir / "driver.log"))
+        variables = dict(env)
+        if python_path:
+            inherited = os.environ.get("PYTHONPATH", "")
+            variables["PYTHONPATH"] = os.pathsep.join([*python_path, *([inherited] if inherited else [])])
+        if target is None:
+            yield stack.enter_context(_private(variables, log_dir))
+        else:
+            yield stack.enter_context(_attached(target, variables, working_dir))
+
+
+@contextlib.contextmanager
+def _private(env: Mapping[str, str], log_dir: Path) -> Iterator[Session]:
+    temp = _temp_dir()
+    # RAY_ADDRESS of an outer cluster would win over our own wherever Ray looks for "the" cluster.
+    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN, **env}
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, temp, ignore_errors=True)
+        stack.callback(_keep_logs, temp, log_dir / "ray")
+        stack.enter_context(_environment(variables, without=("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")))
+        import ray
+
+        _warm_up()
+        from raydist.cluster import head
+
+        node = head.start(temp, object_store_bytes=_OBJECT_STORE_BYTES, num_cpus=None)
+        stack.callback(head.stop, node)
+        context = ray.init(address=node.address, log_to_driver=False, configure_logging=False)
+        stack.callback(ray.shutdown)
+        os.environ["RAY_ADDRESS"] = node.address
+        yield _session(context.address_info, private=True, temp=temp)
+
+
+def _warm_up() -> None:
+    """Import Ray Train while Ray's processes start: this one mostly waits for them."""
+    threading.Thread(target=import_module, args=("raydist.cluster.raytrain",), daemon=True).start()
+
+
+@contextlib.contextmanager
+def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) -> Iterator[Session]:
+    # PlacementGroupCleaner, an actor of Ray Train, looks for "the" cluster of its host: tell it which one.
+    runtime_env: dict[str, Any] = {"env_vars": {**env, "RAY_ADDRESS": address}}
+    in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    if working_dir is not None and not in_job:
+        runtime_env["working_dir"] = str(working_dir)
+    # Inside `ray job submit` both the job and we set variables: ours win, the job's working_dir stays.
+    with _environment({"RAY_ADDRESS": address, "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}):
+        import ray
+
+        try:
+            context = ray.init(
+                address=address, log_to_driver=False, configure_logging=False, runtime_env=runtime_env
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            ray.shutdown()
+            raise _unreachable(address, str(error).splitlines()[0]) from error
+        try:
+            info = context.address_info
+            yield _session(info, private=False, temp=Path(info["session_dir"]).parent)
+        finally:
+            ray.shutdown()
+
+
+def _session(info: Mapping[str, Any], *, private: bool, temp: Path) -> Session:
+    import ray
+
+    url = info.get("webui_url")
+    return Session(
+        address=info["gcs_address"],
+        private=private,
+        node_ip=info["node_ip_address"],
+        resources={k: float(v) for k, v in ray.cluster_resources().items()},
+        dashboard_url=f"http://{url}" if url and not private else None,
+        temp_dir=temp,
+        job_id=ray.get_runtime_context().get_job_id(),
+    )
+
+
+def _find_cluster(address: str) -> str:
+    """HOST:PORT of the cluster meant by `address`; raises UserError if nothing answers there."""
+    found = address
+    if address in ("", "auto"):
+        found = os.environ.get("RAY_ADDRESS", "")
+        if found in ("", "auto"):
+            from ray._private.services import find_gcs_addresses
+
+            running = sorted(find_gcs_addresses())
+            if not running:
+                raise UserError(
+                    "no Ray cluster runs on this host, and RAY_ADDRESS is not set",
+                    "start one with `ray start --head`, or use --address local or --address HOST:PORT",
+                )
+            if len(running) > 1:
+                raise UserError(
+                    f"several Ray clusters run on this host: {', '.join(running)}",
+                    "say which with --address HOST:PORT",
+                )
+            found = running[0]
+    host, _, port = found.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f'"{address}" is no address of a Ray cluster', "use local, auto or HOST:PORT (port 6379 by default)")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise _unreachable(found, error.strerror or str(error)) from None
+    return found
+
+
+def _unreachable(address: str, why: str) -> UserError:
+    return UserError(
+        f"cannot connect to the Ray cluster at {address}: {why}",
+        "check the address and that `ray status --address HOST:PORT` works; "
+        "a cluster with token authentication needs RAY_AUTH_MODE=token and its token",
+    )
+
+
+def _temp_dir() -> Path:
+    """A new, short directory: the sockets in it must have paths of at most 107 bytes."""
+    base = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix=f"{_TEMP_PREFIX}{os.getpid()}-", dir=base if len(base) < 32 else "/tmp"))
+
+
+def _keep_logs(temp: Path, kept: Path) -> None:
+    for logs in temp.glob("session_2*/logs"):
+        shutil.copytree(logs, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns("old"))
+
+
+@contextlib.contextmanager
+def _environment(env: Mapping[str, str], without: Sequence[str] = ()) -> Iterator[None]:
+    """os.environ with `env` and without those names, for the time of the block."""
+    saved = {k: os.environ.get(k) for k in (*env, *without)}
+    os.environ.update(env)
+    for name in without:
+        os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _quiet(path: Path) -> Iterator[None]:
+    """Send Ray's loggers, and whatever native code writes to file descriptor 2, to the end of `path`.
+
+    sys.stderr keeps writing to where descriptor 2 pointed before, so Python's own messages still reach the user.
+    """
+    sys.stderr.flush()
+    with path.open("ab") as file, contextlib.ExitStack() as stack:
+        kept = os.dup(2)
+        stack.callback(os.close, kept)
+        screen = sys.stderr
+        if _fileno(screen) == 2:
+            stream = io.TextIOWrapper(os.fdopen(kept, "wb", closefd=False), encoding="utf-8", line_buffering=True)
+            sys.stderr = stream
+            stack.callback(setattr, sys, "stderr", screen)
+        os.dup2(file.fileno(), 2)
+        stack.callback(os.dup2, kept, 2)
+        handler = logging.FileHandler(path)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logger = logging.getLogger("ray")
+        before = logger.handlers[:], logger.propagate
+        logger.handlers, logger.propagate = [handler], False
+        stack.callback(handler.close)
+        stack.callback(_restore, logger, *before)
+        yield
+
+
+def _restore(logger: logging.Logger, handlers: list[logging.Handler], propagate: bool) -> None:
+    logger.handlers, logger.propagate = handlers, propagate
+
+
+def _fileno(stream: Any) -> int | None:
+    try:
+        return int(stream.fileno())
+    except (OSError, ValueError, AttributeError):
+        return None

@@ -1,0 +1,247 @@
+"""One run, from its first attempt to its last: starts attempts, watches, decides, and says how it ended.
+
+Runs in: the driver. Never imports torch. The main thread draws and minds signals; one other thread runs the attempts.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol
+
+from raydist.cluster.recovery import Failure, History, Restart, Stop, decide
+from raydist.cluster.session import Session, worker_environment
+from raydist.cluster.trainer import Attempt, run_attempt
+from raydist.errors import WorkerFailed
+from raydist.observe.run import start_monitor
+from raydist.records import Event
+from raydist.rundir import RunDir
+from raydist.runlog import last_attempt
+from raydist.spec import JobSpec
+
+_REFRESH_S = 0.25
+_MONITOR_TIMEOUT_S = 30.0
+
+
+class View(Protocol):
+    """What shows a run to the user: `raydist.report.console.Console`."""
+
+    def update(self, snapshot: dict[str, Any]) -> None: ...
+    def event(self, event: Event) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call of `raydist train`, after everything about it has been checked."""
+
+    spec: JobSpec
+    run: RunDir
+    dataset: str
+    gpus: float
+    until: int | None = None
+    allow_spec_change: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the run ended: a status of records.Status, its cause if it stopped, and the signal that interrupted it."""
+
+    status: str
+    step: int
+    cause: str = ""
+    traceback: str = ""
+    signal: int | None = None
+
+
+class Supervisor:
+    """Use once: `Supervisor(...).run()`."""
+
+    def __init__(self, request: Request, session: Session, view: View, refresh_s: float = _REFRESH_S) -> None:
+        self._request, self._session, self._view, self._refresh_s = request, session, view, refresh_s
+        self._signals: list[int] = []
+        self._stop = threading.Event()
+        self._attempt: Attempt | None = None
+        self._ending: Ending | None = None
+        self._error: BaseException | None = None
+        self._seen = 0
+
+    def run(self) -> Ending:
+        """Trains until the run has an ending. The first SIGINT or SIGTERM asks the workers for a checkpoint and a clean
+        end; the second ends the attempt at once. Call it in the main thread.
+        """
+        self._monitor = start_monitor(self._request.run.uri)
+        attempts = threading.Thread(target=self._attempts, name="raydist-attempts", daemon=True)
+        with _handling(self._on_signal):
+            attempts.start()
+            acted = 0
+            while attempts.is_alive():
+                attempts.join(self._refresh_s)
+                if len(self._signals) > acted:
+                    acted = len(self._signals)
+                    self._act_on_signal(acted)
+                self._show()
+            if self._error is not None:
+                raise self._error
+            assert self._ending is not None
+            self._tell(self._monitor.end, self._ending.status, **({"cause": self._ending.cause} if self._ending.cause else {}))
+            self._show()
+        return self._ending
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # Only noted: a handler runs between any two lines of the main thread.
+        self._signals.append(number)
+        self._stop.set()
+
+    def _act_on_signal(self, count: int) -> None:
+        if count == 1:
+            self._view.note("stopping: one checkpoint, then a clean end (again to end at once)")
+            self._monitor.command.remote("stop")
+        elif self._attempt is not None:
+            self._attempt.abort()
+
+    def _show(self) -> None:
+        snapshot = self._ask(self._monitor.snapshot, self._seen)
+        if snapshot is None:
+            return
+        self._seen = snapshot["next"]
+        for raw in snapshot["events"]:
+            self._view.event(Event.from_dict(raw))
+        self._view.update(snapshot)
+
+    def _ask(self, method: Any, *args: Any) -> Any:
+        """What the monitor answers; None if it does not: training goes on without it."""
+        import ray
+        from ray.exceptions import RayError
+
+        try:
+            return ray.get(method.remote(*args), timeout=_MONITOR_TIMEOUT_S)
+        except (RayError, TimeoutError):
+            return None
+
+    def _tell(self, method: Any, *args: Any, **kwargs: Any) -> None:
+        """Waits until the monitor has done it; what it raises passes through."""
+        import ray
+
+        ray.get(method.remote(*args, **kwargs), timeout=2 * _MONITOR_TIMEOUT_S)
+
+    # --- in the other thread
+
+    def _attempts(self) -> None:
+        try:
+            self._ending = self._loop()
+        except BaseException as error:
+            self._error = error
+
+    def _loop(self) -> Ending:
+        run, spec = self._request.run, self._request.spec
+        number, history = last_attempt(run), History()
+        while True:
+            number += 1
+            committed = _newest(run)
+            begun = self._monitor.begin_attempt.remote(number, spec.cluster.workers, committed)
+            result = run_attempt(
+                "raydist.worker.entry:train",
+                {
+                    "spec": spec.model_dump(mode="json"),
+                    "run": run.uri,
+                    "dataset": self._request.dataset,
+                    "attempt": number,
+                    "until": self._request.until,
+                    "allow_spec_change": self._request.allow_spec_change,
+                    "gpus": self._request.gpus,
+                    "monitor": self._monitor,
+                },
+                session=self._session,
+                run_name=run.name,
+                workers=spec.cluster.workers,
+                cpus_per_worker=spec.cluster.cpus_per_worker,
+                gpus_per_worker=self._request.gpus,
+                env=worker_env(spec),
+                on_started=lambda attempt, begun=begun: self._started(attempt, begun),  # type: ignore[misc]
+            )
+            self._attempt = None
+            if result.failure is None:
+                value = result.value
+                interrupted = self._signals[0] if value["status"] == "interrupted" and self._signals else None
+                return Ending(value["status"], value["step"], signal=interrupted)
+            ending = self._after(result.failure, number, history.at(_newest(run)))
+            if ending is not None:
+                return ending
+            history = history.at(_newest(run)).then(result.failure)
+
+    def _started(self, attempt: Attempt, begun: Any) -> None:
+        import ray
+
+        self._attempt = attempt
+        # The workers need seconds to come up; the monitor must know of the attempt before their first record.
+        ray.get(begun, timeout=_MONITOR_TIMEOUT_S)
+
+    def _after(self, failure: Failure, number: int, history: History) -> Ending | None:
+        """What to do after a failure: an Ending, or None to try again."""
+        if failure.kind == "aborted" and self._signals:
+            return Ending("interrupted", history.committed, signal=self._signals[-1])
+        self._say(
+            "failure",
+            attempt=number,
+            rank=failure.rank,
+            kind=failure.kind,
+            cause=failure.cause,
+            traceback=failure.traceback,
+            echoes=failure.echoes,
+        )
+        decision = decide(failure, history, self._request.spec.recovery)
+        match decision:
+            case Restart(after_s, because):
+                self._say("decision", action="restart", because=because, after_s=after_s)
+                if self._stop.wait(after_s) or self._signals:
+                    return Ending("interrupted", history.committed, signal=self._signals[0])
+                return None
+            case Stop(cause, because):
+                self._say("decision", action="stop", because=because, after_s=0.0)
+                who = "" if failure.rank is None else f"rank {failure.rank}: "
+                return Ending("stopped", history.committed, cause=f"{who}{cause} ({because})", traceback=failure.traceback)
+
+    def _say(self, kind: str, **data: Any) -> None:
+        import time
+
+        self._ask(self._monitor.push, [], [Event(kind, time.time(), data).to_dict()])
+
+
+def _newest(run: RunDir) -> int:
+    steps = run.committed()
+    return steps[-1] if steps else 0
+
+
+def worker_env(spec: JobSpec) -> dict[str, str]:
+    """What the workers' environment holds: threads and allocator, the user's NCCL_, GLOO_ and TORCH_ variables, the job's."""
+    import os
+
+    passed = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_"))}
+    return {**worker_environment(max(1, int(spec.cluster.cpus_per_worker))), **passed, **spec.cluster.env}
+
+
+class _handling:
+    """SIGINT and SIGTERM go to `handler` for the time of the block."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], None]) -> None:
+        self._handler = handler
+
+    def __enter__(self) -> None:
+        self._before = {s: signal.signal(s, self._handler) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+
+def raise_if_stopped(ending: Ending, run: RunDir) -> None:
+    """Raises WorkerFailed with the root cause of a run that stopped."""
+    if ending.status == "stopped":
+        raise WorkerFailed(
+            f"run {run.name} stopped after step {ending.step}: {ending.cause}",
+            f"the whole story: raydist show {run.uri}; its logs: {run.uri}/logs",
+        )

@@ -1,0 +1,251 @@
+"""A prepared dataset, open for reading: its tokens, and the fixed-length windows that are its samples.
+
+Runs in each train worker (and anywhere else): numpy and pyarrow, no torch. Shards are memory-mapped and read
+without a copy. A dataset at a URI is read through a cache on local disk: sample order is random over the
+whole split, so that each node needs each shard soon anyway; a shard is fetched whole, once a node, when it is
+first touched, and its hash is checked. The cache is $RAYDIST_CACHE or ~/.cache/raydist, by the dataset's
+fingerprint.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.ipc
+import xxhash
+
+from raydist.data import index as indexes
+from raydist.data import tokenizers
+from raydist.data.batches import MASKED
+from raydist.data.index import DatasetIndex, Shard, Split
+from raydist.data.locks import locked
+from raydist.data.order import IntArray
+from raydist.errors import DataError
+from raydist.storage import Storage
+
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
+_OPEN_SHARDS = 256
+"""Maps kept open by a split; a view keeps its own map alive, so that closing one early is safe."""
+
+_FETCH = 8 << 20
+
+
+class TokenDataset:
+    """A dataset by its folder's path or URI. Raises DataError if it is none; shards are opened when first
+    read."""
+
+    def __init__(self, uri: str | os.PathLike[str] | Storage) -> None:
+        self.storage = uri if isinstance(uri, Storage) else Storage(uri)
+        self.index: DatasetIndex = indexes.read(self.storage)
+        self.tokenizer = tokenizers.from_bytes(self.index.tokenizer.name, self._tokenizer_file())
+
+    def _tokenizer_file(self) -> bytes:
+        wanted = self.index.tokenizer.hash
+        try:
+            raw = self.storage.read(indexes.TOKENIZER)
+        except FileNotFoundError:
+            raw = b""
+        if xxhash.xxh3_128_hexdigest(raw) != wanted:
+            raise DataError(
+                f"{self.storage.uri}/{indexes.TOKENIZER} is missing or damaged: its hash is not {wanted}",
+                "delete the dataset and prepare it again",
+            )
+        return raw
+
+    @property
+    def uri(self) -> str:
+        """Path or URI of its folder."""
+        return self.storage.uri
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tokens and the tokenizer."""
+        return self.index.fingerprint
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are in [0, vocab_size)."""
+        return self.index.tokenizer.vocab_size
+
+    @property
+    def end(self) -> int:
+        """The id that ends a document."""
+        return self.index.tokenizer.end
+
+    def split(self, name: Split) -> TokenSplit:
+        """The tokens of one split."""
+        return TokenSplit(self.storage, self.index, name)
+
+
+class TokenSplit:
+    """All tokens of one split as if they were one array, document after document, an end token after each."""
+
+    def __init__(self, storage: Storage, index: DatasetIndex, name: Split) -> None:
+        self.name = name
+        self.end = index.tokenizer.end
+        self.shards = index.split(name).shards
+        self.dtype = np.dtype(index.dtype)
+        self._storage, self._fingerprint = storage, index.fingerprint
+        self._bounds = np.cumsum([0] + [s.tokens for s in self.shards], dtype=np.int64)
+        self._open = lru_cache(maxsize=_OPEN_SHARDS)(self._map)
+
+    def __len__(self) -> int:
+        return int(self._bounds[-1])
+
+    def __reduce__(self) -> Any:
+        return _reopen, (self._storage, self.name)
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """Tokens [start, stop): a view of the mapped shard, or a copy where it spans shards. Raises
+        IndexError."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"[{start}, {stop}) is not within the {len(self)} tokens of {self.name}")
+        first = self._shard_of(start)
+        last = max(self._shard_of(stop - 1), first) if stop > start else first
+        if start == stop:
+            return np.empty(0, dtype=self.dtype)
+        parts = []
+        for i in range(first, last + 1):
+            low = int(self._bounds[i])
+            parts.append(self._open(i)[max(start - low, 0) : stop - low])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def gather(self, starts: IntArray, length: int) -> Tokens:
+        """Rows of `length` tokens from each of `starts` on, [len(starts), length]: one copy of each, no loop
+        over rows.
+
+        All must lie within the split.
+        """
+        rows = np.empty((len(starts), length), dtype=self.dtype)
+        first = np.searchsorted(self._bounds, starts, side="right") - 1
+        inside = starts + length <= self._bounds[first + 1]
+        for i in np.unique(first[inside]):
+            mine = np.flatnonzero(inside & (first == i))
+            shard = self._open(int(i))
+            windows = np.lib.stride_tricks.as_strided(
+                shard, (len(shard) - length + 1, length), (shard.itemsize, shard.itemsize), writeable=False
+            )
+            rows[mine] = windows[starts[mine] - self._bounds[i]]
+        for row in np.flatnonzero(~inside):
+            rows[row] = self.read(int(starts[row]), int(starts[row]) + length)
+        return rows
+
+    def _shard_of(self, position: int) -> int:
+        return int(np.searchsorted(self._bounds, position, side="right")) - 1
+
+    def _map(self, i: int) -> Tokens:
+        shard = self.shards[i]
+        path = self._storage.local / shard.file if self._storage.local else self._cached(shard)
+        try:
+            if path.stat().st_size != shard.bytes:
+                raise DataError(
+                    f"{path}: {path.stat().st_size} bytes, not {shard.bytes}",
+                    "delete the dataset and prepare it again",
+                )
+            with pa.memory_map(str(path)) as file:
+                column = pa.ipc.open_file(file).get_batch(0).column(0)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(
+                f"{path} cannot be read: {error}", "`raydist data verify` lists all damage"
+            ) from error
+        tokens: Tokens = column.to_numpy(zero_copy_only=True)
+        if len(tokens) != shard.tokens or tokens.dtype != self.dtype:
+            raise DataError(
+                f"{path}: holds other tokens than the index says", "delete the dataset and prepare it again"
+            )
+        return tokens
+
+    def _cached(self, shard: Shard) -> Path:
+        cache = Storage(cache_folder()).at(f"data/{self._fingerprint}")
+        assert cache.local is not None
+        path = cache.local / shard.file
+        with locked(path.with_name(f".{path.name}.lock")):
+            if cache.size(shard.file) != shard.bytes:
+                digest = xxhash.xxh3_128()
+                try:
+                    with self._storage.open(shard.file) as source, cache.create(shard.file) as sink:
+                        while chunk := source.read(_FETCH):
+                            digest.update(chunk)
+                            rest = memoryview(chunk)
+                            while rest:
+                                rest = rest[sink.write(rest) or len(rest) :]
+                        if digest.hexdigest() != shard.hash:
+                            raise DataError(
+                                f"{self._storage.uri}/{shard.file} is damaged",
+                                "delete the dataset and prepare it again",
+                            )
+                except FileNotFoundError:
+                    raise DataError(
+                        f"{self._storage.uri}/{shard.file} is missing",
+                        "delete the dataset and prepare it again",
+                    ) from None
+        return path
+
+
+def _reopen(storage: Storage, name: Split) -> TokenSplit:
+    return TokenDataset(storage).split(name)
+
+
+def cache_folder() -> Path:
+    """Where shards from remote storage are kept: $RAYDIST_CACHE, or ~/.cache/raydist."""
+    return Path(os.environ.get("RAYDIST_CACHE") or "~/.cache/raydist").expanduser()
+
+
+class Windows:
+    """The samples of a split: sample i reads tokens [i*context, (i+1)*context] and predicts each from those
+    before it.
+
+    Every token but the first is a target exactly once. The last window may be short: it is padded and masked.
+    """
+
+    def __init__(self, split: TokenSplit, context: int) -> None:
+        assert context >= 1, context
+        self.split = split
+        self.context = context
+
+    def __len__(self) -> int:
+        return -(-max(len(self.split) - 1, 0) // self.context)
+
+    def batch(
+        self, ids: IntArray, pack: bool = False
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int32] | None]:
+        """tokens [n, T] int64, targets [n, T] int64 (-100 where masked), and documents [n, T] int32 if
+        `pack`, else None.
+
+        `documents` counts the documents of a window from 0; targets that would cross into the next one are
+        masked then. No ids give one row that is masked altogether. Raises IndexError for an id that is no
+        sample.
+        """
+        ids = np.asarray(ids, dtype=np.int64)
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= len(self)):
+            raise IndexError(
+                f"[{ids.min()}, {ids.max()}] is not within the {len(self)} samples of {self.split.name}"
+            )
+        end, width = self.split.end, self.context + 1
+        starts = ids * self.context
+        whole = starts + width <= len(self.split)
+        if whole.all() and ids.size:
+            rows, short = self.split.gather(starts, width), []
+        else:
+            rows = np.full((max(len(ids), 1), width), end, dtype=self.split.dtype)
+            rows[: len(ids)][whole] = self.split.gather(starts[whole], width)
+            short = [int(i) for i in np.flatnonzero(~whole)]
+        tokens, targets = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
+        if not ids.size:
+            targets[:] = MASKED
+        for row in short:
+            tail = self.split.read(int(starts[row]), len(self.split))
+            tokens[row, : len(tail)] = tail
+            targets[row, : len(tail) - 1] = tail[1:]
+            targets[row, len(tail) - 1 :] = MASKED
+        if not pack:
+            return tokens, targets, None
+        ends = tokens == end
+        targets[ends] = MASKED
+        return tokens, targets, (np.cumsum(ends, axis=1, dtype=np.int32) - ends).astype(np.int32, copy=False)

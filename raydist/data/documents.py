@@ -1,0 +1,196 @@
+"""The documents of a piece of a corpus, checked: text is UTF-8, every line and row has its column.
+
+Runs anywhere: in the process that prepares, and in Ray Data's tasks. numpy and pyarrow.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raydist.data import sources
+from raydist.data.sources import Piece, SourceFile
+from raydist.errors import DataError
+
+Document = bytes | npt.NDArray[np.int64]
+"""UTF-8 text (or the raw bytes that a user's own source gave), or token ids."""
+
+_CHUNK = 4 << 20
+_ROWS = 1024
+
+
+def read(piece: Piece, column: str) -> Iterator[Document]:
+    """The documents of a piece, in the file's order; empty ones and nulls are passed over. Raises
+    DataError."""
+    try:
+        if piece.file.kind == "text":
+            text = b"".join(_lines(piece))
+            if text:
+                yield _utf8(text, piece.file.name, lambda: _offset(piece))
+        elif piece.file.kind == "jsonl":
+            yield from _json_lines(piece, column)
+        else:
+            yield from _parquet(piece, column)
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{piece.file.name} is gone", "do not change the sources while they are prepared"
+        ) from error
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            f"{piece.file.name} cannot be read: {error}", "check the file and its rights"
+        ) from error
+
+
+def of_record(record: Any, where: str, *, raw: bool = False) -> Document | None:
+    """A document as a user's source or a Parquet row gives it; None for an empty one. Raises DataError.
+
+    `raw` lets bytes pass that are no UTF-8.
+    """
+    if record is None:
+        return None
+    if isinstance(record, str):
+        try:
+            return record.encode() or None
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{where}: {error.reason}", "a lone surrogate is no text: clean the corpus"
+            ) from error
+    if isinstance(record, bytes):
+        return (record if raw else _utf8(record, where, lambda: 0)) or None
+    try:
+        ids = np.asarray(record)
+        if ids.ndim == 1 and (not ids.size or np.issubdtype(ids.dtype, np.integer)):
+            return ids.astype(np.int64) if ids.size else None
+    except (ValueError, OverflowError):
+        pass
+    raise DataError(
+        f"{where}: a document is {type(record).__name__}", "give str, bytes or a list of token ids"
+    )
+
+
+def _utf8(text: bytes, name: str, offset: Callable[[], int]) -> bytes:
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        at = offset() + error.start
+        raise DataError(
+            f"{name}: bad UTF-8: byte 0x{text[error.start]:02x} at offset {at} ({error.reason})",
+            "convert it (iconv -f LATIN1 -t UTF-8), or leave it out with a glob such as 'DIR/**/*.txt'",
+        ) from None
+    return text
+
+
+def _lines(piece: Piece) -> Iterator[bytes]:
+    """The bytes of the lines that start in the piece, in chunks that end wherever they do."""
+    file, filesystem = piece.file, sources.filesystem(piece.file.root)
+    if not file.splittable:
+        with filesystem.open_input_stream(file.path, compression="detect") as stream:
+            while chunk := stream.read(_CHUNK):
+                yield chunk
+        return
+    with filesystem.open_input_file(file.path) as stream:
+        position = _line_start(stream, piece.start, file.size)
+        stop = _line_start(stream, piece.stop, file.size)
+        stream.seek(position)
+        while position < stop:
+            chunk = stream.read(min(_CHUNK, stop - position))
+            if not chunk:
+                raise DataError(
+                    f"{file.name} is shorter than it was: {position} bytes, not {file.size}",
+                    "do not change the sources while they are prepared",
+                )
+            position += len(chunk)
+            yield chunk
+
+
+def _offset(piece: Piece) -> int:
+    """Where in its file the piece's first line begins."""
+    if not piece.file.splittable:
+        return 0
+    with sources.filesystem(piece.file.root).open_input_file(piece.file.path) as stream:
+        return _line_start(stream, piece.start, piece.file.size)
+
+
+def _line_start(stream: pa.NativeFile, position: int, size: int) -> int:
+    """Where the first line begins that starts at `position` or later; `size` if none does."""
+    if position == 0 or position >= size:
+        return min(position, size)
+    stream.seek(position - 1)
+    at = position - 1
+    while chunk := stream.read(64 << 10):
+        found = chunk.find(b"\n")
+        if found >= 0:
+            return int(at + found + 1)
+        at += len(chunk)
+    return size
+
+
+def _json_lines(piece: Piece, column: str) -> Iterator[Document]:
+    rest, count = b"", 0
+    for chunk in _lines(piece):
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            count += 1
+            yield from _json_line(line, piece, column, count)
+    yield from _json_line(rest, piece, column, count + 1)
+
+
+def _json_line(line: bytes, piece: Piece, column: str, number: int) -> Iterator[Document]:
+    if not line.strip():
+        return
+    try:
+        row = json.loads(line.decode("utf-8-sig" if number == 1 and piece.start == 0 else "utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{_where(piece, number)}: bad UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}",
+            "convert the file (iconv -f LATIN1 -t UTF-8), or leave it out",
+        ) from None
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{_where(piece, number)}: no JSON: {error.msg} at column {error.colno}",
+            "one object a line is expected",
+        ) from None
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{_where(piece, number)}: {type(row).__name__}, not an object", "one object a line is expected"
+        )
+    if column not in row:
+        raise sources.missing_column(_where(piece, number), column, row)
+    document = of_record(row[column], f'{_where(piece, number)}, column "{column}"')
+    if document is not None:
+        yield document
+
+
+def _where(piece: Piece, number: int) -> str:
+    """The file and the line's number in it: lines before the piece are counted only now that there is an
+    error to tell."""
+    if piece.start:
+        before = Piece(piece.file, 0, piece.start, 0)
+        number += sum(chunk.count(b"\n") for chunk in _lines(before))
+    return f"{piece.file.name}: line {number}"
+
+
+def _parquet(piece: Piece, column: str) -> Iterator[Document]:
+    file: SourceFile = piece.file
+    with sources.parquet(file, column) as table:
+        row = sum(table.metadata.row_group(i).num_rows for i in range(piece.start))
+        groups = list(range(piece.start, piece.stop))
+        for batch in table.iter_batches(batch_size=_ROWS, row_groups=groups, columns=[column]):
+            values = batch.column(0)
+            if pa.types.is_dictionary(values.type):
+                values = values.dictionary_decode()
+            # Bytes first: text that is no UTF-8 is found by us, with its row.
+            if pa.types.is_string(values.type):
+                values = values.view(pa.binary())
+            elif pa.types.is_large_string(values.type):
+                values = values.view(pa.large_binary())
+            for value in values.to_pylist():
+                document = of_record(value, f'{file.name}: row {row}, column "{column}"')
+                row += 1
+                if document is not None:
+                    yield document

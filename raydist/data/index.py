@@ -1,0 +1,142 @@
+"""What a prepared dataset says of itself: `index.json`, written last: a folder without one is no dataset.
+
+Runs anywhere. Plain python.
+
+    DATASET/index.json                  this
+            tokenizer.json              the tokenizer, so that text can be encoded and decoded later
+            train-000000-000.arrow      Arrow IPC: one column, "tokens"; block of the corpus, shard of it
+            eval-000000-000.arrow
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import xxhash
+
+from raydist.errors import DataError
+from raydist.storage import Storage
+
+INDEX, TOKENIZER = "index.json", "tokenizer.json"
+SPLITS: tuple[Split, Split] = ("train", "eval")
+Split = Literal["train", "eval"]
+_FORMAT, _VERSION = "raydist-tokens", 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file of tokens: its name, how many it holds, its size in bytes and its xxh3-128 in hex."""
+
+    file: str
+    tokens: int
+    bytes: int
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class SplitIndex:
+    """One split: tokens (end tokens included), documents, bytes of their text, and the shards in order."""
+
+    tokens: int
+    documents: int
+    bytes: int
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerIndex:
+    """The name it was asked by, vocabulary, end-of-document id, and the xxh3-128 of tokenizer.json."""
+
+    name: str
+    vocab_size: int
+    end: int
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetIndex:
+    """A prepared dataset.
+
+    fingerprint     a hash over the shards' hashes and the tokenizer; it keys the order of samples
+    dtype           "uint16" or "uint32", of a token in a shard
+    unigram_nats    entropy of the eval split's bytes: the loss of a model that knows only their frequencies
+    sources         as they were asked for; `source_fingerprint` hashes the content of their documents
+    request         a hash of what was asked: sources (names and sizes), tokenizer, fractions, shard size
+    """
+
+    fingerprint: str
+    dtype: str
+    tokenizer: TokenizerIndex
+    train: SplitIndex
+    eval: SplitIndex
+    unigram_nats: float
+    sources: tuple[str, ...]
+    source_fingerprint: str
+    request: str
+    eval_fraction: float
+    column: str
+
+    def split(self, name: Split) -> SplitIndex:
+        """The split of that name."""
+        return self.train if name == "train" else self.eval
+
+    def shards(self) -> tuple[Shard, ...]:
+        """All shards, train before eval."""
+        return self.train.shards + self.eval.shards
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+
+    def to_bytes(self) -> bytes:
+        """The one way in which an index is written: verify compares with it byte for byte."""
+        return (json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n").encode()
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> DatasetIndex:
+        """The inverse of `to_dict`. Raises KeyError or TypeError if it is no such dict."""
+        fields = {k: v for k, v in raw.items() if k not in ("format", "version")}
+        for name in SPLITS:
+            split = dict(fields[name])
+            fields[name] = SplitIndex(**{**split, "shards": tuple(Shard(**s) for s in split["shards"])})
+        fields["tokenizer"] = TokenizerIndex(**fields["tokenizer"])
+        return cls(**{**fields, "sources": tuple(fields["sources"])})
+
+
+def fingerprint(train: SplitIndex, evaluation: SplitIndex, tokenizer: TokenizerIndex) -> str:
+    """xxh3-128 in hex over the hashes of all shards and the tokenizer."""
+    hashes = [[s.hash for s in split.shards] for split in (train, evaluation)]
+    return xxhash.xxh3_128_hexdigest(
+        json.dumps([hashes, tokenizer.hash, tokenizer.vocab_size, tokenizer.end]).encode()
+    )
+
+
+def read(storage: Storage) -> DatasetIndex:
+    """The index of the dataset in that folder. Raises DataError if there is none, or none that can be
+    read."""
+    try:
+        raw = json.loads(storage.read(INDEX))
+        if raw["format"] != _FORMAT or raw["version"] != _VERSION:
+            raise DataError(
+                f"{storage.uri}/{INDEX}: format {raw['format']} {raw['version']}, not {_FORMAT} {_VERSION}",
+                "prepare it again with this version of raydist",
+            )
+        index = DatasetIndex.from_dict(raw)
+    except FileNotFoundError:
+        raise DataError(
+            f"{storage.uri} is not a prepared dataset: it has no {INDEX}",
+            "`raydist data prepare SRC --out DIR` makes one; where that was cut short, it also ends it",
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            f"{storage.uri}/{INDEX} is damaged: {error}", "delete it and prepare it again"
+        ) from error
+    if index.fingerprint != fingerprint(index.train, index.eval, index.tokenizer):
+        raise DataError(
+            f"{storage.uri}/{INDEX} is damaged: its fingerprint is another", "delete it and prepare it again"
+        )
+    return index

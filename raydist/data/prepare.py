@@ -1,0 +1,332 @@
+"""Text -> a dataset of token shards: planned in blocks, made by whoever maps them, committed by its index.
+
+Runs in the process that was asked; blocks may be made elsewhere (`map_files`; raydist/cluster/prepare.py uses
+Ray Data). numpy and pyarrow; must not import torch or ray.
+
+Same input, same bytes, whatever the parallelism: the blocks follow from names and sizes alone, and a block's
+shards from the block. A run that was cut short goes on: the journal (DATASET/.prepare, removed at the end)
+names the blocks that are done. Train and eval are told apart by a hash of each document's content, so that
+equal documents never fall on both sides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from raydist.data import index as indexes
+from raydist.data import shards, tokenizers
+from raydist.data.index import (
+    INDEX,
+    SPLITS,
+    TOKENIZER,
+    DatasetIndex,
+    Shard,
+    Split,
+    SplitIndex,
+    TokenizerIndex,
+)
+from raydist.data.locks import locked
+from raydist.data.plan import SHARD_TOKENS, Plan, as_json, hash_of, plan_of, request_key
+from raydist.data.shards import JOURNAL, Job, Made
+from raydist.data.sources import Block
+from raydist.errors import DataError, StorageError
+from raydist.storage import Storage
+
+_BPE_SAMPLE = 256 << 20
+_BPE_BLOCKS = 256
+_ALL = 1 << 64
+_SHARD_NAME = r"(train|eval)-\d{6}-\d{3,}\.arrow"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far it is. `phase`: "tokenizer" (a BPE is trained) or "tokens"; bytes are the sources'."""
+
+    phase: str
+    bytes_done: int
+    bytes_total: int
+    documents: int
+    tokens: int
+
+
+MapFiles = Callable[[Callable[[Block], Made], Sequence[Block]], Iterable[Made]]
+"""Applies a function to blocks, anywhere, and yields what it returns in any order; raises what it raises."""
+
+
+def prepare(
+    names: Sequence[str],
+    out: str,
+    tokenizer: str = "bytes",
+    *,
+    eval_fraction: float = 0.01,
+    column: str = "text",
+    progress: Callable[[Progress], None] | None = None,
+    map_files: MapFiles | None = None,
+    block_bytes: int | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+) -> DatasetIndex:
+    """Makes the dataset `out` (a folder's path or URI) of these sources, or finishes one that was cut short.
+
+    A finished one of the same request is returned as it is. Raises DataError for what is wrong with the
+    input, StorageError for what is wrong with `out`; neither leaves a folder that opens as a dataset.
+    """
+    plan = plan_of(names, tokenizer, column, eval_fraction, block_bytes, shard_tokens)
+    storage = Storage(out)
+    fresh = not storage.exists()
+    lock = locked(storage.local / JOURNAL / "lock") if storage.local else nullcontext()
+    try:
+        if (done := _finished(storage, plan)) is None:
+            with lock:
+                # Whoever held the lock may have made it.
+                done = _finished(storage, plan)
+                if done is None:
+                    done = _make(storage, plan, progress or (lambda p: None), map_files)
+                storage.delete(JOURNAL)
+    except StorageError as error:
+        raise StorageError(
+            error.message, error.hint or "mend that; the same command goes on where it stopped"
+        ) from error
+    except DataError:
+        _forget(storage, fresh)
+        raise
+    return done
+
+
+def _finished(storage: Storage, plan: Plan) -> DatasetIndex | None:
+    """The dataset that is there already, if it is of this request; None if there is none. Raises DataError
+    for another."""
+    if storage.size(INDEX) is None:
+        return None
+    found = indexes.read(storage)
+    hint = "give another --out, or delete that folder first"
+    if found.request != plan.request:
+        raise DataError(f"{storage.uri} holds another dataset, of {', '.join(found.sources)}", hint)
+    made = storage.fs.get_file_info(storage.path(INDEX)).mtime_ns
+    newer = [f.name for f in plan.files if made and f.mtime_ns and f.mtime_ns > made]
+    if newer:
+        raise DataError(f"{newer[0]} was changed after {storage.uri} was prepared from it", hint)
+    return found
+
+
+def _make(
+    storage: Storage, plan: Plan, progress: Callable[[Progress], None], map_files: MapFiles | None
+) -> DatasetIndex:
+    threshold = int(plan.eval_fraction * _ALL)
+    while True:
+        progress(
+            Progress(
+                "tokens" if tokenizers.vocabulary(plan.tokenizer) is None else "tokenizer",
+                0,
+                plan.bytes,
+                0,
+                0,
+            )
+        )
+        made, tokenizer = _make_all(storage, plan, threshold, progress, map_files)
+        better = _better_threshold(made, threshold)
+        if better == threshold:
+            return _commit(storage, plan, made, tokenizer)
+        threshold = better
+
+
+def _better_threshold(made: Sequence[Made], threshold: int) -> int:
+    """Another threshold if a small corpus left a split empty that should not be: then one distinct document
+    goes to it."""
+    documents = {name: sum(m.part(name).documents for m in made) for name in SPLITS}
+    low, high = min(m.low for m in made), max(m.high for m in made)
+    if threshold and not documents["eval"] and low < high:
+        return low + 1
+    if documents["eval"] and not documents["train"]:
+        return high if low < high else 0
+    return threshold
+
+
+def _make_all(
+    storage: Storage,
+    plan: Plan,
+    threshold: int,
+    progress: Callable[[Progress], None],
+    map_files: MapFiles | None,
+) -> tuple[list[Made], tokenizers.Tokenizer]:
+    tokenizer = _tokenizer(storage, plan, threshold)
+    job = Job(storage.uri, plan.tokenizer, tokenizer.to_bytes(), plan.column, threshold, plan.shard_tokens)
+    done = _journal(storage, job, plan.blocks)
+    left = [b for b in plan.blocks if b.number not in done]
+    # A user's own source is read here: its module need not be on other nodes, and it cannot be divided.
+    own = [b for b in left if b.records]
+    make = partial(shards.make, job)
+    mapped = (map_files or map)(make, [b for b in left if not b.records])
+
+    def report() -> None:
+        parts = [m.part(name) for m in done.values() for name in SPLITS]
+        read = sum(b.bytes for b in plan.blocks if b.number in done)
+        totals = sum(p.documents for p in parts), sum(p.tokens for p in parts)
+        progress(Progress("tokens", read, plan.bytes, *totals))
+
+    report()
+    for made in _chain(mapped, map(make, own)):
+        done[made.block] = made
+        report()
+    made_all = [done[b.number] for b in plan.blocks]
+    if not any(m.part(name).documents for m in made_all for name in SPLITS):
+        raise DataError(
+            f"source {', '.join(plan.names)} is empty: no document in it", "give sources with text in them"
+        )
+    return made_all, tokenizer
+
+
+def _chain(*iterables: Iterable[Made]) -> Iterator[Made]:
+    for iterable in iterables:
+        yield from iterable
+
+
+def _journal(storage: Storage, job: Job, blocks: Sequence[Block]) -> dict[int, Made]:
+    """Blocks that are done: of the same input, and their shards are all there."""
+    entries, sizes = storage.files(JOURNAL), storage.files()
+    done = {}
+    for block in blocks:
+        name = shards.journal_file(block.number)
+        if block.records or name not in entries:
+            continue
+        try:
+            made = Made.from_json(storage.read(name))
+        except (ValueError, KeyError, TypeError, FileNotFoundError):
+            continue
+        there = all(sizes.get(s.file) == s.bytes for n in SPLITS for s in made.part(n).shards)
+        if made.key == job.key(block) and there:
+            done[block.number] = made
+    return done
+
+
+def _tokenizer(storage: Storage, plan: Plan, threshold: int) -> tokenizers.Tokenizer:
+    """The tokenizer; a BPE is trained on the train split, once for a dataset that is made in several goes."""
+    if tokenizers.vocabulary(plan.tokenizer) is None:
+        return tokenizers.load(plan.tokenizer)
+    times = [(f.path, f.mtime_ns) for f in plan.files]
+    name = f"{JOURNAL}/tokenizer-{hash_of(as_json([plan.request, threshold, times]))}.json"
+    if storage.size(name) is not None:
+        return tokenizers.from_bytes(plan.tokenizer, storage.read(name))
+    trained = tokenizers.train(plan.tokenizer, _sample(plan, threshold))
+    storage.write(name, trained.to_bytes())
+    return trained
+
+
+def _sample(plan: Plan, threshold: int) -> Iterator[str]:
+    """Texts of the train split: all of a small corpus, else the beginnings of blocks from all over it."""
+    chosen = plan.blocks[:: -(-len(plan.blocks) // _BPE_BLOCKS)]
+    for block in chosen:
+        taken = 0
+        for document in shards.documents_of(block, plan.column):
+            if isinstance(document, bytes) and shards.document_hash(document) >= threshold:
+                yield document.decode(errors="replace")
+                taken += len(document)
+                if taken >= _BPE_SAMPLE // len(chosen):
+                    break
+
+
+def _commit(
+    storage: Storage, plan: Plan, made: Sequence[Made], tokenizer: tokenizers.Tokenizer
+) -> DatasetIndex:
+    raw = tokenizer.to_bytes()
+    token = TokenizerIndex(plan.tokenizer, tokenizer.vocab_size, tokenizer.end, hash_of(raw))
+    splits = {name: _joined(made, name) for name in SPLITS}
+    _check_visible(storage, [s for split in splits.values() for s in split.shards])
+    histogram = np.sum([m.histogram for m in made], axis=0)
+    share = histogram[histogram > 0] / max(int(histogram.sum()), 1)
+    index = DatasetIndex(
+        fingerprint=indexes.fingerprint(splits["train"], splits["eval"], token),
+        dtype=str(shards.token_type(tokenizer.vocab_size)),
+        tokenizer=token,
+        train=splits["train"],
+        eval=splits["eval"],
+        unigram_nats=round(float(-(share * np.log(share)).sum()), 6) + 0.0,
+        sources=plan.names,
+        source_fingerprint=hash_of(as_json([m.content for m in made])),
+        request=plan.request,
+        eval_fraction=plan.eval_fraction,
+        column=plan.column,
+    )
+    storage.write(TOKENIZER, raw)
+    storage.write(INDEX, index.to_bytes())
+    _sweep(storage, {s.file for s in index.shards()})
+    return index
+
+
+def _joined(made: Sequence[Made], name: Split) -> SplitIndex:
+    parts = [m.part(name) for m in made]
+    return SplitIndex(
+        sum(p.tokens for p in parts),
+        sum(p.documents for p in parts),
+        sum(p.bytes for p in parts),
+        tuple(s for p in parts for s in p.shards),
+    )
+
+
+def _check_visible(storage: Storage, wanted: Iterable[Shard]) -> None:
+    """Raises StorageError where a shard that some node wrote cannot be seen from here."""
+    there = storage.files()
+    for shard in wanted:
+        if there.get(shard.file) != shard.bytes:
+            raise StorageError(
+                f"{storage.uri}/{shard.file} was written by a node of the cluster, but is not seen from here",
+                "give an --out that all nodes share: NFS, or a URI such as s3://bucket/folder",
+            )
+
+
+def _sweep(storage: Storage, keep: set[str]) -> None:
+    """Removes what earlier tries left: shards of other input, and files that were never finished."""
+    for name in storage.files():
+        if re.fullmatch(_SHARD_NAME, name) and name not in keep:
+            storage.delete(name)
+    if storage.local is not None:
+        for part in storage.local.glob(".tmp-*"):
+            part.unlink(missing_ok=True)
+
+
+def _forget(storage: Storage, fresh: bool) -> None:
+    """After an error in the input: leaves finished blocks for the next try, and nothing at all where there is
+    none."""
+    if storage.size(INDEX) is not None or any(
+        n.startswith(f"{JOURNAL}/block-") for n in storage.files(JOURNAL)
+    ):
+        return
+    _sweep(storage, set())
+    storage.delete(JOURNAL)
+    if fresh and not storage.files() and not storage.folders():
+        storage.delete("")
+
+
+def open_or_prepare(wanted: Any, storage_uri: str, progress: Callable[[Progress], None] | None = None) -> str:
+    """The dataset of a job's `data`: its path or URI.
+
+    `wanted` has source, path, tokenizer, column and eval_fraction, as the spec's DataSpec. A `path` must hold
+    a dataset; a `source` is prepared in this process, once for a storage: into STORAGE/.data/KEY, where KEY
+    follows from what was asked and the files' sizes and times. Two drivers at once make it once. Raises
+    DataError, StorageError.
+    """
+    if wanted.path is not None:
+        indexes.read(Storage(wanted.path))
+        return Storage(wanted.path).uri
+    if wanted.source is None:
+        raise DataError(
+            "data: neither source nor path is given", "data.source: python-stdlib is there on every machine"
+        )
+    names = [wanted.source]
+    key = request_key(names, wanted.tokenizer, wanted.column, wanted.eval_fraction)
+    out = Storage(storage_uri).at(f".data/{key}")
+    prepare(
+        names,
+        out.uri,
+        wanted.tokenizer,
+        eval_fraction=wanted.eval_fraction,
+        column=wanted.column,
+        progress=progress,
+    )
+    return out.uri

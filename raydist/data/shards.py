@@ -1,0 +1,233 @@
+"""One block of a corpus -> its shards: the pure function that is mapped, by this process or by Ray Data's
+tasks.
+
+Runs in the process that prepares, or in Ray Data's tasks. numpy and pyarrow; must not import torch or ray.
+What a block becomes depends on nothing but the block and the job: the bytes are the same whoever does it, and
+how often.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.ipc
+import xxhash
+
+from raydist.data import documents, sources, tokenizers
+from raydist.data.documents import Document
+from raydist.data.index import SPLITS, Shard, Split
+from raydist.data.sources import Block
+from raydist.errors import DataError
+from raydist.storage import Storage
+
+COLUMN = "tokens"
+JOURNAL = ".prepare"
+_VERSION = 1
+_SPLIT_KEY = 0x7261_7964_6973_74
+"""Seed of the hash that sends a document to train or eval: never change it, or datasets prepared again would
+leak."""
+
+_BATCH_BYTES, _BATCH_DOCUMENTS = 4 << 20, 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is the same for all blocks of a dataset.
+
+    `threshold`: documents whose hash is below it, of 2**64, are held out for evaluation.
+    """
+
+    out: str
+    tokenizer_name: str
+    tokenizer_file: bytes
+    column: str
+    threshold: int
+    shard_tokens: int
+
+    def key(self, block: Block) -> str:
+        """Of the block's input: a journal entry with another key is of other input, and is not used."""
+        pieces = [asdict(p) for p in block.pieces]
+        tokenizer = xxhash.xxh3_128_hexdigest(self.tokenizer_file)
+        asked = [_VERSION, tokenizer, self.column, self.threshold, self.shard_tokens, block.records, pieces]
+        return xxhash.xxh3_128_hexdigest(json.dumps(asked).encode())
+
+
+@dataclass(slots=True)
+class Part:
+    """What one split got from a block."""
+
+    tokens: int = 0
+    documents: int = 0
+    bytes: int = 0
+    shards: list[Shard] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Made:
+    """What a block became. `histogram` counts the bytes of the eval split's text; `content` hashes all
+    documents; `low` and `high` are the least and the greatest of the documents' hashes."""
+
+    block: int
+    key: str
+    train: Part
+    eval: Part
+    histogram: list[int]
+    content: str
+    low: int
+    high: int
+
+    def to_json(self) -> str:
+        """For the journal, and for what carries it between processes."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Made:
+        """The inverse of `to_json`. Raises ValueError, KeyError or TypeError if it is no such text."""
+        raw: dict[str, Any] = json.loads(text)
+        for name in SPLITS:
+            part = Part(**raw[name])
+            part.shards = [Shard(**s) for s in raw[name]["shards"]]
+            raw[name] = part
+        return cls(**raw)
+
+    def part(self, name: Split) -> Part:
+        """The part of that split."""
+        return self.train if name == "train" else self.eval
+
+
+def journal_file(block: int) -> str:
+    """Where the journal says that a block is done."""
+    return f"{JOURNAL}/block-{block:06d}.json"
+
+
+def document_hash(document: Document) -> int:
+    """64 bits of a document's content, which decide between train and eval: equal documents go the same
+    way."""
+    raw = document if isinstance(document, bytes) else document.astype("<i8").tobytes()
+    return xxhash.xxh64_intdigest(raw, seed=_SPLIT_KEY)
+
+
+def documents_of(block: Block, column: str) -> Iterator[Document]:
+    """All documents of a block, in order. Raises DataError."""
+    if block.records:
+        for number, record in enumerate(sources.records(block.records)):
+            document = documents.of_record(record, f"source {block.records}: document {number}", raw=True)
+            if document is not None:
+                yield document
+    for piece in block.pieces:
+        yield from documents.read(piece, column)
+
+
+def make(job: Job, block: Block) -> Made:
+    """Writes the shards of a block, then its journal entry. Raises DataError, StorageError."""
+    tokenizer = tokenizers.from_bytes(job.tokenizer_name, job.tokenizer_file)
+    storage = Storage(job.out)
+    writers = {
+        name: _Writer(storage, f"{name}-{block.number:06d}", job.shard_tokens, tokenizer) for name in SPLITS
+    }
+    content = xxhash.xxh3_128()
+    histogram = np.zeros(256, dtype=np.int64)
+    low, high = 1 << 64, -1
+    for document in documents_of(block, job.column):
+        mark = document_hash(document)
+        low, high = min(low, mark), max(high, mark)
+        content.update(mark.to_bytes(8, "little"))
+        content.update(document if isinstance(document, bytes) else document.astype("<i8").tobytes())
+        name: Split = "eval" if mark < job.threshold else "train"
+        writers[name].add(document)
+        if name == "eval" and isinstance(document, bytes):
+            histogram += np.bincount(np.frombuffer(document, dtype=np.uint8), minlength=256)
+    made = Made(
+        block=block.number,
+        key=job.key(block),
+        train=writers["train"].finish(),
+        eval=writers["eval"].finish(),
+        histogram=histogram.tolist(),
+        content=content.hexdigest(),
+        low=low,
+        high=high,
+    )
+    storage.write(journal_file(block.number), made.to_json().encode())
+    return made
+
+
+class _Writer:
+    """Documents in, shards of at most `limit` tokens out."""
+
+    def __init__(self, storage: Storage, stem: str, limit: int, tokenizer: tokenizers.Tokenizer) -> None:
+        self._storage, self._stem, self._limit, self._tokenizer = storage, stem, limit, tokenizer
+        self._dtype = token_type(tokenizer.vocab_size)
+        self._waiting: list[Document] = []
+        self._waiting_bytes = 0
+        self._buffered: list[npt.NDArray[Any]] = []
+        self._count = 0
+        self._part = Part()
+
+    def add(self, document: Document) -> None:
+        """The next document."""
+        self._waiting.append(document)
+        self._part.documents += 1
+        self._waiting_bytes += len(document)
+        if isinstance(document, bytes):
+            self._part.bytes += len(document)
+        if self._waiting_bytes >= _BATCH_BYTES or len(self._waiting) >= _BATCH_DOCUMENTS:
+            self._encode()
+
+    def finish(self) -> Part:
+        """Writes what is left."""
+        self._encode()
+        if self._count:
+            self._write(self._count)
+        return self._part
+
+    def _encode(self) -> None:
+        end = np.array([self._tokenizer.end], dtype=self._dtype)
+        encoded = iter(self._tokenizer.encode([d for d in self._waiting if isinstance(d, bytes)]))
+        for document in self._waiting:
+            ids = next(encoded) if isinstance(document, bytes) else self._checked(document)
+            self._buffered += [ids.astype(self._dtype, copy=False), end]
+            self._count += len(ids) + 1
+        self._waiting, self._waiting_bytes = [], 0
+        while self._count >= self._limit:
+            self._write(self._limit)
+
+    def _checked(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        if int(ids.min()) < 0 or int(ids.max()) >= self._tokenizer.vocab_size:
+            raise DataError(
+                f"a document of token ids has {ids.min()} to {ids.max()}: {self._tokenizer.name} has "
+                f"[0, {self._tokenizer.vocab_size})",
+                "name the tokenizer that made the ids",
+            )
+        return ids[:-1] if int(ids[-1]) == self._tokenizer.end else ids
+
+    def _write(self, count: int) -> None:
+        """One shard of the first `count` tokens that are buffered."""
+        tokens = np.concatenate(self._buffered)
+        self._buffered = [tokens[count:]] if len(tokens) > count else []
+        self._count -= count
+        name = f"{self._stem}-{len(self._part.shards):03d}.arrow"
+        raw = arrow_file(tokens[:count])
+        self._storage.write(name, memoryview(raw))  # type: ignore[arg-type]  # any buffer will do
+        self._part.shards.append(Shard(name, count, raw.size, xxhash.xxh3_128_hexdigest(memoryview(raw))))
+        self._part.tokens += count
+
+
+def token_type(vocab_size: int) -> np.dtype[Any]:
+    """The type of a token in a shard: the smaller one that holds the vocabulary."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def arrow_file(tokens: npt.NDArray[Any]) -> pa.Buffer:
+    """An Arrow IPC file of one record batch of one column: read back as one array, without a copy."""
+    column = pa.array(tokens)
+    schema = pa.schema([pa.field(COLUMN, column.type, nullable=False)])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(pa.record_batch([column], schema=schema))
+    return sink.getvalue()

@@ -1,0 +1,315 @@
+"""Where text comes from: files of several kinds, cut into blocks that can be read apart, in an order that
+never changes.
+
+Runs anywhere: in the process that prepares, and in Ray Data's tasks. numpy and pyarrow.
+
+    python-stdlib              the .py files of Python's standard library: real text that every machine has
+    FILE, FOLDER, GLOB         local, or any URI of pyarrow.fs (s3://bucket/**/*.pq); folders with all below
+    package.module:attribute   an iterable of documents, or a callable that returns one; read in the preparing
+    process
+
+By its name a file is Parquet (.parquet, .pq), JSON lines (.jsonl, .ndjson), or text; .gz, .zst, .bz2, .lz4
+and .br are undone. A row or line is one document: text, bytes, or a list of token ids. A text file is one
+document; where there are fewer than 1024 of them, they are cut at line ends into about as many, so that what
+is held out for evaluation is of many places. Hidden files, and __pycache__, are passed over in folders.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import importlib.util
+import json
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+import xxhash
+
+from raydist.errors import DataError, UserError
+from raydist.storage import Storage
+
+Kind = Literal["text", "jsonl", "parquet"]
+STDLIB = "python-stdlib"
+_COMPRESSED = (".gz", ".zst", ".bz2", ".lz4", ".br")
+_RECORDS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_STDLIB_LEFT_OUT = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib", "tkinter"}
+    | {"turtledemo", "lib2to3", "distutils", "ensurepip", "pydoc_data"}
+)
+"""Tests, generated text, and what some distributions package apart."""
+
+_FEW_TEXTS = _TEXT_DOCUMENTS = 1024
+_SMALLEST_TEXT, _LARGEST_TEXT = 4 << 10, 16 << 20
+_LINES = 32 << 20
+"""Bytes of JSON lines in a piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file: `path` in the filesystem of the URI `root`; `name` is how messages call it; `mtime_ns` may be
+    unknown."""
+
+    root: str
+    path: str
+    name: str
+    kind: Kind
+    size: int
+    mtime_ns: int | None
+
+    @property
+    def splittable(self) -> bool:
+        """Whether parts of it can be read alone."""
+        return not self.path.endswith(_COMPRESSED)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a file: the lines that start at bytes [start, stop), or Parquet's row groups [start,
+    stop)."""
+
+    file: SourceFile
+    start: int
+    stop: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Pieces that are prepared together, by one process: the unit of parallel work and of resuming.
+
+    `records` names a user's own source instead; its block has no pieces.
+    """
+
+    number: int
+    pieces: tuple[Piece, ...]
+    records: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes to read; Parquet's before decompression."""
+        return sum(p.bytes for p in self.pieces)
+
+    def to_json(self) -> str:
+        """For what carries it to another process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Block:
+        """The inverse of `to_json`."""
+        raw = json.loads(text)
+        pieces = tuple(Piece(**{**p, "file": SourceFile(**p["file"])}) for p in raw["pieces"])
+        return cls(raw["number"], pieces, raw["records"])
+
+
+def is_records(source: str) -> bool:
+    """Whether `source` names an attribute of a module, not files."""
+    return bool(_RECORDS.fullmatch(source)) and not Path(source).exists()
+
+
+def records(source: str) -> Iterable[Any]:
+    """The documents of "package.module:attribute". Raises DataError if there is no such thing; the user's
+    errors pass."""
+    module, _, attribute = source.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise DataError(
+            f"source {source}: no module {error.name!r}", "run from the folder that holds it, or install it"
+        ) from None
+    except AttributeError:
+        raise DataError(
+            f"source {source}: {module} has no {attribute!r}", "check the name after the colon"
+        ) from None
+    documents = found() if callable(found) else found
+    if isinstance(documents, str | bytes) or not isinstance(documents, Iterable):
+        raise DataError(
+            f"source {source}: gives {type(documents).__name__}, not an iterable of documents",
+            "yield each document as str, bytes or a list of token ids",
+        )
+    return documents
+
+
+def find(source: str) -> list[SourceFile]:
+    """The files of a source, sorted by path. Raises DataError if there is none, or nothing in them."""
+    if source == STDLIB:
+        files = _standard_library()
+    else:
+        try:
+            files = _list(source)
+        except (OSError, pa.ArrowException, UserError) as error:
+            reason = error.message if isinstance(error, UserError) else str(error)
+            raise DataError(
+                f"source {source}: {reason}", "check the path or URI, and that it may be read"
+            ) from error
+    if not files:
+        raise DataError(
+            f"source {source}: no such file, and nothing that matches",
+            "give a file, a folder, or a quoted glob",
+        )
+    if not any(f.size for f in files):
+        raise DataError(
+            f"source {source} is empty: {len(files)} files, 0 bytes", "give files with text in them"
+        )
+    return files
+
+
+def _standard_library() -> list[SourceFile]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for path in root.rglob("*.py"):
+        inside = path.relative_to(root)
+        # Build settings differ by machine, and are no prose of anyone.
+        if not _STDLIB_LEFT_OUT.intersection(inside.parts) and not path.name.startswith("_sysconfigdata"):
+            size = path.stat().st_size
+            # No mtime: an installer sets it, and the version of Python says as much.
+            found.append(SourceFile("", str(path), f"{STDLIB}/{inside.as_posix()}", "text", size, None))
+    return sorted(found, key=lambda f: f.name)
+
+
+def _list(source: str) -> list[SourceFile]:
+    magic = "*[" if "://" in source else "*?["
+    base, pattern = source, ""
+    first = next((i for i, c in enumerate(source) if c in magic), None)
+    if first is not None and not ("://" not in source and Path(source).expanduser().exists()):
+        base, _, pattern = source[:first].rpartition("/")
+        base, pattern = (
+            base or ("/" if source.startswith("/") else "."),
+            source[len(base) + 1 if "/" in source[:first] else 0 :],
+        )
+    storage = Storage(base)
+    root = "" if storage.local is not None else base
+    info = storage.fs.get_file_info(storage.root)
+    if info.type == pafs.FileType.File:
+        return [] if pattern else [_file(root, info, source)]
+    if info.type != pafs.FileType.Directory:
+        return []
+    wanted = re.compile(_glob(pattern)) if pattern else None
+    found = []
+    for entry in storage.fs.get_file_info(pafs.FileSelector(storage.root, recursive=True)):
+        inside = PurePosixPath(entry.path).relative_to(storage.root)
+        if entry.type != pafs.FileType.File or "__pycache__" in inside.parts:
+            continue
+        if wanted.fullmatch(str(inside)) if wanted else not any(p.startswith(".") for p in inside.parts):
+            found.append(_file(root, entry, f"{base.rstrip('/')}/{inside}" if base != "." else str(inside)))
+    return sorted(found, key=lambda f: f.path)
+
+
+def _glob(pattern: str) -> str:
+    """A regular expression for a path: `**` stands for any number of folders, `*` and `?` do not cross a
+    `/`."""
+    out = ""
+    for i, part in enumerate(parts := pattern.split("/")):
+        last = i == len(parts) - 1
+        if part == "**":
+            out += ".*" if last else "(?:.*/)?"
+        else:
+            plain = fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z")
+            out += plain.replace(".*", "[^/]*") + ("" if last else "/")
+    return out
+
+
+def _file(root: str, info: pafs.FileInfo, name: str) -> SourceFile:
+    stem = info.path
+    for ending in _COMPRESSED:
+        stem = stem.removesuffix(ending)
+    kind: Kind = "text"
+    if stem.endswith((".jsonl", ".ndjson")):
+        kind = "jsonl"
+    elif stem.endswith((".parquet", ".pq")):
+        kind = "parquet"
+    return SourceFile(root, info.path, name, kind, int(info.size), info.mtime_ns)
+
+
+def plan(files: Sequence[SourceFile], column: str, block_bytes: int) -> list[Block]:
+    """The blocks of these files: a pure function of their names, sizes and (Parquet) row groups.
+
+    Raises DataError if a Parquet file cannot be read or lacks `column`.
+    """
+    texts = [f for f in files if f.kind == "text"]
+    cut = _LARGEST_TEXT
+    if len(texts) < _FEW_TEXTS:
+        cut = min(max(sum(f.size for f in texts) // _TEXT_DOCUMENTS, _SMALLEST_TEXT), _LARGEST_TEXT)
+    blocks: list[Block] = []
+    gathered: list[Piece] = []
+    size = 0
+    for file in files:
+        for piece in _cut(file, column, cut):
+            gathered.append(piece)
+            size += piece.bytes
+            if size >= block_bytes:
+                blocks.append(Block(len(blocks), tuple(gathered)))
+                gathered, size = [], 0
+    if gathered:
+        blocks.append(Block(len(blocks), tuple(gathered)))
+    return blocks
+
+
+def _cut(file: SourceFile, column: str, text_bytes: int) -> Iterator[Piece]:
+    if file.kind == "parquet":
+        with parquet(file, column) as table:
+            metadata = table.metadata
+            for i in range(metadata.num_row_groups):
+                yield Piece(file, i, i + 1, metadata.row_group(i).total_byte_size)
+    elif not file.splittable:
+        yield Piece(file, 0, file.size, file.size)
+    else:
+        step = text_bytes if file.kind == "text" else _LINES
+        for start in range(0, file.size, step):
+            stop = min(start + step, file.size)
+            yield Piece(file, start, stop, stop - start)
+
+
+@lru_cache(maxsize=8)
+def filesystem(root: str) -> pafs.FileSystem:
+    """The filesystem of a source's URI; "" is the local one."""
+    return Storage(root).fs if root else pafs.LocalFileSystem()
+
+
+def parquet(file: SourceFile, column: str) -> pq.ParquetFile:
+    """That file, open; it has `column`. Raises DataError."""
+    try:
+        table = pq.ParquetFile(filesystem(file.root).open_input_file(file.path))
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            f"{file.name}: no Parquet file that can be read: {error}", "check the file"
+        ) from error
+    names = table.schema_arrow.names
+    if column not in names:
+        raise missing_column(file.name, column, names)
+    return table
+
+
+def missing_column(where: str, column: str, names: Iterable[str]) -> DataError:
+    """The error for a file, or a line of one, without the column of the text."""
+    there = ", ".join(names) or "none at all"
+    return DataError(
+        f'{where}: no column "{column}"', f"choose one with --column (data.column); there are: {there}"
+    )
+
+
+def code_of(source: str) -> str:
+    """A hash of the file of the module that `source` (records) names: another code may give other documents.
+
+    Raises DataError if there is no such module.
+    """
+    module = source.partition(":")[0]
+    try:
+        spec = importlib.util.find_spec(module)
+    except ImportError:
+        spec = None
+    if spec is None:
+        raise DataError(
+            f"source {source}: no module {module!r}", "run from the folder that holds it, or install it"
+        )
+    path = Path(spec.origin or "")
+    return xxhash.xxh3_128_hexdigest(path.read_bytes()) if path.is_file() else ""

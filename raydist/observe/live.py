@@ -1,0 +1,108 @@
+"""What a run looks like now: a few figures that follow from its newest records and events. Pure: no I/O, no clock.
+
+Runs in: the run's monitor. Must not import ray or torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+WINDOW = 50
+"""Steps that the smoothed figures are taken over."""
+
+
+def rates(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Over some steps: tokens_per_second, seconds_per_step, and data_share (waiting for data over all time; 0 to 1).
+
+    Sums over sums, so that a long step counts for as long as it took. None where there is no time to divide by.
+    """
+    seconds = sum(row["seconds"] for row in rows)
+    if not rows or seconds <= 0:
+        return {"tokens_per_second": None, "seconds_per_step": None, "data_share": None}
+    return {
+        "tokens_per_second": sum(row["tokens"] for row in rows) / seconds,
+        "seconds_per_step": seconds / len(rows),
+        "data_share": sum(row["data_seconds"] for row in rows) / seconds,
+    }
+
+
+class LiveView:
+    """Takes records and events in their order; `snapshot` gives the view. Bounded memory."""
+
+    def __init__(self) -> None:
+        self.attempt = 0
+        self.world_size = 0
+        self.step = 0
+        self.workers: list[dict[str, Any]] = []
+        self._record: dict[str, Any] | None = None
+        self._window: deque[dict[str, Any]] = deque(maxlen=WINDOW)
+        self._first: int | None = None
+        self._eval: dict[str, Any] | None = None
+        self._checkpoint: dict[str, Any] | None = None
+        self._counts = {"attempts": 0, "failures": 0, "checkpoints": 0, "evals": 0}
+        self._flops: tuple[float, float] | None = None
+
+    def begin_attempt(self, number: int, world_size: int, resume_step: int) -> None:
+        """A new attempt: its rates are its own, and its workers are not known yet."""
+        self.attempt, self.world_size, self.workers = number, world_size, []
+        self.step = resume_step
+        self._counts["attempts"] += 1
+        self._window.clear()
+        self._first = None
+
+    def capacity(self, flops_per_token: float, peak_flops: float) -> None:
+        """For the MFU: the model's FLOPs a token, and the peak FLOP/s of all workers' devices together."""
+        self._flops = (flops_per_token, peak_flops)
+
+    def records(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Steps, as StepRecord dicts. Those of an attempt that was given up are passed over."""
+        for row in rows:
+            if row["attempt"] < self.attempt:
+                continue
+            if row["attempt"] > self.attempt:
+                # Not told of: this monitor is new, in the place of one that was killed.
+                self.begin_attempt(row["attempt"], row["world_size"], row["step"] - 1)
+            self._record, self.step = dict(row), row["step"]
+            # An attempt's first step warms up caches and buffers: it says nothing of the pace, unless it is all there is.
+            if self._first is None:
+                self._first = row["step"]
+            elif len(self._window) == 1 and self._window[0]["step"] == self._first:
+                self._window.clear()
+            self._window.append(self._record)
+
+    def event(self, kind: str, data: Mapping[str, Any]) -> None:
+        """An event, by its kind and data. KeyError where data that the view needs is missing."""
+        if kind == "eval":
+            self._eval = {**data, "loss": data["loss"], "step": data["step"]}
+            self._counts["evals"] += 1
+        elif kind == "checkpoint_saved":
+            self._checkpoint = {**data, "step": data["step"]}
+            self._counts["checkpoints"] += 1
+        elif kind == "failure":
+            self._counts["failures"] += 1
+        elif kind == "resumed":
+            self.step = data["step"]
+        elif kind == "workers":
+            self.workers = [dict(worker) for worker in data["workers"]]
+
+    def snapshot(self) -> dict[str, Any]:
+        """attempt, world_size, workers, step, record, eval, eval_loss, checkpoint, the rates, mfu, and counts."""
+        now = rates(self._window)
+        mfu = None
+        if self._flops and now["tokens_per_second"] is not None:
+            mfu = now["tokens_per_second"] * self._flops[0] / self._flops[1]
+        return {
+            "attempt": self.attempt,
+            "world_size": self.world_size,
+            "workers": list(self.workers),
+            "step": self.step,
+            "record": self._record,
+            "eval": self._eval,
+            "eval_loss": self._eval["loss"] if self._eval else None,
+            "checkpoint": self._checkpoint,
+            **now,
+            "mfu": mfu,
+            **self._counts,
+        }

@@ -1,0 +1,271 @@
+"""The run's monitor: gathers steps and events, stores them, keeps the heartbeat, and hands the driver's word to rank 0.
+
+Runs in: one zero-CPU actor, owned by the driver and on its node. Must not import torch or pandas. Imports ray in
+`start_monitor` only: `RunMonitor` is a plain class.
+
+    rank 0's side thread --push(records, events)--> RunMonitor --> metrics/*.parquet, events.jsonl, state.json, tensorboard/
+                         <------{"command"}-------      ^
+                                          driver: begin_attempt, command, snapshot, end
+
+No call waits for storage but `flush` and `end`: a thread writes every `interval_s`. What storage refuses is kept and tried again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raydist.errors import StorageError
+from raydist.observe.live import LiveView
+from raydist.observe.state import last_word, this_process, write_state
+from raydist.observe.tensorboard import TensorBoard
+from raydist.records import Event, Status
+from raydist.rundir import RunDir
+from raydist.runlog import RunLog
+
+INTERVAL_S = 2.0
+_RETRY_S = 0.5
+_EVENTS_KEPT = 1000
+_CURVES_KEPT = 100_000
+
+
+class RunMonitor:
+    """See the module. Its methods may be called from several threads at once.
+
+    `run_uri`: the run's folder. `driver`: what `this_process()` gives in the driver. The constructor writes the first state.json,
+    so that storage which cannot be written is known at once: StorageError.
+    """
+
+    def __init__(
+        self,
+        run_uri: str,
+        driver: Mapping[str, Any] | None = None,
+        interval_s: float = INTERVAL_S,
+        tensorboard: bool = True,
+    ) -> None:
+        self._run = RunDir(run_uri)
+        self._driver = dict(driver or this_process())
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        """Guards the view and what follows; never held while storage works."""
+        self._view = LiveView()
+        self._status: Status = "running"
+        self._command: str | None = None
+        self._recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_EVENTS_KEPT)
+        self._seen = 0
+        self._curves: deque[tuple[str, Any, float]] = deque(maxlen=_CURVES_KEPT)
+        self._storage_error: str | None = None
+        self._refused_since: float | None = None
+
+        self._before = last_word(self._run) or {}
+        if self._before.get("driver") == self._driver:
+            # This one stands in for a monitor of the same driver that was killed.
+            self._status = self._before["status"]
+            self._view.begin_attempt(*(self._before[name] for name in ("attempt", "world_size", "step")))
+            self._view.workers = self._before["workers"]
+        self._log = RunLog(self._run)
+        self._storing = threading.Lock()
+        """One writer of state.json at a time, so that an old word never follows a newer one."""
+        self._store_state()
+        self._board_wanted = tensorboard
+        self._board: TensorBoard | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._write, name="raydist-monitor", daemon=True)
+        self._thread.start()
+
+    # --- from the driver
+
+    def begin_attempt(self, number: int, world_size: int, resume_step: int) -> None:
+        """Attempt `number` starts on `world_size` ranks from `resume_step`. Wait for it before the workers start.
+
+        Numbers ascend within a run, over its drivers too: go on from `runlog.last_attempt(run)`.
+        """
+        with self._lock:
+            self._view.begin_attempt(number, world_size, resume_step)
+        self._resume_at(number, resume_step)
+        data = {"attempt": number, "world_size": world_size, "resume_step": resume_step}
+        self._take(Event("attempt_started", time.time(), data))
+
+    def workers(self, workers: Sequence[Mapping[str, Any]]) -> None:
+        """The ranks of this attempt: [{"rank", "host", "node_ip", "pid"}]. Rank 0 may push the event `workers` instead."""
+        self._take(Event("workers", time.time(), {"workers": [dict(worker) for worker in workers]}))
+
+    def capacity(self, flops_per_token: float, peak_flops: float) -> None:
+        """For the MFU: the model's FLOPs a token, and the peak FLOP/s of all workers' devices together."""
+        with self._lock:
+            self._view.capacity(flops_per_token, peak_flops)
+
+    def command(self, command: str | None) -> None:
+        """What every later push is answered with: "stop", or None."""
+        with self._lock:
+            self._command = command
+
+    def snapshot(self, after: int = 0) -> dict[str, Any]:
+        """The run as it is now, for the live display.
+
+        What `LiveView.snapshot` has, and: status, command, storage_error (None, or what storage said last), events: those past number
+        `after`, as dicts, the last 1000 at most; next: the number to ask after the next time.
+        """
+        with self._lock:
+            return {
+                **self._view.snapshot(),
+                "status": self._status,
+                "command": self._command,
+                "storage_error": self._storage_error,
+                "events": [event for number, event in self._recent if number > after],
+                "next": self._seen,
+            }
+
+    def end(self, status: Status, timeout_s: float = 30.0, **data: Any) -> None:
+        """The last word: event `ended`, everything durable, the terminal status in state.json. A second call does nothing.
+
+        Raises StorageError where storage still refuses after `timeout_s`.
+        """
+        with self._lock:
+            if self._status != "running":
+                return
+            self._status = status
+            step = self._view.step
+        self._ended.set()
+        self._take(Event("ended", time.time(), {"status": status, "step": step, **data}))
+        self.flush(timeout_s)
+        self._retried(self._store_state, timeout_s)
+        self._thread.join()
+        try:
+            self._store_curves()
+        except Exception as error:  # the curves only mirror what is stored by now
+            self._refused(error)
+
+    # --- from rank 0
+
+    def push(self, records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Steps (StepRecord.to_dict()) and events (Event.to_dict()), each in order. Gives {"command": None or "stop"}.
+
+        Returns at once: nothing is durable before `flush`. KeyError where a record lacks a field.
+        """
+        for event in events:
+            self._take(Event.from_dict(dict(event)))
+        new = self._log.steps(records)
+        if new:
+            with self._lock:
+                self._view.records(new)
+                self._curves.append(("steps", new, time.time()))
+        with self._lock:
+            return {"command": self._command}
+
+    def flush(self, timeout_s: float = 30.0) -> None:
+        """Returns once all that was pushed before this call is durable. Rank 0 calls it before it commits a checkpoint.
+
+        Storage that refuses is tried again for `timeout_s`; then StorageError, and what was not written is kept.
+        """
+        self._retried(self._log.flush, timeout_s)
+
+    # --- inside
+
+    def _take(self, event: Event) -> None:
+        if event.kind == "resumed":
+            self._resume_at(None, int(event.data["step"]))
+        with self._lock:
+            self._view.event(event.kind, event.data)
+        self._log.event(event)
+        with self._lock:
+            self._seen += 1
+            self._recent.append((self._seen, event.to_dict()))
+            if event.kind == "eval":
+                self._curves.append(("eval", event.data, event.at))
+
+    def _resume_at(self, number: int | None, step: int) -> None:
+        with self._lock:
+            number = self._view.attempt if number is None else number
+            self._curves.append(("attempt", step, time.time()))
+        self._log.attempt(number, step)
+
+    def _retried(self, store: Any, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return store()
+            except StorageError as error:
+                self._refused(error)
+                if time.monotonic() + _RETRY_S > deadline:
+                    raise
+            time.sleep(_RETRY_S)
+
+    def _write(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            try:
+                self._log.flush()
+                self._store_state()
+                self._store_curves()
+                self._accepted()
+            except Exception as error:  # a watcher must not die of what it watches; the next round tries again
+                self._refused(error)
+
+    def _store_state(self) -> None:
+        with self._storing:
+            with self._lock:
+                view = self._view.snapshot()
+                names = ("attempt", "world_size", "workers", "step", "eval_loss", "tokens_per_second")
+                state = {
+                    "status": self._status,
+                    "heartbeat_at": time.time(),
+                    "driver": self._driver,
+                    **{name: view[name] for name in names},
+                    "loss": view["record"]["loss"] if view["record"] else None,
+                    "storage_error": self._storage_error,
+                }
+            if state["step"] and state["eval_loss"] is None:
+                state["eval_loss"] = self._before.get("eval_loss")
+            write_state(self._run, state)
+
+    def _store_curves(self) -> None:
+        if not self._board_wanted:
+            return
+        while self._curves:
+            # Imported and opened with the first point: a run that fails before it costs nothing.
+            self._board = self._board or TensorBoard(self._run)
+            kind, what, at = self._curves.popleft()
+            if kind == "steps":
+                self._board.steps(what, at)
+            elif kind == "attempt":
+                self._board.attempt(what, at)
+            else:
+                self._board.scalars(int(what["step"]), {"eval/loss": float(what["loss"])}, at)
+        if self._board:
+            self._board.flush(now=self._ended.is_set())
+
+    def _refused(self, error: Exception) -> None:
+        with self._lock:
+            self._storage_error = f"{type(error).__name__}: {error}"
+            self._refused_since = self._refused_since or time.monotonic()
+
+    def _accepted(self) -> None:
+        with self._lock:
+            if self._refused_since is None:
+                return
+            seconds, reason = time.monotonic() - self._refused_since, self._storage_error
+            self._storage_error = self._refused_since = None
+        self._take(Event("note", time.time(), {"text": f"records could not be written for {seconds:.0f} s: {reason}"}))
+
+
+def start_monitor(run_uri: str, *, interval_s: float = INTERVAL_S, tensorboard: bool = True) -> Any:
+    """The run's monitor as an actor: zero CPUs, on this process's node, gone with this process. Returns its handle at once.
+
+    Ray is started. `ray.get(handle.snapshot.remote())` waits until it is up, and raises what its constructor raised.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    node = ray.get_runtime_context().get_node_id()
+    actor = ray.remote(RunMonitor).options(
+        num_cpus=0,
+        # flush may wait for storage: pushes and snapshots go on beside it.
+        max_concurrency=8,
+        # One that was killed comes back, and takes up its records from the next push on.
+        max_restarts=-1,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+    )
+    return actor.remote(run_uri, this_process(), interval_s, tensorboard)

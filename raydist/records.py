@@ -1,0 +1,65 @@
+"""The plain facts that cross processes and versions: what one step did, and what happened to a run.
+
+Runs anywhere. They travel as versioned dicts of numbers and strings, never as pickled classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+VERSION = 1
+
+Status = Literal["running", "finished", "paused", "stopped", "interrupted", "lost"]
+"""running; finished: its last step is done; paused: at `--until`; stopped: failed for good;
+interrupted: by a signal, after a checkpoint; lost: its driver is gone without a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer step, as rank 0 saw it. The names are an interface (docs/records.md).
+
+    `step` counts from 1: after step s, s updates have been applied. `loss` is the mean over the tokens of the
+    global batch, in nats; `grad_norm` the global norm before clipping; `tokens` those that count in the loss;
+    `seconds` the whole step, `data_seconds` of it spent waiting for data; `samples_hash` the xxh64 (hex) of the
+    global batch's sample ids, in order, as little-endian int64.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    data_seconds: float
+    world_size: int
+    attempt: int
+    samples_hash: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict of the fields, in their order."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to a run: `kind` names it, `data` holds plain values, `at` is Unix time in seconds.
+
+    Kinds: attempt_started, workers, resumed, checkpoint_saved, checkpoint_failed, checkpoint_rejected, eval,
+    failure, decision, note, ended. docs/records.md lists the data of each.
+    """
+
+    kind: str
+    at: float
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """One line of events.jsonl."""
+        return {"v": VERSION, "kind": self.kind, "at": self.at, **self.data}
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Event:
+        """The inverse of `to_dict`; keys of later versions are kept in `data`."""
+        rest = {k: v for k, v in raw.items() if k not in ("v", "kind", "at")}
+        return cls(str(raw["kind"]), float(raw["at"]), rest)

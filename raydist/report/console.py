@@ -1,0 +1,136 @@
+"""The live display of `raydist train`: a panel on a terminal, plain lines elsewhere. All of it on stderr.
+
+Runs in: the driver's main thread. Must not import torch or ray.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TextIO
+
+from rich.console import Console as Rich
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from raydist.records import Event
+from raydist.report import text
+from raydist.rundir import RunDir
+
+LINE_EVERY_S = 5.0
+REFRESH_S = 0.25
+_STYLES = {"failure": "bold red", "checkpoint_failed": "red", "checkpoint_rejected": "red", "decision": "yellow", "ended": "bold"}
+_SILENT = {"workers"}
+"""Kinds that the display shows in another way, or that would only fill the screen: `raydist show` has them."""
+
+
+def panel(snapshot: dict[str, Any], total_steps: int | None, name: str, path: str) -> RenderableType:
+    """The panel for one snapshot of the run's monitor."""
+    step = snapshot["step"]
+    head = Table.grid(padding=(0, 1), expand=True)
+    head.add_column(no_wrap=True)
+    head.add_column(ratio=1)
+    head.add_column(no_wrap=True, justify="right")
+    share = f"{step / total_steps:.0%}" if total_steps else ""
+    # Without a known end there is nothing to draw a share of.
+    bar: RenderableType = ProgressBar(total=total_steps, completed=step) if total_steps else ""
+    head.add_row(Text(text.progress(step, total_steps), style="bold"), bar, share)
+
+    live = Text("   ").join(
+        Text.assemble((f"{label} ", "dim"), value) for label, value in text.figures(snapshot, total_steps).items()
+    )
+    if not snapshot.get("record"):
+        live = Text("waiting for the first step", style="dim") if not live else live
+    tail = [Text("no checkpoint yet" if not snapshot.get("checkpoint") else f"checkpoint at step {snapshot['checkpoint']['step']}")]
+    if snapshot.get("failures"):
+        tail.append(Text(f"{snapshot['failures']} failed attempt{'s' if snapshot['failures'] != 1 else ''}", style="yellow"))
+    if snapshot.get("command") == "stop":
+        tail.append(Text("stopping after a checkpoint", style="yellow"))
+    if snapshot.get("storage_error"):
+        tail.append(Text(f"records wait for storage: {snapshot['storage_error']}", style="red"))
+    size = snapshot["world_size"]
+    ranks = f" · {size} worker{'s' if size != 1 else ''}" if size else ""
+    title = f"{name} · {snapshot['status']} · attempt {snapshot['attempt']}{ranks}"
+    body = Group(head, live, Text("   ").join(tail))
+    return Panel(body, title=Text(title), title_align="left", subtitle=Text(path, style="dim"), subtitle_align="left")
+
+
+class Console:
+    """The display of one run; a context manager. `tty`: a panel, or lines; None: whether `stream` is a terminal.
+
+    On a terminal the panel is drawn at most 4 times a second. Elsewhere a line tells of the first step, then one every
+    5 s, and the last. Events are told at once in both.
+    """
+
+    def __init__(
+        self,
+        total_steps: int | None,
+        run: RunDir,
+        tty: bool | None = None,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total, self._run, self._clock = total_steps, run, clock
+        self._stream = stream or sys.stderr
+        self._rich = Rich(file=self._stream, force_terminal=tty, highlight=False)
+        self._tty = self._rich.is_terminal if tty is None else tty
+        self._live: Live | None = None
+        self._snapshot: dict[str, Any] | None = None
+        self._drawn_at: float | None = None
+        self._told_step: int | None = None
+
+    def __enter__(self) -> Console:
+        if self._tty:
+            self._live = Live(console=self._rich, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+            self._live.start()
+        else:
+            self._say(f"run {self._run.name}: {self._run.uri}")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._snapshot is not None:
+            self._draw(self._snapshot)
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def update(self, snapshot: dict[str, Any]) -> None:
+        """The run as `RunMonitor.snapshot()` has it. Call it as often as you like; it does not tell the snapshot's events."""
+        self._snapshot = snapshot
+        if not self._tty and not snapshot.get("record"):
+            return
+        if self._drawn_at is None or self._clock() - self._drawn_at >= (REFRESH_S if self._tty else LINE_EVERY_S):
+            self._draw(snapshot)
+
+    def event(self, event: Event) -> None:
+        """Tells of an event, at once."""
+        if event.kind in _SILENT:
+            return
+        self._say(text.event(event), _STYLES.get(event.kind, ""))
+        if event.kind == "failure" and event.data.get("traceback"):
+            self._say(str(event.data["traceback"]).rstrip(), "dim")
+
+    def note(self, line: str) -> None:
+        """Tells of something that is no event of the run."""
+        self._say(line, "yellow")
+
+    def _draw(self, snapshot: dict[str, Any]) -> None:
+        if self._live is not None:
+            self._live.update(panel(snapshot, self._total, self._run.name, self._run.uri), refresh=True)
+        elif snapshot.get("record") and snapshot["step"] != self._told_step:
+            self._say(text.line(snapshot, self._total))
+            self._told_step = snapshot["step"]
+        self._drawn_at = self._clock()
+
+    def _say(self, line: str, style: str = "") -> None:
+        if self._live is not None:
+            self._rich.print(Text(line, style=style))
+        else:
+            # Not through rich: it would wrap lines at the width of a terminal that is not there.
+            print(line, file=self._stream, flush=True)

@@ -1,0 +1,120 @@
+"""Numbers and events as a person reads them. Pure functions.
+
+Runs anywhere. Imports nothing heavy: no rich, no pyarrow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raydist.records import Event
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(count: float) -> str:
+    """Bytes: `512 B`, `12.3 MiB`."""
+    unit = 0
+    while count >= 1024 and unit < len(_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.0f} {_UNITS[unit]}" if unit == 0 else f"{count:.1f} {_UNITS[unit]}"
+
+
+def span(seconds: float) -> str:
+    """A time: `12 ms`, `0.41 s`, `1:32`, `2:05:10`, `3d 4:00:00`."""
+    if seconds < 0.1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    whole = round(seconds)
+    days, rest = divmod(whole, 86_400)
+    hours, rest = divmod(rest, 3600)
+    minutes, rest = divmod(rest, 60)
+    clock = f"{hours}:{minutes:02d}:{rest:02d}" if whole >= 3600 else f"{minutes}:{rest:02d}"
+    return f"{days}d {clock}" if days else clock
+
+
+def loss(value: float | None) -> str:
+    """A loss in nats, or `-`."""
+    return "-" if value is None else f"{value:.4f}"
+
+
+def rate(value: float | None) -> str:
+    """Tokens a second, or `-`."""
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def figures(snapshot: dict[str, Any], total_steps: int | None) -> dict[str, str]:
+    """The live figures of `RunMonitor.snapshot()`, by label, in the order they are shown. What is not known is left out."""
+    record = snapshot.get("record") or {}
+    shown: dict[str, str] = {}
+    if record:
+        shown["loss"] = loss(record["loss"])
+    if snapshot.get("eval_loss") is not None:
+        shown["eval"] = loss(snapshot["eval_loss"])
+    if record:
+        shown["lr"] = f"{record['lr']:.2e}"
+        shown["grad norm"] = "-" if record["grad_norm"] is None else f"{record['grad_norm']:.3g}"
+    if snapshot.get("tokens_per_second") is not None:
+        shown["tokens/s"] = rate(snapshot["tokens_per_second"])
+    if snapshot.get("mfu") is not None:
+        shown["MFU"] = f"{snapshot['mfu']:.1%}"
+    if snapshot.get("data_share") is not None:
+        shown["data wait"] = f"{snapshot['data_share']:.1%}"
+    if total_steps and snapshot.get("seconds_per_step") is not None:
+        shown["ETA"] = span(max(0, total_steps - snapshot["step"]) * snapshot["seconds_per_step"])
+    return shown
+
+
+def progress(step: int, total_steps: int | None) -> str:
+    """`step 12/200`, or `step 12` where the end is not known."""
+    return f"step {step}/{total_steps}" if total_steps else f"step {step}"
+
+
+def line(snapshot: dict[str, Any], total_steps: int | None) -> str:
+    """The live figures as one plain line."""
+    parts = [f"{label} {value}" for label, value in figures(snapshot, total_steps).items()]
+    return "  ".join([progress(snapshot["step"], total_steps), *parts])
+
+
+def event(what: Event) -> str:
+    """An event as one line (a failure's traceback is not in it). A kind of a later version is shown as it is."""
+    data = what.data
+    match what.kind:
+        case "attempt_started":
+            ranks = f"{data['world_size']} worker{'s' if data['world_size'] != 1 else ''}"
+            start = f"from step {data['resume_step']}" if data["resume_step"] else "from the start"
+            return f"attempt {data['attempt']}: {ranks}, {start}"
+        case "workers":
+            ranks = [f"rank {w['rank']} on {w['host']} ({w['node_ip']}, pid {w['pid']})" for w in data["workers"]]
+            return "workers: " + ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        case "resumed":
+            return f"resumed from step {data['step']} ({data['path']})"
+        case "checkpoint_saved":
+            took = f"in {span(data['seconds'])}, training stopped for {span(data['stall_seconds'])}"
+            return f"checkpoint at step {data['step']}: {size(data['bytes'])} {took}{_best(data)}"
+        case "checkpoint_failed":
+            return f"checkpoint at step {data['step']} failed{_rank(data)}: {data['cause']}"
+        case "checkpoint_rejected":
+            return f"checkpoint at step {data['step']} is not used: {data['file']}: {data['cause']}"
+        case "eval":
+            return f"eval at step {data['step']}: loss {loss(data['loss'])} on {data['tokens']:,} tokens{_best(data)}"
+        case "failure":
+            return f"attempt {data['attempt']} failed{_rank(data)}: {data['cause']}"
+        case "decision":
+            wait = f" in {span(data['after_s'])}" if data.get("after_s") else ""
+            return f"decision: {data['action']}{wait}: {data['because']}"
+        case "note":
+            return str(data["text"])
+        case "ended":
+            cause = f": {data['cause']}" if data.get("cause") else ""
+            return f"{data['status']} at step {data['step']}{cause}"
+    return f"{what.kind} {data}"
+
+
+def _best(data: dict[str, Any]) -> str:
+    return " (best so far)" if data.get("best") else ""
+
+
+def _rank(data: dict[str, Any]) -> str:
+    return "" if data.get("rank") is None else f", rank {data['rank']}"

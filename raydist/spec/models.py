@@ -1,0 +1,275 @@
+"""What a job file may say: one pydantic model a section, each field with its help.
+
+Runs anywhere. The help is written here once: the JSON Schema, docs/spec.md and the error messages come from it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from raydist.spec.parts import SpecValueError, problem
+
+
+class Part(BaseModel):
+    """A section: unknown fields are errors, values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+
+class ModelSpec(Part):
+    """What is trained: a built-in model, or the user's own."""
+
+    name: str = Field("gpt", description="A built-in model (gpt, mlp), or package.module:attribute of your own.")
+    layers: int = Field(4, ge=1, description="Number of blocks.")
+    width: int = Field(128, ge=1, description="Size of the residual stream.")
+    heads: int = Field(4, ge=1, description="Attention heads; must divide width.")
+    kv_heads: int | None = Field(None, ge=1, description="Key and value heads (grouped-query attention); default: heads.")
+    context: int = Field(128, ge=1, description="Tokens of a sample: the longest sequence the model sees.")
+    hidden: int | None = Field(None, ge=1, description="Width of the feed-forward layer; default: the model's own choice.")
+    qk_norm: bool = Field(False, description="Normalise queries and keys of each head.")
+    tie_embeddings: bool = Field(True, description="Use one matrix for the token embedding and the output head.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Probability of dropping an activation while training.")
+    rope_base: float = Field(10_000.0, gt=0, description="Base of the rotary position frequencies.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Anything your own model wants to be told.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> ModelSpec:
+        if self.name == "gpt":
+            if self.width % self.heads:
+                raise problem("heads", self.heads, f"does not divide width {self.width}", _divisors(self.width, self.heads))
+            if (self.width // self.heads) % 2:
+                raise problem("heads", self.heads, f"makes heads of odd size {self.width // self.heads}",
+                              "rotary positions need an even width / heads")  # fmt: skip
+            if self.kv_heads and self.heads % self.kv_heads:
+                raise problem("kv_heads", self.kv_heads, f"does not divide heads {self.heads}",
+                              _divisors(self.heads, self.kv_heads))  # fmt: skip
+        return self
+
+
+class DataSpec(Part):
+    """What it is trained on: `source` is prepared on the way, `path` was prepared before."""
+
+    source: str | None = Field(
+        None,
+        description="Text to prepare before the run: python-stdlib, a file, folder, glob or URI, or package.module:attribute "
+        "that gives documents.",
+    )
+    path: str | None = Field(None, description="A dataset that `raydist data prepare` made: a folder or a URI.")
+    tokenizer: str = Field("bytes", description="For `source`: bytes, bpe:VOCAB, or the path of a tokenizer.json.")
+    column: str = Field("text", description="For `source`: the field of JSON lines or the column of Parquet that holds the text.")
+    eval_fraction: float = Field(0.01, gt=0, lt=1, description="For `source`: share of documents held out for evaluation.")
+    pack: bool = Field(
+        False, description="Keep documents in one sample apart: block-diagonal attention, positions that start anew."
+    )
+    prefetch: int = Field(2, ge=1, le=1000, description="Batches made ahead by the loader's thread.")
+
+    @model_validator(mode="after")
+    def _one(self) -> DataSpec:
+        if (self.source is None) == (self.path is None):
+            raise problem("source", self.source, "and data.path: exactly one of them is needed", "set data.source or data.path")
+        return self
+
+
+class TrainSpec(Part):
+    """How long, in which batches."""
+
+    steps: int | None = Field(None, ge=1, description="Optimizer steps in all; or give `epochs`.")
+    epochs: float | None = Field(None, gt=0, description="Passes over the training data; or give `steps`.")
+    global_batch: int = Field(32, ge=1, description="Sequences of one optimizer step, over all workers; never changes with their number.")
+    micro_batch: int = Field(8, ge=1, description="Sequences of one forward and backward pass of one worker.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Everything random comes from it: initial weights, data order, dropout.")
+    deterministic: bool = Field(False, description="Use torch's deterministic algorithms; slower on GPU.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> TrainSpec:
+        if self.global_batch % self.micro_batch:
+            raise problem("global_batch", self.global_batch,
+                          f"is not a whole number of micro-batches of {self.micro_batch}",
+                          _divisors(self.global_batch, self.micro_batch, "train.micro_batch"))  # fmt: skip
+        if (self.steps is None) == (self.epochs is None):
+            raise problem("steps", self.steps, "and train.epochs: exactly one of them is needed", "set train.steps or train.epochs")
+        return self
+
+
+    def total(self, steps_per_epoch: int) -> int:
+        """Optimizer steps of the whole run."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return max(1, math.ceil(self.epochs * steps_per_epoch))
+
+
+def _short_schedule(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class ScheduleSpec(Part):
+    """The learning rate over the steps, after a linear warm-up."""
+
+    name: Literal["constant", "linear", "cosine", "wsd", "inverse-sqrt"] = Field(
+        "cosine", description="wsd: warm-up, stable, then linear decay over the last `decay` of the steps."
+    )
+    warmup: float = Field(0.1, ge=0, description="Steps of linear warm-up: below 1 a fraction of all steps, else a number of steps.")
+    floor: float = Field(0.1, ge=0, le=1, description="Last learning rate over the peak (linear, cosine, wsd).")
+    decay: float = Field(0.2, gt=0, le=1, description="wsd: the fraction of all steps that decays.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> ScheduleSpec:
+        if self.warmup >= 1 and self.warmup != int(self.warmup):
+            raise problem("warmup", self.warmup, "is neither a fraction below 1 nor a whole number of steps",
+                          f"write {self.warmup / 100:g} for {self.warmup:g} percent, or {math.ceil(self.warmup)} for steps")  # fmt: skip
+        return self
+
+
+class OptimSpec(Part):
+    """The optimizer and its learning rate."""
+
+    name: Literal["adamw", "sgd", "adafactor", "muon"] = Field("adamw", description="The optimizer, as torch.optim has it.")
+    lr: float = Field(1e-3, gt=0, description="Peak learning rate, at `base_batch` if `scale_lr` is set.")
+    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay; on matrices only, not on norms and biases.")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95), description="AdamW's decay rates of the first and second moment."
+    )
+    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum.")
+    clip: float = Field(1.0, ge=0, description="Global gradient norm is cut to this; 0: never.")
+    fused: bool | Literal["auto"] = Field("auto", description="One kernel for the whole update, where the device has it.")
+    scale_lr: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="Scale lr by global_batch / base_batch, or by its square root."
+    )
+    base_batch: int | None = Field(None, ge=1, description="The global batch that `lr` was tuned for.")
+    schedule: Annotated[ScheduleSpec, BeforeValidator(_short_schedule)] = Field(
+        default_factory=lambda: ScheduleSpec(), description="The learning rate over the steps."
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> OptimSpec:
+        if self.scale_lr != "none" and self.base_batch is None:
+            raise problem("base_batch", None, f"is needed by scale_lr: {self.scale_lr}", "set the global batch that lr was tuned for")
+        return self
+
+
+def _short_precision(value: Any) -> Any:
+    return {"params": value} if isinstance(value, str) else value
+
+
+class LossScaleSpec(Part):
+    """fp16's dynamic loss scale."""
+
+    initial: float = Field(2.0**16, gt=0, description="The first scale.")
+    window: int = Field(1000, ge=1, description="Steps without overflow after which the scale doubles.")
+    floor: float = Field(1.0, gt=0, description="A scale that would fall below this stops the run.")
+
+
+class PrecisionSpec(Part):
+    """In which number format the model computes; master weights and the update are fp32."""
+
+    params: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="Format of forward and backward: fp32, bf16, fp16.")
+    loss_scale: LossScaleSpec = Field(default_factory=lambda: LossScaleSpec(), description="fp16's dynamic loss scale.")
+
+
+class ParallelSpec(Part):
+    """How the work is split over the workers."""
+
+    strategy: str = Field("ddp", description="A built-in strategy (ddp), or package.module:attribute of your own.")
+    bucket_mb: float | None = Field(None, gt=0, description="Size of a gradient bucket in MiB; default: torch's.")
+
+
+class CheckpointSpec(Part):
+    """When the state is saved."""
+
+    every: int | None = Field(50, ge=1, description="Steps between checkpoints; null: only at the end.")
+    keep: int = Field(3, ge=1, description="Committed checkpoints to keep, besides the best; older ones go after the next commit.")
+    asynchronous: bool = Field(True, description="Write in the background; the loop stops only to copy the state.")
+
+
+class EvalSpec(Part):
+    """When the held-out loss is measured."""
+
+    every: int | None = Field(50, ge=1, description="Steps between evaluations, and at the end; null: never.")
+    batches: int = Field(8, ge=1, description="Global batches of held-out samples, the same each time.")
+
+
+class RecoverySpec(Part):
+    """What a failure costs."""
+
+    max_failures: int = Field(3, ge=-1, description="Failures without progress in between before the run stops; -1: no limit.")
+    backoff_s: float = Field(1.0, ge=0, description="Seconds before the first restart; doubles with each failure without progress.")
+    backoff_cap_s: float = Field(60.0, ge=0, description="The longest wait before a restart, in seconds.")
+    timeout_s: float = Field(1800.0, gt=0, description="Seconds that a collective may take before the attempt fails.")
+
+
+class ClusterSpec(Part):
+    """What the run takes of the cluster."""
+
+    workers: int = Field(1, ge=1, description="Train workers: one process each, one GPU each where there are any.")
+    cpus_per_worker: float = Field(1.0, gt=0, description="CPUs reserved for each worker; also its torch threads on CPU.")
+    gpus_per_worker: float | Literal["auto"] = Field(
+        "auto", description="GPUs of each worker; auto: 1 where the cluster has enough, else 0."
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the workers.")
+
+
+class JobSpec(Part):
+    """One training job."""
+
+    numbers_exclude: ClassVar[tuple[str, ...]] = (
+        "name", "train.micro_batch", "parallel", "checkpoint", "eval", "recovery", "cluster",
+        "data.prefetch", "data.source", "data.path", "optim.fused",
+    )  # fmt: skip
+    """Fields that leave the numbers alone, or change them within float tolerance only; the data counts by its fingerprint."""
+
+    name: str = Field("run", description="Name of the run, and of its folder.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    model: ModelSpec = Field(default_factory=ModelSpec, description="What is trained.")
+    data: DataSpec = Field(description="What it is trained on.")
+    train: TrainSpec = Field(description="How long, in which batches.")
+    optim: OptimSpec = Field(default_factory=lambda: OptimSpec(), description="The optimizer and its learning rate.")
+    precision: Annotated[PrecisionSpec, BeforeValidator(_short_precision)] = Field(
+        default_factory=lambda: PrecisionSpec(), description="fp32, bf16 or fp16, or the fields below."
+    )
+    parallel: ParallelSpec = Field(default_factory=lambda: ParallelSpec(), description="How the work is split over the workers.")
+    checkpoint: CheckpointSpec = Field(default_factory=lambda: CheckpointSpec(), description="When the state is saved.")
+    eval: EvalSpec = Field(default_factory=lambda: EvalSpec(), description="When the held-out loss is measured.")
+    recovery: RecoverySpec = Field(default_factory=lambda: RecoverySpec(), description="What a failure costs.")
+    cluster: ClusterSpec = Field(default_factory=lambda: ClusterSpec(), description="What the run takes of the cluster.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> JobSpec:
+        steps, warmup = self.train.steps, self.optim.schedule.warmup
+        if steps is not None and warmup >= 1 and warmup > steps:
+            raise problem("optim.schedule.warmup", warmup, f"is longer than the run of {steps} steps", "write a fraction, such as 0.1")
+        if self.cluster.workers > self.train.global_batch:
+            raise problem("cluster.workers", self.cluster.workers,
+                          f"is more than the {self.train.global_batch} sequences of a global batch",
+                          "raise train.global_batch or take fewer workers")  # fmt: skip
+        return self
+
+    def numbers(self) -> dict[str, Any]:
+        """The fields that change the numbers, as a flat dict of dotted names: what a resumed run must agree on."""
+        return {
+            name: value
+            for name, value in flatten(self.model_dump(mode="json")).items()
+            if not any(name == x or name.startswith(x + ".") for x in self.numbers_exclude)
+        }
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts -> one dict with dotted names; lists are values."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _divisors(n: int, near: int, field: str = "") -> str:
+    fits = sorted((d for d in range(1, n + 1) if n % d == 0), key=lambda d: abs(d - near))[:3]
+    return f"try {field + ' ' if field else ''}{' or '.join(str(d) for d in sorted(fits))}"
+
+
+__all__ = ["JobSpec", "SpecValueError", "flatten"]

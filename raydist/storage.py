@@ -1,0 +1,175 @@
+"""A folder on storage: local disk, NFS, or any URI that pyarrow.fs knows (s3, gs, hdfs, ...).
+
+Runs anywhere. What is written through here is whole or absent: locally a temporary file is flushed to the disk and
+renamed; an object store shows an object only once its upload has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from raydist.errors import StorageError, UserError
+
+_TEMPORARY = ".tmp-"
+
+
+class Sink(Protocol):
+    """What `Storage.create` gives: bytes go in, in order."""
+
+    def write(self, data: bytes | memoryview, /) -> int: ...
+
+
+class Storage:
+    """A folder, by path or URI. Names are relative to it, with `/` between the parts.
+
+    Every method raises StorageError, naming the place and the operating system's reason.
+    """
+
+    def __init__(self, uri: str | os.PathLike[str]) -> None:
+        text = os.fspath(uri)
+        self.local: Path | None = None
+        try:
+            if "://" in text and not text.startswith("file://"):
+                self.fs, self.root = pafs.FileSystem.from_uri(text)
+                self.uri = text.rstrip("/")
+            else:
+                self.local = Path(text.removeprefix("file://")).expanduser().absolute()
+                self.fs, self.root, self.uri = pafs.LocalFileSystem(), str(self.local), str(self.local)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise UserError(f"storage {text!r}: {error}", "give a folder, or a URI such as s3://bucket/folder") from error
+
+    def __reduce__(self) -> tuple[type[Storage], tuple[str]]:
+        return Storage, (self.uri,)
+
+    def __repr__(self) -> str:
+        return f"Storage({self.uri!r})"
+
+    def at(self, name: str) -> Storage:
+        """The folder `name` inside this one."""
+        scheme, mark, rest = self.uri.partition("?")
+        return Storage(f"{scheme}/{name}{mark}{rest}")
+
+    def path(self, name: str = "") -> str:
+        """`name` as the filesystem spells it."""
+        return str(PurePosixPath(self.root) / name) if name else self.root
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[Sink]:
+        """A new file, in place and durable once the block ends without an error; nothing is left of it otherwise.
+
+        Folders are made on the way. An existing file of that name is replaced in one step.
+        """
+        try:
+            if self.local is not None:
+                with self._create_local(self.local / name) as sink:
+                    yield sink
+            else:
+                with self.fs.open_output_stream(self.path(name)) as stream:
+                    yield stream
+        except OSError as error:
+            raise self._failed("write", name, error) from error
+
+    @contextmanager
+    def _create_local(self, path: Path) -> Iterator[Sink]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{_TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
+        try:
+            with open(part, "xb", buffering=0) as file:
+                yield file
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        # The rename itself must reach the disk too, or a power cut may undo it.
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def write(self, name: str, data: bytes) -> None:
+        """One small file, atomically."""
+        with self.create(name) as sink:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[sink.write(rest) or len(rest) :]
+
+    def read(self, name: str) -> bytes:
+        """A whole file. A missing one raises FileNotFoundError, which is for callers that expect it."""
+        try:
+            with self.fs.open_input_stream(self.path(name)) as stream:
+                return bytes(stream.read())
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise self._failed("read", name, error) from error
+
+    def open(self, name: str) -> pa.NativeFile:
+        """A file for reading at any position. A missing one raises FileNotFoundError."""
+        try:
+            return self.fs.open_input_file(self.path(name))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise self._failed("open", name, error) from error
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+        info = self._info(name)
+        return int(info.size) if info.type == pafs.FileType.File else None
+
+    def exists(self, name: str = "") -> bool:
+        """Whether there is a file or a folder of that name."""
+        return bool(self._info(name).type != pafs.FileType.NotFound)
+
+    def _info(self, name: str) -> pafs.FileInfo:
+        try:
+            return self.fs.get_file_info(self.path(name))
+        except OSError as error:
+            raise self._failed("read", name, error) from error
+
+    def files(self, folder: str = "", *, recursive: bool = False) -> dict[str, int]:
+        """Files under a folder -> bytes; names relative to this Storage. Unfinished ones are left out."""
+        return {n: int(i.size) for n, i in self._list(folder, recursive) if i.type == pafs.FileType.File}
+
+    def folders(self, folder: str = "") -> list[str]:
+        """Names of the folders directly in `folder`, sorted."""
+        return sorted(PurePosixPath(n).name for n, i in self._list(folder, False) if i.type == pafs.FileType.Directory)
+
+    def _list(self, folder: str, recursive: bool) -> Iterator[tuple[str, pafs.FileInfo]]:
+        selector = pafs.FileSelector(self.path(folder), recursive=recursive, allow_not_found=True)
+        try:
+            infos = self.fs.get_file_info(selector)
+        except OSError as error:
+            raise self._failed("list", folder, error) from error
+        for info in sorted(infos, key=lambda i: i.path):
+            if not info.base_name.startswith(_TEMPORARY):
+                yield str(PurePosixPath(info.path).relative_to(self.root)), info
+
+    def delete(self, name: str) -> None:
+        """Removes a file or a whole folder; one that is not there is fine."""
+        try:
+            info = self._info(name)
+            if info.type == pafs.FileType.Directory:
+                self.fs.delete_dir(self.path(name))
+            elif info.type == pafs.FileType.File:
+                self.fs.delete_file(self.path(name))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise self._failed("delete", name, error) from error
+
+    def _failed(self, verb: str, name: str, error: OSError) -> StorageError:
+        if isinstance(error, StorageError):
+            return error
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        return StorageError(f"cannot {verb} {self.uri}/{name}: {reason}", "")

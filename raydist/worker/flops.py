@@ -1,0 +1,79 @@
+"""FLOPs of a token, and the share of a GPU's peak that they are (MFU).
+
+Runs in: each train worker; plain python but for the sums over a module's parameters. May not import ray.
+
+The count is torchtitan's: 6 a weight (2 forward, 4 backward) and attention's two products, causal ones counted
+whole; what activation checkpointing computes again does not count. PaLM (arXiv 2204.02311, appendix B) has the
+reasoning.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PEAK_FLOPS: dict[str, float] = {
+    "B200": 2.25e15,  # NVIDIA B200 in HGX, datasheet: 4.5 PFLOPS with sparsity, 8 GPUs 36 PFLOPS
+    "H200 NVL": 835e12,  # NVIDIA H200 datasheet: 1671 with sparsity
+    "H200": 989e12,  # NVIDIA H200 datasheet: 1979 with sparsity
+    "H100 NVL": 835e12,  # NVIDIA H100 datasheet: 1671 with sparsity
+    "H100 PCIe": 756e12,  # NVIDIA H100 PCIe product brief: 1513 with sparsity
+    "H100": 989e12,  # NVIDIA H100 datasheet (SXM): 1979 with sparsity
+    "GH200": 989e12,  # NVIDIA GH200 datasheet: 1979 with sparsity
+    "A100": 312e12,  # NVIDIA A100 datasheet: 624 with sparsity
+    "L40S": 362e12,  # NVIDIA L40S datasheet: 733 with sparsity (362.05 dense)
+    "A10": 125e12,  # NVIDIA A10 datasheet: 250 with sparsity
+    "L4": 121e12,  # NVIDIA L4 datasheet: 242 with sparsity
+}
+"""Dense bf16 tensor-core FLOP/s by the words of a device name; the first entry whose words all occur is it.
+
+Datasheets print the figure with 2:4 sparsity, which no training here has: half of it.
+"""
+
+
+def decoder_flops(parameters: int, layers: int, heads: int, qk: int, v: int, context: int) -> float:
+    """Training FLOPs of one token of a transformer decoder.
+
+    `parameters`: those in matrix products, so without the embedding unless it is the output head too. `qk` and `v`:
+    sizes of a head's queries and values. 6 N + 6 L H (d_qk + d_v) T.
+    """
+    return 6.0 * parameters + 6.0 * layers * heads * (qk + v) * context
+
+
+def flops_per_token(model: nn.Module, context: int) -> float:
+    """Training FLOPs of one token in sequences of `context`.
+
+    The model's own count, else 6 for each parameter that is no embedding; a tied one counts, as the head. Parameters are
+    counted as they are: call it before the model is sharded.
+    """
+    own = getattr(model, "flops_per_token", None)
+    if own is not None:
+        return float(own(context))
+    from torch import nn
+
+    parameters = {id(p): p.numel() for p in model.parameters()}
+    heads = {id(p) for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters(recurse=False)}
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} - heads
+    return 6.0 * sum(n for i, n in parameters.items() if i not in embeddings)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a device, by its name as the driver gives it; None for one that is not in the table."""
+    words = set(device_name.replace("-", " ").split())
+    for name, peak in PEAK_FLOPS.items():
+        if set(name.split()) <= words:
+            return peak
+    return None
+
+
+def mfu(tokens_per_second: float, flops_per_token: float, device_name: str, devices: int) -> float | None:
+    """Model FLOPs utilisation, 0 to 1, of a job that does so many tokens a second on all its `devices` GPUs together.
+
+    None on a device whose peak is unknown.
+    """
+    peak = peak_flops(device_name)
+    if peak is None:
+        return None
+    return tokens_per_second * flops_per_token / (peak * devices)

@@ -1,0 +1,309 @@
+"""The training loop, from an empty process group to the last checkpoint; says who takes part in what.
+
+Runs in: each train worker. Torch, never ray: what it needs of the outside comes as `Door`, a few plain callables.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+
+from raydist import registry
+from raydist.data.batches import Batches, Cursor, Loader, StepBatch
+from raydist.data.dataset import TokenDataset, Windows
+from raydist.records import StepRecord
+from raydist.rundir import RunDir
+from raydist.spec import JobSpec, spec_hash
+from raydist.worker import optim, setup
+from raydist.worker.checkpoint.save import Saver
+from raydist.worker.parallel import ParallelStrategy
+from raydist.worker.precision import Precision
+from raydist.worker.reporter import Push, Reporter
+from raydist.worker.schedule import lr_at
+from raydist.worker.setup import Rank
+from raydist.worker.state import TrainState
+from raydist.worker.step import TrainStep, evaluate
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """How rank 0 reaches the outside: where records go, and how to wait until they are durable."""
+
+    push: Push
+    durable: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One attempt at one run. `until`: end after that step, with a checkpoint, as paused."""
+
+    spec: JobSpec
+    run: RunDir
+    dataset: str
+    attempt: int = 1
+    until: int | None = None
+    allow_spec_change: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended: status finished, paused or interrupted, after step `step`."""
+
+    status: str
+    step: int
+    loss: float | None
+    eval_loss: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, to cross to the driver."""
+        return {"status": self.status, "step": self.step, "loss": self.loss, "eval_loss": self.eval_loss}
+
+
+def train(job: Job, rank: Rank, door: Door | None) -> Outcome:
+    """Trains from the newest good checkpoint, or from the start, to the end. Called by every rank; `door` by rank 0.
+
+    Raises what stops the run: NonFinite, GraphMismatch, CheckpointError, DataError, or the model's own exception.
+    """
+    spec = job.spec
+    reporter = Reporter(door.push, door.durable) if door is not None else None
+    try:
+        workers = _gather(setup.describe(rank), rank)
+        if reporter:
+            reporter.say("workers", workers=workers)
+            reporter.say("note", text="; ".join(rank.notes))
+        return _Run(job, rank, reporter).train()
+    finally:
+        if reporter:
+            reporter.close()
+
+
+class _Run:
+    """The parts of one attempt, put together in the order of data flow."""
+
+    def __init__(self, job: Job, rank: Rank, reporter: Reporter | None) -> None:
+        spec = job.spec
+        self.job, self.spec, self.rank, self.reporter = job, spec, rank, reporter
+        # Data: every rank opens it; nothing is sent.
+        dataset = TokenDataset(job.dataset)
+        self.windows = Windows(dataset.split("train"), spec.model.context)
+        self.batches = Batches(len(self.windows), spec.train.global_batch, spec.train.seed, dataset.fingerprint)
+        self.total = spec.train.total(self.batches.steps_per_epoch)
+        self.eval_set = self._eval_set(dataset) if spec.eval.every else []
+        # Model, strategy, optimizer: the same on every rank, from the same seed.
+        if spec.train.deterministic:
+            setup.be_deterministic()
+        setup.seed_all(spec.train.seed, "init")
+        model = cast(nn.Module, registry.load("model", spec.model.name)(spec.model, dataset.vocab_size))
+        self.precision = Precision(spec.precision, rank.device)
+        self.strategy = cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(spec.parallel, rank))
+        self.strategy.wrap(model, self._example)
+        self.optimizer = optim.build(model, spec.optim, rank.device)
+        setup.seed_all(spec.train.seed, "dropout", rank.rank)
+        self.peak_lr = optim.peak_lr(spec.optim, spec.train.global_batch)
+        # State: from the newest good checkpoint, which all ranks agree on.
+        self.step, self.cursor = 0, Cursor()
+        self.loss: float | None = None
+        self.eval_loss: float | None = None
+        self.evaluated = 0
+        self.state = TrainState(model, self.optimizer)
+        self.numbers = {**spec.numbers(), "data.fingerprint": dataset.fingerprint}
+        self._resume()
+        self.saver = Saver(
+            job.run,
+            rank=rank.rank,
+            world_size=rank.world_size,
+            group=rank.control,
+            asynchronous=spec.checkpoint.asynchronous,
+            keep=spec.checkpoint.keep,
+            attempt=job.attempt,
+            spec_hash=spec_hash(spec),
+            numbers=self.numbers,
+            on_event=reporter.event if reporter else lambda event: None,
+            before_commit=reporter.flush if reporter else None,
+        )
+        self.train_step = TrainStep(
+            rank,
+            self.strategy,
+            self.optimizer,
+            self.precision,
+            full_tokens=spec.train.global_batch * spec.model.context,
+            clip=spec.optim.clip,
+            before_update=self.saver.before_update,
+        )
+
+    def train(self) -> Outcome:
+        """The loop. Each line that has `rank` in its comment is a collective: every rank comes by."""
+        last = min(self.total, self.job.until or self.total)
+        stop = False
+        loader = Loader(
+            self.windows,
+            self.batches,
+            self.cursor,
+            rank=self.rank.rank,
+            world=self.rank.world_size,
+            micro_batch=self.spec.train.micro_batch,
+            pack=self.spec.data.pack,
+            prefetch=self.spec.data.prefetch,
+            steps=max(last - self.step, 0),
+            transform=_to_torch(pin=self.rank.device.type == "cuda"),
+        )
+        try:
+            with loader:
+                begun = time.perf_counter()
+                for batch in loader:  # every rank, its own slice of the same global batch
+                    self.step += 1
+                    lr = lr_at(self.step, self.total, self.spec.optim.schedule, self.peak_lr)
+                    report = self.train_step(  # every rank: gradients and loss are summed
+                        self.step,
+                        [self._to_device(m) for m in batch.micro_batches],
+                        batch.tokens,
+                        lr,
+                        want_stop=bool(self.reporter and self.reporter.command == "stop"),
+                    )
+                    self.cursor, self.loss, stop = batch.after, report.loss, report.stop
+                    ended = time.perf_counter()
+                    self._record(batch, lr, report.loss, report.grad_norm, report.tokens, ended - begun)
+                    ending = stop or self.step == last
+                    if self._due(self.spec.eval.every, self.step == self.total):
+                        self._evaluate()  # every rank: losses are summed
+                    if self._due(self.spec.checkpoint.every, ending):
+                        self._save()  # every rank writes its part; rank 0 commits, last
+                    begun = time.perf_counter()
+                    if stop:
+                        break
+            if self.step > self.first_step and not self.saver.wait():  # every rank
+                self._save()  # the last one failed: once more, for the run must not end without it
+                if (failed := self.saver.wait()) is None or not failed:
+                    raise CheckpointError("...")
+        finally:
+            self.saver.close()
+        status = "finished" if self.step >= self.total else "interrupted" if stop else "paused"
+        return Outcome(status, self.step, self.loss, self.eval_loss)
+
+    def _due(self, every: int | None, ending: bool) -> bool:
+        return ending or (every is not None and self.step % every == 0)
+
+    def _record(self, batch: StepBatch, lr: float, loss: float, norm: float, tokens: int, seconds: float) -> None:
+        if self.reporter:  # rank 0: what it reports is the same on every rank
+            self.reporter.step(
+                StepRecord(
+                    step=self.step,
+                    loss=loss,
+                    lr=lr,
+                    grad_norm=norm,
+                    tokens=tokens,
+                    seconds=seconds,
+                    data_seconds=batch.wait_seconds,
+                    world_size=self.rank.world_size,
+                    attempt=self.job.attempt,
+                    samples_hash=batch.samples_hash,
+                )
+            )
+
+    def _evaluate(self) -> None:
+        self.eval_loss, tokens = evaluate(self.rank, self.strategy, self.precision, self.eval_set)
+        self.evaluated = self.step
+        if self.reporter:
+            self.reporter.say("eval", step=self.step, loss=self.eval_loss, tokens=tokens)
+
+    def _save(self) -> None:
+        tensors, rank_tensors, plain = self.state.capture()
+        plain |= {
+            "step": self.step,
+            "cursor": self.cursor.to_dict(),
+            "loss": self.loss,
+            "eval_loss": self.eval_loss,
+            "precision": self.precision.state(),
+            "dataset": self.job.dataset,
+        }
+        self.saver.start(self.step, tensors, rank_tensors, plain)
+        if self.eval_loss is not None and self.evaluated == self.step:
+            self.saver.mark_eval(self.step, self.eval_loss)
+
+    def _resume(self) -> None:
+        """Takes up the newest checkpoint whose every hash is right, at whatever world size it was saved."""
+        rank, run = self.rank, self.job.run
+        manifest = restore.choose(
+            run,
+            rank=rank.rank,
+            world_size=rank.world_size,
+            group=rank.control,
+            on_event=self.reporter.event if self.reporter else lambda event: None,
+        )
+        if manifest is None:
+            return
+        restore.check_numbers(manifest, self.numbers, allow=self.job.allow_spec_change)
+        tensors, rank_tensors, _ = self.state.capture()
+        exact = restore.load(run, manifest, tensors, rank_tensors, group=rank.control)
+        self.state.restore(tensors, rank_tensors if exact else None, manifest.plain)
+        self.step = int(manifest.plain["step"])
+        self.cursor = Cursor.from_dict(manifest.plain["cursor"])
+        self.loss, self.eval_loss = manifest.plain["loss"], manifest.plain["eval_loss"]
+        self.precision.load(manifest.plain["precision"])
+        if not exact:  # another world size: each rank draws from a stream of its own, never one that was used before
+            setup.seed_all(self.spec.train.seed, "dropout", rank.rank, rank.world_size, self.step)
+        if self.reporter:
+            self.reporter.say("resumed", step=self.step, attempt=self.job.attempt, world_size=rank.world_size)
+
+    # --- data
+
+    def _eval_set(self, dataset: TokenDataset) -> list[MicroBatch]:
+        """This rank's part of the held-out batches, on its device: the same ones at each evaluation."""
+        windows = Windows(dataset.split("eval"), self.spec.model.context)
+        if not len(windows):
+            raise DataError(
+                f"{dataset.uri}: the eval split is empty, but eval.every is {self.spec.eval.every}",
+                "prepare with a larger eval_fraction, or set eval.every: null",
+            )
+        made = []
+        for ids in eval_batches(len(windows), self.spec.eval.batches, self.spec.train.global_batch):
+            for part in share(ids, self.rank.rank, self.rank.world_size, self.spec.train.micro_batch):
+                made.append(self._to_device(_tensors(MicroBatch(*windows.batch(part, self.spec.data.pack)), pin=False)))
+        return made
+
+    def _example(self, module: nn.Module) -> torch.Tensor:
+        """The loss of one sample: what a strategy needs to see the graph."""
+        batch = _tensors(MicroBatch(*self.windows.batch(np.zeros(1, np.int64), self.spec.data.pack)), pin=False)
+        with self.precision.autocast():
+            return loss_sum(module, self._to_device(batch))
+
+    def _to_device(self, batch: MicroBatch) -> MicroBatch:
+        if self.rank.device.type == "cpu":
+            return batch
+        move = {"device": self.rank.device, "non_blocking": True}
+        documents = None if batch.documents is None else batch.documents.to(**move)
+        return MicroBatch(batch.tokens.to(**move), batch.targets.to(**move), documents)
+
+
+def _tensors(batch: MicroBatch, pin: bool) -> MicroBatch:
+    """The same batch as tensors that share the arrays' memory; in pinned memory for CUDA."""
+
+    def make(array: Any) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if pin else tensor
+
+    return MicroBatch(
+        make(batch.tokens), make(batch.targets), None if batch.documents is None else make(batch.documents)
+    )
+
+
+def _to_torch(pin: bool) -> Callable[[StepBatch], StepBatch]:
+    """For the loader's thread: every micro-batch as tensors."""
+
+    def transform(batch: StepBatch) -> StepBatch:
+        batch.micro_batches = [_tensors(m, pin) for m in batch.micro_batches]
+        return batch
+
+    return transform
+
+
+def _gather(mine: dict[str, Any], rank: Rank) -> list[dict[str, Any]]:
+    """Every rank's value, on every rank."""
+    every: list[dict[str, Any]] = [mine] * rank.world_size
+    if rank.world_size > 1:
+        dist.all_gather_object(every, mine, group=rank.control)
+    return every

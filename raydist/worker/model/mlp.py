@@ -1,0 +1,65 @@
+"""A token-wise network without attention: each position sees its own token only. For tests that want a tiny model.
+
+Runs in: each train worker. May not import ray.
+
+Shape suffixes: B sequences, T tokens, D width, F feed-forward width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raydist.errors import UserError
+
+if TYPE_CHECKING:
+    from raydist.spec import ModelSpec
+
+
+def build(spec: ModelSpec, vocab_size: int) -> MLP:
+    """The model with fresh weights; `layers`, `width`, `hidden` and `dropout` of the spec count.
+
+    Raises UserError on `model.options`.
+    """
+    if spec.options:
+        raise UserError(
+            f"model.options: mlp takes none, got {', '.join(sorted(spec.options))}",
+            "remove them, or name your own model as package.module:build",
+        )
+    return MLP(spec, vocab_size)
+
+
+class Layer(nn.Module):
+    """Two linear layers with biases, added to the stream."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        hidden = spec.hidden or 4 * spec.width
+        self.norm = nn.LayerNorm(spec.width)
+        self.up, self.down = nn.Linear(spec.width, hidden), nn.Linear(hidden, spec.width)
+        self.dropout = nn.Dropout(spec.dropout)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """x_BTD -> BTD, by way of BTF."""
+        y_BTD: Tensor = x_BTD + self.dropout(self.down(F.gelu(self.up(self.norm(x_BTD)))))
+        return y_BTD
+
+
+class MLP(nn.Module):
+    """Embedding, layers, head: it learns which token follows which."""
+
+    def __init__(self, spec: ModelSpec, vocab_size: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, spec.width)
+        self.blocks = nn.ModuleList(Layer(spec) for _ in range(spec.layers))
+        self.head = nn.Linear(spec.width, vocab_size)
+
+    def forward(self, tokens_BT: Tensor, documents: Tensor | None = None) -> Tensor:
+        """tokens_BT (int64) -> logits_BTV. `documents` changes nothing: no token sees another."""
+        x_BTD = self.embedding(tokens_BT)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        logits_BTV: Tensor = self.head(x_BTD)
+        return logits_BTV

@@ -1,0 +1,161 @@
+"""Optimizers by name, and the peak learning rate of a batch size.
+
+Runs in: each train worker. Torch, never ray.
+
+Weight decay acts on matrices (two or more dimensions), embeddings among them: a tied one is the output head too, and
+a row that no token asks for should fade. Norms and biases are left alone: decay would pull a gain of 1 towards 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+
+from raydist.errors import UserError
+
+if TYPE_CHECKING:
+    from raydist.spec import OptimSpec
+
+NAMES = ("adamw", "sgd", "adafactor", "muon")
+FUSED_DEVICES = ("cuda", "cpu", "mps", "xpu")
+"""Device types on which torch has fused AdamW and SGD."""
+
+Group = dict[str, Any]
+Named = list[tuple[str, nn.Parameter]]
+
+
+def peak_lr(spec: OptimSpec, global_batch: int) -> float:
+    """`lr`, scaled from `base_batch` to `global_batch` as `scale_lr` says.
+
+    linear: Goyal et al. 2017, for SGD. sqrt: Malladi et al. 2022, for Adam and its like. Raises UserError without
+    `base_batch`.
+    """
+    if spec.scale_lr == "none":
+        return spec.lr
+    if spec.base_batch is None:
+        raise UserError(
+            f"optim.scale_lr: {spec.scale_lr} has no optim.base_batch", "set the global batch that lr was tuned for"
+        )
+    ratio = global_batch / spec.base_batch
+    return spec.lr * (ratio if spec.scale_lr == "linear" else math.sqrt(ratio))
+
+
+def build(model: nn.Module, spec: OptimSpec, device: torch.device) -> Optimizer:
+    """The optimizer over the trainable parameters of `model`, which must be on `device` by then.
+
+    Groups carry `name` and `param_names`, in the order of `named_parameters`. Their lr is `spec.lr` until the loop
+    sets it.
+    Raises UserError: `fused: true` where there is no such kernel; muon without `blocks`.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    match spec.name:
+        case "adamw":
+            return AdamW(
+                _decay_groups(named, spec),
+                lr=spec.lr,
+                betas=spec.betas,
+                eps=spec.eps,
+                **_kernel(spec, device, fused=True),
+            )
+        case "sgd":
+            return SGD(
+                _decay_groups(named, spec), lr=spec.lr, momentum=spec.momentum, **_kernel(spec, device, fused=True)
+            )
+        case "adafactor":
+            # Its own eps are for factored moments; the spec's, for Adam's root, would be wrong by orders of magnitude.
+            kernel = _kernel(spec, device, fused=False)
+            return Adafactor(_decay_groups(named, spec), lr=spec.lr, foreach=kernel["foreach"])
+        case "muon":
+            return _muon(named, spec, device)
+    raise UserError(f'optim.name: unknown "{spec.name}"', f"there are: {', '.join(NAMES)}")
+
+
+def _group(name: str, named: Named, weight_decay: float) -> list[Group]:
+    """One group in a list, or none if it would be empty."""
+    return [{"name": name, "params": named, "weight_decay": weight_decay}] if named else []
+
+
+def _decay_groups(named: Named, spec: OptimSpec) -> list[Group]:
+    matrices = [(n, p) for n, p in named if p.ndim >= 2]
+    rest = [(n, p) for n, p in named if p.ndim < 2]
+    return _group("decay", matrices, spec.weight_decay) + _group("no_decay", rest, 0.0)
+
+
+def _kernel(spec: OptimSpec, device: torch.device, *, fused: bool) -> dict[str, bool]:
+    """torch's `fused` and `foreach`: the first that the optimizer has on this device, unless the spec forbids."""
+    can_fuse = fused and device.type in FUSED_DEVICES
+    if spec.fused is True and not can_fuse:
+        raise UserError(
+            f"optim.fused: true, but {spec.name} has no fused kernel on {device.type}", "set optim.fused: auto"
+        )
+    use = can_fuse and spec.fused is not False
+    # `foreach` on CPU loops over the tensors all the same, and takes memory for it.
+    return {"fused": use, "foreach": not use and device.type != "cpu"}
+
+
+def _muon(named: Named, spec: OptimSpec, device: torch.device) -> Optimizer:
+    hidden = [(n, p) for n, p in named if p.ndim == 2 and "blocks" in n.split(".")]
+    if not hidden:
+        raise UserError("optim.name: muon trains the matrices of model.blocks, and this model has none", "use adamw")
+    ids = {id(p) for _, p in hidden}
+    rest = [(n, p) for n, p in named if id(p) not in ids]
+    return MuonWithAdamW(_group("muon", hidden, spec.weight_decay), _decay_groups(rest, spec), spec, device)
+
+
+class MuonWithAdamW(Optimizer):
+    """Muon on the matrices of the blocks; AdamW on embeddings, head, norms and biases. One optimizer to its caller.
+
+    torch's own two do the work, on this one's groups and state. Muon's update is scaled to AdamW's root mean square
+    (Moonlight, arXiv 2502.16982), so that one lr and one weight decay serve both.
+    """
+
+    def __init__(self, muon: list[Group], adamw: list[Group], spec: OptimSpec, device: torch.device) -> None:
+        self._muon = Muon(muon, lr=spec.lr, momentum=spec.momentum, adjust_lr_fn="match_rms_adamw")
+        self._adamw: Optimizer | None = None
+        groups = self._muon.param_groups
+        if adamw:
+            self._adamw = AdamW(adamw, lr=spec.lr, betas=spec.betas, eps=spec.eps, **_kernel(spec, device, fused=True))
+            groups = groups + self._adamw.param_groups
+        # Optimizer's own constructor wants (name, parameter) pairs, or none: names are restored after it.
+        names = [g.pop("param_names") for g in groups]
+        super().__init__(groups, {"lr": spec.lr})
+        for group, group_names in zip(self.param_groups, names, strict=True):
+            group["param_names"] = group_names
+        self._share()
+
+    def _share(self) -> None:
+        """Both parts work on these very groups and this very state."""
+        first = len(self._muon.param_groups)
+        self._muon.param_groups[:] = self.param_groups[:first]
+        self._muon.state = self.state
+        if self._adamw is not None:
+            self._adamw.param_groups[:] = self.param_groups[first:]
+            self._adamw.state = self.state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """`load_state_dict` ends here, with new groups and a new state: the parts get them too."""
+        super().__setstate__(state)
+        self._share()
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._muon.step()  # type: ignore[no-untyped-call]
+        if self._adamw is not None:
+            self._adamw.step()
+        return loss

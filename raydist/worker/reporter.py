@@ -1,0 +1,101 @@
+"""Carries records and events off the loop: a bounded buffer, a side thread, and a way to wait until all is durable.
+
+Runs in: rank 0's worker. Knows neither ray nor storage: it is given two callables.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from raydist.records import Event, StepRecord
+
+Push = Callable[[list[dict[str, Any]], list[dict[str, Any]]], str | None]
+"""(records, events) -> the driver's command, or None. May raise: what it was given is then sent again."""
+
+INTERVAL_S = 0.5
+CAPACITY = 100_000
+
+
+class Reporter:
+    """`step` and `event` never block. What does not fit while the other side is away is dropped, oldest steps first."""
+
+    def __init__(self, push: Push, durable: Callable[[], None]) -> None:
+        self._push, self._durable = push, durable
+        self._records: deque[dict[str, Any]] = deque(maxlen=CAPACITY)
+        self._events: deque[dict[str, Any]] = deque(maxlen=CAPACITY)
+        self._wake = threading.Event()
+        self._closed = False
+        self._sending = threading.Lock()
+        self.command: str | None = None
+        """The driver's newest word: "stop", or None."""
+        self._thread = threading.Thread(target=self._run, name="raydist-reporter", daemon=True)
+        self._thread.start()
+
+    def step(self, record: StepRecord) -> None:
+        """One step is done."""
+        self._records.append(record.to_dict())
+
+    def event(self, event: Event) -> None:
+        """Something happened. It is sent at once."""
+        self._events.append(event.to_dict())
+        self._wake.set()
+
+    def say(self, kind: str, **data: Any) -> None:
+        """`event`, now."""
+        self.event(Event(kind, time.time(), data))
+
+    def flush(self, timeout_s: float = 5.0) -> bool:
+        """Sends what there is and waits until it is durable; False if the other side does not answer in that time.
+
+        For background threads and the end of a run: a watcher that is gone must cost training nothing.
+        """
+        done = threading.Event()
+
+        def send() -> None:
+            if self._send():
+                try:
+                    self._durable()
+                except Exception:
+                    return
+                done.set()
+
+        threading.Thread(target=send, name="raydist-flush", daemon=True).start()
+        return done.wait(timeout_s)
+
+    def close(self) -> None:
+        """Sends the rest and ends the thread."""
+        self._closed = True
+        self._wake.set()
+        self._thread.join(timeout=5.0)
+        self.flush()
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wake.wait(INTERVAL_S)
+            self._wake.clear()
+            self._send()
+
+    def _send(self) -> bool:
+        with self._sending:
+            records, events = _take(self._records), _take(self._events)
+            try:
+                self.command = self._push(records, events) or self.command
+            except Exception:
+                # Back in front of what came meanwhile; the next round tries again.
+                _restore(self._records, records)
+                _restore(self._events, events)
+                return False
+            return True
+
+
+def _take(queue: deque[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [queue.popleft() for _ in range(len(queue))]
+
+
+def _restore(queue: deque[dict[str, Any]], items: list[dict[str, Any]]) -> None:
+    room = CAPACITY - len(queue)
+    queue.extendleft(reversed(items[-room:] if room else []))

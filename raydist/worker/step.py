@@ -1,0 +1,154 @@
+"""One optimizer step: forward and backward of the micro-batches, the sync, clip, update. One loss, whatever the split.
+
+Runs in: each train worker. Torch, never ray. All ranks call `train_step` together, with their parts of one global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from raydist.data.batches import MASKED, MicroBatch
+from raydist.errors import NonFinite
+from raydist.worker.parallel import ParallelStrategy
+from raydist.worker.precision import Precision
+from raydist.worker.setup import Rank
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step did, the same on every rank: `loss` is the global mean; `stop` whether any rank wants to end here."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    stop: bool
+    skipped: bool
+
+
+def loss_sum(module: nn.Module, batch: MicroBatch) -> torch.Tensor:
+    """Cross entropy in nats, summed over the targets that count: a scalar in fp32."""
+    kwargs = {} if batch.documents is None else {"documents": batch.documents}
+    logits_BTV = module(batch.tokens, **kwargs)
+    return F.cross_entropy(
+        logits_BTV.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=MASKED, reduction="sum"
+    )
+
+
+class TrainStep:
+    """What a step needs of one step and the next: the modules, and how many tokens a full global batch has."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        strategy: ParallelStrategy,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        *,
+        full_tokens: int,
+        clip: float,
+        before_update: Callable[[], None],
+    ) -> None:
+        self.rank, self.strategy, self.optimizer, self.precision = rank, strategy, optimizer, precision
+        self._full_tokens, self._clip, self._before_update = full_tokens, clip, before_update
+
+    def __call__(self, step: int, micro_batches: Sequence[MicroBatch], tokens: int, lr: float, want_stop: bool) -> StepReport:
+        """Runs step number `step`; `tokens` count in this rank's loss. Raises NonFinite, on every rank, before the update."""
+        sums = torch.tensor([0.0, tokens, want_stop], dtype=torch.float64, device=self.rank.device)
+        pending = None
+        for i, batch in enumerate(micro_batches):
+            last = i == len(micro_batches) - 1
+            with self.strategy.accumulate(last):
+                with self.precision.autocast():
+                    loss = loss_sum(self.strategy.module, batch)
+                sums[0] += loss.detach()
+                if last and self.rank.world_size > 1:
+                    # Its milliseconds hide behind the backward pass. Every rank issues it before DDP's own.
+                    pending = dist.all_reduce(sums, async_op=True)
+                # A constant stands for the tokens of the global batch, which are known only after the sync.
+                self.precision.scale(loss * (self.strategy.loss_factor / self._full_tokens)).backward()  # type: ignore[no-untyped-call]
+        if pending is not None:
+            pending.wait()
+        total_loss, all_tokens, stops = sums.tolist()
+        tokens = int(all_tokens)
+        loss_mean = total_loss / max(tokens, 1)
+        # From "per token of a full batch" and "times the loss scale" to the gradient of the mean loss.
+        factor = self._full_tokens / max(tokens, 1) / self.precision.loss_scale
+        grad_norm = float(self.strategy.grad_norm()) * factor
+        finite = _finite(loss_mean) and _finite(grad_norm)
+        skipped = False
+        if not finite and not (self.precision.scaled and _finite(loss_mean)):
+            self._non_finite(step, micro_batches, loss_mean)
+        if finite:
+            if self._clip and grad_norm > self._clip:
+                factor *= self._clip / (grad_norm + 1e-6)
+            if factor != 1.0:
+                self.strategy.scale_grads(factor)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr * group.get("lr_factor", 1.0)
+            self._before_update()
+            self.optimizer.step()
+        else:
+            skipped = True  # fp16 overflow: the same on all ranks, for the gradient is
+        self.precision.update(overflow=skipped)
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepReport(loss_mean, grad_norm, tokens, stops > 0, skipped)
+
+    def _non_finite(self, step: int, micro_batches: Sequence[MicroBatch], loss_mean: float) -> None:
+        """Runs the step's passes once more, each rank alone, to see whose loss or gradient is not finite. Raises."""
+        self.optimizer.zero_grad(set_to_none=True)
+        module = getattr(self.strategy.module, "module", self.strategy.module)
+        guilty: dict[str, object] = {}
+        for batch in micro_batches:
+            with self.precision.autocast():
+                loss = loss_sum(module, batch)
+            if not torch.isfinite(loss):
+                guilty.setdefault("loss", float(loss.detach()))
+            loss.backward()  # type: ignore[no-untyped-call]
+        named = [n for n, p in module.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
+        if named:
+            guilty["gradients"] = named[:5]
+        self.optimizer.zero_grad(set_to_none=True)
+        every: list[dict[str, object]] = [guilty]
+        if self.rank.world_size > 1:
+            every = [{}] * self.rank.world_size
+            dist.all_gather_object(every, guilty, group=self.rank.control)
+        found = []
+        for rank, facts in enumerate(every):
+            if "loss" in facts:
+                found.append(f"rank {rank}: its loss is {facts['loss']}")
+            elif facts:
+                found.append(f"rank {rank}: its gradient of {', '.join(map(str, facts['gradients']))}")  # type: ignore[call-overload]
+        where = "; ".join(found) or "no rank alone: the sum over the ranks overflows"
+        what = "the gradient" if _finite(loss_mean) else f"the loss ({loss_mean})"
+        raise NonFinite(
+            f"step {step}: {what} is not finite ({where}); the update was not applied",
+            "look at the learning rate, the data of this step, and the model's own divisions, logs and square roots",
+        )
+
+
+def _finite(x: float) -> bool:
+    return x - x == 0.0
+
+
+@torch.no_grad()
+def evaluate(rank: Rank, strategy: ParallelStrategy, precision: Precision, batches: Sequence[MicroBatch]) -> tuple[float, int]:
+    """(mean loss in nats, tokens) over the held-out batches of all ranks, each of which brings its own part."""
+    module = getattr(strategy.module, "module", strategy.module)
+    was_training = module.training
+    module.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=rank.device)
+    for batch in batches:
+        with precision.autocast():
+            sums[0] += loss_sum(module, batch)
+        sums[1] += (batch.targets != MASKED).sum()
+    module.train(was_training)
+    if rank.world_size > 1:
+        dist.all_reduce(sums)
+    total, tokens = sums.tolist()
+    return total / max(tokens, 1.0), int(tokens)

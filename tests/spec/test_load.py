@@ -1,0 +1,205 @@
+"""A job file is loaded whole, or everything wrong with it is said at once: file, field, value, remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raydist.cli.schema import job_schema
+from raydist.errors import SpecError
+from raydist.spec import JobSpec, dump, load, merge, parse, spec_hash
+
+JOBS = Path(__file__).parents[2] / "jobs"
+QUICKSTART = JOBS / "quickstart.yaml"
+
+
+def problems(*overrides: str) -> list[str]:
+    """The lines of what is wrong with the quickstart under these overrides."""
+    with pytest.raises(SpecError) as caught:
+        load(QUICKSTART, overrides)
+    return caught.value.message.splitlines()
+
+
+def test_the_issue_s_own_file_runs_as_it_stands() -> None:
+    """The fields of the quickstart are read with their values and types."""
+    spec = load(QUICKSTART)
+    assert (spec.name, spec.model.layers, spec.train.global_batch, spec.optim.lr) == ("quickstart", 4, 32, 1e-3)
+    assert (spec.precision.params, spec.checkpoint.asynchronous, spec.cluster.gpus_per_worker) == ("fp32", True, "auto")
+
+
+@pytest.mark.parametrize("path", sorted(JOBS.glob("*.yaml")), ids=lambda p: p.name)
+def test_every_job_is_valid_and_names_the_schema(path: Path) -> None:
+    """Each YAML in jobs/ fits the schema that it names in its first line; those with a name load as they are."""
+    text = path.read_text()
+    first = text.splitlines()[0]
+    assert first.startswith("# yaml-language-server: $schema=")
+    schema = json.loads((path.parent / first.split("=", 1)[1]).read_text())
+    jsonschema.validate(yaml.safe_load(text), schema)
+    if "name" in yaml.safe_load(text):
+        load(path)
+
+
+def test_the_written_schema_is_today_s() -> None:
+    """docs/spec.schema.json is what `raydist schema` prints; `make docs` writes it."""
+    assert json.loads((JOBS.parent / "docs/spec.schema.json").read_text()) == json.loads(json.dumps(job_schema()))
+
+
+def test_every_field_has_its_help() -> None:
+    """No field goes without a description, in the schema and so in docs/spec.md."""
+    schema = job_schema()
+    for name, section in {"job": schema, **schema["$defs"]}.items():
+        for field, prop in section["properties"].items():
+            # Pydantic leaves the help to the section where both say the same.
+            assert prop.get("description") or schema["$defs"][prop["$ref"].rsplit("/", 1)[-1]]["description"], f"{name}.{field}"
+
+
+def test_all_problems_at_once() -> None:
+    """Unknown fields, wrong types, unknown names and impossible combinations come together, a line each."""
+    lines = problems("model.heads=5", "optim.lrr=1", "parallel.strategy=zreo3", "train.micro_batch=5", "optim.name=adam", "lr=3")
+    text = "\n".join(lines)
+    assert '--set model.heads: model.heads: 5 does not divide width 128; try' in text
+    assert '--set optim.lrr: optim.lrr: unknown field; did you mean "lr"?' in text
+    assert '--set parallel.strategy: parallel.strategy: unknown "zreo3"' in text
+    assert "train.global_batch: 32 is not a whole number of micro-batches of 5; try train.micro_batch 2 or 4 or 8" in text
+    assert "--set optim.name: optim.name: unknown 'adam'; did you mean \"adamw\"?" in text
+    assert '--set lr: lr: unknown field; did you mean "optim.lr"?' in text
+    assert len(lines) == 6
+
+
+def test_a_wrong_type_does_not_hide_a_combination() -> None:
+    """In one section, a value of the wrong type and two values that do not fit are both named."""
+    text = "\n".join(problems("train.steps=abc", "train.micro_batch=5"))
+    assert "train.steps: 'abc'" in text
+    assert "micro-batches of 5" in text
+    assert "exactly one" not in text
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optim.schedule.warmup=1.5", "1.5 is neither a fraction below 1 nor a whole number of steps"),
+        ("optim.schedule.warmup=300", "300.0 is longer than the run of 200 steps"),
+        ("cluster.workers=64", "64 is more than the 32 sequences of a global batch"),
+        ("model.kv_heads=3", "3 does not divide heads 4"),
+        ("model.heads=128", "makes heads of odd size 1"),
+        ("optim.scale_lr=sqrt", "is needed by scale_lr: sqrt"),
+        ("train.steps=null", "exactly one of them is needed"),
+        ("data.source=null", "exactly one of them is needed"),
+        ("name=a/b", "name: 'a/b'"),
+        ("model.name=no_such_package:build", 'unknown "no_such_package:build"'),
+        ("optim.lr=.nan", "optim.lr"),
+        ("optim.lr", "no value"),
+        ("optim.lr=[1", "is not YAML"),
+    ],
+)
+def test_one_problem_is_one_line(override: str, expected: str) -> None:
+    """Each mistake gives one line that names the field and what is wrong."""
+    lines = problems(override)
+    assert len(lines) == 1
+    assert expected in lines[0]
+
+
+def test_problems_name_the_file_that_holds_the_value(tmp_path: Path) -> None:
+    """What a parent file says wrongly is reported in the parent's name."""
+    (tmp_path / "base.yaml").write_text("optim: {lr: fast}\n")
+    (tmp_path / "job.yaml").write_text("extends: base.yaml\ndata: {source: x}\ntrain: {steps: 1}\nmodle: {}\n")
+    with pytest.raises(SpecError) as caught:
+        load(tmp_path / "job.yaml")
+    lines = sorted(caught.value.message.splitlines())
+    assert lines[0].startswith(f"{tmp_path}/base.yaml: optim.lr: 'fast'")
+    assert lines[1] == f'{tmp_path}/job.yaml: modle: unknown field; did you mean "model"?'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: [", "not valid YAML"),
+        ("- 1", "holds list, not fields"),
+        ("train: {steps: 1, steps: 2}", "the key 'steps' stands twice"),
+        ("extends: job.yaml", "goes round in a circle"),
+        ("extends: bsae.yaml", "no such file"),
+        ("extends: 3", "is not a file name"),
+    ],
+)
+def test_a_file_that_cannot_be_read(tmp_path: Path, text: str, expected: str) -> None:
+    """Bad YAML, a wrong extends and a circle are one clear line."""
+    (tmp_path / "job.yaml").write_text(text)
+    with pytest.raises(SpecError, match=expected):
+        load(tmp_path / "job.yaml")
+
+
+def test_a_missing_file_suggests_its_neighbour() -> None:
+    """A misspelt path names the file that was probably meant."""
+    with pytest.raises(SpecError, match=r"did you mean .*quickstart\.yaml"):
+        load(JOBS / "quikstart.yaml")
+
+
+def test_extends_merges_deeply_and_lists_replace(tmp_path: Path) -> None:
+    """The nearer file wins, field by field; a list is taken whole; what excludes an inherited field replaces it."""
+    (tmp_path / "base.yaml").write_text(
+        "data: {source: x, pack: true}\ntrain: {steps: 5, seed: 3}\noptim: {betas: [0.5, 0.6], lr: 1e-2}\n"
+    )
+    (tmp_path / "job.yaml").write_text(
+        "extends: base.yaml\ndata: {path: /d}\ntrain: {epochs: 2}\noptim: {betas: [0.1, 0.2]}\n"
+    )
+    spec = load(tmp_path / "job.yaml")
+    assert (spec.data.path, spec.data.source, spec.data.pack) == ("/d", None, True)
+    assert (spec.train.epochs, spec.train.steps, spec.train.seed) == (2, None, 3)
+    assert (spec.optim.betas, spec.optim.lr) == ((0.1, 0.2), 0.01)
+
+
+@pytest.mark.parametrize("text", ["3e-4", "0.0003", "3.0e-4", "3E-4"])
+def test_floats_as_people_write_them(text: str) -> None:
+    """YAML 1.1 reads 3e-4 as a string; a job file reads a number."""
+    assert load(QUICKSTART, [f"optim.lr={text}"]).optim.lr == 3e-4
+
+
+def test_short_names_of_sections() -> None:
+    """precision and schedule may be given by name alone."""
+    spec = load(QUICKSTART, ["precision=bf16", "optim.schedule=wsd"])
+    assert (spec.precision.params, spec.optim.schedule.name, spec.optim.schedule.warmup) == ("bf16", "wsd", 0.1)
+
+
+def test_dump_reads_back_to_the_same_spec() -> None:
+    """The resolved YAML in a run folder gives an equal spec with an equal hash."""
+    spec = load(QUICKSTART, ["optim.lr=3e-4", "model.options={a: [1, 2]}"])
+    again = parse(yaml.safe_load(dump(spec)))
+    assert again == spec
+    assert spec_hash(again) == spec_hash(spec)
+    assert spec_hash(spec) != spec_hash(load(QUICKSTART))
+
+
+def test_numbers_are_what_changes_the_results() -> None:
+    """The worker count leaves them alone; the learning rate, the batch and the seed do not."""
+    numbers = load(QUICKSTART).numbers()
+    assert load(QUICKSTART, ["cluster.workers=1", "checkpoint.every=7", "name=x"]).numbers() == numbers
+    for override in ("optim.lr=1", "train.global_batch=64", "train.seed=1", "model.width=64", "train.steps=9"):
+        assert load(QUICKSTART, [override]).numbers() != numbers
+
+
+TREES = st.recursive(st.integers(), lambda t: st.dictionaries(st.sampled_from("abc"), t, max_size=3), max_leaves=8)
+
+
+@given(st.dictionaries(st.sampled_from("abc"), TREES), st.dictionaries(st.sampled_from("abc"), TREES))
+def test_merge_keeps_the_nearer_value(base: dict, over: dict) -> None:  # type: ignore[type-arg]
+    """Every leaf of `over` is in the result, and merging it again changes nothing."""
+    merged = merge(base, over)
+    assert merge(merged, over) == merged
+    for key, value in over.items():
+        if not isinstance(value, dict):
+            assert merged[key] == value
+    assert merged.keys() == base.keys() | over.keys()
+
+
+def test_spec_is_frozen() -> None:
+    """A loaded spec cannot be changed behind anyone's back."""
+    spec = load(QUICKSTART)
+    with pytest.raises(ValueError, match="frozen"):
+        spec.train.seed = 5  # type: ignore[misc]
+    assert isinstance(spec, JobSpec)
