@@ -23,7 +23,7 @@ _Source = Annotated[
     list[str],
     typer.Argument(
         metavar="SRC...",
-        help="Files, folders, quoted globs, URIs (text, .jsonl, .parquet), package.module:attribute, or python-stdlib.",
+        help="Files, folders, quoted globs or URIs; package.module:attribute; or python-stdlib.",
         show_default=False,
     ),
 ]
@@ -46,7 +46,7 @@ def prepare(
     address: Annotated[
         str | None,
         typer.Option(
-            help="local: a private Ray; auto or HOST:PORT: a cluster. Default: local, or no Ray for a small corpus.",
+            help="local: a private Ray; auto or HOST:PORT: a cluster. Default: local; a small corpus needs no Ray.",
             show_default=False,
         ),
     ] = None,
@@ -134,8 +134,8 @@ def _print(path: str, index: DatasetIndex, as_json: bool) -> None:
     print(f"  tokenizer  {index.tokenizer.name}, {index.tokenizer.vocab_size} ids, stored as {index.dtype}")
     for name, split in (("train", index.train), ("eval", index.eval)):
         print(
-            f"  {name:<9}  {split.tokens:,} tokens of {split.documents:,} documents, {split.bytes:,} bytes of text, "
-            f"in {len(split.shards)} shards"
+            f"  {name:<9}  {split.tokens:,} tokens, {split.documents:,} documents, {split.bytes:,} bytes of text, "
+            f"{len(split.shards)} shards"
         )
     print(f"  unigram    {index.unigram_nats:.3f} nats a byte, on the eval split")
 

@@ -80,10 +80,12 @@ def _keep_if_failed(logs: Path) -> Callable[..., None]:
 def _map(make: Callable[[Block], Made], blocks: Sequence[Block]) -> Iterator[Made]:
     import ray.data
 
+    # To the "ray" logger above it, which the session sends to a file, not to the user's screen.
+    logger = logging.getLogger("ray.data")
+    logger.handlers, logger.propagate = [], True
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
     rows = ray.data.from_items([{"block": b.to_json()} for b in blocks], override_num_blocks=len(blocks))
     for row in rows.map(_Task(make), num_cpus=1).iter_rows():
         if row["error"]:

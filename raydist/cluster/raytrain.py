@@ -19,12 +19,19 @@ from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.callbacks import DatasetsCallback, WorkingDirectorySetupCallback
 from ray.train.v2._internal.callbacks.metrics import ControllerMetricsCallback, WorkerMetricsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.constants import ENABLE_PREEMPTION_WATCHER_ENV_VAR
+from ray.train.v2._internal.constants import (
+    ENABLE_PREEMPTION_WATCHER_ENV_VAR,
+    HEALTH_CHECK_INTERVAL_S_ENV_VAR,
+    WORKER_GROUP_START_TIMEOUT_S_ENV_VAR,
+)
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.scaling_policy.fixed import FixedScalingPolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.util import TrainingFramework
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+# Ray's 2 s are what an attempt lasts longer than its last step, and what a death goes unseen, on average half.
+_POLL_S = "0.5"
 
 # Of Ray Train's default callbacks, those that start an actor or do work that no run of raydist asks for.
 _NOT_NEEDED = (
@@ -131,7 +138,19 @@ class _LeanWorkerGroup(WorkerGroup):
         return {}
 
 
-class _LeanController(TrainController):
+class _Controller(TrainController):
+    """Ray Train's controller, which looks more often whether the workers are done or dead."""
+
+    def __init__(self, *args: Any, start_timeout_s: float, **kwargs: Any) -> None:
+        # Set in its own process: by runtime_env they would cost it a new one.
+        os.environ.setdefault(HEALTH_CHECK_INTERVAL_S_ENV_VAR, _POLL_S)
+        os.environ[WORKER_GROUP_START_TIMEOUT_S_ENV_VAR] = str(start_timeout_s)
+        super().__init__(*args, **kwargs)
+
+
+class _LeanController(_Controller):
+    """The same, on a Ray of our own: none of its nodes is ever drained."""
+
     worker_group_cls = _LeanWorkerGroup
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -163,10 +182,12 @@ class Trainer(DataParallelTrainer):
         private: bool,
         on_controller: Callable[[Any], None],
         worker_env: Mapping[str, str],
+        start_timeout_s: float,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, backend_config=TorchEnvironment(env=dict(worker_env)), **kwargs)
         self._private = private
+        self._start_timeout_s = start_timeout_s
         self._on_controller = on_controller
 
     def _create_default_callbacks(self) -> list[Any]:
@@ -179,8 +200,10 @@ class Trainer(DataParallelTrainer):
         if self._private:
             controller_init_kwargs["scaling_policy"] = _QuietScalingPolicy(self.scaling_config)
         here = {ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
-        cls = _LeanController if self._private else TrainController
-        controller = ray.remote(num_cpus=0, label_selector=here)(cls).remote(**controller_init_kwargs)
+        cls = _LeanController if self._private else _Controller
+        controller = ray.remote(num_cpus=0, label_selector=here)(cls).remote(
+            start_timeout_s=self._start_timeout_s, **controller_init_kwargs
+        )
         self._on_controller(controller)
         ray.get(controller.run.remote())
         result: Result = ray.get(controller.get_result.remote())

@@ -6,6 +6,7 @@ Runs in: the driver. Imports ray only when a session is opened; never torch.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import logging
 import os
@@ -19,13 +20,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from raydist.errors import UserError
 
 _CONNECT_S = 3.0
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
 _TEMP_PREFIX = "raydist-"
+_PRIVATE_RAY = {
+    # The raylet connects to its own object store while that one still starts; when it comes too early (every second
+    # time here) it sleeps a whole second before it tries again. As patient, in smaller steps.
+    "RAY_raylet_client_connect_timeout_milliseconds": "20",
+    "RAY_raylet_client_num_connect_attempts": "500",
+}
 _TOKEN = secrets.token_hex(32)  # of this process's private Ray: no other user of the host can run code in it
 
 
@@ -49,11 +56,15 @@ class Session:
 def worker_environment(threads: int = 1) -> dict[str, str]:
     """What the environment of every train worker should hold, for speed; `threads` is for each one's math library.
 
-    It must be there when the process starts (glibc reads it then): a private session does that for its workers.
+    It must be there when the process starts, which is when glibc and OpenMP read it: `open_session(env=...)` sees to it.
     """
     return {
+        # Ray sets OMP_NUM_THREADS to the CPUs of a task, and leaves it alone for actors without any.
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
+        # Ray Train runs the loop in a thread, which glibc gives an arena of its own: heaps of 64 MB at most, mapped and
+        # unmapped as activations come and go. One arena for all threads is what the main thread under torchrun has.
+        "MALLOC_ARENA_MAX": "1",
     }
 
 
@@ -79,28 +90,25 @@ def open_session(
     Raises UserError within seconds when there is no such cluster.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    local = address == "local"
-    target = None if local else _find_cluster(address)
+    variables = dict(env)
+    if python_path:
+        inherited = os.environ.get("PYTHONPATH", "")
+        variables["PYTHONPATH"] = os.pathsep.join([*python_path, *([inherited] if inherited else [])])
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet(log_dir / "driver.log"))
-        variables = dict(env)
-        if python_path:
-            inherited = os.environ.get("PYTHONPATH", "")
-            variables["PYTHONPATH"] = os.pathsep.join([*python_path, *([inherited] if inherited else [])])
-        if target is None:
+        if address == "local":
             yield stack.enter_context(_private(variables, log_dir))
         else:
-            yield stack.enter_context(_attached(target, variables, working_dir))
+            yield stack.enter_context(_attached(_find_cluster(address), variables, working_dir))
 
 
 @contextlib.contextmanager
 def _private(env: Mapping[str, str], log_dir: Path) -> Iterator[Session]:
-    temp = _temp_dir()
-    # RAY_ADDRESS of an outer cluster would win over our own wherever Ray looks for "the" cluster.
-    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN, **env}
+    variables = {**_PRIVATE_RAY, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN, **env}
     with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, temp, ignore_errors=True)
+        temp = stack.enter_context(_temp_dir())
         stack.callback(_keep_logs, temp, log_dir / "ray")
+        # RAY_ADDRESS of an outer cluster would win over our own wherever Ray looks for "the" cluster.
         stack.enter_context(_environment(variables, without=("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")))
         import ray
 
@@ -128,9 +136,11 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
     if working_dir is not None and not in_job:
         runtime_env["working_dir"] = str(working_dir)
     # Inside `ray job submit` both the job and we set variables: ours win, the job's working_dir stays.
-    with _environment({"RAY_ADDRESS": address, "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}):
+    with _environment({**_token_mode(), "RAY_ADDRESS": address, "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}):
         import ray
+        from ray._raylet import Config
 
+        Config.initialize("")  # what os.environ says of authentication now
         try:
             context = ray.init(
                 address=address, log_to_driver=False, configure_logging=False, runtime_env=runtime_env
@@ -143,6 +153,14 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
             yield _session(info, private=False, temp=Path(info["session_dir"]).parent)
         finally:
             ray.shutdown()
+
+
+def _token_mode() -> dict[str, str]:
+    """Authenticate if there is a token: `ray start --head` then asks for one, and Ray's clients must be told so."""
+    known = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if "RAY_AUTH_MODE" in os.environ or not (known or (Path.home() / ".ray" / "auth_token").is_file()):
+        return {}
+    return {"RAY_AUTH_MODE": "token"}
 
 
 def _session(info: Mapping[str, Any], *, private: bool, temp: Path) -> Session:
@@ -184,10 +202,19 @@ def _find_cluster(address: str) -> str:
     if not host or not port.isdigit():
         raise UserError(f'"{address}" is no address of a Ray cluster', "use local, auto or HOST:PORT (port 6379 by default)")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+        if not _speaks_grpc(host.strip("[]"), int(port)):
+            raise _unreachable(found, "something else answers there")
     except OSError as error:
         raise _unreachable(found, error.strerror or str(error)) from None
     return found
+
+
+def _speaks_grpc(host: str, port: int) -> bool:
+    """Whether an HTTP/2 server answers, as Ray's head does: ray.init() itself would try for a minute."""
+    with socket.create_connection((host, port), timeout=_CONNECT_S) as sock:
+        sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))  # preface, SETTINGS
+        head = sock.recv(9)
+    return len(head) == 9 and head[3] == 4  # the type of its first frame: SETTINGS
 
 
 def _unreachable(address: str, why: str) -> UserError:
@@ -198,10 +225,26 @@ def _unreachable(address: str, why: str) -> UserError:
     )
 
 
-def _temp_dir() -> Path:
-    """A new, short directory: the sockets in it must have paths of at most 107 bytes."""
-    base = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix=f"{_TEMP_PREFIX}{os.getpid()}-", dir=base if len(base) < 32 else "/tmp"))
+@contextlib.contextmanager
+def _temp_dir() -> Iterator[Path]:
+    """A new, short directory, locked while in use: the sockets in it must have paths of at most 107 bytes.
+
+    Deletes those of sessions that were killed before they could: nobody holds their lock any more.
+    """
+    base = Path(tempfile.gettempdir())
+    base = base if len(str(base)) < 32 else Path("/tmp")
+    for stale in base.glob(f"{_TEMP_PREFIX}*/lock"):
+        with contextlib.suppress(OSError), stale.open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(stale.parent, ignore_errors=True)
+    temp = Path(tempfile.mkdtemp(prefix=_TEMP_PREFIX, dir=base))
+    with (temp / "lock.new").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (temp / "lock.new").rename(temp / "lock")  # seen by others only once it is held
+        try:
+            yield temp
+        finally:
+            shutil.rmtree(temp, ignore_errors=True)
 
 
 def _keep_logs(temp: Path, kept: Path) -> None:
@@ -228,32 +271,47 @@ def _environment(env: Mapping[str, str], without: Sequence[str] = ()) -> Iterato
 
 @contextlib.contextmanager
 def _quiet(path: Path) -> Iterator[None]:
-    """Send Ray's loggers, and whatever native code writes to file descriptor 2, to the end of `path`.
+    """Send Ray's loggers, its threads' prints, and what native code writes to descriptor 2, to the end of `path`.
 
     sys.stderr keeps writing to where descriptor 2 pointed before, so Python's own messages still reach the user.
     """
+    import ray  # noqa: F401  # its import gives its logger a handler, which is then replaced
+
     sys.stderr.flush()
-    with path.open("ab") as file, contextlib.ExitStack() as stack:
+    with path.open("a", buffering=1) as file, contextlib.ExitStack() as stack:
         kept = os.dup(2)
         stack.callback(os.close, kept)
-        screen = sys.stderr
-        if _fileno(screen) == 2:
-            stream = io.TextIOWrapper(os.fdopen(kept, "wb", closefd=False), encoding="utf-8", line_buffering=True)
-            sys.stderr = stream
-            stack.callback(setattr, sys, "stderr", screen)
+        if _fileno(sys.stderr) == 2:
+            stack.callback(setattr, sys, "stderr", sys.stderr)
+            raw = os.fdopen(kept, "wb", buffering=0, closefd=False)
+            sys.stderr = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
         os.dup2(file.fileno(), 2)
         stack.callback(os.dup2, kept, 2)
-        handler = logging.FileHandler(path)
+        stack.callback(setattr, sys, "stdout", sys.stdout)
+        sys.stdout = _NotFromRay(sys.stdout, file)  # type: ignore[assignment]
+        handler = logging.StreamHandler(file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logger = logging.getLogger("ray")
-        before = logger.handlers[:], logger.propagate
-        logger.handlers, logger.propagate = [handler], False
-        stack.callback(handler.close)
-        stack.callback(_restore, logger, *before)
+        stack.callback(_set_handlers, logger, logger.handlers[:], logger.propagate)
+        _set_handlers(logger, [handler], False)
         yield
 
 
-def _restore(logger: logging.Logger, handlers: list[logging.Handler], propagate: bool) -> None:
+class _NotFromRay:
+    """A stream that passes everything on to another, but what Ray's listener threads print goes to a file."""
+
+    def __init__(self, stream: TextIO, file: TextIO) -> None:
+        self._stream, self._file = stream, file
+
+    def write(self, text: str) -> int:
+        from_ray = threading.current_thread().name.startswith("ray_")
+        return (self._file if from_ray else self._stream).write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _set_handlers(logger: logging.Logger, handlers: list[logging.Handler], propagate: bool) -> None:
     logger.handlers, logger.propagate = handlers, propagate
 
 

@@ -188,7 +188,7 @@ class Supervisor:
             "failure",
             attempt=number,
             rank=failure.rank,
-            kind=failure.kind,
+            fault=failure.kind,
             cause=failure.cause,
             traceback=failure.traceback,
             echoes=failure.echoes,

@@ -6,11 +6,11 @@ Runs in: the driver, in any thread. Never imports torch. Imports ray.train in `r
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from raydist.cluster.recovery import Failure, Kind, RankError, root_cause
@@ -76,6 +76,7 @@ def run_attempt(
     gpus_per_worker: float,
     env: Mapping[str, str],
     on_started: Callable[[Attempt], None] | None = None,
+    start_timeout_s: float = 120.0,
 ) -> AttemptResult:
     """Run `train_fn(config)` on every rank of a new group of workers, and wait until it ends.
 
@@ -89,6 +90,8 @@ def run_attempt(
 
     An exception of the train function crosses as plain facts if it has the attributes of `RankError` (rank, at,
     type_name, message, traceback, bases): raise one such from the worker, picklable and importable without torch.
+
+    `start_timeout_s` is how long to wait for the workers' resources; then the failure is a "startup_timeout".
 
     Never raises for a failed attempt: the result's `failure` names the root cause.
     """
@@ -116,12 +119,18 @@ def run_attempt(
         private=session.private,
         on_controller=started,
         worker_env=env,
+        start_timeout_s=start_timeout_s,
         train_loop_config=config,
         scaling_config=ScalingConfig(
             num_workers=workers, use_gpu=gpus_per_worker > 0, resources_per_worker=resources
         ),
         run_config=RunConfig(
-            name=name, storage_path=str(scratch), failure_config=FailureConfig(max_failures=0)
+            name=name,
+            storage_path=str(scratch),
+            # Each kind of failure has its own budget in Ray Train, two of them endless. All retries are raydist's.
+            failure_config=FailureConfig(
+                max_failures=0, controller_failure_limit=0, max_preemption_failures=0
+            ),
         ),
     )
     try:
@@ -138,18 +147,25 @@ def run_attempt(
 def _errors(error: BaseException) -> Iterator[RankError]:
     """What each rank ended with, as far as Ray Train tells."""
     from ray.train import ControllerError
-    from ray.train.v2.api.exceptions import WorkerGroupError
+    from ray.train.v2.api.exceptions import PreemptionError, WorkerGroupError
 
     if isinstance(error, WorkerGroupError) and error.worker_failures:
         for rank, failure in sorted(error.worker_failures.items()):
-            yield _rank_error(rank, failure)
+            yield _rank_error(rank, failure, str(error))
     elif isinstance(error, ControllerError):
         yield _controller_error(error.controller_failure)
+    elif isinstance(error, PreemptionError):
+        ranks = error.preemption_info.preempted_ranks
+        yield RankError(None, "Preempted", f"the nodes of ranks {ranks} are being taken away", kind="node_died")
     else:
         yield RankError(None, type(error).__name__, str(error), kind="controller_died")
 
 
 def _controller_error(cause: BaseException) -> RankError:
+    from ray.exceptions import RayActorError
+
+    if isinstance(cause, RayActorError):  # a worker that died while the group was still being started
+        return _death(None, str(cause))
     kinds: dict[str, Kind] = {
         "WorkerGroupStartupTimeoutError": "startup_timeout",
         "WorkerGroupStartupFailedError": "startup_failed",
@@ -160,7 +176,7 @@ def _controller_error(cause: BaseException) -> RankError:
     )
 
 
-def _rank_error(rank: int, failure: BaseException) -> RankError:
+def _rank_error(rank: int, failure: BaseException, told: str) -> RankError:
     from ray.exceptions import RayActorError
     from ray.train.v2._internal.exceptions import (
         WorkerHealthCheckFailedError,
@@ -177,26 +193,22 @@ def _rank_error(rank: int, failure: BaseException) -> RankError:
         rank=int(getattr(failure, "rank", rank)),
         type_name=str(getattr(failure, "type_name", type(failure).__name__)),
         message=str(getattr(failure, "message", failure)),
-        traceback=str(getattr(failure, "traceback", "")),
+        traceback=str(getattr(failure, "traceback", told)),
         at=getattr(failure, "at", None),
         bases=tuple(getattr(failure, "bases", [c.__name__ for c in type(failure).__mro__])),
     )
 
 
-def _death(rank: int, text: str) -> RankError:
-    """From Ray's many lines on a dead actor to one."""
+def _death(rank: int | None, text: str) -> RankError:
+    """From Ray's many lines on a dead actor to one that says who, where and what is known of why."""
+    found = {k: v for k, v in re.findall(r"^\s*(pid|ip): (\S+)$", text, re.MULTILINE)}
+    who = f"process {found.get('pid', '?')} on {found.get('ip', '?')}"
     lower = text.lower()
-    if "memory" in lower and "running low on memory" in lower:
-        return RankError(rank, "OutOfMemory", _line(text, "memory"), text, kind="out_of_memory")
-    if "node has died" in lower or "node was terminated" in lower or "node died" in lower:
-        return RankError(rank, "NodeDied", _line(text, "node"), text, kind="node_died")
-    return RankError(rank, "WorkerDied", _line(text, "exit detail") or _line(text, "died"), text, kind="worker_died")
-
-
-def _line(text: str, word: str) -> str:
-    return next((s.strip() for s in text.splitlines() if word in s.lower()), "")
-
-
-def remove_scratch(session: Session) -> None:
-    """Delete what attempts left in the session's directory."""
-    shutil.rmtree(Path(session.temp_dir) / "attempts", ignore_errors=True)
+    if "node running low on memory" in lower:
+        return RankError(rank, "OutOfMemory", f"{who} was killed by Ray: its node ran low on memory", text, kind="out_of_memory")
+    if re.search(r"node (has )?died|node was terminated|node is dead|node failure", lower):
+        return RankError(rank, "NodeDied", f"the node of {who} is gone", text, kind="node_died")
+    why = "SIGKILL, the kernel's out-of-memory killer, or a crash"
+    if (code := re.search(r"exit code[ :]+(-?\d+)", lower)) and code[1] != "0":
+        why = f"exit code {code[1]}"
+    return RankError(rank, "WorkerDied", f"{who} ended without a word ({why})", text, kind="worker_died")

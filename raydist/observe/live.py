@@ -39,7 +39,7 @@ class LiveView:
         self._record: dict[str, Any] | None = None
         self._window: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._first: int | None = None
-        self._eval: dict[str, Any] | None = None
+        self._evals: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._checkpoint: dict[str, Any] | None = None
         self._counts = {"attempts": 0, "failures": 0, "checkpoints": 0, "evals": 0}
         self._flops: tuple[float, float] | None = None
@@ -47,7 +47,7 @@ class LiveView:
     def begin_attempt(self, number: int, world_size: int, resume_step: int) -> None:
         """A new attempt: its rates are its own, and its workers are not known yet."""
         self.attempt, self.world_size, self.workers = number, world_size, []
-        self.step = resume_step
+        self._void(resume_step)
         self._counts["attempts"] += 1
         self._window.clear()
         self._first = None
@@ -75,7 +75,7 @@ class LiveView:
     def event(self, kind: str, data: Mapping[str, Any]) -> None:
         """An event, by its kind and data. KeyError where data that the view needs is missing."""
         if kind == "eval":
-            self._eval = {**data, "loss": data["loss"], "step": data["step"]}
+            self._evals.append({**data, "loss": data["loss"], "step": data["step"]})
             self._counts["evals"] += 1
         elif kind == "checkpoint_saved":
             self._checkpoint = {**data, "step": data["step"]}
@@ -83,13 +83,22 @@ class LiveView:
         elif kind == "failure":
             self._counts["failures"] += 1
         elif kind == "resumed":
-            self.step = data["step"]
+            self._void(data["step"])
         elif kind == "workers":
             self.workers = [dict(worker) for worker in data["workers"]]
+
+    def _void(self, step: int) -> None:
+        """The run goes on from `step`: what lies past it will be trained again."""
+        self.step = step
+        if self._record and self._record["step"] > step:
+            self._record = None
+        while self._evals and self._evals[-1]["step"] > step:
+            self._evals.pop()
 
     def snapshot(self) -> dict[str, Any]:
         """attempt, world_size, workers, step, record, eval, eval_loss, checkpoint, the rates, mfu, and counts."""
         now = rates(self._window)
+        newest = self._evals[-1] if self._evals else None
         mfu = None
         if self._flops and now["tokens_per_second"] is not None:
             mfu = now["tokens_per_second"] * self._flops[0] / self._flops[1]
@@ -99,8 +108,8 @@ class LiveView:
             "workers": list(self.workers),
             "step": self.step,
             "record": self._record,
-            "eval": self._eval,
-            "eval_loss": self._eval["loss"] if self._eval else None,
+            "eval": newest,
+            "eval_loss": newest["loss"] if newest else None,
             "checkpoint": self._checkpoint,
             **now,
             "mfu": mfu,

@@ -106,8 +106,8 @@ class RunMonitor:
     def snapshot(self, after: int = 0) -> dict[str, Any]:
         """The run as it is now, for the live display.
 
-        What `LiveView.snapshot` has, and: status, command, storage_error (None, or what storage said last), events: those past number
-        `after`, as dicts, the last 1000 at most; next: the number to ask after the next time.
+        What `LiveView.snapshot` has, and: status; command; storage_error (None, or what storage said last); events: those
+        past number `after`, as dicts, the last 1000 at most; next: the number to ask after the next time.
         """
         with self._lock:
             return {

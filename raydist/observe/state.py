@@ -41,11 +41,18 @@ def last_word(run: RunDir) -> dict[str, Any] | None:
     """state.json as it was last written, to be taken with its age; None where no monitor has written. Raises StorageError."""
     try:
         state = json.loads(run.storage.read(STATE))
-        return {**state, "status": state["status"], "heartbeat_at": float(state["heartbeat_at"]), "driver": state["driver"]}
+        return {
+            **state,
+            "status": state["status"],
+            "heartbeat_at": float(state["heartbeat_at"]),
+            "driver": state["driver"],
+        }
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"{run.uri}/{STATE} is damaged: {error}", "remove the file: the next start writes it") from error
+        raise StorageError(
+            f"{run.uri}/{STATE} is damaged: {error}", "remove the file: the next start writes it"
+        ) from error
 
 
 def read_state(run: RunDir, now: float | None = None) -> dict[str, Any]:

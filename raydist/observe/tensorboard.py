@@ -29,9 +29,10 @@ _TAGS = ("loss", "lr", "grad_norm", "seconds", "data_seconds")
 
 
 class TensorBoard:
-    """The writer. Not for several threads at once. All but `flush` and `close` only buffer; those raise StorageError, and keep what was not written.
+    """The writer; not for several threads at once.
 
-    A file ends at 1 MiB and the next begins, so that on an object store, where a file cannot grow, each upload is small.
+    All but `flush` and `close` only buffer; those raise StorageError, and keep what was not written. A file ends at 1 MiB
+    and the next begins, so that on an object store, where a file cannot grow, each upload is small.
     """
 
     def __init__(self, run: RunDir) -> None:

@@ -25,7 +25,13 @@ from raydist.rundir import RunDir
 
 LINE_EVERY_S = 5.0
 REFRESH_S = 0.25
-_STYLES = {"failure": "bold red", "checkpoint_failed": "red", "checkpoint_rejected": "red", "decision": "yellow", "ended": "bold"}
+_STYLES = {
+    "failure": "bold red",
+    "checkpoint_failed": "red",
+    "checkpoint_rejected": "red",
+    "decision": "yellow",
+    "ended": "bold",
+}
 _SILENT = {"workers"}
 """Kinds that the display shows in another way, or that would only fill the screen: `raydist show` has them."""
 
@@ -46,10 +52,18 @@ def panel(snapshot: dict[str, Any], total_steps: int | None, name: str, path: st
         Text.assemble((f"{label} ", "dim"), value) for label, value in text.figures(snapshot, total_steps).items()
     )
     if not snapshot.get("record"):
-        live = Text("waiting for the first step", style="dim") if not live else live
-    tail = [Text("no checkpoint yet" if not snapshot.get("checkpoint") else f"checkpoint at step {snapshot['checkpoint']['step']}")]
+        live = live or Text("waiting for the first step", style="dim")
+    tail = [
+        Text(
+            "no checkpoint yet"
+            if not snapshot.get("checkpoint")
+            else f"checkpoint at step {snapshot['checkpoint']['step']}"
+        )
+    ]
     if snapshot.get("failures"):
-        tail.append(Text(f"{snapshot['failures']} failed attempt{'s' if snapshot['failures'] != 1 else ''}", style="yellow"))
+        tail.append(
+            Text(f"{snapshot['failures']} failed attempt{'s' if snapshot['failures'] != 1 else ''}", style="yellow")
+        )
     if snapshot.get("command") == "stop":
         tail.append(Text("stopping after a checkpoint", style="yellow"))
     if snapshot.get("storage_error"):
@@ -84,6 +98,7 @@ class Console:
         self._snapshot: dict[str, Any] | None = None
         self._drawn_at: float | None = None
         self._told_step: int | None = None
+        self._trace = ""
 
     def __enter__(self) -> Console:
         if self._tty:
@@ -93,7 +108,9 @@ class Console:
             self._say(f"run {self._run.name}: {self._run.uri}")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._snapshot is not None:
             self._draw(self._snapshot)
         if self._live is not None:
@@ -113,8 +130,11 @@ class Console:
         if event.kind in _SILENT:
             return
         self._say(text.event(event), _STYLES.get(event.kind, ""))
-        if event.kind == "failure" and event.data.get("traceback"):
-            self._say(str(event.data["traceback"]).rstrip(), "dim")
+        trace = str(event.data.get("traceback") or "").rstrip() if event.kind == "failure" else ""
+        if trace:
+            # A crash loop tells its traceback once.
+            self._say(trace if trace != self._trace else "(the same traceback)", "dim")
+            self._trace = trace
 
     def note(self, line: str) -> None:
         """Tells of something that is no event of the run."""

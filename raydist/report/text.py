@@ -78,7 +78,14 @@ def line(snapshot: dict[str, Any], total_steps: int | None) -> str:
 
 
 def event(what: Event) -> str:
-    """An event as one line (a failure's traceback is not in it). A kind of a later version is shown as it is."""
+    """An event as one line (a failure's traceback is not in it). One of another version is shown as it is."""
+    try:
+        return _told(what)
+    except (KeyError, TypeError, ValueError):
+        return f"{what.kind} {what.data}"
+
+
+def _told(what: Event) -> str:
     data = what.data
     match what.kind:
         case "attempt_started":
@@ -86,10 +93,11 @@ def event(what: Event) -> str:
             start = f"from step {data['resume_step']}" if data["resume_step"] else "from the start"
             return f"attempt {data['attempt']}: {ranks}, {start}"
         case "workers":
-            ranks = [f"rank {w['rank']} on {w['host']} ({w['node_ip']}, pid {w['pid']})" for w in data["workers"]]
-            return "workers: " + ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+            each = [f"rank {w['rank']} on {w['host']} ({w['node_ip']}, pid {w['pid']})" for w in data["workers"]]
+            return "workers: " + ", ".join(each[:8]) + (f" and {len(each) - 8} more" if len(each) > 8 else "")
         case "resumed":
-            return f"resumed from step {data['step']} ({data['path']})"
+            path = f" ({data['path']})" if "path" in data else ""
+            return f"resumed from step {data['step']}{path}"
         case "checkpoint_saved":
             took = f"in {span(data['seconds'])}, training stopped for {span(data['stall_seconds'])}"
             return f"checkpoint at step {data['step']}: {size(data['bytes'])} {took}{_best(data)}"
@@ -109,7 +117,7 @@ def event(what: Event) -> str:
         case "ended":
             cause = f": {data['cause']}" if data.get("cause") else ""
             return f"{data['status']} at step {data['step']}{cause}"
-    return f"{what.kind} {data}"
+    raise KeyError(what.kind)
 
 
 def _best(data: dict[str, Any]) -> str:

@@ -62,6 +62,8 @@ def flops_per_token(model: nn.Module, context: int) -> float:
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a device, by its name as the driver gives it; None for one that is not in the table."""
     words = set(device_name.replace("-", " ").split())
+    if "MIG" in words:
+        return None  # a slice of a GPU carries the GPU's name
     for name, peak in PEAK_FLOPS.items():
         if set(name.split()) <= words:
             return peak

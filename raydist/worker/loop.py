@@ -10,15 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from raydist import registry
-from raydist.data.batches import Batches, Cursor, Loader, StepBatch
+from raydist.data.batches import Batches, Cursor, Loader, MicroBatch, StepBatch, eval_batches, share
 from raydist.data.dataset import TokenDataset, Windows
+from raydist.errors import CheckpointError, DataError
 from raydist.records import StepRecord
 from raydist.rundir import RunDir
 from raydist.spec import JobSpec, spec_hash
 from raydist.worker import optim, setup
+from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.save import Saver
 from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.precision import Precision
@@ -26,7 +31,7 @@ from raydist.worker.reporter import Push, Reporter
 from raydist.worker.schedule import lr_at
 from raydist.worker.setup import Rank
 from raydist.worker.state import TrainState
-from raydist.worker.step import TrainStep, evaluate
+from raydist.worker.step import TrainStep, evaluate, loss_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,6 @@ def train(job: Job, rank: Rank, door: Door | None) -> Outcome:
 
     Raises what stops the run: NonFinite, GraphMismatch, CheckpointError, DataError, or the model's own exception.
     """
-    spec = job.spec
     reporter = Reporter(door.push, door.durable) if door is not None else None
     try:
         workers = _gather(setup.describe(rank), rank)
@@ -138,7 +142,7 @@ class _Run:
     def train(self) -> Outcome:
         """The loop. Each line that has `rank` in its comment is a collective: every rank comes by."""
         last = min(self.total, self.job.until or self.total)
-        stop = False
+        stop = saving = False
         loader = Loader(
             self.windows,
             self.batches,
@@ -172,13 +176,16 @@ class _Run:
                         self._evaluate()  # every rank: losses are summed
                     if self._due(self.spec.checkpoint.every, ending):
                         self._save()  # every rank writes its part; rank 0 commits, last
+                        saving = True
                     begun = time.perf_counter()
                     if stop:
                         break
-            if self.step > self.first_step and not self.saver.wait():  # every rank
+            if saving and not self.saver.wait():  # every rank
                 self._save()  # the last one failed: once more, for the run must not end without it
-                if (failed := self.saver.wait()) is None or not failed:
-                    raise CheckpointError("...")
+                result = self.saver.wait()
+                if not result:
+                    cause = result.cause if result else "it was never started"
+                    raise CheckpointError(f"the checkpoint of the last step, {self.step}, failed twice: {cause}")
         finally:
             self.saver.close()
         status = "finished" if self.step >= self.total else "interrupted" if stop else "paused"

@@ -29,7 +29,7 @@ def lr_at(step: int, total_steps: int, schedule: ScheduleSpec, peak: float) -> f
     assert 1 <= step <= total_steps, f"step {step} of {total_steps}"
     warmup = warmup_steps(total_steps, schedule)
     if step <= warmup:
-        return peak * step / warmup
+        return peak * (step / warmup)  # in this order: exactly the peak at the end
     match schedule.name:
         case "constant":
             return peak

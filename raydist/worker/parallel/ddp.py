@@ -5,6 +5,7 @@ Runs in: each train worker. Torch, never ray.
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -17,6 +18,14 @@ from raydist.errors import GraphMismatch
 from raydist.spec import ParallelSpec
 from raydist.worker.parallel import Example
 from raydist.worker.setup import Rank
+
+
+# Renamed in torch 2.13.
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 
 
 class Strategy:
@@ -41,7 +50,7 @@ class Strategy:
                 model,
                 device_ids=[self._rank.device.index] if self._rank.device.type == "cuda" else None,
                 # Rotary tables and the like are the same everywhere; running statistics are not.
-                broadcast_buffers=bool(persistent),
+                **{_SYNC_BUFFERS: bool(persistent)},
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=self._spec.bucket_mb,
             )
@@ -58,7 +67,6 @@ class Strategy:
         # same step of a run that was never stopped. After this no step is a first one.
         example(ddp).backward()  # type: ignore[no-untyped-call]
         ddp.zero_grad(set_to_none=True)
-        ddp.reducer._rebuild_buckets()
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """See `ParallelStrategy.accumulate`."""

@@ -1,0 +1,101 @@
+"""Steady tokens/s and seconds to the first step: `raydist train` beside plain torchrun + DDP and plain Ray Train.
+
+    python benchmarks/peers.py [--rounds 5]
+
+Two gloo ranks of one thread each train the same model on batches of the same shape; each run is a cold start; the peers take
+turns, beginning with another one each round. The meter sits in the model's forward, the same for all. The ratio of a round is that
+peer's over torchrun's of the same round; the table has the medians. `raydist (plain AdamW)` has optim.fused false, as the peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import write
+
+PEERS = Path(__file__).parent / "peers"
+BIN = Path(sys.executable).parent
+TOKENS = 2 * 8 * 128
+
+
+def command(peer: str, out: str, t0: float, storage: str) -> list[str]:
+    """The shell command of one run."""
+    if peer == "torchrun":
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+        torchrun = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", str(port)]
+        return [*torchrun, "torchrun_ddp.py", out, str(t0)]
+    if peer == "ray train":
+        return [sys.executable, "ray_train.py", out, str(t0)]
+    extra = ["--set", "optim.fused=false"] if "plain" in peer else []
+    options = f"model.options={{out: {out}, t0: {t0}}}"
+    raydist = [str(BIN / "raydist"), "train", "job.yaml", "--fresh", "--storage", storage, "--address", "local"]
+    return [*raydist, "--set", options, *extra]
+
+
+def run(peer: str, storage: str) -> dict[str, float]:
+    """One cold run: tokens/s, CPU ms a step and peak RSS (the mean and the larger of the ranks), seconds to the first step."""
+    env = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    env.pop("RAY_ADDRESS", None)
+    with tempfile.TemporaryDirectory() as folder:
+        out, t0 = f"{folder}/out", time.time()
+        done = subprocess.run(command(peer, out, t0, storage), cwd=PEERS, env=env, capture_output=True, timeout=300)
+        if done.returncode:
+            sys.exit(f"{peer} failed:\n{done.stderr.decode()[-3000:]}")
+        ranks = [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in (0, 1)]
+    return {
+        "tokens_per_second": TOKENS / max(r["step_ms"] for r in ranks) * 1e3,
+        "cpu_ms": statistics.mean(r["cpu_ms"] for r in ranks),
+        "rss_mb": max(r["rss_mb"] for r in ranks),
+        "first_step_s": max(r["first_step_s"] for r in ranks),
+        "wall_s": time.time() - t0,
+    }
+
+
+def main() -> None:
+    """Runs, prints the table, writes results/peers.json."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("peers", nargs="*", default=["torchrun", "ray train", "raydist", "raydist (plain AdamW)"])
+    options = parser.parse_args()
+    peers: list[str] = options.peers
+    rounds: list[dict[str, dict[str, float]]] = []
+    with tempfile.TemporaryDirectory() as storage:
+        # The corpus is prepared once, before anything is timed.
+        subprocess.run([*command("raydist", f"{storage}/warm", 0, storage), "--until", "1"], cwd=PEERS, check=True)
+        for i in range(options.rounds):
+            shift = i % len(peers)
+            found = {peer: run(peer, storage) for peer in peers[shift:] + peers[:shift]}
+            rounds.append(found)
+            print(f"round {i + 1}: " + "  ".join(f"{p} {found[p]['tokens_per_second']:.0f}" for p in peers), flush=True)
+    table = {}
+    for peer in peers:
+        median = {k: statistics.median(r[peer][k] for r in rounds) for k in rounds[0][peer]}
+        for base, name in (("torchrun", "over_torchrun"), ("ray train", "over_ray_train")):
+            for figure in ("tokens_per_second", "first_step_s"):
+                if base in peers:
+                    ratios = [r[peer][figure] / r[base][figure] for r in rounds]
+                    median[f"{figure}_{name}"] = statistics.median(ratios)
+        table[peer] = median
+    print(f"\n{'peer':24s} {'tokens/s':>9s} {'/torchrun':>9s} {'cpu ms':>7s} {'RSS MB':>7s} {'first step s':>12s} {'/ray train':>10s}")
+    for peer, row in table.items():
+        print(
+            f"{peer:24s} {row['tokens_per_second']:9.0f} {row.get('tokens_per_second_over_torchrun', 0):9.3f} {row['cpu_ms']:7.0f} "
+            f"{row['rss_mb']:7.0f} {row['first_step_s']:12.2f} {row.get('first_step_s_over_ray_train', 0):10.3f}"
+        )
+    print(write("peers", {"rounds": rounds, "medians": table}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""`raydist checkpoint`: lists, checks and prunes a run's checkpoints, and exports weights.
+
+Runs in: the user's shell. Imports torch only inside `export`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from raydist.errors import CheckpointNotFound, UsageError
+from raydist.rundir import RunDir, resolve
+
+app = typer.Typer(help="List, check, prune and export a run's checkpoints.", no_args_is_help=True)
+
+_Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, folder or URI.", show_default=False)]
+_Storage = Annotated[
+    str | None,
+    typer.Option(help="Where the run of that name is; default: $RAYDIST_STORAGE or ~/raydist.", show_default=False),
+]
+_Step = Annotated[int | None, typer.Option(help="The checkpoint of this step.", show_default=False)]
+_Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")]
+
+FORMATS = ("safetensors",)
+
+
+@app.command("list")
+def list_(run: _Run, storage: _Storage = None, as_json: _Json = False) -> None:
+    """List a run's committed checkpoints, oldest first."""
+    from raydist.worker.checkpoint import manifest
+
+    folder = resolve(run, storage)
+    rows = manifest.summary(folder)
+    if as_json:
+        print(json.dumps(rows))
+        return
+    if not rows:
+        print(f"{folder.uri}: no checkpoint is committed yet")
+        return
+    print(f"{'step':>10}  {'MiB':>10}  {'eval loss':>10}  {'ranks':>5}  saved")
+    for row in rows:
+        print(_line(row))
+
+
+def _line(row: dict[str, Any]) -> str:
+    if row["problem"]:
+        return f"{row['step']:>10}  cannot be read: {row['problem']}"
+    loss = "-" if row["eval_loss"] is None else f"{row['eval_loss']:.4f}"
+    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["saved_at"]))
+    best = "  best" if row["best"] else ""
+    return f"{row['step']:>10}  {row['bytes'] / 2**20:>10.1f}  {loss:>10}  {row['world_size']:>5}  {saved}{best}"
+
+
+@app.command()
+def verify(run: _Run, step: _Step = None, storage: _Storage = None, as_json: _Json = False) -> None:
+    """Check every byte of a run's checkpoints against their hashes. Exit code 3 if a file is bad; it is named."""
+    from raydist.worker.checkpoint import manifest, pruning
+
+    folder = resolve(run, storage)
+    steps = folder.committed() if step is None else [step]
+    checked: list[dict[str, Any]] = []
+    for number in steps:
+        try:
+            with pruning.leased(folder, number):
+                problems = manifest.verify(folder, number)
+        except CheckpointNotFound:
+            if step is not None:
+                raise
+            continue  # pruned since it was listed
+        checked.append({"step": number, "good": not problems, "problems": problems})
+        if not as_json:
+            print(f"step {number}: {'bad' if problems else 'every byte is as it was written'}")
+        for problem in problems:
+            print(f"raydist: {problem}", file=sys.stderr)
+    if as_json:
+        print(json.dumps(checked))
+    elif not checked:
+        print(f"{folder.uri}: no checkpoint is committed yet")
+    if not all(c["good"] for c in checked):
+        raise typer.Exit(3)
+
+
+@app.command()
+def prune(
+    run: _Run,
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="Newest checkpoints that stay, besides the best; default: the run's own.")
+    ] = None,
+    storage: _Storage = None,
+    as_json: _Json = False,
+) -> None:
+    """Delete all checkpoints but the newest ones, the best by eval loss, and those being read."""
+    from raydist.worker.checkpoint import pruning
+
+    folder = resolve(run, storage)
+    gone = pruning.prune(folder, _keep(folder) if keep is None else keep)
+    left = folder.committed()
+    if as_json:
+        print(json.dumps({"pruned": gone, "left": left}))
+    else:
+        print(
+            f"{folder.uri}: pruned {', '.join(map(str, gone)) or 'nothing'}; left {', '.join(map(str, left)) or 'nothing'}"
+        )
+
+
+def _keep(run: RunDir) -> int:
+    """`checkpoint.keep` of the run's own spec."""
+    import yaml
+
+    from raydist.rundir import SPEC
+    from raydist.spec import parse
+
+    return parse(yaml.safe_load(run.storage.read(SPEC)), source=f"{run.uri}/{SPEC}").checkpoint.keep
+
+
+@app.command()
+def export(
+    run: _Run,
+    out: Annotated[Path, typer.Option(help="Folder to write to.", show_default=False)],
+    step: _Step = None,
+    file_format: Annotated[
+        str, typer.Option("--format", help="safetensors: weights and config for transformers.")
+    ] = "safetensors",
+    storage: _Storage = None,
+) -> None:
+    """Write a checkpoint's weights for other libraries; the newest good one unless --step says otherwise."""
+    if file_format not in FORMATS:
+        raise UsageError(f"--format {file_format}: unknown", f"there is: {', '.join(FORMATS)}")
+    folder = resolve(run, storage)
+    from raydist.worker.checkpoint.export import export as write
+
+    write(folder, step, out, file_format)

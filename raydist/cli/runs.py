@@ -1,0 +1,66 @@
+"""`raydist runs` and `raydist show`: what a run is and was, from its folder alone.
+
+Runs in: the user's shell. Imports pyarrow and rich inside the commands; never ray or torch.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+_Storage = Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    app.command()(runs)
+    app.command()(show)
+
+
+def runs(
+    storage: _Storage = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A list, as JSON.")] = False,
+) -> None:
+    """List the runs of a storage."""
+    from raydist.report import summary
+
+    found = summary.runs(storage)
+    if as_json:
+        print(json.dumps(found, allow_nan=False))
+        return
+    from raydist.report import tables
+    from raydist.rundir import default_storage
+
+    tables.runs(found, storage or default_storage())
+
+
+def show(
+    run: Annotated[str, typer.Argument(help="A run folder's path or URI, or a run's name.", show_default=False)],
+    storage: _Storage = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One object, as JSON; with --steps one a line.")] = False,
+    steps: Annotated[bool, typer.Option("--steps", help="Every step, instead of the summary.")] = False,
+) -> None:
+    """Show a run: status, losses, attempts, checkpoints, workers."""
+    from raydist.report import summary
+    from raydist.rundir import resolve
+
+    place = resolve(run, storage)
+    if steps:
+        rows: Any = summary.steps(place)
+        if as_json:
+            for row in rows:
+                print(json.dumps(row, allow_nan=False))
+            return
+        from raydist.report import tables
+
+        tables.steps(rows)
+        return
+    told = summary.show(place)
+    if as_json:
+        print(json.dumps(told, allow_nan=False))
+        return
+    from raydist.report import tables
+
+    tables.show(told)

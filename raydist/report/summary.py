@@ -1,0 +1,137 @@
+"""What `raydist show` and `raydist runs` tell, from the run folder alone: no cluster, while it trains and after.
+
+Runs anywhere. Must not import torch or ray (of the worker only the manifest, which is plain python). docs/records.md is the interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from raydist.observe.live import WINDOW, rates
+from raydist.observe.state import read_state
+from raydist.records import Event
+from raydist.rundir import SPEC, RunDir, default_storage
+from raydist.runlog import Segment, merge, plain, read_events, read_segments, read_steps
+from raydist.storage import Storage
+from raydist.worker.checkpoint import manifest
+
+
+def show(run: RunDir) -> dict[str, Any]:
+    """{"run", "path", "status", "steps", "loss", "eval_loss", "tokens_per_second", "attempts", "checkpoints", "workers"}.
+
+    Plain data for strict JSON. What is not known is None: no step or eval yet, the bytes of a checkpoint whose manifest is damaged.
+    Raises StorageError.
+    """
+    state = read_state(run)
+    events, segments = read_events(run), read_segments(run)
+    rows, evals = merge(segments), _evals(events)
+    status = _status(state, events)
+    return {
+        "run": run.name,
+        "path": run.uri,
+        "status": status,
+        "steps": rows["step"][-1].as_py() if rows.num_rows else 0,
+        "loss": plain(rows["loss"][-1].as_py()) if rows.num_rows else None,
+        "eval_loss": evals[max(evals)] if evals else None,
+        "tokens_per_second": _pace(rows),
+        "attempts": _attempts(segments, events, status),
+        "checkpoints": [{key: row[key] for key in ("step", "bytes", "best")} for row in manifest.summary(run)],
+        "workers": plain(state.get("workers", [])) if status == "running" else [],
+    }
+
+
+def runs(storage: str | None = None) -> list[dict[str, Any]]:
+    """The runs in a folder or at a URI, by name: {"run", "path", "status", "steps", "loss", "eval_loss", "tokens_per_second"}.
+
+    Quick: one small file a run, as old as its last heartbeat (2 s) where its driver was killed. Raises StorageError.
+    """
+    home = Storage(storage or default_storage())
+    found = []
+    for name in home.folders():
+        run = RunDir(home.at(name).uri)
+        if name.startswith(".") or home.size(f"{name}/{SPEC}") is None:
+            continue
+        state = read_state(run)
+        if "step" not in state:
+            # Trained without a monitor (worker.standalone): its records tell.
+            told = show(run)
+            state = {**told, "step": told["steps"]}
+        found.append(
+            {
+                "run": run.name,
+                "path": run.uri,
+                "status": state["status"],
+                "steps": state["step"],
+                **{key: state.get(key) for key in ("loss", "eval_loss", "tokens_per_second")},
+            }
+        )
+    return found
+
+
+def steps(run: RunDir) -> Iterator[dict[str, Any]]:
+    """One dict a step with the fields of StepRecord, ascending; for strict JSON, so that NaN and infinities are None."""
+    for batch in read_steps(run).to_batches(max_chunksize=4096):
+        yield from (plain(row) for row in batch.to_pylist())
+
+
+def _status(state: dict[str, Any], events: list[Event]) -> str:
+    if "heartbeat_at" not in state and events and events[-1].kind == "ended":
+        return str(events[-1].data["status"])
+    return str(state["status"])
+
+
+def _pace(rows: pa.Table) -> float | None:
+    """Of the newest attempt's last steps; its first step warms up, and counts only when it is all there is."""
+    if not rows.num_rows:
+        return None
+    newest = rows.slice(max(0, rows.num_rows - WINDOW - 1)).to_pylist()
+    newest = [row for row in newest if row["attempt"] == newest[-1]["attempt"]]
+    return rates(newest[1:] or newest)["tokens_per_second"]
+
+
+def _evals(events: list[Event]) -> dict[int, float]:
+    """Eval loss by step, ascending; those past the step that a later attempt resumed from are void."""
+    kept: dict[int, float] = {}
+    for event in events:
+        if event.kind in ("attempt_started", "resumed"):
+            start = event.data["resume_step" if event.kind == "attempt_started" else "step"]
+            kept = {step: loss for step, loss in kept.items() if step <= start}
+        elif event.kind == "eval" and event.data["loss"] is not None:
+            kept[event.data["step"]] = event.data["loss"]
+    return kept
+
+
+def _attempts(segments: list[Segment], events: list[Event], status: str) -> list[dict[str, Any]]:
+    """By number. `first_step` and `last_step` are what the attempt trained, also if a later one trained it again."""
+    found: dict[int, dict[str, Any]] = {}
+
+    def attempt(number: int) -> dict[str, Any]:
+        blank = {"number": number, "world_size": None, "first_step": None, "last_step": None, "cause": None}
+        return found.setdefault(number, blank)
+
+    for segment in segments:
+        about = attempt(segment.attempt)
+        if segment.rows.num_rows:
+            about["world_size"] = segment.rows["world_size"][0].as_py()
+            about["first_step"] = about["first_step"] or segment.rows["step"][0].as_py()
+            about["last_step"] = segment.rows["step"][-1].as_py()
+    current = None
+    for event in events:
+        if event.kind == "attempt_started":
+            if current is not None and current["cause"] is None:
+                current["cause"] = "its driver was gone without a word"
+            current = attempt(event.data["attempt"])
+            current["world_size"] = event.data["world_size"]
+        elif event.kind == "failure":
+            rank = event.data.get("rank")
+            cause = event.data["cause"]
+            attempt(event.data["attempt"])["cause"] = cause if rank is None else f"rank {rank}: {cause}"
+        elif event.kind == "ended" and current is not None:
+            ended = event.data["status"]
+            current["cause"] = current["cause"] or (None if ended == "finished" else event.data.get("cause") or ended)
+    if status == "lost" and current is not None and current["cause"] is None:
+        current["cause"] = "its driver was gone without a word"
+    return [found[number] for number in sorted(found)]

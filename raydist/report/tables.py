@@ -1,0 +1,101 @@
+"""Runs, one run and its steps as tables on stdout.
+
+Runs in: the user's shell. Must not import torch or ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from raydist.report import text
+
+_STYLES = {
+    "running": "green",
+    "finished": "bold green",
+    "stopped": "red",
+    "lost": "red",
+    "interrupted": "yellow",
+    "paused": "yellow",
+}
+
+
+def runs(found: list[dict[str, Any]], home: str, out: Console | None = None) -> None:
+    """The list of `summary.runs`."""
+    out = out or Console(highlight=False)
+    if not found:
+        out.print(f"no runs in {home}")
+        return
+    table = _table("run", "status", "steps>", "loss>", "eval loss>", "tokens/s>")
+    for run in found:
+        losses = (text.loss(run["loss"]), text.loss(run["eval_loss"]), text.rate(run["tokens_per_second"]))
+        table.add_row(run["run"], _status(run["status"]), str(run["steps"]), *losses)
+    out.print(table)
+
+
+def show(told: dict[str, Any], out: Console | None = None) -> None:
+    """The object of `summary.show`."""
+    out = out or Console(highlight=False)
+    out.print(
+        Text.assemble((told["run"], "bold"), "  ", _status(told["status"]), "  ", (told["path"], "dim")), soft_wrap=True
+    )
+    out.print(
+        f"step {told['steps']}   loss {text.loss(told['loss'])}   eval loss {text.loss(told['eval_loss'])}   "
+        f"tokens/s {text.rate(told['tokens_per_second'])}",
+        soft_wrap=True,
+    )
+    if told["attempts"]:
+        table = _table("attempt>", "workers>", "first step>", "last step>", "ended by")
+        for attempt in told["attempts"]:
+            numbers = ("number", "world_size", "first_step", "last_step")
+            table.add_row(*(_or_dash(attempt[key]) for key in numbers), Text(attempt["cause"] or ""))
+        out.print(table)
+    if told["checkpoints"]:
+        table = _table("checkpoint>", "size>", "best")
+        for kept in told["checkpoints"]:
+            table.add_row(
+                str(kept["step"]),
+                "damaged" if kept["bytes"] is None else text.size(kept["bytes"]),
+                "best" if kept["best"] else "",
+            )
+        out.print(table)
+    if told["workers"]:
+        table = _table("rank>", "host", "node ip", "pid>")
+        for worker in told["workers"]:
+            table.add_row(*(str(worker[key]) for key in ("rank", "host", "node_ip", "pid")))
+        out.print(table)
+
+
+def steps(rows: Iterable[dict[str, Any]], out: Console | None = None) -> None:
+    """The steps of `summary.steps`, a line each, as they come: a long run is never held whole."""
+    out = out or Console(highlight=False)
+    form = "{:>9}  {:>10}  {:>9}  {:>9}  {:>9}  {:>8}  {:>8}  {:>7}  {:>7}  {}"
+    names = ("step", "loss", "lr", "grad norm", "tokens", "seconds", "data s", "workers", "attempt", "samples hash")
+    out.print(form.format(*names), style="bold", soft_wrap=True)
+    for row in rows:
+        norm = "-" if row["grad_norm"] is None else f"{row['grad_norm']:.3g}"
+        times = (f"{row['seconds']:.4f}", f"{row['data_seconds']:.4f}")
+        head = (row["step"], text.loss(row["loss"]), f"{row['lr']:.2e}", norm, row["tokens"])
+        line = form.format(*head, *times, row["world_size"], row["attempt"], row["samples_hash"])
+        out.print(line, soft_wrap=True, markup=False)
+
+
+def _table(*columns: str) -> Table:
+    """`>` behind a heading: numbers, on the right."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        table.add_column(name.removesuffix(">"), justify="right" if name.endswith(">") else "left", overflow="fold")
+    return table
+
+
+def _status(status: str) -> Text:
+    return Text(status, style=_STYLES.get(status, ""))
+
+
+def _or_dash(value: Any) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,195 @@
+"""A gpt checkpoint as a folder that `transformers` loads: safetensors, config.json and the tokenizer.
+
+Runs in: the user's shell (`raydist checkpoint export`). Torch, never ray.
+
+Weights are renamed, not changed: gpt is Llama's architecture, and with `model.qk_norm` Qwen3's. Both rotate the two halves
+of a head against one another, as gpt does, so the same logits come out.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import save_file
+from torch import Tensor
+
+from raydist.data.dataset import TokenDataset
+from raydist.data.tokenizers import END, Bytes
+from raydist.errors import CheckpointNotFound, DataError, UsageError, UserError
+from raydist.rundir import SPEC, RunDir
+from raydist.spec import ModelSpec, parse
+from raydist.worker.checkpoint import restore
+from raydist.worker.checkpoint.manifest import Manifest
+from raydist.worker.model.gpt import NORM_EPS, default_hidden
+
+FORMATS = ("safetensors",)
+MODEL = "model/"
+"""What the names of the model's tensors begin with in a checkpoint."""
+
+_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+"""A module of a block -> its name in `transformers`."""
+
+_TOP = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+
+
+def export(run: RunDir, step: int | None, out: Path, format: str = "safetensors", dataset: str | None = None) -> Path:
+    """Writes the weights of a committed checkpoint to the new folder `out`, whole or not at all; gives `out`.
+
+    `step`: None takes the newest good one. `dataset`: where the run's prepared data is now, if it has moved; its tokenizer
+    goes along. Raises UsageError (format, `out` exists), UserError (no gpt), CheckpointNotFound, CheckpointCorrupt, DataError.
+    """
+    if format not in FORMATS:
+        raise UsageError(f"--format {format}: cannot be written", f"there are: {', '.join(FORMATS)}")
+    if out.exists():
+        raise UsageError(f"{out} exists", "give a folder that does not exist yet")
+    spec = parse(yaml.safe_load(run.storage.read(SPEC)), source=f"{run.uri}/{SPEC}")
+    if spec.model.name != "gpt":
+        raise UserError(
+            f'model.name: {spec.model.name}: only "gpt" has a counterpart in transformers',
+            "read the weights themselves with raydist.worker.checkpoint.restore",
+        )
+    manifest = restore.choose(run, step=step)
+    if manifest is None:
+        raise CheckpointNotFound(
+            f"run {run.name} has no checkpoint yet", "train it up to its first one (checkpoint.every)"
+        )
+    weights = _read(run, manifest)
+    dtype = str(weights["embedding.weight"].dtype).removeprefix("torch.")
+    data = _dataset(dataset or str(manifest.plain["dataset"]))
+    config = hf_config(spec.model, data.vocab_size, data.end, dtype)
+    generation = {"bos_token_id": data.end, "eos_token_id": data.end}
+    files = {"config.json": _json(config), "generation_config.json": _json(generation)}
+    files |= tokenizer_files(data, spec.model.context)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+        whole = Path(scratch) / "whole"  # made here, and not by tempfile, for the usual permissions
+        whole.mkdir()
+        for name, content in files.items():
+            (whole / name).write_bytes(content)
+        metadata = {"format": "pt", "raydist_run": run.name, "raydist_step": str(manifest.step)}
+        save_file(hf_weights(weights, spec.model.tie_embeddings), whole / "model.safetensors", metadata)
+        whole.rename(out)
+    return out
+
+
+def _read(run: RunDir, manifest: Manifest) -> dict[str, Tensor]:
+    """The model's tensors by their names, whole, on the CPU, in the format that they were saved in."""
+    tensors = {
+        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        for name, entry in manifest.tensors.items()
+        if name.startswith(MODEL)
+    }
+    restore.load(run, manifest, tensors, {})
+    return {name.removeprefix(MODEL): t for name, t in tensors.items()}
+
+
+def _dataset(uri: str) -> TokenDataset:
+    try:
+        return TokenDataset(uri)
+    except DataError as error:
+        raise DataError(error.message, "its tokenizer belongs to the model: say where the dataset is now") from error
+
+
+def hf_name(name: str) -> str:
+    """`blocks.3.mlp.up.weight` -> `model.layers.3.mlp.up_proj.weight`. Raises KeyError on what is no name of gpt."""
+    module, _, leaf = name.rpartition(".")
+    if not module.startswith("blocks."):
+        return f"{_TOP[module]}.{leaf}"
+    _, layer, inner = module.split(".", 2)
+    return f"model.layers.{layer}.{_BLOCK[inner]}.{leaf}"
+
+
+def hf_weights(weights: Mapping[str, Tensor], tied: bool) -> dict[str, Tensor]:
+    """gpt's parameters by name -> those of `transformers`. A tied head is left out: there it is the embedding too."""
+    return {
+        hf_name(name): w.detach().cpu().contiguous()
+        for name, w in weights.items()
+        if not (tied and name == "head.weight")
+    }
+
+
+def hf_config(spec: ModelSpec, vocab_size: int, end: int | None, dtype: str = "float32") -> dict[str, Any]:
+    """config.json of the model. `end`: the id that ends a document, and so begins the next; None: not known."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM" if spec.qk_norm else "LlamaForCausalLM"],
+        "model_type": "qwen3" if spec.qk_norm else "llama",
+        "vocab_size": vocab_size,
+        "hidden_size": spec.width,
+        "intermediate_size": spec.hidden or default_hidden(spec.width),
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads or spec.heads,
+        "head_dim": spec.width // spec.heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": spec.context,
+        "rms_norm_eps": NORM_EPS,
+        # transformers 5 reads rope_parameters, 4 reads rope_theta; likewise dtype and torch_dtype.
+        "rope_theta": spec.rope_base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_base},
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "tie_word_embeddings": spec.tie_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": end,
+        "eos_token_id": end,
+    }
+    if spec.qk_norm:
+        del config["mlp_bias"]
+        config["use_sliding_window"] = False
+    return config
+
+
+def tokenizer_files(dataset: TokenDataset, context: int) -> dict[str, bytes]:
+    """tokenizer.json and tokenizer_config.json for `transformers`, of the dataset's tokenizer."""
+    from tokenizers import Tokenizer
+
+    raw = byte_tokenizer() if isinstance(dataset.tokenizer, Bytes) else dataset.tokenizer.to_bytes()
+    end = Tokenizer.from_str(raw.decode()).id_to_token(dataset.end)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "bos_token": end,
+        "eos_token": end,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {"tokenizer.json": raw, "tokenizer_config.json": _json(config)}
+
+
+def byte_tokenizer() -> bytes:
+    """The bytes tokenizer as a byte-level BPE without merges: id = byte, and 256 ends a document."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    # GPT-2's table shows each byte as a character: printable ones as themselves, the others from 256 on, in order.
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [b for b in range(256) if b not in shown]
+    characters = {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(hidden)}
+    tokenizer = Tokenizer(models.BPE(vocab={characters[b]: b for b in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    assert tokenizer.token_to_id(END) == Bytes.end
+    return str(tokenizer.to_str(pretty=True)).encode()
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

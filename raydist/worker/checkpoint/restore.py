@@ -1,0 +1,214 @@
+"""Finds the newest checkpoint whose every hash is right, and loads it at any world size.
+
+Runs in: each train worker, and in commands that need weights. Torch, never ray.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from raydist.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, SpecChanged
+from raydist.records import Event
+from raydist.rundir import RunDir
+from raydist.worker.checkpoint import manifest
+from raydist.worker.checkpoint.layout import rank_name
+from raydist.worker.checkpoint.manifest import Manifest, TensorEntry
+from raydist.worker.checkpoint.pruning import Lease
+from raydist.worker.checkpoint.writer import ShardReader, TensorPlanner
+
+T = TypeVar("T")
+
+_leases: dict[tuple[str, int], Lease] = {}
+"""From `choose` to `load`, which are two calls: what this process is about to read."""
+
+
+def choose(
+    run: RunDir,
+    *,
+    step: int | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    group: dist.ProcessGroup | None = None,
+    on_event: Callable[[Event], None] = lambda event: None,
+) -> Manifest | None:
+    """The newest committed checkpoint of which every byte is as it was written, or that of `step`; None if there is none.
+
+    A collective: the ranks share the reading, and agree. A bad checkpoint is passed over with an event
+    checkpoint_rejected on rank 0, which names the files. Until `load`, or for an hour, it is safe from pruning.
+    Raises CheckpointCorrupt if there are checkpoints and none is good, or `step`'s is bad; CheckpointNotFound if `step`
+    is not committed.
+    """
+
+    def every(value: T) -> list[T]:
+        values: list[T] = [value] * world_size
+        if group is not None:
+            dist.all_gather_object(values, value, group=group)
+        return values
+
+    rejected: list[str] = []
+    passed: set[int] = set()
+    while True:
+        found: Manifest | CheckpointError | None = None
+        candidate: int | None = None
+        if rank == 0:
+            listed = [s for s in run.committed() if s not in passed]
+            candidate = (listed[-1] if listed else None) if step is None else step
+            found = _claim(run, candidate)
+        candidate, found = every((candidate, found))[0]
+        if candidate is None:
+            break
+        problems: list[str] = []
+        if isinstance(found, Manifest):
+            problems = [p for of_rank in every(_check_share(run, found, rank, world_size)) for p in of_rank]
+            if not problems:
+                return found
+        elif isinstance(found, CheckpointCorrupt):
+            problems = [found.message]
+        elif step is not None and found is not None:
+            raise found
+        passed.add(candidate)
+        if rank == 0:
+            _release(run, candidate)
+        if problems:
+            rejected += problems
+            on_event(Event("checkpoint_rejected", time.time(), {"step": candidate, "problems": problems}))
+        if step is not None:
+            break
+    if rejected:
+        raise CheckpointCorrupt(
+            f"{run.uri}: no checkpoint is as it was written:\n    " + "\n    ".join(rejected),
+            "bring the files back from a copy, or start anew (--fresh)",
+        )
+    return None
+
+
+def latest(run: RunDir) -> Manifest | None:
+    """`choose` for one process: the newest good checkpoint."""
+    return choose(run)
+
+
+def _claim(run: RunDir, step: int | None) -> Manifest | CheckpointError | None:
+    if step is None:
+        return None
+    try:
+        if run.storage.size(manifest.path(step)) is not None:
+            _leases[run.uri, step] = Lease(run, step)
+        return manifest.read(run, step)
+    except (CheckpointCorrupt, CheckpointNotFound) as error:
+        return error
+
+
+def _release(run: RunDir, step: int) -> None:
+    lease = _leases.pop((run.uri, step), None)
+    if lease is not None:
+        lease.release()
+
+
+def _check_share(run: RunDir, found: Manifest, rank: int, world_size: int) -> list[str]:
+    """What is wrong with this rank's share of the files: every world_size-th, the large ones spread first."""
+    files = sorted(found.files.items(), key=lambda f: (-f[1].bytes, f[0]))[rank::world_size]
+    problems: list[str] = []
+    for name, entry in files:
+        try:
+            problem = manifest.check_file(run, found.step, name, entry)
+        except OSError as error:  # a disk that cannot give the bytes has lost them
+            problem = str(error)
+        if problem:
+            problems.append(problem)
+    return problems
+
+
+def load(
+    run: RunDir,
+    found: Manifest,
+    tensors: Mapping[str, Tensor],
+    rank_tensors: Mapping[str, Tensor],
+    *,
+    rank: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> bool:
+    """Reads a chosen checkpoint into these tensors, in place, whatever number of ranks saved it. A collective.
+
+    Names are whole by the part before their first `/` (model, optim): all of the checkpoint's, or none. `rank_tensors`
+    are read, and True returned, only if as many ranks saved it and they held such tensors: a random state of another
+    rank is nobody's. Raises CheckpointError naming tensors that are missing, unexpected or of another shape or dtype.
+    """
+    rank = rank if rank is not None else dist.get_rank(group) if group is not None else 0
+    world_size = dist.get_world_size(group) if group is not None else 1
+    problems = _mismatches(found.tensors, tensors)
+    if problems:
+        more = f"\n    and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise CheckpointError(
+            f"{run.uri}: the checkpoint of step {found.step} does not fit this model and optimizer:\n    "
+            + "\n    ".join(problems[:20]) + more,
+            "train it with the model and optimizer that it was saved with, or start anew (--fresh)",
+        )  # fmt: skip
+    own = {rank_name(rank, n): t for n, t in rank_tensors.items()}
+    saved = {n for n in found.tensors if n.startswith(rank_name(rank, ""))}
+    exact = found.world_size == world_size and own.keys() == saved and not _mismatches(found.tensors, own)
+    exact = _all_agree(exact, group)
+    if group is None:
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one rank is no mistake
+    try:
+        dcp_load(
+            {**tensors, **own} if exact else dict(tensors),
+            storage_reader=ShardReader(run, found),
+            planner=TensorPlanner(),
+            process_group=group,
+            no_dist=group is None,
+        )
+    except CheckpointException as error:
+        at, (inner, _) = min(error.failures.items())
+        text = getattr(inner, "message", None) or f"{type(inner).__name__}: {inner}"
+        raise CheckpointError(f"{run.uri}: rank {at} could not read step {found.step}: {text}") from error
+    finally:
+        _release(run, found.step)
+    return exact
+
+
+def _all_agree(mine: bool, group: dist.ProcessGroup | None) -> bool:
+    if group is None:
+        return mine
+    values = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(values, mine, group=group)
+    return all(values)
+
+
+def _mismatches(saved: Mapping[str, TensorEntry], wanted: Mapping[str, Tensor]) -> list[str]:
+    """A line for each tensor that does not fit."""
+    rooms = {name.partition("/")[0] for name in wanted}
+    expected = {n: e for n, e in saved.items() if n.partition("/")[0] in rooms and not n.startswith("rank/")}
+    problems = [f"{name}: not wanted here" for name in expected if name not in wanted]
+    for name, tensor in wanted.items():
+        entry = saved.get(name)
+        if entry is None:
+            problems.append(f"{name}: not in the checkpoint")
+            continue
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tuple(tensor.shape) != entry.shape:
+            problems.append(f"{name}: saved with shape {list(entry.shape)}, wanted {list(tensor.shape)}")
+        elif dtype != entry.dtype:
+            problems.append(f"{name}: saved as {entry.dtype}, wanted {dtype}")
+    return problems
+
+
+def check_numbers(found: Manifest, numbers: Mapping[str, Any], allow: bool = False) -> list[str]:
+    """The fields in which this job computes other numbers than the saved one, a line each.
+
+    Raises SpecChanged, naming each with its old and new value, unless they are none or `allow`.
+    """
+    changed = manifest.changed_numbers(found.numbers, cast("dict[str, Any]", numbers))
+    if changed and not allow:
+        raise SpecChanged(
+            f"step {found.step} was trained with other numbers:\n    " + "\n    ".join(changed),
+            "train it as it was, give --allow-spec-change to go on all the same, or --fresh to start anew",
+        )
+    return changed

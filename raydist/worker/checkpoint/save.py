@@ -1,0 +1,322 @@
+"""Saves the training state beside training: stage, write, commit, prune. At most one save is in flight.
+
+Runs in: each train worker. Torch, never ray.
+
+    loop         start(step) ......... forward, backward ......... before_update() | optimizer.step() ...
+    side thread       copy to the kept buffer ..................... ^ done; write and hash the shard, fsync
+    rank 0's                                     every shard is durable -> before_commit() -> MANIFEST.json -> prune
+
+The loop stops only for what of the copy is not done by the time the weights are about to change. Until MANIFEST.json
+is there, and it comes atomically and last, the checkpoint does not exist.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor
+
+from raydist import __version__
+from raydist.errors import CheckpointError
+from raydist.records import Event
+from raydist.rundir import MANIFEST, RunDir
+from raydist.worker.checkpoint import layout, manifest, pruning
+from raydist.worker.checkpoint.layout import Part
+from raydist.worker.checkpoint.manifest import FileEntry, Manifest, TensorEntry
+from raydist.worker.checkpoint.staging import Stage
+from raydist.worker.checkpoint.writer import PartsPlanner, ShardWriter
+
+CLOSE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class SaveResult:
+    """How a save ended; true if it was committed. `cause`: what failed, and `failed_rank` where; else None.
+
+    `bytes` of all shards (rank 0 knows; 0 elsewhere), `seconds` from start to commit, `stalled` of them the loop stood.
+    """
+
+    step: int
+    committed: bool
+    bytes: int = 0
+    seconds: float = 0.0
+    stalled: float = 0.0
+    failed_rank: int | None = None
+    cause: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.committed
+
+
+@dataclass(slots=True)
+class _Save:
+    """One save on its way."""
+
+    step: int
+    parts: list[Part]
+    plain: dict[str, Any]
+    begun: float
+    stalled: float = 0.0
+    bytes: int = 0
+    staged: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Saver:
+    """Saves the state of all ranks; every rank makes one, and calls `start`, `wait` and `close` at the same steps.
+
+    `group`: a gloo group of all ranks; None if there is one rank. The Saver makes itself another of the same ranks, for
+    collectives of a side thread must not meet anybody else's. `asynchronous`: else `start` returns after the commit.
+    `keep`: newest checkpoints that stay, besides the best. `attempt`, `spec_hash`, `numbers`: noted in the manifest.
+    `on_event` gets checkpoint_saved and checkpoint_failed, from the side thread of rank 0. `before_commit` is called
+    there just before the manifest is written; what it raises fails the save.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        rank: int,
+        world_size: int,
+        group: dist.ProcessGroup | None,
+        asynchronous: bool,
+        keep: int,
+        attempt: int,
+        spec_hash: str,
+        numbers: Mapping[str, Any],
+        on_event: Callable[[Event], None],
+        before_commit: Callable[[], object] | None = None,
+    ) -> None:
+        assert (group is None) == (world_size == 1), "a group of all ranks, or one rank"
+        self._run, self._rank, self._world_size = run, rank, world_size
+        self._group = dist.new_group(dist.get_process_group_ranks(group), backend="gloo") if group else None
+        self._asynchronous, self._keep = asynchronous, keep
+        self._attempt, self._spec_hash = attempt, spec_hash
+        self._numbers = _plain(dict(numbers), "numbers")
+        self._on_event, self._before_commit = on_event, before_commit
+        self._stage: Stage | None = None
+        self._save: _Save | None = None
+        self._last: SaveResult | None = None
+        self._unreported: SaveResult | None = None
+        self._warm: threading.Thread | None = None
+        self._evals: dict[int, float] = {}
+        self._evals_lock = threading.Lock()
+
+    def prepare(self, tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor]) -> None:
+        """Allocates the staging buffer for such a state, in the background. Without it the first save does.
+
+        May be called once, after the first step, when the optimizer has its state. No collective.
+        """
+        parts = layout.plan(tensors, rank_tensors, self._rank, self._world_size)
+        stage = self._stage_for(tensors)
+        nbytes = layout.aligned(parts[-1].start + parts[-1].length) if parts else 0
+        self._warm = threading.Thread(
+            target=stage.reserve, args=(nbytes,), name="raydist-checkpoint-buffer", daemon=True
+        )
+        self._warm.start()
+
+    def start(
+        self, step: int, tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor], plain: Mapping[str, Any]
+    ) -> None:
+        """Saves the state after `step` updates. Waits first for the save before, if that is still on its way.
+
+        `tensors`: replicated over the ranks, or DTensors; the same names on every rank. `rank_tensors`: this rank's own
+        (random states). None of them may change before `before_update` has returned. `plain`: JSON values; rank 0's count.
+        Raises CheckpointError for what cannot be saved at all; that a save failed is told by `poll`, `wait` and an event.
+        """
+        begun = time.perf_counter()
+        self.wait()
+        save = _Save(
+            step,
+            layout.plan(tensors, rank_tensors, self._rank, self._world_size),
+            _plain(dict(plain), "plain"),
+            begun,
+        )
+        stage = self._stage_for(tensors)
+        stage.ready()
+        self._save = save
+        threading.Thread(target=self._work, args=(save, stage), name="raydist-checkpoint", daemon=True).start()
+        if not self._asynchronous:
+            save.done.wait()
+        save.stalled += time.perf_counter() - begun
+
+    def before_update(self) -> None:
+        """To be called before the weights change; returns once the state of the save in flight has been copied."""
+        save = self._save
+        if save is None or save.done.is_set():
+            return
+        begun = time.perf_counter()
+        save.staged.wait()
+        if self._stage is not None:
+            self._stage.hold_update()
+        save.stalled += time.perf_counter() - begun
+
+    def mark_eval(self, step: int, loss: float) -> None:
+        """The eval loss of the state after `step` updates: of the save in flight, or of a committed checkpoint."""
+        if self._rank != 0:
+            return
+        with self._evals_lock:
+            self._evals[step] = loss
+            in_flight = self._save is not None and self._save.step == step and not self._save.done.is_set()
+        if not in_flight:
+            self._store_eval(step)
+
+    def poll(self) -> SaveResult | None:
+        """The result of a save that ended since the last call, once. Ranks may learn of it at different steps."""
+        result, self._unreported = self._unreported, None
+        return result
+
+    def wait(self) -> SaveResult | None:
+        """Waits for the save in flight. The last save's result, which all ranks agree on; None if there was none."""
+        if self._save is not None:
+            self._save.done.wait()
+        return self._last
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Waits for the save in flight. One that hangs, for a peer of it hangs, is given up after `timeout_s`, with an event."""
+        save, self._save = self._save, None
+        if save is not None and not save.done.wait(timeout_s):
+            cause = f"still not written {timeout_s:g} s after the end of training"
+            self._say("checkpoint_failed", step=save.step, rank=self._rank, cause=cause)
+        if self._warm is not None:
+            self._warm.join(timeout_s)
+
+    # --- the side thread
+
+    def _work(self, save: _Save, stage: Stage) -> None:
+        failure: Exception | None = None
+        try:
+            if self._warm is not None:
+                self._warm.join()
+            stage.copy(save.parts)
+        except Exception as error:  # told to all ranks below, where they meet
+            failure = error
+        save.staged.set()
+        try:
+            if failure is None:
+                stage.finish()
+        except Exception as error:
+            failure = error
+        try:
+            self._write(save, stage, failure)
+            result = SaveResult(save.step, True, save.bytes, time.perf_counter() - save.begun, save.stalled)
+        except Exception as error:
+            rank, cause = _cause(error, self._rank)
+            seconds = time.perf_counter() - save.begun
+            result = SaveResult(save.step, False, 0, seconds, save.stalled, failed_rank=rank, cause=cause)
+        save.parts = []
+        self._last = self._unreported = result
+        self._report(result)
+        if self._rank == 0 and result.committed:
+            self._tidy(result.step)
+        with self._evals_lock:
+            save.done.set()
+        if self._rank == 0 and result.committed:
+            self._store_eval(save.step)
+
+    def _write(self, save: _Save, stage: Stage, failure: Exception | None) -> None:
+        # A name of its own for every save: what is committed is never written again, whatever is saved there once more.
+        name = f"shard-{self._rank:05d}-of-{self._world_size:05d}-{uuid.uuid4().hex[:8]}.bin"
+
+        def commit(files: dict[str, FileEntry], tensors: dict[str, TensorEntry]) -> None:
+            if self._before_commit is not None:
+                self._before_commit()
+            with self._evals_lock:
+                eval_loss = self._evals.pop(save.step, None)
+            made = Manifest(
+                step=save.step,
+                world_size=self._world_size,
+                attempt=self._attempt,
+                saved_at=time.time(),
+                spec_hash=self._spec_hash,
+                files=files,
+                tensors=tensors,
+                plain=save.plain,
+                numbers=self._numbers,
+                versions={"raydist": __version__, "torch": torch.__version__},
+                eval_loss=eval_loss,
+            )
+            self._run.storage.write(manifest.path(save.step, MANIFEST), made.dumps())
+            save.bytes = made.nbytes
+
+        if self._group is None:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one rank is no mistake
+        dcp_save(
+            {},
+            storage_writer=ShardWriter(self._run, save.step, name, save.parts, stage.memory, commit),
+            planner=PartsPlanner(save.parts, failure),
+            process_group=self._group,
+            no_dist=self._group is None,
+        )
+
+    def _report(self, result: SaveResult) -> None:
+        if result.committed:
+            self._say(
+                "checkpoint_saved",
+                step=result.step,
+                bytes=result.bytes,
+                seconds=round(result.seconds, 3),
+                stalled=round(result.stalled, 4),
+            )
+        else:
+            self._say("checkpoint_failed", step=result.step, rank=result.failed_rank, cause=result.cause)
+
+    def _tidy(self, step: int) -> None:
+        """What is no longer needed goes. That it did not costs disk space, and no checkpoint: an event says so."""
+        try:
+            pruning.sweep(self._run, manifest.read(self._run, step))
+            pruning.prune(self._run, self._keep, orphans=True)
+        except Exception as error:
+            self._say("note", text=f"old checkpoints could not be deleted: {type(error).__name__}: {error}")
+
+    def _store_eval(self, step: int) -> None:
+        with self._evals_lock:
+            loss = self._evals.pop(step, None)
+        if loss is None or self._run.storage.size(manifest.path(step)) is None:
+            return
+        try:
+            manifest.write_eval(self._run, step, loss)
+        except Exception as error:
+            self._say("note", text=f"the eval loss of step {step} could not be stored: {type(error).__name__}: {error}")
+
+    def _say(self, kind: str, **data: Any) -> None:
+        if self._rank == 0:
+            self._on_event(Event(kind, time.time(), data))
+
+    def _stage_for(self, tensors: Mapping[str, Tensor]) -> Stage:
+        if self._stage is None:
+            local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors.values())
+            devices = {t.device for t in local}
+            on_gpu = [d for d in devices if d.type == "cuda"]
+            self._stage = Stage(on_gpu[0] if on_gpu else torch.device("cpu"))
+        return self._stage
+
+
+def _plain(value: dict[str, Any], what: str) -> dict[str, Any]:
+    try:
+        manifest.canonical(value)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{what}: not plain data: {error}", "keep numbers, strings, lists and dicts in it"
+        ) from error
+    return value
+
+
+def _cause(error: Exception, rank: int) -> tuple[int, str]:
+    """(rank, text) of the first failure that a save met."""
+    if isinstance(error, CheckpointException):
+        rank, (inner, _) = min(error.failures.items())
+        text = getattr(inner, "message", None) or f"{type(inner).__name__}: {inner}"
+        return rank, str(text)
+    return rank, f"{type(error).__name__}: {error}"

@@ -1,0 +1,126 @@
+"""`raydist runs` and `raydist show`: what stands on stdout is the interface."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from raydist.cli import runs
+from raydist.errors import RunNotFound
+from raydist.observe.run import RunMonitor
+from raydist.records import Event, StepRecord
+from raydist.report import summary
+from raydist.rundir import SPEC, RunDir
+
+KEYS = [
+    "run", "path", "status", "steps", "loss", "eval_loss", "tokens_per_second", "attempts", "checkpoints", "workers",
+]  # fmt: skip
+
+
+def call(*arguments: str) -> str:
+    """Stdout of the command; what it raises passes through."""
+    app = typer.Typer()
+    runs.register(app)
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, list(arguments), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A finished run of 3 steps; the second one's gradient norm is infinite."""
+    run = RunDir(tmp_path / "a-run")
+    run.storage.write(SPEC, b"name: a-run\n")
+    watch = RunMonitor(run.uri, interval_s=60.0)
+    watch.begin_attempt(1, 2, 0)
+    norms = (0.5, math.inf, 0.25)
+    watch.push(
+        [StepRecord(s, 1 / s, 1e-3, norms[s - 1], 100, 0.1, 0.0, 2, 1, f"{s:016x}").to_dict() for s in (1, 2, 3)], []
+    )
+    watch.push([], [Event("eval", time.time(), {"step": 3, "loss": 2.5, "tokens": 64}).to_dict()])
+    watch.end("finished")
+    return run
+
+
+def strict(text: str) -> Any:
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_show_json_is_one_object(run: RunDir) -> None:
+    """On one line, with exactly the documented keys, in their order: by path, by name and --storage, by a file URI."""
+    by_path = call("show", run.uri, "--json")
+    assert by_path.count("\n") == 1
+    told = strict(by_path)
+    assert list(told) == KEYS
+    assert told == summary.show(run)
+    assert (told["status"], told["steps"], told["loss"], told["eval_loss"]) == ("finished", 3, 1 / 3, 2.5)
+    assert call("show", "a-run", "--storage", str(Path(run.uri).parent), "--json") == by_path
+    assert call("show", f"file://{run.uri}", "--json") == by_path
+
+
+def test_show_steps_json_is_an_object_a_line(run: RunDir) -> None:
+    """With the fields of StepRecord, in their order, floats exact, and null for what JSON cannot say."""
+    rows = [strict(line) for line in call("show", run.uri, "--steps", "--json").splitlines()]
+    assert [list(row) for row in rows] == [[f.name for f in dataclasses.fields(StepRecord)]] * 3
+    assert [row["loss"] for row in rows] == [1.0, 0.5, 1 / 3]
+    assert [row["grad_norm"] for row in rows] == [0.5, None, 0.25]
+
+
+def test_runs_json_is_a_list(run: RunDir) -> None:
+    """One object a run; an empty storage is an empty list."""
+    listed = strict(call("runs", "--storage", str(Path(run.uri).parent), "--json"))
+    assert [(one["run"], one["status"], one["steps"], one["path"]) for one in listed] == [
+        ("a-run", "finished", 3, run.uri)
+    ]
+    assert call("runs", "--storage", f"{run.uri}/nothing", "--json") == "[]\n"
+
+
+def test_tables(run: RunDir) -> None:
+    """For people: the same facts as tables."""
+    table = call("runs", "--storage", str(Path(run.uri).parent))
+    assert [word for word in table.splitlines() if "a-run" in word][0].split() == [
+        "a-run",
+        "finished",
+        "3",
+        "0.3333",
+        "2.5000",
+        "1,000",
+    ]
+    shown = call("show", run.uri)
+    assert "a-run  finished" in shown
+    assert "step 3   loss 0.3333   eval loss 2.5000" in shown
+    steps = call("show", run.uri, "--steps").splitlines()
+    assert steps[0].split()[:2] == ["step", "loss"]
+    assert [line.split()[0] for line in steps[1:]] == ["1", "2", "3"]
+    assert "no runs in" in call("runs", "--storage", f"{run.uri}/nothing")
+
+
+def test_no_such_run(run: RunDir) -> None:
+    """RunNotFound, exit code 2, naming the runs that are there."""
+    with pytest.raises(RunNotFound, match="a-run") as caught:
+        call("show", "another", "--storage", str(Path(run.uri).parent))
+    assert caught.value.exit_code == 2
+
+
+def test_show_loads_neither_ray_nor_torch(run: RunDir) -> None:
+    """It works with no cluster, and answers quickly: neither library is imported."""
+    script = (
+        "import sys, typer; from raydist.cli import runs; app = typer.Typer(); runs.register(app)\n"
+        "loaded = sorted({n.partition('.')[0] for n in sys.modules} & {'ray', 'torch', 'pyarrow', 'pandas'})\n"
+        "app(['show', sys.argv[1], '--json'], standalone_mode=False)\n"
+        "print(loaded, sorted({n.partition('.')[0] for n in sys.modules} & {'ray', 'torch', 'pandas', 'tensorboard'}))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    told = subprocess.run([sys.executable, "-c", script, run.uri], capture_output=True, text=True, check=True, env=env)
+    assert told.stdout.splitlines()[-1] == "[] []"

@@ -1,0 +1,67 @@
+"""A job that the cluster cannot run is refused before a worker is reserved, with what was asked and what there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist.cluster.preflight import check_resources, gpus_per_worker, look_around, versions
+from raydist.spec import JobSpec, parse
+
+
+def job(**cluster: Any) -> JobSpec:
+    """A job that asks this of the cluster."""
+    return parse({"data": {"source": "x"}, "train": {"steps": 1}, "cluster": cluster})
+
+
+@pytest.mark.parametrize(
+    ("cluster", "nodes", "expected"),
+    [
+        ({"workers": 2}, [{"CPU": 2.0}], None),
+        ({"workers": 3}, [{"CPU": 2.0}], "3 workers of 1 CPU, the cluster has 1 node with 2 CPUs in all: 2 would fit"),
+        # 8 CPUs in all, but no node has room for a worker of 3 twice.
+        ({"workers": 3, "cpus_per_worker": 3}, [{"CPU": 4.0}, {"CPU": 4.0}], "2 nodes with 8 CPUs in all: 2 would fit"),
+        ({"workers": 2, "cpus_per_worker": 0.5}, [{"CPU": 1.0}], None),
+        ({"workers": 10, "cpus_per_worker": 0.1}, [{"CPU": 1.0}], None),
+        ({"workers": 2, "gpus_per_worker": 1}, [{"CPU": 8.0}], "2 workers of 1 CPU and 1 GPU, the cluster has 1 node with 8 CPUs"),
+        ({"workers": 4}, [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}], None),
+        ({"workers": 1, "cpus_per_worker": 64}, [{"CPU": 8.0}], "ask less of each worker"),
+    ],
+)
+def test_resources(cluster: dict[str, Any], nodes: list[dict[str, float]], expected: str | None) -> None:
+    """Workers must fit on the nodes one by one, not into the sum; the remedy is a number that would fit."""
+    problems = check_resources(job(**cluster), nodes)
+    assert len(problems) == (expected is not None)
+    if expected:
+        assert expected in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "expected"), [("auto", 0, 0.0), ("auto", 1, 0.0), ("auto", 2, 1.0), (0, 8, 0.0), (0.5, 8, 0.5)]
+)
+def test_gpus_are_taken_where_there_are_enough(wanted: Any, gpus: float, expected: float) -> None:
+    """`auto` is one GPU each if all of two workers get one, else none; a number is that number."""
+    assert gpus_per_worker(job(workers=2, gpus_per_worker=wanted), {"CPU": 8.0, "GPU": gpus}) == expected
+
+
+def test_a_node_says_all_that_it_lacks(tmp_path: Path) -> None:
+    """Storage that cannot be written, a dataset that is not there and a missing module are told together."""
+    (tmp_path / "file").write_text("in the way")
+    found = look_around(str(tmp_path / "file" / "run"), str(tmp_path / "no-data"), ["no_such_module"])
+    text = "\n".join(found["problems"])
+    assert "every node can write to" in text
+    assert "no-data is not there" in text
+    assert "no module 'no_such_module'" in text
+    assert found["versions"] == versions()
+
+
+def test_a_good_node_has_nothing_to_say(tmp_path: Path) -> None:
+    """No problem, no trace of the look, and a version of everything that must agree."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "index.json").write_text("{}")
+    found = look_around(str(tmp_path / "run"), str(tmp_path / "data"), ["json"])
+    assert found["problems"] == []
+    assert list((tmp_path / "run").iterdir()) == []
+    assert all(versions().values())

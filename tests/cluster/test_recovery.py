@@ -1,0 +1,179 @@
+"""The root cause among many errors, and the decision after each failure, as tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from raydist.cluster.recovery import (
+    CRASH_LOOP,
+    Failure,
+    History,
+    RankError,
+    Restart,
+    Stop,
+    decide,
+    is_echo,
+    root_cause,
+)
+
+RESET = "[../gloo/transport/tcp/pair.cc:553] Connection reset by peer [127.0.0.1]:41"
+
+
+class Policy:
+    max_failures = 3
+    backoff_s = 1.0
+    backoff_cap_s = 5.0
+
+
+class Unlimited(Policy):
+    max_failures = -1
+
+
+def raised(rank: int, type_name: str, message: str = "", at: float | None = None, *bases: str) -> RankError:
+    return RankError(rank, type_name, message, f"Traceback of rank {rank}", at, bases=bases)
+
+
+def died(rank: int) -> RankError:
+    return RankError(rank, "WorkerDied", "process 17 on 10.0.0.3 ended without a word", kind="worker_died")
+
+
+PICKED = {
+    "one alone": ([raised(3, "ValueError", "bad")], 3, "user_error", 0),
+    "own error before the echo": (
+        [raised(0, "RuntimeError", RESET, 10.0), raised(1, "ValueError", "bad", 10.1)], 1, "user_error", 1),
+    "killed, and the other lost its peer": ([raised(0, "RuntimeError", RESET), died(1)], 1, "worker_died", 1),
+    "own error, and the peers aborted on it": ([died(0), raised(1, "ValueError", "bad")], 1, "user_error", 1),
+    "the earliest of two own errors": (
+        [raised(0, "KeyError", "a", 7.0), raised(1, "ValueError", "b", 6.0)], 1, "user_error", 1),
+    "no time is later than any": ([raised(0, "KeyError", "a"), raised(1, "ValueError", "b", 6.0)], 1, "user_error", 1),
+    "the lowest rank of equals": ([raised(2, "KeyError", "a"), raised(1, "KeyError", "a")], 1, "user_error", 1),
+    "nothing but echoes: the first": (
+        [raised(0, "RuntimeError", RESET, 5.2), raised(1, "DistBackendError", "NCCL", 5.1)], 1, "communication", 1),
+    "a lost node says more than a lost process": (
+        [died(0), RankError(1, "NodeDied", "the node is gone", kind="node_died")], 1, "node_died", 1),
+    "no memory in Python": ([raised(0, "MemoryError", ""), raised(1, "RuntimeError", RESET)], 0, "out_of_memory", 1),
+    "a hung rank, and one that timed out on it": (
+        [raised(0, "RuntimeError", "Timed out waiting 1800000ms for recv operation"),
+         RankError(1, "WorkerHung", "no answer", kind="worker_hung")], 1, "worker_hung", 1),
+    "a stopped run is no echo though it tells of a peer": (
+        [raised(0, "GraphMismatch", "connection reset by peer", 9.0, "TrainingStopped"), died(1)], 0, "user_error", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_the_root_cause_is_one_ranks(name: str) -> None:
+    """The error that explains the others is picked, with its kind and the number of echoes."""
+    errors, rank, kind, echoes = PICKED[name]
+    failure = root_cause(errors)
+    assert (failure.rank, failure.kind, failure.echoes) == (rank, kind, echoes)
+    assert failure == root_cause(errors[::-1])
+
+
+def test_the_cause_is_one_line_and_the_traceback_that_ranks() -> None:
+    """Type and first line of the message; the text of the traceback is untouched."""
+    failure = root_cause([raised(1, "ValueError", "\n bad\nmore"), raised(0, "RuntimeError", RESET)])
+    assert failure.cause == "ValueError: bad"
+    assert failure.traceback == "Traceback of rank 1"
+
+
+@pytest.mark.parametrize(
+    ("type_name", "message", "echo"),
+    [
+        ("ConnectionResetError", "", True),
+        ("DistStoreError", "wait timeout after 300000ms", True),
+        ("RuntimeError", "Broken pipe", True),
+        ("RuntimeError", "NCCL communicator was aborted on rank 1", True),
+        ("RuntimeError", "op.preamble.length <= op.nbytes. 8 vs 4", False),
+        ("RuntimeError", "Detected mismatch between collectives on ranks", False),
+        ("ValueError", "connection reset by peer", False),
+        ("NonFinite", "loss is nan at step 3", False),
+    ],
+)
+def test_what_counts_as_an_echo(type_name: str, message: str, echo: bool) -> None:
+    """Lost peers are echoes; a shape that differs, or any error of another type, is not."""
+    assert is_echo(raised(0, type_name, message)) is echo
+
+
+@pytest.mark.parametrize(
+    ("type_name", "bases", "heals"),
+    [
+        ("SpecError", (), False),
+        ("DataError", (), False),
+        ("NonFinite", (), False),
+        ("GraphMismatch", (), False),
+        ("SpecChanged", (), False),
+        ("TheirOwn", ("TheirOwn", "TrainingStopped", "Exception"), False),
+        ("WorkerFailed", (), True),
+        ("CheckpointCorrupt", (), True),
+        ("StorageError", (), True),
+        ("ValueError", ("ValueError", "Exception"), True),
+    ],
+)
+def test_what_a_restart_can_heal(type_name: str, bases: tuple[str, ...], heals: bool) -> None:
+    """Errors of what was asked, and of the numbers, come back; those of storage and processes may not."""
+    assert root_cause([raised(0, type_name, "x", None, *bases)]).heals is heals
+
+
+def fail(cause: str = "ValueError: a", *, heals: bool = True, kind: str = "user_error") -> Failure:
+    return Failure(kind, 0, cause, heals=heals)  # type: ignore[arg-type]
+
+
+def story(*past: tuple[str, int], committed: int) -> History:
+    """A history of failures (cause, newest committed step at that time), and what is committed now."""
+    history = History()
+    for cause, step in past:
+        history = history.at(step).then(fail(cause))
+    return history.at(committed)
+
+
+A, B, C = "ValueError: a", "KeyError: b", "OSError: c"
+DECIDED = {
+    "the first": (fail(A), story(committed=0), Policy, 0.0),
+    "the second waits": (fail(B), story((A, 0), committed=0), Policy, 1.0),
+    "the third waits twice as long": (fail(C), story((A, 0), (B, 0), committed=0), Policy, 2.0),
+    "over budget": (fail(A), story((A, 0), (B, 0), (C, 0), committed=0), Policy, "4 failures without progress"),
+    "progress resets the budget": (fail(A), story((A, 0), (B, 0), (C, 0), committed=50), Policy, 0.0),
+    "only failures since progress count": (fail(B), story((A, 0), (C, 0), (A, 50), committed=50), Policy, 1.0),
+    "a crash loop": (fail(A), story((A, 0), (A, 0), committed=0), Policy, "the same cause 3 times"),
+    "a crash loop, numbers apart": (
+        fail("OSError: pid 7"), story(("OSError: pid 5", 9), ("OSError: pid 66", 9), committed=9), Policy,
+        "after step 9"),
+    "another cause between breaks the loop": (fail(A), story((A, 0), (B, 0), committed=0), Policy, 2.0),
+    "the same cause with progress is no loop": (fail(A), story((A, 10), (A, 20), committed=30), Policy, 0.0),
+    "never heals": (fail("NonFinite: nan", heals=False), story(committed=99), Policy, "the same error"),
+    "asked for": (fail(kind="aborted"), story(committed=0), Policy, "on request"),
+    "no limit but the cap": (
+        fail(A), story(*[(c, 0) for c in (A, B, C, A, B, C, A, B)], committed=0), Unlimited, 5.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_decisions(name: str) -> None:
+    """A wait in seconds, or the reason to stop, for each failure after each history."""
+    failure, history, policy, want = DECIDED[name]
+    decision = decide(failure, history, policy())
+    if isinstance(want, float):
+        assert isinstance(decision, Restart)
+        assert decision.after_s == want
+    else:
+        assert isinstance(decision, Stop)
+        assert decision.cause == failure.cause
+        assert want in decision.because
+
+
+def test_no_retries_are_asked_for() -> None:
+    """max_failures 0 stops at the first failure."""
+
+    class Never(Policy):
+        max_failures = 0
+
+    assert isinstance(decide(fail(), History(), Never()), Stop)
+
+
+def test_a_long_life_of_rare_failures_goes_on() -> None:
+    """With a step committed between them, any number of equal failures is restarted."""
+    history = History()
+    for step in range(10 * CRASH_LOOP):
+        history = history.at(step)
+        assert isinstance(decide(fail(), history, Policy()), Restart)
+        history = history.then(fail())

@@ -1,0 +1,257 @@
+"""Private sessions, clusters that are there already, and what is left when a driver ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from raydist.cluster.session import open_session, worker_environment
+from raydist.errors import UserError
+
+HERE = Path(__file__).parent
+DRIVER = HERE / "drivers.py"
+
+
+class Driver:
+    """A process of drivers.py, in a process group of its own; `children` are all it ever started."""
+
+    def __init__(self, *args: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
+        path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        self.process = subprocess.Popen(
+            [sys.executable, str(DRIVER), *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**clean, "PYTHONPATH": path, **(env or {})},
+            cwd=cwd,
+            start_new_session=True,
+        )
+        self.children: dict[int, psutil.Process] = {}
+
+    def read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the driver ended: {self.process.stderr and self.process.stderr.read()}"
+        self.watch()
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def write(self, **config: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(config) + "\n")
+        self.process.stdin.flush()
+
+    def watch(self) -> None:
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            self.children[child.pid] = child
+
+    def command_lines(self) -> list[str]:
+        """Of the processes that run now (Ray's processes show what they are there)."""
+        lines = []
+        for process in self.children.values():
+            with contextlib.suppress(psutil.Error):
+                lines.append(" ".join(process.cmdline()))
+        return lines
+
+    def end(self, timeout: float = 30) -> tuple[str, str]:
+        out, err = self.process.communicate(timeout=timeout)
+        return out, err
+
+    def assert_nothing_left(self) -> None:
+        """Each process this driver had is gone (a zombie waits only for its parent's parent)."""
+        _, alive = psutil.wait_procs(list(self.children.values()), timeout=10)
+        left = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        assert not left, left
+
+
+@pytest.fixture
+def drivers() -> Iterator[Callable[..., Driver]]:
+    """Starts drivers; kills what is left of them."""
+    started: list[Driver] = []
+
+    def start(*args: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> Driver:
+        started.append(Driver(*args, env=env, cwd=cwd))
+        return started[-1]
+
+    yield start
+    for driver in started:
+        for process in driver.children.values():
+            if process.is_running():
+                process.kill()
+        if driver.process.poll() is None:
+            driver.process.kill()
+        driver.process.communicate()
+
+
+def test_a_private_ray_beside_another_serves_and_leaves_nothing(
+    drivers: Callable[..., Driver], tmp_path: Path
+) -> None:
+    """Two at a time; both train; each ends all its processes and files, prints nothing, and keeps its logs."""
+    both = [drivers("private", str(tmp_path / name)) for name in "ab"]
+    told = [driver.read() for driver in both]
+    assert told[0]["address"] != told[1]["address"]
+    for driver in both:
+        driver.write()
+    values = [driver.read() for driver in both]
+    for n, driver in enumerate(both):
+        assert values[n]["cause"] is None
+        parent = psutil.Process(values[n]["value"]["parent"])
+        assert parent.pid in driver.children, "the worker was not started by this driver's own raylet"
+        lines = driver.command_lines()
+        assert all(any(name in line for line in lines) for name in ("gcs_server", "raylet"))
+        out, err = driver.end()
+        assert (driver.process.returncode, out, err) == (0, "", "")
+        driver.assert_nothing_left()
+        assert not Path(told[n]["temp"]).exists()
+        assert (tmp_path / "ab"[n] / "driver.log").is_file()
+        assert list((tmp_path / "ab"[n] / "ray").glob("worker-*.err"))
+
+
+def test_a_private_ray_starts_only_what_a_run_needs(drivers: Callable[..., Driver], tmp_path: Path) -> None:
+    """No dashboard, monitor nor log monitor; the raylet does not wait for its agents. Guards the seams of head.py."""
+    driver = drivers("private", str(tmp_path))
+    driver.read()
+    lines = driver.command_lines()
+    for unwanted in ("dashboard.py", "monitor.py"):
+        assert not any(unwanted in line for line in lines), unwanted
+    driver.write()
+    assert driver.read()["cause"] is None
+    titles = driver.command_lines()
+    for helper in ("PlacementGroupCleaner", "PreemptionWatcher", "DatasetManager", "AutoscalingCoordinator"):
+        assert not any(helper in title for title in titles), helper
+    driver.end()
+    driver.assert_nothing_left()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_a_private_ray_dies_with_its_driver(
+    drivers: Callable[..., Driver], tmp_path: Path, sent: signal.Signals
+) -> None:
+    """Workers in the middle of a step too; what SIGKILL left in the temporary directory the next session removes."""
+    driver = drivers("private", str(tmp_path / "logs"))
+    temp = Path(driver.read()["temp"])
+    workers = tmp_path / "started"
+    workers.mkdir()
+    driver.write(end={"*": "wait"}, started=str(workers))
+    _wait(lambda: len([p for p in workers.iterdir() if p.read_text()]) == 2)
+    driver.watch()
+    driver.process.send_signal(sent)
+    driver.end()
+    driver.assert_nothing_left()
+    if sent == signal.SIGTERM:
+        assert not temp.exists()
+    else:
+        assert temp.exists()
+        with open_session("local", env={}, log_dir=tmp_path / "next"):
+            assert not temp.exists()
+
+
+def test_ctrl_c_reaches_the_driver_alone(drivers: Callable[..., Driver], tmp_path: Path) -> None:
+    """SIGINT to the whole process group, as a terminal sends it: the driver decides, Ray and the workers go on."""
+    driver = drivers("private", str(tmp_path / "logs"))
+    driver.read()
+    workers, go = tmp_path / "started", tmp_path / "go"
+    workers.mkdir()
+    driver.write(end={"*": "file"}, file=str(go), started=str(workers))
+    _wait(lambda: len([p for p in workers.iterdir() if p.read_text()]) == 2)
+    os.killpg(driver.process.pid, signal.SIGINT)
+    assert driver.read() == {"interrupted": True}
+    go.touch()
+    answer = driver.read()
+    assert answer["cause"] is None
+    assert answer["value"]["pid"] == int((workers / "0").read_text())
+    driver.end()
+
+
+@pytest.mark.parametrize("address", ["HOST:PORT", "auto"])
+def test_attaching_to_a_running_cluster(
+    drivers: Callable[..., Driver], tmp_path: Path, address: str
+) -> None:
+    """By its address, or by RAY_ADDRESS as a Ray job has it; the cluster outlives the driver; variables reach its workers."""
+    cluster = drivers("private", str(tmp_path / "cluster"))
+    told = cluster.read()
+    env = {"RAY_AUTH_TOKEN": told["token"]}
+    if address == "auto":
+        env |= {"RAY_ADDRESS": told["address"]}
+    else:
+        address = told["address"]
+    (tmp_path / "code").mkdir()
+    guest = drivers("attach", address, str(tmp_path / "guest"), env=env, cwd=tmp_path / "code")
+    answer = guest.read()
+    assert (answer["private"], answer["address"], answer["cause"]) == (False, told["address"], None)
+    assert answer["value"]["env"]["MALLOC_ARENA_MAX"] == "1"
+    assert answer["value"]["env"]["OURS"] == "1"
+    guest.end()
+    assert guest.process.returncode == 0
+    cluster.write()
+    assert cluster.read()["cause"] is None
+    cluster.end()
+    cluster.assert_nothing_left()
+
+
+@pytest.mark.parametrize("what", ["nothing", "mute", "http", "no address"])
+def test_a_cluster_that_is_not_there_is_one_error_within_seconds(tmp_path: Path, what: str) -> None:
+    """Nobody listens, somebody says nothing, a dashboard answers, or it is no address at all."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        address = "there" if what == "no address" else f"127.0.0.1:{port}"
+        if what == "nothing":
+            server.close()
+        if what == "http":
+            threading.Thread(target=_answer, args=(server,), daemon=True).start()
+        begin = time.monotonic()
+        with pytest.raises(UserError) as caught, open_session(address, env={}, log_dir=tmp_path):
+            pass
+        assert time.monotonic() - begin < 8
+    assert address in caught.value.message
+    assert caught.value.hint
+
+
+def _answer(server: socket.socket) -> None:
+    peer, _ = server.accept()
+    with peer:
+        peer.recv(100)
+        peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+def test_auto_without_a_cluster_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No RAY_ADDRESS and nothing on this host: the hint names the ways out."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    import ray._private.services as services
+
+    monkeypatch.setattr(services, "find_gcs_addresses", set)
+    with pytest.raises(UserError, match="no Ray cluster"), open_session("auto", env={}, log_dir=tmp_path):
+        pass
+
+
+def test_the_environment_and_the_streams_are_put_back(tmp_path: Path) -> None:
+    """After the block, also after an error in it, os.environ, stdout, stderr and descriptor 2 are what they were."""
+    before = dict(os.environ), sys.stdout, sys.stderr, os.fstat(2).st_ino
+    with pytest.raises(KeyError), open_session("local", env=worker_environment(3), log_dir=tmp_path):
+        assert os.environ["OMP_NUM_THREADS"] == "3"
+        os.write(2, b"native words\n")
+        raise KeyError
+    assert (dict(os.environ), sys.stdout, sys.stderr, os.fstat(2).st_ino) == before
+    assert "native words" in (tmp_path / "driver.log").read_text()
+
+
+def _wait(until: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)

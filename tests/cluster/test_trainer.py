@@ -1,0 +1,145 @@
+"""Attempts on a real private Ray: how each way to fail is told, and what a worker finds when it starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raydist.cluster.session import Session, open_session, worker_environment
+from raydist.cluster.trainer import Attempt, AttemptResult
+
+sys.path.insert(0, str(Path(__file__).parent))
+from drivers import attempt  # noqa: E402  # as the workers will find it: by PYTHONPATH
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    here = Path(__file__).parent
+    logs = tmp_path_factory.mktemp("logs")
+    path = [str(here), str(here.parents[1])]
+    with open_session("local", env=worker_environment(), log_dir=logs, python_path=path) as opened:
+        yield opened
+
+
+def test_workers_find_the_environment_of_torchrun(session: Session) -> None:
+    """Ranks, rendezvous and variables are there before the train function; rank 0's value comes back; no torch anywhere."""
+    result = attempt(session)
+    assert result.failure is None
+    assert result.value["rank"] == 0
+    assert not result.value["torch"]
+    assert "torch" not in sys.modules
+    assert result.value["env"] == {
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",
+        "OURS": "1",
+    }
+    assert result.value["cwd"] == os.getcwd()
+    assert not list((session.temp_dir / "attempts").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "cause", "heals", "echoes"),
+    [
+        ({"1": "raise", "0": "wait"}, "user_error", "ValueError: bad sample 17", True, 0),
+        ({"0": "raise", "1": "raise"}, "user_error", "ValueError: bad sample 17", True, 1),
+        ({"1": "told", "0": "wait"}, "user_error", "NonFinite: loss is nan", False, 0),
+    ],
+    ids=["raises", "both raise", "tells the facts"],
+)
+def test_one_root_cause(
+    session: Session, end: dict[str, str], kind: str, cause: str, heals: bool, echoes: int
+) -> None:
+    """Whatever the other rank says then, the failure is the guilty rank's, with its own traceback."""
+    failure = attempt(session, {"end": end}).failure
+    assert failure is not None
+    assert (failure.kind, failure.heals, failure.echoes) == (kind, heals, echoes)
+    assert failure.cause == cause
+    assert failure.rank == (0 if echoes else 1)
+    assert ("bad sample 17" if "17" in cause else "told") in failure.traceback
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_killed_worker_is_the_cause_and_its_peer_an_echo(session: Session, tmp_path: Path, guilty: int) -> None:
+    """SIGKILL of either rank: the other one's lost connection is not what is reported."""
+    results: list[AttemptResult] = []
+    config = {"end": {"*": "wait"}, "started": str(tmp_path)}
+    thread = threading.Thread(target=lambda: results.append(attempt(session, config)))
+    thread.start()
+    pids = _started(tmp_path)
+    os.kill(pids[guilty], signal.SIGKILL)
+    thread.join(30)
+    failure = results[0].failure
+    assert failure is not None
+    assert (failure.kind, failure.rank, failure.echoes) == ("worker_died", guilty, 1)
+    assert failure.cause.startswith(f"WorkerDied: process {pids[guilty]} on ")
+    assert "\n" not in failure.cause
+    _gone(pids)
+
+
+def test_a_worker_that_exits_is_a_death(session: Session) -> None:
+    """Also at once, while Ray Train still starts the group (then no rank is known)."""
+    failure = attempt(session, {"end": {"1": "exit", "0": "wait"}}).failure
+    assert failure is not None
+    assert failure.kind == "worker_died"
+    assert failure.rank in (1, None)
+
+
+def test_abort_ends_an_attempt_at_once(session: Session, tmp_path: Path) -> None:
+    """From another thread; the workers' processes are gone, their CPUs free for the next attempt."""
+    attempts: list[Attempt] = []
+    results: list[AttemptResult] = []
+
+    def run() -> None:
+        config = {"end": {"*": "wait"}, "started": str(tmp_path)}
+        results.append(attempt(session, config, on_started=attempts.append))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    pids = _started(tmp_path)
+    begin = time.monotonic()
+    attempts[0].abort()
+    attempts[0].abort()
+    thread.join(20)
+    assert time.monotonic() - begin < 10
+    assert results[0].failure is not None
+    assert results[0].failure.kind == "aborted"
+    _gone(pids)
+    assert attempt(session, cpus_per_worker=1).failure is None
+
+
+def test_an_attempt_that_cannot_be_placed_says_so(session: Session) -> None:
+    """More workers than CPUs: a startup_timeout, not a hang; and the next attempt has the CPUs."""
+    result = attempt(session, workers=2, cpus_per_worker=(os.cpu_count() or 1) + 1, start_timeout_s=1.0)
+    assert result.failure is not None
+    assert result.failure.kind == "startup_timeout"
+    assert attempt(session).failure is None
+
+
+def _started(folder: Path, ranks: int = 2) -> list[int]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        texts = [p.read_text() for p in sorted(folder.iterdir())]
+        if len(texts) == ranks and all(texts):
+            return [int(t) for t in texts]
+        time.sleep(0.05)
+    raise TimeoutError("the workers did not start")
+
+
+def _gone(pids: list[int]) -> None:
+    import psutil
+
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(p) and psutil.Process(p).status() != "zombie" for p in pids):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"still running: {pids}")

@@ -1,0 +1,115 @@
+"""Every model in worker/model keeps the contract that stands in its `__init__`."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from raydist import registry
+from raydist.spec import ModelSpec
+
+VOCAB, BATCH, TIME = 29, 2, 12
+MODELS = registry.names("model")
+
+
+def build(name: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    spec = ModelSpec(name=name, layers=2, width=16, heads=2, context=TIME)
+    model: nn.Module = registry.load("model", name)(spec, VOCAB)
+    return model
+
+
+def tokens(seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (BATCH, TIME), generator=torch.Generator().manual_seed(seed))
+
+
+def takes_documents(model: nn.Module) -> bool:
+    return "documents" in inspect.signature(model.forward).parameters
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_the_vocabulary(name):
+    """tokens_BT in, finite logits_BTV out, for full and for shorter sequences."""
+    model = build(name)
+    assert model(tokens()).shape == (BATCH, TIME, VOCAB)
+    assert model(tokens()[:, :5]).shape == (BATCH, 5, VOCAB)
+    assert model(tokens()).isfinite().all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_seed_decides_the_weights(name):
+    """The same seed gives the same bits, on the CPU; another seed gives others."""
+    weights = build(name).state_dict()
+    again, other = build(name).state_dict(), build(name, seed=1).state_dict()
+    assert list(weights) == list(again)
+    assert all(w.device.type == "cpu" for w in weights.values())
+    assert all(torch.equal(w, again[n]) for n, w in weights.items())
+    assert any(not torch.equal(w, other[n]) for n, w in weights.items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_import_draws_nothing(name):
+    """Loading the extension leaves the default generator as it was."""
+    state = torch.get_rng_state()
+    registry.load("model", name)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_reach_every_parameter(name):
+    """Each parameter has a finite gradient that is not all zero, packed and not."""
+    for packed in (False, True):
+        model = build(name)
+        if packed and not takes_documents(model):
+            continue
+        kwargs = {"documents": torch.arange(TIME).expand(BATCH, TIME) // 5} if packed else {}
+        logits_BTV = model(tokens(), **kwargs)
+        nn.functional.cross_entropy(logits_BTV.flatten(0, 1), tokens(2).flatten()).backward()
+        for parameter, p in model.named_parameters():
+            assert p.grad is not None, parameter
+            assert p.grad.isfinite().all(), parameter
+            assert p.grad.abs().sum() > 0, parameter
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_causal(name):
+    """Other tokens from position 7 on change no logits before it, and do change those from it."""
+    model, x_BT, y_BT = build(name).eval(), tokens(), tokens()
+    y_BT[:, 7:] = (y_BT[:, 7:] + 1) % VOCAB
+    a, b = model(x_BT), model(y_BT)
+    torch.testing.assert_close(a[:, :7], b[:, :7], rtol=1e-5, atol=1e-6)
+    assert (a[:, 7:] != b[:, 7:]).any(dim=-1).all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_packed_documents_do_not_see_each_other(name):
+    """Other tokens in the first document change nothing in the second, and the second alone has the same logits.
+
+    A model that takes no `documents` must not be packed: then it has to refuse the argument.
+    """
+    model, x_BT, y_BT = build(name).eval(), tokens(), tokens()
+    documents_BT = (torch.arange(TIME) >= 5).long().expand(BATCH, TIME)
+    if not takes_documents(model):
+        with pytest.raises(TypeError):
+            model(x_BT, documents=documents_BT)
+        return
+    y_BT[:, :5] = (y_BT[:, :5] + 1) % VOCAB
+    a, b = model(x_BT, documents=documents_BT), model(y_BT, documents=documents_BT)
+    assert not torch.equal(a[:, :5], b[:, :5])
+    torch.testing.assert_close(a[:, 5:], b[:, 5:], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(a[:, 5:], model(x_BT[:, 5:]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_evaluation_is_deterministic_and_draws_nothing(name):
+    """In evaluation mode two passes have the same bits and take no random numbers."""
+    model = build(name).eval()
+    state = torch.get_rng_state()
+    assert torch.equal(model(tokens()), model(tokens()))
+    assert torch.equal(torch.get_rng_state(), state)

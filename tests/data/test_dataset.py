@@ -1,0 +1,180 @@
+"""Reading a prepared dataset: zero-copy views, windows, masks, packing, the cache of a remote one."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pyarrow.fs as pafs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raydist.data.batches import MASKED
+from raydist.data.dataset import TokenDataset, TokenSplit, Windows
+from raydist.errors import DataError
+from raydist.storage import Storage
+
+
+def everything(split: TokenSplit) -> np.ndarray:
+    """All tokens of a split, as a plain array."""
+    return np.concatenate([split.read(i, i + 1) for i in range(len(split))]).astype(np.int64)
+
+
+def remote(folder: Path) -> Storage:
+    """That folder as a filesystem that is not known to be local, as s3 would be."""
+    storage = Storage(folder)
+    storage.local = None
+    storage.fs = pafs.SubTreeFileSystem("/", pafs.LocalFileSystem())
+    return storage
+
+
+@pytest.fixture(scope="module")
+def whole(dataset: TokenDataset) -> np.ndarray:
+    """All training tokens."""
+    return everything(dataset.split("train"))
+
+
+@given(data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_read_crosses_shards(dataset: TokenDataset, whole: np.ndarray, data: st.DataObject) -> None:
+    """Any range reads as if the shards were one array."""
+    split = dataset.split("train")
+    assert len(split.shards) > 5
+    start = data.draw(st.integers(0, len(split)))
+    stop = data.draw(st.integers(start, min(len(split), start + 3_000)))
+    got = split.read(start, stop)
+    assert got.dtype == np.uint16
+    assert np.array_equal(got, whole[start:stop])
+    with pytest.raises(IndexError):
+        split.read(start, len(split) + 1)
+
+
+def test_views_are_not_copies(dataset: TokenDataset) -> None:
+    """Two reads of the same tokens share memory, which cannot be written."""
+    split = dataset.split("train")
+    first, second = split.read(10, 60), split.read(40, 90)
+    assert np.shares_memory(first, second)
+    assert not first.flags.writeable
+
+
+def test_text_comes_back(dataset: TokenDataset, corpus: Path) -> None:
+    """Train and eval documents, decoded, are the pieces of the files, none lost, none twice; each ends with an end."""
+    texts = []
+    for name in ("train", "eval"):
+        tokens = everything(dataset.split(name))
+        assert tokens[-1] == dataset.end
+        for document in np.split(tokens, np.flatnonzero(tokens == dataset.end) + 1)[:-1]:
+            texts.append(dataset.tokenizer.decode(document))
+    assert sorted(line for t in texts for line in t.splitlines()) == sorted(
+        line for p in corpus.iterdir() for line in p.read_text().splitlines()
+    )
+    assert len(texts) == dataset.index.train.documents + dataset.index.eval.documents
+
+
+@pytest.mark.parametrize("context", [1, 7, 64, 999, 5_000])
+def test_windows_cover_every_target_once(dataset: TokenDataset, whole: np.ndarray, context: int) -> None:
+    """In the order of ids, tokens and unmasked targets are the split, shifted by one; windows may cross shards."""
+    split = dataset.split("train")
+    windows = Windows(split, context)
+    assert len(windows) == -(-(len(split) - 1) // context)
+    tokens, targets, documents = windows.batch(np.arange(len(windows)))
+    assert documents is None
+    assert tokens.dtype == targets.dtype == np.int64
+    assert tokens.shape == targets.shape == (len(windows), context)
+    assert np.array_equal(targets[targets != MASKED], whole[1:])
+    assert np.array_equal(tokens[targets != MASKED], whole[:-1])
+    masked = np.count_nonzero(targets == MASKED)
+    assert masked == len(windows) * context - (len(split) - 1)
+    assert np.all(targets[:-1] != MASKED)
+
+
+def test_rows_do_not_depend_on_their_batch(dataset: TokenDataset) -> None:
+    """Any ids in any order, repeated too, give the rows that each gives alone, in both modes."""
+    windows = Windows(dataset.split("train"), 50)
+    last = len(windows) - 1
+    ids = np.array([last, 3, 0, 3, 20, 19, last])
+    for pack in (False, True):
+        together = windows.batch(ids, pack)
+        for row, i in enumerate(ids):
+            alone = windows.batch(np.array([i]), pack)
+            for a, b in zip(together, alone, strict=True):
+                assert (a is None and b is None) or np.array_equal(a[row], b[0])
+
+
+def test_packing_numbers_documents_and_masks_their_borders(dataset: TokenDataset) -> None:
+    """A document's number grows by one behind each end; no target is in another document than its token."""
+    windows = Windows(dataset.split("train"), 700)
+    tokens, targets, documents = windows.batch(np.arange(len(windows)), pack=True)
+    plain_targets = windows.batch(np.arange(len(windows)))[1]
+    assert documents is not None
+    assert documents.dtype == np.int32
+    assert np.all(documents[:, 0] == 0)
+    ends = tokens == dataset.end
+    assert ends.any()
+    assert np.array_equal(np.diff(documents, axis=1), ends[:, :-1].astype(np.int32))
+    assert np.all(targets[ends] == MASKED)
+    assert np.array_equal(targets[~ends], plain_targets[~ends])
+
+
+def test_no_ids_make_a_masked_row(dataset: TokenDataset) -> None:
+    """An empty micro-batch is one row in which nothing counts, so that every rank runs a forward pass."""
+    windows = Windows(dataset.split("train"), 9)
+    for pack in (False, True):
+        tokens, targets, _ = windows.batch(np.array([], dtype=np.int64), pack)
+        assert tokens.shape == (1, 9)
+        assert np.all(targets == MASKED)
+        assert np.all((tokens >= 0) & (tokens < dataset.vocab_size))
+
+
+@pytest.mark.parametrize("bad", [-1, "len"])
+def test_a_wrong_id_is_refused(dataset: TokenDataset, bad: int | str) -> None:
+    """An id that is no sample raises IndexError."""
+    windows = Windows(dataset.split("eval"), 9)
+    with pytest.raises(IndexError):
+        windows.batch(np.array([0, len(windows) if bad == "len" else -1]))
+
+
+def test_splits_cross_processes(dataset: TokenDataset) -> None:
+    """A split pickles as its place, and reads the same there."""
+    split = dataset.split("train")
+    raw = pickle.dumps(split)
+    assert len(raw) < 1_000
+    assert np.array_equal(pickle.loads(raw).read(5, 2_500), split.read(5, 2_500))
+
+
+def test_a_folder_without_an_index_is_no_dataset(tmp_path: Path, dataset: TokenDataset) -> None:
+    """Shards alone do not open; the message says how to finish."""
+    for file in Path(dataset.uri).glob("*.arrow"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(DataError, match=r"not a prepared dataset.*\n.*raydist data prepare"):
+        TokenDataset(tmp_path)
+
+
+def test_a_remote_dataset_is_cached_once_and_checked(
+    dataset: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the shards that are touched are fetched; the cache then serves without the storage; damage is refused."""
+    monkeypatch.setenv("RAYDIST_CACHE", str(tmp_path / "cache"))
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in Path(dataset.uri).iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    away = TokenDataset(remote(copy)).split("train")
+    cache = tmp_path / "cache" / "data" / dataset.fingerprint
+    first, second, third = (s.file for s in away.shards[:3])
+    assert np.array_equal(away.read(0, 100), dataset.split("train").read(0, 100))
+    assert [p.name for p in cache.glob("*.arrow")] == [first]
+    (copy / first).unlink()
+    again = TokenDataset(remote(copy)).split("train")
+    assert np.array_equal(again.read(0, 100), away.read(0, 100))
+    raw = bytearray((copy / second).read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (copy / second).write_bytes(raw)
+    with pytest.raises(DataError, match=second):
+        again.read(0, away.shards[0].tokens + 1)
+    (copy / third).unlink()
+    with pytest.raises(DataError, match=f"{third} is missing"):
+        again.read(away.shards[0].tokens + away.shards[1].tokens, len(away) - 1)
+    assert [p.name for p in cache.glob("*.arrow")] == [first]

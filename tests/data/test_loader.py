@@ -1,0 +1,125 @@
+"""The thread that makes batches ahead of time."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from raydist.data.batches import MASKED, Batches, Cursor, Loader, StepBatch, samples_hash
+from raydist.data.dataset import TokenDataset, Windows
+from raydist.data.order import IntArray
+
+
+@pytest.fixture
+def windows(dataset: TokenDataset) -> Windows:
+    """Samples of 16 tokens."""
+    return Windows(dataset.split("train"), 16)
+
+
+def batches_of(windows: Windows, size: int = 12) -> Batches:
+    """Global batches of an odd size."""
+    return Batches(len(windows), size, 5, "f")
+
+
+def test_gives_the_ranks_share_of_each_step(windows: Windows) -> None:
+    """Cursors follow one another from the given one; arrays are those of the rank's own samples."""
+    batches = batches_of(windows)
+    start = batches.at_step(batches.steps_per_epoch - 2)
+    with Loader(windows, batches, start, rank=1, world=2, micro_batch=4, steps=4) as loader:
+        steps = list(loader)
+    assert len(steps) == 4
+    assert [s.cursor.epoch for s in steps] == [0, 0, 1, 1]
+    assert steps[0].cursor == start
+    for before, behind in zip(steps, steps[1:], strict=False):
+        assert behind.cursor == before.after == batches.after(before.cursor)
+    for step in steps:
+        assert np.array_equal(step.ids, batches.ids(step.cursor))
+        assert step.samples_hash == samples_hash(step.ids)
+        mine = step.ids[len(step.ids) // 2 :]
+        expected = windows.batch(mine)
+        assert np.array_equal(np.concatenate([m.tokens for m in step.micro_batches]), expected[0])
+        assert np.array_equal(np.concatenate([m.targets for m in step.micro_batches]), expected[1])
+        assert step.tokens == np.count_nonzero(expected[1] != MASKED)
+        assert step.wait_seconds >= 0
+
+
+def test_a_rank_without_samples_takes_part(windows: Windows) -> None:
+    """A rank that is short of samples gets as many micro-batches as the others, fully masked."""
+    batches = Batches(len(windows), 3, 5, "f")
+    with Loader(windows, batches, Cursor(), rank=0, world=4, micro_batch=1, steps=1) as loader:
+        step = next(loader)
+    assert len(step.ids) == 3
+    assert len(step.micro_batches) == 1
+    assert step.micro_batches[0].tokens.shape == (1, 16)
+    assert np.all(step.micro_batches[0].targets == MASKED)
+    assert step.tokens == 0
+
+
+def test_every_target_is_trained_once_an_epoch(windows: Windows) -> None:
+    """Over an epoch on three ranks, the unmasked targets are all tokens of the split but the first."""
+    batches = batches_of(windows)
+    total = 0
+    for rank in range(3):
+        with Loader(windows, batches, Cursor(), rank=rank, world=3, micro_batch=2, steps=batches.steps_per_epoch) as it:
+            total += sum(step.tokens for step in it)
+    assert total == len(windows.split) - 1
+
+
+class _Counting:
+    """Samples of one token that count how many batches were asked for, and can wait for leave or fail."""
+
+    def __init__(self, fail_at: int = -1) -> None:
+        self.made = 0
+        self.fail_at = fail_at
+        self.asked = threading.Semaphore(0)
+
+    def batch(self, ids: IntArray, pack: bool = False) -> tuple[IntArray, IntArray, None]:
+        if self.made == self.fail_at:
+            raise OSError("the disk is gone")
+        self.made += 1
+        self.asked.release()
+        tokens = np.zeros((len(ids), 1), dtype=np.int64)
+        return tokens, tokens, None
+
+
+def test_the_queue_is_bounded_and_close_ends_it() -> None:
+    """With nobody consuming, `prefetch` batches and one in hand are made, no more; `close` ends the waiting thread."""
+    source = _Counting()
+    loader = Loader(source, Batches(10**9, 4, 0, "f"), Cursor(), micro_batch=4, prefetch=3)
+    for _ in range(4):
+        assert source.asked.acquire(timeout=30)
+    # The fifth cannot be begun: the thread waits for room with the fourth in its hand.
+    assert not source.asked.acquire(timeout=0.2)
+    assert source.made == 4
+    loader.close()
+    loader.close()
+    assert not [t for t in threading.enumerate() if t.name == "raydist-loader"]
+    assert source.made == 4
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+def test_an_error_in_the_thread_reaches_the_consumer() -> None:
+    """What was made before is delivered; then the thread's own exception is raised, again and again."""
+    with Loader(_Counting(fail_at=2), Batches(100, 4, 0, "f"), Cursor(), micro_batch=4) as loader:
+        assert next(loader).cursor == Cursor(0, 0)
+        assert next(loader).cursor == Cursor(0, 4)
+        for _ in range(2):
+            with pytest.raises(OSError, match="the disk is gone"):
+                next(loader)
+
+
+def test_transform_runs_in_the_thread() -> None:
+    """The hook that converts and pins does not run on the training loop's thread."""
+    names = []
+
+    def mark(step: StepBatch) -> StepBatch:
+        names.append(threading.current_thread().name)
+        step.samples_hash = "seen"
+        return step
+
+    with Loader(_Counting(), Batches(100, 4, 0, "f"), Cursor(), micro_batch=4, steps=2, transform=mark) as loader:
+        assert [s.samples_hash for s in loader] == ["seen", "seen"]
+    assert set(names) == {"raydist-loader"}

@@ -1,0 +1,112 @@
+"""The `raydist` command as a user runs it, in a folder of the user's own, and a look at what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+PROJECT = Path(__file__).parent / "project"
+TIMEOUT_S = 240
+
+
+class Project:
+    """A user's folder, with its job, its data and its runs."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.runs = root, root / "runs"
+        shutil.copytree(PROJECT, root, dirs_exist_ok=True)
+        text = root / "text"
+        text.mkdir()
+        for i in range(40):
+            (text / f"{i:02}.txt").write_text(f"document {i}: " + " ".join(str(i * j) for j in range(30 + i)))
+        done = self.raydist("data", "prepare", "text", "--out", "data", "--eval-fraction", "0.2", "--address", "none")
+        assert done.returncode == 0, done.stderr
+
+    def environment(self) -> dict[str, str]:
+        """What a user's shell would have; the storage is the folder's own."""
+        env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        return {**env, "RAYDIST_STORAGE": str(self.runs), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """The command, running."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "raydist", *arguments],
+            cwd=self.root, env=self.environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def raydist(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """The command, done."""
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=TIMEOUT_S)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def train(self, name: str, *arguments: str, kill: list[list[Any]] | None = None, hold: int | None = None) -> dict[str, Any]:
+        """`raydist train job.yaml --name NAME --json`: the object that it ends with, alone on stdout."""
+        done = self.raydist("train", "job.yaml", "--name", name, "--json", *self.options(name, kill, hold), *arguments)
+        assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr}"
+        return dict(json.loads(done.stdout))
+
+    def options(self, name: str, kill: list[list[Any]] | None = None, hold: int | None = None) -> list[str]:
+        """What the model is told: whom to kill, where to wait, and where to note that it has."""
+        marks = self.root / "marks" / name
+        marks.mkdir(parents=True, exist_ok=True)
+        return ["--set", f"model.options={json.dumps({'kill': kill or [], 'hold': hold, 'marks': str(marks), 'micro_batch': 2})}"]
+
+    def steps(self, name: str) -> list[dict[str, Any]]:
+        """`raydist show NAME --steps --json`."""
+        done = self.raydist("show", name, "--steps", "--json")
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def show(self, name: str) -> dict[str, Any]:
+        """`raydist show NAME --json`."""
+        done = self.raydist("show", name, "--json")
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    def events(self, name: str, kind: str) -> list[dict[str, Any]]:
+        """The events of one kind."""
+        lines = (self.runs / name / "events.jsonl").read_text().splitlines()
+        return [e for e in map(json.loads, lines) if e["kind"] == kind]
+
+    def weights(self, name: str, step: int) -> dict[str, bytes]:
+        """Every tensor of a checkpoint, optimizer state and all, as bytes; random states left out."""
+        from raydist.rundir import RunDir
+        from raydist.worker.checkpoint import manifest
+
+        run = RunDir(self.runs / name)
+        found = manifest.read(run, step)
+        tensors = {}
+        for tensor, entry in found.tensors.items():
+            if tensor.startswith(("model/", "optim/")):
+                parts = []
+                for chunk in sorted(entry.chunks, key=lambda c: c.offsets):
+                    with run.storage.open(manifest.path(step, chunk.file)) as source:
+                        source.seek(chunk.start)
+                        parts.append(source.read(chunk.length))
+                tensors[tensor] = b"".join(parts)
+        return tensors
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    """One user's folder for the session. At the end no process of Ray is left of what was started here."""
+    before = {p.pid for p in psutil.process_iter()}
+    yield Project(tmp_path_factory.mktemp("project"))
+    left = [p for p in psutil.process_iter(["name", "cmdline"]) if p.pid not in before and _of_ray(p)]
+    gone, alive = psutil.wait_procs(left, timeout=20)
+    assert not alive, [p.info for p in alive]
+
+
+def _of_ray(process: psutil.Process) -> bool:
+    words = " ".join(process.info["cmdline"] or [])
+    return "ray::" in words or "raylet" in words or "gcs_server" in words

@@ -1,0 +1,89 @@
+"""A user's own package: a small GPT that can be told to die at a given place, once.
+
+`model.options`: {"kill": [[rank, where, n], ...], "hold": n or null, "marks": folder}. `where` is "step" (the n-th forward
+pass of a whole micro-batch in this process' life) or "fsync" (its n-th fsync, which is a checkpoint's). Each death happens once:
+a file in `marks` says that it has. At the `hold`-th forward pass a rank waits until there is a file `go`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from raydist.spec import ModelSpec
+from raydist.worker.model import gpt
+
+
+class Faults:
+    """What this rank will die of, and how often each place has been passed."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.marks = Path(options["marks"])
+        rank = int(os.environ["RANK"])
+        self.due = [(where, n, f"{r}-{where}-{n}") for r, where, n in options.get("kill", []) if r == rank]
+        self.seen = {"step": 0, "fsync": 0}
+        self.hold = options.get("hold")
+
+    def passed(self, where: str) -> None:
+        """One more of that place; dies here if it is the one."""
+        self.seen[where] += 1
+        while where == "step" and self.seen[where] == self.hold and not (self.marks / "go").exists():
+            time.sleep(0.02)  # another process makes the file
+        for place, n, name in self.due:
+            mark = self.marks / name
+            if place == where and n == self.seen[where] and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Faulty(nn.Module):
+    """The GPT, with a look at the faults in each training forward of a whole micro-batch."""
+
+    def __init__(self, inner: nn.Module, faults: Faults, micro_batch: int) -> None:
+        super().__init__()
+        self.inner, self.micro_batch = inner, micro_batch
+        self.faults = faults
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """tokens_BT -> logits_BTV."""
+        if self.training and len(tokens_BT) == self.micro_batch:
+            self.faults.passed("step")
+        return self.inner(tokens_BT)  # type: ignore[no-any-return]
+
+
+def build(model: ModelSpec, vocab_size: int) -> nn.Module:
+    """What `model.name: faulty:build` gives."""
+    faults = Faults(model.options)
+    fsync = os.fsync
+
+    def counted(descriptor: int) -> None:
+        faults.passed("fsync")
+        fsync(descriptor)
+
+    os.fsync = counted
+    return Faulty(gpt.build(model, vocab_size), faults, micro_batch=int(model.options["micro_batch"]))
+
+
+def broken(model: ModelSpec, vocab_size: int) -> nn.Module:
+    """A model whose forward raises on rank 1, each time it is tried."""
+
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = gpt.build(model, vocab_size)
+            self.calls = 0
+
+        def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+            """Raises in the third training forward on rank 1."""
+            self.calls += self.training
+            if os.environ["RANK"] == "1" and self.calls == 5:
+                raise KeyError("a bug in the user's model")
+            return self.inner(tokens_BT)  # type: ignore[no-any-return]
+
+    return Broken()

@@ -1,0 +1,144 @@
+"""A real cluster, started by `ray start --head`, takes jobs by `raydist submit`, by `ray job submit`, and by address."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+RAY = str(Path(sys.executable).with_name("ray"))
+REPOSITORY = Path(__file__).parents[2]
+
+
+def free_ports(n: int) -> list[int]:
+    """Ports that are free now, all different."""
+    sockets = [socket.socket() for _ in range(n)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[dict[str, str]]:
+    """The head of a cluster of its own: {"gcs": HOST:PORT, "jobs": http://HOST:PORT}; all its processes end with the module."""
+    gcs, dashboard, agent, grpc, client, export, runtime = free_ports(7)
+    with tempfile.TemporaryDirectory(prefix="rd-head-", dir="/tmp") as temp:
+        command = [
+            RAY, "start", "--head", "--block", f"--port={gcs}", "--node-ip-address=127.0.0.1", "--num-cpus=2",
+            "--include-dashboard=true", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}",
+            f"--dashboard-agent-grpc-port={grpc}", f"--ray-client-server-port={client}", f"--metrics-export-port={export}",
+            f"--runtime-env-agent-port={runtime}", f"--temp-dir={temp}", "--object-store-memory=100000000",
+            "--disable-usage-stats",
+        ]  # fmt: skip
+        env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        with open(f"{temp}/head.log", "wb") as log:
+            head = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+        try:
+            _answers(f"http://127.0.0.1:{dashboard}/api/version", head, f"{temp}/head.log")
+            yield {"gcs": f"127.0.0.1:{gcs}", "jobs": f"http://127.0.0.1:{dashboard}"}
+        finally:
+            mine = psutil.Process(head.pid).children(recursive=True)
+            head.terminate()
+            head.wait(30)
+            _, alive = psutil.wait_procs(mine, timeout=15)
+            for process in alive:
+                process.kill()
+            psutil.wait_procs(alive, timeout=10)
+
+
+def _answers(url: str, head: subprocess.Popen[bytes], log: str) -> None:
+    for _ in range(300):
+        assert head.poll() is None, Path(log).read_text()
+        try:
+            urllib.request.urlopen(url, timeout=1).close()
+            return
+        except (urllib.error.URLError, OSError):
+            try:
+                head.wait(0.2)
+            except subprocess.TimeoutExpired:
+                continue
+    raise AssertionError(f"no answer from {url}\n{Path(log).read_text()}")
+
+
+def working_dir(project: Any, name: str) -> tuple[Path, list[str]]:
+    """A folder to ship, with the job and the package; data and runs are on storage that the nodes share."""
+    folder = project.root / f"ship-{name}"
+    folder.mkdir()
+    for file in ("job.yaml", "faulty.py"):
+        shutil.copy(project.root / file, folder)
+    shutil.copytree(REPOSITORY / "raydist", folder / "raydist", ignore=shutil.ignore_patterns("__pycache__"))
+    data = ["--set", f"data.path={project.root / 'data'}", "--storage", str(project.runs)]
+    return folder, [*project.options(name), "--name", name, *data]
+
+
+def test_raydist_submit(project: Any, cluster: dict[str, str]) -> None:
+    """`raydist submit` ships the folder, follows the log to the end, and ends with 0; the run is the one that a private Ray
+    gives, bit for bit."""
+    folder, arguments = working_dir(project, "submitted")
+    job = [sys.executable, "-m", "raydist", "submit", "job.yaml", "--address", cluster["jobs"], *arguments]
+    done = subprocess.run(job, cwd=folder, env=project.environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "step 12/12" in done.stderr or "step 12" in done.stderr
+    assert project.show("submitted")["status"] == "finished"
+    local = project.train("local")
+    assert [r["loss"] for r in project.steps("submitted")] == [r["loss"] for r in project.steps("local")]
+    assert local["loss"] == project.show("submitted")["loss"]
+
+
+def test_ray_job_submit(project: Any, cluster: dict[str, str]) -> None:
+    """Ray's own command line does the same; the job's last line is the run as JSON."""
+    folder, arguments = working_dir(project, "by-ray")
+    command = ["python", "-m", "raydist", "train", "job.yaml", "--json", *arguments]
+    job = [RAY, "job", "submit", "--address", cluster["jobs"], "--working-dir", str(folder), "--", *command]
+    done = subprocess.run(job, cwd=folder, env=project.environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = next(s for s in done.stdout.splitlines() if s.startswith('{"run"'))
+    assert json.loads(line)["status"] == "finished"
+
+
+def test_train_by_address_and_what_a_cluster_refuses(project: Any, cluster: dict[str, str]) -> None:
+    """--address HOST:PORT trains on the cluster from outside; too many workers are refused by preflight, with exit code 2."""
+    shown = project.train("by-address", "--address", cluster["gcs"])
+    assert shown["status"] == "finished"
+    more = ["--set", "cluster.workers=8", "--set", "cluster.cpus_per_worker=1"]
+    done = project.raydist("train", "job.yaml", "--name", "big", "--address", cluster["gcs"], *project.options("big"), *more)
+    assert done.returncode == 2
+    assert "8 workers of 1 CPU, the cluster has 1 node with 2 CPUs in all: 2 would fit" in done.stderr
+
+
+def test_a_job_that_fails_ends_submit_with_its_code(project: Any, cluster: dict[str, str]) -> None:
+    """A mistake that only the cluster can see, a dataset that is not there, comes back as its message and exit code 2."""
+    folder, arguments = working_dir(project, "no-data")
+    job = [sys.executable, "-m", "raydist", "submit", "job.yaml", "--address", cluster["jobs"], *arguments]
+    job += ["--set", "data.path=/no/such/place"]
+    done = subprocess.run(job, cwd=folder, env=project.environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2, done.stderr
+    assert "/no/such/place" in done.stderr
+
+
+def test_a_cluster_that_is_not_there(project: Any) -> None:
+    """An address at which nothing listens is one clear error within seconds, for train and for submit."""
+    (port,) = free_ports(1)
+    for command in (
+        ["train", "job.yaml", "--name", "nowhere", "--address", f"127.0.0.1:{port}", *project.options("nowhere")],
+        ["submit", "job.yaml", "--address", f"http://127.0.0.1:{port}"],
+    ):
+        done = project.raydist(*command)
+        assert done.returncode == 2, done.stderr
+        assert f"127.0.0.1:{port}" in done.stderr
+        assert "Traceback" not in done.stderr

@@ -1,0 +1,182 @@
+"""Whatever dies, the run ends with the bits of a run in which nothing did."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from typing import Any
+
+import pytest
+
+EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "samples_hash")
+"""What a restart must not change. Seconds and attempts differ, of course."""
+
+
+def exact(rows: list[dict[str, Any]]) -> list[list[Any]]:
+    """The part of the records that must be equal bit for bit."""
+    return [[row[name] for name in EXACT] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(project: Any) -> dict[str, Any]:
+    """A run of 12 steps in which nothing happens."""
+    shown = project.train("undisturbed")
+    assert shown["status"] == "finished"
+    rows = project.steps("undisturbed")
+    assert [r["step"] for r in rows] == list(range(1, 13))
+    assert shown["loss"] == rows[-1]["loss"] < rows[0]["loss"]
+    return {"rows": rows, "weights": project.weights("undisturbed", 12), "shown": shown}
+
+
+def assert_same(project: Any, name: str, undisturbed: dict[str, Any]) -> None:
+    """Records, weights, optimizer state and eval loss are those of the undisturbed run, bit for bit; one row a step."""
+    assert exact(project.steps(name)) == exact(undisturbed["rows"])
+    assert project.weights(name, 12) == undisturbed["weights"]
+    shown = project.show(name)
+    assert (shown["status"], shown["eval_loss"]) == ("finished", undisturbed["shown"]["eval_loss"])
+
+
+def test_killed_ranks_and_saves_leave_no_trace(project: Any, undisturbed: dict[str, Any]) -> None:
+    """SIGKILL of rank 1 at the second step, of rank 0 later, and of each in the middle of a save: one run, the same bits.
+
+    Each rank has two micro-batches a step, so the n-th forward of a process is in step ceil(n / 2) after its start.
+    """
+    # More deaths than max_failures: each comes after a step that was committed since the one before.
+    kill = [[1, "step", 9], [0, "step", 11], [1, "fsync", 2], [0, "fsync", 5]]
+    shown = project.train("killed", kill=kill)
+    assert len(list((project.root / "marks" / "killed").iterdir())) == len(kill)
+    failures = project.events("killed", "failure")
+    assert len(failures) == len(kill)
+    assert {f["kind"] for f in failures} == {"worker_died"}
+    assert len(shown["attempts"]) == len(kill) + 1
+    assert_same(project, "killed", undisturbed)
+
+
+def test_a_killed_driver_resumes_by_the_same_command(project: Any, undisturbed: dict[str, Any]) -> None:
+    """SIGKILL of the driver once a checkpoint is there: the run shows as lost, no worker survives, and the same command
+    ends it with the same bits."""
+    hold = 15  # in step 8, with the checkpoint of step 6 behind it
+    process = project.start("train", "job.yaml", "--name", "driverless", *project.options("driverless", hold=hold))
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "checkpoint" in line and "6" in line:
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    shown = project.show("driverless")
+    assert shown["status"] == "lost"
+    assert 0 < shown["steps"] < 12
+    assert shown["workers"] == []
+    (project.root / "marks" / "driverless" / "go").touch()
+    project.train("driverless", hold=hold)
+    assert_same(project, "driverless", undisturbed)
+
+
+def test_paused_and_resumed_as_if_never_paused(project: Any, undisturbed: dict[str, Any]) -> None:
+    """--until 5 (between checkpoints) commits step 5 and says paused; the same again does nothing; without it the run goes
+    on, with the same bits; once finished it says so."""
+    assert project.train("paused", "--until", "5")["status"] == "paused"
+    shown = project.train("paused", "--until", "5")
+    assert (shown["status"], shown["steps"], shown["checkpoints"][-1]["step"]) == ("paused", 5, 5)
+    assert len(shown["attempts"]) == 1
+    project.train("paused")
+    assert_same(project, "paused", undisturbed)
+    again = project.train("paused")
+    assert (again["status"], len(again["attempts"])) == ("finished", 2)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_another_world_size_trains_the_same_samples(project: Any, workers: int) -> None:
+    """Trained on 2 to step 6, resumed on 1 and on 3: the samples of every step are the same, losses within 1e-4 relative
+    (sums of float32 in another order). Without dropout, whose masks are drawn by each rank."""
+    plain = ["--set", "model.dropout=0"]
+    if not (project.runs / "two").exists():
+        project.train("two", "--until", "6", *plain)
+        shutil.copytree(project.runs / "two", project.runs / "two-whole")
+        project.train("two-whole", *plain, *project.options("two"))
+    name = f"two-then-{workers}"
+    shutil.copytree(project.runs / "two", project.runs / name)
+    project.train(name, *plain, *project.options("two"), "--set", f"cluster.workers={workers}")
+    rows, expected = project.steps(name), project.steps("two-whole")
+    assert [r["samples_hash"] for r in rows] == [r["samples_hash"] for r in expected]
+    assert [r["tokens"] for r in rows] == [r["tokens"] for r in expected]
+    assert [r["world_size"] for r in rows] == [2] * 6 + [workers] * 6
+    for row, other in zip(rows, expected, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
+def test_a_flipped_byte_costs_one_checkpoint_and_no_more(project: Any, undisturbed: dict[str, Any]) -> None:
+    """A byte flipped in the newest checkpoint: verify names the file and exits 3; resuming takes the one before, says so, and
+    ends with the same bits."""
+    project.train("flipped", "--until", "9")
+    folder = project.runs / "flipped" / "checkpoints" / "step-00000009"
+    shard = next(p for p in sorted(folder.iterdir()) if p.name.startswith("shard"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    done = project.raydist("checkpoint", "verify", "flipped")
+    assert done.returncode == 3
+    assert shard.name in done.stdout + done.stderr
+    project.train("flipped")
+    (rejected,) = project.events("flipped", "checkpoint_rejected")
+    assert (rejected["step"], os.path.basename(rejected["file"])) == (9, shard.name)
+    assert project.events("flipped", "resumed")[-1]["step"] == 6
+    assert_same(project, "flipped", undisturbed)
+
+
+def test_ctrl_c_takes_a_checkpoint_and_ends_cleanly(project: Any, undisturbed: dict[str, Any]) -> None:
+    """SIGINT: a checkpoint of the step it came in, status interrupted, exit code 130; the same command goes on."""
+    command = ["train", "job.yaml", "--name", "stopped", "--json", *project.options("stopped")]
+    process = project.start(*command, "--set", "train.steps=100000", "--allow-spec-change")
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "checkpoint" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    shown = project.show("stopped")
+    assert shown["status"] == "interrupted"
+    assert shown["checkpoints"][-1]["step"] == shown["steps"] > 3
+
+
+def test_a_bug_in_the_model_stops_with_its_own_traceback(project: Any) -> None:
+    """The user's exception, raised on rank 1 three times with no progress: exit code 3, rank 1's cause, not the echo of rank
+    0's lost connection."""
+    done = project.raydist(
+        "train", "job.yaml", "--name", "broken", "--set", "model.name=faulty:broken", "--set", "recovery.max_failures=9"
+    )
+    assert done.returncode == 3, done.stderr
+    assert "rank 1: KeyError" in done.stderr
+    assert "a bug in the user's model" in done.stderr
+    assert "the same cause 3 times" in done.stderr
+    assert "faulty.py" in done.stderr
+    assert [f["rank"] for f in project.events("broken", "failure")] == [1, 1, 1]
+    assert project.show("broken")["status"] == "stopped"
+
+
+def test_other_numbers_are_refused(project: Any, undisturbed: dict[str, Any]) -> None:
+    """Resuming with another learning rate is refused before anything starts, with the field, both values and the remedy."""
+    done = project.raydist("train", "job.yaml", "--name", "undisturbed", *project.options("undisturbed"), "--set", "optim.lr=0.5")
+    assert done.returncode == 2
+    assert "optim.lr: was 0.01, is 0.5" in done.stderr
+    assert "--allow-spec-change" in done.stderr
+
+
+def test_a_run_that_is_alive_is_not_trained_twice(project: Any) -> None:
+    """A second command for the same run is refused while the first one trains, with exit code 2."""
+    command = ["train", "job.yaml", "--name", "twice", *project.options("twice"), "--set", "train.steps=100000"]
+    first = project.start(*command)
+    assert first.stderr is not None
+    for line in first.stderr:
+        if "step" in line:
+            break
+    second = project.raydist(*command)
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=60)
+    assert second.returncode == 2, second.stderr
+    assert "is being trained already" in second.stderr
+    assert first.returncode == 143
+    assert json.dumps(project.show("twice")["status"]) == '"interrupted"'

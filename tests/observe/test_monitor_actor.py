@@ -1,0 +1,86 @@
+"""The run's monitor as a real actor on a private Ray: zero CPUs, owned by the driver, back after a kill."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.util.state import get_actor
+
+from raydist.observe.run import start_monitor
+from raydist.observe.state import last_word, read_state
+from raydist.rundir import RunDir
+from raydist.runlog import read_events, read_steps
+
+Rows = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def one_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A Ray of one CPU, for this module."""
+    root = str(Path(__file__).parents[2])
+    ray.init(
+        address="local", num_cpus=1, log_to_driver=False, object_store_memory=80 * 2**20,
+        runtime_env={"env_vars": {"PYTHONPATH": root}},
+    )  # fmt: skip
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.usefixtures("one_cpu")
+def test_monitor_as_an_actor(run: RunDir, rows: Rows) -> None:
+    """A whole run through the handle, beside a task that has the only CPU; its process is light, its driver this one."""
+    monitor = start_monitor(run.uri, interval_s=60.0)
+
+    @ray.remote(num_cpus=1)
+    def train(watch: Any) -> Any:
+        ray.get(watch.begin_attempt.remote(1, 1, 0))
+        reply = ray.get(watch.push.remote(rows(range(1, 4)), []))
+        ray.get(watch.flush.remote())
+        return reply
+
+    ray.get(monitor.command.remote("stop"))
+    assert ray.get(train.remote(monitor)) == {"command": "stop"}
+    assert read_steps(run)["step"].to_pylist() == [1, 2, 3]
+    assert ray.get(monitor.snapshot.remote())["step"] == 3
+    assert read_state(run)["driver"]["pid"] == os.getpid()
+    ray.get(monitor.end.remote("finished"))
+    assert read_state(run)["status"] == "finished"
+    assert [e.kind for e in read_events(run)] == ["attempt_started", "ended"]
+
+
+@pytest.mark.usefixtures("one_cpu")
+def test_a_killed_monitor_comes_back(run: RunDir, rows: Rows) -> None:
+    """SIGKILL of its process: what was flushed is kept, later pushes are taken, and the run goes on as the same one."""
+    monitor = start_monitor(run.uri, interval_s=60.0)
+    ray.get(monitor.begin_attempt.remote(1, 2, 0))
+    ray.get(monitor.push.remote(rows(range(1, 4)), []))
+    ray.get(monitor.flush.remote())
+    before = last_word(run)
+    pid = get_actor(monitor._actor_id.hex()).pid
+    os.kill(pid, 9)
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            ray.get(monitor.push.remote(rows(range(4, 6)), []), timeout=30)
+            break
+        except ray.exceptions.RayActorError:
+            assert time.monotonic() < deadline, "the monitor did not come back"
+    ray.get(monitor.end.remote("paused"))
+    assert read_steps(run)["step"].to_pylist() == [1, 2, 3, 4, 5]
+    state = read_state(run)
+    assert (state["status"], state["step"], state["driver"]) == ("paused", 5, (before or {})["driver"])
+
+
+@pytest.mark.usefixtures("one_cpu")
+def test_storage_that_cannot_be_written_reaches_the_driver(tmp_path: Path) -> None:
+    """The constructor's StorageError is in what the first call raises."""
+    (tmp_path / "file").write_text("")
+    monitor = start_monitor(str(tmp_path / "file" / "run"))
+    with pytest.raises(ray.exceptions.RayActorError, match="StorageError: cannot"):
+        ray.get(monitor.snapshot.remote())

@@ -1,0 +1,101 @@
+"""raydist.observe.tensorboard: read back with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from raydist.errors import StorageError
+from raydist.observe.tensorboard import TensorBoard
+from raydist.rundir import TENSORBOARD, RunDir
+
+Rows = Callable[..., list[dict[str, Any]]]
+
+
+def curve(run: RunDir, tag: str) -> list[tuple[int, float]]:
+    """The points that TensorBoard shows."""
+    read = EventAccumulator(run.storage.path(TENSORBOARD), size_guidance={"scalars": 0})
+    read.Reload()
+    return [(point.step, point.value) for point in read.Scalars(tag)]
+
+
+def test_curves(run: RunDir, rows: Rows) -> None:
+    """Every field that makes a curve, at its step; and the eval loss."""
+    board = TensorBoard(run)
+    board.attempt(0, 1.0)
+    board.steps(rows(range(1, 4)), 2.0)
+    board.scalars(2, {"eval/loss": 0.25}, 2.5)
+    board.close()
+    assert curve(run, "train/loss") == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
+    assert curve(run, "train/tokens_per_second") == [(s, pytest.approx(1000.0)) for s in (1, 2, 3)]
+    assert curve(run, "eval/loss") == [(2, 0.25)]
+    for tag in ("lr", "grad_norm", "seconds", "data_seconds"):
+        assert len(curve(run, f"train/{tag}")) == 3
+
+
+@pytest.mark.parametrize("same_driver", [True, False])
+def test_steps_trained_again_replace_the_old(run: RunDir, rows: Rows, same_driver: bool) -> None:
+    """One point a step after a restart, in one driver or the next within the same second, and after a later restart too."""
+    board = TensorBoard(run)
+    for attempt, (resume, end) in enumerate([(0, 10), (6, 8), (3, 12)], start=1):
+        board.attempt(resume, 1.0)
+        board.steps(rows(range(resume + 1, end + 1), attempt), 1.0)
+        board.flush()
+        if not same_driver:
+            board = TensorBoard(run)
+    board.close()
+    assert [step for step, _ in curve(run, "train/loss")] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_files_stay_small_and_whole(run: RunDir, rows: Rows, local: bool) -> None:
+    """A long run makes several files of about 1 MiB, with flushes at any time between, locally and as on an object store."""
+    Path(run.storage.path(TENSORBOARD)).mkdir(parents=True)
+    if not local:
+        run.storage.local = None
+    board = TensorBoard(run)
+    for start in range(1, 12_001, 1_500):
+        board.steps(rows(range(start, start + 1_500)), 1.0)
+        board.flush()
+        board.flush(now=False)
+    board.close()
+    sizes = [size for name, size in run.storage.files(TENSORBOARD).items()]
+    assert len(sizes) > 1
+    assert max(sizes) < 1.1 * 2**20
+    assert [step for step, _ in curve(run, "train/loss")] == list(range(1, 12_001))
+
+
+def test_what_storage_refused_is_written_later(run: RunDir, rows: Rows) -> None:
+    """StorageError while the folder cannot be made; nothing is lost or doubled once it can."""
+    Path(run.storage.path()).mkdir(parents=True)
+    obstacle = Path(run.storage.path(TENSORBOARD))
+    board = TensorBoard(run)
+    obstacle.write_text("a file where the folder should be")
+    board.steps(rows(range(1, 3)), 1.0)
+    with pytest.raises(StorageError):
+        board.flush()
+    obstacle.unlink()
+    board.steps(rows(range(3, 5)), 1.0)
+    board.flush()
+    assert [step for step, _ in curve(run, "train/loss")] == [1, 2, 3, 4]
+
+
+def test_loads_neither_torch_nor_tensorflow(tmp_path: Path) -> None:
+    """The monitor with its curves stays a light process."""
+    script = (
+        "import sys; from raydist.observe.run import RunMonitor; m = RunMonitor(sys.argv[1], interval_s=60.0);"
+        "m.begin_attempt(1, 1, 0); m.push([dict(step=1, loss=1.0, lr=1.0, grad_norm=1.0, tokens=1, seconds=1.0,"
+        " data_seconds=0.0, world_size=1, attempt=1, samples_hash='0')], []); m.end('finished');"
+        "print(sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'tensorflow', 'pandas', 'ray'}))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "run")], capture_output=True, text=True, check=True
+    )
+    assert told.stdout.strip() == "[]"
+    assert list((tmp_path / "run" / TENSORBOARD).iterdir())

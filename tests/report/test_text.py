@@ -1,0 +1,87 @@
+"""raydist.report.text: numbers and events as a person reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raydist.records import Event
+from raydist.report import text
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (12_900_000, "12.3 MiB"), (3 * 2**50, "3072.0 TiB")],
+)
+def test_size(count: int, told: str) -> None:
+    """Binary units, one digit."""
+    assert text.size(count) == told
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0.0123, "12 ms"),
+        (0.412, "0.41 s"),
+        (9.94, "9.9 s"),
+        (92, "1:32"),
+        (7510, "2:05:10"),
+        (3 * 86_400 + 14_400, "3d 4:00:00"),
+    ],
+)
+def test_span(seconds: float, told: str) -> None:
+    """As short as it can be said."""
+    assert text.span(seconds) == told
+
+
+EVENTS: list[tuple[str, dict[str, Any], str]] = [
+    ("attempt_started", {"attempt": 1, "world_size": 2, "resume_step": 0}, "attempt 1: 2 workers, from the start"),
+    ("attempt_started", {"attempt": 2, "world_size": 1, "resume_step": 50}, "attempt 2: 1 worker, from step 50"),
+    (
+        "workers",
+        {"workers": [{"rank": 0, "host": "a", "node_ip": "10.0.0.1", "pid": 7}]},
+        "workers: rank 0 on a (10.0.0.1, pid 7)",
+    ),
+    ("resumed", {"step": 50, "path": "checkpoints/step-00000050"}, "resumed from step 50 (checkpoints/step-00000050)"),
+    ("resumed", {"step": 50}, "resumed from step 50"),
+    (
+        "checkpoint_saved",
+        {"step": 50, "bytes": 12_900_000, "seconds": 0.41, "stall_seconds": 0.012, "best": True},
+        "checkpoint at step 50: 12.3 MiB in 0.41 s, training stopped for 12 ms (best so far)",
+    ),
+    (
+        "checkpoint_failed",
+        {"step": 50, "rank": 1, "cause": "No space left on device"},
+        "checkpoint at step 50 failed, rank 1: No space left on device",
+    ),
+    (
+        "checkpoint_rejected",
+        {"step": 50, "file": "shard-0.bin", "cause": "is missing"},
+        "checkpoint at step 50 is not used: shard-0.bin: is missing",
+    ),
+    (
+        "eval",
+        {"step": 50, "loss": 2.61234, "tokens": 32768, "best": False},
+        "eval at step 50: loss 2.6123 on 32,768 tokens",
+    ),
+    ("failure", {"attempt": 1, "rank": 1, "cause": "killed by SIGKILL"}, "attempt 1 failed, rank 1: killed by SIGKILL"),
+    ("failure", {"attempt": 1, "rank": None, "cause": "startup"}, "attempt 1 failed: startup"),
+    ("decision", {"action": "restart", "because": "1 of 3", "after_s": 2.0}, "decision: restart in 2 s: 1 of 3"),
+    ("decision", {"action": "stop", "because": "no progress", "after_s": 0.0}, "decision: stop: no progress"),
+    ("note", {"text": "cpu: no CUDA device"}, "cpu: no CUDA device"),
+    ("ended", {"status": "stopped", "step": 7, "cause": "NaN"}, "stopped at step 7: NaN"),
+    ("ended", {"status": "finished", "step": 200}, "finished at step 200"),
+]
+
+
+@pytest.mark.parametrize(("kind", "data", "told"), EVENTS)
+def test_events(kind: str, data: dict[str, Any], told: str) -> None:
+    """Each kind as one line."""
+    assert text.event(Event(kind, 1.0, data)) == told
+
+
+@pytest.mark.parametrize("event", [Event("eval", 1.0, {"step": 3}), Event("of_tomorrow", 1.0, {"step": 3})])
+def test_events_of_another_version(event: Event) -> None:
+    """Shown as they are: a display never fails on what it does not know."""
+    assert text.event(event) == f"{event.kind} {{'step': 3}}"
