@@ -19,7 +19,7 @@ import operator
 import os
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +53,10 @@ SCHEMA = pa.schema(
     metadata={"raydist.schema_version": str(SCHEMA_VERSION)},
 )
 
-_CASTS = {name: {pa.int64(): operator.index, pa.float64(): float}.get(kind, str) for name, (kind, _) in FIELDS.items()}
+_CASTS: dict[str, Callable[[Any], Any]] = {
+    name: operator.index if kind == pa.int64() else float if kind == pa.float64() else str
+    for name, (kind, _) in FIELDS.items()
+}
 _SEGMENT = re.compile(r"attempt-(\d+)-(\d+)\.parquet")
 _HEAD = b"raydist.segment"
 

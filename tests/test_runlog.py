@@ -387,6 +387,24 @@ def test_reading_while_writing(run: RunDir) -> None:
     assert read_steps(run)["step"].to_pylist() == list(range(1, 30_001))
 
 
+def test_rows_that_come_during_a_flush(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not in the file that is being written, and so not taken for stored: the next flush writes them."""
+    log = RunLog(run)
+    log.steps([record(1)])
+    create = run.storage.create
+
+    def busy(name: str) -> Any:
+        log.steps([record(2)])
+        return create(name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.storage, "create", busy)
+        log.flush()
+    assert written(run) == [(1, 1)]
+    log.flush()
+    assert written(run) == [(1, 1), (2, 1)]
+
+
 def test_steps_and_flush_from_several_threads(run: RunDir) -> None:
     """Flushes beside pushes lose no row: what was pushed before a flush began is on storage once it returns."""
     log = RunLog(run)

@@ -33,12 +33,8 @@ _Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout."
 @app.command()
 def prepare(
     sources: _Source,
-    out: Annotated[
-        str, typer.Option(help="Folder or URI of the dataset; on a cluster, one that all nodes share.")
-    ],
-    tokenizer: Annotated[
-        str, typer.Option(help="bytes, bpe:VOCAB, or the path of a tokenizer.json.")
-    ] = "bytes",
+    out: Annotated[str, typer.Option(help="Folder or URI of the dataset; on a cluster, one that all nodes share.")],
+    tokenizer: Annotated[str, typer.Option(help="bytes, bpe:VOCAB, or the path of a tokenizer.json.")] = "bytes",
     column: Annotated[str, typer.Option(help="Column of the text in JSON lines and Parquet.")] = "text",
     eval_fraction: Annotated[
         float, typer.Option(min=0.0, max=0.99, help="Share of the documents that is held out for evaluation.")
@@ -76,9 +72,7 @@ def prepare(
 
 @app.command()
 def verify(
-    dataset: Annotated[
-        str, typer.Argument(metavar="DIR", help="Folder or URI of a dataset.", show_default=False)
-    ],
+    dataset: Annotated[str, typer.Argument(metavar="DIR", help="Folder or URI of a dataset.", show_default=False)],
     as_json: _Json = False,
 ) -> None:
     """Check every byte of a dataset against its hashes. Exit code 3 if a file is damaged; it is named."""
@@ -86,9 +80,7 @@ def verify(
 
     damage = check(dataset)
     if as_json:
-        print(
-            json.dumps({"path": dataset, "damaged": [{"file": d.file, "reason": d.reason} for d in damage]})
-        )
+        print(json.dumps({"path": dataset, "damaged": [{"file": d.file, "reason": d.reason} for d in damage]}))
     for found in damage:
         print(f"raydist: {dataset}/{found.file}: {found.reason}", file=sys.stderr)
     if damage:
@@ -99,9 +91,7 @@ def verify(
 
 @app.command()
 def show(
-    dataset: Annotated[
-        str, typer.Argument(metavar="DIR", help="Folder or URI of a dataset.", show_default=False)
-    ],
+    dataset: Annotated[str, typer.Argument(metavar="DIR", help="Folder or URI of a dataset.", show_default=False)],
     as_json: _Json = False,
 ) -> None:
     """Show what a dataset holds, from its index."""
@@ -161,8 +151,6 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
         def report(at: Any) -> None:
             what = "training the tokenizer" if at.phase == "tokenizer" else "preparing"
             count = f"{at.tokens:,} tokens, {at.documents:,} documents" if at.tokens else ""
-            bar.update(
-                task, description=what, completed=at.bytes_done, total=at.bytes_total or None, count=count
-            )
+            bar.update(task, description=what, completed=at.bytes_done, total=at.bytes_total or None, count=count)
 
         yield report

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +21,9 @@ from raydist.errors import RunNotFound, SpecChanged, UsageError
 from raydist.rundir import LOGS, SPEC, RunDir, check_name, default_storage
 from raydist.spec import JobSpec, dump, load
 from raydist.storage import Storage
+
+if TYPE_CHECKING:
+    from raydist.data.dataset import TokenDataset
 
 
 def register(app: typer.Typer) -> None:
@@ -53,10 +56,11 @@ def train(
     home = storage or default_storage()
     run = RunDir(Storage(home).at(check_name(name or job.name)).uri)
     _claim(run, resume=resume, fresh=fresh)
-    if not fresh and (message := _already(run, job, until, allow_spec_change)):
+    dataset, total = _data(job, home)
+    if message := _already(run, job, dataset.fingerprint, until, allow_spec_change):
         print(message, file=sys.stderr)
     else:
-        _train(job, run, home, address, until, allow_spec_change)
+        _train(job, run, dataset.uri, total, address, until, allow_spec_change)
     if as_json:
         from raydist.report.summary import show
 
@@ -82,7 +86,20 @@ def _claim(run: RunDir, *, resume: bool, fresh: bool) -> None:
         run.storage.delete("")
 
 
-def _already(run: RunDir, job: JobSpec, until: int | None, allow_spec_change: bool) -> str | None:
+def _data(job: JobSpec, home: str) -> tuple[TokenDataset, int]:
+    """The dataset, prepared if need be, and the optimizer steps of the whole run."""
+    from raydist.data import open_or_prepare
+    from raydist.data.batches import Batches
+    from raydist.data.dataset import TokenDataset, Windows
+
+    # The user's own modules are found from where the command is called, here as in the workers.
+    sys.path.insert(0, str(Path.cwd()))
+    dataset = TokenDataset(open_or_prepare(job.data, home, _progress))
+    windows = Windows(dataset.split("train"), job.model.context)
+    return dataset, job.train.total(Batches(len(windows), job.train.global_batch, 0, "").steps_per_epoch)
+
+
+def _already(run: RunDir, job: JobSpec, fingerprint: str, until: int | None, allow_spec_change: bool) -> str | None:
     """Why there is nothing left to do, if so. Raises SpecChanged for a run that computes other numbers."""
     from raydist.observe.state import read_state
     from raydist.worker.checkpoint import manifest
@@ -93,7 +110,7 @@ def _already(run: RunDir, job: JobSpec, until: int | None, allow_spec_change: bo
     newest = manifest.read_newest(run)
     if newest is None:
         return None
-    changed = manifest.changed_numbers(newest.numbers, job.numbers())
+    changed = manifest.changed_numbers(newest.numbers, job.numbers(fingerprint))
     if changed and not allow_spec_change:
         raise SpecChanged(
             f"run {run.name} has trained {newest.step} steps with other numbers:\n" + "\n".join(changed),
@@ -107,24 +124,16 @@ def _already(run: RunDir, job: JobSpec, until: int | None, allow_spec_change: bo
     return None
 
 
-def _train(job: JobSpec, run: RunDir, home: str, address: str | None, until: int | None, allow_spec_change: bool) -> None:
-    from raydist.data import open_or_prepare
-    from raydist.data.batches import Batches
-    from raydist.data.dataset import TokenDataset, Windows
-    from raydist.report.console import Console
-
-    cwd = Path.cwd()
-    # The user's own modules are found from where the command is called, here as in the workers.
-    sys.path.insert(0, str(cwd))
-    dataset = open_or_prepare(job.data, home, _progress)
-    windows = Windows(TokenDataset(dataset).split("train"), job.model.context)
-    total = job.train.total(Batches(len(windows), job.train.global_batch, 0, "").steps_per_epoch)
-    run.storage.write(SPEC, dump(job).encode())
-
+def _train(
+    job: JobSpec, run: RunDir, dataset: str, total: int, address: str | None, until: int | None, allow_spec_change: bool
+) -> None:
     from raydist.cluster import preflight
     from raydist.cluster.session import open_session
     from raydist.cluster.supervisor import Request, Supervisor, raise_if_stopped, worker_env
+    from raydist.report.console import Console
 
+    run.storage.write(SPEC, dump(job).encode())
+    cwd = Path.cwd()
     own_code = any(":" in n for n in (job.model.name, job.parallel.strategy))
     place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
     with (

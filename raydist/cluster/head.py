@@ -16,7 +16,7 @@ from typing import Any
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._private.resource_isolation_config import ResourceIsolationConfig
-from ray._raylet import (
+from ray._raylet import (  # type: ignore[attr-defined]  # compiled
     DASHBOARD_AGENT_LISTEN_PORT_NAME,
     METRICS_AGENT_PORT_NAME,
     METRICS_EXPORT_PORT_NAME,
@@ -29,7 +29,7 @@ _REGISTER_S = 30.0
 _NOT_SERVED = -1  # what Ray's minimal install writes for a port that nobody listens on
 
 
-class _Head(Node):  # type: ignore[misc]  # ray's own types stop at Any
+class _Head(Node):
     def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
         """Nothing here asks the dashboard: a private Ray has no jobs API, and Ray Train's cleaner is left out."""
 

@@ -40,6 +40,7 @@ class RayMap:
     def __init__(self, address: str | None = None) -> None:
         self.address = address
         self._stack = contextlib.ExitStack()
+        self._started = False
 
     def __enter__(self) -> RayMap:
         return self
@@ -54,7 +55,10 @@ class RayMap:
         raydist's own."""
         if not blocks or (self.address is None and len(blocks) < _ALONE):
             return map(make, blocks)
-        self._start()
+        if not self._started:
+            # Once: a small corpus may be made twice, see prepare's threshold.
+            self._started = True
+            self._start()
         return _map(make, blocks)
 
     def _start(self) -> None:
@@ -83,6 +87,7 @@ def _map(make: Callable[[Block], Made], blocks: Sequence[Block]) -> Iterator[Mad
     # To the "ray" logger above it, which the session sends to a file, not to the user's screen.
     logger = logging.getLogger("ray.data")
     logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.WARNING)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False

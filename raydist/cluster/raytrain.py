@@ -30,8 +30,11 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.util import TrainingFramework
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from raydist.cluster.failures import only_echoes
+
 # Ray's 2 s are what an attempt lasts longer than its last step, and what a death goes unseen, on average half.
 _POLL_S = "0.5"
+_POLLS_FOR_THE_CAUSE = 5
 
 # Of Ray Train's default callbacks, those that start an actor or do work that no run of raydist asks for.
 _NOT_NEEDED = (
@@ -54,10 +57,12 @@ class TorchEnvironment(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
+        """What Ray Train's controller calls to set the workers up."""
         return _TorchEnvironmentBackend
 
     @property
     def framework(self) -> TrainingFramework:
+        """For Ray Train's own records."""
         return TrainingFramework.TORCH
 
 
@@ -147,6 +152,15 @@ class _Controller(TrainController):
         os.environ[WORKER_GROUP_START_TIMEOUT_S_ENV_VAR] = str(start_timeout_s)
         super().__init__(*args, **kwargs)
 
+    async def _poll_workers(self) -> Any:
+        # A rank hears of its peer's death from the socket, in milliseconds; Ray from the process, up to a second later.
+        status = await super()._poll_workers()
+        for _ in range(_POLLS_FOR_THE_CAUSE):
+            if not only_echoes(status.errors) or status.finished:
+                break
+            status = await super()._poll_workers()
+        return status
+
 
 class _LeanController(_Controller):
     """The same, on a Ray of our own: none of its nodes is ever drained."""
@@ -165,6 +179,7 @@ class Named:
     name: str
 
     def __call__(self, config: dict[str, Any]) -> Any:
+        """Import it, and call it with `config`."""
         module, _, attribute = self.name.partition(":")
         return getattr(import_module(module), attribute)(config)
 

@@ -33,7 +33,18 @@ _DEATHS: tuple[Kind, ...] = ("node_died", "out_of_memory", "worker_died", "worke
 
 # What a rank says when a peer is gone. An echo: true, but never the cause while a better one is there.
 _PEER_LOST_TYPES = frozenset(
-    ["ConnectionError", "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError", "BrokenPipeError", "EOFError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError"]
+    [
+        "ConnectionError",
+        "ConnectionResetError",
+        "ConnectionAbortedError",
+        "ConnectionRefusedError",
+        "BrokenPipeError",
+        "EOFError",
+        "DistBackendError",
+        "DistNetworkError",
+        "DistStoreError",
+        "DistError",
+    ]
 )
 _PEER_LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted|lost)|closed by peer|broken pipe|remote process exited"
@@ -147,11 +158,16 @@ class Policy(Protocol):
     """What `decide` reads of `recovery:` in a job. `max_failures` -1 is without limit."""
 
     @property
-    def max_failures(self) -> int: ...
+    def max_failures(self) -> int:
+        """Failures in a row without progress that are restarted."""
+
     @property
-    def backoff_s(self) -> float: ...
+    def backoff_s(self) -> float:
+        """The wait after the second of them; each further one doubles it."""
+
     @property
-    def backoff_cap_s(self) -> float: ...
+    def backoff_cap_s(self) -> float:
+        """The longest wait."""
 
 
 CRASH_LOOP = 3

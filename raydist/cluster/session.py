@@ -32,6 +32,11 @@ _PRIVATE_RAY = {
     # time here) it sleeps a whole second before it tries again. As patient, in smaller steps.
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "500",
+    # When the driver is killed the kernel takes the head and the raylet along. The raylet's agents then would report
+    # to a head that is gone, for a minute.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+    "RAY_gcs_server_request_timeout_seconds": "5",
+    "RAY_py_gcs_connect_timeout_s": "5",
 }
 _TOKEN = secrets.token_hex(32)  # of this process's private Ray: no other user of the host can run code in it
 
@@ -138,13 +143,11 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
     # Inside `ray job submit` both the job and we set variables: ours win, the job's working_dir stays.
     with _environment({**_token_mode(), "RAY_ADDRESS": address, "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}):
         import ray
-        from ray._raylet import Config
+        from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
 
         Config.initialize("")  # what os.environ says of authentication now
         try:
-            context = ray.init(
-                address=address, log_to_driver=False, configure_logging=False, runtime_env=runtime_env
-            )
+            context = ray.init(address=address, log_to_driver=False, configure_logging=False, runtime_env=runtime_env)
         except (ConnectionError, RuntimeError, ValueError) as error:
             ray.shutdown()
             raise _unreachable(address, str(error).splitlines()[0]) from error
@@ -200,7 +203,9 @@ def _find_cluster(address: str) -> str:
             found = running[0]
     host, _, port = found.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
-        raise UserError(f'"{address}" is no address of a Ray cluster', "use local, auto or HOST:PORT (port 6379 by default)")
+        raise UserError(
+            f'"{address}" is no address of a Ray cluster', "use local, auto or HOST:PORT (port 6379 by default)"
+        )
     try:
         if not _speaks_grpc(host.strip("[]"), int(port)):
             raise _unreachable(found, "something else answers there")
@@ -288,7 +293,7 @@ def _quiet(path: Path) -> Iterator[None]:
         os.dup2(file.fileno(), 2)
         stack.callback(os.dup2, kept, 2)
         stack.callback(setattr, sys, "stdout", sys.stdout)
-        sys.stdout = _NotFromRay(sys.stdout, file)  # type: ignore[assignment]
+        sys.stdout = _NotFromRay(sys.stdout, file)
         handler = logging.StreamHandler(file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logger = logging.getLogger("ray")

@@ -6,14 +6,13 @@ Runs in: the driver, in any thread. Never imports torch. Imports ray.train in `r
 from __future__ import annotations
 
 import itertools
-import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raydist.cluster.recovery import Failure, Kind, RankError, root_cause
+from raydist.cluster.recovery import Failure, root_cause
 from raydist.cluster.session import Session
 
 _attempts = itertools.count(1)
@@ -99,6 +98,7 @@ def run_attempt(
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.exceptions import TrainingFailedError
 
+    from raydist.cluster.failures import rank_errors
     from raydist.cluster.raytrain import Named, Trainer
 
     attempt = Attempt()
@@ -121,16 +121,12 @@ def run_attempt(
         worker_env=env,
         start_timeout_s=start_timeout_s,
         train_loop_config=config,
-        scaling_config=ScalingConfig(
-            num_workers=workers, use_gpu=gpus_per_worker > 0, resources_per_worker=resources
-        ),
+        scaling_config=ScalingConfig(num_workers=workers, use_gpu=gpus_per_worker > 0, resources_per_worker=resources),
         run_config=RunConfig(
             name=name,
             storage_path=str(scratch),
             # Each kind of failure has its own budget in Ray Train, two of them endless. All retries are raydist's.
-            failure_config=FailureConfig(
-                max_failures=0, controller_failure_limit=0, max_preemption_failures=0
-            ),
+            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0, max_preemption_failures=0),
         ),
     )
     try:
@@ -138,77 +134,23 @@ def run_attempt(
     except (TrainingFailedError, RayError) as error:
         if attempt.aborted:
             return AttemptResult(Failure("aborted", None, "aborted on request"))
-        return AttemptResult(root_cause(list(_errors(error))))
+        return AttemptResult(root_cause(rank_errors(error)))
     finally:
+        if session.private:
+            _free_placement_groups()
         shutil.rmtree(scratch / name, ignore_errors=True)
     return AttemptResult(None, result.return_value)
 
 
-def _errors(error: BaseException) -> Iterator[RankError]:
-    """What each rank ended with, as far as Ray Train tells."""
-    from ray.train import ControllerError
-    from ray.train.v2.api.exceptions import PreemptionError, WorkerGroupError
-
-    if isinstance(error, WorkerGroupError) and error.worker_failures:
-        for rank, failure in sorted(error.worker_failures.items()):
-            yield _rank_error(rank, failure, str(error))
-    elif isinstance(error, ControllerError):
-        yield _controller_error(error.controller_failure)
-    elif isinstance(error, PreemptionError):
-        ranks = error.preemption_info.preempted_ranks
-        yield RankError(None, "Preempted", f"the nodes of ranks {ranks} are being taken away", kind="node_died")
-    else:
-        yield RankError(None, type(error).__name__, str(error), kind="controller_died")
-
-
-def _controller_error(cause: BaseException) -> RankError:
-    from ray.exceptions import RayActorError
-
-    if isinstance(cause, RayActorError):  # a worker that died while the group was still being started
-        return _death(None, str(cause))
-    kinds: dict[str, Kind] = {
-        "WorkerGroupStartupTimeoutError": "startup_timeout",
-        "WorkerGroupStartupFailedError": "startup_failed",
-        "InsufficientClusterResourcesError": "startup_failed",
-    }
-    return RankError(
-        None, type(cause).__name__, str(cause), kind=kinds.get(type(cause).__name__, "controller_died")
+def _free_placement_groups() -> None:
+    """A controller that was killed leaves its workers' CPUs reserved; on a Ray of our own all such are ours."""
+    from ray.util.placement_group import (
+        PlacementGroup,
+        PlacementGroupID,
+        placement_group_table,
+        remove_placement_group,
     )
 
-
-def _rank_error(rank: int, failure: BaseException, told: str) -> RankError:
-    from ray.exceptions import RayActorError
-    from ray.train.v2._internal.exceptions import (
-        WorkerHealthCheckFailedError,
-        WorkerHealthCheckTimeoutError,
-    )
-
-    if isinstance(failure, WorkerHealthCheckTimeoutError):
-        return RankError(rank, "WorkerHung", str(failure), kind="worker_hung")
-    if isinstance(failure, WorkerHealthCheckFailedError):
-        failure = failure.health_check_failure
-    if isinstance(failure, RayActorError):
-        return _death(rank, str(failure))
-    return RankError(
-        rank=int(getattr(failure, "rank", rank)),
-        type_name=str(getattr(failure, "type_name", type(failure).__name__)),
-        message=str(getattr(failure, "message", failure)),
-        traceback=str(getattr(failure, "traceback", told)),
-        at=getattr(failure, "at", None),
-        bases=tuple(getattr(failure, "bases", [c.__name__ for c in type(failure).__mro__])),
-    )
-
-
-def _death(rank: int | None, text: str) -> RankError:
-    """From Ray's many lines on a dead actor to one that says who, where and what is known of why."""
-    found = {k: v for k, v in re.findall(r"^\s*(pid|ip): (\S+)$", text, re.MULTILINE)}
-    who = f"process {found.get('pid', '?')} on {found.get('ip', '?')}"
-    lower = text.lower()
-    if "node running low on memory" in lower:
-        return RankError(rank, "OutOfMemory", f"{who} was killed by Ray: its node ran low on memory", text, kind="out_of_memory")
-    if re.search(r"node (has )?died|node was terminated|node is dead|node failure", lower):
-        return RankError(rank, "NodeDied", f"the node of {who} is gone", text, kind="node_died")
-    why = "SIGKILL, the kernel's out-of-memory killer, or a crash"
-    if (code := re.search(r"exit code[ :]+(-?\d+)", lower)) and code[1] != "0":
-        why = f"exit code {code[1]}"
-    return RankError(rank, "WorkerDied", f"{who} ended without a word ({why})", text, kind="worker_died")
+    for group, facts in placement_group_table().items():
+        if facts["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(group)))

@@ -26,6 +26,9 @@ from raydist.errors import DataError
 MASKED = -100
 """The target of a position that takes no part in the loss (torch's `ignore_index`)."""
 
+_AHEAD = 4096
+"""Ids that are computed at once: the permutation's cost is per call for few of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
@@ -59,6 +62,7 @@ class Batches:
         self.seed = seed
         self.fingerprint = fingerprint
         self._order: tuple[int, Permutation] | None = None
+        self._ahead: tuple[int, int, IntArray] = (-1, 0, np.empty(0, dtype=np.int64))
 
     @property
     def steps_per_epoch(self) -> int:
@@ -75,8 +79,13 @@ class Batches:
     def ids(self, cursor: Cursor) -> IntArray:
         """Sample ids of the global batch at `cursor`, int64 [global_batch]; shorter at the end of an
         epoch."""
-        stop = min(cursor.offset + self.global_batch, self.n_samples)
-        return self.order(cursor.epoch)(np.arange(cursor.offset, stop, dtype=np.int64))
+        offset, stop = cursor.offset, min(cursor.offset + self.global_batch, self.n_samples)
+        epoch, first, ids = self._ahead
+        if epoch != cursor.epoch or offset < first or stop > first + len(ids):
+            last = min(offset + max(self.global_batch, _AHEAD), self.n_samples)
+            ids, first = self.order(cursor.epoch)(np.arange(offset, last, dtype=np.int64)), offset
+            self._ahead = (cursor.epoch, first, ids)
+        return ids[offset - first : stop - first].copy()
 
     def after(self, cursor: Cursor) -> Cursor:
         """The cursor once the batch at `cursor` is trained."""
@@ -269,7 +278,5 @@ class Loader:
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()

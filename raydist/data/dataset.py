@@ -151,9 +151,7 @@ class TokenSplit:
             with pa.memory_map(str(path)) as file:
                 column = pa.ipc.open_file(file).get_batch(0).column(0)
         except (OSError, pa.ArrowException) as error:
-            raise DataError(
-                f"{path} cannot be read: {error}", "`raydist data verify` lists all damage"
-            ) from error
+            raise DataError(f"{path} cannot be read: {error}", "`raydist data verify` lists all damage") from error
         tokens: Tokens = column.to_numpy(zero_copy_only=True)
         if len(tokens) != shard.tokens or tokens.dtype != self.dtype:
             raise DataError(
@@ -224,9 +222,7 @@ class Windows:
         """
         ids = np.asarray(ids, dtype=np.int64)
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= len(self)):
-            raise IndexError(
-                f"[{ids.min()}, {ids.max()}] is not within the {len(self)} samples of {self.split.name}"
-            )
+            raise IndexError(f"[{ids.min()}, {ids.max()}] is not within the {len(self)} samples of {self.split.name}")
         end, width = self.split.end, self.context + 1
         starts = ids * self.context
         whole = starts + width <= len(self.split)

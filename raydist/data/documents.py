@@ -37,13 +37,9 @@ def read(piece: Piece, column: str) -> Iterator[Document]:
         else:
             yield from _parquet(piece, column)
     except FileNotFoundError as error:
-        raise DataError(
-            f"{piece.file.name} is gone", "do not change the sources while they are prepared"
-        ) from error
+        raise DataError(f"{piece.file.name} is gone", "do not change the sources while they are prepared") from error
     except (OSError, pa.ArrowException) as error:
-        raise DataError(
-            f"{piece.file.name} cannot be read: {error}", "check the file and its rights"
-        ) from error
+        raise DataError(f"{piece.file.name} cannot be read: {error}", "check the file and its rights") from error
 
 
 def of_record(record: Any, where: str, *, raw: bool = False) -> Document | None:
@@ -57,9 +53,7 @@ def of_record(record: Any, where: str, *, raw: bool = False) -> Document | None:
         try:
             return record.encode() or None
         except UnicodeEncodeError as error:
-            raise DataError(
-                f"{where}: {error.reason}", "a lone surrogate is no text: clean the corpus"
-            ) from error
+            raise DataError(f"{where}: {error.reason}", "a lone surrogate is no text: clean the corpus") from error
     if isinstance(record, bytes):
         return (record if raw else _utf8(record, where, lambda: 0)) or None
     try:
@@ -68,9 +62,7 @@ def of_record(record: Any, where: str, *, raw: bool = False) -> Document | None:
             return ids.astype(np.int64) if ids.size else None
     except (ValueError, OverflowError):
         pass
-    raise DataError(
-        f"{where}: a document is {type(record).__name__}", "give str, bytes or a list of token ids"
-    )
+    raise DataError(f"{where}: a document is {type(record).__name__}", "give str, bytes or a list of token ids")
 
 
 def _utf8(text: bytes, name: str, offset: Callable[[], int]) -> bytes:

@@ -92,12 +92,16 @@ class DatasetIndex:
 
     def to_bytes(self) -> bytes:
         """The one way in which an index is written: verify compares with it byte for byte."""
-        return (json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n").encode()
+        return (json.dumps({**self.to_dict(), "hash": self._hash()}, indent=1, ensure_ascii=False) + "\n").encode()
+
+    def _hash(self) -> str:
+        """Of the index itself, which no other file vouches for."""
+        return xxhash.xxh3_128_hexdigest(json.dumps(self.to_dict(), sort_keys=True).encode())
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> DatasetIndex:
         """The inverse of `to_dict`. Raises KeyError or TypeError if it is no such dict."""
-        fields = {k: v for k, v in raw.items() if k not in ("format", "version")}
+        fields = {k: v for k, v in raw.items() if k not in ("format", "version", "hash")}
         for name in SPLITS:
             split = dict(fields[name])
             fields[name] = SplitIndex(**{**split, "shards": tuple(Shard(**s) for s in split["shards"])})
@@ -108,9 +112,7 @@ class DatasetIndex:
 def fingerprint(train: SplitIndex, evaluation: SplitIndex, tokenizer: TokenizerIndex) -> str:
     """xxh3-128 in hex over the hashes of all shards and the tokenizer."""
     hashes = [[s.hash for s in split.shards] for split in (train, evaluation)]
-    return xxhash.xxh3_128_hexdigest(
-        json.dumps([hashes, tokenizer.hash, tokenizer.vocab_size, tokenizer.end]).encode()
-    )
+    return xxhash.xxh3_128_hexdigest(json.dumps([hashes, tokenizer.hash, tokenizer.vocab_size, tokenizer.end]).encode())
 
 
 def read(storage: Storage) -> DatasetIndex:
@@ -132,11 +134,7 @@ def read(storage: Storage) -> DatasetIndex:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(
-            f"{storage.uri}/{INDEX} is damaged: {error}", "delete it and prepare it again"
-        ) from error
-    if index.fingerprint != fingerprint(index.train, index.eval, index.tokenizer):
-        raise DataError(
-            f"{storage.uri}/{INDEX} is damaged: its fingerprint is another", "delete it and prepare it again"
-        )
+        raise DataError(f"{storage.uri}/{INDEX} is damaged: {error}", "delete it and prepare it again") from error
+    if raw.get("hash") != index._hash():
+        raise DataError(f"{storage.uri}/{INDEX} is damaged: its hash is another", "delete it and prepare it again")
     return index

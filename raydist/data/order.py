@@ -59,9 +59,7 @@ class Permutation:
     def __call__(self, positions: npt.ArrayLike) -> IntArray:
         """Positions in the order -> sample ids; int64, any shape. Raises IndexError outside [0, n)."""
         x = self._checked(positions)
-        return (
-            x if x.size == 0 else self._table[x] if self._table is not None else self._walk(x, inverse=False)
-        )
+        return x if x.size == 0 else self._table[x] if self._table is not None else self._walk(x, inverse=False)
 
     def inverse(self, ids: npt.ArrayLike) -> IntArray:
         """Sample ids -> their positions in the order. Raises IndexError outside [0, n)."""
@@ -89,9 +87,7 @@ class Permutation:
         halves = [x & self._masks[0], x >> self._low_bits]
         for i in range(_ROUNDS - 1, -1, -1) if inverse else range(_ROUNDS):
             changed = i % 2
-            halves[changed] = halves[changed] ^ (
-                _mix(halves[1 - changed] + self._keys[i]) & self._masks[changed]
-            )
+            halves[changed] = halves[changed] ^ (_mix(halves[1 - changed] + self._keys[i]) & self._masks[changed])
         return halves[0] | (halves[1] << self._low_bits)
 
 

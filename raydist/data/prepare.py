@@ -176,9 +176,9 @@ def _make_all(
         report()
     made_all = [done[b.number] for b in plan.blocks]
     if not any(m.part(name).documents for m in made_all for name in SPLITS):
-        raise DataError(
-            f"source {', '.join(plan.names)} is empty: no document in it", "give sources with text in them"
-        )
+        for block in plan.blocks:
+            storage.delete(shards.journal_file(block.number))
+        raise DataError(f"source {', '.join(plan.names)} is empty: no document in it", "give sources with text in them")
     return made_all, tokenizer
 
 
@@ -231,9 +231,7 @@ def _sample(plan: Plan, threshold: int) -> Iterator[str]:
                     break
 
 
-def _commit(
-    storage: Storage, plan: Plan, made: Sequence[Made], tokenizer: tokenizers.Tokenizer
-) -> DatasetIndex:
+def _commit(storage: Storage, plan: Plan, made: Sequence[Made], tokenizer: tokenizers.Tokenizer) -> DatasetIndex:
     raw = tokenizer.to_bytes()
     token = TokenizerIndex(plan.tokenizer, tokenizer.vocab_size, tokenizer.end, hash_of(raw))
     splits = {name: _joined(made, name) for name in SPLITS}
@@ -293,9 +291,7 @@ def _sweep(storage: Storage, keep: set[str]) -> None:
 def _forget(storage: Storage, fresh: bool) -> None:
     """After an error in the input: leaves finished blocks for the next try, and nothing at all where there is
     none."""
-    if storage.size(INDEX) is not None or any(
-        n.startswith(f"{JOURNAL}/block-") for n in storage.files(JOURNAL)
-    ):
+    if storage.size(INDEX) is not None or any(n.startswith(f"{JOURNAL}/block-") for n in storage.files(JOURNAL)):
         return
     _sweep(storage, set())
     storage.delete(JOURNAL)

@@ -128,9 +128,7 @@ def make(job: Job, block: Block) -> Made:
     """Writes the shards of a block, then its journal entry. Raises DataError, StorageError."""
     tokenizer = tokenizers.from_bytes(job.tokenizer_name, job.tokenizer_file)
     storage = Storage(job.out)
-    writers = {
-        name: _Writer(storage, f"{name}-{block.number:06d}", job.shard_tokens, tokenizer) for name in SPLITS
-    }
+    writers = {name: _Writer(storage, f"{name}-{block.number:06d}", job.shard_tokens, tokenizer) for name in SPLITS}
     content = xxhash.xxh3_128()
     histogram = np.zeros(256, dtype=np.int64)
     low, high = 1 << 64, -1

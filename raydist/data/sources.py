@@ -11,7 +11,7 @@ Runs anywhere: in the process that prepares, and in Ray Data's tasks. numpy and 
 By its name a file is Parquet (.parquet, .pq), JSON lines (.jsonl, .ndjson), or text; .gz, .zst, .bz2, .lz4
 and .br are undone. A row or line is one document: text, bytes, or a list of token ids. A text file is one
 document; where there are fewer than 1024 of them, they are cut at line ends into about as many, so that what
-is held out for evaluation is of many places. Hidden files, and __pycache__, are passed over in folders.
+is held out for evaluation is of many places. Hidden files, and __pycache__, are passed over in folders, and by a glob that names none.
 """
 
 from __future__ import annotations
@@ -127,9 +127,7 @@ def records(source: str) -> Iterable[Any]:
             f"source {source}: no module {error.name!r}", "run from the folder that holds it, or install it"
         ) from None
     except AttributeError:
-        raise DataError(
-            f"source {source}: {module} has no {attribute!r}", "check the name after the colon"
-        ) from None
+        raise DataError(f"source {source}: {module} has no {attribute!r}", "check the name after the colon") from None
     documents = found() if callable(found) else found
     if isinstance(documents, str | bytes) or not isinstance(documents, Iterable):
         raise DataError(
@@ -148,18 +146,14 @@ def find(source: str) -> list[SourceFile]:
             files = _list(source)
         except (OSError, pa.ArrowException, UserError) as error:
             reason = error.message if isinstance(error, UserError) else str(error)
-            raise DataError(
-                f"source {source}: {reason}", "check the path or URI, and that it may be read"
-            ) from error
+            raise DataError(f"source {source}: {reason}", "check the path or URI, and that it may be read") from error
     if not files:
         raise DataError(
             f"source {source}: no such file, and nothing that matches",
             "give a file, a folder, or a quoted glob",
         )
     if not any(f.size for f in files):
-        raise DataError(
-            f"source {source} is empty: {len(files)} files, 0 bytes", "give files with text in them"
-        )
+        raise DataError(f"source {source} is empty: {len(files)} files, 0 bytes", "give files with text in them")
     return files
 
 
@@ -177,17 +171,16 @@ def _standard_library() -> list[SourceFile]:
 
 
 def _list(source: str) -> list[SourceFile]:
-    magic = "*[" if "://" in source else "*?["
-    base, pattern = source, ""
-    first = next((i for i, c in enumerate(source) if c in magic), None)
-    if first is not None and not ("://" not in source and Path(source).expanduser().exists()):
-        base, _, pattern = source[:first].rpartition("/")
-        base, pattern = (
-            base or ("/" if source.startswith("/") else "."),
-            source[len(base) + 1 if "/" in source[:first] else 0 :],
-        )
-    storage = Storage(base)
-    root = "" if storage.local is not None else base
+    remote = "://" in source
+    place, mark, query = source.partition("?") if remote else (source, "", "")
+    base, pattern = place, ""
+    first = next((i for i, c in enumerate(place) if c in ("*[" if remote else "*?[")), None)
+    if first is not None and (remote or not Path(place).expanduser().exists()):
+        cut = place.rfind("/", 0, first)
+        base, pattern = place[:cut] if cut > 0 else "/" if cut == 0 else ".", place[cut + 1 :]
+    uri = base + mark + query
+    storage = Storage(uri)
+    root = "" if storage.local is not None else uri
     info = storage.fs.get_file_info(storage.root)
     if info.type == pafs.FileType.File:
         return [] if pattern else [_file(root, info, source)]
@@ -199,7 +192,9 @@ def _list(source: str) -> list[SourceFile]:
         inside = PurePosixPath(entry.path).relative_to(storage.root)
         if entry.type != pafs.FileType.File or "__pycache__" in inside.parts:
             continue
-        if wanted.fullmatch(str(inside)) if wanted else not any(p.startswith(".") for p in inside.parts):
+        if "/." in f"/{inside}" and "/." not in f"/{pattern}":
+            continue
+        if wanted is None or wanted.fullmatch(str(inside)):
             found.append(_file(root, entry, f"{base.rstrip('/')}/{inside}" if base != "." else str(inside)))
     return sorted(found, key=lambda f: f.path)
 
@@ -280,9 +275,7 @@ def parquet(file: SourceFile, column: str) -> pq.ParquetFile:
     try:
         table = pq.ParquetFile(filesystem(file.root).open_input_file(file.path))
     except (OSError, pa.ArrowException) as error:
-        raise DataError(
-            f"{file.name}: no Parquet file that can be read: {error}", "check the file"
-        ) from error
+        raise DataError(f"{file.name}: no Parquet file that can be read: {error}", "check the file") from error
     names = table.schema_arrow.names
     if column not in names:
         raise missing_column(file.name, column, names)
@@ -292,9 +285,7 @@ def parquet(file: SourceFile, column: str) -> pq.ParquetFile:
 def missing_column(where: str, column: str, names: Iterable[str]) -> DataError:
     """The error for a file, or a line of one, without the column of the text."""
     there = ", ".join(names) or "none at all"
-    return DataError(
-        f'{where}: no column "{column}"', f"choose one with --column (data.column); there are: {there}"
-    )
+    return DataError(f'{where}: no column "{column}"', f"choose one with --column (data.column); there are: {there}")
 
 
 def code_of(source: str) -> str:
@@ -308,8 +299,6 @@ def code_of(source: str) -> str:
     except ImportError:
         spec = None
     if spec is None:
-        raise DataError(
-            f"source {source}: no module {module!r}", "run from the folder that holds it, or install it"
-        )
+        raise DataError(f"source {source}: no module {module!r}", "run from the folder that holds it, or install it")
     path = Path(spec.origin or "")
     return xxhash.xxh3_128_hexdigest(path.read_bytes()) if path.is_file() else ""

@@ -162,9 +162,7 @@ def load(name: str) -> Tokenizer:
     if name == "bytes":
         return Bytes()
     if vocabulary(name) is not None:
-        raise DataError(
-            f"tokenizer {name!r} is trained with the corpus", "prepare a dataset with it, and load that"
-        )
+        raise DataError(f"tokenizer {name!r} is trained with the corpus", "prepare a dataset with it, and load that")
     try:
         return Library(name, Path(name).expanduser().read_bytes())
     except OSError as error:

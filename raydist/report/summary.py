@@ -1,6 +1,7 @@
 """What `raydist show` and `raydist runs` tell, from the run folder alone: no cluster, while it trains and after.
 
-Runs anywhere. Must not import torch or ray (of the worker only the manifest, which is plain python). docs/records.md is the interface.
+Runs anywhere. Must not import torch or ray; of the worker it takes the manifest, which is plain python.
+docs/records.md is the interface.
 """
 
 from __future__ import annotations

@@ -247,9 +247,12 @@ class JobSpec(Part):
                           "raise train.global_batch or take fewer workers")  # fmt: skip
         return self
 
-    def numbers(self) -> dict[str, Any]:
-        """The fields that change the numbers, as a flat dict of dotted names: what a resumed run must agree on."""
-        return {
+    def numbers(self, fingerprint: str) -> dict[str, Any]:
+        """The fields that change the numbers, as a flat dict of dotted names: what a resumed run must agree on.
+
+        `fingerprint` is the dataset's, which stands for where it came from.
+        """
+        return {"data.fingerprint": fingerprint} | {
             name: value
             for name, value in flatten(self.model_dump(mode="json")).items()
             if not any(name == x or name.startswith(x + ".") for x in self.numbers_exclude)

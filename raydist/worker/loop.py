@@ -114,7 +114,7 @@ class _Run:
         self.eval_loss: float | None = None
         self.evaluated = 0
         self.state = TrainState(model, self.optimizer)
-        self.numbers = {**spec.numbers(), "data.fingerprint": dataset.fingerprint}
+        self.numbers = spec.numbers(dataset.fingerprint)
         self._resume()
         self.saver = Saver(
             job.run,

@@ -30,8 +30,8 @@ class _Log:
     def __init__(self, run: RunDir, quiet: bool) -> None:
         self._log, self._quiet = RunLog(run), quiet
 
-    def begin(self, attempt: int) -> None:
-        self._log.attempt(attempt, 0)
+    def begin(self, attempt: int, resume_step: int) -> None:
+        self._log.attempt(attempt, resume_step)
 
     def push(self, records: list[dict[str, Any]], events: list[dict[str, Any]]) -> str | None:
         for raw in events:
@@ -93,7 +93,7 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
     if first:
         run.storage.write(SPEC, dump(spec).encode())
         log = _Log(run, quiet=options.json)
-        log.begin(attempt)
+        log.begin(attempt, max(run.committed(), default=0))
     try:
         job = Job(spec, run, dataset, attempt, options.until, options.allow_spec_change)
         outcome = train(job, rank, Door(log.push, log.durable) if log else None).to_dict()

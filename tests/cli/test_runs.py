@@ -89,7 +89,7 @@ def test_runs_json_is_a_list(run: RunDir) -> None:
 def test_tables(run: RunDir) -> None:
     """For people: the same facts as tables."""
     table = call("runs", "--storage", str(Path(run.uri).parent))
-    assert [word for word in table.splitlines() if "a-run" in word][0].split() == [
+    assert next(word for word in table.splitlines() if "a-run" in word).split() == [
         "a-run",
         "finished",
         "3",

@@ -22,7 +22,9 @@ from raydist.cluster.trainer import AttemptResult, run_attempt
 class Told(Exception):
     """What raydist.worker.entry raises: plain facts, picklable."""
 
-    def __init__(self, rank: int, type_name: str, message: str, traceback: str, at: float, bases: tuple[str, ...]) -> None:
+    def __init__(
+        self, rank: int, type_name: str, message: str, traceback: str, at: float, bases: tuple[str, ...]
+    ) -> None:
         super().__init__(rank, type_name, message, traceback, at, bases)
         self.rank, self.type_name, self.message = rank, type_name, message
         self.traceback, self.at, self.bases = traceback, at, bases
@@ -44,7 +46,10 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
         "pid": os.getpid(),
         "parent": os.getppid(),
         "torch": "torch" in sys.modules,
-        "env": {k: os.environ.get(k) for k in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "OURS")},
+        "env": {
+            k: os.environ.get(k)
+            for k in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "OURS")
+        },
         "cwd": os.getcwd(),
     }
     if started := config.get("started"):
@@ -53,7 +58,9 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
         case "raise":
             raise ValueError("bad sample 17")
         case "told":
-            raise Told(rank, "NonFinite", "loss is nan", "Traceback: told", time.time(), ("NonFinite", "TrainingStopped"))
+            raise Told(
+                rank, "NonFinite", "loss is nan", "Traceback: told", time.time(), ("NonFinite", "TrainingStopped")
+            )
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "exit":
@@ -80,7 +87,13 @@ def _dial(address: tuple[str, int]) -> Any:
 
 def attempt(session: Session, config: dict[str, Any] | None = None, **kwargs: Any) -> AttemptResult:
     """One attempt of `train` on two workers of half a CPU each."""
-    defaults: dict[str, Any] = {"run_name": "t", "workers": 2, "cpus_per_worker": 0.5, "gpus_per_worker": 0, "env": {"OURS": "1"}}
+    defaults: dict[str, Any] = {
+        "run_name": "t",
+        "workers": 2,
+        "cpus_per_worker": 0.5,
+        "gpus_per_worker": 0,
+        "env": {"OURS": "1"},
+    }
     return run_attempt(train, config or {}, session=session, **{**defaults, **kwargs})
 
 
@@ -102,7 +115,12 @@ def _main() -> None:
         env = worker_environment()
         with open_session(rest[0], env=env, log_dir=Path(rest[1]), working_dir=Path.cwd()) as session:
             result = attempt(session)
-            _say(private=session.private, address=session.address, value=result.value, cause=result.failure and result.failure.cause)
+            _say(
+                private=session.private,
+                address=session.address,
+                value=result.value,
+                cause=result.failure and result.failure.cause,
+            )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,11 @@ def job(**cluster: Any) -> JobSpec:
         ({"workers": 3, "cpus_per_worker": 3}, [{"CPU": 4.0}, {"CPU": 4.0}], "2 nodes with 8 CPUs in all: 2 would fit"),
         ({"workers": 2, "cpus_per_worker": 0.5}, [{"CPU": 1.0}], None),
         ({"workers": 10, "cpus_per_worker": 0.1}, [{"CPU": 1.0}], None),
-        ({"workers": 2, "gpus_per_worker": 1}, [{"CPU": 8.0}], "2 workers of 1 CPU and 1 GPU, the cluster has 1 node with 8 CPUs"),
+        (
+            {"workers": 2, "gpus_per_worker": 1},
+            [{"CPU": 8.0}],
+            "2 workers of 1 CPU and 1 GPU, the cluster has 1 node with 8 CPUs",
+        ),
         ({"workers": 4}, [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}], None),
         ({"workers": 1, "cpus_per_worker": 64}, [{"CPU": 8.0}], "ask less of each worker"),
     ],

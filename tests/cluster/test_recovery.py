@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from raydist.cluster.recovery import (
@@ -127,7 +129,7 @@ def story(*past: tuple[str, int], committed: int) -> History:
 
 
 A, B, C = "ValueError: a", "KeyError: b", "OSError: c"
-DECIDED = {
+DECIDED: dict[str, tuple[Failure, History, type[Policy], Any]] = {
     "the first": (fail(A), story(committed=0), Policy, 0.0),
     "the second waits": (fail(B), story((A, 0), committed=0), Policy, 1.0),
     "the third waits twice as long": (fail(C), story((A, 0), (B, 0), committed=0), Policy, 2.0),

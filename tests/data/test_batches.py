@@ -19,7 +19,13 @@ def shared(batches: Batches, cursor: Cursor, world: int, micro: int) -> list[int
     return [int(i) for rank in range(world) for part in share(ids, rank, world, micro) for i in part]
 
 
-@given(n=SAMPLES, size=GLOBAL, worlds=st.lists(WORLD, min_size=1, max_size=4), micro=MICRO, seed=st.integers(0, 99))
+@given(
+    n=SAMPLES,
+    size=GLOBAL,
+    worlds=st.lists(WORLD, min_size=1, max_size=4),
+    micro=MICRO,
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=120, deadline=None)
 def test_every_sample_of_an_epoch_exactly_once(n: int, size: int, worlds: list[int], micro: int, seed: int) -> None:
     """Over two epochs, with another number of ranks at every step: no sample is missing, none comes twice."""
@@ -40,7 +46,8 @@ def test_every_sample_of_an_epoch_exactly_once(n: int, size: int, worlds: list[i
 def test_resumes_anywhere_with_any_number_of_ranks(
     n: int, size: int, step: int, old: int, new: int, micro: int
 ) -> None:
-    """From a cursor that went through a checkpoint, another process with other ranks trains the very same sequence."""
+    """From a cursor that went through a checkpoint, another process with other ranks trains the very same
+    sequence."""
     first = Batches(n, size, 3, "f")
     cursor = Cursor()
     for _ in range(step):
@@ -56,7 +63,8 @@ def test_resumes_anywhere_with_any_number_of_ranks(
 @given(n=st.integers(1, 500), world=WORLD, micro=MICRO)
 @settings(max_examples=200, deadline=None)
 def test_shares_make_up_the_batch(n: int, world: int, micro: int) -> None:
-    """Shares in the order of ranks are the batch; all ranks have as many micro-batches, none of which is too large."""
+    """Shares in the order of ranks are the batch; all ranks have as many micro-batches, none of which is too
+    large."""
     ids = np.arange(n) * 7
     shares = [share(ids, rank, world, micro) for rank in range(world)]
     assert np.array_equal(np.concatenate([p for s in shares for p in s]), ids)
@@ -69,7 +77,8 @@ def test_shares_make_up_the_batch(n: int, world: int, micro: int) -> None:
 
 
 def test_ids_do_not_depend_on_the_past() -> None:
-    """At sample 10^11 - 5 of an epoch the batch is known at once: it is computed from the cursor, not walked to."""
+    """At sample 10^11 - 5 of an epoch the batch is known at once: it is computed from the cursor, not walked
+    to."""
     batches = Batches(10**11, 8, 0, "f")
     ids = batches.ids(Cursor(7, 10**11 - 5))
     assert len(ids) == 5

@@ -6,7 +6,6 @@ import pickle
 from pathlib import Path
 
 import numpy as np
-import pyarrow.fs as pafs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +25,6 @@ def remote(folder: Path) -> Storage:
     """That folder as a filesystem that is not known to be local, as s3 would be."""
     storage = Storage(folder)
     storage.local = None
-    storage.fs = pafs.SubTreeFileSystem("/", pafs.LocalFileSystem())
     return storage
 
 
@@ -60,7 +58,8 @@ def test_views_are_not_copies(dataset: TokenDataset) -> None:
 
 
 def test_text_comes_back(dataset: TokenDataset, corpus: Path) -> None:
-    """Train and eval documents, decoded, are the pieces of the files, none lost, none twice; each ends with an end."""
+    """Train and eval documents, decoded, are the pieces of the files, none lost, none twice; each ends with
+    an end."""
     texts = []
     for name in ("train", "eval"):
         tokens = everything(dataset.split(name))
@@ -75,7 +74,8 @@ def test_text_comes_back(dataset: TokenDataset, corpus: Path) -> None:
 
 @pytest.mark.parametrize("context", [1, 7, 64, 999, 5_000])
 def test_windows_cover_every_target_once(dataset: TokenDataset, whole: np.ndarray, context: int) -> None:
-    """In the order of ids, tokens and unmasked targets are the split, shifted by one; windows may cross shards."""
+    """In the order of ids, tokens and unmasked targets are the split, shifted by one; windows may cross
+    shards."""
     split = dataset.split("train")
     windows = Windows(split, context)
     assert len(windows) == -(-(len(split) - 1) // context)
@@ -155,7 +155,8 @@ def test_a_folder_without_an_index_is_no_dataset(tmp_path: Path, dataset: TokenD
 def test_a_remote_dataset_is_cached_once_and_checked(
     dataset: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the shards that are touched are fetched; the cache then serves without the storage; damage is refused."""
+    """Only the shards that are touched are fetched; the cache then serves without the storage; damage is
+    refused."""
     monkeypatch.setenv("RAYDIST_CACHE", str(tmp_path / "cache"))
     copy = tmp_path / "copy"
     copy.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import numpy as np
@@ -32,7 +33,7 @@ def test_gives_the_ranks_share_of_each_step(windows: Windows) -> None:
     assert len(steps) == 4
     assert [s.cursor.epoch for s in steps] == [0, 0, 1, 1]
     assert steps[0].cursor == start
-    for before, behind in zip(steps, steps[1:], strict=False):
+    for before, behind in itertools.pairwise(steps):
         assert behind.cursor == before.after == batches.after(before.cursor)
     for step in steps:
         assert np.array_equal(step.ids, batches.ids(step.cursor))
@@ -85,7 +86,8 @@ class _Counting:
 
 
 def test_the_queue_is_bounded_and_close_ends_it() -> None:
-    """With nobody consuming, `prefetch` batches and one in hand are made, no more; `close` ends the waiting thread."""
+    """With nobody consuming, `prefetch` batches and one in hand are made, no more; `close` ends the waiting
+    thread."""
     source = _Counting()
     loader = Loader(source, Batches(10**9, 4, 0, "f"), Cursor(), micro_batch=4, prefetch=3)
     for _ in range(4):

@@ -38,7 +38,8 @@ def test_large_orders_invert(n: int, key: int, data: st.DataObject) -> None:
 
 
 def test_values_never_change() -> None:
-    """The order is part of what a checkpoint means: these values hold for every version, machine and library."""
+    """The order is part of what a checkpoint means: these values hold for every version, machine and
+    library."""
     golden = {
         10: Permutation(10, 1)(np.arange(6)).tolist(),
         10_000: Permutation(10_000, 2**127 + 3)(np.arange(6)).tolist(),
@@ -99,7 +100,8 @@ def test_tiny_orders_are_uniform_over_all_permutations(n: int) -> None:
 
 @pytest.mark.parametrize("n", [4_097, 5_000, 8_193])
 def test_small_networks_mix(n: int) -> None:
-    """Just above the table: over keys, where a position goes is uniform, alone and together with its neighbour."""
+    """Just above the table: over keys, where a position goes is uniform, alone and together with its
+    neighbour."""
     trials, bins = 3_000, 16
     firsts = np.array([Permutation(n, key)([0, 1, n - 1]) for key in range(trials)]) * bins // n
     for column in range(3):

@@ -31,7 +31,15 @@ def read(names: Sequence[str], column: str = "text", block_bytes: int = 1 << 20)
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """Files at several depths, some of which are not meant."""
-    for name in ("b.txt", "a/x.txt", "a/y.md", "a/deep/z.txt", ".hidden", ".git/config", "a/__pycache__/x.pyc"):
+    for name in (
+        "b.txt",
+        "a/x.txt",
+        "a/y.md",
+        "a/deep/z.txt",
+        ".hidden",
+        ".git/config",
+        "a/__pycache__/x.pyc",
+    ):
         path = tmp_path / "tree" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
@@ -48,6 +56,8 @@ def tree(tmp_path: Path) -> Path:
         ("/a/**", ["a/deep/z.txt", "a/x.txt", "a/y.md"]),
         ("/*/?.[mt]*", ["a/x.txt", "a/y.md"]),
         ("/a/d*/z.txt", ["a/deep/z.txt"]),
+        ("/**", ["a/deep/z.txt", "a/x.txt", "a/y.md", "b.txt"]),
+        ("/.*", [".hidden"]),
     ],
 )
 def test_finds_files_folders_and_globs(tree: Path, pattern: str, found: list[str]) -> None:
@@ -125,12 +135,15 @@ def test_few_text_files_are_cut_and_many_are_not(tmp_path: Path) -> None:
 @pytest.fixture
 def rows() -> list[str]:
     """Texts with what JSON must escape."""
-    return [f"row {i} \"λ\"\n\\ {'x' * i}" for i in range(40)]
+    return [f'row {i} "λ"\n\\ {"x" * i}' for i in range(40)]
 
 
 def test_json_lines(tmp_path: Path, rows: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each line's column is a document; nulls, empty texts and blank lines are not; pieces and gzip change nothing."""
-    body = "\ufeff" + "\n".join([*(json.dumps({"id": 1, "body": r}) for r in rows), "", '{"body": null}', '{"body": ""}'])
+    """Each line's column is a document; nulls, empty texts and blank lines are not; pieces and gzip change
+    nothing."""
+    body = "\ufeff" + "\n".join(
+        [*(json.dumps({"id": 1, "body": r}) for r in rows), "", '{"body": null}', '{"body": ""}']
+    )
     (tmp_path / "c.jsonl").write_bytes(body.encode())
     (tmp_path / "d.ndjson.gz").write_bytes(gzip.compress(body.encode()))
     expected = [r.encode() for r in rows]
@@ -187,7 +200,8 @@ def test_places_are_right_in_later_pieces(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_bad_parquet_columns(tmp_path: Path) -> None:
-    """A missing column is found before anything is read, with those there are; text that is no UTF-8 has its row."""
+    """A missing column is found before anything is read, with those there are; text that is no UTF-8 has its
+    row."""
     pq.write_table(pa.table({"a": ["x"], "b": [1]}), tmp_path / "c.parquet")
     with pytest.raises(DataError, match=r'c\.parquet: no column "text"\n.*there are: a, b'):
         sources.plan(sources.find(str(tmp_path)), "text", 1 << 20)
@@ -246,7 +260,11 @@ def test_a_users_own_source(module: str) -> None:
 
 @pytest.mark.parametrize(
     ("attribute", "message"),
-    [("none", "has no 'none'"), ("number", "gives int, not an iterable"), ("bad", "document 0: a document is dict")],
+    [
+        ("none", "has no 'none'"),
+        ("number", "gives int, not an iterable"),
+        ("bad", "document 0: a document is dict"),
+    ],
 )
 def test_a_users_source_that_is_wrong(module: str, attribute: str, message: str) -> None:
     """Each mistake is one DataError that names the source."""

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from raydist.data import tokenizers
 from raydist.errors import DataError
 
-TEXT = ["the rank and the shard", "größe, naïve λ\n\n", "a" * 50, "the loss of the rank <|endoftext|> is not the end"]
+TEXT = [
+    "the rank and the shard",
+    "größe, naïve λ\n\n",
+    "a" * 50,
+    "the loss of the rank <|endoftext|> is not the end",
+]
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), max_size=5))
@@ -28,7 +33,8 @@ def test_bytes_round_trip(texts: list[str]) -> None:
 
 
 def test_bpe_round_trips_and_is_no_larger_than_asked() -> None:
-    """Text of other letters than it was trained on survives too, and text that spells the end is not the end."""
+    """Text of other letters than it was trained on survives too, and text that spells the end is not the
+    end."""
     tokenizer = tokenizers.train("bpe:290", iter(TEXT))
     assert tokenizer.vocab_size == 290
     for text in [*TEXT, "日本 \x00 🙂"]:

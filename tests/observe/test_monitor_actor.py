@@ -62,7 +62,7 @@ def test_a_killed_monitor_comes_back(run: RunDir, rows: Rows) -> None:
     ray.get(monitor.push.remote(rows(range(1, 4)), []))
     ray.get(monitor.flush.remote())
     before = last_word(run)
-    pid = get_actor(monitor._actor_id.hex()).pid
+    pid = get_actor(monitor._actor_id.hex(), address=ray.get_runtime_context().gcs_address).pid
     os.kill(pid, 9)
     deadline = time.monotonic() + 60
     while True:

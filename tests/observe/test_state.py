@@ -73,5 +73,5 @@ def test_state_is_strict_json_and_damage_is_told(run: RunDir) -> None:
     raw = json.loads(run.storage.read(STATE), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert (raw["v"], raw["loss"], raw["step"]) == (1, None, 7)
     run.storage.write(STATE, b'{"status": "running"}')
-    with pytest.raises(StorageError, match="state.json is damaged"):
+    with pytest.raises(StorageError, match=r"state\.json is damaged"):
         read_state(run)

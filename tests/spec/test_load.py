@@ -177,10 +177,10 @@ def test_dump_reads_back_to_the_same_spec() -> None:
 
 def test_numbers_are_what_changes_the_results() -> None:
     """The worker count leaves them alone; the learning rate, the batch and the seed do not."""
-    numbers = load(QUICKSTART).numbers()
-    assert load(QUICKSTART, ["cluster.workers=1", "checkpoint.every=7", "name=x"]).numbers() == numbers
+    numbers = load(QUICKSTART).numbers("f")
+    assert load(QUICKSTART, ["cluster.workers=1", "checkpoint.every=7", "name=x"]).numbers("f") == numbers
     for override in ("optim.lr=1", "train.global_batch=64", "train.seed=1", "model.width=64", "train.steps=9"):
-        assert load(QUICKSTART, [override]).numbers() != numbers
+        assert load(QUICKSTART, [override]).numbers("f") != numbers
 
 
 TREES = st.recursive(st.integers(), lambda t: st.dictionaries(st.sampled_from("abc"), t, max_size=3), max_leaves=8)

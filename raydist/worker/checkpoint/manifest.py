@@ -134,7 +134,7 @@ def read(run: RunDir, step: int) -> Manifest:
         if found.step != step:
             raise ValueError(f"is that of step {found.step}")
     except ValueError as error:
-        raise CheckpointCorrupt(f"{run.uri}/{path(step)} {error}", _MENDING) from error
+        raise CheckpointCorrupt(f"{run.uri}/{path(step)}: {error}", _MENDING) from error
     late = None if found.eval_loss is not None else _late_eval(run.storage, step)
     return replace(found, eval_loss=late) if late is not None else found
 

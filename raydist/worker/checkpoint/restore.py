@@ -79,7 +79,10 @@ def choose(
             _release(run, candidate)
         if problems:
             rejected += problems
-            on_event(Event("checkpoint_rejected", time.time(), {"step": candidate, "problems": problems}))
+            file, _, cause = problems[0].partition(": ")
+            more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
+            data = {"step": candidate, "file": file, "cause": cause + more}
+            on_event(Event("checkpoint_rejected", time.time(), data))
         if step is not None:
             break
     if rejected:

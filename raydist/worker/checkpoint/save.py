@@ -267,7 +267,7 @@ class Saver:
                 step=result.step,
                 bytes=result.bytes,
                 seconds=round(result.seconds, 3),
-                stalled=round(result.stalled, 4),
+                stall_seconds=round(result.stalled, 4),
             )
         else:
             self._say("checkpoint_failed", step=result.step, rank=result.failed_rank, cause=result.cause)

@@ -57,6 +57,11 @@ class Faulty(nn.Module):
         return self.inner(tokens_BT)  # type: ignore[no-any-return]
 
 
+def plain(model: ModelSpec) -> ModelSpec:
+    """The same without what is meant for this module."""
+    return model.model_copy(update={"options": {}})
+
+
 def build(model: ModelSpec, vocab_size: int) -> nn.Module:
     """What `model.name: faulty:build` gives."""
     faults = Faults(model.options)
@@ -67,7 +72,7 @@ def build(model: ModelSpec, vocab_size: int) -> nn.Module:
         fsync(descriptor)
 
     os.fsync = counted
-    return Faulty(gpt.build(model, vocab_size), faults, micro_batch=int(model.options["micro_batch"]))
+    return Faulty(gpt.build(plain(model), vocab_size), faults, micro_batch=int(model.options["micro_batch"]))
 
 
 def broken(model: ModelSpec, vocab_size: int) -> nn.Module:
@@ -76,7 +81,7 @@ def broken(model: ModelSpec, vocab_size: int) -> nn.Module:
     class Broken(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = gpt.build(model, vocab_size)
+            self.inner = gpt.build(plain(model), vocab_size)
             self.calls = 0
 
         def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:

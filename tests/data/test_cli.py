@@ -1,0 +1,93 @@
+"""`raydist data`: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from raydist.cli import data
+from raydist.data.dataset import TokenDataset
+from raydist.errors import DataError
+
+runner = CliRunner()
+
+
+def test_prepare_show_verify(corpus: Path, tmp_path: Path) -> None:
+    """Prepared, shown and verified through the commands; --json is one object on stdout with the documented
+    names."""
+    out = str(tmp_path / "out")
+    made = runner.invoke(data.app, ["prepare", str(corpus), "--out", out, "--eval-fraction", "0.2", "--json"])
+    assert made.exit_code == 0, made.output
+    facts = json.loads(made.stdout)
+    assert made.stderr == ""
+    index = TokenDataset(out).index
+    assert facts["fingerprint"] == index.fingerprint
+    assert facts["train"] == {
+        "tokens": index.train.tokens,
+        "documents": index.train.documents,
+        "bytes": index.train.bytes,
+        "shards": 1,
+    }
+    shown = runner.invoke(data.app, ["show", out, "--json"])
+    assert json.loads(shown.stdout) == facts
+    assert index.fingerprint in runner.invoke(data.app, ["show", out]).stdout
+    assert runner.invoke(data.app, ["verify", out]).exit_code == 0
+
+
+def test_verify_names_the_file_and_exits_3(corpus: Path, tmp_path: Path) -> None:
+    """A flipped byte: the file on stderr, the same as JSON on stdout."""
+    out = tmp_path / "out"
+    runner.invoke(data.app, ["prepare", str(corpus), "--out", str(out)])
+    (shard,) = out.glob("train-*.arrow")
+    raw = bytearray(shard.read_bytes())
+    raw[1_000] ^= 1
+    shard.write_bytes(raw)
+    result = runner.invoke(data.app, ["verify", str(out), "--json"])
+    assert result.exit_code == 3
+    assert [d["file"] for d in json.loads(result.stdout)["damaged"]] == [shard.name]
+    assert f"{out}/{shard.name}: its hash is" in result.stderr
+
+
+@pytest.mark.parametrize("command", [["show"], ["verify"], ["prepare", "--out", "out"]])
+def test_what_is_not_there_is_the_users_error(tmp_path: Path, command: list[str]) -> None:
+    """A missing folder raises a DataError, which `raydist` turns into exit code 2."""
+    result = runner.invoke(data.app, [*command, str(tmp_path / "nothing")])
+    assert isinstance(result.exception, DataError)
+    assert result.exception.exit_code == 2
+
+
+def test_the_module_is_light() -> None:
+    """Importing the commands loads neither pyarrow nor ray nor numpy: `raydist --help` stays quick."""
+    script = (
+        "import sys, raydist.cli.data; print([m for m in ('numpy', 'pyarrow', 'ray', 'torch') if m in sys.modules])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout == "[]\n"
+
+
+def test_the_whole_of_data_needs_neither_torch_nor_ray() -> None:
+    """Every module of raydist/data imports without them."""
+    script = (
+        "import sys, pkgutil, importlib, raydist.data as d\n"
+        "for m in pkgutil.iter_modules(d.__path__): importlib.import_module('raydist.data.' + m.name)\n"
+        "print([m for m in ('ray', 'torch', 'pandas', 'tokenizers') if m in sys.modules])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout == "[]\n"
