@@ -4,7 +4,8 @@
 
 Two gloo ranks train a GPT of about 100M parameters with AdamW under DDP, one torch thread each. A step's span is from the top
 of the loop to the moment its update may begin. The stall of a checkpoint is the span of the step that follows it, save
-included, less the median span of the undisturbed steps just before and after. torch.save writes the same tensors from
+included, less the median span of the undisturbed steps around it
+(stall_s); what of it the loop spent in `start` and `before_update` is stood_s. torch.save writes the same tensors from
 rank 0, while the other rank waits in its next all-reduce. What the background write costs the steps beside it is reported
 apart. Each cycle: undisturbed steps, a Saver checkpoint until it is committed, undisturbed steps, a torch.save.
 """
@@ -54,11 +55,11 @@ def main(rank: int, port: int, folder: str, cycles: int) -> None:
     tokens_BT = torch.randint(VOCAB, (1, CONTEXT + 1))
     steps = 0
 
-    def step(before: Any = None) -> tuple[float, float]:
-        """(span, whole step) in seconds; `before` is called at its top."""
+    def step(before: Any = None) -> tuple[float, float, float]:
+        """(span, whole step, CPU of all threads until the next step) in seconds; `before` is called at its top."""
         nonlocal steps
         dist.barrier()
-        begun = time.perf_counter()
+        begun, cpu = time.perf_counter(), time.process_time()
         if before is not None:
             before()
         logits_BTV = ddp(tokens_BT[:, :-1])
@@ -68,7 +69,7 @@ def main(rank: int, port: int, folder: str, cycles: int) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         steps += 1
-        return span, time.perf_counter() - begun
+        return span, time.perf_counter() - begun, time.process_time() - cpu
 
     def save() -> None:
         tensors, rank_tensors, plain = state.capture()
@@ -88,65 +89,76 @@ def main(rank: int, port: int, folder: str, cycles: int) -> None:
     step(torch_save)  # its file exists from here on, as does the Saver's buffer: the first of each is not counted
     step(save)
     saver.wait()
-    ours: list[float] = []
-    theirs: list[float] = []
-    quiet: list[float] = []
-    beside: list[float] = []
-    counts: list[int] = []
+    rows: list[dict[str, float]] = []
     for _ in range(cycles):
         first = [step() for _ in range(QUIET)]
-        span_ours, whole_ours = step(save)
-        during = [(span_ours, whole_ours)]
-        while not _everywhere(saver.poll() is not None, during):
+        during = [step(save)]
+        # Asked of all ranks before each step, so that they leave the loop together.
+        while not _everywhere(saver.poll() is not None):
             during.append(step())
-        saver.wait()
         second = [step() for _ in range(QUIET)]
-        span_theirs, _ = step(torch_save)
+        theirs = step(torch_save)
         third = [step() for _ in range(QUIET)]
-        around = statistics.median(s for s, _ in first + second)
-        ours.append(span_ours - around)
-        theirs.append(span_theirs - statistics.median(s for s, _ in second + third))
-        quiet += [w for _, w in first + second + third]
-        usual = statistics.median(w for _, w in first + second)
-        beside.append(sum(w - usual for _, w in during))
-        counts.append(len(during))
+        span, whole, cpu = (statistics.median(column) for column in zip(*first, *second, strict=True))
+        later_span, _, later_cpu = (statistics.median(column) for column in zip(*second, *third, strict=True))
+        result = saver.wait()
+        assert result, "the benchmark's own checkpoint failed"
+        rows.append(
+            {
+                "undisturbed_step_s": whole,
+                "stall_s": during[0][0] - span,
+                "stood_s": result.stalled,
+                "extra_s_until_committed": sum(w - whole for _, w, _ in during),
+                "extra_cpu_s": sum(c - cpu for _, _, c in during),
+                "steps_beside_the_write": len(during),
+                "commit_after_s": result.seconds,
+                "torch_save_stall_s": theirs[0] - later_span,
+                "torch_save_extra_cpu_s": theirs[2] - later_cpu,
+            }
+        )
     saver.close()
     every: list[Any] = [None] * WORLD
-    dist.all_gather_object(every, (ours, theirs, beside))
+    dist.all_gather_object(every, rows)
     if rank == 0:
-        saved = [e.data for e in events if e.kind == "checkpoint_saved"]
         # Ranks wait for one another in the all-reduce: a checkpoint costs what it costs the slower one.
-        slower = [max(of_ranks) for of_ranks in zip(*(e[0] for e in every), strict=True)]
-        slower_theirs = [max(of_ranks) for of_ranks in zip(*(e[1] for e in every), strict=True)]
-        ratio = statistics.median(slower) / statistics.median(slower_theirs)
+        slower = [{k: max(r[k] for r in ranks) for k in ranks[0]} for ranks in zip(*every, strict=True)]
+        medians = {k: statistics.median(row[k] for row in slower) for k in slower[0]}
+        saved = [e.data for e in events if e.kind == "checkpoint_saved"]
+        direct_s = medians["torch_save_stall_s"]
         result = {
             "parameters": sum(p.numel() for p in model.parameters()),
             "state_bytes": saved[-1]["bytes"],
             "ranks": WORLD,
             "cycles": cycles,
-            "undisturbed_step_s": statistics.median(quiet),
-            "stall_s": {"median": statistics.median(slower), "all": slower},
-            "torch_save_stall_s": {"median": statistics.median(slower_theirs), "all": slower_theirs},
-            "torch_save_call_s": statistics.median(direct[1:]),
-            "stall_over_torch_save": ratio,
-            "background_s": statistics.median(e["seconds"] for e in saved[1:]),
-            "steps_beside_the_write": statistics.median(counts),
-            "extra_seconds_of_all_steps_from_start_to_commit": {
-                "median": statistics.median(max(b) for b in zip(*(e[2] for e in every), strict=True)),
-                "over_torch_save": statistics.median(max(b) for b in zip(*(e[2] for e in every), strict=True))
-                / statistics.median(slower_theirs),
+            "load_average": os.getloadavg()[1],
+            "over_torch_save": {
+                "stall": medians["stall_s"] / direct_s,
+                "stood": medians["stood_s"] / direct_s,
+                "extra_until_committed": medians["extra_s_until_committed"] / direct_s,
+                "extra_cpu": medians["extra_cpu_s"] / medians["torch_save_extra_cpu_s"],
             },
+            "median": medians,
+            "torch_save_call_s": statistics.median(direct[1:]),
+            "every_cycle": slower,
         }
         print(write("checkpoint", _rounded(result)).read_text())
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _everywhere(mine: bool, during: list[Any]) -> bool:
-    """Whether every rank says so, after ten steps at most."""
-    votes = torch.tensor(float(mine))
+def _everywhere(mine: bool) -> bool:
+    """Whether the save has ended on every rank by now; each rank may say so once only, so it is kept."""
+    global _ended
+    _ended = _ended or mine
+    votes = torch.tensor(float(_ended))
     dist.all_reduce(votes, op=dist.ReduceOp.MIN)
-    return bool(votes) or len(during) >= 10
+    if bool(votes):
+        _ended = False
+        return True
+    return False
+
+
+_ended = False
 
 
 def _rounded(value: Any) -> Any:

@@ -8,13 +8,18 @@ tests/cluster/test_session.py fails when they do.
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from ray._private.node import Node
 from ray._private.parameter import RayParams
+from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 from ray._private.resource_isolation_config import ResourceIsolationConfig
 from ray._raylet import (  # type: ignore[attr-defined]  # compiled
     DASHBOARD_AGENT_LISTEN_PORT_NAME,
@@ -50,12 +55,15 @@ class _Head(Node):
             time.sleep(0.005)
 
 
-def start(temp_dir: Path, *, object_store_bytes: int, num_cpus: int | None) -> Any:
-    """Start the processes, and wait until the node has registered. They die with the thread that calls this."""
+@contextlib.contextmanager
+def running(temp_dir: Path, *, object_store_bytes: int) -> Iterator[Any]:
+    """Start the processes, wait until the node has registered, and end them all with the block.
+
+    They also die with the thread that calls this (the kernel's doing), so call it in the main thread.
+    """
     Config.initialize("")  # the token that os.environ holds by now
-    return _Head(
+    node = _Head(
         RayParams(
-            num_cpus=num_cpus,
             no_monitor=True,
             include_log_monitor=False,
             include_dashboard=False,
@@ -70,11 +78,33 @@ def start(temp_dir: Path, *, object_store_bytes: int, num_cpus: int | None) -> A
         spawn_reaper=True,
         ray_init_cluster=True,
     )
+    try:
+        with _killed_with_us(_agents(node)):
+            yield node
+    finally:
+        node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
 
 
-def stop(head: Any) -> None:
-    """End every process of the node, and wait for them."""
-    head.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
+def _agents(node: Node) -> list[int]:
+    raylet = node.all_processes[PROCESS_TYPE_RAYLET][0].process.pid
+    return [child.pid for child in psutil.Process(raylet).children()]
+
+
+@contextlib.contextmanager
+def _killed_with_us(pids: list[int]) -> Iterator[None]:
+    """Should this process be killed within the block, then so are those.
+
+    The kernel takes the head and the raylet along, but the raylet's two agents would go on for over a minute, trying to
+    tell the head that the raylet is gone. A shell waits for the end of a pipe that only this process holds.
+    """
+    command = ["/bin/sh", "-c", 'read _; kill -9 "$@"', "raydist-keeper", *map(str, pids)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as keeper:
+        try:
+            yield
+        finally:
+            keeper.kill()
 
 
 def _free_port(host: str) -> int:

@@ -32,12 +32,8 @@ _PRIVATE_RAY = {
     # time here) it sleeps a whole second before it tries again. As patient, in smaller steps.
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "500",
-    # When the driver is killed the kernel takes the head and the raylet along. The raylet's agents then would report
-    # to a head that is gone, for a minute.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
-    "RAY_gcs_server_request_timeout_seconds": "5",
-    "RAY_py_gcs_connect_timeout_s": "5",
 }
+_LEFT_BY_RAY = ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE", "RAY_ADDRESS")
 _TOKEN = secrets.token_hex(32)  # of this process's private Ray: no other user of the host can run code in it
 
 
@@ -120,8 +116,7 @@ def _private(env: Mapping[str, str], log_dir: Path) -> Iterator[Session]:
         _warm_up()
         from raydist.cluster import head
 
-        node = head.start(temp, object_store_bytes=_OBJECT_STORE_BYTES, num_cpus=None)
-        stack.callback(head.stop, node)
+        node = stack.enter_context(head.running(temp, object_store_bytes=_OBJECT_STORE_BYTES))
         context = ray.init(address=node.address, log_to_driver=False, configure_logging=False)
         stack.callback(ray.shutdown)
         os.environ["RAY_ADDRESS"] = node.address
@@ -260,7 +255,7 @@ def _keep_logs(temp: Path, kept: Path) -> None:
 @contextlib.contextmanager
 def _environment(env: Mapping[str, str], without: Sequence[str] = ()) -> Iterator[None]:
     """os.environ with `env` and without those names, for the time of the block."""
-    saved = {k: os.environ.get(k) for k in (*env, *without)}
+    saved = {k: os.environ.get(k) for k in (*env, *without, *_LEFT_BY_RAY)}
     os.environ.update(env)
     for name in without:
         os.environ.pop(name, None)

@@ -190,7 +190,8 @@ class Supervisor:
             rank=failure.rank,
             fault=failure.kind,
             cause=failure.cause,
-            traceback=failure.traceback,
+            # Of a death Ray tells a page of guesses; `cause` has what is known.
+            traceback=failure.traceback if failure.kind == "user_error" else "",
             echoes=failure.echoes,
         )
         decision = decide(failure, history, self._request.spec.recovery)

@@ -74,7 +74,7 @@ class Driver:
 
     def assert_nothing_left(self) -> None:
         """Each process this driver had is gone (a zombie waits only for its parent's parent)."""
-        _, alive = psutil.wait_procs(list(self.children.values()), timeout=25)
+        _, alive = psutil.wait_procs(list(self.children.values()), timeout=15)
         left = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         assert not left, left
 
@@ -176,18 +176,13 @@ def test_ctrl_c_reaches_the_driver_alone(drivers: Callable[..., Driver], tmp_pat
     driver.end()
 
 
-@pytest.mark.parametrize("address", ["HOST:PORT", "auto"])
-def test_attaching_to_a_running_cluster(drivers: Callable[..., Driver], tmp_path: Path, address: str) -> None:
-    """By its address, or by RAY_ADDRESS as a Ray job has it; the cluster outlives the driver; variables reach its workers."""
+def test_attaching_to_a_running_cluster(drivers: Callable[..., Driver], tmp_path: Path) -> None:
+    """By RAY_ADDRESS, as a Ray job has it; the cluster outlives the driver; variables reach its workers."""
     cluster = drivers("private", str(tmp_path / "cluster"))
     told = cluster.read()
-    env = {"RAY_AUTH_TOKEN": told["token"]}
-    if address == "auto":
-        env |= {"RAY_ADDRESS": told["address"]}
-    else:
-        address = told["address"]
+    env = {"RAY_AUTH_TOKEN": told["token"], "RAY_ADDRESS": told["address"]}
     (tmp_path / "code").mkdir()
-    guest = drivers("attach", address, str(tmp_path / "guest"), env=env, cwd=tmp_path / "code")
+    guest = drivers("attach", "auto", str(tmp_path / "guest"), env=env, cwd=tmp_path / "code")
     answer = guest.read()
     assert (answer["private"], answer["address"], answer["cause"]) == (False, told["address"], None)
     assert answer["value"]["env"]["MALLOC_ARENA_MAX"] == "1"

@@ -68,6 +68,18 @@ def rank_name(rank: int, name: str) -> str:
     return f"rank/{rank:05d}/{name}"
 
 
+def aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names of tensors that are another one's memory -> that one's name, as of tied weights: their bytes are saved once."""
+    first: dict[tuple[object, ...], str] = {}
+    found: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor) and tensor.numel():
+            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if first.setdefault(place, name) != name:
+                found[name] = first[place]
+    return found
+
+
 def plan(tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor], rank: int, world_size: int) -> list[Part]:
     """This rank's parts, in the order of its shard. `tensors`: the same names on every rank; `rank_tensors`: its own.
 
@@ -81,7 +93,8 @@ def plan(tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor], rank
         parts.append(Part(name, tuple(shape), tuple(offsets), source.detach(), start))
         start = aligned(start + source.nbytes)
 
-    whole = {n: t for n, t in tensors.items() if not isinstance(t, DTensor)}
+    tied = aliases(tensors)
+    whole = {n: t for n, t in tensors.items() if not isinstance(t, DTensor) and n not in tied}
     for name, tensor in {**tensors, **rank_tensors}.items():
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise CheckpointError(f"{name}: a tensor of layout {tensor.layout} cannot be saved", "keep its state dense")

@@ -65,6 +65,7 @@ class _Save:
 
     step: int
     parts: list[Part]
+    aliases: dict[str, str]
     plain: dict[str, Any]
     begun: float
     stalled: float = 0.0
@@ -140,6 +141,7 @@ class Saver:
         save = _Save(
             step,
             layout.plan(tensors, rank_tensors, self._rank, self._world_size),
+            layout.aliases(tensors),
             _plain(dict(plain), "plain"),
             begun,
         )
@@ -241,7 +243,7 @@ class Saver:
                 saved_at=time.time(),
                 spec_hash=self._spec_hash,
                 files=files,
-                tensors=tensors,
+                tensors=tensors | {alias: tensors[name] for alias, name in save.aliases.items()},
                 plain=save.plain,
                 numbers=self._numbers,
                 versions={"raydist": __version__, "torch": torch.__version__},

@@ -229,20 +229,20 @@ class _PastCache:
         """All of the block."""
         address = np.frombuffer(block, dtype=np.uint8).ctypes.data
         whole = len(block) // PAGE * PAGE if address % PAGE == 0 and self._position % PAGE == 0 else 0
+        before = self._position
         if self._file is not None and whole:
             try:
                 self._switch(True)
                 self._write_all(block[:whole])
-                block = block[whole:]
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 self._switch(False)
-                self._file = None  # not on this file system; nothing of the block was taken
-                whole = 0
-        if self._file is not None and block:
+                self._file = None  # this file system does not
+        rest = block[self._position - before :]
+        if self._file is not None and rest:
             self._switch(False)
-        self._write_all(block)
+        self._write_all(rest)
 
     def _switch(self, on: bool) -> None:
         assert self._file is not None
