@@ -21,7 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from common import write
 
 from raydist.data import sources
@@ -71,6 +70,7 @@ class Folded:
         self.windows = windows
 
     def batch(self, ids: IntArray, pack: bool = False) -> Any:
+        """As Windows.batch."""
         return self.windows.batch(ids % len(self.windows), pack)
 
 

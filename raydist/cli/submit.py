@@ -6,6 +6,7 @@ Runs in: the user's shell. Imports ray inside the command; never torch.
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -56,6 +57,9 @@ def submit(
 
 
 def _submit(address: str, entrypoint: str, root: Path, no_wait: bool) -> None:
+    from raydist.cluster.session import token_mode
+
+    os.environ.update(token_mode())  # before ray reads it
     from ray.job_submission import JobStatus, JobSubmissionClient
 
     try:

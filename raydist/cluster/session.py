@@ -136,7 +136,7 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
     if working_dir is not None and not in_job:
         runtime_env["working_dir"] = str(working_dir)
     # Inside `ray job submit` both the job and we set variables: ours win, the job's working_dir stays.
-    with _environment({**_token_mode(), "RAY_ADDRESS": address, "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}):
+    with _environment({**token_mode(), "RAY_ADDRESS": address, "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}):
         import ray
         from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
 
@@ -153,7 +153,7 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
             ray.shutdown()
 
 
-def _token_mode() -> dict[str, str]:
+def token_mode() -> dict[str, str]:
     """Authenticate if there is a token: `ray start --head` then asks for one, and Ray's clients must be told so."""
     known = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     if "RAY_AUTH_MODE" in os.environ or not (known or (Path.home() / ".ray" / "auth_token").is_file()):

@@ -122,19 +122,23 @@ class TokenSplit:
 
         All must lie within the split.
         """
-        rows = np.empty((len(starts), length), dtype=self.dtype)
         first = np.searchsorted(self._bounds, starts, side="right") - 1
         inside = starts + length <= self._bounds[first + 1]
+        if len(starts) and inside.all() and (first == first[0]).all():
+            return self._windows(int(first[0]), length)[starts - self._bounds[first[0]]]
+        rows = np.empty((len(starts), length), dtype=self.dtype)
         for i in np.unique(first[inside]):
             mine = np.flatnonzero(inside & (first == i))
-            shard = self._open(int(i))
-            windows = np.lib.stride_tricks.as_strided(
-                shard, (len(shard) - length + 1, length), (shard.itemsize, shard.itemsize), writeable=False
-            )
-            rows[mine] = windows[starts[mine] - self._bounds[i]]
+            rows[mine] = self._windows(int(i), length)[starts[mine] - self._bounds[i]]
         for row in np.flatnonzero(~inside):
             rows[row] = self.read(int(starts[row]), int(starts[row]) + length)
         return rows
+
+    def _windows(self, i: int, length: int) -> Tokens:
+        """All windows of a shard as rows of a view: row k begins at its token k."""
+        shard = self._open(i)
+        shape = (len(shard) - length + 1, length)
+        return np.lib.stride_tricks.as_strided(shard, shape, shard.strides * 2, writeable=False)
 
     def _shard_of(self, position: int) -> int:
         return int(np.searchsorted(self._bounds, position, side="right")) - 1

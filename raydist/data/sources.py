@@ -11,7 +11,8 @@ Runs anywhere: in the process that prepares, and in Ray Data's tasks. numpy and 
 By its name a file is Parquet (.parquet, .pq), JSON lines (.jsonl, .ndjson), or text; .gz, .zst, .bz2, .lz4
 and .br are undone. A row or line is one document: text, bytes, or a list of token ids. A text file is one
 document; where there are fewer than 1024 of them, they are cut at line ends into about as many, so that what
-is held out for evaluation is of many places. Hidden files, and __pycache__, are passed over in folders, and by a glob that names none.
+is held out for evaluation is of many places. Hidden
+files, and __pycache__, are passed over in folders, and by a glob that names none.
 """
 
 from __future__ import annotations

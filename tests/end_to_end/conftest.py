@@ -38,22 +38,29 @@ class Project:
         env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         return {**env, "RAYDIST_STORAGE": str(self.runs), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """The command, running."""
         return subprocess.Popen(
             [sys.executable, "-m", "raydist", *arguments],
-            cwd=self.root, env=self.environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            cwd=self.root, env=self.environment() | (env or {}), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
-    def raydist(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def raydist(self, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """The command, done."""
-        process = self.start(*arguments)
+        process = self.start(*arguments, env=env)
         out, err = process.communicate(timeout=TIMEOUT_S)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
-    def train(self, name: str, *arguments: str, kill: list[list[Any]] | None = None, hold: int | None = None) -> dict[str, Any]:
+    def train(
+        self,
+        name: str,
+        *arguments: str,
+        kill: list[list[Any]] | None = None,
+        hold: int | None = None,
+        env: dict[str, str] | None = None,
+    ) -> dict[str, Any]:
         """`raydist train job.yaml --name NAME --json`: the object that it ends with, alone on stdout."""
-        done = self.raydist("train", "job.yaml", "--name", name, "--json", *self.options(name, kill, hold), *arguments)
+        done = self.raydist("train", "job.yaml", "--name", name, "--json", *self.options(name, kill, hold), *arguments, env=env)
         assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr}"
         return dict(json.loads(done.stdout))
 

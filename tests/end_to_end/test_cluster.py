@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -20,6 +21,10 @@ import pytest
 
 RAY = str(Path(sys.executable).with_name("ray"))
 REPOSITORY = Path(__file__).parents[2]
+
+
+TOKEN = {"RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+"""The cluster asks for it, as one does wherever a token file is; raydist finds out by itself that it has to be shown."""
 
 
 def free_ports(n: int) -> list[int]:
@@ -45,7 +50,9 @@ def cluster() -> Iterator[dict[str, str]]:
             f"--runtime-env-agent-port={runtime}", f"--temp-dir={temp}", "--object-store-memory=100000000",
             "--disable-usage-stats",
         ]  # fmt: skip
-        env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | TOKEN | {"RAY_AUTH_MODE": "token"}
+        # The `python` of a job's entrypoint is the first on the head's PATH, as in an activated environment.
+        env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
         with open(f"{temp}/head.log", "wb") as log:
             head = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -53,12 +60,12 @@ def cluster() -> Iterator[dict[str, str]]:
             yield {"gcs": f"127.0.0.1:{gcs}", "jobs": f"http://127.0.0.1:{dashboard}"}
         finally:
             mine = psutil.Process(head.pid).children(recursive=True)
-            head.terminate()
-            head.wait(30)
-            _, alive = psutil.wait_procs(mine, timeout=15)
-            for process in alive:
-                process.kill()
-            psutil.wait_procs(alive, timeout=10)
+            for process in (psutil.Process(head.pid), *mine):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            head.wait(10)
+            _, alive = psutil.wait_procs(mine, timeout=10)
+            assert not alive, alive
 
 
 def _answers(url: str, head: subprocess.Popen[bytes], log: str) -> None:
@@ -67,6 +74,8 @@ def _answers(url: str, head: subprocess.Popen[bytes], log: str) -> None:
         try:
             urllib.request.urlopen(url, timeout=1).close()
             return
+        except urllib.error.HTTPError:
+            return  # it answers, and wants the token
         except (urllib.error.URLError, OSError):
             try:
                 head.wait(0.2)
@@ -91,7 +100,7 @@ def test_raydist_submit(project: Any, cluster: dict[str, str]) -> None:
     gives, bit for bit."""
     folder, arguments = working_dir(project, "submitted")
     job = [sys.executable, "-m", "raydist", "submit", "job.yaml", "--address", cluster["jobs"], *arguments]
-    done = subprocess.run(job, cwd=folder, env=project.environment(), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(job, cwd=folder, env=project.environment() | TOKEN, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "step 12/12" in done.stderr or "step 12" in done.stderr
     assert project.show("submitted")["status"] == "finished"
@@ -105,7 +114,8 @@ def test_ray_job_submit(project: Any, cluster: dict[str, str]) -> None:
     folder, arguments = working_dir(project, "by-ray")
     command = ["python", "-m", "raydist", "train", "job.yaml", "--json", *arguments]
     job = [RAY, "job", "submit", "--address", cluster["jobs"], "--working-dir", str(folder), "--", *command]
-    done = subprocess.run(job, cwd=folder, env=project.environment(), capture_output=True, text=True, timeout=240)
+    env = project.environment() | TOKEN | {"RAY_AUTH_MODE": "token"}  # Ray's own tools must be told
+    done = subprocess.run(job, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     line = next(s for s in done.stdout.splitlines() if s.startswith('{"run"'))
     assert json.loads(line)["status"] == "finished"
@@ -113,10 +123,10 @@ def test_ray_job_submit(project: Any, cluster: dict[str, str]) -> None:
 
 def test_train_by_address_and_what_a_cluster_refuses(project: Any, cluster: dict[str, str]) -> None:
     """--address HOST:PORT trains on the cluster from outside; too many workers are refused by preflight, with exit code 2."""
-    shown = project.train("by-address", "--address", cluster["gcs"])
+    shown = project.train("by-address", "--address", cluster["gcs"], env=TOKEN)
     assert shown["status"] == "finished"
     more = ["--set", "cluster.workers=8", "--set", "cluster.cpus_per_worker=1"]
-    done = project.raydist("train", "job.yaml", "--name", "big", "--address", cluster["gcs"], *project.options("big"), *more)
+    done = project.raydist("train", "job.yaml", "--name", "big", "--address", cluster["gcs"], *project.options("big"), *more, env=TOKEN)
     assert done.returncode == 2
     assert "8 workers of 1 CPU, the cluster has 1 node with 2 CPUs in all: 2 would fit" in done.stderr
 
@@ -126,7 +136,7 @@ def test_a_job_that_fails_ends_submit_with_its_code(project: Any, cluster: dict[
     folder, arguments = working_dir(project, "no-data")
     job = [sys.executable, "-m", "raydist", "submit", "job.yaml", "--address", cluster["jobs"], *arguments]
     job += ["--set", "data.path=/no/such/place"]
-    done = subprocess.run(job, cwd=folder, env=project.environment(), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(job, cwd=folder, env=project.environment() | TOKEN, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2, done.stderr
     assert "/no/such/place" in done.stderr
 

@@ -219,11 +219,13 @@ class Saver:
             result = SaveResult(save.step, False, 0, seconds, save.stalled, failed_rank=rank, cause=cause)
         save.parts = []
         self._last = self._unreported = result
-        self._report(result)
-        if self._rank == 0 and result.committed:
-            self._tidy(result.step)
-        with self._evals_lock:
-            save.done.set()
+        try:
+            self._report(result)
+            if self._rank == 0 and result.committed:
+                self._tidy(result.step)
+        finally:  # whatever on_event raises, nobody waits for ever
+            with self._evals_lock:
+                save.done.set()
         if self._rank == 0 and result.committed:
             self._store_eval(save.step)
 

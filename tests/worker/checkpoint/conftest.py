@@ -1,0 +1,104 @@
+"""Checkpoints made in the test's own process, and programs that are ranks of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from raydist.records import Event
+from raydist.rundir import RunDir
+from raydist.worker.checkpoint.save import Saver
+
+HERE = Path(__file__).parent
+
+
+class OneRank:
+    """A run with a Saver of one rank, and what that one said."""
+
+    def __init__(self, folder: Path | str, **options: Any) -> None:
+        self.run = RunDir(folder)
+        self.events: list[Event] = []
+        given = {"asynchronous": False, "keep": 10, "attempt": 1, "spec_hash": "abc", "numbers": {"lr": 0.1}, **options}
+        self.saver = Saver(self.run, rank=0, world_size=1, group=None, on_event=self.events.append, **given)
+
+    def save(self, step: int, tensors: Mapping[str, Tensor] | None = None, **plain: Any) -> None:
+        """`start`, with a state that tells its step."""
+        self.saver.start(step, state(step) if tensors is None else tensors, rng(step), {"step": step, **plain})
+
+    def kinds(self) -> list[str]:
+        return [e.kind for e in self.events]
+
+
+def state(step: int) -> dict[str, Tensor]:
+    """A few tensors of several dtypes and shapes, all of whose values tell the step."""
+    return {
+        "model/matrix": torch.arange(600_000, dtype=torch.float32).reshape(600, 1000) + step,
+        "model/bf16": torch.full((7, 3), step, dtype=torch.bfloat16),
+        "model/scalar": torch.tensor(step, dtype=torch.int64),
+        "model/none": torch.zeros(0, 5),
+        "model/flags": torch.arange(11) % 2 == step % 2,
+        "optim/matrix/step": torch.tensor(float(step)),
+        # Not contiguous: a checkpoint holds it in row-major order all the same.
+        "optim/matrix/exp_avg": torch.arange(12.0).reshape(3, 4).t() * step,
+    }
+
+
+def rng(step: int) -> dict[str, Tensor]:
+    return {"rng/torch": torch.full((100,), step % 256, dtype=torch.uint8)}
+
+
+def empty() -> dict[str, Tensor]:
+    """What `state` is loaded into."""
+    return {n: torch.zeros_like(t) for n, t in state(1).items()}
+
+
+def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
+
+
+@pytest.fixture
+def kit() -> Any:
+    """The helpers above, for tests of this folder."""
+    return sys.modules[__name__]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., list[Any]]:
+    """launch(scenario, world_size, **arguments): runs rank.py as so many processes; what each printed last, as JSON."""
+
+    def run(scenario: str, world_size: int, **arguments: Any) -> list[Any]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        started = [
+            subprocess.Popen(
+                [sys.executable, str(HERE / "rank.py"), scenario, json.dumps(arguments)],
+                env={**env, "RANK": str(rank), "WORLD_SIZE": str(world_size)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(world_size)
+        ]
+        try:
+            ended = [p.communicate(timeout=200) for p in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.communicate()
+        for process, (out, err) in zip(started, ended, strict=True):
+            assert process.returncode == 0, f"{scenario}: {out}\n{err}"
+        return [json.loads(out.splitlines()[-1]) for out, _ in ended]
+
+    return run
