@@ -69,7 +69,7 @@ def train(
 
 def _claim(run: RunDir, *, resume: bool, fresh: bool) -> None:
     """Refuses a run that is alive, and does what --resume and --fresh ask."""
-    from raydist.observe.state import read_state
+    from raydist.runstate import read_state
 
     if not run.exists():
         if resume:
@@ -101,7 +101,7 @@ def _data(job: JobSpec, home: str) -> tuple[TokenDataset, int]:
 
 def _already(run: RunDir, job: JobSpec, fingerprint: str, until: int | None, allow_spec_change: bool) -> str | None:
     """Why there is nothing left to do, if so. Raises SpecChanged for a run that computes other numbers."""
-    from raydist.observe.state import read_state
+    from raydist.runstate import read_state
     from raydist.worker.checkpoint import manifest
 
     steps = run.committed() if run.exists() else []

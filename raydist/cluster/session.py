@@ -63,8 +63,9 @@ def worker_environment(threads: int = 1) -> dict[str, str]:
         # Ray sets OMP_NUM_THREADS to the CPUs of a task, and leaves it alone for actors without any.
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        # Ray Train runs the loop in a thread, which glibc gives an arena of its own: heaps of 64 MB at most, mapped and
-        # unmapped as activations come and go. One arena for all threads is what the main thread under torchrun has.
+        # Ray Train runs the loop in a thread, which glibc gives an arena of its own, of heaps of 64 MB that are mapped and
+        # unmapped; under torchrun it is the main thread's. One arena for all removes that difference, which was within
+        # the noise for a small model (docs/adr/0003).
         "MALLOC_ARENA_MAX": "1",
     }
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from raydist.errors import StorageError
 from raydist.observe.live import LiveView
-from raydist.observe.state import last_word, this_process, write_state
+from raydist.runstate import last_word, this_process, write_state
 from raydist.observe.tensorboard import TensorBoard
 from raydist.records import Event, Status
 from raydist.rundir import RunDir
@@ -168,6 +168,8 @@ class RunMonitor:
     def _take(self, event: Event) -> None:
         if event.kind == "resumed":
             self._resume_at(None, int(event.data["step"]))
+        if event.kind == "capacity":
+            self.capacity(event.data["flops_per_token"], event.data["peak_flops"])
         with self._lock:
             self._view.event(event.kind, event.data)
         self._log.event(event)

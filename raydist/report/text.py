@@ -107,6 +107,8 @@ def _told(what: Event) -> str:
             return f"checkpoint at step {data['step']} is not used: {data['file']}: {data['cause']}"
         case "eval":
             return f"eval at step {data['step']}: loss {loss(data['loss'])} on {data['tokens']:,} tokens{_best(data)}"
+        case "capacity":
+            return f"MFU is against {data['peak_flops'] / 1e12:,.0f} TFLOP/s, the peak of all devices"
         case "failure":
             return f"attempt {data['attempt']} failed{_rank(data)}: {data['cause']}"
         case "decision":

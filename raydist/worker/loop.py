@@ -20,9 +20,9 @@ from raydist.data.batches import Batches, Cursor, Loader, MicroBatch, StepBatch,
 from raydist.data.dataset import TokenDataset, Windows
 from raydist.errors import CheckpointError, DataError
 from raydist.records import StepRecord
-from raydist.rundir import RunDir
+from raydist.rundir import RunDir, step_folder
 from raydist.spec import JobSpec, spec_hash
-from raydist.worker import optim, setup
+from raydist.worker import flops, optim, setup
 from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.save import Saver
 from raydist.worker.parallel import ParallelStrategy
@@ -103,6 +103,7 @@ class _Run:
         setup.seed_all(spec.train.seed, "init")
         model = cast(nn.Module, registry.load("model", spec.model.name)(spec.model, dataset.vocab_size))
         self.precision = Precision(spec.precision, rank.device)
+        self._tell_capacity(model)
         self.strategy = cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(spec.parallel, rank))
         self.strategy.wrap(model, self._example)
         self.optimizer = optim.build(model, spec.optim, rank.device)
@@ -112,6 +113,7 @@ class _Run:
         self.step, self.cursor = 0, Cursor()
         self.loss: float | None = None
         self.eval_loss: float | None = None
+        self.best_eval: float | None = None
         self.evaluated = 0
         self.state = TrainState(model, self.optimizer)
         self.numbers = spec.numbers(dataset.fingerprint)
@@ -211,11 +213,21 @@ class _Run:
                 )
             )
 
+    def _tell_capacity(self, model: nn.Module) -> None:
+        """For the display's MFU: what a token costs, and what all devices together could do, where that is known."""
+        if self.reporter and self.rank.device.type == "cuda":
+            peak = flops.peak_flops(torch.cuda.get_device_name(self.rank.device))
+            if peak is not None:
+                cost = flops.flops_per_token(model, self.spec.model.context)
+                self.reporter.say("capacity", flops_per_token=cost, peak_flops=peak * self.rank.world_size)
+
     def _evaluate(self) -> None:
         self.eval_loss, tokens = evaluate(self.rank, self.strategy, self.precision, self.eval_set)
         self.evaluated = self.step
+        best = self.best_eval is None or self.eval_loss < self.best_eval
+        self.best_eval = self.eval_loss if best else self.best_eval
         if self.reporter:
-            self.reporter.say("eval", step=self.step, loss=self.eval_loss, tokens=tokens)
+            self.reporter.say("eval", step=self.step, loss=self.eval_loss, tokens=tokens, best=best)
 
     def _save(self) -> None:
         tensors, rank_tensors, plain = self.state.capture()
@@ -224,6 +236,7 @@ class _Run:
             "cursor": self.cursor.to_dict(),
             "loss": self.loss,
             "eval_loss": self.eval_loss,
+            "best_eval": self.best_eval,
             "precision": self.precision.state(),
             "dataset": self.job.dataset,
         }
@@ -250,11 +263,18 @@ class _Run:
         self.step = int(manifest.plain["step"])
         self.cursor = Cursor.from_dict(manifest.plain["cursor"])
         self.loss, self.eval_loss = manifest.plain["loss"], manifest.plain["eval_loss"]
+        self.best_eval = manifest.plain["best_eval"]
         self.precision.load(manifest.plain["precision"])
         if not exact:  # another world size: each rank draws from a stream of its own, never one that was used before
             setup.seed_all(self.spec.train.seed, "dropout", rank.rank, rank.world_size, self.step)
         if self.reporter:
-            self.reporter.say("resumed", step=self.step, attempt=self.job.attempt, world_size=rank.world_size)
+            self.reporter.say(
+                "resumed",
+                step=self.step,
+                path=step_folder(self.step),
+                attempt=self.job.attempt,
+                world_size=rank.world_size,
+            )
 
     # --- data
 

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from typing import Any
 
 from raydist import data
@@ -20,36 +21,57 @@ from raydist.errors import RaydistError, TrainingStopped
 from raydist.records import Event
 from raydist.rundir import SPEC, RunDir, check_name, default_storage
 from raydist.runlog import RunLog, last_attempt
+from raydist.runstate import this_process, write_state
 from raydist.spec import JobSpec, dump, load
 from raydist.storage import Storage
 
+HEARTBEAT_S = 2.0
+
 
 class _Log:
-    """Rank 0's door to the run folder: what the RunMonitor does on Ray, less the live view."""
+    """Rank 0's door to the run folder: what the RunMonitor does on Ray, less the live view. Runs in the reporter's thread."""
 
-    def __init__(self, run: RunDir, quiet: bool) -> None:
-        self._log, self._quiet = RunLog(run), quiet
-
-    def begin(self, attempt: int, resume_step: int) -> None:
-        self._log.attempt(attempt, resume_step)
+    def __init__(self, run: RunDir, attempt: int, world_size: int, quiet: bool) -> None:
+        self._run, self._log, self._quiet = run, RunLog(run), quiet
+        steps = run.committed()
+        # What earlier runs recorded up to the newest checkpoint stays, until `resumed` says where this one goes on.
+        self._log.attempt(attempt, steps[-1] if steps else 0)
+        self._state: dict[str, Any] = {"driver": this_process(), "attempt": attempt, "world_size": world_size, "workers": []}
+        self._stored = 0.0
+        self._store("running")
 
     def push(self, records: list[dict[str, Any]], events: list[dict[str, Any]]) -> str | None:
         for raw in events:
             if raw["kind"] == "resumed":
                 self._log.attempt(raw["attempt"], int(raw["step"]))
+            elif raw["kind"] == "workers":
+                self._state["workers"] = raw["workers"]
+            elif raw["kind"] == "eval":
+                self._state["eval_loss"] = raw["loss"]
             self._log.event(Event.from_dict(raw))
         self._log.steps(records)
-        if not self._quiet:
-            for r in records:
-                rate = r["tokens"] / r["seconds"]
+        for r in records:
+            rate = r["tokens"] / r["seconds"]
+            self._state |= {"step": r["step"], "loss": r["loss"], "tokens_per_second": rate}
+            if not self._quiet:
                 print(f"step {r['step']}  loss {r['loss']:.4f}  lr {r['lr']:.2e}  {rate:,.0f} tokens/s", file=sys.stderr)
+        if time.monotonic() - self._stored > HEARTBEAT_S:
+            self.durable()
+            self._store("running")
         return None
 
     def durable(self) -> None:
         self._log.flush()
 
-    def close(self) -> None:
+    def end(self, status: str, step: int) -> None:
+        """The last word."""
+        self._log.event(Event("ended", time.time(), {"status": status, "step": step}))
         self._log.close()
+        self._store(status)
+
+    def _store(self, status: str) -> None:
+        write_state(self._run, {"status": status, "heartbeat_at": time.time(), **self._state})
+        self._stored = time.monotonic()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -92,24 +114,18 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
     log = None
     if first:
         run.storage.write(SPEC, dump(spec).encode())
-        log = _Log(run, quiet=options.json)
-        log.begin(attempt, max(run.committed(), default=0))
+        log = _Log(run, attempt, rank.world_size, quiet=options.json)
+    job = Job(spec, run, dataset, attempt, options.until, options.allow_spec_change)
     try:
-        job = Job(spec, run, dataset, attempt, options.until, options.allow_spec_change)
-        outcome = train(job, rank, Door(log.push, log.durable) if log else None).to_dict()
+        outcome = train(job, rank, Door(log.push, log.durable) if log else None)
+    except BaseException:
         if log:
-            log.push([], [_event("ended", status=outcome["status"], step=outcome["step"])])
-        setup.stop(rank)
-        return {"run": run.name, "path": run.uri, **outcome}
-    finally:
-        if log:
-            log.close()
-
-
-def _event(kind: str, **values: Any) -> dict[str, Any]:
-    import time
-
-    return Event(kind, time.time(), values).to_dict()
+            log.end("stopped", 0)
+        raise
+    if log:
+        log.end(outcome.status, outcome.step)
+    setup.stop(rank)
+    return {"run": run.name, "path": run.uri, **outcome.to_dict()}
 
 
 if __name__ == "__main__":

@@ -58,9 +58,11 @@ class Project:
         kill: list[list[Any]] | None = None,
         hold: int | None = None,
         env: dict[str, str] | None = None,
+        own_model: bool = True,
     ) -> dict[str, Any]:
         """`raydist train job.yaml --name NAME --json`: the object that it ends with, alone on stdout."""
-        done = self.raydist("train", "job.yaml", "--name", name, "--json", *self.options(name, kill, hold), *arguments, env=env)
+        told = self.options(name, kill, hold) if own_model else []
+        done = self.raydist("train", "job.yaml", "--name", name, "--json", *told, *arguments, env=env)
         assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr}"
         return dict(json.loads(done.stdout))
 

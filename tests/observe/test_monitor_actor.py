@@ -13,7 +13,7 @@ import ray
 from ray.util.state import get_actor
 
 from raydist.observe.run import start_monitor
-from raydist.observe.state import last_word, read_state
+from raydist.runstate import last_word, read_state
 from raydist.rundir import RunDir
 from raydist.runlog import read_events, read_steps
 

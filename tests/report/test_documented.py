@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from raydist.observe.run import RunMonitor
-from raydist.observe.state import last_word
+from raydist.runstate import last_word
 from raydist.records import Status, StepRecord
 from raydist.report import summary
 from raydist.rundir import RunDir

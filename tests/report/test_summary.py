@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from raydist.observe.run import RunMonitor
-from raydist.observe.state import this_process
+from raydist.runstate import this_process
 from raydist.records import Event, StepRecord
 from raydist.report import summary
 from raydist.rundir import SPEC, STATE, RunDir

@@ -93,11 +93,11 @@ def plan(tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor], rank
         parts.append(Part(name, tuple(shape), tuple(offsets), source.detach(), start))
         start = aligned(start + source.nbytes)
 
-    tied = aliases(tensors)
-    whole = {n: t for n, t in tensors.items() if not isinstance(t, DTensor) and n not in tied}
     for name, tensor in {**tensors, **rank_tensors}.items():
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise CheckpointError(f"{name}: a tensor of layout {tensor.layout} cannot be saved", "keep its state dense")
+    tied = aliases(tensors)
+    whole = {n: t for n, t in tensors.items() if not isinstance(t, DTensor) and n not in tied}
     for name, first, last in stretch([(n, t.shape, t.nbytes) for n, t in whole.items()], rank, world_size):
         tensor = whole[name]
         source = tensor[first:last] if tensor.ndim else tensor

@@ -197,23 +197,23 @@ class Saver:
     # --- the side thread
 
     def _work(self, save: _Save, stage: Stage) -> None:
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             if self._warm is not None:
                 self._warm.join()
             stage.copy(save.parts)
-        except Exception as error:  # told to all ranks below, where they meet
+        except BaseException as error:  # told to all ranks below, where they meet
             failure = error
         save.staged.set()
         try:
             if failure is None:
                 stage.finish()
-        except Exception as error:
+        except BaseException as error:
             failure = error
         try:
             self._write(save, stage, failure)
             result = SaveResult(save.step, True, save.bytes, time.perf_counter() - save.begun, save.stalled)
-        except Exception as error:
+        except BaseException as error:  # DCP's CheckpointException is no Exception
             rank, cause = _cause(error, self._rank)
             seconds = time.perf_counter() - save.begun
             result = SaveResult(save.step, False, 0, seconds, save.stalled, failed_rank=rank, cause=cause)
@@ -229,7 +229,7 @@ class Saver:
         if self._rank == 0 and result.committed:
             self._store_eval(save.step)
 
-    def _write(self, save: _Save, stage: Stage, failure: Exception | None) -> None:
+    def _write(self, save: _Save, stage: Stage, failure: BaseException | None) -> None:
         # A name of its own for every save: what is committed is never written again, whatever is saved there once more.
         name = f"shard-{self._rank:05d}-of-{self._world_size:05d}-{uuid.uuid4().hex[:8]}.bin"
 
@@ -272,6 +272,7 @@ class Saver:
                 bytes=result.bytes,
                 seconds=round(result.seconds, 3),
                 stall_seconds=round(result.stalled, 4),
+                best=self._rank == 0 and manifest.best(self._run) == result.step,
             )
         else:
             self._say("checkpoint_failed", step=result.step, rank=result.failed_rank, cause=result.cause)
@@ -317,7 +318,7 @@ def _plain(value: dict[str, Any], what: str) -> dict[str, Any]:
     return value
 
 
-def _cause(error: Exception, rank: int) -> tuple[int, str]:
+def _cause(error: BaseException, rank: int) -> tuple[int, str]:
     """(rank, text) of the first failure that a save met."""
     if isinstance(error, CheckpointException):
         rank, (inner, _) = min(error.failures.items())

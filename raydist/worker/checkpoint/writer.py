@@ -82,7 +82,7 @@ class PartsPlanner(DefaultSavePlanner):
     `failure`: what kept this rank from staging; raised where DCP tells all ranks.
     """
 
-    def __init__(self, parts: Sequence[Part], failure: Exception | None) -> None:
+    def __init__(self, parts: Sequence[Part], failure: BaseException | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.parts, self.failure = parts, failure
 

@@ -1,4 +1,4 @@
-"""raydist.observe.state: what a reader concludes from the last word of a run."""
+"""raydist.runstate: what a reader concludes from the last word of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from raydist.errors import StorageError
-from raydist.observe.state import LOST_AFTER_S, last_word, read_state, this_process, write_state
+from raydist.runstate import LOST_AFTER_S, last_word, read_state, this_process, write_state
 from raydist.rundir import SPEC, STATE, RunDir
 
 

@@ -1,0 +1,123 @@
+"""The manifest: one spelling, its own hash, and what a run's folder says of its checkpoints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raydist.errors import CheckpointCorrupt, CheckpointNotFound
+from raydist.rundir import RunDir
+from raydist.worker.checkpoint import manifest
+from raydist.worker.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
+
+SMALL = Manifest(
+    step=20,
+    world_size=2,
+    attempt=1,
+    saved_at=1700000000.25,
+    spec_hash="abc",
+    files={"shard-0.bin": FileEntry(8, "f" * 32)},
+    tensors={"model/ü": TensorEntry("float32", (2,), (Chunk((0,), (2,), "shard-0.bin", 0, 8),))},
+    plain={"cursor": {"epoch": 1}, "loss": 2.5e-8, "none": None},
+    numbers={"optim.lr": 0.1, "optim.betas": [0.9, 0.95]},
+    eval_loss=float("inf"),
+)
+
+
+def put(run: RunDir, step: int, eval_loss: float | None = None) -> None:
+    """A committed checkpoint without shards."""
+    made = replace(SMALL, step=step, eval_loss=eval_loss, files={}, tensors={})
+    run.storage.write(manifest.path(step), made.dumps())
+
+
+def test_round_trip() -> None:
+    """What is read equals what was written, and is written the same again."""
+    data = SMALL.dumps()
+    assert Manifest.loads(data) == SMALL
+    assert Manifest.loads(data).dumps() == data
+
+
+def test_every_flipped_bit_is_found() -> None:
+    """No byte of the manifest may change in any bit and still be read."""
+    data = SMALL.dumps()
+    for position in range(len(data)):
+        for bit in range(8):
+            bad = bytearray(data)
+            bad[position] ^= 1 << bit
+            with pytest.raises(ValueError, match=r"hash|canonical|JSON"):
+                Manifest.loads(bytes(bad))
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, -1])
+def test_a_manifest_cut_short_is_found(length: int) -> None:
+    """Nor may it end early."""
+    with pytest.raises(ValueError, match=r"JSON|canonical"):
+        Manifest.loads(SMALL.dumps()[:length])
+
+
+def test_a_manifest_in_another_place_is_refused(tmp_path: Path) -> None:
+    """A manifest copied to another step's folder is not that step's; the message names the file."""
+    run = RunDir(tmp_path)
+    run.storage.write(manifest.path(30), SMALL.dumps())
+    with pytest.raises(CheckpointCorrupt, match=r"step-00000030/MANIFEST.json: is that of step 20"):
+        manifest.read(run, 30)
+    assert manifest.verify(run, 30) == [f"{tmp_path}/checkpoints/step-00000030/MANIFEST.json: is that of step 20"]
+
+
+def test_missing_step_names_those_there_are(tmp_path: Path) -> None:
+    """A step that is not committed: the error lists those that are."""
+    run = RunDir(tmp_path)
+    put(run, 5)
+    put(run, 10)
+    with pytest.raises(CheckpointNotFound, match="committed steps: 5, 10"):
+        manifest.read(run, 7)
+
+
+def test_best_is_known_from_the_folder_alone(tmp_path: Path) -> None:
+    """The lowest finite eval loss wins, the newest of equals; noted in the manifest or beside it, afterwards."""
+    run = RunDir(tmp_path)
+    assert manifest.best(run) is None
+    for step, loss in [(1, 3.0), (2, 2.0), (3, 2.0), (4, float("nan")), (5, None)]:
+        put(run, step, loss)
+    assert manifest.best(run) == 3
+    manifest.write_eval(run, 5, 1.5)
+    assert manifest.best(run) == 5
+    assert manifest.read(run, 5).eval_loss == 1.5
+    assert [r["best"] for r in manifest.summary(run)] == [False, False, False, False, True]
+
+
+def test_summary_goes_on_past_a_bad_manifest(tmp_path: Path) -> None:
+    """A list shows the bad one with its problem, and `read_newest` takes the one before."""
+    run = RunDir(tmp_path)
+    put(run, 1)
+    put(run, 2)
+    run.storage.write(manifest.path(2), b"{}")
+    rows = manifest.summary(run)
+    assert [(r["step"], r["bytes"]) for r in rows] == [(1, 0), (2, None)]
+    assert "MANIFEST.json: does not have the hash" in rows[1]["problem"]
+    newest = manifest.read_newest(run)
+    assert newest is not None
+    assert newest.step == 1
+
+
+def test_changed_numbers_names_each_field() -> None:
+    """Old and new value of each; tuples equal lists, for JSON knows no tuples."""
+    old = {"optim.lr": 0.1, "optim.betas": [0.9, 0.95], "model.name": "gpt", "gone": None}
+    new = {"optim.lr": 0.2, "optim.betas": (0.9, 0.95), "model.name": "mlp", "come": 1}
+    assert manifest.changed_numbers(old, new) == [
+        "come: was nothing, is 1",
+        "gone: was null, is nothing",
+        "model.name: was gpt, is mlp",
+        "optim.lr: was 0.1, is 0.2",
+    ]
+    assert manifest.changed_numbers(old, dict(old)) == []
+
+
+def test_needs_no_torch() -> None:
+    """The driver and the command line read manifests and prune without importing torch."""
+    code = "import sys; from raydist.worker.checkpoint import manifest, pruning; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,195 @@
+"""Restoring: the newest checkpoint whose every byte is right, into what fits it, without unpickling anything."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raydist.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, SpecChanged
+from raydist.records import Event
+from raydist.rundir import RunDir
+from raydist.worker.checkpoint import manifest, pruning, restore
+
+
+@pytest.fixture
+def saved(kit: Any, tmp_path: Path) -> RunDir:
+    """Steps 10 and 20."""
+    one = kit.OneRank(tmp_path)
+    one.save(10)
+    one.save(20)
+    one.saver.close()
+    return one.run
+
+
+def files(run: RunDir, step: int) -> list[Path]:
+    return sorted(Path(run.uri, "checkpoints", f"step-{step:08d}").iterdir())
+
+
+def flip(path: Path, position: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(position * (len(data) - 1))] ^= 16
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("position", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("which", ["MANIFEST.json", "shard"])
+def test_a_flipped_byte_is_found_and_the_one_before_taken(saved: RunDir, kit: Any, which: str, position: float) -> None:
+    """verify names the file, choose falls back and says so in an event, and what it loads is the state before."""
+    (bad,) = (f for f in files(saved, 20) if f.name.startswith(which))
+    flip(bad, position)
+    (problem,) = manifest.verify(saved, 20)
+    assert str(bad) in problem
+    events: list[Event] = []
+    found = restore.choose(saved, on_event=events.append)
+    assert found is not None
+    assert found.step == 10
+    assert [(e.kind, e.data["step"]) for e in events] == [("checkpoint_rejected", 20)]
+    assert events[0].data["file"] == str(bad)
+    into = kit.empty()
+    restore.load(saved, found, into, {})
+    assert kit.same(into, kit.state(10))
+
+
+def test_a_shard_cut_short_or_missing_is_named(saved: RunDir) -> None:
+    """With its sizes, or as missing."""
+    (shard,) = (f for f in files(saved, 20) if f.name.startswith("shard"))
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1])
+    assert manifest.verify(saved, 20) == [f"{shard}: {len(data) - 1} bytes instead of {len(data)}"]
+    shard.unlink()
+    assert manifest.verify(saved, 20) == [f"{shard}: is missing"]
+    found = restore.choose(saved)
+    assert found is not None
+    assert found.step == 10
+
+
+def test_none_good(saved: RunDir) -> None:
+    """If all are bad, training must not start from nothing in silence: CheckpointCorrupt names every file."""
+    for step in (10, 20):
+        flip(files(saved, step)[-1], 0.5)
+    with pytest.raises(CheckpointCorrupt) as caught:
+        restore.choose(saved)
+    assert all(str(files(saved, step)[-1]) in caught.value.message for step in (10, 20))
+
+
+def test_none_there(tmp_path: Path) -> None:
+    """A run without checkpoints starts from nothing."""
+    assert restore.choose(RunDir(tmp_path)) is None
+
+
+def test_uncommitted_is_no_checkpoint(saved: RunDir) -> None:
+    """Shards without their manifest do not exist."""
+    saved.storage.delete(manifest.path(20))
+    found = restore.choose(saved)
+    assert found is not None
+    assert found.step == 10
+    with pytest.raises(CheckpointNotFound, match="no checkpoint of step 20"):
+        restore.choose(saved, step=20)
+
+
+def test_a_step_by_its_number(saved: RunDir) -> None:
+    """The one asked for, and no other in its place."""
+    found = restore.choose(saved, step=10)
+    assert found is not None
+    assert found.step == 10
+    flip(files(saved, 10)[-1], 0.5)
+    with pytest.raises(CheckpointCorrupt, match="step-00000010"):
+        restore.choose(saved, step=10)
+
+
+def test_what_is_chosen_is_safe_until_it_is_loaded(saved: RunDir, kit: Any) -> None:
+    """Between `choose` and the end of `load` pruning spares it; a rejected one is not held."""
+    found = restore.choose(saved, step=10)
+    assert found is not None
+    assert pruning.prune(saved, 1) == []
+    restore.load(saved, found, kit.empty(), {})
+    assert pruning.prune(saved, 1) == [10]
+    flip(files(saved, 20)[-1], 0.5)
+    with pytest.raises(CheckpointCorrupt):
+        restore.choose(saved)
+    assert not any(f.name.startswith(pruning.LEASE) for f in files(saved, 20))
+
+
+def test_mismatches_are_named(saved: RunDir, kit: Any) -> None:
+    """Missing, unexpected, of another shape, of another dtype: all in one error, and nothing is written."""
+    found = restore.choose(saved)
+    assert found is not None
+    into = kit.empty()
+    del into["model/bf16"]
+    into["model/new"] = torch.zeros(1)
+    into["model/scalar"] = torch.zeros(2, dtype=torch.int64)
+    into["optim/matrix/step"] = torch.tensor(0.0, dtype=torch.float64)
+    with pytest.raises(CheckpointError) as caught:
+        restore.load(saved, found, into, {})
+    for line in (
+        "model/bf16: not wanted here",
+        "model/new: not in the checkpoint",
+        "model/scalar: saved with shape [], wanted [2]",
+        "optim/matrix/step: saved as float32, wanted float64",
+    ):
+        assert line in caught.value.message
+    assert not into["model/matrix"].any()
+
+
+def test_weights_alone(saved: RunDir, kit: Any) -> None:
+    """The model without its optimizer can be loaded: names are whole by the part before the first slash."""
+    found = restore.choose(saved)
+    assert found is not None
+    weights = {n: t for n, t in kit.empty().items() if n.startswith("model/")}
+    restore.load(saved, found, weights, {})
+    assert kit.same(weights, {n: t for n, t in kit.state(20).items() if n.startswith("model/")})
+
+
+def test_random_states_only_where_they_fit(saved: RunDir, kit: Any) -> None:
+    """The rank's own tensors come back exactly, or not at all."""
+    found = restore.choose(saved)
+    assert found is not None
+    own = {"rng/torch": torch.zeros(100, dtype=torch.uint8)}
+    assert restore.load(saved, found, kit.empty(), own) is True
+    assert own["rng/torch"].eq(20).all()
+    for other in ({"rng/torch": torch.zeros(7, dtype=torch.uint8)}, {**own, "rng/cuda": torch.zeros(1)}, {}):
+        assert restore.load(saved, found, kit.empty(), other) is False
+
+
+def test_nothing_is_unpickled(saved: RunDir, kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restoring calls no unpickler, and no file of a checkpoint holds a pickle."""
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError("unpickled")
+
+    monkeypatch.setattr(torch, "load", refuse)
+    for name in ("load", "loads", "Unpickler", "_load", "_loads", "_Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    found = restore.choose(saved)
+    assert found is not None
+    into, own = kit.empty(), kit.rng(1)
+    assert restore.load(saved, found, into, own)
+    assert kit.same(into, kit.state(20))
+
+
+def test_only_tensors_are_read(saved: RunDir, kit: Any) -> None:
+    """A value that is no tensor, which DCP would unpickle, is refused by name."""
+    found = restore.choose(saved)
+    assert found is not None
+    with pytest.raises((CheckpointError, AttributeError)):
+        restore.load(saved, found, {"model/matrix": "not a tensor"}, {})  # type: ignore[dict-item]
+    from raydist.worker.checkpoint.writer import TensorPlanner
+
+    item = type("Item", (), {"dest_index": type("Index", (), {"fqn": "model/evil"})})
+    with pytest.raises(CheckpointError, match="model/evil: not a tensor"):
+        TensorPlanner().load_bytes(item, None)  # type: ignore[arg-type]
+
+
+def test_changed_numbers(saved: RunDir) -> None:
+    """Refused with field, old and new value and the way out, unless it is allowed."""
+    found = manifest.read(saved, 20)
+    assert restore.check_numbers(found, {"lr": 0.1}) == []
+    with pytest.raises(SpecChanged, match="lr: was 0.1, is 0.3") as caught:
+        restore.check_numbers(found, {"lr": 0.3})
+    assert "--allow-spec-change" in caught.value.hint
+    assert caught.value.exit_code == 2
+    assert restore.check_numbers(found, {"lr": 0.3}, allow=True) == ["lr: was 0.1, is 0.3"]

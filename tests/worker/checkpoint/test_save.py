@@ -1,0 +1,249 @@
+"""The Saver with one rank: what it writes, when the loop waits, and what a failure costs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raydist.errors import CheckpointError, StorageError
+from raydist.storage import Storage
+from raydist.worker.checkpoint import manifest, restore, writer
+from raydist.worker.checkpoint.staging import Stage
+
+
+def shard_bytes(folder: Path, step: int) -> list[bytes]:
+    return [p.read_bytes() for p in sorted(folder.glob(f"checkpoints/step-{step:08d}/shard-*"))]
+
+
+def loaded(kit: Any, one: Any, step: int | None = None) -> dict[str, torch.Tensor]:
+    found = restore.choose(one.run, step=step)
+    assert found is not None
+    into = kit.empty()
+    restore.load(one.run, found, into, {})
+    return into
+
+
+def test_asynchronous_equals_synchronous(kit: Any, tmp_path: Path) -> None:
+    """The same shard bytes, tensors and plain values, whichever way they were saved; and what is loaded is what was saved."""
+    made = []
+    for name, asynchronous in (("sync", False), ("async", True)):
+        one = kit.OneRank(tmp_path / name, asynchronous=asynchronous)
+        for step in (1, 2):
+            one.save(step)
+        assert one.saver.wait()
+        one.saver.close()
+        found = manifest.read(one.run, 2)
+        assert kit.same(loaded(kit, one), kit.state(2))
+        (files,) = [[f.xxh3 for f in found.files.values()]]
+        made.append((shard_bytes(tmp_path / name, 2), files, found.plain, found.numbers, found.spec_hash))
+    assert made[0] == made[1]
+
+
+def test_state_is_that_of_start(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`before_update` holds the update until the copy is done, and no longer: the write goes on beside the next step."""
+    may_copy, may_write = threading.Event(), threading.Event()
+    copy, write = Stage.copy, writer.ShardWriter._write
+    monkeypatch.setattr(Stage, "copy", lambda *a: (may_copy.wait(), copy(*a))[1])
+    monkeypatch.setattr(writer.ShardWriter, "_write", lambda *a: (may_write.wait(), write(*a))[1])
+    one = kit.OneRank(tmp_path, asynchronous=True)
+    live = kit.state(1)
+    one.save(1, live)
+    updated = threading.Event()
+
+    def loop() -> None:
+        one.saver.before_update()
+        for tensor in live.values():
+            tensor.zero_()
+        updated.set()
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    assert not updated.wait(0.05), "the update waits for the copy"
+    may_copy.set()
+    thread.join()
+    assert one.run.committed() == [], "the update did not wait for the write"
+    assert one.saver.poll() is None
+    may_write.set()
+    assert one.saver.wait()
+    assert kit.same(loaded(kit, one), kit.state(1))
+    assert one.saver.poll().stalled >= 0.04
+
+
+def test_one_in_flight(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next `start` waits until the save before has ended."""
+    may_write, writing = threading.Event(), threading.Semaphore(0)
+    write = writer.ShardWriter._write
+
+    def slow(*arguments: Any) -> Any:
+        writing.release()
+        may_write.wait()
+        return write(*arguments)
+
+    monkeypatch.setattr(writer.ShardWriter, "_write", slow)
+    one = kit.OneRank(tmp_path, asynchronous=True)
+    one.save(1)
+    second = threading.Thread(target=one.save, args=(2,))
+    second.start()
+    assert writing.acquire(timeout=10)
+    assert not writing.acquire(timeout=0.05), "one is being written, and one only"
+    may_write.set()
+    second.join()
+    one.saver.close()
+    assert one.run.committed() == [1, 2]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_failed_save_costs_no_checkpoint(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """It is reported with rank and cause, raises nothing into the loop, leaves the one before, and the next one works."""
+    one = kit.OneRank(tmp_path, asynchronous=asynchronous)
+    one.save(1)
+    one.saver.wait()
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", _no_space)
+        one.save(2)
+        one.saver.before_update()
+        result = one.saver.wait()
+    assert (result.committed, result.failed_rank, bool(result)) == (False, 0, False)
+    assert "No space left on device" in result.cause
+    assert one.run.committed() == [1]
+    one.save(3)
+    assert one.saver.wait()
+    one.saver.close()
+    assert one.run.committed() == [1, 3]
+    assert one.kinds() == ["checkpoint_saved", "checkpoint_failed", "checkpoint_saved"]
+    assert one.events[1].data["step"] == 2
+    assert one.run.storage.folders("checkpoints") == ["step-00000001", "step-00000003"], "what it left is gone"
+
+
+def _no_space(fd: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_copy_that_fails_fails_the_save_only(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory for the buffer: `before_update` returns, and the result says why."""
+
+    def no_memory(self: Stage, nbytes: int) -> None:
+        raise MemoryError("no room for the copy")
+
+    monkeypatch.setattr(Stage, "reserve", no_memory)
+    one = kit.OneRank(tmp_path, asynchronous=True)
+    one.save(1)
+    one.saver.before_update()
+    assert one.saver.wait().cause == "MemoryError: no room for the copy"
+
+
+def test_before_commit_comes_first(kit: Any, tmp_path: Path) -> None:
+    """It is called when the shards are there and the manifest is not; what it raises fails the save."""
+    seen: list[Any] = []
+    one = kit.OneRank(tmp_path, before_commit=lambda: seen.append((len(shard_bytes(tmp_path, 1)), one.run.committed())))
+    one.save(1)
+    assert seen == [(1, [])]
+
+    def refuse() -> None:
+        raise RuntimeError("metrics are not durable")
+
+    other = kit.OneRank(tmp_path / "other", before_commit=refuse)
+    other.save(1)
+    assert other.saver.wait().cause == "RuntimeError: metrics are not durable"
+    assert other.run.committed() == []
+
+
+def test_saving_a_step_again_never_breaks_what_is_there(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second save of a committed step writes beside it and replaces the manifest; if it fails, the first one holds."""
+    one = kit.OneRank(tmp_path)
+    one.save(1)
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", _no_space)
+        one.save(1, kit.state(9))
+    assert manifest.verify(one.run, 1) == []
+    assert kit.same(loaded(kit, one), kit.state(1))
+    one.save(1, kit.state(9))
+    assert kit.same(loaded(kit, one), kit.state(9))
+    assert len(shard_bytes(tmp_path, 1)) == 1, "the first one's shard is swept"
+
+
+def test_eval_loss_before_and_after_the_commit(kit: Any, tmp_path: Path) -> None:
+    """`mark_eval` counts whenever it comes: the best checkpoint outlives the newer ones."""
+    one = kit.OneRank(tmp_path, keep=1, asynchronous=True)
+    for step, loss in ((1, 3.0), (2, 1.0), (3, None)):
+        one.save(step)
+        if loss is not None:
+            one.saver.mark_eval(step, loss)
+    one.saver.wait()
+    assert one.run.committed() == [2, 3]
+    one.saver.mark_eval(3, 0.5)
+    assert manifest.best(one.run) == 3
+    one.save(4)
+    one.saver.wait()
+    one.saver.close()
+    assert one.run.committed() == [3, 4]
+
+
+def test_what_cannot_be_saved_is_said_at_once(kit: Any, tmp_path: Path) -> None:
+    """Values that are not plain, and sparse tensors: CheckpointError from `start`, naming them."""
+    one = kit.OneRank(tmp_path)
+    with pytest.raises(CheckpointError, match="plain: not plain data"):
+        one.save(1, model=object())
+    with pytest.raises(CheckpointError, match="model/s: a tensor of layout torch.sparse_coo"):
+        one.save(1, {"model/s": torch.zeros(3).to_sparse()})
+
+
+def test_prepare_makes_the_buffer_that_the_save_uses(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `prepare` a save allocates no memory, and neither does the next one."""
+    from raydist.worker.checkpoint import staging
+
+    made: list[int] = []
+    pages = staging._pages
+    monkeypatch.setattr(staging, "_pages", lambda n: (made.append(n), pages(n))[1])
+    one = kit.OneRank(tmp_path)
+    one.saver.prepare(kit.state(1), kit.rng(1))
+    for step in (1, 2):
+        one.save(step)
+    one.saver.close()
+    assert len(made) == 1
+    assert kit.same(loaded(kit, one), kit.state(2))
+
+
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("size", [1, 4096, 4097, 3 * 4096 + 64])
+def test_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, refused: bool) -> None:
+    """Past the page cache or, where the file system refuses that, through it: the file has the bytes, in their order."""
+    stage = Stage(torch.device("cpu"))
+    stage.reserve(4 * 4096)
+    data = os.urandom(size)
+    stage.memory[:size] = data
+    if refused:
+        fcntl = writer.fcntl.fcntl
+
+        def einval(fd: int, command: int, flags: int = 0) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "no O_DIRECT here")
+            return fcntl(fd, command, flags)
+
+        monkeypatch.setattr(writer.fcntl, "fcntl", einval)
+    with Storage(tmp_path).create("file") as sink:
+        out = writer._PastCache(sink)
+        out.write(stage.memory[:size])
+        out.write(memoryview(b"tail"))
+    assert (tmp_path / "file").read_bytes() == data + b"tail"
+
+
+def test_a_full_disk_is_no_reason_for_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only EINVAL means that the file system has no O_DIRECT; anything else is the error that it is."""
+    stage = Stage(torch.device("cpu"))
+    stage.reserve(4096)
+
+    def full(self: Any, block: memoryview) -> None:
+        _no_space(0)
+
+    monkeypatch.setattr(writer._PastCache, "_write_all", full)
+    with pytest.raises(StorageError, match="No space left"), Storage(tmp_path).create("file") as sink:
+        writer._PastCache(sink).write(stage.memory)
