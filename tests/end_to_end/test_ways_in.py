@@ -24,9 +24,9 @@ def test_torchrun_gives_the_same_bits_without_ray(project: Any, on_ray: dict[str
     """`torchrun -m raydist.worker.standalone`, with ray made impossible to import: records and weights equal those on Ray."""
     (tmp_path / "ray.py").write_text("raise ImportError('there is no ray here')\n")
     env = project.environment() | {"PYTHONPATH": str(tmp_path)}
-    command = [TORCHRUN, "--nproc-per-node", "2", "--master-port", "0", "-m", "raydist.worker.standalone", "job.yaml"]
+    command = [TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "raydist.worker.standalone", "job.yaml"]
     command = [*command, "--name", "by-torchrun", "--json", *GPT]
-    done = subprocess.run(command, cwd=project.root, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=project.root, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["status"] == "finished"
     names = ("step", "loss", "grad_norm", "samples_hash")
