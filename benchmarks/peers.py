@@ -88,7 +88,9 @@ def main() -> None:
                     ratios = [r[peer][figure] / r[base][figure] for r in rounds]
                     median[f"{figure}_{name}"] = statistics.median(ratios)
         table[peer] = median
-    print(f"\n{'peer':24s} {'tokens/s':>9s} {'/torchrun':>9s} {'cpu ms':>7s} {'RSS MB':>7s} {'first step s':>12s} {'/ray train':>10s}")
+    print(
+        f"\n{'peer':24s} {'tokens/s':>9s} {'/torchrun':>9s} {'cpu ms':>7s} {'RSS MB':>7s} {'first step s':>12s} {'/ray train':>10s}"
+    )
     for peer, row in table.items():
         print(
             f"{peer:24s} {row['tokens_per_second']:9.0f} {row.get('tokens_per_second_over_torchrun', 0):9.3f} {row['cpu_ms']:7.0f} "

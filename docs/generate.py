@@ -42,7 +42,9 @@ def rows(section: dict[str, Any], prefix: str, defs: dict[str, Any]) -> list[str
     lines = []
     for name, prop in section["properties"].items():
         default = json.dumps(prop["default"]) if "default" in prop else ""
-        lines.append(f"| `{prefix}{name}` | {kind(prop, defs)} | {f'`{default}`' if default else ''} | {said(prop, defs)} |")
+        lines.append(
+            f"| `{prefix}{name}` | {kind(prop, defs)} | {f'`{default}`' if default else ''} | {said(prop, defs)} |"
+        )
         refs = [p["$ref"] for p in (prop, *prop.get("anyOf", [])) if "$ref" in p]
         for ref in refs:
             lines += rows(defs[ref.rsplit("/", 1)[-1]], f"{prefix}{name}.", defs)

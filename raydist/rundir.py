@@ -58,7 +58,7 @@ class RunDir:
     @property
     def name(self) -> str:
         """The folder's last part."""
-        return self.storage.root.rstrip("/").rsplit("/", 1)[-1]
+        return str(self.storage.root).rstrip("/").rsplit("/", 1)[-1]
 
     def exists(self) -> bool:
         """Whether a run was ever started here."""

@@ -24,7 +24,9 @@ _TEMPORARY = ".tmp-"
 class Sink(Protocol):
     """What `Storage.create` gives: bytes go in, in order."""
 
-    def write(self, data: bytes | memoryview, /) -> int: ...
+    def write(self, data: bytes | memoryview, /) -> int:
+        """Takes bytes; gives how many of them."""
+        ...
 
 
 class Storage:
@@ -44,7 +46,9 @@ class Storage:
                 self.local = Path(text.removeprefix("file://")).expanduser().absolute()
                 self.fs, self.root, self.uri = pafs.LocalFileSystem(), str(self.local), str(self.local)
         except (pa.ArrowInvalid, OSError) as error:
-            raise UserError(f"storage {text!r}: {error}", "give a folder, or a URI such as s3://bucket/folder") from error
+            raise UserError(
+                f"storage {text!r}: {error}", "give a folder, or a URI such as s3://bucket/folder"
+            ) from error
 
     def __reduce__(self) -> tuple[type[Storage], tuple[str]]:
         return Storage, (self.uri,)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from raydist.errors import StorageError
-from raydist.runstate import LOST_AFTER_S, last_word, read_state, this_process, write_state
 from raydist.rundir import SPEC, STATE, RunDir
+from raydist.runstate import LOST_AFTER_S, last_word, read_state, this_process, write_state
 
 
 @pytest.fixture

@@ -19,7 +19,9 @@ def register(app: typer.Typer) -> None:
 
 
 def sample(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder's path or URI, or a run's name.", show_default=False)],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run folder's path or URI, or a run's name.", show_default=False)
+    ],
     storage: Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")] = None,
     prompt: Annotated[str, typer.Option(help="The text to go on with.")] = "def ",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
@@ -42,7 +44,9 @@ def sample(
     spec = parse(yaml.safe_load(folder.storage.read(SPEC)), source=f"{folder.uri}/{SPEC}")
     manifest = restore.choose(folder, step=step)
     if manifest is None:
-        raise CheckpointNotFound(f"run {folder.name} has no checkpoint yet", "train it up to its first one (checkpoint.every)")
+        raise CheckpointNotFound(
+            f"run {folder.name} has no checkpoint yet", "train it up to its first one (checkpoint.every)"
+        )
     dataset = TokenDataset(str(manifest.plain["dataset"]))
     model = registry.load("model", spec.model.name)(spec.model, dataset.vocab_size)
     if not hasattr(model, "generate"):

@@ -29,7 +29,10 @@ def job_schema() -> dict[str, Any]:
     made["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     made["title"] = "raydist job"
     made["properties"] = {
-        "extends": {"type": "string", "description": "A job file that this one builds on; deep merge, the nearer file wins."},
+        "extends": {
+            "type": "string",
+            "description": "A job file that this one builds on; deep merge, the nearer file wins.",
+        },
         **made["properties"],
     }
     # What the file it extends says need not be said again: presence is checked when the whole is loaded.

@@ -42,7 +42,8 @@ def submit(
         inside = spec.resolve().relative_to(root)
     except ValueError:
         raise UserError(
-            f"{spec} is not under the working directory {root}", "run from the folder that holds it, or give --working-dir"
+            f"{spec} is not under the working directory {root}",
+            "run from the folder that holds it, or give --working-dir",
         ) from None
     load(spec, overrides or [])  # what is wrong with it is said here and now, not minutes later in a log
     words = ["python", "-m", "raydist", "train", str(inside)]
@@ -85,7 +86,9 @@ def _submit(address: str, entrypoint: str, root: Path, no_wait: bool) -> None:
         code = info.driver_exit_code
         if code in (2, 130, 143):
             raise typer.Exit(code)
-        raise WorkerFailed(f"job {job} ended as {status}", (info.message or "").strip().splitlines()[0] if info.message else "")
+        raise WorkerFailed(
+            f"job {job} ended as {status}", (info.message or "").strip().splitlines()[0] if info.message else ""
+        )
 
 
 async def _follow(client: Any, job: str) -> None:

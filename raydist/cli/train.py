@@ -39,7 +39,10 @@ def train(
     name: Annotated[str | None, typer.Option(help="Name of the run. The same name and storage resume it.")] = None,
     storage: Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")] = None,
     address: Annotated[
-        str | None, typer.Option(help="local: a private Ray; auto or HOST:PORT: a cluster. Default: auto in a Ray job, else local.")
+        str | None,
+        typer.Option(
+            help="local: a private Ray; auto or HOST:PORT: a cluster. Default: auto in a Ray job, else local."
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Only go on with a run that is there.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete what is there of that name, and start anew.")] = False,
@@ -51,7 +54,9 @@ def train(
 ) -> None:
     """Train a job to its end. The same command again resumes it."""
     if resume and fresh:
-        raise UsageError("--resume and --fresh exclude one another", "give one of them, or none to resume what is there")
+        raise UsageError(
+            "--resume and --fresh exclude one another", "give one of them, or none to resume what is there"
+        )
     job = load(spec, overrides or [])
     home = storage or default_storage()
     run = RunDir(Storage(home).at(check_name(name or job.name)).uri)
@@ -73,7 +78,9 @@ def _claim(run: RunDir, *, resume: bool, fresh: bool) -> None:
 
     if not run.exists():
         if resume:
-            raise RunNotFound(f"nothing to resume at {run.uri}", "leave out --resume to start it, or check --name and --storage")
+            raise RunNotFound(
+                f"nothing to resume at {run.uri}", "leave out --resume to start it, or check --name and --storage"
+            )
         return
     state = read_state(run)
     if state["status"] == "running":

@@ -38,7 +38,8 @@ def check_resources(spec: JobSpec, nodes: Sequence[Mapping[str, float]]) -> list
     gpus = gpus_per_worker(spec, total)
     each = {"CPU": cluster.cpus_per_worker, "GPU": gpus}
     fits = sum(
-        min((math.floor(n.get(k, 0.0) / v + 1e-9) for k, v in each.items() if v), default=cluster.workers) for n in nodes
+        min((math.floor(n.get(k, 0.0) / v + 1e-9) for k, v in each.items() if v), default=cluster.workers)
+        for n in nodes
     )
     if fits >= cluster.workers:
         return []
@@ -88,7 +89,9 @@ def _check_nodes(spec: JobSpec, nodes: Sequence[Mapping[str, Any]], run_uri: str
             continue
         for name, there in facts["versions"].items():
             if there != here[name]:
-                problems.append(f"node {ip}: {name} is {there or 'missing'}, the driver's is {here[name]}; install the same")
+                problems.append(
+                    f"node {ip}: {name} is {there or 'missing'}, the driver's is {here[name]}; install the same"
+                )
         problems += [f"node {ip}: {p}" for p in facts["problems"]]
     return problems
 
@@ -124,7 +127,11 @@ def look_around(run_uri: str, dataset: str, modules: Sequence[str]) -> dict[str,
             problems.append(f"the dataset {dataset} is not there; put it on storage that every node can read")
     except RaydistError as error:
         problems.append(f"{error.message}; put the dataset on storage that every node can read")
-    problems += [f"no module {m!r}; run from the folder that holds it, or install it there" for m in modules if not _importable(m)]
+    problems += [
+        f"no module {m!r}; run from the folder that holds it, or install it there"
+        for m in modules
+        if not _importable(m)
+    ]
     return {"versions": versions(), "problems": problems}
 
 

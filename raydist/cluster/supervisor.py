@@ -29,9 +29,17 @@ _MONITOR_TIMEOUT_S = 30.0
 class View(Protocol):
     """What shows a run to the user: `raydist.report.console.Console`."""
 
-    def update(self, snapshot: dict[str, Any]) -> None: ...
-    def event(self, event: Event) -> None: ...
-    def note(self, text: str) -> None: ...
+    def update(self, snapshot: dict[str, Any]) -> None:
+        """The run as it is now: `RunMonitor.snapshot`."""
+        ...
+
+    def event(self, event: Event) -> None:
+        """Something happened."""
+        ...
+
+    def note(self, text: str) -> None:
+        """A word to the user."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +95,9 @@ class Supervisor:
             if self._error is not None:
                 raise self._error
             assert self._ending is not None
-            self._tell(self._monitor.end, self._ending.status, **({"cause": self._ending.cause} if self._ending.cause else {}))
+            self._tell(
+                self._monitor.end, self._ending.status, **({"cause": self._ending.cause} if self._ending.cause else {})
+            )
             self._show()
         return self._ending
 
@@ -204,7 +214,9 @@ class Supervisor:
             case Stop(cause, because):
                 self._say("decision", action="stop", because=because, after_s=0.0)
                 who = "" if failure.rank is None else f"rank {failure.rank}: "
-                return Ending("stopped", history.committed, cause=f"{who}{cause} ({because})", traceback=failure.traceback)
+                return Ending(
+                    "stopped", history.committed, cause=f"{who}{cause} ({because})", traceback=failure.traceback
+                )
 
     def _say(self, kind: str, **data: Any) -> None:
         import time

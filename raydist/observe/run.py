@@ -20,11 +20,11 @@ from typing import Any
 
 from raydist.errors import StorageError
 from raydist.observe.live import LiveView
-from raydist.runstate import last_word, this_process, write_state
 from raydist.observe.tensorboard import TensorBoard
 from raydist.records import Event, Status
 from raydist.rundir import RunDir
 from raydist.runlog import RunLog
+from raydist.runstate import last_word, this_process, write_state
 
 INTERVAL_S = 2.0
 _RETRY_S = 0.5

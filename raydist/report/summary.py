@@ -12,10 +12,10 @@ from typing import Any
 import pyarrow as pa
 
 from raydist.observe.live import WINDOW, rates
-from raydist.runstate import read_state
 from raydist.records import Event
 from raydist.rundir import SPEC, RunDir, default_storage
 from raydist.runlog import Segment, merge, plain, read_events, read_segments, read_steps
+from raydist.runstate import read_state
 from raydist.storage import Storage
 from raydist.worker.checkpoint import manifest
 

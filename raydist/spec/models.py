@@ -26,9 +26,13 @@ class ModelSpec(Part):
     layers: int = Field(4, ge=1, description="Number of blocks.")
     width: int = Field(128, ge=1, description="Size of the residual stream.")
     heads: int = Field(4, ge=1, description="Attention heads; must divide width.")
-    kv_heads: int | None = Field(None, ge=1, description="Key and value heads (grouped-query attention); default: heads.")
+    kv_heads: int | None = Field(
+        None, ge=1, description="Key and value heads (grouped-query attention); default: heads."
+    )
     context: int = Field(128, ge=1, description="Tokens of a sample: the longest sequence the model sees.")
-    hidden: int | None = Field(None, ge=1, description="Width of the feed-forward layer; default: the model's own choice.")
+    hidden: int | None = Field(
+        None, ge=1, description="Width of the feed-forward layer; default: the model's own choice."
+    )
     qk_norm: bool = Field(False, description="Normalise queries and keys of each head.")
     tie_embeddings: bool = Field(True, description="Use one matrix for the token embedding and the output head.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Probability of dropping an activation while training.")
@@ -39,7 +43,9 @@ class ModelSpec(Part):
     def _fits(self) -> ModelSpec:
         if self.name == "gpt":
             if self.width % self.heads:
-                raise problem("heads", self.heads, f"does not divide width {self.width}", _divisors(self.width, self.heads))
+                raise problem(
+                    "heads", self.heads, f"does not divide width {self.width}", _divisors(self.width, self.heads)
+                )
             if (self.width // self.heads) % 2:
                 raise problem("heads", self.heads, f"makes heads of odd size {self.width // self.heads}",
                               "rotary positions need an even width / heads")  # fmt: skip
@@ -59,8 +65,12 @@ class DataSpec(Part):
     )
     path: str | None = Field(None, description="A dataset that `raydist data prepare` made: a folder or a URI.")
     tokenizer: str = Field("bytes", description="For `source`: bytes, bpe:VOCAB, or the path of a tokenizer.json.")
-    column: str = Field("text", description="For `source`: the field of JSON lines or the column of Parquet that holds the text.")
-    eval_fraction: float = Field(0.01, gt=0, lt=1, description="For `source`: share of documents held out for evaluation.")
+    column: str = Field(
+        "text", description="For `source`: the field of JSON lines or the column of Parquet that holds the text."
+    )
+    eval_fraction: float = Field(
+        0.01, gt=0, lt=1, description="For `source`: share of documents held out for evaluation."
+    )
     pack: bool = Field(
         False, description="Keep documents in one sample apart: block-diagonal attention, positions that start anew."
     )
@@ -69,7 +79,9 @@ class DataSpec(Part):
     @model_validator(mode="after")
     def _one(self) -> DataSpec:
         if (self.source is None) == (self.path is None):
-            raise problem("source", self.source, "and data.path: exactly one of them is needed", "set data.source or data.path")
+            raise problem(
+                "source", self.source, "and data.path: exactly one of them is needed", "set data.source or data.path"
+            )
         return self
 
 
@@ -78,9 +90,13 @@ class TrainSpec(Part):
 
     steps: int | None = Field(None, ge=1, description="Optimizer steps in all; or give `epochs`.")
     epochs: float | None = Field(None, gt=0, description="Passes over the training data; or give `steps`.")
-    global_batch: int = Field(32, ge=1, description="Sequences of one optimizer step, over all workers; never changes with their number.")
+    global_batch: int = Field(
+        32, ge=1, description="Sequences of one optimizer step, over all workers; never changes with their number."
+    )
     micro_batch: int = Field(8, ge=1, description="Sequences of one forward and backward pass of one worker.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Everything random comes from it: initial weights, data order, dropout.")
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="Everything random comes from it: initial weights, data order, dropout."
+    )
     deterministic: bool = Field(False, description="Use torch's deterministic algorithms; slower on GPU.")
 
     @model_validator(mode="after")
@@ -90,9 +106,13 @@ class TrainSpec(Part):
                           f"is not a whole number of micro-batches of {self.micro_batch}",
                           _divisors(self.global_batch, self.micro_batch, "train.micro_batch"))  # fmt: skip
         if (self.steps is None) == (self.epochs is None):
-            raise problem("steps", self.steps, "and train.epochs: exactly one of them is needed", "set train.steps or train.epochs")
+            raise problem(
+                "steps",
+                self.steps,
+                "and train.epochs: exactly one of them is needed",
+                "set train.steps or train.epochs",
+            )
         return self
-
 
     def total(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the whole run."""
@@ -112,7 +132,9 @@ class ScheduleSpec(Part):
     name: Literal["constant", "linear", "cosine", "wsd", "inverse-sqrt"] = Field(
         "cosine", description="wsd: warm-up, stable, then linear decay over the last `decay` of the steps."
     )
-    warmup: float = Field(0.1, ge=0, description="Steps of linear warm-up: below 1 a fraction of all steps, else a number of steps.")
+    warmup: float = Field(
+        0.1, ge=0, description="Steps of linear warm-up: below 1 a fraction of all steps, else a number of steps."
+    )
     floor: float = Field(0.1, ge=0, le=1, description="Last learning rate over the peak (linear, cosine, wsd).")
     decay: float = Field(0.2, gt=0, le=1, description="wsd: the fraction of all steps that decays.")
 
@@ -127,16 +149,22 @@ class ScheduleSpec(Part):
 class OptimSpec(Part):
     """The optimizer and its learning rate."""
 
-    name: Literal["adamw", "sgd", "adafactor", "muon"] = Field("adamw", description="The optimizer, as torch.optim has it.")
+    name: Literal["adamw", "sgd", "adafactor", "muon"] = Field(
+        "adamw", description="The optimizer, as torch.optim has it."
+    )
     lr: float = Field(1e-3, gt=0, description="Peak learning rate, at `base_batch` if `scale_lr` is set.")
-    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay; on matrices only, not on norms and biases.")
+    weight_decay: float = Field(
+        0.1, ge=0, description="Decoupled weight decay; on matrices only, not on norms and biases."
+    )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.95), description="AdamW's decay rates of the first and second moment."
     )
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum.")
     clip: float = Field(1.0, ge=0, description="Global gradient norm is cut to this; 0: never.")
-    fused: bool | Literal["auto"] = Field("auto", description="One kernel for the whole update, where the device has it.")
+    fused: bool | Literal["auto"] = Field(
+        "auto", description="One kernel for the whole update, where the device has it."
+    )
     scale_lr: Literal["none", "linear", "sqrt"] = Field(
         "none", description="Scale lr by global_batch / base_batch, or by its square root."
     )
@@ -148,7 +176,12 @@ class OptimSpec(Part):
     @model_validator(mode="after")
     def _fits(self) -> OptimSpec:
         if self.scale_lr != "none" and self.base_batch is None:
-            raise problem("base_batch", None, f"is needed by scale_lr: {self.scale_lr}", "set the global batch that lr was tuned for")
+            raise problem(
+                "base_batch",
+                None,
+                f"is needed by scale_lr: {self.scale_lr}",
+                "set the global batch that lr was tuned for",
+            )
         return self
 
 
@@ -167,7 +200,9 @@ class LossScaleSpec(Part):
 class PrecisionSpec(Part):
     """In which number format the model computes; master weights and the update are fp32."""
 
-    params: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="Format of forward and backward: fp32, bf16, fp16.")
+    params: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="Format of forward and backward: fp32, bf16, fp16."
+    )
     loss_scale: LossScaleSpec = Field(default_factory=lambda: LossScaleSpec(), description="fp16's dynamic loss scale.")
 
 
@@ -182,7 +217,9 @@ class CheckpointSpec(Part):
     """When the state is saved."""
 
     every: int | None = Field(50, ge=1, description="Steps between checkpoints; null: only at the end.")
-    keep: int = Field(3, ge=1, description="Committed checkpoints to keep, besides the best; older ones go after the next commit.")
+    keep: int = Field(
+        3, ge=1, description="Committed checkpoints to keep, besides the best; older ones go after the next commit."
+    )
     asynchronous: bool = Field(True, description="Write in the background; the loop stops only to copy the state.")
 
 
@@ -196,8 +233,12 @@ class EvalSpec(Part):
 class RecoverySpec(Part):
     """What a failure costs."""
 
-    max_failures: int = Field(3, ge=-1, description="Failures without progress in between before the run stops; -1: no limit.")
-    backoff_s: float = Field(1.0, ge=0, description="Seconds before the first restart; doubles with each failure without progress.")
+    max_failures: int = Field(
+        3, ge=-1, description="Failures without progress in between before the run stops; -1: no limit."
+    )
+    backoff_s: float = Field(
+        1.0, ge=0, description="Seconds before the first restart; doubles with each failure without progress."
+    )
     backoff_cap_s: float = Field(60.0, ge=0, description="The longest wait before a restart, in seconds.")
     timeout_s: float = Field(1800.0, gt=0, description="Seconds that a collective may take before the attempt fails.")
 
@@ -206,7 +247,9 @@ class ClusterSpec(Part):
     """What the run takes of the cluster."""
 
     workers: int = Field(1, ge=1, description="Train workers: one process each, one GPU each where there are any.")
-    cpus_per_worker: float = Field(1.0, gt=0, description="CPUs reserved for each worker; also its torch threads on CPU.")
+    cpus_per_worker: float = Field(
+        1.0, gt=0, description="CPUs reserved for each worker; also its torch threads on CPU."
+    )
     gpus_per_worker: float | Literal["auto"] = Field(
         "auto", description="GPUs of each worker; auto: 1 where the cluster has enough, else 0."
     )
@@ -222,7 +265,9 @@ class JobSpec(Part):
     )  # fmt: skip
     """Fields that leave the numbers alone, or change them within float tolerance only; the data counts by its fingerprint."""
 
-    name: str = Field("run", description="Name of the run, and of its folder.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    name: str = Field(
+        "run", description="Name of the run, and of its folder.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+    )
     model: ModelSpec = Field(default_factory=ModelSpec, description="What is trained.")
     data: DataSpec = Field(description="What it is trained on.")
     train: TrainSpec = Field(description="How long, in which batches.")
@@ -230,17 +275,26 @@ class JobSpec(Part):
     precision: Annotated[PrecisionSpec, BeforeValidator(_short_precision)] = Field(
         default_factory=lambda: PrecisionSpec(), description="fp32, bf16 or fp16, or the fields below."
     )
-    parallel: ParallelSpec = Field(default_factory=lambda: ParallelSpec(), description="How the work is split over the workers.")
+    parallel: ParallelSpec = Field(
+        default_factory=lambda: ParallelSpec(), description="How the work is split over the workers."
+    )
     checkpoint: CheckpointSpec = Field(default_factory=lambda: CheckpointSpec(), description="When the state is saved.")
     eval: EvalSpec = Field(default_factory=lambda: EvalSpec(), description="When the held-out loss is measured.")
     recovery: RecoverySpec = Field(default_factory=lambda: RecoverySpec(), description="What a failure costs.")
-    cluster: ClusterSpec = Field(default_factory=lambda: ClusterSpec(), description="What the run takes of the cluster.")
+    cluster: ClusterSpec = Field(
+        default_factory=lambda: ClusterSpec(), description="What the run takes of the cluster."
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> JobSpec:
         steps, warmup = self.train.steps, self.optim.schedule.warmup
         if steps is not None and warmup >= 1 and warmup > steps:
-            raise problem("optim.schedule.warmup", warmup, f"is longer than the run of {steps} steps", "write a fraction, such as 0.1")
+            raise problem(
+                "optim.schedule.warmup",
+                warmup,
+                f"is longer than the run of {steps} steps",
+                "write a fraction, such as 0.1",
+            )
         if self.cluster.workers > self.train.global_batch:
             raise problem("cluster.workers", self.cluster.workers,
                           f"is more than the {self.train.global_batch} sequences of a global batch",

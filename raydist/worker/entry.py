@@ -28,13 +28,14 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     except BaseException as error:
         if isinstance(error, SystemExit | KeyboardInterrupt) and not isinstance(error, Exception):
             error = RuntimeError(f"the train function ended with {type(error).__name__}: {error}")
-        ours = isinstance(error, RaydistError)
         raise RankFailed(
             rank,
             type(error).__name__,
-            "; ".join(filter(None, (error.message, error.hint))) if ours else str(error).strip(),
+            "; ".join(filter(None, (error.message, error.hint)))
+            if isinstance(error, RaydistError)
+            else str(error).strip(),
             # What raydist raises says where and how to mend it; anything else needs the lines that led to it.
-            "" if ours else "".join(traceback.format_exception(error)),
+            "" if isinstance(error, RaydistError) else "".join(traceback.format_exception(error)),
             time.time(),
             tuple(c.__name__ for c in type(error).__mro__),
         ) from None

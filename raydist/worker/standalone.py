@@ -36,7 +36,12 @@ class _Log:
         steps = run.committed()
         # What earlier runs recorded up to the newest checkpoint stays, until `resumed` says where this one goes on.
         self._log.attempt(attempt, steps[-1] if steps else 0)
-        self._state: dict[str, Any] = {"driver": this_process(), "attempt": attempt, "world_size": world_size, "workers": []}
+        self._state: dict[str, Any] = {
+            "driver": this_process(),
+            "attempt": attempt,
+            "world_size": world_size,
+            "workers": [],
+        }
         self._stored = 0.0
         self._store("running")
 
@@ -54,7 +59,9 @@ class _Log:
             rate = r["tokens"] / r["seconds"]
             self._state |= {"step": r["step"], "loss": r["loss"], "tokens_per_second": rate}
             if not self._quiet:
-                print(f"step {r['step']}  loss {r['loss']:.4f}  lr {r['lr']:.2e}  {rate:,.0f} tokens/s", file=sys.stderr)
+                print(
+                    f"step {r['step']}  loss {r['loss']:.4f}  lr {r['lr']:.2e}  {rate:,.0f} tokens/s", file=sys.stderr
+                )
         if time.monotonic() - self._stored > HEARTBEAT_S:
             self.durable()
             self._store("running")
@@ -82,7 +89,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--name", help="name of the run; default: the job's")
     parser.add_argument("--storage", default=default_storage(), help="folder or URI that holds the runs")
     parser.add_argument("--until", type=int, help="end after this step, with a checkpoint")
-    parser.add_argument("--allow-spec-change", action="store_true", help="resume although the spec computes other numbers")
+    parser.add_argument(
+        "--allow-spec-change", action="store_true", help="resume although the spec computes other numbers"
+    )
     parser.add_argument("--json", action="store_true", help="end with the outcome as one line of JSON on stdout")
     options = parser.parse_args(arguments)
     first = int(os.environ.get("RANK", 0)) == 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -132,7 +132,9 @@ def capture_rng(device: torch.device) -> dict[str, Tensor]:
     """The random states of this process as tensors: torch (uint8), python and numpy (int64; float64 for a spare normal)."""
     _, python, spare = random.getstate()
     # The global generator, for that is the one that users' models draw from.
-    kind, keys, position, has_spare, spare_normal = np.random.get_state(legacy=True)  # type: ignore[misc]
+    kind, keys, position, has_spare, spare_normal = cast(
+        "tuple[str, Any, int, int, float]", np.random.get_state(legacy=True)
+    )
     assert kind == "MT19937", f"numpy's global generator is a {kind}"
     states = {
         "rng/torch": torch.get_rng_state(),

@@ -57,7 +57,9 @@ class TrainStep:
         self.rank, self.strategy, self.optimizer, self.precision = rank, strategy, optimizer, precision
         self._full_tokens, self._clip, self._before_update = full_tokens, clip, before_update
 
-    def __call__(self, step: int, micro_batches: Sequence[MicroBatch], tokens: int, lr: float, want_stop: bool) -> StepReport:
+    def __call__(
+        self, step: int, micro_batches: Sequence[MicroBatch], tokens: int, lr: float, want_stop: bool
+    ) -> StepReport:
         """Runs step number `step`; `tokens` count in this rank's loss. Raises NonFinite, on every rank, before the update."""
         sums = torch.tensor([0.0, tokens, want_stop], dtype=torch.float64, device=self.rank.device)
         pending = None
@@ -137,7 +139,9 @@ def _finite(x: float) -> bool:
 
 
 @torch.no_grad()
-def evaluate(rank: Rank, strategy: ParallelStrategy, precision: Precision, batches: Sequence[MicroBatch]) -> tuple[float, int]:
+def evaluate(
+    rank: Rank, strategy: ParallelStrategy, precision: Precision, batches: Sequence[MicroBatch]
+) -> tuple[float, int]:
     """(mean loss in nats, tokens) over the held-out batches of all ranks, each of which brings its own part."""
     module = getattr(strategy.module, "module", strategy.module)
     was_training = module.training

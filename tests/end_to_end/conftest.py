@@ -70,7 +70,10 @@ class Project:
         """What the model is told: whom to kill, where to wait, and where to note that it has."""
         marks = self.root / "marks" / name
         marks.mkdir(parents=True, exist_ok=True)
-        return ["--set", f"model.options={json.dumps({'kill': kill or [], 'hold': hold, 'marks': str(marks), 'micro_batch': 2})}"]
+        return [
+            "--set",
+            f"model.options={json.dumps({'kill': kill or [], 'hold': hold, 'marks': str(marks), 'micro_batch': 2})}",
+        ]
 
     def steps(self, name: str) -> list[dict[str, Any]]:
         """`raydist show NAME --steps --json`."""

@@ -100,7 +100,9 @@ def test_raydist_submit(project: Any, cluster: dict[str, str]) -> None:
     gives, bit for bit."""
     folder, arguments = working_dir(project, "submitted")
     job = [sys.executable, "-m", "raydist", "submit", "job.yaml", "--address", cluster["jobs"], *arguments]
-    done = subprocess.run(job, cwd=folder, env=project.environment() | TOKEN, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        job, cwd=folder, env=project.environment() | TOKEN, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     assert "step 12/12" in done.stderr or "step 12" in done.stderr
     assert project.show("submitted")["status"] == "finished"
@@ -126,7 +128,9 @@ def test_train_by_address_and_what_a_cluster_refuses(project: Any, cluster: dict
     shown = project.train("by-address", "--address", cluster["gcs"], env=TOKEN)
     assert shown["status"] == "finished"
     more = ["--set", "cluster.workers=8", "--set", "cluster.cpus_per_worker=1"]
-    done = project.raydist("train", "job.yaml", "--name", "big", "--address", cluster["gcs"], *project.options("big"), *more, env=TOKEN)
+    done = project.raydist(
+        "train", "job.yaml", "--name", "big", "--address", cluster["gcs"], *project.options("big"), *more, env=TOKEN
+    )
     assert done.returncode == 2
     assert "8 workers of 1 CPU, the cluster has 1 node with 2 CPUs in all: 2 would fit" in done.stderr
 
@@ -136,7 +140,9 @@ def test_a_job_that_fails_ends_submit_with_its_code(project: Any, cluster: dict[
     folder, arguments = working_dir(project, "no-data")
     job = [sys.executable, "-m", "raydist", "submit", "job.yaml", "--address", cluster["jobs"], *arguments]
     job += ["--set", "data.path=/no/such/place"]
-    done = subprocess.run(job, cwd=folder, env=project.environment() | TOKEN, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        job, cwd=folder, env=project.environment() | TOKEN, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 2, done.stderr
     assert "/no/such/place" in done.stderr
 

@@ -159,7 +159,9 @@ def test_a_bug_in_the_model_stops_with_its_own_traceback(project: Any) -> None:
 
 def test_other_numbers_are_refused(project: Any, undisturbed: dict[str, Any]) -> None:
     """Resuming with another learning rate is refused before anything starts, with the field, both values and the remedy."""
-    done = project.raydist("train", "job.yaml", "--name", "undisturbed", *project.options("undisturbed"), "--set", "optim.lr=0.5")
+    done = project.raydist(
+        "train", "job.yaml", "--name", "undisturbed", *project.options("undisturbed"), "--set", "optim.lr=0.5"
+    )
     assert done.returncode == 2
     assert "optim.lr: was 0.01, is 0.5" in done.stderr
     assert "--allow-spec-change" in done.stderr

@@ -13,9 +13,9 @@ import ray
 from ray.util.state import get_actor
 
 from raydist.observe.run import start_monitor
-from raydist.runstate import last_word, read_state
 from raydist.rundir import RunDir
 from raydist.runlog import read_events, read_steps
+from raydist.runstate import last_word, read_state
 
 Rows = Callable[..., list[dict[str, Any]]]
 

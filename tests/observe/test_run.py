@@ -12,10 +12,10 @@ import pytest
 
 from raydist.errors import StorageError
 from raydist.observe.run import RunMonitor
-from raydist.runstate import last_word, read_state, this_process
 from raydist.records import Event
 from raydist.rundir import METRICS, STATE, TENSORBOARD, RunDir
 from raydist.runlog import read_events, read_steps
+from raydist.runstate import last_word, read_state, this_process
 
 Rows = Callable[..., list[dict[str, Any]]]
 

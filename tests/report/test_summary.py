@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from raydist.observe.run import RunMonitor
-from raydist.runstate import this_process
 from raydist.records import Event, StepRecord
 from raydist.report import summary
 from raydist.rundir import SPEC, STATE, RunDir
 from raydist.runlog import RunLog
+from raydist.runstate import this_process
 from raydist.worker.checkpoint.manifest import path
 
 Trained = Callable[..., tuple[RunDir, RunMonitor]]

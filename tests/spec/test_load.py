@@ -56,17 +56,23 @@ def test_every_field_has_its_help() -> None:
     for name, section in {"job": schema, **schema["$defs"]}.items():
         for field, prop in section["properties"].items():
             # Pydantic leaves the help to the section where both say the same.
-            assert prop.get("description") or schema["$defs"][prop["$ref"].rsplit("/", 1)[-1]]["description"], f"{name}.{field}"
+            assert prop.get("description") or schema["$defs"][prop["$ref"].rsplit("/", 1)[-1]]["description"], (
+                f"{name}.{field}"
+            )
 
 
 def test_all_problems_at_once() -> None:
     """Unknown fields, wrong types, unknown names and impossible combinations come together, a line each."""
-    lines = problems("model.heads=5", "optim.lrr=1", "parallel.strategy=zreo3", "train.micro_batch=5", "optim.name=adam", "lr=3")
+    lines = problems(
+        "model.heads=5", "optim.lrr=1", "parallel.strategy=zreo3", "train.micro_batch=5", "optim.name=adam", "lr=3"
+    )
     text = "\n".join(lines)
-    assert '--set model.heads: model.heads: 5 does not divide width 128; try' in text
+    assert "--set model.heads: model.heads: 5 does not divide width 128; try" in text
     assert '--set optim.lrr: optim.lrr: unknown field; did you mean "lr"?' in text
     assert '--set parallel.strategy: parallel.strategy: unknown "zreo3"' in text
-    assert "train.global_batch: 32 is not a whole number of micro-batches of 5; try train.micro_batch 2 or 4 or 8" in text
+    assert (
+        "train.global_batch: 32 is not a whole number of micro-batches of 5; try train.micro_batch 2 or 4 or 8" in text
+    )
     assert "--set optim.name: optim.name: unknown 'adam'; did you mean \"adamw\"?" in text
     assert '--set lr: lr: unknown field; did you mean "optim.lr"?' in text
     assert len(lines) == 6

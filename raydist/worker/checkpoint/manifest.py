@@ -167,7 +167,7 @@ def read_newest(run: RunDir) -> Manifest | None:
 
 
 def check_file(run: RunDir, step: int, name: str, entry: FileEntry) -> str | None:
-    """What is wrong with one shard, or None. Reads all of it. Raises StorageError where storage refuses."""
+    """What is wrong with one shard, or None. Reads all of it; what storage cannot give is wrong too."""
     where = f"{run.uri}/{path(step, name)}"
     try:
         with run.storage.open(path(step, name)) as source:
@@ -179,6 +179,8 @@ def check_file(run: RunDir, step: int, name: str, entry: FileEntry) -> str | Non
                 hasher.update(block)
     except FileNotFoundError:
         return f"{where}: is missing"
+    except OSError as error:  # a disk that cannot give the bytes has lost them
+        return f"{where}: cannot be read: {error}"
     if hasher.hexdigest() != entry.xxh3:
         return f"{where}: its bytes are not those that were written (xxh3 {hasher.hexdigest()} instead of {entry.xxh3})"
     return None

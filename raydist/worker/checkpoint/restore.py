@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from raydist.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, SpecChanged
+from raydist.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, SpecChanged, StorageError
 from raydist.records import Event
 from raydist.rundir import RunDir
 from raydist.worker.checkpoint import manifest
@@ -107,6 +107,8 @@ def _claim(run: RunDir, step: int | None) -> Manifest | CheckpointError | None:
         return manifest.read(run, step)
     except (CheckpointCorrupt, CheckpointNotFound) as error:
         return error
+    except StorageError as error:  # told to all ranks, who wait for this one's word
+        return CheckpointCorrupt(error.message, error.hint)
 
 
 def _release(run: RunDir, step: int) -> None:
@@ -118,15 +120,8 @@ def _release(run: RunDir, step: int) -> None:
 def _check_share(run: RunDir, found: Manifest, rank: int, world_size: int) -> list[str]:
     """What is wrong with this rank's share of the files: every world_size-th, the large ones spread first."""
     files = sorted(found.files.items(), key=lambda f: (-f[1].bytes, f[0]))[rank::world_size]
-    problems: list[str] = []
-    for name, entry in files:
-        try:
-            problem = manifest.check_file(run, found.step, name, entry)
-        except OSError as error:  # a disk that cannot give the bytes has lost them
-            problem = str(error)
-        if problem:
-            problems.append(problem)
-    return problems
+    problems = [manifest.check_file(run, found.step, name, entry) for name, entry in files]
+    return [p for p in problems if p]
 
 
 def load(

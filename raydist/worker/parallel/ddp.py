@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,6 @@ from raydist.errors import GraphMismatch
 from raydist.spec import ParallelSpec
 from raydist.worker.parallel import Example
 from raydist.worker.setup import Rank
-
 
 # Renamed in torch 2.13.
 _SYNC_BUFFERS = (
@@ -46,11 +46,12 @@ class Strategy:
         self.module = model
         if self._rank.world_size > 1:
             persistent = model.state_dict().keys() - {n for n, _ in model.named_parameters(remove_duplicate=False)}
+            # Rotary tables and the like are the same everywhere; running statistics are not.
+            sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: bool(persistent)}
             ddp = DistributedDataParallel(
                 model,
                 device_ids=[self._rank.device.index] if self._rank.device.type == "cuda" else None,
-                # Rotary tables and the like are the same everywhere; running statistics are not.
-                **{_SYNC_BUFFERS: bool(persistent)},
+                **sync_buffers,
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=self._spec.bucket_mb,
             )

@@ -47,7 +47,9 @@ def test_one_rank_that_cannot_write_costs_no_checkpoint(launch: Launch, tmp_path
     failed = ranks[0]["events"][1]
     assert (failed["step"], failed["rank"]) == (2, 1)
     assert ranks[1]["events"] == [], "rank 0 speaks for all"
-    assert RunDir(tmp_path).storage.folders("checkpoints") == ["step-00000001", "step-00000003"], "nothing is left of it"
+    assert RunDir(tmp_path).storage.folders("checkpoints") == ["step-00000001", "step-00000003"], (
+        "nothing is left of it"
+    )
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -55,7 +57,10 @@ def test_sharded_tensors_are_saved_where_they_are(launch: Launch, tmp_path: Path
     """DTensors: every rank saves its own rows, a copied one is saved once, and other numbers of ranks load them."""
     launch("sharded", 2, root=str(tmp_path), loading=False)
     found = manifest.read(RunDir(tmp_path), 1)
-    assert sorted((c.offsets, c.sizes) for c in found.tensors["model/cut"].chunks) == [((0, 0), (4, 5)), ((4, 0), (3, 5))]
+    assert sorted((c.offsets, c.sizes) for c in found.tensors["model/cut"].chunks) == [
+        ((0, 0), (4, 5)),
+        ((4, 0), (3, 5)),
+    ]
     assert len({c.file for c in found.tensors["model/cut"].chunks}) == 2
     assert len(found.tensors["model/copied"].chunks) == 1
     assert manifest.verify(RunDir(tmp_path), 1) == []

@@ -156,7 +156,9 @@ def test_before_commit_comes_first(kit: Any, tmp_path: Path) -> None:
     assert other.run.committed() == []
 
 
-def test_saving_a_step_again_never_breaks_what_is_there(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_a_step_again_never_breaks_what_is_there(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second save of a committed step writes beside it and replaces the manifest; if it fails, the first one holds."""
     one = kit.OneRank(tmp_path)
     one.save(1)
