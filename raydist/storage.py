@@ -83,7 +83,10 @@ class Storage:
 
     @contextmanager
     def _create_local(self, path: Path) -> Iterator[Sink]:
+        made = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in made:
+            pass
         part = path.with_name(f"{_TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
         try:
             with open(part, "xb", buffering=0) as file:
@@ -94,11 +97,7 @@ class Storage:
             part.unlink(missing_ok=True)
             raise
         # The rename itself must reach the disk too, or a power cut may undo it.
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _sync_folder(path.parent)
 
     def write(self, name: str, data: bytes) -> None:
         """One small file, atomically."""
@@ -177,3 +176,11 @@ class Storage:
             return error
         reason = os.strerror(error.errno) if error.errno else str(error)
         return StorageError(f"cannot {verb} {self.uri}/{name}: {reason}", "")
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

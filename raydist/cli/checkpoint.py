@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from raydist.errors import CheckpointNotFound, UsageError
+from raydist.errors import CheckpointNotFound
 from raydist.rundir import RunDir, resolve
 
 app = typer.Typer(help="List, check, prune and export a run's checkpoints.", no_args_is_help=True)
@@ -25,8 +25,6 @@ _Storage = Annotated[
 ]
 _Step = Annotated[int | None, typer.Option(help="The checkpoint of this step.", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")]
-
-FORMATS = ("safetensors",)
 
 
 @app.command("list")
@@ -126,12 +124,14 @@ def export(
     file_format: Annotated[
         str, typer.Option("--format", help="safetensors: weights and config for transformers.")
     ] = "safetensors",
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="The run's prepared data, if it has moved; its tokenizer goes along.", show_default=False),
+    ] = None,
     storage: _Storage = None,
 ) -> None:
     """Write a checkpoint's weights for other libraries; the newest good one unless --step says otherwise."""
-    if file_format not in FORMATS:
-        raise UsageError(f"--format {file_format}: unknown", f"there is: {', '.join(FORMATS)}")
     folder = resolve(run, storage)
     from raydist.worker.checkpoint.export import export as write
 
-    write(folder, step, out, file_format)
+    print(write(folder, step, out, file_format, dataset))

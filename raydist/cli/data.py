@@ -49,14 +49,9 @@ def prepare(
     as_json: _Json = False,
 ) -> None:
     """Make a dataset of these sources. The same command again finishes one that was cut short."""
-    import os
-
     from raydist.cluster.prepare import RayMap
     from raydist.data.prepare import prepare as make
 
-    # A user's own source is a module of the folder that the command is run from.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     with RayMap(address) as map_files, progress_bar() as report:
         index = make(
             sources,

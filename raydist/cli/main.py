@@ -7,6 +7,7 @@ Runs in: the user's shell. Must stay light: `raydist --help` answers in half a s
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -50,6 +51,9 @@ def _options(
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command and exits with its code. What raydist raises becomes one clear message on stderr."""
+    # The user's own modules are found from where the command is called, as `python -m raydist` finds them.
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
     try:
         app(arguments)
     except RaydistError as error:

@@ -99,8 +99,6 @@ def _data(job: JobSpec, home: str) -> tuple[TokenDataset, int]:
     from raydist.data.batches import Batches
     from raydist.data.dataset import TokenDataset, Windows
 
-    # The user's own modules are found from where the command is called, here as in the workers.
-    sys.path.insert(0, str(Path.cwd()))
     dataset = TokenDataset(open_or_prepare(job.data, home, _progress))
     windows = Windows(dataset.split("train"), job.model.context)
     return dataset, job.train.total(Batches(len(windows), job.train.global_batch, 0, "").steps_per_epoch)

@@ -142,7 +142,8 @@ class ScheduleSpec(Part):
     def _fits(self) -> ScheduleSpec:
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise problem("warmup", self.warmup, "is neither a fraction below 1 nor a whole number of steps",
-                          f"write {self.warmup / 100:g} for {self.warmup:g} percent, or {math.ceil(self.warmup)} for steps")  # fmt: skip
+                          f"write {self.warmup / 100:g} for {self.warmup:g} percent, or {math.ceil(self.warmup)} for steps"
+                          )  # fmt: skip
         return self
 
 

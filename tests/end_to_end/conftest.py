@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 PROJECT = Path(__file__).parent / "project"
+RAYDIST = str(Path(sys.executable).with_name("raydist"))
 TIMEOUT_S = 240
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -41,7 +42,7 @@ class Project:
     def start(self, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """The command, running."""
         return subprocess.Popen(
-            [sys.executable, "-m", "raydist", *arguments],
+            [RAYDIST, *arguments],
             cwd=self.root, env=self.environment() | (env or {}), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 

@@ -1,13 +1,9 @@
-"""Checkpoints made in the test's own process, and programs that are ranks of their own."""
+"""Checkpoints made in the test's own process."""
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +14,6 @@ from torch import Tensor
 from raydist.records import Event
 from raydist.rundir import RunDir
 from raydist.worker.checkpoint.save import Saver
-
-HERE = Path(__file__).parent
 
 
 class OneRank:
@@ -70,35 +64,3 @@ def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
 def kit() -> Any:
     """The helpers above, for tests of this folder."""
     return sys.modules[__name__]
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Callable[..., list[Any]]:
-    """launch(scenario, world_size, **arguments): runs rank.py as so many processes; what each printed last, as JSON."""
-
-    def run(scenario: str, world_size: int, **arguments: Any) -> list[Any]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        started = [
-            subprocess.Popen(
-                [sys.executable, str(HERE / "rank.py"), scenario, json.dumps(arguments)],
-                env={**env, "RANK": str(rank), "WORLD_SIZE": str(world_size)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(world_size)
-        ]
-        try:
-            ended = [p.communicate(timeout=200) for p in started]
-        finally:
-            for process in started:
-                process.kill()
-                process.communicate()
-        for process, (out, err) in zip(started, ended, strict=True):
-            assert process.returncode == 0, f"{scenario}: {out}\n{err}"
-        return [json.loads(out.splitlines()[-1]) for out, _ in ended]
-
-    return run

@@ -1,0 +1,87 @@
+"""`raydist checkpoint list|verify|prune`: on a run folder alone, by path and by name, for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from raydist.cli.main import main
+from raydist.rundir import RunDir
+from raydist.worker.checkpoint import manifest, pruning
+from raydist.worker.checkpoint.manifest import FileEntry, Manifest
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run named `it` that keeps two; steps 10 to 50, each of 1 MiB, of which 20 is the best."""
+    run = RunDir(tmp_path / "it")
+    run.storage.write("spec.yaml", b"data: {source: python-stdlib}\ntrain: {steps: 50}\ncheckpoint: {keep: 2}\n")
+    data = bytes(1 << 20)
+    files = {"shard-0.bin": FileEntry(len(data), xxhash.xxh3_128_hexdigest(data))}
+    for step in range(10, 60, 10):
+        made = Manifest(step, 2, 1, 1.7e9, "", files, {}, eval_loss=1.0 if step == 20 else 2.0 + step)
+        run.storage.write(manifest.path(step, "shard-0.bin"), data)
+        run.storage.write(manifest.path(step), made.dumps())
+    return run
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `raydist checkpoint ...`."""
+    with pytest.raises(SystemExit) as ended:
+        main(["checkpoint", *arguments])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def test_list(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every committed step with size and eval loss, the best one marked; by name under --storage as well as by path."""
+    code, out, _ = call(capsys, "list", run.uri)
+    assert code == 0
+    assert [line.split()[:4] for line in out.splitlines()[1:]] == [
+        [str(s), "1.0", "1.0000" if s == 20 else f"{2 + s:.4f}", "2"] for s in range(10, 60, 10)
+    ]
+    assert [line.endswith("best") for line in out.splitlines()[1:]] == [False, True, False, False, False]
+    code, out, _ = call(capsys, "list", "it", "--storage", str(Path(run.uri).parent), "--json")
+    rows: list[dict[str, Any]] = json.loads(out)
+    assert [(r["step"], r["bytes"], r["best"]) for r in rows] == [(s, 1 << 20, s == 20) for s in range(10, 60, 10)]
+
+
+def test_verify(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """0 while all is well; 3 with the bad file's name for a flipped byte, of all steps or of the one asked for."""
+    assert call(capsys, "verify", run.uri)[0] == 0
+    bad = Path(run.uri, manifest.path(30, "shard-0.bin"))
+    bad.write_bytes(b"\1" + bad.read_bytes()[1:])
+    code, out, err = call(capsys, "verify", run.uri)
+    assert code == 3
+    assert str(bad) in err
+    assert "step 30: bad" in out
+    code, out, _ = call(capsys, "verify", run.uri, "--json")
+    assert code == 3
+    assert [(r["step"], r["good"]) for r in json.loads(out)] == [(s, s != 30) for s in range(10, 60, 10)]
+    assert call(capsys, "verify", run.uri, "--step", "40")[0] == 0
+    assert call(capsys, "verify", run.uri, "--step", "30")[0] == 3
+    code, _, err = call(capsys, "verify", run.uri, "--step", "35")
+    assert code == 3
+    assert "step 35" in err
+
+
+def test_prune(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run's own `keep` unless told otherwise, and the best; what is being read stays."""
+    with pruning.leased(run, 30):
+        code, out, _ = call(capsys, "prune", run.uri, "--json")
+    assert code == 0
+    assert json.loads(out) == {"pruned": [10], "left": [20, 30, 40, 50]}
+    code, out, _ = call(capsys, "prune", run.uri, "--keep", "1")
+    assert "pruned 30, 40; left 20, 50" in out
+    assert run.committed() == [20, 50]
+
+
+def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, and where it looked."""
+    code, _, err = call(capsys, "list", "nobody", "--storage", str(tmp_path))
+    assert code == 2
+    assert str(tmp_path) in err

@@ -1,0 +1,205 @@
+"""A program: saves a checkpoint in children that die at the n-th thing they do to storage, for every n.
+
+Arguments: a folder, and `kill` (SIGKILL: what was written stays in the page cache) or `power` (nothing stays that was not
+flushed: contents, renames and new folders alike; deletions do stay). Prints, as JSON, what was found after each death.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raydist import storage
+from raydist.rundir import RunDir
+from raydist.worker.checkpoint import manifest, restore
+from raydist.worker.checkpoint.save import Saver
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    return {"model/a": torch.arange(30_000.0) + step, "model/b": torch.full((3, 5), step)}
+
+
+def save(root: Path, step: int) -> bool:
+    """Keeps one checkpoint: the commit of the second prunes the first."""
+    saver = Saver(
+        RunDir(root), rank=0, world_size=1, group=None, asynchronous=False, keep=1, attempt=1, spec_hash="",
+        numbers={}, on_event=lambda event: None,
+    )  # fmt: skip
+    saver.start(step, state(step), {}, {"step": step})
+    done = bool(saver.wait())
+    saver.close()
+    return done
+
+
+class Fate:
+    """Stands between raydist and the operating system: counts what is done to files, and ends the process at the n-th."""
+
+    def __init__(self, n: int, power: bool) -> None:
+        self.n, self.power, self.done = n, power, 0
+        self.log: list[str] = []
+        self.unflushed: set[Path] = set()
+        self.unsettled: list[tuple[Path, Any]] = []  # (folder that must be flushed, how to undo)
+        self.fds: dict[int, Path] = {}
+
+    def op(self, name: str) -> None:
+        self.done += 1
+        self.log.append(name)
+        if self.done == self.n:
+            self.end()
+
+    def end(self) -> None:
+        if self.power:
+            for _, undo in reversed(self.unsettled):
+                undo()
+            for path in self.unflushed:
+                if path.exists():
+                    os.truncate(path, 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def install(self) -> None:
+        fate = self
+        fsync, replace, mkdir, unlink, os_open = os.fsync, os.replace, os.mkdir, os.unlink, os.open
+
+        class File(io.FileIO):
+            def __init__(self, path: Path, mode: str, buffering: int) -> None:
+                fate.op(f"create {kind(path)}")
+                super().__init__(path, mode)
+                fate.fds[self.fileno()] = Path(path)
+                fate.unflushed.add(Path(path))
+
+            def write(self, data: Any) -> int:
+                fate.op(f"write {kind(fate.fds[self.fileno()])}")
+                fate.unflushed.add(fate.fds[self.fileno()])
+                half = len(data) // 2 // 4096 * 4096
+                if half:  # as a short write, and as a death in its midst
+                    n = super().write(data[:half])
+                    fate.op("write, the rest")
+                    return n
+                return super().write(data)
+
+        def flush(fd: int) -> None:
+            path = fate.fds[fd]
+            fate.op(f"fsync {kind(path)}")
+            fsync(fd)
+            fate.unflushed.discard(path)
+            fate.unsettled = [u for u in fate.unsettled if u[0] != path]
+
+        def rename(source: Path, target: Path) -> None:
+            fate.op(f"rename {kind(target)}")
+            old = Path(target).read_bytes() if Path(target).exists() else None
+            replace(source, target)
+
+            def undo() -> None:
+                replace(target, source)
+                if old is not None:
+                    Path(target).write_bytes(old)
+
+            fate.unsettled.append((Path(target).parent, undo))
+
+        def make(path: Any, *rest: Any) -> None:
+            fate.op("mkdir")
+            mkdir(path, *rest)
+            fate.unsettled.append((Path(path).parent, lambda: shutil.rmtree(path)))
+
+        def open_(path: Any, *rest: Any, **options: Any) -> int:
+            fd = os_open(path, *rest, **options)
+            fate.fds[fd] = Path(path)
+            return fd
+
+        def remove(path: Any, **rest: Any) -> None:
+            fate.op("unlink")
+            unlink(path, **rest)
+
+        class Files:
+            """pyarrow's filesystem, deleting file by file."""
+
+            def __init__(self, fs: Any) -> None:
+                self._fs = fs
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self._fs, name)
+
+            def delete_file(self, path: str) -> None:
+                fate.op(f"delete {kind(Path(path))}")
+                self._fs.delete_file(path)
+
+            def delete_dir(self, path: str) -> None:
+                for file in sorted(Path(path).iterdir()):
+                    self.delete_file(str(file))
+                fate.op("rmdir")
+                self._fs.delete_dir(path)
+
+        def init(self: storage.Storage, uri: Any) -> None:
+            original(self, uri)
+            self.fs = Files(self.fs)  # type: ignore[assignment]
+
+        original = storage.Storage.__init__
+        storage.Storage.__init__ = init  # type: ignore[method-assign]
+        storage.open = File  # type: ignore[attr-defined]
+        os.fsync, os.replace, os.mkdir, os.unlink, os.open = flush, rename, make, remove, open_  # type: ignore[assignment]
+
+
+def kind(path: Path) -> str:
+    """What a file is, without the parts of its name that differ each time."""
+    return next((k for k in ("shard", "MANIFEST", "PRUNING") if k in path.name), "folder")
+
+
+def child(root: Path, n: int, power: bool, log: Path | None = None) -> int:
+    """How a child that dies at its n-th operation ended."""
+    pid = os.fork()
+    if pid == 0:
+        fate = Fate(n, power)
+        fate.install()
+        ok = save(root, 2)
+        if log is not None:
+            with open(log, "w") as file:
+                json.dump(fate.log, file)
+        os._exit(0 if ok else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def look(root: Path) -> dict[str, Any]:
+    """What a new process finds there, and whether it can go on."""
+    run = RunDir(root)
+    committed = run.committed()
+    problems = [p for step in committed for p in manifest.verify(run, step)]
+    found = restore.choose(run)
+    assert found is not None, "no checkpoint is left"
+    tensors = {n: torch.zeros_like(t) for n, t in state(0).items()}
+    restore.load(run, found, tensors, {})
+    whole = all(torch.equal(t, state(found.step)[n]) for n, t in tensors.items())
+    save(root, 3)
+    left = {str(p.relative_to(root / "checkpoints").parts[0]) for p in (root / "checkpoints").rglob("*")}
+    return {
+        "committed": committed, "problems": problems, "step": found.step, "whole": whole, "left": sorted(left),
+    }  # fmt: skip
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    root, power = Path(sys.argv[1]), sys.argv[2] == "power"
+    base = root / "base"
+    assert save(base, 1)
+    shutil.copytree(base, root / "all")
+    assert child(root / "all", 0, power, root / "log.json") == 0
+    log = json.loads((root / "log.json").read_text())
+    rows = []
+    for n, name in enumerate(log, start=1):
+        place = root / str(n)
+        shutil.copytree(base, place)
+        ended = child(place, n, power)
+        rows.append({"op": name, "ended": ended, **look(place)})
+        shutil.rmtree(place)
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The same on an object store: a real S3 protocol over HTTP, served by moto."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from raydist.worker.checkpoint import manifest, pruning, restore
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """A server and an empty bucket: HOST:PORT."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    place = f"127.0.0.1:{port}"
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            urlopen(Request(f"http://{place}/bucket", method="PUT"), timeout=5).close()
+            break
+        except (URLError, OSError):
+            assert server.poll() is None, "the server ended"
+            assert time.monotonic() < deadline, "the server does not answer"
+            time.sleep(0.1)
+    yield place
+    server.kill()
+    server.wait()
+
+
+def test_save_verify_restore_and_prune(kit: Any, bucket: str) -> None:
+    """Saved in the background, every byte verified, an object replaced is found, the one before restored, old ones gone."""
+    uri = f"s3://key:secret@bucket/runs/one?endpoint_override={bucket}&scheme=http&region=us-east-1"
+    one = kit.OneRank(uri, asynchronous=True, keep=2)
+    for step in (1, 2, 3):
+        one.save(step)
+        one.saver.before_update()
+    one.saver.mark_eval(3, 1.5)
+    assert one.saver.wait()
+    one.saver.close()
+    assert one.run.committed() == [2, 3]
+    assert one.run.storage.folders("checkpoints") == ["step-00000002", "step-00000003"]
+    assert [manifest.verify(one.run, step) for step in (2, 3)] == [[], []]
+    assert manifest.best(one.run) == 3
+
+    found = manifest.read(one.run, 3)
+    (name,) = found.files
+    data = bytearray(one.run.storage.read(manifest.path(3, name)))
+    data[1000] ^= 1
+    one.run.storage.write(manifest.path(3, name), bytes(data))
+    (problem,) = manifest.verify(one.run, 3)
+    assert name in problem
+    chosen = restore.choose(one.run)
+    assert chosen is not None
+    assert chosen.step == 2
+    assert pruning.prune(one.run, 1) == [], "it is being read"
+    into = kit.empty()
+    restore.load(one.run, chosen, into, {})
+    assert kit.same(into, kit.state(2))
+    assert pruning.prune(one.run, 1) == [2]
+    assert one.run.storage.folders("checkpoints") == ["step-00000003"]
