@@ -86,7 +86,7 @@ class Storage:
         made = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
         for folder in made:
-            pass
+            _sync_folder(folder.parent)
         part = path.with_name(f"{_TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
         try:
             with open(part, "xb", buffering=0) as file:

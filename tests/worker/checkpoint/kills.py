@@ -132,7 +132,7 @@ class Fate:
                 self._fs.delete_file(path)
 
             def delete_dir(self, path: str) -> None:
-                for file in sorted(Path(path).iterdir()):
+                for file in sorted(Path(path).iterdir(), reverse=True):  # shards before their manifest: the worst order
                     self.delete_file(str(file))
                 fate.op("rmdir")
                 self._fs.delete_dir(path)
