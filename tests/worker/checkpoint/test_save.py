@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import io
 import os
 import threading
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 
 from raydist.errors import CheckpointError, StorageError
 from raydist.storage import Storage
-from raydist.worker.checkpoint import manifest, restore, writer
+from raydist.worker.checkpoint import manifest, restore, staging, writer
 from raydist.worker.checkpoint.staging import Stage
 
 
@@ -199,39 +201,58 @@ def test_what_cannot_be_saved_is_said_at_once(kit: Any, tmp_path: Path) -> None:
 
 
 def test_prepare_makes_the_buffer_that_the_save_uses(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After `prepare` a save allocates no memory, and neither does the next one."""
-    from raydist.worker.checkpoint import staging
-
+    """A save waits for the buffer that `prepare` is making, and allocates none; neither does the next one."""
     made: list[int] = []
+    may_make = threading.Event()
     pages = staging._pages
-    monkeypatch.setattr(staging, "_pages", lambda n: (made.append(n), pages(n))[1])
-    one = kit.OneRank(tmp_path)
+    monkeypatch.setattr(staging, "_pages", lambda n: (made.append(n), may_make.wait(), pages(n))[2])
+    one = kit.OneRank(tmp_path, asynchronous=True)
     one.saver.prepare(kit.state(1), kit.rng(1))
-    for step in (1, 2):
-        one.save(step)
+    one.save(1)
+    may_make.set()
+    one.save(2)
     one.saver.close()
     assert len(made) == 1
     assert kit.same(loaded(kit, one), kit.state(2))
 
 
-@pytest.mark.parametrize("refused", [False, True])
+def test_a_shard_holds_nothing_of_the_save_before(kit: Any, tmp_path: Path) -> None:
+    """The kept buffer shows only what it holds now, between the tensors too: the same state makes the same file."""
+    one, other = kit.OneRank(tmp_path / "one"), kit.OneRank(tmp_path / "other")
+    one.save(1, {"model/a": torch.ones(1000)})
+    small = {"model/a": torch.ones(3), "model/b": torch.ones(5)}
+    one.save(2, small)
+    other.save(2, small)
+    assert shard_bytes(tmp_path / "one", 2) == shard_bytes(tmp_path / "other", 2)
+
+
+class Refusing(io.FileIO):
+    """A file on a file system that takes the flag O_DIRECT, and then refuses each write."""
+
+    def write(self, data: Any) -> int:
+        if fcntl.fcntl(self, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "not like this")
+        return super().write(data)
+
+
+@pytest.mark.parametrize("refused", ["never", "flag", "write"])
 @pytest.mark.parametrize("size", [1, 4096, 4097, 3 * 4096 + 64])
-def test_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, refused: bool) -> None:
+def test_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, refused: str) -> None:
     """Past the page cache or, where the file system refuses that, through it: the file has the bytes, in their order."""
     stage = Stage(torch.device("cpu"))
     stage.reserve(4 * 4096)
     data = os.urandom(size)
     stage.memory[:size] = data
-    if refused:
-        fcntl = writer.fcntl.fcntl
+    if refused == "flag":
+        control = fcntl.fcntl
 
         def einval(fd: int, command: int, flags: int = 0) -> int:
             if flags & os.O_DIRECT:
-                raise OSError(errno.EINVAL, "no O_DIRECT here")
-            return fcntl(fd, command, flags)
+                raise OSError(errno.EINVAL, "no such flag here")
+            return control(fd, command, flags)
 
         monkeypatch.setattr(writer.fcntl, "fcntl", einval)
-    with Storage(tmp_path).create("file") as sink:
+    with (Refusing if refused == "write" else io.FileIO)(tmp_path / "file", "xb") as sink:
         out = writer._PastCache(sink)
         out.write(stage.memory[:size])
         out.write(memoryview(b"tail"))
