@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -66,10 +66,24 @@ def train(
         print(message, file=sys.stderr)
     else:
         _train(job, run, dataset.uri, total, address, until, allow_spec_change)
-    if as_json:
-        from raydist.report.summary import show
+    from raydist.report.summary import show
 
-        print(json.dumps(show(run)))
+    shown = show(run)
+    if as_json:
+        print(json.dumps(shown))
+    else:
+        _print(shown, dataset)
+
+
+def _print(shown: dict[str, Any], dataset: TokenDataset) -> None:
+    """The end of a run in a few lines: where it is, and how good."""
+    print(f"run {shown['run']}: {shown['status']} at step {shown['steps']}, in {shown['path']}")
+    if shown["loss"] is not None:
+        print(f"train loss {shown['loss']:.4f}, {shown['tokens_per_second']:,.0f} tokens/s")
+    if shown["eval_loss"] is not None:
+        index = dataset.index
+        beside = f"; its byte unigram: {index.unigram_nats:.4f}" if dataset.tokenizer.name == "bytes" else ""
+        print(f"eval loss {shown['eval_loss']:.4f} nats a token of the held-out text{beside}")
 
 
 def _claim(run: RunDir, *, resume: bool, fresh: bool) -> None:
