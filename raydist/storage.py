@@ -11,12 +11,13 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Protocol
-
-import pyarrow as pa
-import pyarrow.fs as pafs
+from typing import TYPE_CHECKING, Protocol
 
 from raydist.errors import StorageError, UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.fs as pafs
 
 _TEMPORARY = ".tmp-"
 
@@ -36,6 +37,11 @@ class Storage:
     """
 
     def __init__(self, uri: str | os.PathLike[str]) -> None:
+        # Here, not above: it takes a quarter of a second, and `raydist --help` needs no storage.
+        import pyarrow as pa
+        import pyarrow.fs as pafs
+
+        self._type = pafs.FileType
         text = os.fspath(uri)
         self.local: Path | None = None
         try:
@@ -128,11 +134,11 @@ class Storage:
     def size(self, name: str) -> int | None:
         """Bytes of a file; None where there is none."""
         info = self._info(name)
-        return int(info.size) if info.type == pafs.FileType.File else None
+        return int(info.size) if info.type == self._type.File else None
 
     def exists(self, name: str = "") -> bool:
         """Whether there is a file or a folder of that name."""
-        return bool(self._info(name).type != pafs.FileType.NotFound)
+        return bool(self._info(name).type != self._type.NotFound)
 
     def _info(self, name: str) -> pafs.FileInfo:
         try:
@@ -142,14 +148,16 @@ class Storage:
 
     def files(self, folder: str = "", *, recursive: bool = False) -> dict[str, int]:
         """Files under a folder -> bytes; names relative to this Storage. Unfinished ones are left out."""
-        return {n: int(i.size) for n, i in self._list(folder, recursive) if i.type == pafs.FileType.File}
+        return {n: int(i.size) for n, i in self._list(folder, recursive) if i.type == self._type.File}
 
     def folders(self, folder: str = "") -> list[str]:
         """Names of the folders directly in `folder`, sorted."""
-        return sorted(PurePosixPath(n).name for n, i in self._list(folder, False) if i.type == pafs.FileType.Directory)
+        return sorted(PurePosixPath(n).name for n, i in self._list(folder, False) if i.type == self._type.Directory)
 
     def _list(self, folder: str, recursive: bool) -> Iterator[tuple[str, pafs.FileInfo]]:
-        selector = pafs.FileSelector(self.path(folder), recursive=recursive, allow_not_found=True)
+        from pyarrow.fs import FileSelector
+
+        selector = FileSelector(self.path(folder), recursive=recursive, allow_not_found=True)
         try:
             infos = self.fs.get_file_info(selector)
         except OSError as error:
@@ -162,9 +170,9 @@ class Storage:
         """Removes a file or a whole folder; one that is not there is fine."""
         try:
             info = self._info(name)
-            if info.type == pafs.FileType.Directory:
+            if info.type == self._type.Directory:
                 self.fs.delete_dir(self.path(name))
-            elif info.type == pafs.FileType.File:
+            elif info.type == self._type.File:
                 self.fs.delete_file(self.path(name))
         except FileNotFoundError:
             pass

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 
 from raydist.errors import UserError, WorkerFailed
-from raydist.spec import load
 
 
 def register(app: typer.Typer) -> None:
@@ -45,6 +44,8 @@ def submit(
             f"{spec} is not under the working directory {root}",
             "run from the folder that holds it, or give --working-dir",
         ) from None
+    from raydist.spec import load
+
     load(spec, overrides or [])  # what is wrong with it is said here and now, not minutes later in a log
     words = ["python", "-m", "raydist", "train", str(inside)]
     for text in overrides or []:

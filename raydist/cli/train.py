@@ -19,11 +19,11 @@ import typer
 
 from raydist.errors import RunNotFound, SpecChanged, UsageError
 from raydist.rundir import LOGS, SPEC, RunDir, check_name, default_storage
-from raydist.spec import JobSpec, dump, load
 from raydist.storage import Storage
 
 if TYPE_CHECKING:
     from raydist.data.dataset import TokenDataset
+    from raydist.spec import JobSpec
 
 
 def register(app: typer.Typer) -> None:
@@ -57,6 +57,8 @@ def train(
         raise UsageError(
             "--resume and --fresh exclude one another", "give one of them, or none to resume what is there"
         )
+    from raydist.spec import load
+
     job = load(spec, overrides or [])
     home = storage or default_storage()
     run = RunDir(Storage(home).at(check_name(name or job.name)).uri)
@@ -150,6 +152,7 @@ def _train(
     from raydist.cluster.session import open_session
     from raydist.cluster.supervisor import Request, Supervisor, raise_if_stopped, worker_env
     from raydist.report.console import Console
+    from raydist.spec import dump
 
     run.storage.write(SPEC, dump(job).encode())
     cwd = Path.cwd()

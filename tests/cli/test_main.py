@@ -1,0 +1,49 @@
+"""The command as a whole: light to start, and one clear message with the right exit code for what goes wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from raydist import errors
+from raydist.cli import main as cli
+
+HEAVY = ("torch", "ray", "pyarrow", "numpy", "pydantic", "tensorboard", "pandas")
+
+
+def test_help_is_light() -> None:
+    """`raydist --help` imports none of the heavy libraries: it answers before one of them would be there."""
+    code = f"import sys; from raydist.cli.main import main\ntry: main(['--help'])\nfinally: print(sys.modules.keys() & {HEAVY!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "set()"
+    for command in ("train", "submit", "runs", "show", "sample", "schema", "data", "checkpoint"):
+        assert f" {command} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.SpecError("a: b: c; d"), 2),
+        (errors.WorkerFailed("rank 1 died", "look"), 3),
+        (errors.StorageError("cannot write x"), 3),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_become_a_message_and_a_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
+) -> None:
+    """What raydist raises goes to stderr as it is, without a traceback, and the command ends with its exit code."""
+
+    def fails(arguments: list[str] | None) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", fails)
+    with pytest.raises(SystemExit) as caught:
+        cli.main([])
+    assert caught.value.code == code
+    err = capsys.readouterr().err
+    assert err.startswith("raydist: ")
+    assert "Traceback" not in err
