@@ -57,7 +57,7 @@ def choose_device(local_rank: int, gpus: float | None) -> Choice[torch.device]:
     Raises UserError if a GPU was promised and torch sees none.
     """
     if gpus == 0:
-        return Choice(torch.device("cpu"), "cluster.gpus_per_worker is 0")
+        return Choice(torch.device("cpu"), "this run gives its workers no GPU")
     n = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if n == 0:
         if gpus:

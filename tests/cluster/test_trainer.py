@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ import ray
 
 from raydist.cluster.session import Session, open_session, worker_environment
 from raydist.cluster.trainer import Attempt, AttemptResult
+from raydist.errors import RaydistError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from drivers import attempt  # as the workers will find it: by PYTHONPATH
@@ -35,7 +37,6 @@ def test_workers_find_the_environment_of_torchrun(session: Session) -> None:
     assert result.failure is None
     assert result.value["rank"] == 0
     assert not result.value["torch"]
-    assert "torch" not in sys.modules
     assert result.value["env"] == {
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "2",
@@ -45,6 +46,32 @@ def test_workers_find_the_environment_of_torchrun(session: Session) -> None:
     }
     assert result.value["cwd"] == os.getcwd()
     assert not list((session.temp_dir / "attempts").iterdir())
+
+
+def test_the_driver_needs_no_torch() -> None:
+    """All that the driver imports, Ray Train among it, leaves torch out."""
+    modules = "raydist.cluster.supervisor, raydist.cluster.raytrain, raydist.cluster.preflight"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def tree(cls: type) -> list[type]:
+    """A class and all that derive from it."""
+    return [cls, *(d for c in cls.__subclasses__() for d in tree(c))]
+
+
+def test_errors_survive_a_ray_round_trip(session: Session) -> None:
+    """Each error of raydist, raised in a task, is caught here as itself: type, message, hint and exit code."""
+
+    @ray.remote(num_cpus=0)
+    def fails(cls: type[RaydistError]) -> None:
+        raise cls("where: what", "how to mend it")
+
+    for cls in tree(RaydistError):
+        with pytest.raises(cls) as caught:
+            ray.get(fails.remote(cls))
+        error = caught.value.cause if hasattr(caught.value, "cause") else caught.value
+        assert (error.message, error.hint, error.exit_code) == ("where: what", "how to mend it", cls.exit_code)
 
 
 @pytest.mark.parametrize(
