@@ -269,7 +269,9 @@ def read_segments(run: RunDir) -> list[Segment]:
     for number, name in _segment_names(run):
         try:
             # One read of the whole file: an open handle, or one GET, sees one version though a flush replaces it.
-            table = pq.ParquetFile(pa.BufferReader(run.storage.read(name))).read()
+            # In this thread: a pool's thread may let go of the last reference to these bytes, which are Python's, when the
+            # interpreter is gone already; the process then aborts after all its work is done.
+            table = pq.ParquetFile(pa.BufferReader(run.storage.read(name)), pre_buffer=False).read(use_threads=False)
             head = json.loads(table.schema.metadata[_HEAD])
             rows = table.select(list(FIELDS)).cast(SCHEMA)
             found.append(Segment(number, int(head["attempt"]), int(head["after_step"]), rows))

@@ -174,7 +174,7 @@ class _Run:
                     ended = time.perf_counter()
                     self._record(batch, lr, report.loss, report.grad_norm, report.tokens, ended - begun)
                     ending = stop or self.step == last
-                    if self._due(self.spec.eval.every, self.step == self.total):
+                    if self.eval_set and self._due(self.spec.eval.every, self.step == self.total):
                         self._evaluate()  # every rank: losses are summed
                     if self._due(self.spec.checkpoint.every, ending):
                         self._save()  # every rank writes its part; rank 0 commits, last
