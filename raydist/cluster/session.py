@@ -110,10 +110,12 @@ def _private(env: Mapping[str, str], log_dir: Path) -> Iterator[Session]:
     with contextlib.ExitStack() as stack:
         temp = stack.enter_context(_temp_dir())
         stack.callback(_keep_logs, temp, log_dir / "ray")
+        stack.callback(_read_authentication)  # as it was before, once the environment is
         # RAY_ADDRESS of an outer cluster would win over our own wherever Ray looks for "the" cluster.
         stack.enter_context(_environment(variables, without=("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")))
         import ray
 
+        _read_authentication()
         _warm_up()
         from raydist.cluster import head
 
@@ -139,9 +141,8 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
     # Inside `ray job submit` both the job and we set variables: ours win, the job's working_dir stays.
     with _environment({**token_mode(), "RAY_ADDRESS": address, "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}):
         import ray
-        from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
 
-        Config.initialize("")  # what os.environ says of authentication now
+        _read_authentication()
         try:
             context = ray.init(address=address, log_to_driver=False, configure_logging=False, runtime_env=runtime_env)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -152,6 +153,14 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
             yield _session(info, private=False, temp=Path(info["session_dir"]).parent)
         finally:
             ray.shutdown()
+
+
+def _read_authentication() -> None:
+    """Ray keeps the mode and the token that it first met in this process: it must look at os.environ once more."""
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def token_mode() -> dict[str, str]:

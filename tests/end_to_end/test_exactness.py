@@ -142,6 +142,22 @@ def test_ctrl_c_takes_a_checkpoint_and_ends_cleanly(project: Any, undisturbed: d
     assert shown["checkpoints"][-1]["step"] == shown["steps"] > 3
 
 
+def test_a_second_ctrl_c_ends_at_once(project: Any) -> None:
+    """SIGINT while a rank cannot come to the end of its step, and once more: the run ends there, with what was committed."""
+    process = project.start("train", "job.yaml", "--name", "stuck", *project.options("stuck", hold=9))
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "checkpoint at step 3" in line:
+            process.send_signal(signal.SIGINT)
+        if "again to end at once" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    shown = project.show("stuck")
+    assert (shown["status"], shown["checkpoints"][-1]["step"]) == ("interrupted", 3)
+
+
 def test_a_bug_in_the_model_stops_with_its_own_traceback(project: Any) -> None:
     """The user's exception, raised on rank 1 three times with no progress: exit code 3, rank 1's cause, not the echo of rank
     0's lost connection."""

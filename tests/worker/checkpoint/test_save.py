@@ -270,3 +270,15 @@ def test_a_full_disk_is_no_reason_for_another_way(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(writer._PastCache, "_write_all", full)
     with pytest.raises(StorageError, match="No space left"), Storage(tmp_path).create("file") as sink:
         writer._PastCache(sink).write(stage.memory)
+
+
+def test_the_documented_way_without_raydist(kit: Any, tmp_path: Path) -> None:
+    """The lines in docs/checkpoints.md that read a tensor with numpy alone give that tensor."""
+    text = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    one = kit.OneRank(tmp_path)
+    tensors = {"model/embedding.weight": torch.randn(9, 4), "model/other": torch.ones(3)}
+    one.save(200, tensors)
+    found: dict[str, Any] = {}
+    exec(code.replace("RUN/", f"{tmp_path}/"), found)
+    assert found["whole"].tolist() == tensors["model/embedding.weight"].tolist()
