@@ -144,7 +144,7 @@ class _Run:
     def train(self) -> Outcome:
         """The loop. Each line that has `rank` in its comment is a collective: every rank comes by."""
         last = min(self.total, self.job.until or self.total)
-        stop = saving = False
+        first, stop, saving = self.step + 1, False, False
         loader = Loader(
             self.windows,
             self.batches,
@@ -173,6 +173,8 @@ class _Run:
                     self.cursor, self.loss, stop = batch.after, report.loss, report.stop
                     ended = time.perf_counter()
                     self._record(batch, lr, report.loss, report.grad_norm, report.tokens, ended - begun)
+                    if self.step == first:
+                        self.saver.prepare(*self.state.capture()[:2])  # memory for the copies, beside the next step
                     ending = stop or self.step == last
                     if self.eval_set and self._due(self.spec.eval.every, self.step == self.total):
                         self._evaluate()  # every rank: losses are summed
