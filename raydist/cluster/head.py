@@ -16,10 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 from ray._private.node import Node
 from ray._private.parameter import RayParams
-from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 from ray._private.resource_isolation_config import ResourceIsolationConfig
 from ray._raylet import (  # type: ignore[attr-defined]  # compiled
     DASHBOARD_AGENT_LISTEN_PORT_NAME,
@@ -79,25 +77,32 @@ def running(temp_dir: Path, *, object_store_bytes: int) -> Iterator[Any]:
         ray_init_cluster=True,
     )
     try:
-        with _killed_with_us(_agents(node)):
+        with _killed_with_us(temp_dir):
             yield node
     finally:
         node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
 
 
-def _agents(node: Node) -> list[int]:
-    raylet = node.all_processes[PROCESS_TYPE_RAYLET][0].process.pid
-    return [child.pid for child in psutil.Process(raylet).children()]
+# Every process of a Ray has files of its temporary folder open: that finds the workers too, which start and end as they will.
+_KEEPER = """
+read _
+for round in 1 2 3; do
+  for process in /proc/[0-9]*; do
+    ls -l "$process/fd" 2>/dev/null | grep -qF " -> $1/" && grep -qa ray "$process/cmdline" && kill -9 "${process#/proc/}"
+  done
+done
+"""
 
 
 @contextlib.contextmanager
-def _killed_with_us(pids: list[int]) -> Iterator[None]:
-    """Should this process be killed within the block, then so are those.
+def _killed_with_us(temp_dir: Path) -> Iterator[None]:
+    """Should this process be killed within the block, then so are all of Ray's whose files are in that folder.
 
-    The kernel takes the head and the raylet along, but the raylet's two agents would go on for over a minute, trying to
-    tell the head that the raylet is gone. A shell waits for the end of a pipe that only this process holds.
+    The kernel takes the head and the raylet along. The raylet's two agents would go on for over a minute, trying to tell the
+    head that the raylet is gone; and workers end once init has become their parent, which under a sub-reaper (a container's
+    first process, systemd's user manager) it never does. A shell waits for the end of a pipe that only this process holds.
     """
-    command = ["/bin/sh", "-c", 'read _; kill -9 "$@"', "raydist-keeper", *map(str, pids)]
+    command = ["/bin/sh", "-c", _KEEPER, "raydist-keeper", str(temp_dir)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     ) as keeper:
