@@ -128,6 +128,8 @@ def _private(env: Mapping[str, str], log_dir: Path) -> Iterator[Session]:
 
 def _warm_up() -> None:
     """Import Ray Train while Ray's processes start: this one mostly waits for them."""
+    # It registers hooks for fork. Registered by the thread while this one forks, the second half of a pair runs alone.
+    import_module("concurrent.futures.thread")
     threading.Thread(target=import_module, args=("raydist.cluster.raytrain",), daemon=True).start()
 
 
