@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 
@@ -75,17 +75,30 @@ class Storage:
     def create(self, name: str) -> Iterator[Sink]:
         """A new file, in place and durable once the block ends without an error; nothing is left of it otherwise.
 
-        Folders are made on the way. An existing file of that name is replaced in one step.
+        Folders are made on the way. An existing file of that name is replaced in one step; on an object store it is gone if
+        the block raises.
         """
         try:
             if self.local is not None:
                 with self._create_local(self.local / name) as sink:
                     yield sink
             else:
-                with self.fs.open_output_stream(self.path(name)) as stream:
+                with self._create_remote(self.path(name)) as stream:
                     yield stream
         except OSError as error:
             raise self._failed("write", name, error) from error
+
+    @contextmanager
+    def _create_remote(self, path: str) -> Iterator[Sink]:
+        with self.fs.open_output_stream(path) as stream:
+            try:
+                yield stream
+            except BaseException:
+                # pyarrow cannot abandon an upload: closing makes an object of what came so far, and then it goes.
+                with suppress(OSError):
+                    stream.close()
+                    self.fs.delete_file(path)
+                raise
 
     @contextmanager
     def _create_local(self, path: Path) -> Iterator[Sink]:

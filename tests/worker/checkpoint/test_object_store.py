@@ -13,6 +13,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from raydist.storage import Storage
 from raydist.worker.checkpoint import manifest, pruning, restore
 
 
@@ -73,3 +74,14 @@ def test_save_verify_restore_and_prune(kit: Any, bucket: str) -> None:
     assert kit.same(into, kit.state(2))
     assert pruning.prune(one.run, 1) == [2]
     assert one.run.storage.folders("checkpoints") == ["step-00000003"]
+
+
+def test_an_upload_that_fails_leaves_no_object(bucket: str) -> None:
+    """What raises in the middle of a write leaves nothing of that name on an object store."""
+    storage = Storage(f"s3://key:secret@bucket/half?endpoint_override={bucket}&scheme=http&region=us-east-1")
+    with pytest.raises(ValueError, match="in the middle"), storage.create("file") as sink:
+        sink.write(b"half of it")
+        raise ValueError("in the middle")
+    assert not storage.exists("file")
+    storage.write("file", b"all of it")
+    assert storage.read("file") == b"all of it"

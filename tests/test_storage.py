@@ -1,0 +1,96 @@
+"""What is written is whole or absent, what cannot be is one clear error, and a run is found by path, URI or name."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from raydist import registry, rundir
+from raydist.errors import ExtensionNotFound, RunNotFound, StorageError, UsageError, UserError
+from raydist.rundir import RunDir
+from raydist.storage import Storage
+
+
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_files_come_and_go(tmp_path: Path, prefix: str) -> None:
+    """Write, read, sizes, listings and deletion, by path and by URI; the storage crosses processes."""
+    storage = pickle.loads(pickle.dumps(Storage(f"{prefix}{tmp_path}"))).at("a")
+    storage.write("b/c.txt", b"hello")
+    assert storage.read("b/c.txt") == b"hello"
+    assert (storage.size("b/c.txt"), storage.size("b/d.txt"), storage.exists("b")) == (5, None, True)
+    assert storage.files("", recursive=True) == {"b/c.txt": 5}
+    assert storage.folders() == ["b"]
+    with storage.open("b/c.txt") as file:
+        file.seek(1)
+        assert file.read(3) == b"ell"
+    storage.delete("b")
+    storage.delete("b")
+    assert storage.files("", recursive=True) == {}
+    with pytest.raises(FileNotFoundError):
+        storage.read("b/c.txt")
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    """An exception in the middle of a write keeps what was there, and leaves no temporary file."""
+    storage = Storage(tmp_path)
+    storage.write("x", b"old")
+    with pytest.raises(ValueError, match="stop"), storage.create("x") as sink:
+        sink.write(b"ne")
+        raise ValueError("stop")
+    assert storage.read("x") == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_storage_that_refuses_says_where_and_why(tmp_path: Path) -> None:
+    """A file in the way of a folder, and a URI of no known kind."""
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StorageError, match=r"cannot write .*/file/x/y: Not a directory"):
+        Storage(tmp_path / "file" / "x").write("y", b"")
+    with pytest.raises(UserError, match="give a folder, or a URI"):
+        Storage("nosuchscheme://x/y")
+
+
+def test_a_checkpoint_exists_once_its_manifest_does(tmp_path: Path) -> None:
+    """Folders without a manifest, and files that are no checkpoint, are not listed."""
+    run = RunDir(tmp_path)
+    for step in (20, 3, 100):
+        run.storage.write(f"{rundir.step_folder(step)}/shard", b"x")
+    for step in (100, 3):
+        run.storage.write(f"{rundir.step_folder(step)}/MANIFEST.json", b"{}")
+    run.storage.write("checkpoints/step-x/MANIFEST.json", b"{}")
+    assert run.committed() == [3, 100]
+
+
+def test_a_run_by_path_uri_or_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three ways to name a run give the same folder; one that is not there says where it looked and what is there."""
+    Storage(tmp_path).at("one").write("spec.yaml", b"")
+    for run, storage in ((str(tmp_path / "one"), None), (f"file://{tmp_path}/one", None), ("one", str(tmp_path))):
+        assert rundir.resolve(run, storage).uri == str(tmp_path / "one")
+    monkeypatch.setenv("RAYDIST_STORAGE", str(tmp_path))
+    assert rundir.resolve("one").name == "one"
+    with pytest.raises(RunNotFound, match="two") as caught:
+        rundir.resolve("two")
+    assert "one" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "-x", ".x", "a b", "x" * 101])
+def test_names_that_no_folder_may_have(name: str) -> None:
+    """A run's name is one plain part of a path."""
+    with pytest.raises(UsageError, match="run name"):
+        rundir.check_name(name)
+
+
+def test_extensions_are_found_without_importing_them() -> None:
+    """Built-ins by their files, the user's own by module and attribute; a near miss is suggested."""
+    assert {"gpt", "mlp"} <= set(registry.names("model"))
+    assert "ddp" in registry.names("parallel")
+    registry.check("model", "json:loads")
+    assert registry.load("model", "json:loads")("[1]") == [1]
+    with pytest.raises(ExtensionNotFound, match='unknown model "gtp"') as caught:
+        registry.check("model", "gtp")
+    assert 'did you mean "gpt"?' in caught.value.hint
+    for name in ("no_such_module:build", "json:", "json:no_such_thing"):
+        with pytest.raises(ExtensionNotFound):
+            registry.load("model", name)
