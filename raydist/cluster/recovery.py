@@ -52,7 +52,9 @@ _PEER_LOST = re.compile(
     r"|nccl communicator was aborted|unhandled system error|watchdog|recvbytes|sendbytes",
     re.IGNORECASE,
 )
-_PEER_LOST_SPEAKERS = frozenset({"RuntimeError", "OSError", "TimeoutError", "SystemError", "Exception"})
+_PEER_LOST_SPEAKERS = frozenset(
+    {"CheckpointError", "RuntimeError", "OSError", "TimeoutError", "SystemError", "Exception"}
+)
 
 
 @dataclass(frozen=True, slots=True)

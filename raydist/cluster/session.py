@@ -121,7 +121,7 @@ def _private(env: Mapping[str, str], log_dir: Path) -> Iterator[Session]:
 
         node = stack.enter_context(head.running(temp, object_store_bytes=_OBJECT_STORE_BYTES))
         context = ray.init(address=node.address, log_to_driver=False, configure_logging=False)
-        stack.callback(ray.shutdown)
+        stack.callback(_shut_down)
         os.environ["RAY_ADDRESS"] = node.address
         yield _session(context.address_info, private=True, temp=temp)
 
@@ -154,7 +154,7 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
             info = context.address_info
             yield _session(info, private=False, temp=Path(info["session_dir"]).parent)
         finally:
-            ray.shutdown()
+            _shut_down()
 
 
 def _read_authentication() -> None:
@@ -307,6 +307,17 @@ def _quiet(path: Path) -> Iterator[None]:
         stack.callback(_set_handlers, logger, logger.handlers[:], logger.propagate)
         _set_handlers(logger, [handler], False)
         yield
+
+
+def _shut_down() -> None:
+    """End the connection. Messages that Ray has held back, and prints now, go to its log."""
+    import ray
+
+    held = io.StringIO()
+    with contextlib.redirect_stdout(held):
+        ray.shutdown()
+    if held.getvalue():
+        logging.getLogger("ray").warning(held.getvalue())
 
 
 class _NotFromRay:

@@ -188,7 +188,7 @@ class _Run:
                 self._save()  # the last one failed: once more, for the run must not end without it
                 result = self.saver.wait()
                 if not result:
-                    cause = result.cause if result else "it was never started"
+                    cause = "it was never started" if result is None else result.cause
                     raise CheckpointError(f"the checkpoint of the last step, {self.step}, failed twice: {cause}")
         finally:
             self.saver.close()

@@ -42,9 +42,10 @@ def test_killed_ranks_and_saves_leave_no_trace(project: Any, undisturbed: dict[s
     """SIGKILL of rank 0 in step 2, of rank 1 in step 3, of rank 1 while it saves step 6, of rank 0 while it saves step 9: one
     run, the same bits. More deaths than max_failures, for there is progress between them.
 
-    A step has two micro-batches a rank. A save of rank 1 syncs its shard and the folder; rank 0's the manifest as well.
+    A step has two micro-batches a rank. A save of rank 1 syncs one file, its shard; rank 0 the manifest as well, and one file
+    for the lease of what it restores.
     """
-    kill = [[0, "step", 3], [1, "step", 5], [1, "fsync", 3], [0, "fsync", 7]]
+    kill = [[0, "step", 3], [1, "step", 5], [1, "fsync", 2], [0, "fsync", 5]]
     shown = project.train("killed", kill=kill)
     assert len(list((project.root / "marks" / "killed").iterdir())) == len(kill)
     failures = project.events("killed", "failure")

@@ -1,14 +1,15 @@
 """A user's own package: a small GPT that can be told to die at a given place, once.
 
 `model.options`: {"kill": [[rank, where, n], ...], "hold": n or null, "marks": folder}. `where` is "step" (the n-th forward
-pass of a whole micro-batch in this process' life) or "fsync" (its n-th fsync, which is a checkpoint's). Each death happens once:
-a file in `marks` says that it has. At the `hold`-th forward pass a rank waits until there is a file `go`.
+pass of a whole micro-batch in this process' life) or "fsync" (its n-th fsync of a file, which is a checkpoint's). Each death
+happens once: a file in `marks` says that it has. At the `hold`-th forward pass a rank waits until there is a file `go`.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,8 @@ def build(model: ModelSpec, vocab_size: int) -> nn.Module:
     fsync = os.fsync
 
     def counted(descriptor: int) -> None:
-        faults.passed("fsync")
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            faults.passed("fsync")
         fsync(descriptor)
 
     os.fsync = counted
