@@ -81,6 +81,12 @@ def test_the_cause_is_one_line_and_the_traceback_that_ranks() -> None:
 @pytest.mark.parametrize(
     ("type_name", "message", "echo"),
     [
+        (
+            "CheckpointError",
+            "the last checkpoint failed twice: RuntimeError: Read error: Connection reset by peer",
+            True,
+        ),
+        ("CheckpointError", "the last checkpoint failed twice: No space left on device", False),
         ("ConnectionResetError", "", True),
         ("DistStoreError", "wait timeout after 300000ms", True),
         ("RuntimeError", "Broken pipe", True),
