@@ -17,17 +17,7 @@ from typing import Any
 
 from raydist.cluster.session import Session, open_session, worker_environment
 from raydist.cluster.trainer import AttemptResult, run_attempt
-
-
-class Told(Exception):
-    """What raydist.worker.entry raises: plain facts, picklable."""
-
-    def __init__(
-        self, rank: int, type_name: str, message: str, traceback: str, at: float, bases: tuple[str, ...]
-    ) -> None:
-        super().__init__(rank, type_name, message, traceback, at, bases)
-        self.rank, self.type_name, self.message = rank, type_name, message
-        self.traceback, self.at, self.bases = traceback, at, bases
+from raydist.errors import RankFailed
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +48,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
         case "raise":
             raise ValueError("bad sample 17")
         case "told":
-            raise Told(
+            raise RankFailed(
                 rank, "NonFinite", "loss is nan", "Traceback: told", time.time(), ("NonFinite", "TrainingStopped")
             )
         case "kill":
