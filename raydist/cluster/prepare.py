@@ -92,10 +92,11 @@ def _map(make: Callable[[Block], Made], blocks: Sequence[Block]) -> Iterator[Mad
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     rows = ray.data.from_items([{"block": b.to_json()} for b in blocks], override_num_blocks=len(blocks))
-    for row in rows.map(_Task(make), num_cpus=1).iter_rows():
-        if row["error"]:
-            raise _error(row["error"], row["message"], row["hint"])
-        yield Made.from_json(row["made"])
+    with contextlib.closing(iter(rows.map(_Task(make), num_cpus=1).iter_rows())) as made:
+        for row in made:
+            if row["error"]:
+                raise _error(row["error"], row["message"], row["hint"])
+            yield Made.from_json(row["made"])
 
 
 class _Task:

@@ -92,6 +92,7 @@ def open_session(
     Raises UserError within seconds when there is no such cluster.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
+    _no_ray_but_this()
     variables = dict(env)
     if python_path:
         inherited = os.environ.get("PYTHONPATH", "")
@@ -102,6 +103,17 @@ def open_session(
             yield stack.enter_context(_private(variables, log_dir))
         else:
             yield stack.enter_context(_attached(_find_cluster(address), variables, working_dir))
+
+
+def _no_ray_but_this() -> None:
+    """Ray's calls do not connect by themselves any more.
+
+    Threads that Ray Data leaves behind go on asking for metrics after the session. Each question would connect this
+    process again, to the cluster that has just ended; and Ray's client ends a process that finds its raylet gone.
+    """
+    from ray._private import auto_init_hook
+
+    auto_init_hook.enable_auto_connect = False
 
 
 @contextlib.contextmanager

@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from torch import nn
 
 PEAK_FLOPS: dict[str, float] = {
-    "B200": 2.25e15,  # NVIDIA B200 in HGX, datasheet: 4.5 PFLOPS with sparsity, 8 GPUs 36 PFLOPS
-    "H200 NVL": 835e12,  # NVIDIA H200 datasheet: 1671 with sparsity
-    "H200": 989e12,  # NVIDIA H200 datasheet: 1979 with sparsity
-    "H100 NVL": 835e12,  # NVIDIA H100 datasheet: 1671 with sparsity
-    "H100 PCIe": 756e12,  # NVIDIA H100 PCIe product brief: 1513 with sparsity
-    "H100": 989e12,  # NVIDIA H100 datasheet (SXM): 1979 with sparsity
-    "GH200": 989e12,  # NVIDIA GH200 datasheet: 1979 with sparsity
-    "A100": 312e12,  # NVIDIA A100 datasheet: 624 with sparsity
-    "L40S": 362e12,  # NVIDIA L40S datasheet: 733 with sparsity (362.05 dense)
-    "A10": 125e12,  # NVIDIA A10 datasheet: 250 with sparsity
-    "L4": 121e12,  # NVIDIA L4 datasheet: 242 with sparsity
+    "B200": 2.25e15,
+    "H200 NVL": 836e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10": 125e12,
+    "L4": 121e12,
 }
 """Dense bf16 tensor-core FLOP/s by the words of a device name; the first entry whose words all occur is it.
 
-Datasheets print the figure with 2:4 sparsity, which no training here has: half of it.
+NVIDIA's datasheets print the figure with 2:4 sparsity, which no training here has: half of it. Where torchtitan's and
+nanochat's tables have the GPU too, they agree. A GPU that is not here gets no MFU rather than a guess.
 """
 
 

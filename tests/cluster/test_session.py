@@ -245,6 +245,17 @@ def test_the_environment_and_the_streams_are_put_back(tmp_path: Path) -> None:
     assert "native words" in (tmp_path / "driver.log").read_text()
 
 
+def test_who_asks_ray_after_the_session_starts_none(tmp_path: Path) -> None:
+    """A thread that outlives it (Ray Data leaves one that polls) gets an error, where Ray would connect it to anything."""
+    import ray
+
+    with open_session("local", env={}, log_dir=tmp_path):
+        assert ray.nodes()
+    with pytest.raises(ray.exceptions.RaySystemError, match="not been started"):
+        ray.nodes()
+    assert not ray.is_initialized()
+
+
 def _wait(until: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not until():
