@@ -1,24 +1,29 @@
 """How long training stands still for a checkpoint: raydist's Saver against torch.save by rank 0, in one interleaved run.
 
-    python benchmarks/checkpoint.py [--cycles 5] [--folder DIR]
+    python benchmarks/checkpoint.py [--cycles 9] [--folder DIR]
 
 Two gloo ranks train a GPT of about 100M parameters with AdamW under DDP, one torch thread each. A step's span is from the top
-of the loop to the moment its update may begin. The stall of a checkpoint is the span of the step that follows it, save
-included, less the median span of the undisturbed steps around it
-(stall_s); what of it the loop spent in `start` and `before_update` is stood_s. torch.save writes the same tensors from
-rank 0, while the other rank waits in its next all-reduce. What the background write costs the steps beside it is reported
-apart. Each cycle: undisturbed steps, a Saver checkpoint until it is committed, undisturbed steps, a torch.save.
+of the loop to the moment its update may begin, on the slower rank.
+
+stall_s is the time that the loop stands still: the Saver's `start` and `before_update`, or the call of torch.save, which
+writes the same tensors from rank 0 while the other rank waits in its next all-reduce. cost_s is all that a checkpoint takes:
+the span of the step that follows it, save included, less the median span of the undisturbed steps around it. On a machine
+without a core to spare, as here, the copy and the write take their part of that from the ranks' own cores. noise_s is
+the same difference for an undisturbed step.
+Each cycle: undisturbed steps, a Saver checkpoint until it is committed, undisturbed steps, a torch.save, undisturbed steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shutil
 import socket
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +94,9 @@ def main(rank: int, port: int, folder: str, cycles: int) -> None:
     step(torch_save)  # its file exists from here on, as does the Saver's buffer: the first of each is not counted
     step(save)
     saver.wait()
-    rows: list[dict[str, float]] = []
+    gc.collect()
+    gc.freeze()  # as the loop does
+    cycle: list[dict[str, Any]] = []
     for _ in range(cycles):
         first = [step() for _ in range(QUIET)]
         during = [step(save)]
@@ -98,33 +105,21 @@ def main(rank: int, port: int, folder: str, cycles: int) -> None:
             during.append(step())
         second = [step() for _ in range(QUIET)]
         theirs = step(torch_save)
+        os.sync()  # what it left in the page cache is not written beside the next steps
         third = [step() for _ in range(QUIET)]
-        span, whole, cpu = (statistics.median(column) for column in zip(*first, *second, strict=True))
-        later_span, _, later_cpu = (statistics.median(column) for column in zip(*second, *third, strict=True))
         result = saver.wait()
         assert result, "the benchmark's own checkpoint failed"
-        rows.append(
-            {
-                "undisturbed_step_s": whole,
-                "stall_s": during[0][0] - span,
-                "stood_s": result.stalled,
-                "extra_s_until_committed": sum(w - whole for _, w, _ in during),
-                "extra_cpu_s": sum(c - cpu for _, _, c in during),
-                "steps_beside_the_write": len(during),
-                "commit_after_s": result.seconds,
-                "torch_save_stall_s": theirs[0] - later_span,
-                "torch_save_extra_cpu_s": theirs[2] - later_cpu,
-            }
-        )
+        cycle.append({"quiet": first + second, "during": during, "later": second + third, "torch_save": [theirs],
+                      "stood_s": result.stalled, "commit_after_s": result.seconds,
+                      "torch_save_call_s": direct[-1] if rank == 0 else 0.0})  # fmt: skip
     saver.close()
     every: list[Any] = [None] * WORLD
-    dist.all_gather_object(every, rows)
+    dist.all_gather_object(every, cycle)
     if rank == 0:
-        # Ranks wait for one another in the all-reduce: a checkpoint costs what it costs the slower one.
-        slower = [{k: max(r[k] for r in ranks) for k in ranks[0]} for ranks in zip(*every, strict=True)]
-        medians = {k: statistics.median(row[k] for row in slower) for k in slower[0]}
+        rows = [_row(_slower(ranks)) for ranks in zip(*every, strict=True)]
+        medians = {k: statistics.median(row[k] for row in rows) for k in rows[0]}
         saved = [e.data for e in events if e.kind == "checkpoint_saved"]
-        direct_s = medians["torch_save_stall_s"]
+        theirs_s = medians["torch_save_cost_s"]
         result = {
             "parameters": sum(p.numel() for p in model.parameters()),
             "state_bytes": saved[-1]["bytes"],
@@ -132,18 +127,48 @@ def main(rank: int, port: int, folder: str, cycles: int) -> None:
             "cycles": cycles,
             "load_average": os.getloadavg()[1],
             "over_torch_save": {
-                "stall": medians["stall_s"] / direct_s,
-                "stood": medians["stood_s"] / direct_s,
-                "extra_until_committed": medians["extra_s_until_committed"] / direct_s,
-                "extra_cpu": medians["extra_cpu_s"] / medians["torch_save_extra_cpu_s"],
+                "stall": medians["stall_s"] / medians["torch_save_stall_s"],
+                "cost": medians["cost_s"] / theirs_s,
+                "cost_until_committed": medians["extra_s_until_committed"] / theirs_s,
+                "cpu": medians["extra_cpu_s"] / medians["torch_save_extra_cpu_s"],
             },
             "median": medians,
-            "torch_save_call_s": statistics.median(direct[1:]),
-            "every_cycle": slower,
+            "every_cycle": rows,
         }
         print(write("checkpoint", _rounded(result)).read_text())
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _slower(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One cycle of the job: of each step, and of each figure, the slower rank's, for the other waits in the all-reduce."""
+    job: dict[str, Any] = {}
+    for key, mine in ranks[0].items():
+        others = [r[key] for r in ranks]
+        if isinstance(mine, float):
+            job[key] = max(others)
+        else:
+            job[key] = [tuple(max(column) for column in zip(*same, strict=True)) for same in zip(*others, strict=True)]
+    return job
+
+
+def _row(job: dict[str, Any]) -> dict[str, float]:
+    span, whole, cpu = (statistics.median(column) for column in zip(*job["quiet"], strict=True))
+    later_span, _, later_cpu = (statistics.median(column) for column in zip(*job["later"], strict=True))
+    during, (theirs,) = job["during"], job["torch_save"]
+    return {
+        "undisturbed_step_s": whole,
+        "noise_s": job["quiet"][0][0] - span,
+        "stall_s": job["stood_s"],
+        "cost_s": during[0][0] - span,
+        "extra_s_until_committed": sum(w - whole for _, w, _ in during),
+        "extra_cpu_s": sum(c - cpu for _, _, c in during),
+        "steps_beside_the_write": len(during),
+        "commit_after_s": job["commit_after_s"],
+        "torch_save_stall_s": job["torch_save_call_s"],
+        "torch_save_cost_s": theirs[0] - later_span,
+        "torch_save_extra_cpu_s": theirs[2] - later_cpu,
+    }
 
 
 def _everywhere(mine: bool) -> bool:
@@ -171,7 +196,7 @@ def _rounded(value: Any) -> Any:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cycles", type=int, default=5)
+    parser.add_argument("--cycles", type=int, default=9)
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     asked = parser.parse_args()
     place = tempfile.mkdtemp(prefix="raydist-", dir=asked.folder)

@@ -49,7 +49,7 @@ from raydist.storage import Sink
 from raydist.worker.checkpoint.layout import Part, aligned
 from raydist.worker.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, path
 
-WRITE_BYTES = 8 << 20
+WRITE_BYTES = 1 << 20
 PAGE = 4096
 """O_DIRECT wants memory, file position and length in multiples of the disk's block, which is this at most."""
 
