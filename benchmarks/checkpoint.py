@@ -38,6 +38,7 @@ from raydist.rundir import RunDir
 from raydist.spec import ModelSpec
 from raydist.worker.checkpoint.save import Saver
 from raydist.worker.model import gpt
+from raydist.worker.parallel import ParamShard
 from raydist.worker.state import TrainState
 
 WORLD, VOCAB, CONTEXT, QUIET = 2, 16384, 256, 3
@@ -51,7 +52,7 @@ def main(rank: int, port: int, folder: str, cycles: int) -> None:
     model = gpt.build(ModelSpec(layers=12, width=768, heads=12, context=CONTEXT), VOCAB)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    state = TrainState(model, optimizer)
+    state = TrainState(model, optimizer, {n: ParamShard(p) for n, p in model.named_parameters()})
     events: list[Any] = []
     saver = Saver(
         RunDir(f"{folder}/run"), rank=rank, world_size=WORLD, group=dist.new_group(backend="gloo"), asynchronous=True,

@@ -98,6 +98,14 @@ class TrainSpec(Part):
         0, ge=0, lt=2**63, description="Everything random comes from it: initial weights, data order, dropout."
     )
     deterministic: bool = Field(False, description="Use torch's deterministic algorithms; slower on GPU.")
+    compile: bool | Literal["blocks"] = Field(
+        False, description="torch.compile the whole model, or each block by itself: slower start, faster steps on GPU."
+    )
+    checkpoint_activations: Literal["none", "full", "selective"] = Field(
+        "none",
+        description="Compute each block's activations again in backward instead of keeping them: all of them, or all but "
+        "those of matrix products and attention.",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> TrainSpec:
@@ -204,14 +212,53 @@ class PrecisionSpec(Part):
     params: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="Format of forward and backward: fp32, bf16, fp16."
     )
+    reduce: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="Format in which gradients are summed over the ranks: fp32, bf16, fp16."
+    )
     loss_scale: LossScaleSpec = Field(default_factory=lambda: LossScaleSpec(), description="fp16's dynamic loss scale.")
 
 
 class ParallelSpec(Part):
     """How the work is split over the workers."""
 
-    strategy: str = Field("ddp", description="A built-in strategy (ddp), or package.module:attribute of your own.")
-    bucket_mb: float | None = Field(None, gt=0, description="Size of a gradient bucket in MiB; default: torch's.")
+    strategy: str = Field(
+        "ddp",
+        description="A built-in strategy (ddp, zero1, zero2, zero3, hsdp), or package.module:attribute of your own.",
+    )
+    bucket_mb: float | None = Field(None, gt=0, description="ddp: size of a gradient bucket in MiB; default: torch's.")
+    shard: int | None = Field(
+        None, ge=1, description="hsdp: ranks that share one copy of the state; default: those of a node."
+    )
+    reshard_after_forward: bool | Literal["auto"] = Field(
+        "auto",
+        description="zero3, hsdp: drop a block's gathered parameters after its forward pass and gather them again in backward; "
+        "auto: all blocks but the last.",
+    )
+    prefetch: int = Field(1, ge=0, description="zero3, hsdp: blocks whose parameters are gathered ahead of their use.")
+
+
+class OffloadSpec(Part):
+    """What lives outside the device's memory."""
+
+    optimizer: Literal["none", "cpu", "nvme"] = Field(
+        "none",
+        description="Where the optimizer's state lives and its update is computed: cpu in host memory, nvme in a file.",
+    )
+    parameters: Literal["none", "cpu"] = Field(
+        "none", description="zero3, hsdp: where each rank's shard of the parameters lives between uses."
+    )
+    path: str | None = Field(
+        None, description="nvme: a folder on each node's fast local disk; each rank keeps one scratch file in it."
+    )
+    chunk_mb: float = Field(8.0, gt=0, description="nvme: MiB of optimizer state that are read or written at a time.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> OffloadSpec:
+        if self.optimizer == "nvme" and self.path is None:
+            raise problem(
+                "path", None, "is needed by optimizer: nvme", "name a folder on a fast local disk of each node"
+            )
+        return self
 
 
 class CheckpointSpec(Part):
@@ -261,8 +308,8 @@ class JobSpec(Part):
     """One training job."""
 
     numbers_exclude: ClassVar[tuple[str, ...]] = (
-        "name", "train.micro_batch", "parallel", "checkpoint", "eval", "recovery", "cluster",
-        "data.prefetch", "data.source", "data.path", "optim.fused",
+        "name", "train.micro_batch", "train.compile", "train.checkpoint_activations", "parallel", "offload", "checkpoint", "eval",
+        "recovery", "cluster", "data.prefetch", "data.source", "data.path", "optim.fused",
     )  # fmt: skip
     """Fields that leave the numbers alone, or change them within float tolerance only; the data counts by its fingerprint."""
 
@@ -278,6 +325,9 @@ class JobSpec(Part):
     )
     parallel: ParallelSpec = Field(
         default_factory=lambda: ParallelSpec(), description="How the work is split over the workers."
+    )
+    offload: OffloadSpec = Field(
+        default_factory=lambda: OffloadSpec(), description="What lives outside the device's memory."
     )
     checkpoint: CheckpointSpec = Field(default_factory=lambda: CheckpointSpec(), description="When the state is saved.")
     eval: EvalSpec = Field(default_factory=lambda: EvalSpec(), description="When the held-out loss is measured.")
@@ -300,6 +350,16 @@ class JobSpec(Part):
             raise problem("cluster.workers", self.cluster.workers,
                           f"is more than the {self.train.global_batch} sequences of a global batch",
                           "raise train.global_batch or take fewer workers")  # fmt: skip
+        strategy, shard = self.parallel.strategy, self.parallel.shard
+        if shard is not None and strategy == "hsdp" and self.cluster.workers % shard:
+            raise problem("parallel.shard", shard, f"does not divide the {self.cluster.workers} workers",
+                          _divisors(self.cluster.workers, shard))  # fmt: skip
+        if self.offload.parameters == "cpu" and strategy in ("ddp", "zero1", "zero2"):
+            raise problem("offload.parameters", "cpu", f"needs sharded parameters, and {strategy} keeps them whole",
+                          "set parallel.strategy: zero3 or hsdp")  # fmt: skip
+        if self.offload.optimizer != "none" and self.optim.name != "adamw":
+            raise problem("offload.optimizer", self.offload.optimizer, f"is not there for optim.name: {self.optim.name}",
+                          "use adamw, or offload.optimizer: none")  # fmt: skip
         return self
 
     def numbers(self, fingerprint: str) -> dict[str, Any]:

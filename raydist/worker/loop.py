@@ -105,9 +105,10 @@ class _Run:
         model = cast(nn.Module, registry.load("model", spec.model.name)(spec.model, dataset.vocab_size))
         self.precision = Precision(spec.precision, rank.device)
         self._tell_capacity(model)
-        self.strategy = cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(spec.parallel, rank))
+        self.strategy = cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(spec, rank))
         self.strategy.wrap(model, self._example)
-        self.optimizer = optim.build(model, spec.optim, rank.device)
+        shards = self.strategy.shards()
+        self.optimizer = optim.build(shards, spec.optim, rank.device)
         setup.seed_all(spec.train.seed, "dropout", rank.rank)
         self.peak_lr = optim.peak_lr(spec.optim, spec.train.global_batch)
         # State: from the newest good checkpoint, which all ranks agree on.
@@ -116,7 +117,7 @@ class _Run:
         self.eval_loss: float | None = None
         self.best_eval: float | None = None
         self.evaluated = 0
-        self.state = TrainState(model, self.optimizer)
+        self.state = TrainState(model, self.optimizer, shards)
         self.numbers = spec.numbers(dataset.fingerprint)
         self._resume()
         self.saver = Saver(
@@ -266,6 +267,7 @@ class _Run:
         tensors, rank_tensors, _ = self.state.capture()
         exact = restore.load(run, manifest, tensors, rank_tensors, group=rank.control)
         self.state.restore(tensors, rank_tensors if exact else None, manifest.plain)
+        self.strategy.updated()
         self.step = int(manifest.plain["step"])
         self.cursor = Cursor.from_dict(manifest.plain["cursor"])
         self.loss, self.eval_loss = manifest.plain["loss"], manifest.plain["eval_loss"]

@@ -9,7 +9,7 @@ a row that no token asks for should fade. Norms and biases are left alone: decay
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +20,10 @@ from raydist.errors import UserError
 
 if TYPE_CHECKING:
     from raydist.spec import OptimSpec
+    from raydist.worker.parallel import ParamShard
 
 NAMES = ("adamw", "sgd", "adafactor", "muon")
+WHOLE_MATRICES = ("adafactor", "muon")
 FUSED_DEVICES = ("cuda", "cpu", "mps", "xpu")
 """Device types on which torch has fused AdamW and SGD."""
 
@@ -45,14 +47,19 @@ def peak_lr(spec: OptimSpec, global_batch: int) -> float:
     return spec.lr * (ratio if spec.scale_lr == "linear" else math.sqrt(ratio))
 
 
-def build(model: nn.Module, spec: OptimSpec, device: torch.device) -> Optimizer:
-    """The optimizer over the trainable parameters of `model`, which must be on `device` by then.
+def build(shards: Mapping[str, ParamShard], spec: OptimSpec, device: torch.device) -> Optimizer:
+    """The optimizer over what this rank updates of each parameter; `device` is where that is.
 
-    Groups carry `name` and `param_names`, in the order of `named_parameters`. Their lr is `spec.lr` until the loop
-    sets it.
-    Raises UserError: `fused: true` where there is no such kernel; muon without `blocks`.
+    Groups carry `name` and `param_names`, in the order of `shards`. Their lr is `spec.lr` until the loop sets it.
+    Raises UserError: `fused: true` where there is no such kernel; muon without `blocks`; muon and adafactor over rows of
+    matrices, for they need them whole.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    named = [(name, shard.local) for name, shard in shards.items()]
+    if spec.name in WHOLE_MATRICES and any(shard.like is not None for shard in shards.values()):
+        raise UserError(
+            f"optim.name: {spec.name} works on whole matrices, and the strategy gives each rank some rows of them",
+            "use adamw or sgd, or parallel.strategy: ddp",
+        )
     match spec.name:
         case "adamw":
             return AdamW(

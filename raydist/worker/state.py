@@ -19,9 +19,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from raydist.errors import CheckpointError
+from raydist.worker.graph import plain_name
+from raydist.worker.parallel import ParamShard
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -29,12 +30,13 @@ PLAIN = (bool, int, float, str, type(None))
 class TrainState:
     """`model` and `optimizer` as the loop has them; a DDP or compiled wrapper around the model does not show in names.
 
-    To be made before the first step, with the optimizer as the spec built it: see `restore`.
+    `shards`: what the optimizer updates, by name, as the strategy gives it. To be made before the first step, with the
+    optimizer as the spec built it: see `restore`.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._names: dict[Tensor, str] = {p: _clean(n) for n, p in model.named_parameters()}
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Mapping[str, ParamShard]) -> None:
+        self._model, self._optimizer, self._shards = model, optimizer, shards
+        self._names: dict[Tensor, str] = {shard.local: name for name, shard in shards.items()}
         self._built = self._groups()
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
@@ -45,18 +47,24 @@ class TrainState:
         """
         self._ensure_optimizer_state()
         tensors: dict[str, Tensor] = {}
-        parameters = {_clean(n) for n, _ in self._model.named_parameters(remove_duplicate=False)}
+        names = {id(p): plain_name(n) for n, p in self._model.named_parameters()}
+        # Both names of a tied weight lead to the one shard of it.
+        parameters = {plain_name(n): names[id(p)] for n, p in self._model.named_parameters(remove_duplicate=False)}
         for name, value in self._model.state_dict().items():
-            name = _clean(name)
+            name = plain_name(name)
             if not isinstance(value, Tensor):
                 raise CheckpointError(f"model/{name}: a {type(value).__name__} in the state_dict", _ONLY_TENSORS)
+            if parameters.get(name) in self._shards:
+                # What this rank updates, and no other's rows: those may still be on their way here.
+                shard = self._shards[parameters[name]]
+                value = shard.whole(shard.local.detach())
             tensors[f"model/{name}"] = value if name in parameters else value.detach().clone()
         slots: dict[str, dict[str, Any]] = {}
         for parameter, state in self._optimizer.state.items():
             name = self._names[parameter]
             for slot, value in state.items():
                 if isinstance(value, Tensor):
-                    tensors[f"optim/{name}/{slot}"] = value
+                    tensors[f"optim/{name}/{slot}"] = self._shards[name].whole(value)
                 elif isinstance(value, PLAIN):
                     slots.setdefault(name, {})[slot] = value
                 else:
@@ -72,7 +80,7 @@ class TrainState:
         `rank_tensors`: None leaves the random states alone. A group's value (lr, betas, ...) comes from the checkpoint
         unless the spec now builds another one than it did then (--allow-spec-change): that one stays.
         """
-        buffers = {_clean(n): b for n, b in self._model.named_buffers()}
+        buffers = {plain_name(n): b for n, b in self._model.named_buffers()}
         with torch.no_grad():
             for name, buffer in buffers.items():
                 if f"model/{name}" in tensors:
@@ -104,19 +112,22 @@ class TrainState:
 
     def _ensure_optimizer_state(self) -> None:
         if not self._optimizer.state:
-            # torch's own way: a step with zero gradients and a learning rate of zero.
-            get_optimizer_state_dict(self._model, self._optimizer)
+            # torch's own way (torch.distributed.checkpoint.state_dict): a step with gradients and learning rates of zero.
+            rates = [group["lr"] for group in self._optimizer.param_groups]
+            for group in self._optimizer.param_groups:
+                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+            for parameter in self._names:
+                parameter.grad = torch.zeros_like(parameter)
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
 
     def _device(self) -> torch.device:
         return next((p.device for p in self._names), torch.device("cpu"))
 
 
 _ONLY_TENSORS = "a checkpoint holds tensors and plain values only: keep the rest out of the state"
-
-
-def _clean(name: str) -> str:
-    """A parameter's name without the wrappers' (DistributedDataParallel, torch.compile)."""
-    return name.removeprefix("module.").replace("_orig_mod.", "")
 
 
 def _listed(value: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import nn
 
 from raydist.data.batches import MASKED, MicroBatch
 from raydist.errors import NonFinite
+from raydist.worker.graph import watch_gradients
 from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.precision import Precision
 from raydist.worker.setup import Rank
@@ -95,27 +96,29 @@ class TrainStep:
                 group["lr"] = lr * group.get("lr_factor", 1.0)
             self._before_update()
             self.optimizer.step()
+            self.strategy.updated()
         else:
             skipped = True  # fp16 overflow: the same on all ranks, for the gradient is
         self.precision.update(overflow=skipped)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.strategy.zero_grad()
         return StepReport(loss_mean, grad_norm, tokens, stops > 0, skipped)
 
     def _non_finite(self, step: int, micro_batches: Sequence[MicroBatch], loss_mean: float) -> None:
-        """Runs the step's passes once more, each rank alone, to see whose loss or gradient is not finite. Raises."""
-        self.optimizer.zero_grad(set_to_none=True)
-        module = getattr(self.strategy.module, "module", self.strategy.module)
+        """Runs the step's passes once more to see on which rank a loss or a gradient is not finite. Raises."""
+        self.strategy.zero_grad()
         guilty: dict[str, object] = {}
-        for batch in micro_batches:
-            with self.precision.autocast():
-                loss = loss_sum(module, batch)
-            if not torch.isfinite(loss):
-                guilty.setdefault("loss", float(loss.detach()))
-            loss.backward()  # type: ignore[no-untyped-call]
-        named = [n for n, p in module.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
+        with watch_gradients(self.strategy.module) as finite:
+            for i, batch in enumerate(micro_batches):
+                with self.strategy.accumulate(last=i == len(micro_batches) - 1):
+                    with self.precision.autocast():
+                        loss = loss_sum(self.strategy.module, batch)
+                    if not torch.isfinite(loss):
+                        guilty.setdefault("loss", float(loss.detach()))
+                    loss.backward()  # type: ignore[no-untyped-call]
+        named = [name for name, whether in finite.items() if not whether]
         if named:
             guilty["gradients"] = named[:5]
-        self.optimizer.zero_grad(set_to_none=True)
+        self.strategy.zero_grad()
         every: list[dict[str, object]] = [guilty]
         if self.rank.world_size > 1:
             every = [{}] * self.rank.world_size

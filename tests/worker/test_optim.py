@@ -12,8 +12,14 @@ from raydist import registry
 from raydist.errors import UserError
 from raydist.spec import ModelSpec, OptimSpec
 from raydist.worker import optim
+from raydist.worker.parallel import ParamShard
 
 CPU, VOCAB = torch.device("cpu"), 13
+
+
+def whole(model: torch.nn.Module) -> dict[str, ParamShard]:
+    """All of each parameter, as without a strategy."""
+    return {n: ParamShard(p) for n, p in model.named_parameters() if p.requires_grad}
 
 
 def gpt(**spec: object) -> torch.nn.Module:
@@ -45,7 +51,7 @@ def test_it_learns(name):
     model = gpt()
     # SGD's gradients are small, and Adafactor's step is relative to the size of the weights.
     lr = 0.1 if name in ("sgd", "adafactor") else 1e-2
-    losses = train(model, optim.build(model, OptimSpec(name=name, lr=lr), CPU), 30)
+    losses = train(model, optim.build(whole(model), OptimSpec(name=name, lr=lr), CPU), 30)
     assert losses[-1] < losses[0] * 2 / 3
 
 
@@ -54,13 +60,13 @@ def test_resumes_to_the_same_bits(name):
     """State that went through state_dict into a new optimizer continues as if nothing had happened."""
     model = gpt(qk_norm=True)
     spec = OptimSpec(name=name)
-    optimizer = optim.build(model, spec, CPU)
+    optimizer = optim.build(whole(model), spec, CPU)
     train(model, optimizer, 3)
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     expected = train(model, optimizer, 3)
     other = gpt(qk_norm=True)
     other.load_state_dict(weights)
-    resumed = optim.build(other, spec, CPU)
+    resumed = optim.build(whole(other), spec, CPU)
     resumed.load_state_dict(state)
     assert train(other, resumed, 3) == expected
 
@@ -69,7 +75,7 @@ def test_resumes_to_the_same_bits(name):
 def test_groups_cover_each_parameter_once_and_in_order(name):
     """Group names, parameter names, and the parameters, in the order of named_parameters; decay on matrices only."""
     model = gpt(tie_embeddings=False)
-    optimizer = optim.build(model, OptimSpec(name=name, weight_decay=0.3), CPU)
+    optimizer = optim.build(whole(model), OptimSpec(name=name, weight_decay=0.3), CPU)
     order = [n for n, _ in model.named_parameters()]
     by_name = dict(model.named_parameters())
     seen: list[str] = []
@@ -89,7 +95,7 @@ def test_groups_cover_each_parameter_once_and_in_order(name):
 def test_decay_shrinks_matrices_and_leaves_gains(name):
     """With no gradient a step multiplies a matrix, embeddings too, by 1 - lr * decay; a norm's gain stays 1."""
     model = gpt()
-    optimizer = optim.build(model, OptimSpec(name=name, lr=0.5, weight_decay=0.1), CPU)
+    optimizer = optim.build(whole(model), OptimSpec(name=name, lr=0.5, weight_decay=0.1), CPU)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -99,10 +105,10 @@ def test_decay_shrinks_matrices_and_leaves_gains(name):
 
 
 def test_frozen_parameters_are_left_out():
-    """What takes no gradient is in no group."""
+    """What takes no gradient is no shard, and so in no group."""
     model = gpt()
     model.embedding.weight.requires_grad_(False)
-    names = [n for g in optim.build(model, OptimSpec(), CPU).param_groups for n in g["param_names"]]
+    names = [n for g in optim.build(whole(model), OptimSpec(), CPU).param_groups for n in g["param_names"]]
     assert "embedding.weight" not in names
     assert "norm.weight" in names
 
@@ -120,7 +126,7 @@ def test_frozen_parameters_are_left_out():
 )
 def test_kernel_follows_device_and_spec(name, fused, device, expected):
     """(fused, foreach): fused where the device has it, else foreach on GPUs, else the plain loop."""
-    group = optim.build(gpt(), OptimSpec(name=name, fused=fused), torch.device(device)).param_groups[0]
+    group = optim.build(whole(gpt()), OptimSpec(name=name, fused=fused), torch.device(device)).param_groups[0]
     assert (group.get("fused"), group["foreach"]) == expected
 
 
@@ -128,26 +134,26 @@ def test_kernel_follows_device_and_spec(name, fused, device, expected):
 def test_fused_where_there_is_none_is_refused(name, device):
     """`fused: true` is no wish: it fails where it cannot be."""
     with pytest.raises(UserError, match=rf"{name} has no fused kernel on {device}"):
-        optim.build(gpt(), OptimSpec(name=name, fused=True), torch.device(device))
+        optim.build(whole(gpt()), OptimSpec(name=name, fused=True), torch.device(device))
 
 
 def test_muon_trains_the_matrices_of_the_blocks_only():
     """Embedding and head go to AdamW, and a model without blocks is refused."""
     groups = {
         g["name"]: g["param_names"]
-        for g in optim.build(gpt(tie_embeddings=False), OptimSpec(name="muon"), CPU).param_groups
+        for g in optim.build(whole(gpt(tie_embeddings=False)), OptimSpec(name="muon"), CPU).param_groups
     }
     assert len(groups["muon"]) == 2 * 7
     assert all(n.startswith("blocks.") and "norm" not in n for n in groups["muon"])
     assert groups["decay"] == ["embedding.weight", "head.weight"]
     with pytest.raises(UserError, match="this model has none"):
-        optim.build(torch.nn.Linear(4, 4), OptimSpec(name="muon"), CPU)
+        optim.build(whole(torch.nn.Linear(4, 4)), OptimSpec(name="muon"), CPU)
 
 
 def test_muon_reads_the_lr_that_the_loop_sets():
     """Setting lr on the groups reaches both halves, before and after a restore: at 0 nothing moves."""
     model = gpt()
-    optimizer = optim.build(model, OptimSpec(name="muon"), CPU)
+    optimizer = optim.build(whole(model), OptimSpec(name="muon"), CPU)
     for _ in range(2):
         for group in optimizer.param_groups:
             group["lr"] = 0.0

@@ -15,6 +15,8 @@ from torch import nn
 from raydist.errors import CheckpointError
 from raydist.spec import OptimSpec
 from raydist.worker import optim
+from raydist.worker.graph import plain_name
+from raydist.worker.parallel import ParamShard
 from raydist.worker.state import TrainState, capture_rng, restore_rng
 
 CPU = torch.device("cpu")
@@ -34,10 +36,15 @@ class Net(nn.Module):
         return self.head(self.blocks(self.embedding(x_BD)))
 
 
+def whole(model: nn.Module) -> dict[str, ParamShard]:
+    """All of each parameter, as without a strategy."""
+    return {plain_name(n): ParamShard(p) for n, p in model.named_parameters()}
+
+
 def build(spec: OptimSpec) -> tuple[Net, torch.optim.Optimizer, TrainState]:
     model = Net()
-    optimizer = optim.build(model, spec, CPU)
-    return model, optimizer, TrainState(model, optimizer)
+    optimizer = optim.build(whole(model), spec, CPU)
+    return model, optimizer, TrainState(model, optimizer, whole(model))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
@@ -99,11 +106,11 @@ def test_names_are_the_plain_models() -> None:
 
     wrapped = Wrapper(model)
     optimizer = torch.optim.AdamW(wrapped.parameters())
-    assert TrainState(wrapped, optimizer).capture()[0].keys() == state.capture()[0].keys()
+    assert TrainState(wrapped, optimizer, whole(wrapped)).capture()[0].keys() == state.capture()[0].keys()
     compiled = torch.compile(model, backend="eager")
     assert isinstance(compiled, nn.Module)
     optimizer = torch.optim.AdamW(compiled.parameters())
-    assert TrainState(compiled, optimizer).capture()[0].keys() == state.capture()[0].keys()
+    assert TrainState(compiled, optimizer, whole(compiled)).capture()[0].keys() == state.capture()[0].keys()
 
 
 def test_references_and_copies() -> None:

@@ -12,9 +12,10 @@ from torch import nn
 
 from raydist.data.batches import MASKED, MicroBatch, share
 from raydist.errors import GraphMismatch, NonFinite
-from raydist.spec import ModelSpec, OptimSpec, ParallelSpec, PrecisionSpec
+from raydist.spec import JobSpec, ModelSpec, OptimSpec, PrecisionSpec
 from raydist.worker import optim
 from raydist.worker.model.gpt import build
+from raydist.worker.parallel import ParamShard
 from raydist.worker.parallel.ddp import Strategy
 from raydist.worker.precision import Precision
 from raydist.worker.setup import Rank
@@ -23,6 +24,11 @@ from raydist.worker.step import StepReport, TrainStep, evaluate, loss_sum
 MODEL = ModelSpec(layers=2, width=16, heads=2, context=8)
 OPTIM = OptimSpec(lr=1e-2, clip=0.5)
 VOCAB = 11
+
+
+def job(**parallel: Any) -> JobSpec:
+    """A spec with this `parallel` section."""
+    return JobSpec.model_validate({"data": {"source": "any"}, "train": {"steps": 1}, "parallel": parallel})
 
 
 def samples(n: int, masked_tail: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,10 +54,10 @@ def micro_batches(rank: Rank, tokens: torch.Tensor, targets: torch.Tensor, micro
 
 def make(rank: Rank, model: nn.Module, full: int, clip: float = OPTIM.clip) -> TrainStep:
     """A step over `model`, DDP where there are several ranks."""
-    strategy = Strategy(ParallelSpec(), rank)
+    strategy = Strategy(job(), rank)
     tokens, targets = samples(1, False)
     strategy.wrap(model, lambda module: loss_sum(module, MicroBatch(tokens, targets)))
-    optimizer = optim.build(model, OPTIM, rank.device)
+    optimizer = optim.build(strategy.shards(), OPTIM, rank.device)
     precision = Precision(PrecisionSpec(), rank.device)
     return TrainStep(rank, strategy, optimizer, precision, full_tokens=full, clip=clip, before_update=lambda: None)
 
@@ -101,7 +107,7 @@ def test_the_step_is_adamw_on_the_mean_loss() -> None:
     plain = copy.deepcopy(model)
     tokens, targets = samples(4, True)
     make(alone(), model, full=4 * 8)(1, [MicroBatch(tokens, targets)], 27, 1e-2, False)
-    reference = optim.build(plain, OPTIM, torch.device("cpu"))
+    reference = optim.build({n: ParamShard(p) for n, p in plain.named_parameters()}, OPTIM, torch.device("cpu"))
     for group in reference.param_groups:
         group["lr"] = 1e-2
     nn.functional.cross_entropy(plain(tokens).flatten(0, 1), targets.flatten(), ignore_index=MASKED).backward()
@@ -188,7 +194,7 @@ def settled(rank: Rank) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Gradients of the same batch at the first and at the third backward of one DDP."""
     torch.manual_seed(1)
     model = build(ModelSpec(layers=3, width=64, heads=2, context=8), VOCAB)
-    strategy = Strategy(ParallelSpec(bucket_mb=0.05), rank)
+    strategy = Strategy(job(bucket_mb=0.05), rank)
     g = torch.Generator().manual_seed(rank.rank)
     tokens = torch.randint(0, VOCAB, (2, 8), generator=g)
     module = strategy.wrap(model, lambda m: loss_sum(m, MicroBatch(tokens, tokens)))

@@ -2,11 +2,14 @@
 
 A strategy's file (or the user's `package.module:attribute`) has a class `Strategy`. The loop calls it in this order:
 
-    strategy = Strategy(spec.parallel, rank)
+    strategy = Strategy(spec, rank)
     module = strategy.wrap(model, example)         # every rank, once; checks the graph; no trace stays in the weights
+    optimizer = optim.build(strategy.shards(), ...)
     with strategy.accumulate(last=True): ...       # around each micro-batch's forward and backward
     norm = strategy.grad_norm()                    # after the last backward: the global norm, the same on every rank
     strategy.scale_grads(factor)
+    optimizer.step(); strategy.updated()           # what other ranks hold of the old weights is stale
+    strategy.zero_grad()
 
 The loop divides by the tokens of the global batch, so reduced gradients must be sums over the ranks, never means: a
 strategy whose reduction averages says so in `loss_factor`.
@@ -14,18 +17,50 @@ strategy whose reduction averages says so in `loss_factor`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from raydist.spec import ParallelSpec
+from raydist.spec import JobSpec
 from raydist.worker.setup import Rank
 
 Example = Callable[[nn.Module], torch.Tensor]
 """Runs forward on a batch of the right shape and gives the loss: what `wrap` needs to look at the graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamShard:
+    """What of one parameter this rank's optimizer updates: all of it, or some of its rows.
+
+    `local`: a plain parameter in the memory of the model's own; its gradient is there once `grad_norm` has been called.
+    `like`: for rows, a DTensor of the whole parameter, which says whose rows they are; None where `local` is the whole.
+    """
+
+    local: nn.Parameter
+    like: DTensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        return self.local.shape if self.like is None else self.like.shape
+
+    def whole(self, local: torch.Tensor) -> torch.Tensor:
+        """A tensor that goes with `local` (a moment of the optimizer) as the part of a whole that it is. No copy, no collective."""
+        if self.like is None or local.shape != self.local.shape:
+            return local
+        return DTensor.from_local(
+            local,
+            self.like.device_mesh,
+            self.like.placements,
+            run_check=False,
+            shape=self.like.shape,
+            stride=self.like.stride(),
+        )
 
 
 class ParallelStrategy(Protocol):
@@ -37,20 +72,32 @@ class ParallelStrategy(Protocol):
     loss_factor: float
     """Each rank's loss is multiplied by it before backward: the world size where the reduction averages, else 1."""
 
-    def __init__(self, spec: ParallelSpec, rank: Rank) -> None: ...
+    def __init__(self, spec: JobSpec, rank: Rank) -> None: ...
 
     def wrap(self, model: nn.Module, example: Example) -> nn.Module:
         """Moves the model to its device and makes it distributed. Raises GraphMismatch, naming parameters and ranks."""
         ...
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """Around one micro-batch: gradients are reduced over the ranks only in the `last` one of a step."""
+    def shards(self) -> Mapping[str, ParamShard]:
+        """What this rank's optimizer updates, by the names of the plain model's `named_parameters`, in their order."""
+        ...
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        """Around one micro-batch. In the `last` one of a step the gradients become those of all ranks, if they are not already."""
         ...
 
     def grad_norm(self) -> torch.Tensor:
-        """The L2 norm of the whole gradient, a scalar, the same on every rank."""
+        """The L2 norm of the whole gradient, a scalar, the same on every rank. Afterwards every shard has its gradient."""
         ...
 
     def scale_grads(self, factor: float) -> None:
         """Multiplies the gradients in place."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Drops all gradients."""
+        ...
+
+    def updated(self) -> None:
+        """The shards have new values, from an update or a checkpoint: the next forward pass must see them on all ranks."""
         ...

@@ -6,6 +6,7 @@ Runs in: each train worker. Torch, never ray.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from raydist.errors import GraphMismatch
-from raydist.spec import ParallelSpec
-from raydist.worker.parallel import Example
+from raydist.spec import JobSpec
+from raydist.worker.graph import check_graph
+from raydist.worker.parallel import Example, ParamShard
+from raydist.worker.precision import DTYPES
 from raydist.worker.setup import Rank
 
 # Renamed in torch 2.13.
@@ -33,16 +35,17 @@ class Strategy:
 
     module: nn.Module
 
-    def __init__(self, spec: ParallelSpec, rank: Rank) -> None:
+    def __init__(self, spec: JobSpec, rank: Rank) -> None:
         self._spec, self._rank = spec, rank
         self.loss_factor = float(rank.world_size)  # DDP's all-reduce averages
 
     def wrap(self, model: nn.Module, example: Example) -> nn.Module:
         """See `ParallelStrategy.wrap`. Runs `example` twice: for the graph check, and for DDP's buckets."""
         model.to(self._rank.device)
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         buffers = {name: b.clone() for name, b in model.named_buffers()}
-        check_graph(model, example, self._rank)
+        check_graph(model, lambda: example(model), self._rank)
+        self.zero_grad()
         self.module = model
         if self._rank.world_size > 1:
             persistent = model.state_dict().keys() - {n for n, _ in model.named_parameters(remove_duplicate=False)}
@@ -53,13 +56,18 @@ class Strategy:
                 device_ids=[self._rank.device.index] if self._rank.device.type == "cuda" else None,
                 **sync_buffers,
                 gradient_as_bucket_view=True,
-                bucket_cap_mb=self._spec.bucket_mb,
+                bucket_cap_mb=self._spec.parallel.bucket_mb,
             )
+            if self._spec.precision.reduce != "fp32":
+                # Through a lambda, for torch compares annotations, and ours are strings.
+                ddp.register_comm_hook(
+                    DTYPES[self._spec.precision.reduce], lambda dtype, bucket: _sum_in(dtype, bucket)
+                )
             self._settle_buckets(ddp, example)
             self.module = self._ddp = ddp
         for name, b in model.named_buffers():
             b.copy_(buffers[name])
-        model.zero_grad(set_to_none=True)
+        self.zero_grad()
         return self.module
 
     def _settle_buckets(self, ddp: DistributedDataParallel, example: Example) -> None:
@@ -69,59 +77,47 @@ class Strategy:
         example(ddp).backward()  # type: ignore[no-untyped-call]
         ddp.zero_grad(set_to_none=True)
 
+    def shards(self) -> Mapping[str, ParamShard]:
+        """See `ParallelStrategy.shards`: every parameter, whole."""
+        return {n: ParamShard(p) for n, p in self._parameters.items()}
+
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """See `ParallelStrategy.accumulate`."""
+        """See `ParallelStrategy.accumulate`: gradients are summed over the ranks in the last micro-batch only."""
         if last or self._rank.world_size == 1:
             return nullcontext()
         return self._ddp.no_sync()
 
     def grad_norm(self) -> torch.Tensor:
         """See `ParallelStrategy.grad_norm`: every rank holds the whole gradient, so nothing is sent."""
-        return get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        return get_total_norm(self._grads())
 
     def scale_grads(self, factor: float) -> None:
         """See `ParallelStrategy.scale_grads`."""
-        torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
+        torch._foreach_mul_(self._grads(), factor)
+
+    def zero_grad(self) -> None:
+        """See `ParallelStrategy.zero_grad`."""
+        for p in self._parameters.values():
+            p.grad = None
+
+    def updated(self) -> None:
+        """See `ParallelStrategy.updated`: every rank has made the same update."""
+
+    def _grads(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._parameters.values() if p.grad is not None]
 
 
-def check_graph(model: nn.Module, example: Example, rank: Rank) -> None:
-    """One backward on each rank alone: every parameter must get a gradient, and the same ones on all ranks.
+def _sum_in(dtype: torch.dtype, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """DDP's hook for a sum in fewer bits: torch's own refuses gloo, which can do it.
 
-    Otherwise DDP waits for a gradient that never comes, or ranks wait for one another. Raises GraphMismatch on every
-    rank. Leaves no gradient behind.
+    Divided before the cast, as torch's is, so that fp16 does not overflow in the sum.
     """
-    was_training = model.training
-    model.train()
-    example(model).backward()  # type: ignore[no-untyped-call]
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    without = [n for n, p in named if p.grad is None]
-    signature = [f"{n}{list(p.shape)}:{str(p.dtype).removeprefix('torch.')}" for n, p in named]
-    model.zero_grad(set_to_none=True)
-    model.train(was_training)
-    every: list[tuple[list[str], list[str]]] = [(without, signature)]
-    if rank.world_size > 1:
-        every = [([], [])] * rank.world_size
-        dist.all_gather_object(every, (without, signature), group=rank.control)
-    unused_0, signature_0 = every[0]
-    for other, (unused, signature) in enumerate(every):
-        if signature != signature_0:
-            differ = sorted(set(signature) ^ set(signature_0))
-            raise GraphMismatch(
-                f"rank {other} has other parameters than rank 0: {_some(differ)}",
-                "build the same model on every rank: nothing in it may depend on the rank, the host or the time",
-            )
-        if unused != unused_0:
-            raise GraphMismatch(
-                f"rank {other} uses other parameters in its loss than rank 0: {_some(sorted(set(unused) ^ set(unused_0)))}",
-                "forward must take the same path through the model on every rank",
-            )
-    if unused_0:
-        raise GraphMismatch(
-            f"these parameters take no part in the loss: {_some(unused_0)}",
-            "use them in forward, remove them, or call requires_grad_(False) on them",
-        )
+    grads = bucket.buffer()
+    few = (grads / dist.get_world_size()).to(dtype)
 
+    def back(done: torch.futures.Future[Any]) -> torch.Tensor:
+        return grads.copy_(done.value()[0])
 
-def _some(names: list[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    work = dist.all_reduce(few, async_op=True)
+    assert work is not None
+    return work.get_future().then(back)

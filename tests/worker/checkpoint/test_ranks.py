@@ -21,6 +21,7 @@ from raydist.rundir import RunDir
 from raydist.worker.checkpoint import manifest, restore
 from raydist.worker.checkpoint.save import Saver
 from raydist.worker.checkpoint.writer import ShardWriter
+from raydist.worker.parallel import ParamShard
 from raydist.worker.setup import Rank
 from raydist.worker.state import TrainState
 
@@ -38,7 +39,8 @@ def toy(rank: Rank) -> tuple[nn.Module, torch.optim.Optimizer, TrainState]:
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(300, 1500), nn.Dropout(0.2), nn.Linear(1500, 7))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return DistributedDataParallel(model) if rank.world_size > 1 else model, optimizer, TrainState(model, optimizer)
+    state = TrainState(model, optimizer, {n: ParamShard(p) for n, p in model.named_parameters()})
+    return DistributedDataParallel(model) if rank.world_size > 1 else model, optimizer, state
 
 
 def train(rank: Rank, ddp: nn.Module, optimizer: torch.optim.Optimizer, saver: Saver | None, step: int) -> None:

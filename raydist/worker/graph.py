@@ -1,0 +1,129 @@
+"""What a model is made of, whatever is wrapped around it: its blocks, its names, and who gets a gradient.
+
+Runs in: each train worker. Torch, never ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from raydist.errors import GraphMismatch
+from raydist.worker.setup import Rank
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the wrappers' (DistributedDataParallel, torch.compile)."""
+    return name.removeprefix("module.").replace("_orig_mod.", "")
+
+
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, module) of the model's blocks: the elements of its outermost ModuleLists, else of its outermost Sequentials."""
+    for kind in (nn.ModuleList, nn.Sequential):
+        found: list[tuple[str, nn.Module]] = []
+        lists: list[str] = []
+        for name, module in model.named_modules():
+            if isinstance(module, kind) and not any(name.startswith(outer + ".") for outer in lists):
+                lists.append(name)
+                found += [(f"{name}.{i}".lstrip("."), m) for i, m in module.named_children() if any(m.parameters())]
+        if found:
+            return found
+    return []
+
+
+@contextmanager
+def watch_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Within the block: name of each parameter that a backward pass reached -> whether its gradient was finite (bool, 0-dim).
+
+    It sees this rank's own gradient, before any reduction, and works on sharded modules too: their parameters are whole
+    from the module's forward on, which is when they are looked at.
+    """
+    seen: dict[str, Tensor] = {}
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def note(name: str, grad: Tensor) -> None:
+        finite = torch.isfinite(grad).all()
+        seen[name] = finite & seen[name] if name in seen else finite
+
+    def look(prefix: str) -> Callable[[nn.Module, object], None]:
+        def before(module: nn.Module, args: object) -> None:
+            if not torch.is_grad_enabled():
+                return
+            for name, p in module.named_parameters(prefix):
+                if p.requires_grad and not isinstance(p, DTensor):
+                    handles.append(p.register_hook(partial(note, plain_name(name))))  # type: ignore[no-untyped-call]
+
+        return before
+
+    for name, module in model.named_modules():
+        if name == "" or isinstance(module, FSDPModule):
+            assert isinstance(module, nn.Module)
+            handles.append(module.register_forward_pre_hook(look(name)))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def check_graph(model: nn.Module, loss: Callable[[], Tensor], rank: Rank) -> None:
+    """One backward on each rank alone: every parameter must get a gradient, and the same ones on all ranks.
+
+    Otherwise a rank waits for a gradient that never comes, or ranks wait for one another. Raises GraphMismatch on every
+    rank. `loss` must reduce nothing over the ranks. The caller drops the gradients.
+    """
+    named = [(plain_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
+    signature = [f"{n}{list(p.shape)}:{str(p.dtype).removeprefix('torch.')}" for n, p in named]
+    _compare_names(signature, rank)
+    was_training = model.training
+    model.train()
+    with watch_gradients(model) as seen:
+        loss().backward()  # type: ignore[no-untyped-call]
+    model.train(was_training)
+    # Tied weights are one parameter with two names.
+    names = {id(p): n for n, p in named}
+    aliases = {plain_name(n): names[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if id(p) in names}
+    reached = {aliases.get(n, n) for n in seen}
+    without = [n for n, _ in named if n not in reached]
+    every = _gather(without, rank)
+    for other, unused in enumerate(every):
+        if unused != every[0]:
+            raise GraphMismatch(
+                f"rank {other} uses other parameters in its loss than rank 0: {_some(sorted(set(unused) ^ set(every[0])))}",
+                "forward must take the same path through the model on every rank",
+            )
+    if without:
+        raise GraphMismatch(
+            f"these parameters take no part in the loss: {_some(without)}",
+            "use them in forward, remove them, or call requires_grad_(False) on them",
+        )
+
+
+def _compare_names(signature: list[str], rank: Rank) -> None:
+    every = _gather(signature, rank)
+    for other, theirs in enumerate(every):
+        if theirs != every[0]:
+            raise GraphMismatch(
+                f"rank {other} has other parameters than rank 0: {_some(sorted(set(theirs) ^ set(every[0])))}",
+                "build the same model on every rank: nothing in it may depend on the rank, the host or the time",
+            )
+
+
+def _gather(mine: list[str], rank: Rank) -> list[list[str]]:
+    every: list[list[str]] = [mine]
+    if rank.world_size > 1:
+        every = [[]] * rank.world_size
+        dist.all_gather_object(every, mine, group=rank.control)
+    return every
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
