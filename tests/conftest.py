@@ -1,9 +1,18 @@
-"""What all tests share: quick ones first, one torch thread a process, nothing left behind."""
+"""What all tests share: quick ones first, one torch thread a process, real gloo ranks, nothing left behind."""
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import multiprocessing as mp
 import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,3 +33,92 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i + 1 for i, slow in enumerate(SLOW) if name.startswith(slow)), 0)
 
     items.sort(key=order)
+
+
+class Ranks:
+    """`run(function, world, *args)` calls `function(rank, *args)` on `world` real ranks and gives what each returned.
+
+    `function` stands at the top of a test file; `rank` is a raydist.worker.setup.Rank. What a rank raises is returned as
+    the exception itself. Arguments and results are pickled.
+    """
+
+    def __init__(self) -> None:
+        self._children: list[tuple[Any, Connection]] = []
+
+    def _grow(self, world: int) -> None:
+        context = mp.get_context("spawn")
+        while len(self._children) < world:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._children.append((process, ours))
+
+    def run(self, function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+        self._grow(world)
+        with tempfile.NamedTemporaryFile() as store:
+            for rank, (_, pipe) in enumerate(self._children[:world]):
+                pipe.send((inspect.getfile(function), function.__name__, rank, world, store.name, args))
+            results = []
+            for process, pipe in self._children[:world]:
+                assert pipe.poll(120), "a rank does not answer"
+                try:
+                    results.append(pipe.recv())
+                except EOFError:
+                    process.join(5)
+                    results.append(ChildProcessError(f"the rank's process ended with {process.exitcode}"))
+            dead = [child for child in self._children if not child[0].is_alive()]
+            for child in dead:
+                self._children.remove(child)
+        return results
+
+    def close(self) -> None:
+        for process, pipe in self._children:
+            pipe.close()
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from raydist.worker.setup import Rank
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    while True:
+        try:
+            path, name, number, world, store, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            spec = importlib.util.spec_from_file_location("ranks_target", path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            control = None
+            if world > 1:
+                timeout = timedelta(seconds=60)
+                dist.init_process_group(
+                    "gloo", store=dist.FileStore(store, world), rank=number, world_size=world, timeout=timeout
+                )
+                control = dist.new_group(backend="gloo", timeout=timeout)
+            rank = Rank(number, world, number, torch.device("cpu"), "gloo", "127.0.0.1", control, ())
+            result = getattr(module, name)(rank, *args)
+        except Exception as error:
+            error.add_note(traceback.format_exc())
+            result = error
+        if world > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+        pipe.send(result)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Real ranks; see `Ranks`."""
+    made = Ranks()
+    yield made
+    made.close()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from raydist.errors import GraphMismatch
+from raydist.errors import GraphMismatch, UserError
 from raydist.worker.setup import Rank
 
 
@@ -32,10 +32,20 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
         for name, module in model.named_modules():
             if isinstance(module, kind) and not any(name.startswith(outer + ".") for outer in lists):
                 lists.append(name)
-                found += [(f"{name}.{i}".lstrip("."), m) for i, m in module.named_children() if any(m.parameters())]
+                found += [(f"{name}.{i}".lstrip("."), m) for i, m in module.named_children() if list(m.parameters())]
         if found:
             return found
     return []
+
+
+def refuse_scalars(model: nn.Module) -> None:
+    """Raises UserError for a parameter without dimensions: it has no rows to split."""
+    scalars = [n for n, p in model.named_parameters() if p.ndim == 0]
+    if scalars:
+        raise UserError(
+            f"{', '.join(scalars)}: a parameter without dimensions cannot be split over the ranks",
+            "give it the shape [1], or use parallel.strategy: ddp",
+        )
 
 
 @contextmanager

@@ -96,11 +96,12 @@ class TrainStep:
                 group["lr"] = lr * group.get("lr_factor", 1.0)
             self._before_update()
             self.optimizer.step()
-            self.strategy.updated()
         else:
             skipped = True  # fp16 overflow: the same on all ranks, for the gradient is
         self.precision.update(overflow=skipped)
         self.strategy.zero_grad()
+        if not skipped:
+            self.strategy.updated()
         return StepReport(loss_mean, grad_norm, tokens, stops > 0, skipped)
 
     def _non_finite(self, step: int, micro_batches: Sequence[MicroBatch], loss_mean: float) -> None:

@@ -8,8 +8,9 @@ A strategy's file (or the user's `package.module:attribute`) has a class `Strate
     with strategy.accumulate(last=True): ...       # around each micro-batch's forward and backward
     norm = strategy.grad_norm()                    # after the last backward: the global norm, the same on every rank
     strategy.scale_grads(factor)
-    optimizer.step(); strategy.updated()           # what other ranks hold of the old weights is stale
+    optimizer.step()
     strategy.zero_grad()
+    strategy.updated()                             # what other ranks hold of the old weights is stale
 
 The loop divides by the tokens of the global batch, so reduced gradients must be sums over the ranks, never means: a
 strategy whose reduction averages says so in `loss_factor`.
