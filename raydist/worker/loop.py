@@ -23,7 +23,7 @@ from raydist.errors import CheckpointError, DataError
 from raydist.records import StepRecord
 from raydist.rundir import RunDir, step_folder
 from raydist.spec import JobSpec, spec_hash
-from raydist.worker import flops, optim, setup
+from raydist.worker import flops, optim, precision, setup
 from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.save import Saver
 from raydist.worker.parallel import ParallelStrategy
@@ -103,6 +103,7 @@ class _Run:
             setup.be_deterministic()
         setup.seed_all(spec.train.seed, "init")
         model = cast(nn.Module, registry.load("model", spec.model.name)(spec.model, dataset.vocab_size))
+        precision.refuse(spec.precision, rank.device)
         self.precision = Precision(spec.precision, rank.device)
         self._tell_capacity(model)
         self.strategy = cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(spec, rank))
