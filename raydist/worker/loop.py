@@ -23,7 +23,7 @@ from raydist.errors import CheckpointError, DataError
 from raydist.records import StepRecord
 from raydist.rundir import RunDir, step_folder
 from raydist.spec import JobSpec, spec_hash
-from raydist.worker import flops, optim, precision, setup
+from raydist.worker import compute, flops, optim, precision, setup
 from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.save import Saver
 from raydist.worker.parallel import ParallelStrategy
@@ -108,6 +108,7 @@ class _Run:
         self._tell_capacity(model)
         self.strategy = cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(spec, rank))
         self.strategy.wrap(model, self._example)
+        compute.prepare(model, spec.train)
         shards = self.strategy.shards()
         self.optimizer = optim.build(shards, spec.optim, rank.device)
         setup.seed_all(spec.train.seed, "dropout", rank.rank)
