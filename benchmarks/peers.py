@@ -1,6 +1,8 @@
 """Steady tokens/s and seconds to the first step: `raydist train` beside plain torchrun + DDP and plain Ray Train.
 
-    python benchmarks/peers.py [--rounds 5]
+    python benchmarks/peers.py [--rounds 5] [--sharded]
+
+With --sharded: zero2 and zero3 beside plain torchrun + FSDP2 at the same reshard setting.
 
 Two gloo ranks of one thread each train the same model on batches of the same shape; each run is a cold start; the peers take
 turns, beginning with another one each round. The meter sits in the model's forward, the same for all. The ratio of a round is that
@@ -26,19 +28,27 @@ from common import write
 PEERS = Path(__file__).parent / "peers"
 BIN = Path(sys.executable).parent
 TOKENS = 2 * 8 * 128
+REPLICATED = ["torchrun", "ray train", "raydist", "raydist (plain AdamW)"]
+SHARDED = [
+    "torchrun FSDP2 zero2", "raydist zero2", "raydist zero2 (plain AdamW)",
+    "torchrun FSDP2 zero3", "raydist zero3", "raydist zero3 (plain AdamW)",
+]  # fmt: skip
 
 
 def command(peer: str, out: str, t0: float, storage: str) -> list[str]:
     """The shell command of one run."""
-    if peer == "torchrun":
+    if peer.startswith("torchrun"):
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
         torchrun = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", str(port)]
-        return [*torchrun, "torchrun_ddp.py", out, str(t0)]
+        script = ["torchrun_fsdp.py"] if "FSDP2" in peer else ["torchrun_ddp.py"]
+        return [*torchrun, *script, out, str(t0), peer.split()[-1]]
     if peer == "ray train":
         return [sys.executable, "ray_train.py", out, str(t0)]
     extra = ["--set", "optim.fused=false"] if "plain" in peer else []
+    strategy = next((word for word in peer.split() if word.startswith("zero")), "ddp")
+    extra += ["--set", f"parallel.strategy={strategy}"]
     options = f"model.options={{out: {out}, t0: {t0}}}"
     raydist = [str(BIN / "raydist"), "train", "job.yaml", "--fresh", "--storage", storage, "--address", "local"]
     return [*raydist, "--set", options, *extra]
@@ -67,9 +77,9 @@ def main() -> None:
     """Runs, prints the table, writes results/peers.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("peers", nargs="*", default=["torchrun", "ray train", "raydist", "raydist (plain AdamW)"])
+    parser.add_argument("--sharded", action="store_true", help="ZeRO beside FSDP2")
     options = parser.parse_args()
-    peers: list[str] = options.peers
+    peers = SHARDED if options.sharded else REPLICATED
     rounds: list[dict[str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory() as storage:
         # The corpus is prepared once, before anything is timed.
@@ -82,21 +92,22 @@ def main() -> None:
     table = {}
     for peer in peers:
         median = {k: statistics.median(r[peer][k] for r in rounds) for k in rounds[0][peer]}
-        for base, name in (("torchrun", "over_torchrun"), ("ray train", "over_ray_train")):
-            for figure in ("tokens_per_second", "first_step_s"):
+        torchrun = f"torchrun FSDP2 {'zero2' if 'zero2' in peer else 'zero3'}" if options.sharded else "torchrun"
+        for base, name in ((torchrun, "over_torchrun"), ("ray train", "over_ray_train")):
+            for figure in ("tokens_per_second", "first_step_s", "rss_mb"):
                 if base in peers:
                     ratios = [r[peer][figure] / r[base][figure] for r in rounds]
                     median[f"{figure}_{name}"] = statistics.median(ratios)
         table[peer] = median
     print(
-        f"\n{'peer':24s} {'tokens/s':>9s} {'/torchrun':>9s} {'cpu ms':>7s} {'RSS MB':>7s} {'first step s':>12s} {'/ray train':>10s}"
+        f"\n{'peer':28s} {'tokens/s':>9s} {'/torchrun':>9s} {'cpu ms':>7s} {'RSS MB':>7s} {'first step s':>12s} {'/ray train':>10s}"
     )
     for peer, row in table.items():
         print(
-            f"{peer:24s} {row['tokens_per_second']:9.0f} {row.get('tokens_per_second_over_torchrun', 0):9.3f} {row['cpu_ms']:7.0f} "
+            f"{peer:28s} {row['tokens_per_second']:9.0f} {row.get('tokens_per_second_over_torchrun', 0):9.3f} {row['cpu_ms']:7.0f} "
             f"{row['rss_mb']:7.0f} {row['first_step_s']:12.2f} {row.get('first_step_s_over_ray_train', 0):10.3f}"
         )
-    print(write("peers", {"rounds": rounds, "medians": table}))
+    print(write("peers_sharded" if options.sharded else "peers", {"rounds": rounds, "medians": table}))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ forward pass through the backward pass: it is needed first and last. The last bl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from raydist.spec import JobSpec
-from raydist.worker.graph import blocks_of, check_graph, refuse_scalars
+from raydist.worker.graph import blocks_of, check_graph, initialise, refuse_scalars
 from raydist.worker.parallel import Example, ParamShard
 from raydist.worker.precision import DTYPES
 from raydist.worker.setup import Rank
@@ -35,6 +35,7 @@ class FullyShardedStrategy:
     def __init__(self, spec: JobSpec, rank: Rank) -> None:
         self._spec, self._rank = spec, rank
         self.loss_factor = float(rank.world_size)  # FSDP's reduction averages
+        self.takes_meta = rank.world_size > 1
 
     def mesh(self) -> DeviceMesh:
         """All ranks; the last dimension are those that share one copy of the state."""
@@ -77,12 +78,18 @@ class FullyShardedStrategy:
             cast_forward_inputs=False,
         )
         self._mesh = self.mesh()
-        blocks = [block for _, block in blocks_of(model)]
+        named = dict(blocks_of(model))
+        blocks = list(named.values())
         keep = {"auto": blocks[-1:], True: [], False: blocks}[parallel.reshard_after_forward]
-        for block in blocks:
-            reshard = not any(block is kept for kept in keep)
-            fully_shard(block, mesh=self._mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
-        fully_shard(model, mesh=self._mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+
+        def split(module: nn.Module, stays: bool) -> None:
+            fully_shard(
+                module, mesh=self._mesh, reshard_after_forward=not stays, mp_policy=policy, offload_policy=offload
+            )
+
+        for name in _made(model, named):
+            split(named[name], any(named[name] is kept for kept in keep))
+        split(model, stays=True)
         for i, block in enumerate(blocks):
             assert isinstance(block, FSDPModule)
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + parallel.prefetch])  # type: ignore[arg-type]
@@ -127,6 +134,22 @@ class FullyShardedStrategy:
 
     def updated(self) -> None:
         """See `ParallelStrategy.updated`: the next forward pass gathers the new values anyway."""
+
+
+def _made(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Names of blocks, each once it has its weights and before the next one gets any, if the model came without."""
+    if not any(p.is_meta for p in model.parameters()):
+        yield from blocks
+        return
+    current: str | None = None
+    for name in initialise(model):
+        if current is not None and not name.startswith(current + "."):
+            yield current
+            current = None
+        if name in blocks:
+            current = name
+    if current is not None:
+        yield current
 
 
 def _shard(parameter: nn.Parameter) -> ParamShard:

@@ -38,6 +38,24 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return []
 
 
+@torch.no_grad()
+def initialise(model: nn.Module) -> Iterator[str]:
+    """Gives the parameters of a model on the meta device memory on the CPU, and first values, by its `init_module`.
+
+    Module by module, in the order of `named_modules`, so that the same generator gives the same weights whether or not those
+    before are still whole. Yields the name of each module that is done, its children not yet.
+    """
+    made: dict[int, nn.Parameter] = {}  # a tied weight is one parameter of two modules
+    for name, module in list(model.named_modules()):
+        for key, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            if p.is_meta:
+                if id(p) not in made:
+                    made[id(p)] = nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=p.requires_grad)
+                setattr(module, key, made[id(p)])
+        model.init_module(name, module)  # type: ignore[operator]
+        yield name
+
+
 def refuse_scalars(model: nn.Module) -> None:
     """Raises UserError for a parameter without dimensions: it has no rows to split."""
     scalars = [n for n, p in model.named_parameters() if p.ndim == 0]

@@ -101,12 +101,11 @@ class _Run:
         # Model, strategy, optimizer: the same on every rank, from the same seed.
         if spec.train.deterministic:
             setup.be_deterministic()
-        setup.seed_all(spec.train.seed, "init")
-        model = cast(nn.Module, registry.load("model", spec.model.name)(spec.model, dataset.vocab_size))
         precision.refuse(spec.precision, rank.device)
         self.precision = Precision(spec.precision, rank.device)
-        self._tell_capacity(model)
         self.strategy = cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(spec, rank))
+        model = self._build(dataset.vocab_size)
+        self._tell_capacity(model)
         self.strategy.wrap(model, self._example)
         compute.prepare(model, spec.train)
         shards = self.strategy.shards()
@@ -221,6 +220,18 @@ class _Run:
                     samples_hash=batch.samples_hash,
                 )
             )
+
+    def _build(self, vocab_size: int) -> nn.Module:
+        """The model; without weights, which wrapping it will make, if the strategy and the model can do so."""
+        build = registry.load("model", self.spec.model.name)
+        if self.strategy.takes_meta:
+            with torch.device("meta"):
+                model = build(self.spec.model, vocab_size)
+            if hasattr(model, "init_module"):
+                setup.seed_all(self.spec.train.seed, "init")
+                return cast(nn.Module, model)
+        setup.seed_all(self.spec.train.seed, "init")
+        return cast(nn.Module, build(self.spec.model, vocab_size))
 
     def _tell_capacity(self, model: nn.Module) -> None:
         """For the display's MFU: what a token costs, and what all devices together could do, where that is known."""

@@ -104,6 +104,7 @@ class ZeroStrategy:
     """See `ParallelStrategy`. On one rank, the model as it is."""
 
     module: nn.Module
+    takes_meta = False
     reduce_each: bool
     """Whether gradients are cut to this rank's rows in every micro-batch (ZeRO-2), or stay whole until the last (ZeRO-1)."""
 

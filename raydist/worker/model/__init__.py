@@ -18,6 +18,10 @@ A model is a file here (`model.name: gpt`) or anyone's `package.module:attribute
 Optional, used where present:
 
 - `blocks`: an nn.ModuleList of the repeated layers; the unit of sharding and of compilation, and what muon trains.
+- `init_module(name, module)`: draws the weights that one module of `named_modules` holds itself, from torch's default
+  generator. `build` must then make no weights where torch's default device is meta, and otherwise call it in that
+  order (worker/graph.py, `initialise`): so zero3 and hsdp make and split one block after the other, and no rank ever
+  holds the whole model.
 - `flops_per_token(context) -> float`: else 6 a parameter that is no embedding (worker/flops.py).
 - `generate(tokens_BT, max_new, ...) -> tokens_BS`: else `raydist train` prints no sample of text.
 

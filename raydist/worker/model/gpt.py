@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from raydist.errors import UserError
 from raydist.worker.flops import decoder_flops
+from raydist.worker.graph import initialise
 
 if TYPE_CHECKING:
     from raydist.spec import ModelSpec
@@ -31,13 +32,22 @@ EMBEDDING_STD = 0.02
 
 
 def build(spec: ModelSpec, vocab_size: int) -> GPT:
-    """The model with fresh weights from torch's default generator. Raises UserError on `model.options`."""
+    """The model with fresh weights from torch's default generator; without any where the default device is meta.
+
+    Raises UserError on `model.options`.
+    """
     if spec.options:
         raise UserError(
             f"model.options: gpt takes none, got {', '.join(sorted(spec.options))}",
             "remove them, or name your own model as package.module:build",
         )
-    return GPT(spec, vocab_size)
+    later = torch.get_default_device().type == "meta"
+    with torch.device("meta"):  # torch's own initial values would only be drawn to be replaced
+        model = GPT(spec, vocab_size)
+    if not later:
+        for _ in initialise(model):
+            pass
+    return model
 
 
 def default_hidden(width: int) -> int:
@@ -67,8 +77,9 @@ def rotary_tables(context: int, head: int, base: float) -> tuple[Tensor, Tensor]
     Frequencies stand twice, for the two halves that are rotated against one another (the layout of `transformers`);
     the first half of sin is negated here, which saves doing it at every step.
     """
-    inverse_K2 = 1.0 / (base ** (torch.arange(0, head, 2, dtype=torch.int64).float() / head))
-    angles_SK2 = torch.outer(torch.arange(context).float(), inverse_K2)
+    # On the CPU even where the model is built without weights: tables are no weights, and come from no checkpoint.
+    inverse_K2 = 1.0 / (base ** (torch.arange(0, head, 2, dtype=torch.int64, device="cpu").float() / head))
+    angles_SK2 = torch.outer(torch.arange(context, device="cpu").float(), inverse_K2)
     cos, sin = angles_SK2.cos(), angles_SK2.sin()
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
@@ -194,26 +205,24 @@ class GPT(nn.Module):
         cos, sin = rotary_tables(spec.context, spec.width // spec.heads, spec.rope_base)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        self.init_weights()
 
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Draws all weights anew, in the order of `named_modules`, from torch's default generator.
+    def init_module(self, name: str, module: nn.Module) -> None:
+        """Draws the weights that `module`, which `named_modules` calls `name`, holds itself. See the contract in __init__.py.
 
         Matrices are normal with variance 1/fan_in, which keeps the scale of what flows through them at any width;
         those that write to the residual stream are smaller by sqrt(2 layers), so that its variance does not grow
         with depth (GPT-2).
         """
-        for name, module in self.named_modules():
-            if isinstance(module, RMSNorm):
-                nn.init.ones_(module.weight)
-            elif isinstance(module, nn.Embedding) or (name == "head" and not self.spec.tie_embeddings):
-                nn.init.normal_(module.weight, std=EMBEDDING_STD)
-            elif isinstance(module, nn.Linear) and name != "head":
-                std = module.in_features**-0.5
-                if name.endswith((".attention.out", ".mlp.down")):
-                    std /= math.sqrt(2 * self.spec.layers)
-                nn.init.normal_(module.weight, std=std)
+        if isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, nn.Embedding) or (module is self.head and not self.spec.tie_embeddings):
+            assert isinstance(module.weight, Tensor)
+            nn.init.normal_(module.weight, std=EMBEDDING_STD)
+        elif isinstance(module, nn.Linear) and name != "head":  # a tied head is the embedding
+            std = module.in_features**-0.5
+            if name.endswith((".attention.out", ".mlp.down")):
+                std /= math.sqrt(2 * self.spec.layers)
+            nn.init.normal_(module.weight, std=std)
 
     def forward(
         self, tokens_BT: Tensor, documents: Tensor | None = None, caches: Sequence[Cache] | None = None

@@ -34,6 +34,7 @@ class Strategy:
     """DDP; on one rank, the model as it is."""
 
     module: nn.Module
+    takes_meta = False
 
     def __init__(self, spec: JobSpec, rank: Rank) -> None:
         self._spec, self._rank = spec, rank
