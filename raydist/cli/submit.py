@@ -28,6 +28,10 @@ def submit(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, such as optim.lr=3e-4.")
     ] = None,
+    deepspeed: Annotated[
+        Path | None,
+        typer.Option(help="A DeepSpeed JSON file; it beats the job's own fields, but not --set.", show_default=False),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run. The same name and storage resume it.")] = None,
     storage: Annotated[str | None, typer.Option(help="Folder or URI that holds the runs, as the nodes see it.")] = None,
     until: Annotated[int | None, typer.Option(min=1, help="End after this step, with a checkpoint, as paused.")] = None,
@@ -37,25 +41,31 @@ def submit(
 ) -> None:
     """Submit a job to a cluster, and follow its log. Ends with the job's exit code."""
     root = working_dir.resolve()
-    try:
-        inside = spec.resolve().relative_to(root)
-    except ValueError:
-        raise UserError(
-            f"{spec} is not under the working directory {root}",
-            "run from the folder that holds it, or give --working-dir",
-        ) from None
+    inside = _inside(spec, root)
     from raydist.spec import load
 
-    load(spec, overrides or [])  # what is wrong with it is said here and now, not minutes later in a log
+    load(spec, overrides or [], deepspeed)  # what is wrong with it is said here and now, not minutes later in a log
     words = ["python", "-m", "raydist", "train", str(inside)]
     for text in overrides or []:
         words += ["--set", text]
-    for option, value in (("--name", name), ("--storage", storage), ("--until", until)):
+    config = None if deepspeed is None else _inside(deepspeed, root)
+    for option, value in (("--deepspeed", config), ("--name", name), ("--storage", storage), ("--until", until)):
         if value is not None:
             words += [option, str(value)]
     if fresh:
         words.append("--fresh")
     _submit(address, shlex.join(words), root, no_wait)
+
+
+def _inside(path: Path, root: Path) -> Path:
+    """The path as it is on the cluster, where `root` is the working directory."""
+    try:
+        return path.resolve().relative_to(root)
+    except ValueError:
+        raise UserError(
+            f"{path} is not under the working directory {root}",
+            "run from the folder that holds it, or give --working-dir",
+        ) from None
 
 
 def _submit(address: str, entrypoint: str, root: Path, no_wait: bool) -> None:

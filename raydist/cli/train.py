@@ -36,6 +36,10 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, such as optim.lr=3e-4.")
     ] = None,
+    deepspeed: Annotated[
+        Path | None,
+        typer.Option(help="A DeepSpeed JSON file; it beats the job's own fields, but not --set.", show_default=False),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run. The same name and storage resume it.")] = None,
     storage: Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")] = None,
     address: Annotated[
@@ -59,7 +63,7 @@ def train(
         )
     from raydist.spec import load
 
-    job = load(spec, overrides or [])
+    job = load(spec, overrides or [], deepspeed)
     home = storage or default_storage()
     run = RunDir(Storage(home).at(check_name(name or job.name)).uri)
     _claim(run, resume=resume, fresh=fresh)

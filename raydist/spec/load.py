@@ -9,9 +9,11 @@ import difflib
 import hashlib
 import json
 import re
+import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from raydist import registry
 from raydist.errors import ExtensionNotFound, SpecError
+from raydist.spec.deepspeed import Converted, convert
 from raydist.spec.models import JobSpec, flatten
 from raydist.spec.parts import SpecValueError
 
@@ -52,12 +55,37 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
+@dataclass
+class _Layer:
+    """The fields of one file, or of the command line, and for each dotted one where it was written.
+
+    `folder` is what a path in it is relative to.
+    """
+
+    tree: dict[str, Any]
+    origin: dict[str, str]
+    folder: Path = Path()
+
+
+def _to_stderr(line: str) -> None:
+    print(f"raydist: {line}", file=sys.stderr)
+
+
+def load(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    deepspeed: str | Path | None = None,
+    warn: Callable[[str], None] = _to_stderr,
+) -> JobSpec:
     """The job of a YAML file. `overrides` are `field.name=value`, the value in YAML; the last of a field wins.
+
+    `deepspeed` is a DeepSpeed file that beats the job's files, but not `overrides`; a file's own `deepspeed:` beats what
+    that file extends, but not its own fields. `warn` is told what in such a file has no counterpart.
 
     Raises SpecError with all that is wrong, one line each.
     """
-    tree, origin = read_tree(Path(path))
+    layers = _layers(Path(path))
+    over = _Layer({} if deepspeed is None else {"deepspeed": str(deepspeed)}, {})
     problems: list[str] = []
     for text in overrides:
         name, equals, value = text.partition("=")
@@ -70,16 +98,51 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
             problems.append(f"--set {text}: {value!r} is not YAML; quote it")
             continue
         override = _nest(name, parsed)
-        origin |= dict.fromkeys(_paths(override), f"--set {name}")
-        tree = merge(tree, override)
+        over.origin |= dict.fromkeys(_paths(override), f"--set {name}")
+        over.tree = merge(over.tree, override)
     if problems:
         raise SpecError("\n".join(problems))
-    return parse(tree, origin, str(path))
+    layers, converted = _with_deepspeed([*layers, over])
+    tree, origin = _merged(layers)
+    if converted is None:
+        return parse(tree, origin, str(path))
+    if converted.problems and isinstance(train := tree.setdefault("train", {}), dict) and "epochs" not in train:
+        train.setdefault("steps", 10**9)  # what is wrong may have been their number: no second complaint
+    try:
+        spec = parse(tree, origin, str(path))
+    except SpecError as error:
+        raise SpecError("\n".join([*converted.problems, error.message])) from None
+    if converted.problems:
+        raise SpecError("\n".join(converted.problems))
+    for line in converted.warnings():
+        warn(line)
+    return spec
+
+
+def _with_deepspeed(layers: list[_Layer]) -> tuple[list[_Layer], Converted | None]:
+    """The layers with the fields of the nearest `deepspeed:` right below those of the layer that names it."""
+    naming = [i for i, layer in enumerate(layers) if "deepspeed" in layer.tree]
+    if not naming:
+        return layers, None
+    at = naming[-1]
+    name, origin = layers[at].tree["deepspeed"], layers[at].origin.get("deepspeed", "--deepspeed")
+    left = [_Layer({k: v for k, v in x.tree.items() if k != "deepspeed"}, x.origin, x.folder) for x in layers]
+    if name is None:
+        return left, None
+    if not isinstance(name, str):
+        raise SpecError(f"{origin}: deepspeed: {name!r} is not a file name; write deepspeed: ds_config.json")
+    around, nearer = flatten(_merged(left)[0]), flatten(_merged(left[at:])[0])
+    converted = convert(layers[at].folder / name, around, nearer)
+    # What is missing in a section that only the DeepSpeed file has is missing there.
+    sections = dict.fromkeys(set(_paths(converted.tree)) - set(_merged(left[:at])[1]), converted.path)
+    return [*left[:at], _Layer(converted.tree, sections | converted.origin()), *left[at:]], converted
 
 
 def parse(tree: Mapping[str, Any], origin: Mapping[str, str] | None = None, source: str = "spec") -> JobSpec:
     """A JobSpec of plain values. `origin` says for each dotted field where it was written."""
     problems: list[str] = []
+    if tree.get("deepspeed") is not None:
+        problems.append(f"{source}: deepspeed: {tree['deepspeed']!r} cannot be read here; load the job from its file")
     spec = None
     left = dict(tree)
     bad: set[str] = set()
@@ -105,8 +168,21 @@ def parse(tree: Mapping[str, Any], origin: Mapping[str, str] | None = None, sour
     return spec
 
 
-def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, str]]:
+def read_tree(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The merged values of a file and the files it extends, and for each dotted field the file that set it."""
+    return _merged(_layers(path))
+
+
+def _merged(layers: Sequence[_Layer]) -> tuple[dict[str, Any], dict[str, str]]:
+    tree: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for layer in layers:
+        tree, origin = merge(tree, layer.tree), origin | layer.origin
+    return tree, origin
+
+
+def _layers(path: Path, seen: tuple[Path, ...] = ()) -> list[_Layer]:
+    """A file and the files it extends, the farthest first."""
     if path.resolve() in seen:
         raise SpecError(f"{path}: extends: goes round in a circle: {' -> '.join(p.name for p in (*seen, path))}")
     try:
@@ -123,13 +199,16 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> tuple[dict[str, Any], 
     if not isinstance(tree, dict):
         raise SpecError(f"{path}: holds {type(tree).__name__}, not fields; begin with name: and model:")
     parent = tree.pop("extends", None)
-    origin = dict.fromkeys(_paths(tree), str(path))
+    own = _Layer(tree, dict.fromkeys(_paths(tree), str(path)), path.parent)
     if parent is None:
-        return tree, origin
+        return [own]
     if not isinstance(parent, str):
         raise SpecError(f"{path}: extends: {parent!r} is not a file name; write extends: base.yaml")
-    base, base_origin = read_tree(path.parent / parent, (*seen, path.resolve()))
-    return merge(base, tree), base_origin | origin
+    return [*_layers(path.parent / parent, (*seen, path.resolve())), own]
+
+
+SHORT_NAMES = {"precision": "params", "schedule": "name"}
+"""Section that may be given by a name alone -> its field of that name."""
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,6 +216,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
+        if key in SHORT_NAMES and isinstance(old, str):
+            old = {SHORT_NAMES[key]: old}  # `precision: bf16` keeps its bf16 under `precision: {reduce: fp32}`
         merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     # `data.source` and `data.path`, `train.steps` and `train.epochs` exclude one another: the nearer one wins.
     for one, other in (("source", "path"), ("steps", "epochs")):

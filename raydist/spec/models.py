@@ -309,12 +309,16 @@ class JobSpec(Part):
 
     numbers_exclude: ClassVar[tuple[str, ...]] = (
         "name", "train.micro_batch", "train.compile", "train.checkpoint_activations", "parallel", "offload", "checkpoint", "eval",
-        "recovery", "cluster", "data.prefetch", "data.source", "data.path", "optim.fused",
+        "recovery", "cluster", "data.prefetch", "data.source", "data.path", "optim.fused", "deepspeed",
     )  # fmt: skip
     """Fields that leave the numbers alone, or change them within float tolerance only; the data counts by its fingerprint."""
 
     name: str = Field(
         "run", description="Name of the run, and of its folder.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+    )
+    deepspeed: str | None = Field(
+        None,
+        description="A DeepSpeed JSON file, relative to this one, whose fields count below this file's own; docs/deepspeed.md.",
     )
     model: ModelSpec = Field(default_factory=ModelSpec, description="What is trained.")
     data: DataSpec = Field(description="What it is trained on.")

@@ -67,4 +67,4 @@ def _recomputed(forward: Callable[..., Any], *, selective: bool) -> Callable[...
 
 
 def _replace(module: nn.Module, forward: Callable[..., Any]) -> None:
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward

@@ -106,6 +106,8 @@ class _Run:
         self.strategy = cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(spec, rank))
         model = self._build(dataset.vocab_size)
         self._tell_capacity(model)
+        if reporter and rank.world_size == 1 and spec.parallel.strategy != "ddp":
+            reporter.say("note", text=f"parallel.strategy: {spec.parallel.strategy} on one worker: nothing is split")
         self.strategy.wrap(model, self._example)
         compute.prepare(model, spec.train)
         shards = self.strategy.shards()

@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     first = int(os.environ.get("RANK", 0)) == 0
     try:
-        spec = load(options.spec, options.set)
+        spec = load(options.spec, options.set) if first else load(options.spec, options.set, warn=lambda line: None)
         outcome = _run(spec, options, first)
     except RaydistError as error:
         if first or isinstance(error, TrainingStopped):

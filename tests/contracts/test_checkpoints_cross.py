@@ -74,8 +74,8 @@ def loaded(rank: Rank, specs: list[JobSpec], folder: str) -> list[tuple[Whole, f
 
 # (strategy and ranks that save, numbers of ranks that go on, each under every strategy).
 CASES = [
-    ("ddp", 2, (1, 3)), ("hsdp", 2, (1, 4)), ("hsdp in pairs", 4, (2, 3)), ("zero1", 2, (1, 3)), ("zero1", 3, (4,)),
-    ("zero2", 2, (2, 3)), ("zero2", 3, (1, 4)), ("zero3", 2, (1, 3)), ("zero3", 3, (2, 4)),
+    ("ddp", 2, (2, 3)), ("hsdp", 2, (1, 2)), ("hsdp in pairs", 4, (2, 3)), ("zero1", 2, (1, 4)), ("zero1", 3, (3,)),
+    ("zero2", 2, (2, 3)), ("zero2", 3, (1, 4)), ("zero3", 2, (2, 3)), ("zero3", 3, (1, 4)),
 ]  # fmt: skip
 
 
@@ -88,12 +88,13 @@ def test_every_strategy_saves() -> None:
 def test_every_strategy_goes_on_from_every_other(
     ranks: Any, tmp_path: Path, variant: str, savers: int, worlds: tuple[int, ...]
 ) -> None:
-    """Weights and moments are those that were saved, entry by entry and bit for bit; the next loss is the same to 1e-5."""
+    """Weights and moments are those that were saved, entry by entry and bit for bit; the next loss is the same to 1e-5, and
+    to the bit under the strategy and number of ranks that saved."""
     expected, loss = run(ranks, saved, savers, job(variant), str(tmp_path))[0]
     specs = [job(name) for name in registry.names("parallel")]
     for world in worlds:
         for results in run(ranks, loaded, world, specs, str(tmp_path)):
-            for state, next_loss in results:
+            for spec, (state, next_loss) in zip(specs, results, strict=True):
                 assert state.keys() == expected.keys()
                 assert all(torch.equal(tensor, state[name]) for name, tensor in expected.items())
-                assert next_loss == pytest.approx(loss, rel=1e-5)
+                assert next_loss == pytest.approx(loss, rel=0 if (spec, world) == (job(variant), savers) else 1e-5)

@@ -55,6 +55,18 @@ def test_killed_ranks_and_saves_leave_no_trace(project: Any, undisturbed: dict[s
     assert_same(project, "killed", undisturbed)
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_killed_ranks_leave_no_trace_when_sharded(project: Any, strategy: str) -> None:
+    """The same where no rank has all of the state: SIGKILL of rank 1 in step 4, and of rank 0 while it saves step 6."""
+    sharded = ("--set", f"parallel.strategy={strategy}")
+    shown = project.train(f"{strategy}-undisturbed", *sharded)
+    rows = project.steps(f"{strategy}-undisturbed")
+    killed = project.train(f"{strategy}-killed", *sharded, kill=[[1, "step", 7], [0, "fsync", 3]])
+    assert len(killed["attempts"]) == 3
+    whole = {"rows": rows, "weights": project.weights(f"{strategy}-undisturbed", 12), "shown": shown}
+    assert_same(project, f"{strategy}-killed", whole)
+
+
 def test_a_killed_driver_resumes_by_the_same_command(project: Any, undisturbed: dict[str, Any]) -> None:
     """SIGKILL of the driver once a checkpoint is there: the run shows as lost, no worker survives, and the same command
     ends it with the same bits."""

@@ -1,0 +1,69 @@
+"""`raydist convert`: another trainer's configuration as a raydist job file.
+
+Runs in: the user's shell. Imports neither ray nor torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raydist.errors import SpecError, UserError
+
+app = typer.Typer(help="Turn another trainer's configuration into a job file.", no_args_is_help=True)
+
+
+@app.callback()
+def _noun() -> None:
+    """Turn another trainer's configuration into a job file."""
+
+
+@app.command()
+def deepspeed(
+    config: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A DeepSpeed JSON file, such as ds_config.json.", show_default=False)
+    ],
+    spec: Annotated[
+        Path | None,
+        typer.Option(
+            help="The job that it is for: its workers tie the batch sizes together. The result extends it.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write to this file; default: stdout.", show_default=False)
+    ] = None,
+) -> None:
+    """Print a DeepSpeed file as YAML of a job, with comments on what has no counterpart."""
+    from raydist.spec import load, read_tree
+    from raydist.spec.deepspeed import convert
+    from raydist.spec.models import flatten
+
+    head = ""
+    if spec is None:
+        converted = convert(config)
+    else:
+        tree, _ = read_tree(spec)
+        other = tree.pop("deepspeed", None)
+        converted = convert(config, flatten(tree))
+        if not converted.problems:
+            load(spec, deepspeed=config, warn=lambda line: None)  # what does not fit together is said now
+        head = f"extends: {os.path.relpath(spec, Path() if output is None else output.parent)}\n"
+        if other is not None:
+            head += "deepspeed: null  # what it says stands below\n"
+    if converted.problems:
+        raise SpecError("\n".join(converted.problems))
+    for line in converted.warnings():
+        print(f"raydist: {line}", file=sys.stderr)
+    text = converted.to_yaml(head)
+    if output is None:
+        print(text, end="")
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written: {error}", "check the folder of -o") from None
