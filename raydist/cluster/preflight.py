@@ -14,8 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
+from raydist import swapspace
 from raydist.cluster.session import Session
-from raydist.errors import PreflightError, RaydistError
+from raydist.errors import PreflightError, RaydistError, UserError
 from raydist.spec import JobSpec
 from raydist.storage import Storage
 
@@ -56,7 +57,9 @@ def check(spec: JobSpec, session: Session, run_uri: str, dataset: str) -> None:
     alive = [n for n in ray.nodes() if n["Alive"]]
     problems = check_resources(spec, [n["Resources"] for n in alive])
     # A private Ray is this host, where the driver has read the spec and the data and written to storage already.
-    if not session.private:
+    if session.private:
+        problems += check_offload(spec.offload.path)
+    else:
         problems += _check_nodes(spec, alive, run_uri, dataset)
     if problems:
         raise PreflightError("\n".join(problems))
@@ -72,7 +75,7 @@ def _check_nodes(spec: JobSpec, nodes: Sequence[Mapping[str, Any]], run_uri: str
     pending = {
         n["NodeManagerAddress"]: look.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(n["NodeID"], soft=False)
-        ).remote(run_uri, dataset, modules)
+        ).remote(run_uri, dataset, modules, spec.offload.path)
         for n in nodes
     }
     here = versions()
@@ -112,9 +115,19 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def look_around(run_uri: str, dataset: str, modules: Sequence[str]) -> dict[str, Any]:
+def check_offload(path: str | None) -> list[str]:
+    """What is wrong on this host with the folder for the optimizer's state. How large that is, only the workers know."""
+    try:
+        if path is not None:
+            swapspace.check(path, 0)
+    except UserError as error:
+        return [f"{error.message}; {error.hint}"]
+    return []
+
+
+def look_around(run_uri: str, dataset: str, modules: Sequence[str], offload_path: str | None = None) -> dict[str, Any]:
     """On one node: its versions, and what it cannot do of what a worker must."""
-    problems = []
+    problems = check_offload(offload_path)
     probe = f".probe-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
     try:
         storage = Storage(run_uri)

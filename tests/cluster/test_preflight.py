@@ -51,12 +51,16 @@ def test_gpus_are_taken_where_there_are_enough(wanted: Any, gpus: float, expecte
 
 
 def test_a_node_says_all_that_it_lacks(tmp_path: Path) -> None:
-    """Storage that cannot be written, a dataset that is not there and a missing module are told together."""
+    """Storage that cannot be written, a dataset and a folder that are not there and a missing module are told together."""
     (tmp_path / "file").write_text("in the way")
-    found = look_around(str(tmp_path / "file" / "run"), str(tmp_path / "no-data"), ["no_such_module"])
+    found = look_around(
+        str(tmp_path / "file" / "run"), str(tmp_path / "no-data"), ["no_such_module"], str(tmp_path / "no-swap")
+    )
     text = "\n".join(found["problems"])
     assert "every node can write to" in text
     assert "no-data is not there" in text
+    assert "offload.path" in text
+    assert "no-swap is not there" in text
     assert "no module 'no_such_module'" in text
     assert found["versions"] == versions()
 

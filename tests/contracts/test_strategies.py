@@ -201,6 +201,13 @@ def test_low_precision_stays_near_one_process(ranks: Any, variant: str, precisio
         assert all(w.dtype is torch.float32 for w in weights.values())
 
 
+@pytest.mark.parametrize("variant", ["zero3", "hsdp in pairs"])
+def test_parameters_in_host_memory_compute_the_same(ranks: Any, variant: str) -> None:
+    """offload.parameters: cpu, on 4 ranks: the tolerances of fp32."""
+    for got in run(ranks, train, 4, job(variant, offload={"parameters": "cpu"}), 6, 2):
+        compare(got, reference(6, True, "fp32"))
+
+
 @pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("variant", registry.names("parallel"))
 def test_activations_computed_again_change_no_bit(ranks: Any, variant: str, kind: str) -> None:

@@ -101,14 +101,14 @@ def packed_positions(documents_BT: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, in the precision of its weight: under autocast too, where queries and keys come in bf16 or fp16."""
+    """torch's, in fp32: under autocast too, where queries and keys come in bf16, and where FSDP has gathered its gain in bf16."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, eps=NORM_EPS)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x -> the same shape, in the weight's precision."""
-        return super().forward(x.to(self.weight.dtype))
+        """x -> the same shape, fp32."""
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
 
 
 class Attention(nn.Module):
@@ -249,7 +249,7 @@ class GPT(nn.Module):
             positions_BT, run_BT = packed_positions(documents)
             cos, sin = self.cos[positions_BT, None], self.sin[positions_BT, None]
             mask = ((run_BT[:, :, None] == run_BT[:, None, :]).tril())[:, None]
-        x_BTD = self.embedding(tokens_BT)
+        x_BTD = self.embedding(tokens_BT).float()  # the stream stays fp32, whatever format FSDP gathers weights in
         if self.training and self.spec.dropout:
             x_BTD = F.dropout(x_BTD, self.spec.dropout)
         for i, block in enumerate(self.blocks):
