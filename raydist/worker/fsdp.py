@@ -9,8 +9,9 @@ forward pass through the backward pass: it is needed first and last. The last bl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ class FullyShardedStrategy:
     """See `ParallelStrategy`. A strategy's file says over which ranks: `shard_group` are those that share one copy."""
 
     module: nn.Module
+    on_final: Callable[[Sequence[torch.Tensor]], None] | None = None
 
     def __init__(self, spec: JobSpec, rank: Rank) -> None:
         self._spec, self._rank = spec, rank
@@ -62,6 +64,12 @@ class FullyShardedStrategy:
         named = dict(model.named_parameters())
         self._parameters = {n: named[n] for n in names}
         self._shards = {n: _shard(p) for n, p in self._parameters.items()}
+        self._last = True
+        offload = self._spec.offload
+        if offload.optimizer != "none" and offload.parameters == "none":
+            # FSDP calls it with the reduced gradient; with parameters in host memory it would wait for the copy before.
+            for n, p in self._parameters.items():
+                p.register_post_accumulate_grad_hook(partial(self._has_gradient, n))  # type: ignore[no-untyped-call]
         self.zero_grad()
         return model
 
@@ -102,20 +110,26 @@ class FullyShardedStrategy:
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """See `ParallelStrategy.accumulate`: gradients are reduced to shards in every micro-batch, so none is ever whole for
         longer than a block's backward. Only what hsdp sums over the copies waits for the last one."""
+        self._last = last
         if isinstance(self.module, FSDPModule):
             self.module.set_requires_all_reduce(last)
             self.module.set_is_last_backward(last)
         return nullcontext()
 
+    def _has_gradient(self, name: str, parameter: torch.Tensor) -> None:
+        if self._last and self.on_final is not None:
+            self.on_final([self._with_gradient(name, parameter)])
+
+    def _with_gradient(self, name: str, parameter: torch.Tensor) -> nn.Parameter:
+        local, grad = self._shards[name].local, parameter.grad
+        local.grad = grad.to_local() if isinstance(grad, DTensor) else grad
+        return local
+
     def grad_norm(self) -> torch.Tensor:
         """See `ParallelStrategy.grad_norm`: the shards' squares are summed over the ranks that share a copy."""
-        grads = []
         for name, p in self._parameters.items():
-            if p.grad is not None:
-                grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-                self._shards[name].local.grad = grad
-                grads.append(grad)
-        norm = get_total_norm(grads)
+            self._with_gradient(name, p)
+        norm = get_total_norm([s.local.grad for s in self._shards.values() if s.local.grad is not None])
         if not isinstance(self.module, FSDPModule):
             return norm
         square = (norm.double() ** 2).to(self._rank.device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,10 +23,10 @@ from raydist.errors import CheckpointError, DataError
 from raydist.records import StepRecord
 from raydist.rundir import RunDir, step_folder
 from raydist.spec import JobSpec, spec_hash
-from raydist.worker import compute, flops, optim, precision, setup
+from raydist.worker import compute, flops, offload, optim, precision, setup
 from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.save import Saver
-from raydist.worker.parallel import ParallelStrategy
+from raydist.worker.parallel import ParallelStrategy, ParamShard
 from raydist.worker.precision import Precision
 from raydist.worker.reporter import Push, Reporter
 from raydist.worker.schedule import lr_at
@@ -111,7 +111,7 @@ class _Run:
         self.strategy.wrap(model, self._example)
         compute.prepare(model, spec.train)
         shards = self.strategy.shards()
-        self.optimizer = optim.build(shards, spec.optim, rank.device)
+        self.optimizer = self._optimizer(shards)
         setup.seed_all(spec.train.seed, "dropout", rank.rank)
         self.peak_lr = optim.peak_lr(spec.optim, spec.train.global_batch)
         # State: from the newest good checkpoint, which all ranks agree on.
@@ -200,6 +200,8 @@ class _Run:
                     raise CheckpointError(f"the checkpoint of the last step, {self.step}, failed twice: {cause}")
         finally:
             self.saver.close()
+            if isinstance(self.optimizer, offload.OffloadedAdamW):
+                self.optimizer.close()
         status = "finished" if self.step >= self.total else "interrupted" if stop else "paused"
         return Outcome(status, self.step, self.loss, self.eval_loss)
 
@@ -234,6 +236,17 @@ class _Run:
                 return cast(nn.Module, model)
         setup.seed_all(self.spec.train.seed, "init")
         return cast(nn.Module, build(self.spec.model, vocab_size))
+
+    def _optimizer(self, shards: Mapping[str, ParamShard]) -> torch.optim.Optimizer:
+        """Where the shards are, or with its state in host memory or in a file."""
+        device = next(iter(shards.values())).local.device
+        if self.spec.offload.optimizer == "none":
+            return optim.build(shards, self.spec.optim, device)
+        made = offload.build(shards, self.spec.optim, self.spec.offload, device, tag=f"rank{self.rank.rank}")
+        self.strategy.on_final = made.gradients_final
+        if self.rank.world_size == 1:
+            made.watch_backward()
+        return made
 
     def _tell_capacity(self, model: nn.Module) -> None:
         """For the display's MFU: what a token costs, and what all devices together could do, where that is known."""

@@ -16,6 +16,7 @@ from torch import nn
 from raydist.data.batches import MASKED, MicroBatch
 from raydist.errors import NonFinite
 from raydist.worker.graph import watch_gradients
+from raydist.worker.offload import OffloadedAdamW
 from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.precision import Precision
 from raydist.worker.setup import Rank
@@ -57,6 +58,9 @@ class TrainStep:
     ) -> None:
         self.rank, self.strategy, self.optimizer, self.precision = rank, strategy, optimizer, precision
         self._full_tokens, self._clip, self._before_update = full_tokens, clip, before_update
+        self._scale_grads = strategy.scale_grads
+        if isinstance(optimizer, OffloadedAdamW):  # which has fetched the gradients before the factor is known
+            self._scale_grads = optimizer.scale_grads
 
     def __call__(
         self, step: int, micro_batches: Sequence[MicroBatch], tokens: int, lr: float, want_stop: bool
@@ -66,6 +70,8 @@ class TrainStep:
         pending = None
         for i, batch in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
+            if last and isinstance(self.optimizer, OffloadedAdamW):
+                self.optimizer.prefetch()
             with self.strategy.accumulate(last):
                 with self.precision.autocast():
                     loss = loss_sum(self.strategy.module, batch)
@@ -91,7 +97,7 @@ class TrainStep:
             if self._clip and grad_norm > self._clip:
                 factor *= self._clip / (grad_norm + 1e-6)
             if factor != 1.0:
-                self.strategy.scale_grads(factor)
+                self._scale_grads(factor)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_factor", 1.0)
             self._before_update()

@@ -13,7 +13,7 @@ them one by one after the update, and is no longer looked after.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -105,6 +105,7 @@ class ZeroStrategy:
 
     module: nn.Module
     takes_meta = False
+    on_final: Callable[[Sequence[Tensor]], None] | None = None
     reduce_each: bool
     """Whether gradients are cut to this rank's rows in every micro-batch (ZeRO-2), or stay whole until the last (ZeRO-1)."""
 
@@ -206,11 +207,16 @@ class ZeroStrategy:
             return
         _, mine = slot.room(unit)
         if self.reduce_each:
-            self._sums[id(unit)].add_(mine)
-            return
-        for p, part in zip(unit.parameters, unit.split(mine), strict=True):
-            rows = _rows(_gradient(p), self._rank.rank, unit.world)
-            rows.copy_(part[: rows.numel()].view(rows.shape))
+            total = self._sums[id(unit)].add_(mine)
+        for name, p, own, part in zip(
+            unit.names, unit.parameters, unit.own, unit.split(total if self.reduce_each else mine), strict=True
+        ):
+            part = part[: own.numel()].view(own.shape)
+            if not self.reduce_each:  # the sum takes the place of this rank's rows in the whole gradient
+                part = _rows(_gradient(p), self._rank.rank, unit.world).copy_(part)
+            self._shards[name].local.grad = part
+        if self._last and self.on_final is not None:
+            self.on_final([self._shards[name].local for name in unit.names])
 
     def grad_norm(self) -> Tensor:
         """See `ParallelStrategy.grad_norm`: the squares of all ranks' rows are summed."""
@@ -218,14 +224,6 @@ class ZeroStrategy:
             return get_total_norm([_gradient(p) for p in self._parameters.values()])
         for slot in self._reducing:
             self._take_sum(slot)
-        for unit in self._units:
-            parts = unit.split(self._sums[id(unit)]) if self.reduce_each else None
-            for name, p, own in zip(unit.names, unit.parameters, unit.own, strict=True):
-                local = self._shards[name].local
-                if parts is not None:
-                    local.grad = next(parts)[: own.numel()].view(own.shape)
-                else:
-                    local.grad = _rows(_gradient(p), self._rank.rank, unit.world)
         square = get_total_norm(self._grads()).double() ** 2
         dist.all_reduce(square)
         return square.sqrt()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from raydist import registry
 from raydist.data.batches import MASKED, MicroBatch, share
 from raydist.errors import GraphMismatch, NonFinite
 from raydist.spec import JobSpec
-from raydist.worker import compute, optim
+from raydist.worker import compute, offload, optim
 from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.precision import Precision
 from raydist.worker.setup import Rank
@@ -89,7 +90,13 @@ class Trainer:
 
         self.strategy.wrap(self.model, example)
         compute.prepare(self.model, spec.train)
-        self.optimizer = optim.build(self.strategy.shards(), spec.optim, rank.device)
+        shards = self.strategy.shards()
+        self.optimizer: torch.optim.Optimizer
+        if spec.offload.optimizer == "none":
+            self.optimizer = optim.build(shards, spec.optim, rank.device)
+        else:
+            self.optimizer = offload.build(shards, spec.optim, spec.offload, rank.device, tag=f"rank{rank.rank}")
+            self.strategy.on_final = self.optimizer.gradients_final
         self.gradients: dict[str, torch.Tensor] = {}
         self.step = TrainStep(
             rank,
@@ -125,6 +132,8 @@ def train(rank: Rank, spec: JobSpec, n: int, micro: int) -> Result:
         tokens = sum(int((m.targets != MASKED).sum()) for m in batches)
         reports.append(trainer.step(s, batches, tokens, 1e-2, want_stop=False))
     loss, _ = evaluate(rank, trainer.strategy, trainer.precision, mine(rank, *samples(n, seed=99), micro))
+    if isinstance(trainer.optimizer, offload.OffloadedAdamW):
+        trainer.optimizer.close()
     return reports, trainer.gradients, trainer.whole(), loss
 
 
@@ -206,6 +215,21 @@ def test_parameters_in_host_memory_compute_the_same(ranks: Any, variant: str) ->
     """offload.parameters: cpu, on 4 ranks: the tolerances of fp32."""
     for got in run(ranks, train, 4, job(variant, offload={"parameters": "cpu"}), 6, 2):
         compare(got, reference(6, True, "fp32"))
+
+
+@pytest.mark.parametrize("where", ["cpu", "nvme"])
+@pytest.mark.parametrize("variant", registry.names("parallel"))
+def test_offloaded_state_changes_no_bit(ranks: Any, tmp_path: Path, variant: str, where: str) -> None:
+    """The optimizer in host memory or in a file, on 3 ranks, with clipping: the same losses, gradients and weights, bit for bit.
+
+    Gradients are clipped on their way to the update: those of the model itself stay as they were.
+    """
+    kept = run(ranks, train, 3, job(variant), 7, 2)
+    away = run(ranks, train, 3, job(variant, offload={"optimizer": where, "path": str(tmp_path)}), 7, 2)
+    for (reports, _, weights, _), (reports_away, _, weights_away, _) in zip(kept, away, strict=True):
+        assert reports == reports_away
+        assert all(torch.equal(w, weights_away[n]) for n, w in weights.items())
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])

@@ -18,7 +18,7 @@ strategy whose reduction averages says so in `loss_factor`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -75,6 +75,10 @@ class ParallelStrategy(Protocol):
 
     loss_factor: float
     """Each rank's loss is multiplied by it before backward: the world size where the reduction averages, else 1."""
+
+    on_final: Callable[[Sequence[torch.Tensor]], None] | None
+    """Called, if set, in the last micro-batch's backward with shards' `local`s whose gradient has its last value but for
+    scaling, on the stream that made it. A strategy may know of some only, or of none, before `grad_norm`."""
 
     def __init__(self, spec: JobSpec, rank: Rank) -> None: ...
 

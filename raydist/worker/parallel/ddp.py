@@ -6,7 +6,7 @@ Runs in: each train worker. Torch, never ray.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -35,6 +35,7 @@ class Strategy:
 
     module: nn.Module
     takes_meta = False
+    on_final: Callable[[Sequence[torch.Tensor]], None] | None = None  # DDP tells nobody when a bucket is back
 
     def __init__(self, spec: JobSpec, rank: Rank) -> None:
         self._spec, self._rank = spec, rank
