@@ -19,7 +19,7 @@ LAYERS = [
     {"worker"},
     {"data"},
     {"spec"},
-    {"rundir", "storage", "runlog", "runstate", "registry"},
+    {"rundir", "storage", "runlog", "runstate", "registry", "swapspace"},
     {"records", "errors", "__init__", "__version__"},
 ]
 MODULES = sorted(ROOT.rglob("*.py"))

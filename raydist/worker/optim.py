@@ -63,7 +63,7 @@ def build(shards: Mapping[str, ParamShard], spec: OptimSpec, device: torch.devic
     match spec.name:
         case "adamw":
             return AdamW(
-                _decay_groups(named, spec),
+                decay_groups(named, spec),
                 lr=spec.lr,
                 betas=spec.betas,
                 eps=spec.eps,
@@ -71,12 +71,12 @@ def build(shards: Mapping[str, ParamShard], spec: OptimSpec, device: torch.devic
             )
         case "sgd":
             return SGD(
-                _decay_groups(named, spec), lr=spec.lr, momentum=spec.momentum, **_kernel(spec, device, fused=True)
+                decay_groups(named, spec), lr=spec.lr, momentum=spec.momentum, **_kernel(spec, device, fused=True)
             )
         case "adafactor":
             # Its own eps are for factored moments; the spec's, for Adam's root, would be wrong by orders of magnitude.
             kernel = _kernel(spec, device, fused=False)
-            return Adafactor(_decay_groups(named, spec), lr=spec.lr, foreach=kernel["foreach"])
+            return Adafactor(decay_groups(named, spec), lr=spec.lr, foreach=kernel["foreach"])
         case "muon":
             return _muon(named, spec, device)
     raise UserError(f'optim.name: unknown "{spec.name}"', f"there are: {', '.join(NAMES)}")
@@ -87,7 +87,8 @@ def _group(name: str, named: Named, weight_decay: float) -> list[Group]:
     return [{"name": name, "params": named, "weight_decay": weight_decay}] if named else []
 
 
-def _decay_groups(named: Named, spec: OptimSpec) -> list[Group]:
+def decay_groups(named: Named, spec: OptimSpec) -> list[Group]:
+    """Two groups, `decay` and `no_decay`, matrices and the rest; one that would be empty is left out."""
     matrices = [(n, p) for n, p in named if p.ndim >= 2]
     rest = [(n, p) for n, p in named if p.ndim < 2]
     return _group("decay", matrices, spec.weight_decay) + _group("no_decay", rest, 0.0)
@@ -111,7 +112,7 @@ def _muon(named: Named, spec: OptimSpec, device: torch.device) -> Optimizer:
         raise UserError("optim.name: muon trains the matrices of model.blocks, and this model has none", "use adamw")
     ids = {id(p) for _, p in hidden}
     rest = [(n, p) for n, p in named if id(p) not in ids]
-    return MuonWithAdamW(_group("muon", hidden, spec.weight_decay), _decay_groups(rest, spec), spec, device)
+    return MuonWithAdamW(_group("muon", hidden, spec.weight_decay), decay_groups(rest, spec), spec, device)
 
 
 class MuonWithAdamW(Optimizer):

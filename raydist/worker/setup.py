@@ -112,7 +112,7 @@ def start(*, gpus: float | None, threads: int | None, timeout_s: float, node_ip:
     notes = [f"device {device.value}: {device.because}"]
     if device.value.type == "cuda":
         torch.cuda.set_device(device.value)
-    elif threads:
+    if threads:  # beside a GPU too: an offloaded optimizer computes on the CPU
         torch.set_num_threads(threads)
     control = None
     if world > 1:

@@ -83,8 +83,11 @@ class Stage:
 
 
 def _pages(nbytes: int) -> Tensor:
-    """Zeroed, touched memory, in huge pages where the kernel has them: 512 times fewer faults."""
-    pages = mmap.mmap(-1, nbytes)
+    """Zeroed, touched memory, in huge pages where the kernel has them: 512 times fewer faults, and for O_DIRECT fewer pages.
+
+    Private, for a shared mapping is a file to the kernel, which mostly gives it small pages.
+    """
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8).zero_()

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from raydist.spec import JobSpec
 from raydist.worker.setup import Rank
@@ -54,14 +55,10 @@ class ParamShard:
         """A tensor that goes with `local` (a moment of the optimizer) as the part of a whole that it is. No copy, no collective."""
         if self.like is None or local.shape != self.local.shape:
             return local
-        return DTensor.from_local(
-            local,
-            self.like.device_mesh,
-            self.like.placements,
-            run_check=False,
-            shape=self.like.shape,
-            stride=self.like.stride(),
-        )
+        meta = TensorMeta(self.like.shape, self.like.stride(), local.dtype)
+        spec = DTensorSpec(self.like.device_mesh, self.like.placements, tensor_meta=meta)
+        # Not `from_local`, which would move a moment in host memory to the mesh's device.
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 class ParallelStrategy(Protocol):
