@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raydist import registry
 from raydist.data.batches import MicroBatch
@@ -141,6 +144,16 @@ def test_offload_by_hand() -> None:
     assert (here.optimizer, here.host) == (304, 0)
 
 
+def test_buffers_are_as_many_as_are_made() -> None:
+    """Plain python has its own copy of how many buffers the strategies and the swap file keep."""
+    from raydist.worker import zero
+    from raydist.worker.offload import hostcopy, moments
+    from raydist.worker.plan import estimate as formulas
+
+    assert zero.IN_FLIGHT == formulas._IN_FLIGHT
+    assert hostcopy.WINDOW == moments.BUFFERS == formulas._SWAP_BUFFERS
+
+
 @pytest.mark.parametrize(
     ("ranks", "whole", "micro", "expected"),
     [(2, 32, 8, (8, 2)), (4, 6, 2, (2, 1)), (3, 32, 8, (6, 2)), (32, 32, 8, (1, 1))],
@@ -252,26 +265,58 @@ def allocated_peak(work: Callable[[], None]) -> int:
     return most
 
 
+class MallInfo(ctypes.Structure):
+    """glibc's account of malloc: bytes of blocks in its arenas (uordblks), and of blocks that it mapped (hblkhd)."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+class Sampled(TorchDispatchMode):
+    """Looks after every operator at what malloc has given out, to any thread: `most`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._libc = ctypes.CDLL(None)
+        self._libc.mallinfo2.restype = MallInfo
+        self.most = self.look()
+
+    def look(self) -> int:
+        info = self._libc.mallinfo2()
+        return int(info.uordblks + info.hblkhd)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.most = max(self.most, self.look())
+        return made
+
+
 def peak_of_a_step(rank: Rank, spec: JobSpec) -> int:
-    """Bytes at the worst moment of a step: what stays, and what the allocator gives out meanwhile."""
+    """Bytes at the worst moment of a step, all of it: from before the model was made."""
+    gc.collect()
+    before = Sampled().look()
     step = OneStep(rank, spec)
     step()
-    slots = {id(s): s for name in ("_reducing", "_gathering") for s in getattr(step.strategy, name, [])}
-    kept = [t for s in slots.values() for t in vars(s).values() if isinstance(t, Tensor)]
-    kept += [*getattr(step.strategy, "_sums", {}).values(), *step.model.buffers()]
-    buckets = 4 * sum(p.numel() for p in step.model.parameters()) if spec.parallel.strategy == "ddp" else 0
-    return sum(step.state().values()) + bytes_of(kept) + buckets + allocated_peak(step)
+    with Sampled() as sampled:
+        step()
+    return sampled.most - before
 
 
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc's account of malloc")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_whole_peak_is_what_a_step_takes(ranks: Any, strategy: str) -> None:
-    """All columns together are within a quarter of what a rank takes at its worst moment; gloo's own copies are not planned."""
+    """All columns together are within 15% of what malloc gives a rank at its worst moment; gloo's own copies are not planned."""
     spec = job_on(strategy, 2, model={"layers": 6, "width": 256, "heads": 4, "context": 64, "tie_embeddings": False})
     taken = ranks.run(peak_of_a_step, 2, spec)
     for error in taken:
         if isinstance(error, BaseException):
             raise error
-    assert plan(spec, strategy, Machine(2, 8, "cpu")).total == pytest.approx(min(taken), rel=0.25)
+    assert plan(spec, strategy, Machine(2, 8, "cpu")).total == pytest.approx(min(taken), rel=0.15)
 
 
 @pytest.mark.parametrize("name", optim.NAMES)
@@ -375,7 +420,7 @@ def test_phases() -> None:
 @pytest.mark.parametrize("name", ["gpt", "mlp"])
 @pytest.mark.parametrize("checkpoint", ["selective", "full"])
 def test_recomputation_is_the_target_s_too(name: str, checkpoint: Any) -> None:
-    """What backward computes again for a GPU is what forward computed for one: torch would refuse other tensors than those it saw."""
+    """What backward computes again for a GPU is what forward computed for one: torch refuses other tensors than those it saw."""
     planner = Planner(job(model={**SMALL, "name": name}, precision="bf16"), VOCAB, "cuda")
     kept, again = (planner.measure(Pass(4, how, True, True)).saved for how in ("none", checkpoint))
     assert again < kept
@@ -397,9 +442,6 @@ def test_attention_s_kernel_is_the_target_s() -> None:
         return planner.attention, saved
 
     assert kernel("cuda", precision="bf16")[0] == "flash"
-    # Its heads come in whole eights: those of 12 take the room of 16.
-    odd, even = (kernel("cuda", precision="bf16", model={**SMALL, "width": 4 * n})[1] / n for n in (12, 16))
-    assert odd > 1.03 * even
     assert kernel("cuda", precision="bf16", data={"source": "any", "pack": True})[0] == "memory-efficient"
     efficient, without = kernel("cuda")
     assert efficient == "memory-efficient"
@@ -409,6 +451,17 @@ def test_attention_s_kernel_is_the_target_s() -> None:
     assert squares - without > SMALL["layers"] * 4 * SMALL["heads"] * 128 * 128 * 4 / 2
     assert kernel("cpu")[0] == "flash"
     assert kernel("cpu", model={"name": "mlp", "layers": 1, "width": 8, "context": 128})[0] == "none"
+
+
+def test_flash_takes_few_bits_and_whole_eights() -> None:
+    """Under autocast fp32 queries come to the flash kernel in bf16, and heads of 12 in the room of 16."""
+    with FakeTensorMode(), OnTarget(True), torch.autocast("cpu", dtype=torch.bfloat16):
+        query_BHTK = torch.zeros(2, 4, 8, 12)
+        with LiveBytes([query_BHTK]) as live:
+            out_BHTK = F.scaled_dot_product_attention(query_BHTK, query_BHTK, query_BHTK, is_causal=True)
+    assert "_scaled_dot_product_flash_attention" in live.operators
+    assert (out_BHTK.shape, out_BHTK.dtype) == (query_BHTK.shape, torch.bfloat16)
+    assert out_BHTK.untyped_storage().nbytes() == 2 * 4 * 8 * 16 * 2
 
 
 def test_functions_compute_in_cuda_s_formats() -> None:

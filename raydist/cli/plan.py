@@ -1,0 +1,172 @@
+"""`raydist plan`: does a job fit, under which strategy, and what each one holds and sends.
+
+Runs in: the user's shell. Imports torch inside the command; trains nothing and reads no data, but for the size of its vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from raydist.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from raydist.spec import JobSpec
+    from raydist.spec.models import DataSpec
+    from raydist.worker.plan.advice import Advice, Row
+    from raydist.worker.plan.facts import Machine, Model
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(plan)
+
+
+def plan(
+    spec: Annotated[Path, typer.Argument(help="The job: a YAML file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, such as optim.lr=3e-4.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to train on; default: cluster.workers.")] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node: the group of hsdp.")] = 8,
+    memory: Annotated[
+        str | None, typer.Option(help="Of one device, such as 80GiB; default: that of the GPU here, if there is one.")
+    ] = None,
+    vocab: Annotated[
+        int | None, typer.Option(min=1, help="Size of the vocabulary; default: what the job's data says.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Say what a job needs of each device under every strategy, which fit, and which to take."""
+    from raydist.spec import load
+    from raydist.worker.plan.facts import Machine
+
+    job = load(spec, [*(overrides or []), *([f"cluster.workers={gpus}"] if gpus else [])])
+    size = parse_size(memory) if memory else None
+    vocab_size = vocab or vocabulary(job.data)
+    from raydist.worker.plan.advice import advise
+    from raydist.worker.plan.measure import Planner, device_memory
+
+    here = device_memory()
+    device, because = target(job, asked=gpus is not None or memory is not None, here=here is not None)
+    machine = Machine(job.cluster.workers, gpus_per_node, device, size or (here if device == "cuda" else None))
+    planner = Planner(job, vocab_size, device)
+    model = planner.model()
+    advice = advise(job, machine, model, planner.measure)
+    told = tell(str(spec), job, machine, because, model, planner.attention, advice)
+    if as_json:
+        print(json.dumps(told))
+    else:
+        from raydist.report.plan import show
+
+        show(told)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "80GiB", "80G", "80GB" or "1e9". GB is 10^9, GiB and G are 2^30. Raises UsageError."""
+    found = re.fullmatch(r"\s*([0-9.]+(?:[eE]\d+)?)\s*([KMGT]?)(iB|B)?\s*", text)
+    try:
+        number = float(found[1]) if found else 0.0
+    except ValueError:
+        number = 0.0
+    if not found or not 0 < number < math.inf:
+        raise UsageError(f"--memory {text}: no size", "write 80GiB")
+    power = " KMGT".index(found[2] or " ")
+    return int(number * (1000 if found[3] == "B" else 1024) ** power)
+
+
+def vocabulary(data: DataSpec) -> int:
+    """Ids of the job's tokenizer, the end of a document included. Raises DataError."""
+    from raydist.data import index, tokenizers
+    from raydist.storage import Storage
+
+    try:
+        if data.path is not None:
+            return index.read(Storage(data.path)).tokenizer.vocab_size
+        return tokenizers.vocabulary(data.tokenizer) or tokenizers.load(data.tokenizer).vocab_size
+    except DataError as error:
+        raise DataError(error.message, f"{error.hint}; or give --vocab SIZE") from error
+
+
+def target(job: JobSpec, *, asked: bool, here: bool) -> tuple[Literal["cuda", "cpu"], str]:
+    """The device type to plan for, and why. `asked`: GPUs or their memory were named; `here`: this machine has one."""
+    each = job.cluster.gpus_per_worker
+    if each != "auto":
+        return ("cuda" if each > 0 else "cpu"), f"cluster.gpus_per_worker is {each:g}"
+    if asked:
+        return "cuda", "GPUs were asked for"
+    if job.precision.params == "fp16":
+        return "cuda", "fp16 trains on GPUs only"
+    return ("cuda", "this machine has a GPU") if here else ("cpu", "no GPU here, and none asked for: see --gpus")
+
+
+def tell(
+    source: str, job: JobSpec, machine: Machine, because: str, model: Model, attention: str, advice: Advice
+) -> dict[str, Any]:
+    """All of a plan as plain values: what --json prints. docs/plan.md has its keys."""
+    from raydist.worker.plan.estimate import batches
+
+    micro, count = batches(job, machine.ranks)
+    pick = advice.pick
+    return {
+        "v": 1,
+        "spec": source,
+        "model": {
+            "name": job.model.name,
+            "parameters": model.size(),
+            "trained": model.size(trained=True),
+            "blocks": len({p.unit for p in model.params if p.unit >= 0}),
+        },
+        "machine": {
+            "device": machine.device,
+            "because": because,
+            "ranks": machine.ranks,
+            "per_node": machine.per_node,
+            "nodes": machine.nodes,
+            "memory": machine.memory,
+            "usable": machine.usable,
+        },
+        "batch": {
+            "global": job.train.global_batch,
+            "micro": micro,
+            "accumulation": count,
+            "context": job.model.context,
+        },
+        "precision": job.precision.params,
+        "checkpoint_activations": job.train.checkpoint_activations,
+        "offload": {"optimizer": job.offload.optimizer, "parameters": job.offload.parameters},
+        "attention": attention,
+        "strategies": [_row(row, machine) for row in advice.rows],
+        "pick": pick
+        and {
+            "strategy": pick.estimate.strategy,
+            "total": pick.estimate.total,
+            "micro_batch": pick.micro_batch,
+            "set": pick.changes,
+            "because": pick.because,
+        },
+        "suggestions": list(advice.suggestions),
+    }
+
+
+def _row(row: Row, machine: Machine) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    if row.estimate is None:
+        return {"strategy": row.strategy, "refused": row.refused, "fits": None}
+    found = asdict(row.estimate)
+    on_node = min(machine.ranks, machine.per_node)
+    host, disk = found.pop("host") * on_node, found.pop("disk") * on_node
+    return {
+        **found,
+        "total": row.estimate.total,
+        "host_per_node": host,
+        "disk_per_node": disk,
+        "refused": None,
+        "fits": row.fits,
+    }

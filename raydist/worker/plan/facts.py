@@ -1,0 +1,146 @@
+"""What a plan knows and says, as plain values. Bytes throughout.
+
+Runs anywhere. Plain python: no torch, no ray.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+ROOT = -1
+"""The unit of the parameters that belong to no block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One parameter. `unit`: the number of its block, or ROOT."""
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool
+    unit: int
+
+    def part(self, ranks: int) -> int:
+        """Elements of the largest shard over so many ranks: whole rows, cut as torch.chunk cuts."""
+        return math.prod(self.rows(ranks))
+
+    def rows(self, ranks: int) -> tuple[int, ...]:
+        """Shape of that shard."""
+        return (-(-self.shape[0] // ranks), *self.shape[1:]) if self.shape else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is sharded: parameters in the order of the model; `buffers` in bytes, whole on every rank."""
+
+    params: tuple[Param, ...]
+    buffers: int
+
+    def size(self, trained: bool = False) -> int:
+        """Parameters; or those that are trained."""
+        return sum(p.part(1) for p in self.params if p.trained or not trained)
+
+
+Phase = Literal["start", "forward", "loss", "backward", "end"]
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The worst moment of one phase of a forward and backward pass, in bytes.
+
+    forward: up to the last block's output; loss: from there until its gradient comes back; backward: the rest.
+    `whole`: autocast's copies of weights, and whole gradients that wait for the rest of their unit. `loss`: what was made
+    after the last block: logits, log-probabilities, their gradients. `activations`: everything else.
+    """
+
+    phase: Phase
+    whole: int
+    activations: int
+    loss: int
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """One micro-batch, measured. `saved`: bytes kept from forward for backward, weights and their copies left out."""
+
+    saved: int
+    peaks: tuple[Peak, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What a measurement depends on: a micro-batch, `train.checkpoint_activations`, and how the strategy treats weights.
+
+    `cast`: weights come in the compute format (zero3, hsdp), else autocast casts them. `hold`: the whole gradients of a unit wait
+    for one another, and then go (all but ddp and zero1, where they add up in place).
+    """
+
+    micro_batch: int
+    checkpoint: Literal["none", "full", "selective"]
+    cast: bool
+    hold: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is trained on: `ranks`, `per_node` of them on each node; `device`: cuda or cpu; `memory` of a device in bytes."""
+
+    ranks: int
+    per_node: int
+    device: Literal["cuda", "cpu"]
+    memory: int | None = None
+
+    @property
+    def usable(self) -> int | None:
+        """Bytes for training. The rest: the driver's context, NCCL's and cuBLAS's buffers, gaps of the allocator."""
+        if self.memory is None:
+            return None
+        reserve = 2**30 + self.memory // 20 if self.device == "cuda" else 2**29
+        return max(self.memory - reserve, 0)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes, the last one perhaps not full."""
+        return -(-self.ranks // self.per_node)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes of the fullest rank under one strategy, at the moment of its peak (`phase`).
+
+    parameters, gradients, optimizer   what stays, on the device
+    buffers      the model's own buffers
+    gathered     other ranks' parameters, autocast's copies, whole gradients that wait to be reduced
+    in_flight    buffers of collectives
+    activations  what forward keeps, and what is computed with
+    loss         logits and all that is made of them
+    host, disk   offloaded, of one rank
+    sent         by one rank in one step
+    """
+
+    strategy: str
+    shard: int
+    phase: Phase
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    gathered: int
+    in_flight: int
+    activations: int
+    loss: int
+    host: int
+    disk: int
+    sent: int
+
+    @property
+    def state(self) -> int:
+        """Parameters, gradients and optimizer."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """All that is on the device."""
+        return self.state + self.buffers + self.gathered + self.in_flight + self.activations + self.loss

@@ -1,0 +1,234 @@
+"""`raydist plan`: what stands on stdout, where the vocabulary comes from, and a 7B job against figures by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from raydist.cli import plan
+from raydist.data import open_or_prepare
+from raydist.errors import DataError, SpecError, UsageError
+from raydist.spec import JobSpec, load
+
+ROOT = Path(__file__).parents[2]
+DEEPSEEK = ROOT / "jobs/deepseek_7b_zero3.yaml"
+GIB = 2**30
+SMALL = """\
+name: small
+model: {layers: 2, width: 32, heads: 2, context: 16}
+data: {source: corpus/*.txt}
+train: {steps: 1, global_batch: 8, micro_batch: 2}
+cluster: {workers: 2}
+"""
+
+
+def call(*arguments: str | Path) -> str:
+    """Stdout of the command; what it raises passes through."""
+    app = typer.Typer()
+    plan.register(app)
+    done = CliRunner(env={"COLUMNS": "60"}).invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def told(*arguments: str | Path) -> dict[str, Any]:
+    made: dict[str, Any] = json.loads(call(*arguments, "--json"))
+    return made
+
+
+def row(made: dict[str, Any], strategy: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(r for r in made["strategies"] if r["strategy"] == strategy)
+    return found
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A job of a small model, its data not there."""
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL)
+    return path
+
+
+@pytest.fixture(scope="module")
+def deepseek() -> dict[str, Any]:
+    """The plan of the 7B job on 32 GPUs of 80 GiB."""
+    return told(DEEPSEEK, "--memory", "80GiB")
+
+
+BLOCK = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+APART = 2 * 102400 * 4096 + 4096  # embedding, head, last norm
+P = 30 * BLOCK + APART
+
+
+def test_the_7b_job_is_what_it_says(deepseek: dict[str, Any]) -> None:
+    """DeepSeek-LLM-7B's shape: 6.91 B parameters; 32 GPUs x micro-batch 8 x accumulation 4; fp16, ZeRO-3, optimizer on the host."""
+    assert deepseek["model"] == {"name": "gpt", "parameters": P, "trained": P, "blocks": 30}
+    assert P == 6_910_365_696
+    assert deepseek["batch"] == {"global": 1024, "micro": 8, "accumulation": 4, "context": 4096}
+    machine = deepseek["machine"]
+    assert (machine["device"], machine["ranks"], machine["nodes"]) == ("cuda", 32, 4)
+    assert (machine["memory"], machine["usable"]) == (80 * GIB, 80 * GIB - GIB - 4 * GIB)
+    assert (deepseek["precision"], deepseek["offload"]["optimizer"], deepseek["attention"]) == ("fp16", "cpu", "flash")
+    assert load(DEEPSEEK).parallel.strategy == "zero3"
+
+
+def test_the_7b_job_by_hand(deepseek: dict[str, Any]) -> None:
+    """State and traffic to the byte, logits and kept activations within 5% of what can be counted on paper; it fits in 80 GiB."""
+    zero3 = row(deepseek, "zero3")
+    # All sizes divide by 32: a rank has 1/32 of everything, and its optimizer is on the host with weights and gradients.
+    assert zero3["parameters"] == zero3["gradients"] == 4 * P // 32
+    assert zero3["optimizer"] == 0
+    tensors = 30 * 9 + 3  # each counts its steps in 4 bytes
+    assert zero3["host_per_node"] == 8 * (16 * P // 32 + 4 * tensors)
+    # The worst moment is the loss: in fp16 the root is gathered, and the last block, which is kept for backward.
+    assert zero3["phase"] == "loss"
+    assert zero3["gathered"] == pytest.approx(2 * (APART + BLOCK), rel=1e-4)  # and a norm's gain in fp32
+    # Log-probabilities, their gradient and the logits' own, in fp32.
+    tokens = 8 * 4096
+    assert zero3["loss"] == pytest.approx(3 * tokens * 102400 * 4, rel=0.05)
+    # Each block's input in fp32, and the last one's output.
+    assert zero3["activations"] == pytest.approx(31 * tokens * 4096 * 4, rel=0.05)
+    # In each of 4 micro-batches: gathers in fp16, of all blocks but the last twice, and gradients in fp32.
+    assert zero3["sent"] == 4 * 31 * ((APART + 59 * BLOCK) // 32 * 2 + P // 32 * 4)
+    assert (
+        row(deepseek, "hsdp")["sent"] == 4 * 7 * ((APART + 59 * BLOCK) // 8 * 2 + P // 8 * 4) + 2 * 3 * P // 4 // 8 * 4
+    )
+    assert [r["strategy"] for r in deepseek["strategies"] if r["fits"]] == ["hsdp", "zero3"]
+    assert row(deepseek, "ddp")["parameters"] == 4 * P
+    assert row(deepseek, "ddp")["sent"] == round(2 * 31 / 32 * P * 4)
+
+
+def test_the_7b_job_s_pick(deepseek: dict[str, Any]) -> None:
+    """Of the two that fit, the one that sends less is advised, with its reason; the job's own is said to fit too."""
+    pick = deepseek["pick"]
+    assert (pick["strategy"], pick["micro_batch"]) == ("hsdp", 8)
+    assert pick["set"] == {"parallel.strategy": "hsdp"}
+    assert pick["because"].startswith("ddp, zero1 and zero2 do not fit, and of those that do it sends least")
+    assert "zero3, which the job names, fits too." in deepseek["suggestions"]
+    assert any(text.startswith("Each node needs 103.0 GiB of free host memory") for text in deepseek["suggestions"])
+
+
+def test_the_table_shows_all_of_it(small: Path) -> None:
+    """A row a strategy, whole even where the terminal is narrow; which one to take, and what to set for it."""
+    out = call(small, "--gpus", "4", "--memory", "2GiB", "--set", "parallel.strategy=zero3").splitlines()
+    assert out[0].endswith("small.yaml: gpt, 35 k parameters, 2 blocks")
+    assert out[1] == "4 GPUs; 2.0 GiB each, 0.9 usable (GPUs were asked for)"
+    assert out[2].startswith("1 micro-batch of 2 x 16 tokens a step and rank; fp32; checkpoint_activations: none")
+    assert out[3].split()[0] == "MiB"
+    rows = [line.split() for line in out[4:9]]
+    assert [r[0] for r in rows] == ["ddp", "zero1", "zero2", "hsdp", "zero3"]
+    for line in rows:
+        *amounts, total, _ = map(float, line[1:10])
+        assert sum(amounts) == pytest.approx(total, abs=0.04)
+        assert line[-1] == "yes"
+    assert out[9].startswith("take ddp (0.0 of 0.9 GiB): of all that fit it sends least")
+    assert out[10] == "  --set parallel.strategy=ddp"
+
+
+def test_without_memory_sizes_only(small: Path) -> None:
+    """No device's memory is known: nothing fits or does not, and nothing is advised."""
+    made = told(small, "--set", "cluster.gpus_per_worker=0")
+    assert made["machine"]["device"] == "cpu"
+    assert made["machine"]["usable"] is None
+    assert [r["fits"] for r in made["strategies"]] == [None] * 5
+    assert made["pick"] is None
+
+
+def test_gpus_stand_for_workers(small: Path) -> None:
+    """--gpus replaces cluster.workers, and is checked as that is; nodes and groups come from --gpus-per-node."""
+    made = told(small, "--gpus", "8", "--gpus-per-node", "2")
+    assert (made["machine"]["ranks"], made["machine"]["nodes"], row(made, "hsdp")["shard"]) == (8, 4, 2)
+    assert (made["batch"]["micro"], made["batch"]["accumulation"]) == (1, 1)
+    with pytest.raises(SpecError, match="cluster.workers: 9 is more than the 8 sequences"):
+        call(small, "--gpus", "9")
+
+
+def test_refused_strategies_are_named(small: Path) -> None:
+    """A strategy that cannot train the job has no figures, and its reason."""
+    made = told(small, "--set", "optim.name=muon")
+    assert row(made, "zero1") == {"strategy": "zero1", "refused": "muon works on whole matrices", "fits": None}
+    assert "zero1 cannot train this job: muon works on whole matrices" in call(small, "--set", "optim.name=muon")
+
+
+def job(**data: Any) -> JobSpec:
+    return JobSpec.model_validate({"data": data, "train": {"steps": 1}})
+
+
+def test_the_vocabulary_comes_from_the_job(tmp_path: Path) -> None:
+    """bytes: 257; bpe:N: N; a prepared dataset: its own; --vocab above all; what is not there is an error that names --vocab."""
+    assert plan.vocabulary(job(source="x").data) == 257
+    assert plan.vocabulary(job(source="x", tokenizer="bpe:1000").data) == 1000
+    (tmp_path / "text.txt").write_text("so it goes. " * 500)
+    source = job(source=str(tmp_path / "text.txt"), tokenizer="bpe:300").data
+    prepared = open_or_prepare(source, str(tmp_path))
+    own = plan.vocabulary(job(path=prepared).data)
+    assert 257 <= own <= 300
+    (tmp_path / "tokenizer.json").write_bytes(Path(prepared, "tokenizer.json").read_bytes())
+    assert plan.vocabulary(job(source="x", tokenizer=str(tmp_path / "tokenizer.json")).data) == own
+    for data in ({"path": str(tmp_path / "nothing")}, {"source": "x", "tokenizer": "nothing.json"}):
+        with pytest.raises(DataError, match="--vocab"):
+            plan.vocabulary(job(**data).data)
+
+
+def test_vocab_is_a_word_of_its_own(small: Path) -> None:
+    """--vocab needs no tokenizer: the embedding, tied to the head, has so many rows."""
+    small.write_text(SMALL.replace("corpus/*.txt", "corpus/*.txt, tokenizer: nothing.json"))
+    few, many = (told(small, "--vocab", n)["model"]["parameters"] for n in ("100", "150"))
+    assert many - few == 50 * 32
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("80GiB", 80 * GIB),
+        ("80G", 80 * GIB),
+        ("80GB", 80 * 10**9),
+        ("1.5TiB", 1536 * GIB),
+        ("512 MiB", GIB // 2),
+        ("1e9", 10**9),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    """GiB and G are powers of two, GB a power of ten; no unit is bytes."""
+    assert plan.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "big", "-1GiB", "0", "1.2.3G", "80 XB", "nan", "1e999"])
+def test_no_sizes(text: str) -> None:
+    """What is no positive size is refused, with an example."""
+    with pytest.raises(UsageError, match="--memory .*\n.*80GiB"):
+        plan.parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("sections", "asked", "here", "device"),
+    [
+        ({}, False, False, "cpu"),
+        ({}, True, False, "cuda"),
+        ({}, False, True, "cuda"),
+        ({"precision": "fp16"}, False, False, "cuda"),
+        ({"cluster": {"gpus_per_worker": 0}}, True, True, "cpu"),
+        ({"cluster": {"gpus_per_worker": 1}}, False, False, "cuda"),
+    ],
+)
+def test_what_is_planned_for(sections: dict[str, Any], asked: bool, here: bool, device: str) -> None:
+    """The job's own word first; then what was asked for, what the format needs, and what this machine has."""
+    spec = JobSpec.model_validate({"data": {"source": "x"}, "train": {"steps": 1}, **sections})
+    assert plan.target(spec, asked=asked, here=here)[0] == device
+
+
+def test_json_is_documented(deepseek: dict[str, Any]) -> None:
+    """Each key of the object and of what is in it stands in docs/plan.md."""
+    section = (ROOT / "docs/plan.md").read_text().split("\n## JSON\n")[1]
+    keys = set(deepseek) | {k for r in deepseek["strategies"] for k in r}
+    for name in ("model", "machine", "batch", "offload", "pick"):
+        keys |= set(deepseek[name])
+    named = set(re.findall(r"`(\w+)`", section))
+    assert keys <= named, f"not in docs/plan.md: {keys - named}"
+    assert all(f"`--{o}" in (ROOT / "docs/plan.md").read_text() for o in ("gpus ", "gpus-per-node", "memory", "vocab"))
