@@ -1,4 +1,4 @@
-"""Plain PyTorch under torchrun: FSDP2 on gloo. Arguments: out, t0, and zero3 (blocks are resharded after forward) or zero2 (not)."""
+"""Plain PyTorch under torchrun: FSDP2 on gloo. Arguments: out, t0, and zero3 (blocks resharded after forward) or zero2 (not)."""
 
 from __future__ import annotations
 
