@@ -1,0 +1,177 @@
+"""A training step under each strategy and option, beside plain FSDP2, in one interleaved run: time, and bytes a rank.
+
+    python benchmarks/step.py [--rounds 8]
+
+Two gloo ranks of one thread each hold all variants at once and take turns, in a new order each round: one step that is not counted,
+then two that are. All train the same GPT on the same samples with fused AdamW, but for the line that says otherwise. raydist's
+steps are raydist.worker.step.TrainStep, with the gradient norm and clipping; the plain ones have neither. `bytes_over_ideal`
+is what parameters, gradients and optimizer state take on the fuller rank after a backward pass, over the ZeRO paper's 4 + 4 + 8
+bytes a parameter, divided as the stage says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from common import write
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from raydist import registry
+from raydist.data.batches import MicroBatch
+from raydist.spec import JobSpec
+from raydist.worker import compute, optim
+from raydist.worker.model import gpt
+from raydist.worker.precision import Precision
+from raydist.worker.setup import Rank
+from raydist.worker.step import TrainStep, loss_sum
+
+WORLD, VOCAB, BATCH = 2, 2048, 4
+MODEL = {"layers": 6, "width": 384, "heads": 6, "context": 128}
+
+RAYDIST: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp, AdamW not fused": {"optim": {"fused": False}},
+    "ddp, activations full": {"train": {"checkpoint_activations": "full"}},
+    "ddp, activations selective": {"train": {"checkpoint_activations": "selective"}},
+    "ddp, blocks compiled": {"train": {"compile": "blocks"}},
+    "ddp, all compiled": {"train": {"compile": True}},
+    "zero1": {"parallel": {"strategy": "zero1"}},
+    "zero2": {"parallel": {"strategy": "zero2"}},
+    "zero3": {"parallel": {"strategy": "zero3", "reshard_after_forward": True}},
+    "zero3, reshard auto": {"parallel": {"strategy": "zero3"}},
+}
+PLAIN = {"FSDP2, not resharded": False, "FSDP2, resharded": True}
+BESIDE = {"zero2": "FSDP2, not resharded", "zero3": "FSDP2, resharded"}
+"""The plain one that sends the same."""
+
+
+class Ours:
+    """raydist's step."""
+
+    def __init__(self, rank: Rank, sections: dict[str, Any], tokens: Tensor) -> None:
+        base = {"data": {"source": "any"}, "train": {"steps": 1}, "model": MODEL}
+        spec = JobSpec.model_validate(base | sections | {"train": {"steps": 1, **sections.get("train", {})}})
+        self.batch = MicroBatch(tokens[:, :-1], tokens[:, 1:].contiguous())
+        self.strategy = registry.load("parallel", spec.parallel.strategy)(spec, rank)
+        torch.manual_seed(1)
+        model = gpt.build(spec.model, VOCAB)
+        self.strategy.wrap(model, lambda module: loss_sum(module, MicroBatch(tokens[:1, :-1], tokens[:1, 1:])))
+        compute.prepare(model, spec.train)
+        shards = self.strategy.shards()
+        optimizer = optim.build(shards, spec.optim, rank.device)
+        self.counted = 0
+
+        def count() -> None:
+            """Right after the gradients are there; an empty state is that of the first step."""
+            grads = [p.grad for p in model.parameters()] + [s.local.grad for s in shards.values()]
+            state = [t for s in optimizer.state.values() for t in s.values()]
+            self.counted = _bytes([*model.parameters(), *grads, *state])
+
+        self.step = TrainStep(
+            rank, self.strategy, optimizer, Precision(spec.precision, rank.device),
+            full_tokens=WORLD * BATCH * MODEL["context"], clip=1.0, before_update=count,
+        )  # fmt: skip
+
+    def __call__(self) -> None:
+        """One step."""
+        self.step(1, [self.batch], self.batch.targets.numel(), 1e-3, want_stop=False)
+
+
+class Plain:
+    """torch's FSDP2 as its tutorial has it."""
+
+    def __init__(self, reshard: bool, tokens: Tensor) -> None:
+        self.tokens = tokens
+        torch.manual_seed(1)
+        self.model = gpt.build(JobSpec.model_validate(
+            {"data": {"source": "any"}, "train": {"steps": 1}, "model": MODEL}
+        ).model, VOCAB)  # fmt: skip
+        for block in self.model.blocks:
+            fully_shard(block, reshard_after_forward=reshard)
+        fully_shard(self.model, reshard_after_forward=reshard)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        self.counted = 0
+
+    def __call__(self) -> None:
+        """One step."""
+        module: nn.Module = self.model
+        F.cross_entropy(module(self.tokens[:, :-1]).flatten(0, 1), self.tokens[:, 1:].flatten()).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def _bytes(tensors: list[Tensor | None]) -> int:
+    """Of the memory behind them, each piece once."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
+
+
+def main(number: int, port: int, rounds: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=number, world_size=WORLD)
+    control = dist.new_group(backend="gloo")
+    rank = Rank(number, WORLD, number, torch.device("cpu"), "gloo", "127.0.0.1", control, ())
+    tokens = torch.randint(VOCAB, (BATCH, MODEL["context"] + 1), generator=torch.Generator().manual_seed(number))
+    variants: dict[str, Callable[[], None]] = {name: Ours(rank, s, tokens) for name, s in RAYDIST.items()}
+    variants |= {name: Plain(reshard, tokens) for name, reshard in PLAIN.items()}
+    for step in variants.values():
+        for _ in range(2):  # compiles
+            step()
+    order = random.Random(0)
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        names = list(variants)
+        order.shuffle(names)
+        for name in names:
+            variants[name]()
+            dist.barrier()
+            begun = time.perf_counter()
+            for _ in range(2):
+                variants[name]()
+            dist.barrier()
+            times[name].append((time.perf_counter() - begun) / 2)
+    counted: list[Any] = [None] * WORLD
+    dist.all_gather_object(counted, {n: v.counted for n, v in variants.items()})  # type: ignore[attr-defined]
+    if number == 0:
+        model = gpt.build(variants["ddp"].strategy._spec.model, VOCAB)  # type: ignore[attr-defined]
+        parameters = sum(p.numel() for p in model.parameters())
+        ideal = {"ddp": 16, "zero1": 8 + 8 / WORLD, "zero2": 4 + 12 / WORLD, "zero3": 16 / WORLD}
+        table = {}
+        for name in variants:
+            row = {"step_s": statistics.median(times[name])}
+            row["speed_over_ddp"] = statistics.median(b / a for a, b in zip(times[name], times["ddp"], strict=True))
+            if name in BESIDE:
+                pairs = zip(times[name], times[BESIDE[name]], strict=True)
+                row["speed_over_plain_fsdp2"] = statistics.median(b / a for a, b in pairs)
+            if name in ideal:
+                row["bytes_over_ideal"] = max(c[name] for c in counted) / (parameters * ideal[name])
+            table[name] = {k: round(v, 4) for k, v in row.items()}
+            print(f"{name:28s}", "  ".join(f"{k} {v:.3f}" for k, v in table[name].items()))
+        load = os.getloadavg()[1]
+        print(write("step", {"parameters": parameters, "rounds": rounds, "load_average": load, "variants": table}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=8)
+    asked = parser.parse_args()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free_port = probe.getsockname()[1]
+    mp.spawn(main, (free_port, asked.rounds), nprocs=WORLD)
