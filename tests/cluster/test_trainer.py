@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,9 +16,11 @@ from pathlib import Path
 import pytest
 import ray
 
+from raydist.cluster import raytrain
 from raydist.cluster.session import Session, open_session, worker_environment
 from raydist.cluster.trainer import Attempt, AttemptResult
 from raydist.errors import RaydistError
+from raydist.worker import RENDEZVOUS_FD
 
 sys.path.insert(0, str(Path(__file__).parent))
 from drivers import attempt  # as the workers will find it: by PYTHONPATH
@@ -187,3 +191,13 @@ def _gone(pids: list[int]) -> None:
             return
         time.sleep(0.05)
     raise AssertionError(f"still running: {pids}")
+
+
+def test_the_rendezvous_port_stays_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the moment rank 0 has chosen it, for it listens there only seconds later."""
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setenv(RENDEZVOUS_FD, "")
+    address = raytrain._rendezvous()
+    with contextlib.closing(socket.socket(fileno=int(os.environ[RENDEZVOUS_FD]))), socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(address)

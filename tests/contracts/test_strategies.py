@@ -247,8 +247,9 @@ def test_activations_computed_again_change_no_bit(ranks: Any, variant: str, kind
         assert all(torch.equal(w, weights_again[n]) for n, w in weights.items())
 
 
-@pytest.mark.parametrize("scope", ["blocks", True])
-@pytest.mark.parametrize("variant", registry.names("parallel"))
+@pytest.mark.parametrize(
+    ("variant", "scope"), [("ddp", True), ("zero3", True), *((name, "blocks") for name in registry.names("parallel"))]
+)
 def test_compiled_it_computes_the_same(ranks: Any, variant: str, scope: Any) -> None:
     """On 2 ranks, block by block and whole, with activations computed again: within 1e-4 of one process that is not compiled."""
     spec = job(variant, train={"compile": scope, "checkpoint_activations": "full" if scope == "blocks" else "none"})
