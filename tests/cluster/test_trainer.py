@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -198,6 +197,6 @@ def test_the_rendezvous_port_stays_taken(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setenv(RENDEZVOUS_FD, "")
     address = raytrain._rendezvous()
-    with contextlib.closing(socket.socket(fileno=int(os.environ[RENDEZVOUS_FD]))), socket.socket() as other:
-        with pytest.raises(OSError, match="in use"):
-            other.bind(address)
+    held = socket.socket(fileno=int(os.environ[RENDEZVOUS_FD]))
+    with held, socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(address)
