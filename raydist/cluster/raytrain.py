@@ -31,7 +31,6 @@ from ray.train.v2._internal.util import TrainingFramework
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from raydist.cluster.failures import only_echoes
-from raydist.worker import RENDEZVOUS_FD
 
 # Ray's 2 s are what an attempt lasts longer than its last step, and what a death goes unseen, on average half.
 _POLL_S = "0.5"
@@ -92,7 +91,6 @@ class _TorchEnvironmentBackend(Backend):
                         "LOCAL_RANK": str(place.local_rank),
                         "LOCAL_WORLD_SIZE": str(place.local_world_size),
                         "NODE_RANK": str(place.node_rank),
-                        **({RENDEZVOUS_FD: "-1"} if rank else {}),
                     },
                 )
             )
@@ -104,16 +102,11 @@ def _set_environment(variables: dict[str, str]) -> None:
 
 
 def _rendezvous() -> tuple[str, int]:
-    """This node's IP, and a port that rank 0 holds from now on.
-
-    It listens there only once it has imported torch, seconds later: by then somebody else may have a port that is merely free.
-    """
+    """This node's IP and a port that was free a moment ago; rank 0 listens there."""
     host = ray.util.get_node_ip_address()
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.bind((host, 0))
-    port = int(sock.getsockname()[1])
-    os.environ[RENDEZVOUS_FD] = str(sock.detach())
-    return host, port
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.bind((host, 0))
+        return host, int(sock.getsockname()[1])
 
 
 class _QuietScalingPolicy(FixedScalingPolicy):

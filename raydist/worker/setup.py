@@ -12,7 +12,7 @@ import socket
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import psutil
@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from raydist.errors import UserError
-from raydist.worker import RENDEZVOUS_FD
 
 T = TypeVar("T")
 
@@ -122,7 +121,6 @@ def start(*, gpus: float | None, threads: int | None, timeout_s: float, node_ip:
             notes.append(f"interface {interface.value}: {interface.because}")
         dist.init_process_group(
             backend.value,
-            store=_store(world, timedelta(seconds=timeout_s)),
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=timeout_s),
@@ -130,17 +128,6 @@ def start(*, gpus: float | None, threads: int | None, timeout_s: float, node_ip:
         )
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     return Rank(rank, world, local_rank, device.value, backend.value, node_ip, control, tuple(notes))
-
-
-def _store(world: int, timeout: timedelta) -> Any:
-    """Where the ranks meet, on the port that rank 0 was given bound already; None under torchrun, where torch finds it."""
-    bound = int(os.environ.pop(RENDEZVOUS_FD, "-2"))
-    if bound == -2:
-        return None
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    served = {"is_master": True, "master_listen_fd": bound} if bound >= 0 else {"is_master": False}
-    store = dist.TCPStore  # type: ignore[attr-defined]  # torch's own lists leave it out
-    return store(host, port, world, timeout=timeout, wait_for_workers=False, **served)
 
 
 def stop(rank: Rank) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,11 +14,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from raydist.cluster import raytrain
 from raydist.cluster.session import Session, open_session, worker_environment
 from raydist.cluster.trainer import Attempt, AttemptResult
 from raydist.errors import RaydistError
-from raydist.worker import RENDEZVOUS_FD
 
 sys.path.insert(0, str(Path(__file__).parent))
 from drivers import attempt  # as the workers will find it: by PYTHONPATH
@@ -190,13 +187,3 @@ def _gone(pids: list[int]) -> None:
             return
         time.sleep(0.05)
     raise AssertionError(f"still running: {pids}")
-
-
-def test_the_rendezvous_port_stays_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the moment rank 0 has chosen it, for it listens there only seconds later."""
-    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setenv(RENDEZVOUS_FD, "")
-    address = raytrain._rendezvous()
-    held = socket.socket(fileno=int(os.environ[RENDEZVOUS_FD]))
-    with held, socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind(address)
