@@ -102,11 +102,18 @@ def _set_environment(variables: dict[str, str]) -> None:
 
 
 def _rendezvous() -> tuple[str, int]:
-    """This node's IP and a port that was free a moment ago; rank 0 listens there."""
+    """This node's IP, and a port that is kept for rank 0, which listens there seconds later, once it has imported torch.
+
+    A port that is merely free by now is taken in between every now and then: Ray opens many. Linux gives a bound one to nobody by
+    itself, and lets who asks for it by number listen there if both have SO_REUSEADDR, as torch's store has.
+    """
     host = ray.util.get_node_ip_address()
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as sock:
-        sock.bind((host, 0))
-        return host, int(sock.getsockname()[1])
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind((host, 0))
+    port = int(sock.getsockname()[1])
+    sock.detach()  # for as long as this process lives, which is one attempt
+    return host, port
 
 
 class _QuietScalingPolicy(FixedScalingPolicy):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from raydist.cluster import raytrain
 from raydist.cluster.session import Session, open_session, worker_environment
 from raydist.cluster.trainer import Attempt, AttemptResult
 from raydist.errors import RaydistError
@@ -187,3 +189,16 @@ def _gone(pids: list[int]) -> None:
             return
         time.sleep(0.05)
     raise AssertionError(f"still running: {pids}")
+
+
+def test_the_rendezvous_port_is_kept_for_torchs_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the moment rank 0 has chosen it nobody else gets it, but a store that asks for it by number."""
+    from torch.distributed import TCPStore
+
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    host, port = raytrain._rendezvous()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((host, port))
+    store = TCPStore(host, port, 1, is_master=True, wait_for_workers=False)
+    store.set("key", "value")
+    assert store.get("key") == b"value"
