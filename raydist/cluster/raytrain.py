@@ -104,13 +104,18 @@ def _set_environment(variables: dict[str, str]) -> None:
 def _rendezvous() -> tuple[str, int]:
     """This node's IP, and a port that is kept for rank 0, which listens there seconds later, once it has imported torch.
 
-    A port that is merely free by now is taken in between every now and then: Ray opens many. Linux gives a bound one to nobody by
-    itself, and lets who asks for it by number listen there if both have SO_REUSEADDR, as torch's store has.
+    Torch's store listens on all addresses: any connection that has the port on one of them, loopback too, would be in its way, and
+    Ray opens many. So the port is bound here on all of them. Linux then gives it to nobody by itself, and lets who asks for it by
+    number listen there if both have SO_REUSEADDR, as the store has.
     """
     host = ray.util.get_node_ip_address()
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    if socket.has_dualstack_ipv6():
+        sock = socket.socket(socket.AF_INET6)
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    else:
+        sock = socket.socket(socket.AF_INET)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((host, 0))
+    sock.bind(("", 0))
     port = int(sock.getsockname()[1])
     sock.detach()  # for as long as this process lives, which is one attempt
     return host, port

@@ -9,6 +9,7 @@ forward pass through the backward pass: it is needed first and last. The last bl
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -28,8 +29,8 @@ from raydist.worker.precision import DTYPES
 from raydist.worker.setup import Rank
 
 
-class FullyShardedStrategy:
-    """See `ParallelStrategy`. A strategy's file says over which ranks: `shard_group` are those that share one copy."""
+class FullyShardedStrategy(ABC):
+    """See `ParallelStrategy`. A strategy's file says over which ranks, with `mesh`."""
 
     module: nn.Module
     on_final: Callable[[Sequence[torch.Tensor]], None] | None = None
@@ -39,9 +40,9 @@ class FullyShardedStrategy:
         self.loss_factor = float(rank.world_size)  # FSDP's reduction averages
         self.takes_meta = rank.world_size > 1
 
+    @abstractmethod
     def mesh(self) -> DeviceMesh:
         """All ranks; the last dimension are those that share one copy of the state."""
-        raise NotImplementedError
 
     def wrap(self, model: nn.Module, example: Example) -> nn.Module:
         """See `ParallelStrategy.wrap`. Runs `example` twice, sharded. The model's parameters move to the device block by block."""
@@ -146,7 +147,7 @@ class FullyShardedStrategy:
             p.grad = None
             self._shards[name].local.grad = None
 
-    def updated(self) -> None:
+    def updated(self) -> None:  # noqa: B027
         """See `ParallelStrategy.updated`: the next forward pass gathers the new values anyway."""
 
 

@@ -109,7 +109,8 @@ def check_graph(model: nn.Module, loss: Callable[[], Tensor], rank: Rank) -> Non
     """
     named = [(plain_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
     signature = [f"{n}{list(p.shape)}:{str(p.dtype).removeprefix('torch.')}" for n, p in named]
-    _compare_names(signature, rank)
+    remedy = "build the same model on every rank: nothing in it may depend on the rank, the host or the time"
+    _same_on_all_ranks(signature, rank, "has other parameters", remedy)
     was_training = model.training
     model.train()
     with watch_gradients(model) as seen:
@@ -120,13 +121,8 @@ def check_graph(model: nn.Module, loss: Callable[[], Tensor], rank: Rank) -> Non
     aliases = {plain_name(n): names[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if id(p) in names}
     reached = {aliases.get(n, n) for n in seen}
     without = [n for n, _ in named if n not in reached]
-    every = _gather(without, rank)
-    for other, unused in enumerate(every):
-        if unused != every[0]:
-            raise GraphMismatch(
-                f"rank {other} uses other parameters in its loss than rank 0: {_some(sorted(set(unused) ^ set(every[0])))}",
-                "forward must take the same path through the model on every rank",
-            )
+    remedy = "forward must take the same path through the model on every rank"
+    _same_on_all_ranks(without, rank, "uses other parameters in its loss", remedy)
     if without:
         raise GraphMismatch(
             f"these parameters take no part in the loss: {_some(without)}",
@@ -134,22 +130,15 @@ def check_graph(model: nn.Module, loss: Callable[[], Tensor], rank: Rank) -> Non
         )
 
 
-def _compare_names(signature: list[str], rank: Rank) -> None:
-    every = _gather(signature, rank)
+def _same_on_all_ranks(mine: list[str], rank: Rank, fault: str, remedy: str) -> None:
+    """Raises GraphMismatch, on every rank, if a rank's names are not those of rank 0."""
+    every = [mine] * rank.world_size
+    if rank.world_size > 1:
+        dist.all_gather_object(every, mine, group=rank.control)
     for other, theirs in enumerate(every):
         if theirs != every[0]:
-            raise GraphMismatch(
-                f"rank {other} has other parameters than rank 0: {_some(sorted(set(theirs) ^ set(every[0])))}",
-                "build the same model on every rank: nothing in it may depend on the rank, the host or the time",
-            )
-
-
-def _gather(mine: list[str], rank: Rank) -> list[list[str]]:
-    every: list[list[str]] = [mine]
-    if rank.world_size > 1:
-        every = [[]] * rank.world_size
-        dist.all_gather_object(every, mine, group=rank.control)
-    return every
+            names = _some(sorted(set(theirs) ^ set(every[0])))
+            raise GraphMismatch(f"rank {other} {fault} than rank 0: {names}", remedy)
 
 
 def _some(names: Sequence[str], most: int = 8) -> str:

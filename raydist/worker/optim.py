@@ -115,6 +115,14 @@ def _muon(named: Named, spec: OptimSpec, device: torch.device) -> Optimizer:
     return MuonWithAdamW(_group("muon", hidden, spec.weight_decay), decay_groups(rest, spec), spec, device)
 
 
+def run_closure(closure: Callable[[], float] | None) -> float | None:
+    """What torch promises who gives `Optimizer.step` a closure: it runs first, with autograd on, and its value is returned."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class MuonWithAdamW(Optimizer):
     """Muon on the matrices of the blocks; AdamW on embeddings, head, norms and biases. One optimizer to its caller.
 
@@ -153,10 +161,7 @@ class MuonWithAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         self._muon.step()  # type: ignore[no-untyped-call]
         if self._adamw is not None:
             self._adamw.step()

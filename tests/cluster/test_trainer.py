@@ -94,8 +94,8 @@ def test_one_root_cause(session: Session, end: dict[str, str], cause: str, heals
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
-def test_a_killed_worker_is_the_cause_and_its_peer_an_echo(session: Session, tmp_path: Path, guilty: int) -> None:
-    """SIGKILL of either rank: the other one's lost connection is not what is reported."""
+def test_a_killed_worker_is_the_cause_not_its_peer(session: Session, tmp_path: Path, guilty: int) -> None:
+    """SIGKILL of either rank: the lost connection of the other, which may come in time to be heard, is not what is reported."""
     results: list[AttemptResult] = []
     config = {"end": {"*": "wait"}, "started": str(tmp_path)}
     thread = threading.Thread(target=lambda: results.append(attempt(session, config)))
@@ -105,7 +105,8 @@ def test_a_killed_worker_is_the_cause_and_its_peer_an_echo(session: Session, tmp
     thread.join(30)
     failure = results[0].failure
     assert failure is not None
-    assert (failure.kind, failure.rank, failure.echoes) == ("worker_died", guilty, 1)
+    assert (failure.kind, failure.rank) == ("worker_died", guilty)
+    assert failure.echoes <= 1
     assert failure.cause.startswith(f"WorkerDied: process {pids[guilty]} on ")
     assert "\n" not in failure.cause
     _gone(pids)
@@ -197,8 +198,9 @@ def test_the_rendezvous_port_is_kept_for_torchs_store(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     host, port = raytrain._rendezvous()
-    with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind((host, port))
+    for address in ("127.0.0.1", "127.0.0.2", "0.0.0.0"):  # torch's store listens on all of them
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((address, port))
     store = TCPStore(host, port, 1, is_master=True, wait_for_workers=False)
     store.set("key", "value")
     assert store.get("key") == b"value"

@@ -10,14 +10,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from raydist import registry
-from raydist.data.batches import MASKED
 from raydist.rundir import RunDir
 from raydist.spec import JobSpec
 from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.save import Saver
 from raydist.worker.setup import Rank
 from raydist.worker.state import TrainState
-from tests.contracts.test_strategies import CONTEXT, Trainer, job, mine, run, samples
+from tests.training import CONTEXT, Trainer, counted, job, mine, run, samples
 
 N, MICRO = 6, 2
 Whole = dict[str, torch.Tensor]
@@ -26,8 +25,7 @@ Whole = dict[str, torch.Tensor]
 def step(trainer: Trainer, number: int) -> float:
     """One step on the samples that belong to its number; its loss."""
     batches = mine(trainer.rank, *samples(N, seed=number), MICRO)
-    tokens = sum(int((m.targets != MASKED).sum()) for m in batches)
-    return trainer.step(number, batches, tokens, 1e-2, want_stop=False).loss
+    return trainer.step(number, batches, counted(batches), 1e-2, want_stop=False).loss
 
 
 def whole(tensors: dict[str, torch.Tensor]) -> Whole:
@@ -47,7 +45,7 @@ def saved(rank: Rank, spec: JobSpec, folder: str) -> tuple[Whole, float]:
     )  # fmt: skip
     tensors, rank_tensors, plain = state.capture()
     expected = whole(tensors)
-    trainer.step._before_update = saver.before_update
+    trainer.before_update = saver.before_update
     saver.start(2, tensors, rank_tensors, plain)
     loss = step(trainer, 3)  # beside the save: what is saved is the state before it
     assert saver.wait()

@@ -307,7 +307,6 @@ def peak_of_a_step(rank: Rank, spec: JobSpec) -> int:
     return sampled.most - before
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc's account of malloc")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_whole_peak_is_what_a_step_takes(ranks: Any, strategy: str) -> None:
     """All columns together are within 15% of what malloc gives a rank at its worst moment; gloo's own copies are not planned."""

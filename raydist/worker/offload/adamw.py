@@ -24,7 +24,7 @@ from raydist.spec.models import OffloadSpec, OptimSpec
 from raydist.worker.offload.hostcopy import HostCopy
 from raydist.worker.offload.layout import Layout
 from raydist.worker.offload.moments import InFile, InMemory, Moments
-from raydist.worker.optim import decay_groups
+from raydist.worker.optim import decay_groups, run_closure
 from raydist.worker.parallel import ParamShard
 
 STATE_BYTES = 8
@@ -153,10 +153,7 @@ class OffloadedAdamW(AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of all parameters that have a gradient. Nothing of the state is written before this call, or after it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         self._check_usable()
         grads: dict[int, Tensor] = {}
         for number, parameter in enumerate(self._parameters):
