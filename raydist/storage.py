@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import pyarrow.fs as pafs
 
 _TEMPORARY = ".tmp-"
+_LIST_TRIES = 10
 
 
 class Sink(Protocol):
@@ -171,10 +172,14 @@ class Storage:
         from pyarrow.fs import FileSelector
 
         selector = FileSelector(self.path(folder), recursive=recursive, allow_not_found=True)
-        try:
-            infos = self.fs.get_file_info(selector)
-        except OSError as error:
-            raise self._failed("list", folder, error) from error
+        for tries in range(_LIST_TRIES):
+            try:
+                infos = self.fs.get_file_info(selector)
+                break
+            except OSError as error:
+                # pyarrow says this of a folder that came, or went, while it looked; never of one that is not there.
+                if not isinstance(error, FileNotFoundError) or tries == _LIST_TRIES - 1:
+                    raise self._failed("list", folder, error) from error
         for info in sorted(infos, key=lambda i: i.path):
             if not info.base_name.startswith(_TEMPORARY):
                 yield str(PurePosixPath(info.path).relative_to(self.root)), info

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,25 @@ def test_files_come_and_go(tmp_path: Path, prefix: str) -> None:
     assert storage.files("", recursive=True) == {}
     with pytest.raises(FileNotFoundError):
         storage.read("b/c.txt")
+
+
+def test_a_folder_that_comes_and_goes_while_it_is_listed(tmp_path: Path) -> None:
+    """It is empty or not there: no error, though pyarrow has one for a folder that comes just after it has looked."""
+    storage, done = Storage(tmp_path), threading.Event()
+
+    def toggle() -> None:
+        while not done.is_set():
+            (tmp_path / "a").mkdir()
+            (tmp_path / "a").rmdir()
+
+    thread = threading.Thread(target=toggle)
+    thread.start()
+    try:
+        for _ in range(2000):
+            assert storage.files("a") == {}
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:

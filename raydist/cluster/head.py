@@ -9,6 +9,9 @@ tests/cluster/test_session.py fails when they do.
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import signal
 import socket
 import subprocess
 import time
@@ -81,15 +84,33 @@ def running(temp_dir: Path, *, object_store_bytes: int) -> Iterator[Any]:
             yield node
     finally:
         node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
+        _sweep(temp_dir)
 
 
-# Every process of a Ray has files of its temporary folder open: that finds the workers too, which start and end as they will.
+def _sweep(temp_dir: Path) -> None:
+    """Kills what is left of a Ray whose raylet is gone: now and then an actor hangs in its own shutdown, for good.
+
+    Every process of a Ray has files of its temporary folder open, but so may have a user's `tail -f`.
+    """
+    inside = f"{temp_dir}/"
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+            of_ray = _OF_RAY.search((process / "cmdline").read_bytes()) and process.name != str(os.getpid())
+            if of_ray and any(os.readlink(fd).startswith(inside) for fd in (process / "fd").iterdir()):
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+_OF_RAY = re.compile(rb"^ray::|/ray/")
+
+# The same as `_sweep`, without Python. In rounds, for a raylet that is still alive starts a new worker for each that is gone.
 _KEEPER = """
 read _
-for round in 1 2 3; do
+for round in 1 2 3 4 5; do
   for process in /proc/[0-9]*; do
-    ls -l "$process/fd" 2>/dev/null | grep -qF " -> $1/" && grep -qa ray "$process/cmdline" && kill -9 "${process#/proc/}"
+    ls -l "$process/fd" 2>/dev/null | grep -qF " -> $1/" && grep -qaE '^ray::|/ray/' "$process/cmdline" &&
+      kill -9 "${process#/proc/}"
   done
+  sleep 0.1
 done
 """
 

@@ -7,6 +7,7 @@ attempt on a cluster.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -87,6 +88,21 @@ def attempt(session: Session, config: dict[str, Any] | None = None, **kwargs: An
     return run_attempt(train, config or {}, session=session, **{**defaults, **kwargs})
 
 
+def _bystander(path: str) -> Any:
+    """An actor that writes its process id there and takes its leave of Ray, but whose process hangs on the way out."""
+    import ray
+
+    class Bystander:
+        def leave(self) -> None:
+            Path(path).write_text(str(os.getpid()))
+            atexit.register(time.sleep, 1000)
+            ray.actor.exit_actor()
+
+    actor = ray.remote(Bystander).options(num_cpus=0).remote()
+    actor.leave.remote()
+    return actor
+
+
 def _say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
@@ -99,7 +115,10 @@ def _main() -> None:
             signal.signal(signal.SIGINT, lambda *_: _say(interrupted=True))
             _say(address=session.address, temp=str(session.temp_dir), token=os.environ["RAY_AUTH_TOKEN"])
             for line in sys.stdin:
-                result = attempt(session, json.loads(line))
+                config = json.loads(line)
+                if "bystander" in config:
+                    bystander = _bystander(config["bystander"])  # noqa: F841 - it goes with this process
+                result = attempt(session, config)
                 _say(value=result.value, cause=result.failure and result.failure.cause)
     else:
         env = worker_environment()

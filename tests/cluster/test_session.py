@@ -159,6 +159,20 @@ def test_a_private_ray_dies_with_its_driver(
             assert not temp.exists()
 
 
+def test_an_actor_that_does_not_end_is_ended(drivers: Callable[..., Driver], tmp_path: Path) -> None:
+    """Ray's own shutdown hangs in an actor now and then."""
+    driver = drivers("private", str(tmp_path / "logs"))
+    driver.read()
+    workers, go = tmp_path / "started", tmp_path / "go"
+    workers.mkdir()
+    driver.write(end={"*": "file"}, file=str(go), started=str(workers), bystander=str(tmp_path / "bystander"))
+    _wait(lambda: (tmp_path / "bystander").exists())
+    go.touch()
+    assert driver.read()["cause"] is None
+    driver.end()
+    driver.assert_nothing_left()
+
+
 def test_ctrl_c_reaches_the_driver_alone(drivers: Callable[..., Driver], tmp_path: Path) -> None:
     """SIGINT to the whole process group, as a terminal sends it: the driver decides, Ray and the workers go on."""
     driver = drivers("private", str(tmp_path / "logs"))
