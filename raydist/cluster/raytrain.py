@@ -7,7 +7,6 @@ outside the workers. docs/adr/0003 has the figures behind each thing that is lef
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -31,6 +30,7 @@ from ray.train.v2._internal.util import TrainingFramework
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from raydist.cluster.failures import only_echoes
+from raydist.worker.rendezvous import hold_port, port_of
 
 # Ray's 2 s are what an attempt lasts longer than its last step, and what a death goes unseen, on average half.
 _POLL_S = "0.5"
@@ -102,23 +102,11 @@ def _set_environment(variables: dict[str, str]) -> None:
 
 
 def _rendezvous() -> tuple[str, int]:
-    """This node's IP, and a port that is kept for rank 0, which listens there seconds later, once it has imported torch.
-
-    Torch's store listens on all addresses: any connection that has the port on one of them, loopback too, would be in its way, and
-    Ray opens many. So the port is bound here on all of them. Linux then gives it to nobody by itself, and lets who asks for it by
-    number listen there if both have SO_REUSEADDR, as the store has.
-    """
-    host = ray.util.get_node_ip_address()
-    if socket.has_dualstack_ipv6():
-        sock = socket.socket(socket.AF_INET6)
-        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    else:
-        sock = socket.socket(socket.AF_INET)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind(("", 0))
-    port = int(sock.getsockname()[1])
-    sock.detach()  # for as long as this process lives, which is one attempt
-    return host, port
+    """This node's IP, and a port that is held for rank 0 as long as this process lives."""
+    held = hold_port()
+    port = port_of(held)
+    held.detach()
+    return ray.util.get_node_ip_address(), port
 
 
 class _QuietScalingPolicy(FixedScalingPolicy):

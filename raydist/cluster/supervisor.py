@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
+from raydist.cluster.conductor import start_conductor
+from raydist.cluster.group import Group
 from raydist.cluster.recovery import Failure, History, Restart, Stop, decide
 from raydist.cluster.session import Session, worker_environment
-from raydist.cluster.trainer import Attempt, run_attempt
+from raydist.cluster.trainer import Attempt
 from raydist.errors import WorkerFailed
 from raydist.observe.run import start_monitor
 from raydist.records import Event
@@ -72,7 +75,7 @@ class Supervisor:
         self._request, self._session, self._view, self._refresh_s = request, session, view, refresh_s
         self._signals: list[int] = []
         self._stop = threading.Event()
-        self._attempt: Attempt | None = None
+        self._running: Attempt | None = None
         self._ending: Ending | None = None
         self._error: BaseException | None = None
         self._seen = 0
@@ -82,6 +85,7 @@ class Supervisor:
         end; the second ends the attempt at once. Call it in the main thread.
         """
         self._monitor = start_monitor(self._request.run.uri)
+        self._conductor = start_conductor()
         attempts = threading.Thread(target=self._attempts, name="raydist-attempts", daemon=True)
         with _handling(self._on_signal):
             attempts.start()
@@ -110,8 +114,8 @@ class Supervisor:
         if count == 1:
             self._view.note("stopping: one checkpoint, then a clean end (again to end at once)")
             self._monitor.command.remote("stop")
-        elif self._attempt is not None:
-            self._attempt.abort()
+        elif self._running is not None:
+            self._running.abort()
 
     def _show(self) -> None:
         snapshot = self._ask(self._monitor.snapshot, self._seen)
@@ -147,48 +151,70 @@ class Supervisor:
             self._error = error
 
     def _loop(self) -> Ending:
-        run, spec = self._request.run, self._request.spec
-        number, history = last_attempt(run), History()
-        while True:
-            number += 1
-            committed = _newest(run)
-            begun = self._monitor.begin_attempt.remote(number, spec.cluster.workers, committed)
-            result = run_attempt(
-                "raydist.worker.entry:train",
-                {
-                    "spec": spec.model_dump(mode="json"),
-                    "run": run.uri,
-                    "dataset": self._request.dataset,
-                    "attempt": number,
-                    "until": self._request.until,
-                    "allow_spec_change": self._request.allow_spec_change,
-                    "gpus": self._request.gpus,
-                    "monitor": self._monitor,
-                },
-                session=self._session,
-                run_name=run.name,
-                workers=spec.cluster.workers,
-                cpus_per_worker=spec.cluster.cpus_per_worker,
-                gpus_per_worker=self._request.gpus,
-                env=worker_env(spec),
-                on_started=lambda attempt, begun=begun: self._started(attempt, begun),  # type: ignore[misc]
-            )
-            self._attempt = None
-            if result.failure is None:
-                value = result.value
-                interrupted = self._signals[0] if value["status"] == "interrupted" and self._signals else None
-                return Ending(value["status"], value["step"], signal=interrupted)
-            ending = self._after(result.failure, number, history.at(_newest(run)))
-            if ending is not None:
-                return ending
-            history = history.at(_newest(run)).then(result.failure)
-
-    def _started(self, attempt: Attempt, begun: Any) -> None:
         import ray
 
-        self._attempt = attempt
-        # The workers need seconds to come up; the monitor must know of the attempt before their first record.
-        ray.get(begun, timeout=_MONITOR_TIMEOUT_S)
+        run, spec = self._request.run, self._request.spec
+        number, history = last_attempt(run), History()
+        group: Group | None = None
+        incident: dict[str, Any] | None = None
+        try:
+            while True:
+                number += 1
+                begun = self._monitor.begin_attempt.remote(number, spec.cluster.workers, _newest(run))
+                if group is None or not group.alive:
+                    group = self._group()
+                ray.get(begun, timeout=_MONITOR_TIMEOUT_S)  # it must know of the attempt before the first record
+                result = group.attempt(number, self._job(number, incident))
+                if result.failure is None:
+                    value = result.value
+                    interrupted = self._signals[0] if value["status"] == "interrupted" and self._signals else None
+                    return Ending(value["status"], value["step"], signal=interrupted)
+                over, last_step = time.time(), self._last_step()
+                ending = self._after(result.failure, number, history.at(_newest(run)))
+                if ending is not None:
+                    return ending
+                history = history.at(_newest(run)).then(result.failure)
+                incident = {"seen": result.seen, "silent_s": result.silent_s, "over": over, "last_step": last_step}
+        finally:
+            if group is not None:
+                group.end()
+
+    def _group(self) -> Group:
+        spec = self._request.spec
+        return Group(
+            session=self._session,
+            conductor=self._conductor,
+            monitor=self._monitor,
+            run_name=self._request.run.name,
+            size=spec.cluster.workers,
+            cpus=spec.cluster.cpus_per_worker,
+            gpus=self._request.gpus,
+            env=worker_env(spec),
+            on_started=self._started,
+        )
+
+    def _started(self, running: Attempt) -> None:
+        self._running = running
+
+    def _last_step(self) -> int:
+        snapshot = self._ask(self._monitor.snapshot, self._seen)
+        record = snapshot["record"] if snapshot else None
+        return int(record["step"]) if record else 0
+
+    def _job(self, number: int, incident: dict[str, Any] | None) -> dict[str, Any]:
+        """What every rank of an attempt is given; plain. `incident`: the failure that it follows."""
+        request = self._request
+        return {
+            "spec": request.spec.model_dump(mode="json"),
+            "run": request.run.uri,
+            "dataset": request.dataset,
+            "attempt": number,
+            "until": request.until,
+            "allow_spec_change": request.allow_spec_change,
+            "gpus": request.gpus,
+            "begun": time.time(),
+            "incident": incident,
+        }
 
     def _after(self, failure: Failure, number: int, history: History) -> Ending | None:
         """What to do after a failure: an Ending, or None to try again."""
@@ -219,8 +245,6 @@ class Supervisor:
                 )
 
     def _say(self, kind: str, **data: Any) -> None:
-        import time
-
         self._ask(self._monitor.push, [], [Event(kind, time.time(), data).to_dict()])
 
 

@@ -21,10 +21,15 @@ _ABORT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """How an attempt ended: exactly one of `value` (what rank 0 returned) and `failure` is of use."""
+    """How an attempt ended: exactly one of `value` (what rank 0 returned) and `failure` is of use.
+
+    `seen`: Unix time at which its failure was seen, and `silent_s`, how long the rank had shown no progress then.
+    """
 
     failure: Failure | None
     value: Any = None
+    seen: float = 0.0
+    silent_s: float = 0.0
 
 
 class Attempt:

@@ -288,6 +288,12 @@ class RecoverySpec(Part):
         1.0, ge=0, description="Seconds before the first restart; doubles with each failure without progress."
     )
     backoff_cap_s: float = Field(60.0, ge=0, description="The longest wait before a restart, in seconds.")
+    step_timeout: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds that a rank may be in one phase of a step before the attempt is ended as hung; "
+        "null: max(10, 5 x the 99th percentile of the steps so far).",
+    )
     timeout_s: float = Field(1800.0, gt=0, description="Seconds that a collective may take before the attempt fails.")
 
 

@@ -57,6 +57,14 @@ def prepare(model: nn.Module, spec: TrainSpec) -> None:
             _replace(module, torch.compile(module.forward))
 
 
+def on_compile(tell: Callable[[bool], None]) -> None:
+    """`tell(True)` whenever torch begins to compile in this process, `tell(False)` when it is done."""
+    from torch._dynamo.callback import on_compile_end, on_compile_start
+
+    on_compile_start(lambda _: tell(True))
+    on_compile_end(lambda _: tell(False))
+
+
 def _recomputed(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
     # Not reentrant: the reentrant one would hide parameters' gradients from DDP. It keeps the random state, for dropout.
     options: dict[str, Any] = {"use_reentrant": False}

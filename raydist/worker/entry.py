@@ -1,80 +1,191 @@
-"""What Ray Train calls in each worker: the one door between Ray and the loop.
+"""What Ray Train calls in each worker: the rank's agent, the one door between Ray and the loop.
 
-Runs in: each train worker, on Ray. The only module of worker/ that imports ray; hands ray's handles on as plain callables.
+Runs in: each Ray Train worker. The only module of worker/ that imports ray. Never imports torch: the rank itself is a process
+below this one, which may crash, hang or be killed while the agent looks on, says how it ended, and starts the next one.
+
+    conductor --order: attempt 2, meet at HOST:PORT--> agent --fork--> rank
+              <---- how the rank of attempt 1 ended ---      <--calls-- push, durable, ended
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import socket
+import threading
 import time
-import traceback
+from multiprocessing.connection import Connection
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
-from raydist.errors import RankFailed, RaydistError
+from raydist.errors import StorageError
+from raydist.rundir import LOGS, RunDir
+from raydist.worker import probe as probing
+from raydist.worker.child import facts
+from raydist.worker.forkserver import ForkServer, Process
+from raydist.worker.rendezvous import hold_port, port_of
+from raydist.worker.stacks import Witness, where
 
 _PUSH_TIMEOUT_S = 10.0
+_WATCH_S = 0.5
+_LATE_AGAIN_S = 10.0
+_COLLECTIVES = 1000
 
 
-def train(config: dict[str, Any]) -> dict[str, Any]:
-    """One attempt on this rank. `config` is plain: spec, run, dataset, attempt, until, allow_spec_change, and `monitor`.
-
-    Gives `Outcome.to_dict()`. Raises RankFailed with the plain facts of whatever went wrong.
-    """
-    rank = int(os.environ["RANK"])
+def agent(config: dict[str, Any]) -> None:
+    """Obeys the conductor until it says "leave". `config`: `conductor` and `monitor`, actors' handles, and `group`, a number."""
+    agent = _Agent(config["conductor"], config["monitor"], config["group"])
     try:
-        return _train(config)
-    except BaseException as error:
-        if isinstance(error, SystemExit | KeyboardInterrupt) and not isinstance(error, Exception):
-            error = RuntimeError(f"the train function ended with {type(error).__name__}: {error}")
-        raise RankFailed(
-            rank,
-            type(error).__name__,
-            "; ".join(filter(None, (error.message, error.hint)))
-            if isinstance(error, RaydistError)
-            else str(error).strip(),
-            # What raydist raises says where and how to mend it; anything else needs the lines that led to it.
-            "" if isinstance(error, RaydistError) else "".join(traceback.format_exception(error)),
-            time.time(),
-            tuple(c.__name__ for c in type(error).__mro__),
-        ) from None
+        agent.run()
+    finally:
+        agent.close()
 
 
-def _train(config: dict[str, Any]) -> dict[str, Any]:
-    # Torch comes in here, not at the top: the driver imports this module's name, never torch.
-    from raydist.rundir import RunDir
-    from raydist.spec import parse
-    from raydist.worker import setup
-    from raydist.worker.loop import Door, Job, train
+class _Agent:
+    def __init__(self, conductor: Any, monitor: Any, group: int) -> None:
+        self._conductor, self.monitor, self._group = conductor, monitor, group
+        self.rank = int(os.environ["RANK"])
+        self.node_ip = ray.util.get_node_ip_address()
+        self.server = ForkServer()
+        self._port = hold_port()
+        self._attempt: _Attempt | None = None
 
-    spec = parse(config["spec"])
-    rank = setup.start(
-        gpus=config["gpus"],
-        threads=max(1, int(spec.cluster.cpus_per_worker)),
-        timeout_s=spec.recovery.timeout_s,
-        node_ip=ray.util.get_node_ip_address(),
-    )
-    job = Job(
-        spec=spec,
-        run=RunDir(config["run"]),
-        dataset=config["dataset"],
-        attempt=config["attempt"],
-        until=config["until"],
-        allow_spec_change=config["allow_spec_change"],
-    )
-    outcome = train(job, rank, _door(config["monitor"], Door) if rank.first else None)
-    setup.stop(rank)
-    return outcome.to_dict()
+    def run(self) -> None:
+        seen = 0
+        while True:
+            order = ray.get(self._conductor.next.remote(self._group, self.rank, seen, self._offer()))
+            seen = order["number"]
+            match order["do"]:
+                case "leave":
+                    return
+                case "train":
+                    self._attempt = _Attempt(self, order)
+                case "look" if self._attempt is not None:
+                    threading.Thread(target=self._attempt.look, name="raydist-look", daemon=True).start()
+                case "kill" if self._attempt is not None:
+                    self._attempt.kill()
+
+    def close(self) -> None:
+        self.server.close()
+        self._port.close()
+
+    def tell(self, method: str, *what: Any) -> None:
+        """Calls the conductor, in the name of this agent."""
+        ray.get(getattr(self._conductor, method).remote(self._group, *what))
+
+    def take_port(self) -> socket.socket:
+        """The port that was offered last; another one is offered next."""
+        port, self._port = self._port, hold_port()
+        return port
+
+    def _offer(self) -> dict[str, Any]:
+        """Where the ranks of the next attempt can meet, if this is rank 0."""
+        return {"host": self.node_ip, "port": port_of(self._port)}
 
 
-def _door(monitor: Any, door: Any) -> Any:
-    def push(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> str | None:
-        reply = ray.get(monitor.push.remote(records, events), timeout=_PUSH_TIMEOUT_S)
-        command = reply["command"]
-        return str(command) if command else None
+class _Attempt:
+    """One attempt on this rank, from its start to the conductor's knowing how it ended; in threads of its own."""
 
-    def durable() -> None:
-        ray.get(monitor.flush.remote(), timeout=_PUSH_TIMEOUT_S)
+    def __init__(self, agent: _Agent, order: dict[str, Any]) -> None:
+        self._agent, self._order, self._number = agent, order, int(order["attempt"])
+        self._port = agent.take_port()
+        self._started = threading.Event()
+        self._process: Process | None = None
+        self._told: dict[str, Any] = {}
+        self._thread = threading.Thread(target=self._run, name="raydist-attempt", daemon=True)
+        self._thread.start()
 
-    return door(push=push, durable=durable)
+    def kill(self) -> None:
+        self._started.wait()
+        if self._process is not None:
+            self._agent.server.kill(self._process)
+
+    def _run(self) -> None:
+        agent = self._agent
+        try:
+            with self._port, contextlib.ExitStack() as stack:
+                try:
+                    process = self._process = self._start(stack)
+                finally:
+                    self._started.set()
+                again = 0.0
+                while not process.ended.wait(_WATCH_S):
+                    if self._reader.look().late and time.monotonic() > again:
+                        agent.tell("late", self._number)
+                        again = time.monotonic() + _LATE_AGAIN_S
+            seen, silent = time.time(), self._reader.look().seconds
+            if not self._told:
+                self._told["died"] = {"pid": process.pid, "node_ip": agent.node_ip, "how": process.how}
+        except Exception as error:
+            seen, silent = time.time(), 0.0
+            self._told["error"] = facts(error, agent.rank)
+        agent.tell("ended", agent.rank, self._number, {**self._told, "at": seen, "silent_s": silent})
+
+    def _start(self, stack: contextlib.ExitStack) -> Process:
+        calls, their_calls = socket.socketpair()
+        control, their_control = socket.socketpair()
+        stack.enter_context(control)
+        probe, stacks = probing.create(), os.memfd_create("raydist-stacks")
+        self._reader = probing.Reader(probe)
+        with their_calls, their_control:
+            fds = [their_calls.fileno(), their_control.fileno(), stacks, probe]
+            env = {"MASTER_ADDR": self._order["host"], "MASTER_PORT": str(self._order["port"])}
+            process = self._agent.server.fork(fds, env)
+        os.close(probe)
+        stack.callback(os.close, stacks)
+        self._witness = Witness(process.pid, stacks, control)
+        connection = Connection(calls.detach())
+        order = {**self._order["job"], "rank": self._agent.rank, "node_ip": self._agent.node_ip}
+        connection.send_bytes(json.dumps(order).encode())
+        threading.Thread(target=self._serve, args=(connection,), name="raydist-calls", daemon=True).start()
+        return process
+
+    def look(self) -> None:
+        """Tells the conductor what this rank is doing, and keeps its stacks and collectives in the run's logs."""
+        agent, look, witness = self._agent, self._reader.look(), self._witness
+        state, stacks, collectives = witness.state(), "", None
+        if state not in "TtZ":
+            stacks, collectives = witness.stacks(), witness.collectives()
+        sight = {
+            "state": state,
+            "step": look.step,
+            "phase": look.phase,
+            "seconds": look.seconds,
+            "where": where(stacks, look.thread),
+            "answers": collectives is not None,
+            "collectives": (collectives or [])[-_COLLECTIVES:],
+        }
+        storage = RunDir(self._order["job"]["run"]).storage
+        name = f"{LOGS}/attempt-{self._number:04d}/rank-{agent.rank:05d}"
+        with contextlib.suppress(StorageError):  # storage may be what everybody waits for
+            storage.write(f"{name}.stacks.txt", stacks.encode())
+            storage.write(f"{name}.collectives.json", json.dumps(collectives).encode())
+        agent.tell("seen", agent.rank, self._number, sight)
+
+    def _serve(self, connection: Connection) -> None:
+        """Answers the rank's calls, until it is gone."""
+        monitor = self._agent.monitor
+        with connection:
+            while True:
+                try:
+                    call = json.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    return
+                what = call.pop("what")
+                answer: dict[str, Any] = {"value": None}
+                try:
+                    if what == "ended":
+                        self._told.update(call)
+                    elif what == "push":
+                        answer["value"] = ray.get(monitor.push.remote(**call), timeout=_PUSH_TIMEOUT_S)
+                    elif what == "durable":
+                        ray.get(monitor.flush.remote(), timeout=_PUSH_TIMEOUT_S)
+                except (RayError, TimeoutError) as error:
+                    answer = {"error": f"{type(error).__name__}: {error}"}
+                try:
+                    connection.send_bytes(json.dumps(answer).encode())
+                except OSError:
+                    return

@@ -28,9 +28,11 @@ from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.save import Saver
 from raydist.worker.parallel import ParallelStrategy, ParamShard
 from raydist.worker.precision import Precision
+from raydist.worker.probe import Probe
 from raydist.worker.reporter import Push, Reporter
 from raydist.worker.schedule import lr_at
 from raydist.worker.setup import Rank
+from raydist.worker.startup import Startup
 from raydist.worker.state import TrainState
 from raydist.worker.step import TrainStep, evaluate, loss_sum
 
@@ -69,8 +71,12 @@ class Outcome:
         return {"status": self.status, "step": self.step, "loss": self.loss, "eval_loss": self.eval_loss}
 
 
-def train(job: Job, rank: Rank, door: Door | None) -> Outcome:
+def train(
+    job: Job, rank: Rank, door: Door | None, probe: Probe | None = None, startup: Startup | None = None
+) -> Outcome:
     """Trains from the newest good checkpoint, or from the start, to the end. Called by every rank; `door` by rank 0.
+
+    `probe` is told what this rank is doing, `startup` how far it has come before its first step.
 
     Raises what stops the run: NonFinite, GraphMismatch, CheckpointError, DataError, or the model's own exception.
     """
@@ -80,7 +86,7 @@ def train(job: Job, rank: Rank, door: Door | None) -> Outcome:
         if reporter:
             reporter.say("workers", workers=workers)
             reporter.say("note", text="; ".join(rank.notes))
-        return _Run(job, rank, reporter).train()
+        return _Run(job, rank, reporter, probe or Probe(), startup or Startup()).train()
     finally:
         if reporter:
             reporter.close()
@@ -89,9 +95,10 @@ def train(job: Job, rank: Rank, door: Door | None) -> Outcome:
 class _Run:
     """The parts of one attempt, put together in the order of data flow."""
 
-    def __init__(self, job: Job, rank: Rank, reporter: Reporter | None) -> None:
+    def __init__(self, job: Job, rank: Rank, reporter: Reporter | None, probe: Probe, startup: Startup) -> None:
         spec = job.spec
         self.job, self.spec, self.rank, self.reporter = job, spec, rank, reporter
+        self.probe, self.startup = probe, startup
         # Data: every rank opens it; nothing is sent.
         dataset = TokenDataset(job.dataset)
         self.windows = Windows(dataset.split("train"), spec.model.context)
@@ -122,7 +129,9 @@ class _Run:
         self.evaluated = 0
         self.state = TrainState(model, self.optimizer, shards)
         self.numbers = spec.numbers(dataset.fingerprint)
+        startup.done("build")
         self._resume()
+        startup.done("load")
         self.saver = Saver(
             job.run,
             rank=rank.rank,
@@ -144,6 +153,7 @@ class _Run:
             full_tokens=spec.train.global_batch * spec.model.context,
             clip=spec.optim.clip,
             before_update=self.saver.before_update,
+            probe=probe,
         )
 
     def train(self) -> Outcome:
@@ -165,6 +175,7 @@ class _Run:
         try:
             with loader:
                 begun = time.perf_counter()
+                self.probe.step(self.step + 1)
                 for batch in loader:  # every rank, its own slice of the same global batch
                     self.step += 1
                     lr = lr_at(self.step, self.total, self.spec.optim.schedule, self.peak_lr)
@@ -177,8 +188,12 @@ class _Run:
                     )
                     self.cursor, self.loss, stop = batch.after, report.loss, report.stop
                     ended = time.perf_counter()
+                    self.probe.stepped(ended - begun - batch.wait_seconds)
                     self._record(batch, lr, report.loss, report.grad_norm, report.tokens, ended - begun)
                     if self.step == first:
+                        self.startup.done("first_step")
+                        if self.reporter:
+                            self.reporter.say("first_step", step=first, **self.startup.told(first - 1))
                         self.saver.prepare(*self.state.capture()[:2])  # memory for the copies, beside the next step
                         # What torch and the model have made by now stays: a full collection walks through it for 0.2 s.
                         gc.collect()
@@ -187,11 +202,14 @@ class _Run:
                     if self.eval_set and self._due(self.spec.eval.every, self.step == self.total):
                         self._evaluate()  # every rank: losses are summed
                     if self._due(self.spec.checkpoint.every, ending):
+                        self.probe.enter("save")
                         self._save()  # every rank writes its part; rank 0 commits, last
                         saving = True
                     begun = time.perf_counter()
+                    self.probe.step(self.step + 1)
                     if stop:
                         break
+            self.probe.enter("end")
             if saving and not self.saver.wait():  # every rank
                 self._save()  # the last one failed: once more, for the run must not end without it
                 result = self.saver.wait()
@@ -257,7 +275,7 @@ class _Run:
                 self.reporter.say("capacity", flops_per_token=cost, peak_flops=peak * self.rank.world_size)
 
     def _evaluate(self) -> None:
-        self.eval_loss, tokens = evaluate(self.rank, self.strategy, self.precision, self.eval_set)
+        self.eval_loss, tokens = evaluate(self.rank, self.strategy, self.precision, self.eval_set, self.probe)
         self.evaluated = self.step
         best = self.best_eval is None or self.eval_loss < self.best_eval
         self.best_eval = self.eval_loss if best else self.best_eval

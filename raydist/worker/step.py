@@ -19,6 +19,7 @@ from raydist.worker.graph import watch_gradients
 from raydist.worker.offload import OffloadedAdamW
 from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.precision import Precision
+from raydist.worker.probe import Probe
 from raydist.worker.setup import Rank
 
 
@@ -55,7 +56,9 @@ class TrainStep:
         full_tokens: int,
         clip: float,
         before_update: Callable[[], None],
+        probe: Probe | None = None,
     ) -> None:
+        self._probe = probe or Probe()
         self.rank, self.strategy, self.optimizer, self.precision = rank, strategy, optimizer, precision
         self._full_tokens, self._clip, self._before_update = full_tokens, clip, before_update
         self._scale_grads = strategy.scale_grads
@@ -73,8 +76,10 @@ class TrainStep:
             if last and isinstance(self.optimizer, OffloadedAdamW):
                 self.optimizer.prefetch()
             with self.strategy.accumulate(last):
+                self._probe.enter("forward")
                 with self.precision.autocast():
                     loss = loss_sum(self.strategy.module, batch)
+                self._probe.enter("backward")
                 sums[0] += loss.detach()
                 if last and self.rank.world_size > 1:
                     # Its milliseconds hide behind the backward pass. Every rank issues it before DDP's own.
@@ -100,7 +105,9 @@ class TrainStep:
                 self._scale_grads(factor)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_factor", 1.0)
+            self._probe.enter("save")  # stands, if at all, for a copy of the state
             self._before_update()
+            self._probe.enter("update")
             self.optimizer.step()
         else:
             skipped = True  # fp16 overflow: the same on all ranks, for the gradient is
@@ -150,14 +157,20 @@ def _finite(x: float) -> bool:
 
 @torch.no_grad()
 def evaluate(
-    rank: Rank, strategy: ParallelStrategy, precision: Precision, batches: Sequence[MicroBatch]
+    rank: Rank,
+    strategy: ParallelStrategy,
+    precision: Precision,
+    batches: Sequence[MicroBatch],
+    probe: Probe | None = None,
 ) -> tuple[float, int]:
     """(mean loss in nats, tokens) over the held-out batches of all ranks, each of which brings its own part."""
     module = getattr(strategy.module, "module", strategy.module)
     was_training = module.training
     module.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=rank.device)
+    probe = probe or Probe()
     for batch in batches:
+        probe.enter("eval")
         with precision.autocast():
             sums[0] += loss_sum(module, batch)
         sums[1] += (batch.targets != MASKED).sum()

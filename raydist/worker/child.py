@@ -1,0 +1,112 @@
+"""A rank's process: takes its orders from the agent that had it forked, trains, and tells how it ended.
+
+Runs in: a process below each Ray Train worker. Torch, never ray: the agent (worker/entry.py) speaks to Ray for it.
+
+    agent --order--> child --push, durable, ended--> agent        one socket, JSON, a question and its answer at a time
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import socket
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from raydist.errors import RaydistError
+from raydist.worker.probe import Probe
+from raydist.worker.stacks import answer
+from raydist.worker.startup import Startup
+
+
+class Agent:
+    """The agent, as the rank sees it: `agent("push", records=...)` gives its answer. From any thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+
+    def __call__(self, what: str, **data: Any) -> Any:
+        """Asks, and waits for the answer. Raises ConnectionError with what went wrong on the other side."""
+        with self._lock:
+            self._connection.send_bytes(json.dumps({"what": what, **data}).encode())
+            answer = json.loads(self._connection.recv_bytes())
+        if "error" in answer:
+            raise ConnectionError(answer["error"])
+        return answer["value"]
+
+
+def run(calls: int, control: int, stacks: int, probe: int) -> int:
+    """One attempt on this rank; its descriptors. The exit status: 0 if it ended as the agent was told, be it with an error."""
+    faulthandler.enable()  # a segfault leaves its stack in the worker's log
+    answer(stacks, socket.socket(fileno=control))
+    connection = Connection(calls)
+    order = json.loads(connection.recv_bytes())
+    startup = Startup(order["begun"], order["incident"])
+    startup.done("schedule")
+    agent = Agent(connection)
+    try:
+        reached = Probe(probe, order["spec"]["recovery"]["step_timeout"])
+        ended = {"outcome": train(order, agent, reached, startup)}
+    except BaseException as error:
+        ended = {"error": facts(error, order["rank"])}
+    agent("ended", **ended)
+    return 0
+
+
+def train(order: dict[str, Any], agent: Agent, probe: Probe, startup: Startup) -> dict[str, Any]:
+    """The loop's outcome, plain. `order`: what the supervisor gives every rank of an attempt, and `rank` and `node_ip`."""
+    from raydist.rundir import RunDir
+    from raydist.spec import parse
+    from raydist.worker import compute, setup
+    from raydist.worker.loop import Door, Job, train
+
+    startup.done("import")
+    spec = parse(order["spec"])
+    rank = setup.start(
+        gpus=order["gpus"],
+        threads=max(1, int(spec.cluster.cpus_per_worker)),
+        timeout_s=spec.recovery.timeout_s,
+        node_ip=order["node_ip"],
+    )
+    startup.done("rendezvous")
+    job = Job(
+        spec=spec,
+        run=RunDir(order["run"]),
+        dataset=order["dataset"],
+        attempt=order["attempt"],
+        until=order["until"],
+        allow_spec_change=order["allow_spec_change"],
+    )
+
+    def push(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> str | None:
+        command = agent("push", records=records, events=events)["command"]
+        return str(command) if command else None
+
+    def durable() -> None:
+        agent("durable")
+
+    compute.on_compile(probe.compiling)
+    outcome = train(job, rank, Door(push, durable) if rank.first else None, probe, startup)
+    setup.stop(rank)
+    return outcome.to_dict()
+
+
+def facts(error: BaseException, rank: int) -> dict[str, Any]:
+    """What went wrong, plain: the fields of raydist.errors.RankFailed."""
+    if isinstance(error, SystemExit | KeyboardInterrupt):
+        error = RuntimeError(f"the train function ended with {type(error).__name__}: {error}")
+    ours = isinstance(error, RaydistError)
+    return {
+        "rank": rank,
+        "type_name": type(error).__name__,
+        "message": "; ".join(filter(None, (error.message, error.hint)))
+        if isinstance(error, RaydistError)
+        else str(error).strip(),
+        # What raydist raises says where and how to mend it; anything else needs the lines that led to it.
+        "traceback": "" if ours else "".join(traceback.format_exception(error)),
+        "at": time.time(),
+        "bases": [c.__name__ for c in type(error).__mro__],
+    }

@@ -1,0 +1,40 @@
+"""Where the time goes between an attempt's begin, or the failure before it, and its first step.
+
+Runs in: each train worker; rank 0 tells. Neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+
+class Startup:
+    """`begun`: Unix time at which the driver began the attempt. `incident`: what it follows, None for a run's first attempt:
+    `seen` and `over`, Unix times at which the failure was seen and all ranks had ended; `silent_s`, how long the guilty
+    rank had shown no progress by then; `last_step`, the newest step that anybody had seen done.
+
+    Times of several hosts are compared: they are as good as the hosts' clocks.
+    """
+
+    def __init__(self, begun: float | None = None, incident: Mapping[str, Any] | None = None) -> None:
+        self._incident = incident
+        self._last = time.time() if begun is None else begun
+        self._stages: dict[str, float] = {}
+        if incident is not None:
+            self._stages["detect"] = incident["silent_s"]
+            self._stages["tear_down"] = incident["over"] - incident["seen"]
+            self._stages["decide"] = self._last - incident["over"]
+
+    def done(self, stage: str) -> None:
+        """`stage` has lasted from the one before until now."""
+        now = time.time()
+        self._stages[stage] = now - self._last
+        self._last = now
+
+    def told(self, resumed: int) -> dict[str, Any]:
+        """The event `first_step`: seconds in all and of each stage; steps trained once more, from step `resumed` on."""
+        seconds = {stage: round(max(s, 0.0), 3) for stage, s in self._stages.items()}
+        repeated = max(self._incident["last_step"] - resumed, 0) if self._incident else 0
+        return {"seconds": round(sum(seconds.values()), 3), "stages": seconds, "repeated_steps": repeated}

@@ -1,0 +1,174 @@
+"""Ranks that are forked: how they end is known, and nothing of them outlives those above them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from raydist.worker.forkserver import ForkServer, Process
+
+HERE = str(Path(__file__).parents[2])
+
+
+def child(end: str) -> str:
+    """Source of a module whose `run(fd)` answers one message with its pid and environment, then ends as `end` says."""
+    return f"""
+import json, os, signal, subprocess, sys, time
+from multiprocessing.connection import Connection
+
+def run(fd):
+    connection = Connection(fd)
+    order = json.loads(connection.recv_bytes())
+    helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    connection.send_bytes(json.dumps(dict(pid=os.getpid(), helper=helper.pid, port=os.environ["PORT"])).encode())
+    {end}
+    return 0
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """server(end): a fork server whose ranks end so, in a tenth of the time that torch's import takes."""
+    made: list[ForkServer] = []
+
+    def start(end: str) -> ForkServer:
+        # Stands in for raydist.worker.child, under its name: what is forked, not what it then does, is looked at here.
+        (tmp_path / "stand_in.py").write_text(child(end))
+        (tmp_path / "preload.py").write_text("import sys, stand_in\nsys.modules['raydist.worker.child'] = stand_in\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        made.append(ForkServer(["preload"]))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def fork(server: ForkServer, port: str = "1") -> tuple[Process, dict[str, Any]]:
+    """A rank, and what it says of itself."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = server.fork([theirs.fileno()], {"PORT": port})
+    connection = Connection(ours.detach())
+    connection.send_bytes(json.dumps({}).encode())
+    return process, json.loads(connection.recv_bytes())
+
+
+def gone(*pids: int) -> None:
+    """Waits until none of them runs any more."""
+    deadline = time.monotonic() + 20
+    while alive := [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        ("return 0", "exit code 0"),
+        ("os._exit(3)", "exit code 3"),
+        ("raise ValueError", "exit code 1"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
+        ("os.abort()", "SIGABRT"),
+    ],
+)
+def test_how_a_rank_ended(server: Any, end: str, how: str) -> None:
+    """Exit codes and signals by name; what it had started itself is gone with it; the next one starts from the same server."""
+    ranks = server(end)
+    for port in ("1", "2"):
+        process, told = fork(ranks, port)
+        assert (told["pid"], told["port"]) == (process.pid, port)
+        assert process.ended.wait(20)
+        assert process.how == how
+        gone(told["helper"])
+
+
+def test_killed_and_stopped_ranks(server: Any) -> None:
+    """SIGKILL from here or from anybody, of a running or a stopped one; killing the dead does nothing."""
+    ranks = server("time.sleep(1000)")
+    for stopped in (False, True):
+        process, told = fork(ranks)
+        if stopped:
+            os.kill(process.pid, signal.SIGSTOP)
+        ranks.kill(process)
+        assert process.ended.wait(20)
+        assert process.how == "SIGKILL"
+        gone(told["helper"])
+        ranks.kill(process)
+    process, _ = fork(ranks)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.ended.wait(20)
+    assert process.how == "SIGKILL"
+
+
+def test_the_server_takes_its_ranks_along(server: Any) -> None:
+    """Killed, even one that is stopped goes with it; who waits for it is told, and who asks for another."""
+    ranks = server("time.sleep(1000)")
+    process, told = fork(ranks)
+    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(psutil.Process(process.pid).ppid(), signal.SIGKILL)
+    assert process.ended.wait(20)
+    assert process.how == "its fork server is gone"
+    gone(told["pid"])
+    os.kill(told["helper"], signal.SIGKILL)
+    with pytest.raises(ChildProcessError, match="fork server is gone: exit code -9"):
+        fork(ranks)
+
+
+def test_a_killed_agent_takes_all_along(server: Any, tmp_path: Path) -> None:
+    """Whoever started the server is killed: server and ranks end, a stopped rank too."""
+    server("time.sleep(1000)").close()  # for the files
+    code = """
+import os, signal, sys
+from tests.worker.test_forkserver import fork
+from raydist.worker.forkserver import ForkServer
+server = ForkServer(["preload"])
+(one, told), (two, _) = fork(server), fork(server)
+os.kill(two.pid, signal.SIGSTOP)
+print(server._server.pid, one.pid, two.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    path = os.pathsep.join([str(tmp_path), HERE])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    gone(*map(int, done.stdout.split()))
+
+
+def test_a_preload_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken installation: what the import said, not that a server is gone."""
+    (tmp_path / "broken.py").write_text("raise RuntimeError('libtorch is not there')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    server = ForkServer(["broken"])
+    with pytest.raises(ChildProcessError, match="RuntimeError: libtorch is not there"):
+        fork(server)
+    server.close()
+
+
+def test_what_ranks_are_forked_from_is_sound() -> None:
+    """With all that is preloaded: one thread, no CUDA context, no Ray."""
+    code = """
+import importlib, os, sys, threading
+from raydist.worker.forkserver import PRELOAD
+for name in PRELOAD:
+    importlib.import_module(name)
+import torch
+assert "ray" not in sys.modules
+assert not torch.cuda.is_initialized()
+assert threading.active_count() == 1
+assert len(os.listdir("/proc/self/task")) == 1, os.listdir("/proc/self/task")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=HERE)
