@@ -159,6 +159,9 @@ class _Server:
                     continue
                 message, fds, _, _ = socket.recv_fds(self._agent, MESSAGE, _FDS)
                 if not message:
+                    for pid in self._pids.values():
+                        with contextlib.suppress(ProcessLookupError):
+                            os.killpg(pid, signal.SIGKILL)  # with what they have started, which would outlive them
                     return
                 asked = json.loads(message)
                 if "env" in asked:

@@ -59,9 +59,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def fork(server: ForkServer, port: str = "1") -> tuple[Process, dict[str, Any]]:
     """A rank, and what it says of itself."""
     ours, theirs = socket.socketpair()
-    with theirs:
+    with ours, theirs:
         process = server.fork([theirs.fileno()], {"PORT": port})
-    connection = Connection(ours.detach())
+        connection = Connection(ours.detach())
     connection.send_bytes(json.dumps({}).encode())
     return process, json.loads(connection.recv_bytes())
 
