@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,8 @@ def test_skip_and_rollback_leave_the_same_batch_out(ranks: Any, dataset: str, tm
         whole = [s for s in results[0][0] if s["step"] < again[0]["step"]] + again
         assert exact(whole) == exact(steps)
         assert weights(rolled) == weights(skipped)
+        counts = {v for n, v in weights(rolled).items() if n.startswith("optim/") and n.endswith("/step")}
+        assert counts == {struct.pack("<f", STEPS - 1)}  # updates that the optimizer has made
         for path, action in ((skipped, "skip"), (rolled, "rollback")):
             (entry,) = ledger.read(RunDir(path))
             assert (entry.step, entry.action, entry.attempt) == (number, action, 1)
