@@ -15,8 +15,10 @@ Runs anywhere. Imports nothing of raydist.
     │   ├── CheckpointCorrupt         a file is missing, cut short, or has another hash than its manifest says
     │   ├── CheckpointNotFound        nothing committed that can be read (also a LookupError)
     │   └── SpecChanged               2: a resumed run would compute other numbers than the one it continues
+    ├── Rollback                      3: the attempt ended in order to go on from a checkpoint without a bad batch
     └── TrainingStopped               3: the run ended before its last step, and a restart would not help
         ├── NonFinite                 NaN or Inf in the loss or in the gradients (also an ArithmeticError)
+        ├── LossSpike                 a loss far above those before it (also an ArithmeticError)
         ├── GraphMismatch             parameters without a gradient, or ranks whose graphs differ
         └── WorkerFailed              a rank died or raised, and the budget of restarts is spent
 
@@ -99,12 +101,20 @@ class SpecChanged(CheckpointError):
     exit_code = 2
 
 
+class Rollback(RaydistError):
+    """The attempt ended on purpose: a restart goes on from the newest checkpoint, and leaves a bad batch out."""
+
+
 class TrainingStopped(RaydistError):
     """The run ended before its last step, and a restart would not help."""
 
 
 class NonFinite(TrainingStopped, ArithmeticError):
     """NaN or Inf in the loss or the gradients; the update was not applied."""
+
+
+class LossSpike(TrainingStopped, ArithmeticError):
+    """A loss far above those before it, by recovery.spike; the update was not applied."""
 
 
 class GraphMismatch(TrainingStopped):

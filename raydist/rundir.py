@@ -8,6 +8,7 @@ Runs anywhere.
         metrics/*.parquet                     one row a step
         tensorboard/                          the same for TensorBoard
         logs/                                 what Ray and the workers printed
+        ledger/*.json                         the batches that were left out of training
         checkpoints/step-00000200/MANIFEST.json and shards
 """
 
@@ -21,8 +22,8 @@ from raydist.errors import RunNotFound, UsageError
 from raydist.storage import Storage
 
 DEFAULT_STORAGE = "~/raydist"
-SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD = (
-    "spec.yaml", "state.json", "events.jsonl", "metrics", "logs", "tensorboard",
+SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER = (
+    "spec.yaml", "state.json", "events.jsonl", "metrics", "logs", "tensorboard", "ledger",
 )  # fmt: skip
 CHECKPOINTS, MANIFEST = "checkpoints", "MANIFEST.json"
 DATA = ".data"

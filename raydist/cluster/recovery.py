@@ -2,7 +2,7 @@
 
 Runs anywhere. Pure: no ray, no torch, no clock, no I/O; tested as a table.
 
-    errors of all ranks --root_cause--> Failure --decide(history, policy)--> Restart | Stop
+    errors of all ranks --root_cause--> Failure --decide(history, policy, split)--> Restart | Stop
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ Kind = Literal[
     "controller_died",
     "startup_timeout",
     "startup_failed",
+    "rollback",
     "aborted",
 ]
 """user_error: the train function raised; worker_died: its process is gone; worker_hung: it no longer answers Ray;
-communication: nothing but lost peers is known; startup_*: workers never ran; aborted: we asked for it."""
+communication: nothing but lost peers is known; startup_*: workers never ran; rollback: the ranks want to go on from a checkpoint,
+without a batch; aborted: we asked for it."""
 
 _DEATHS: tuple[Kind, ...] = ("node_died", "out_of_memory", "worker_died", "worker_hung")
 
@@ -123,6 +125,16 @@ def is_echo(error: RankError) -> bool:
     return error.type_name in _PEER_LOST_SPEAKERS and _PEER_LOST.search(error.message) is not None
 
 
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|ALLOC_FAILED", re.IGNORECASE)
+
+
+def _no_memory(error: RankError) -> bool:
+    """Python's and numpy's MemoryError, torch's OutOfMemoryError, and what torch's CPU allocator and cuBLAS say."""
+    if not {"MemoryError", "OutOfMemoryError"}.isdisjoint({error.type_name, *error.bases}):
+        return True
+    return error.type_name == "RuntimeError" and _NO_MEMORY.search(error.message) is not None
+
+
 def root_cause(found: Sequence[RankError]) -> Failure:
     """The one error that explains the others. `found` must not be empty.
 
@@ -144,8 +156,10 @@ def root_cause(found: Sequence[RankError]) -> Failure:
 
     first = min(found, key=weight)
     kind: Kind = "communication" if first.kind == "user_error" and is_echo(first) else first.kind
-    if first.type_name in ("MemoryError", "OutOfMemoryError"):
+    if kind == "user_error" and _no_memory(first):
         kind = "out_of_memory"
+    elif first.type_name == errors.Rollback.__name__:
+        kind = "rollback"
     return Failure(
         kind=kind,
         rank=first.rank,
@@ -170,6 +184,34 @@ class Policy(Protocol):
     @property
     def backoff_cap_s(self) -> float:
         """The longest wait."""
+
+    @property
+    def max_rollbacks(self) -> int:
+        """Rollbacks of the whole run."""
+
+    @property
+    def on_oom(self) -> Literal["stop", "shrink_micro_batch"]:
+        """What is done when memory runs out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How the attempt that failed cut its global batch, in sequences: over `workers`, in passes of at most `micro_batch`."""
+
+    global_batch: int
+    micro_batch: int
+    workers: int
+
+    @property
+    def largest_pass(self) -> int:
+        """Sequences of the largest forward pass: a rank's share may be smaller than a micro-batch (`data.batches.share`)."""
+        share = -(-self.global_batch // self.workers)
+        return -(-share // -(-share // self.micro_batch))
+
+    def smaller(self) -> int | None:
+        """The micro-batch for the next attempt: at most half of the largest pass, and a divisor of the global batch; None at 1."""
+        half = self.largest_pass // 2
+        return next((n for n in range(half, 0, -1) if self.global_batch % n == 0), None)
 
 
 CRASH_LOOP = 3
@@ -211,10 +253,11 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start a fresh attempt after `after_s` seconds."""
+    """Start a fresh attempt after `after_s` seconds; with another `micro_batch`, if one is given."""
 
     after_s: float
     because: str
+    micro_batch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,16 +268,26 @@ class Stop:
     because: str
 
 
-def decide(failure: Failure, history: History, policy: Policy) -> Restart | Stop:
+def decide(failure: Failure, history: History, policy: Policy, split: Split | None = None) -> Restart | Stop:
     """Restart or stop. `history` holds the failures before this one, and the newest committed step now.
 
-    The first failure since progress restarts at once; each further one waits twice as long, up to the cap.
+    The first failure since progress restarts at once; each further one waits twice as long, up to the cap. A lack of memory and
+    a rollback have a cure of their own, which is bounded: they restart at once, and do not count among the others.
+    `split`: of the attempt that failed; None: it is not known, and so there is no smaller micro-batch.
     """
     if failure.kind == "aborted":
         return Stop(failure.cause, "the attempt was aborted on request")
     if not failure.heals:
         return Stop(failure.cause, "a restart would meet the same error")
-    stuck = history.stuck()
+    if failure.kind == "out_of_memory":
+        return _after_no_memory(failure, policy, split)
+    if failure.kind == "rollback":
+        done = sum(past.signature[0] == "rollback" for past in history.past)
+        if done >= policy.max_rollbacks:
+            return Stop(failure.cause, f"rolled back {done} times; recovery.max_rollbacks is {policy.max_rollbacks}")
+        where = f"step {history.committed}" if history.committed else "the start"
+        return Restart(0.0, f"rollback {done + 1} of {policy.max_rollbacks}: from {where}, without the bad batch")
+    stuck = [past for past in history.stuck() if past.signature[0] not in _CURED]
     n = len(stuck) + 1
     same = 1
     for past in reversed(stuck):
@@ -252,3 +305,24 @@ def decide(failure: Failure, history: History, policy: Policy) -> Restart | Stop
     budget = "no limit" if policy.max_failures < 0 else f"of {policy.max_failures}"
     after = 0.0 if n == 1 else min(policy.backoff_cap_s, policy.backoff_s * 2.0 ** (n - 2))
     return Restart(after, f"failure {n} ({budget}) since step {history.committed}")
+
+
+_CURED = frozenset(["out_of_memory", "rollback"])
+
+
+def _after_no_memory(failure: Failure, policy: Policy, split: Split | None) -> Restart | Stop:
+    remedy = (
+        "more workers with parallel.strategy: zero3, offload.optimizer: cpu, train.checkpoint_activations: full, or a shorter "
+        "model.context need less"
+    )
+    if policy.on_oom == "stop":
+        return Stop(failure.cause, f"recovery.on_oom is stop; a smaller train.micro_batch, {remedy}")
+    smaller = split.smaller() if split is not None else None
+    if split is None or smaller is None:
+        return Stop(failure.cause, f"out of memory, and there is no smaller micro-batch; {remedy}")
+    return Restart(
+        0.0,
+        f"out of memory with passes of {split.largest_pass} sequences: train.micro_batch {smaller} (was {split.micro_batch}), and "
+        f"as much more accumulation",
+        micro_batch=smaller,
+    )

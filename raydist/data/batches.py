@@ -8,8 +8,10 @@ state is a `Cursor`.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -184,6 +186,27 @@ def make_step(
     return StepBatch(cursor, after, ids, samples_hash(ids), micro_batches, tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A loader that gives no batch. `seconds`: waited for the one at `cursor`, of whose samples this rank wants `ids`.
+
+    `at`: the innermost lines of the stuck thread, one a line. `restarts`: of it before; `final`: there will be no other.
+    """
+
+    cursor: Cursor
+    ids: IntArray
+    seconds: float
+    at: str
+    restarts: int
+    final: bool
+
+
+RESTARTS = 2
+"""Threads that are started, one after the other, in the place of one that gives no batch."""
+
+_CLOSE_S = 5.0
+
+
 class Loader:
     """An iterator of StepBatch from `cursor` on, made ahead of time by one thread; at most `prefetch` (at
     least 1) wait.
@@ -191,6 +214,10 @@ class Loader:
     `steps` ends it after that many; None never does. `transform` runs in the thread, on each StepBatch. An
     error in the thread is raised by the `next` that would have had its batch. Close it, or use it as a
     context manager.
+
+    A thread that lets `next` wait for `timeout_s` is given up, and another one starts at the batch that is waited for:
+    `on_stall` is told each time. What the old one may still make is dropped. After RESTARTS of them `next` raises
+    DataError.
     """
 
     def __init__(
@@ -206,37 +233,27 @@ class Loader:
         prefetch: int = 2,
         steps: int | None = None,
         transform: Callable[[StepBatch], StepBatch] | None = None,
+        timeout_s: float | None = None,
+        on_stall: Callable[[Stall], None] = lambda stall: None,
     ) -> None:
         assert 0 <= rank < world, (rank, world)
         self._windows, self._batches, self._cursor = windows, batches, cursor
         self._rank, self._world, self._micro_batch, self._pack = rank, world, micro_batch, pack
         self._room, self._steps, self._transform = max(prefetch, 1), steps, transform
-        self._ready: deque[StepBatch] = deque()
-        self._changed = threading.Condition()
-        self._closed = self._ended = False
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="raydist-loader", daemon=True)
-        self._thread.start()
+        self._timeout_s, self._on_stall = timeout_s, on_stall
+        self._given = 0
+        self._restarts = 0
+        self._failure: DataError | None = None
+        self._maker = self._start()
 
-    def _run(self) -> None:
-        try:
-            for step in self._make():
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closed or len(self._ready) < self._room)
-                    if self._closed:
-                        return
-                    self._ready.append(step)
-                    self._changed.notify_all()
-        except BaseException as error:
-            self._error = error
-        finally:
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
+    def _start(self) -> _Maker:
+        """A thread from the present cursor on."""
+        left = None if self._steps is None else self._steps - self._given
+        return _Maker(self._make(self._cursor, left), self._room)
 
-    def _make(self) -> Iterator[StepBatch]:
-        cursor, made = self._cursor, 0
-        while self._steps is None or made < self._steps:
+    def _make(self, cursor: Cursor, steps: int | None) -> Iterator[StepBatch]:
+        made = 0
+        while steps is None or made < steps:
             after = self._batches.after(cursor)
             step = make_step(
                 self._windows,
@@ -256,27 +273,101 @@ class Loader:
 
     def __next__(self) -> StepBatch:
         begun = time.perf_counter()
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._ready) or self._ended)
-            if not self._ready:
-                if self._error is not None:
-                    raise self._error
-                raise StopIteration
-            step = self._ready.popleft()
-            self._changed.notify_all()
+        while not self._maker.wait(self._timeout_s):
+            self._stalled(time.perf_counter() - begun)
+        if self._failure is not None:
+            raise self._failure
+        step = self._maker.take()
+        self._cursor, self._given, self._restarts = step.after, self._given + 1, 0
         step.wait_seconds = time.perf_counter() - begun
         return step
 
+    def _stalled(self, seconds: float) -> None:
+        """Gives the thread up; starts another one, or leaves the error for whoever waits."""
+        at = self._maker.give_up()
+        final = self._restarts == RESTARTS
+        ids = np.concatenate(share(self._batches.ids(self._cursor), self._rank, self._world, self._micro_batch))
+        self._on_stall(Stall(self._cursor, ids, seconds, at, self._restarts, final))
+        if final:
+            self._failure = DataError(
+                f"no batch for {seconds:.0f} s at epoch {self._cursor.epoch}, sample {self._cursor.offset}, on rank {self._rank}, "
+                f"though the loader was started again {RESTARTS} times; it stands in:\n{at}",
+                "look at the storage that the data is on; raise recovery.data_timeout if it is only slow",
+            )
+            return
+        self._restarts += 1
+        self._maker = self._start()
+
     def close(self) -> None:
         """Ends the thread, whatever it waits for, and drops what was made. Harmless when repeated."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
-        self._ready.clear()
+        self._maker.close()
 
     def __enter__(self) -> Loader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+class _Maker:
+    """A thread that takes from `steps`, and the queue of what it has taken."""
+
+    def __init__(self, steps: Iterator[StepBatch], room: int) -> None:
+        self._steps, self._room = steps, room
+        self._ready: deque[StepBatch] = deque()
+        self._changed = threading.Condition()
+        self._closed = self._ended = self._given_up = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="raydist-loader", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for step in self._steps:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or len(self._ready) < self._room)
+                    if self._closed:
+                        return
+                    self._ready.append(step)
+                    self._changed.notify_all()
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether `take` has something to say: at once, or within that time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._ready) or self._ended, timeout_s)
+
+    def take(self) -> StepBatch:
+        """The next one. Raises what the thread raised, or StopIteration where it has come to its end."""
+        with self._changed:
+            if not self._ready:
+                if self._error is not None:
+                    raise self._error
+                raise StopIteration
+            step = self._ready.popleft()
+            self._changed.notify_all()
+            return step
+
+    def give_up(self) -> str:
+        """Where the thread stands now. It ends by itself if it ever comes to; nothing that it makes is seen."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        with self._changed:
+            self._closed = self._ended = self._given_up = True
+            self._ready.clear()
+            self._changed.notify_all()
+        lines = traceback.extract_stack(frame)[-3:] if frame is not None else []
+        return "\n".join(f"{f.filename}:{f.lineno} in {f.name}" for f in reversed(lines))
+
+    def close(self) -> None:
+        """Ends the thread; one that was given up is not waited for, and one that is stuck no longer than 5 s."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if not self._given_up:
+            self._thread.join(_CLOSE_S)
+        self._ready.clear()

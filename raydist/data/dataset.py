@@ -134,6 +134,13 @@ class TokenSplit:
             rows[row] = self.read(int(starts[row]), int(starts[row]) + length)
         return rows
 
+    def files(self, starts: IntArray, length: int) -> list[str]:
+        """Paths or URIs of the shards with the `length` tokens from each of `starts` on."""
+        last = np.minimum(starts + length, len(self)) - 1
+        ends = (np.searchsorted(self._bounds, x, side="right") - 1 for x in (starts, last))
+        needed = {i for first, end in zip(*ends, strict=True) for i in range(int(first), int(end) + 1)}
+        return [f"{self._storage.uri}/{self.shards[i].file}" for i in sorted(needed)]
+
     def _windows(self, i: int, length: int) -> Tokens:
         """All windows of a shard as rows of a view: row k begins at its token k."""
         shard = self._open(i)
@@ -213,6 +220,10 @@ class Windows:
 
     def __len__(self) -> int:
         return -(-max(len(self.split) - 1, 0) // self.context)
+
+    def files(self, ids: IntArray) -> list[str]:
+        """Paths or URIs of the shards that hold these samples; opens none."""
+        return self.split.files(ids * self.context, self.context + 1)
 
     def batch(
         self, ids: IntArray, pack: bool = False

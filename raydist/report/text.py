@@ -109,17 +109,34 @@ def _told(what: Event) -> str:
             return f"eval at step {data['step']}: loss {loss(data['loss'])} on {data['tokens']:,} tokens{_best(data)}"
         case "capacity":
             return f"MFU is against {data['peak_flops'] / 1e12:,.0f} TFLOP/s, the peak of all devices"
+        case "non_finite":
+            return f"{data['cause']}: {_ACTIONS[data['action']]}"
+        case "loss_spike":
+            told = f"step {data['step']}: loss {loss(data['loss'])}, the median before is {loss(data['median'])}"
+            return f"{told}: {_ACTIONS[data['action']]}"
+        case "data_stalled":
+            where = data["at"].partition("\n")[0]
+            then = "given up" if data["final"] else "its loader is started again"
+            return f"step {data['step']}, rank {data['rank']}: no batch for {span(data['seconds'])}, in {where}: {then}"
         case "failure":
             return f"attempt {data['attempt']} failed{_rank(data)}: {data['cause']}"
         case "decision":
             wait = f" in {span(data['after_s'])}" if data.get("after_s") else ""
-            return f"decision: {data['action']}{wait}: {data['because']}"
+            micro = f" with micro-batch {data['micro_batch']}" if data.get("micro_batch") else ""
+            return f"decision: {data['action']}{micro}{wait}: {data['because']}"
         case "note":
             return str(data["text"])
         case "ended":
             cause = f": {data['cause']}" if data.get("cause") else ""
             return f"{data['status']} at step {data['step']}{cause}"
     raise KeyError(what.kind)
+
+
+_ACTIONS = {
+    "stop": "the run stops",
+    "skip": "the step is left out",
+    "rollback": "the run goes back, and leaves the batch out",
+}
 
 
 def _best(data: dict[str, Any]) -> str:

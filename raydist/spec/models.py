@@ -278,6 +278,19 @@ class EvalSpec(Part):
     batches: int = Field(8, ge=1, description="Global batches of held-out samples, the same each time.")
 
 
+class SpikeSpec(Part):
+    """When a loss counts as a spike."""
+
+    factor: float | None = Field(
+        None,
+        gt=1,
+        description="A loss above this many times the median is one, and on_nan says what is done; null: none is.",
+    )
+    window: int = Field(
+        100, ge=2, description="Losses that the median is taken of: the last trained ones; fewer are no measure."
+    )
+
+
 class RecoverySpec(Part):
     """What a failure costs."""
 
@@ -295,6 +308,43 @@ class RecoverySpec(Part):
         "null: max(10, 5 x the 99th percentile of the steps so far).",
     )
     timeout_s: float = Field(1800.0, gt=0, description="Seconds that a collective may take before the attempt fails.")
+    on_nan: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="A loss or gradient that is not finite is never applied. stop: the run ends; skip: the step is left out; "
+        "rollback: go on from the newest checkpoint, and leave the batch out when its turn comes again.",
+    )
+    max_skips: int = Field(
+        10, ge=1, description="on_nan: skip: steps in a row that may be left out before the run stops."
+    )
+    max_rollbacks: int = Field(3, ge=0, description="on_nan: rollback: rollbacks of the whole run before it stops.")
+    spike: SpikeSpec = Field(default_factory=lambda: SpikeSpec(), description="When a loss counts as a spike.")
+    on_oom: Literal["stop", "shrink_micro_batch"] = Field(
+        "shrink_micro_batch",
+        description="After running out of memory: stop, or go on with at most half the micro-batch and more accumulation.",
+    )
+    data_timeout: float | Literal["auto"] | None = Field(
+        "auto",
+        description="Seconds without a batch after which the loader is started again at its cursor, twice at most; auto: a sixth "
+        "of timeout_s, so that it is mended before the other ranks give up; null: never.",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> RecoverySpec:
+        if not isinstance(self.data_timeout, str) and self.data_timeout is not None:
+            if self.data_timeout <= 0:
+                raise problem(
+                    "data_timeout", self.data_timeout, "is no time to wait", "give seconds, auto, or null for never"
+                )
+            if 3 * self.data_timeout >= self.timeout_s:
+                raise problem("data_timeout", self.data_timeout,
+                              f"leaves no time for two restarts before the other ranks give up after {self.timeout_s:g} s",
+                              f"give less than {self.timeout_s / 3:g}, or raise recovery.timeout_s")  # fmt: skip
+        return self
+
+    @property
+    def data_patience(self) -> float | None:
+        """Seconds that a rank waits for its loader; None: for ever."""
+        return self.timeout_s / 6 if self.data_timeout == "auto" else self.data_timeout
 
 
 class ClusterSpec(Part):
@@ -314,8 +364,8 @@ class JobSpec(Part):
     """One training job."""
 
     numbers_exclude: ClassVar[tuple[str, ...]] = (
-        "name", "train.micro_batch", "train.compile", "train.checkpoint_activations", "parallel", "offload", "checkpoint", "eval",
-        "recovery", "cluster", "data.prefetch", "data.source", "data.path", "optim.fused", "deepspeed",
+        "name", "train.micro_batch", "train.compile", "train.checkpoint_activations", "parallel", "offload",
+        "checkpoint", "eval", "recovery", "cluster", "data.prefetch", "data.source", "data.path", "optim.fused", "deepspeed",
     )  # fmt: skip
     """Fields that leave the numbers alone, or change them within float tolerance only; the data counts by its fingerprint."""
 

@@ -6,9 +6,12 @@ Runs in: each train worker. Torch, never ray: what it needs of the outside comes
 from __future__ import annotations
 
 import gc
+import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -17,15 +20,16 @@ import torch.distributed as dist
 from torch import nn
 
 from raydist import registry
-from raydist.data.batches import Batches, Cursor, Loader, MicroBatch, StepBatch, eval_batches, share
+from raydist.data.batches import Batches, Cursor, Loader, MicroBatch, Stall, StepBatch, eval_batches, share
 from raydist.data.dataset import TokenDataset, Windows
 from raydist.errors import CheckpointError, DataError
-from raydist.records import StepRecord
+from raydist.records import Event, StepRecord
 from raydist.rundir import RunDir, step_folder
 from raydist.spec import JobSpec, spec_hash
 from raydist.worker import compute, flops, offload, optim, precision, setup
 from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.save import Saver
+from raydist.worker.guard import Guard
 from raydist.worker.parallel import ParallelStrategy, ParamShard
 from raydist.worker.precision import Precision
 from raydist.worker.probe import Probe
@@ -71,14 +75,25 @@ class Outcome:
         return {"status": self.status, "step": self.step, "loss": self.loss, "eval_loss": self.eval_loss}
 
 
+def _to_stderr(event: Event) -> None:
+    print(f"raydist: {event.kind}: {event.data}", file=sys.stderr, flush=True)
+
+
 def train(
-    job: Job, rank: Rank, door: Door | None, probe: Probe | None = None, startup: Startup | None = None
+    job: Job,
+    rank: Rank,
+    door: Door | None,
+    probe: Probe | None = None,
+    startup: Startup | None = None,
+    tell: Callable[[Event], None] = _to_stderr,
 ) -> Outcome:
     """Trains from the newest good checkpoint, or from the start, to the end. Called by every rank; `door` by rank 0.
 
-    `probe` is told what this rank is doing, `startup` how far it has come before its first step.
+    `probe` is told what this rank is doing, `startup` how far it has come before its first step. `tell`: how a rank without a
+    door says what it alone knows; it must not block.
 
-    Raises what stops the run: NonFinite, GraphMismatch, CheckpointError, DataError, or the model's own exception.
+    Raises what stops the run: NonFinite, LossSpike, GraphMismatch, CheckpointError, DataError, or the model's own exception;
+    and Rollback, which ends the attempt.
     """
     reporter = Reporter(door.push, door.durable) if door is not None else None
     try:
@@ -86,7 +101,8 @@ def train(
         if reporter:
             reporter.say("workers", workers=workers)
             reporter.say("note", text="; ".join(rank.notes))
-        return _Run(job, rank, reporter, probe or Probe(), startup or Startup()).train()
+        tell = reporter.event if reporter else tell
+        return _Run(job, rank, reporter, probe or Probe(), startup or Startup(), tell).train()
     finally:
         if reporter:
             reporter.close()
@@ -95,8 +111,16 @@ def train(
 class _Run:
     """The parts of one attempt, put together in the order of data flow."""
 
-    def __init__(self, job: Job, rank: Rank, reporter: Reporter | None, probe: Probe, startup: Startup) -> None:
-        spec = job.spec
+    def __init__(
+        self,
+        job: Job,
+        rank: Rank,
+        reporter: Reporter | None,
+        probe: Probe,
+        startup: Startup,
+        tell: Callable[[Event], None],
+    ) -> None:
+        spec, self._tell = job.spec, tell
         self.job, self.spec, self.rank, self.reporter = job, spec, rank, reporter
         self.probe, self.startup = probe, startup
         # Data: every rank opens it; nothing is sent.
@@ -129,6 +153,7 @@ class _Run:
         self.evaluated = 0
         self.state = TrainState(model, self.optimizer, shards)
         self.numbers = spec.numbers(dataset.fingerprint)
+        self.guard = Guard(spec, rank, job.run, job.attempt, model, reporter)
         startup.done("build")
         self._resume()
         startup.done("load")
@@ -153,6 +178,7 @@ class _Run:
             full_tokens=spec.train.global_batch * spec.model.context,
             clip=spec.optim.clip,
             before_update=self.saver.before_update,
+            judge=self.guard,
             probe=probe,
         )
 
@@ -171,6 +197,8 @@ class _Run:
             prefetch=self.spec.data.prefetch,
             steps=max(last - self.step, 0),
             transform=_to_torch(pin=self.rank.device.type == "cuda"),
+            timeout_s=self.spec.recovery.data_patience,
+            on_stall=self._stalled,
         )
         try:
             with loader:
@@ -179,14 +207,17 @@ class _Run:
                 for batch in loader:  # every rank, its own slice of the same global batch
                     self.step += 1
                     lr = lr_at(self.step, self.total, self.spec.optim.schedule, self.peak_lr)
-                    report = self.train_step(  # every rank: gradients and loss are summed
+                    train = partial(  # every rank: gradients and loss are summed
+                        self.train_step,
                         self.step,
                         [self._to_device(m) for m in batch.micro_batches],
                         batch.tokens,
                         lr,
                         want_stop=bool(self.reporter and self.reporter.command == "stop"),
                     )
-                    self.cursor, self.loss, stop = batch.after, report.loss, report.stop
+                    report = self.guard.step(self.step, batch, train)  # every rank; not what the ledger leaves out
+                    self.cursor, stop = batch.after, report.stop
+                    self.loss = report.loss if math.isfinite(report.loss) else self.loss
                     ended = time.perf_counter()
                     self.probe.stepped(ended - begun - batch.wait_seconds)
                     self._record(batch, lr, report.loss, report.grad_norm, report.tokens, ended - begun)
@@ -222,6 +253,19 @@ class _Run:
                 self.optimizer.close()
         status = "finished" if self.step >= self.total else "interrupted" if stop else "paused"
         return Outcome(status, self.step, self.loss, self.eval_loss)
+
+    def _stalled(self, stall: Stall) -> None:
+        """Says that the loader gives no batch, while that goes on: on rank 0 as an event, on others by `tell`."""
+        data = {
+            "step": self.step + 1,
+            "rank": self.rank.rank,
+            "seconds": round(stall.seconds, 3),
+            "files": self.windows.files(stall.ids),
+            "at": stall.at,
+            "restarts": stall.restarts,
+            "final": stall.final,
+        }
+        self._tell(Event("data_stalled", time.time(), data))
 
     def _due(self, every: int | None, ending: bool) -> bool:
         return ending or (every is not None and self.step % every == 0)
@@ -292,6 +336,7 @@ class _Run:
             "best_eval": self.best_eval,
             "precision": self.precision.state(),
             "dataset": self.job.dataset,
+            **self.guard.state(self.step),
         }
         self.saver.start(self.step, tensors, rank_tensors, plain)
         if self.eval_loss is not None and self.evaluated == self.step:
@@ -307,6 +352,7 @@ class _Run:
             group=rank.control,
             on_event=self.reporter.event if self.reporter else lambda event: None,
         )
+        self.guard.resume(manifest.plain if manifest else {})
         if manifest is None:
             return
         restore.check_numbers(manifest, self.numbers, allow=self.job.allow_spec_change)

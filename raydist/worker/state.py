@@ -120,6 +120,9 @@ class TrainState:
                 parameter.grad = torch.zeros_like(parameter)
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
+            for state in self._optimizer.state.values():
+                if isinstance(state.get("step"), Tensor):
+                    state["step"].zero_()  # it was none: where the first batch is left out, nothing is loaded over it
             for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
 

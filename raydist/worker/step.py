@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,13 +26,51 @@ from raydist.worker.setup import Rank
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step did, the same on every rank: `loss` is the global mean; `stop` whether any rank wants to end here."""
+    """What a step did, the same on every rank: `loss` is the global mean; `stop` whether any rank wants to end here.
+
+    `skipped`: nothing was updated; `bad`: for its numbers are, and its judge wants to go on. fp16's overflow is not bad.
+    """
 
     loss: float
     grad_norm: float
     tokens: int
     stop: bool
     skipped: bool
+    bad: Bad | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """A step whose numbers forbid its update; the same on every rank.
+
+    `ranks`: of each guilty rank its `rank`, its `loss` or its `parameters` (those whose gradient is not finite, the first
+    in backward first, five at most), and its `micro_batch`. `median`: of the losses before, if this one's is a spike.
+    """
+
+    step: int
+    loss: float
+    cause: str
+    ranks: tuple[dict[str, Any], ...] = ()
+    median: float | None = None
+
+    @property
+    def hint(self) -> str:
+        """Where to look."""
+        if self.median is not None:
+            return "look at the learning rate and the data of this step"
+        return "look at the learning rate, the data of this step, and the model's own divisions, logs and square roots"
+
+
+class Judge(Protocol):
+    """Who says what becomes of a step's numbers: `raydist.worker.guard.Guard`."""
+
+    def spike(self, loss: float) -> float | None:
+        """The median of the losses before if `loss` is a spike, else None: the same on every rank."""
+        ...
+
+    def bad(self, bad: Bad) -> None:
+        """Raises, on every rank, or returns: the step is then left out."""
+        ...
 
 
 def loss_sum(module: nn.Module, batch: MicroBatch) -> torch.Tensor:
@@ -56,11 +95,13 @@ class TrainStep:
         full_tokens: int,
         clip: float,
         before_update: Callable[[], None],
+        judge: Judge | None = None,
         probe: Probe | None = None,
     ) -> None:
         self._probe = probe or Probe()
         self.rank, self.strategy, self.optimizer, self.precision = rank, strategy, optimizer, precision
         self._full_tokens, self._clip, self._before_update = full_tokens, clip, before_update
+        self._judge = judge
         self._scale_grads = strategy.scale_grads
         if isinstance(optimizer, OffloadedAdamW):  # which has fetched the gradients before the factor is known
             self._scale_grads = optimizer.scale_grads
@@ -68,7 +109,9 @@ class TrainStep:
     def __call__(
         self, step: int, micro_batches: Sequence[MicroBatch], tokens: int, lr: float, want_stop: bool
     ) -> StepReport:
-        """Runs step number `step`; `tokens` count in this rank's loss. Raises NonFinite, on every rank, before the update."""
+        """Runs step number `step`; `tokens` count in this rank's loss. Raises what its judge does about bad numbers, on every rank,
+        before the update; without one NonFinite.
+        """
         sums = torch.tensor([0.0, tokens, want_stop], dtype=torch.float64, device=self.rank.device)
         pending = None
         for i, batch in enumerate(micro_batches):
@@ -96,8 +139,18 @@ class TrainStep:
         grad_norm = float(self.strategy.grad_norm()) * factor
         finite = _finite(loss_mean) and _finite(grad_norm)
         skipped = False
+        bad = None
         if not finite and not (self.precision.scaled and _finite(loss_mean)):
-            self._non_finite(step, micro_batches, loss_mean)
+            bad = self._non_finite(step, micro_batches, loss_mean)
+        elif finite and self._judge is not None and (median := self._judge.spike(loss_mean)) is not None:
+            cause = f"step {step}: a loss of {loss_mean:.4g}, where the median of those before it is {median:.4g}"
+            bad = Bad(step, loss_mean, cause, median=median)
+        if bad is not None:
+            if self._judge is None:
+                raise NonFinite(f"{bad.cause}; the update was not applied", bad.hint)
+            self._judge.bad(bad)
+            self.strategy.zero_grad()
+            return StepReport(loss_mean, grad_norm, tokens, stops > 0, skipped=True, bad=bad)
         if finite:
             if self._clip and grad_norm > self._clip:
                 factor *= self._clip / (grad_norm + 1e-6)
@@ -117,38 +170,35 @@ class TrainStep:
             self.strategy.updated()
         return StepReport(loss_mean, grad_norm, tokens, stops > 0, skipped)
 
-    def _non_finite(self, step: int, micro_batches: Sequence[MicroBatch], loss_mean: float) -> None:
-        """Runs the step's passes once more to see on which rank a loss or a gradient is not finite. Raises."""
+    def _non_finite(self, step: int, micro_batches: Sequence[MicroBatch], loss_mean: float) -> Bad:
+        """Runs the step's passes once more to see on which rank a loss or a gradient is not finite."""
         self.strategy.zero_grad()
-        guilty: dict[str, object] = {}
+        guilty: dict[str, Any] = {}
         with watch_gradients(self.strategy.module) as finite:
             for i, batch in enumerate(micro_batches):
                 with self.strategy.accumulate(last=i == len(micro_batches) - 1):
                     with self.precision.autocast():
                         loss = loss_sum(self.strategy.module, batch)
-                    if not torch.isfinite(loss):
-                        guilty.setdefault("loss", float(loss.detach()))
+                    if not guilty and not torch.isfinite(loss):
+                        guilty = {"rank": self.rank.rank, "loss": float(loss.detach()), "micro_batch": i}
                     loss.backward()  # type: ignore[no-untyped-call]
+                if not guilty and not all(finite.values()):
+                    guilty = {"rank": self.rank.rank, "micro_batch": i}
         named = [name for name, whether in finite.items() if not whether]
         if named:
-            guilty["gradients"] = named[:5]
+            guilty["parameters"] = named[:5]
         self.strategy.zero_grad()
-        every: list[dict[str, object]] = [guilty]
+        every = [guilty]
         if self.rank.world_size > 1:
             every = [{}] * self.rank.world_size
             dist.all_gather_object(every, guilty, group=self.rank.control)
         found = []
-        for rank, facts in enumerate(every):
-            if "loss" in facts:
-                found.append(f"rank {rank}: its loss is {facts['loss']}")
-            elif facts:
-                found.append(f"rank {rank}: its gradient of {', '.join(map(str, facts['gradients']))}")  # type: ignore[call-overload]
+        for facts in filter(None, every):
+            what = f"loss is {facts['loss']}" if "loss" in facts else f"gradient of {', '.join(facts['parameters'])}"
+            found.append(f"rank {facts['rank']}: its {what}")
         where = "; ".join(found) or "no rank alone: the sum over the ranks overflows"
         what = "the gradient" if _finite(loss_mean) else f"the loss ({loss_mean})"
-        raise NonFinite(
-            f"step {step}: {what} is not finite ({where}); the update was not applied",
-            "look at the learning rate, the data of this step, and the model's own divisions, logs and square roots",
-        )
+        return Bad(step, loss_mean, f"step {step}: {what} is not finite ({where})", tuple(filter(None, every)))
 
 
 def _finite(x: float) -> bool:

@@ -12,6 +12,7 @@ from raydist.cluster.recovery import (
     History,
     RankError,
     Restart,
+    Split,
     Stop,
     decide,
     is_echo,
@@ -25,6 +26,8 @@ class Policy:
     max_failures = 3
     backoff_s = 1.0
     backoff_cap_s = 5.0
+    max_rollbacks = 3
+    on_oom = "shrink_micro_batch"
 
 
 class Unlimited(Policy):
@@ -54,6 +57,14 @@ PICKED = {
     "a lost node says more than a lost process": (
         [died(0), RankError(1, "NodeDied", "the node is gone", kind="node_died")], 1, "node_died", 1),
     "no memory in Python": ([raised(0, "MemoryError", ""), raised(1, "RuntimeError", RESET)], 0, "out_of_memory", 1),
+    "no memory, by a subclass": (
+        [raised(0, "_ArrayMemoryError", "", None, "MemoryError")], 0, "out_of_memory", 0),
+    "no memory, as torch's CPU allocator has it": (
+        [raised(1, "RuntimeError", "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")], 1,
+        "out_of_memory", 0),
+    "killed for memory": (
+        [RankError(1, "OutOfMemory", "killed", kind="out_of_memory"), raised(0, "RuntimeError", RESET)], 1, "out_of_memory", 1),
+    "a rollback": ([raised(0, "Rollback", "step 5"), raised(1, "Rollback", "step 5")], 0, "rollback", 1),
     "a hung rank, and one that timed out on it": (
         [raised(0, "RuntimeError", "Timed out waiting 1800000ms for recv operation"),
          RankError(1, "WorkerHung", "no answer", kind="worker_hung")], 1, "worker_hung", 1),
@@ -185,3 +196,66 @@ def test_a_long_life_of_rare_failures_goes_on() -> None:
         history = history.at(step)
         assert isinstance(decide(fail(), history, Policy()), Restart)
         history = history.then(fail())
+
+
+# (global batch, micro-batch, workers) -> (sequences of the largest pass, the next micro-batch)
+SPLITS = {
+    (32, 8, 2): (8, 4), (32, 1, 2): (1, None), (8, 8, 4): (2, 1), (27, 9, 1): (9, 3), (6, 6, 2): (3, 1), (10, 5, 1): (5, 2),
+    (30, 6, 1): (6, 3), (7, 7, 3): (3, 1), (12, 4, 16): (1, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("numbers", SPLITS)
+def test_a_smaller_micro_batch_at_least_halves_the_largest_pass(numbers: tuple[int, int, int]) -> None:
+    """And divides the global batch, also where a rank's share was smaller than its micro-batch; none below one sequence."""
+    split = Split(*numbers)
+    assert (split.largest_pass, split.smaller()) == SPLITS[numbers]
+    if (smaller := split.smaller()) is not None:
+        assert Split(split.global_batch, smaller, split.workers).largest_pass <= split.largest_pass / 2
+        assert split.global_batch % smaller == 0
+
+
+def test_out_of_memory_ends_after_few_restarts() -> None:
+    """From 8 to 4, 2 and 1, each at once, though the cause is the same and nothing is committed; then a stop with the remedy."""
+    history, micro, tried = History(), 8, []
+    no_memory = fail("OutOfMemoryError: CUDA", kind="out_of_memory")
+    while True:
+        decision = decide(no_memory, history, Policy(), Split(32, micro, 2))
+        if isinstance(decision, Stop):
+            break
+        assert decision.after_s == 0.0
+        assert decision.micro_batch is not None
+        tried.append(decision.micro_batch)
+        history, micro = history.then(no_memory), decision.micro_batch
+    assert tried == [4, 2, 1]
+    assert "offload.optimizer: cpu" in decision.because
+    after = decide(fail(A), history, Policy(), Split(32, 1, 2))
+    assert isinstance(after, Restart)
+    assert (after.after_s, after.micro_batch) == (0.0, None)
+
+
+def test_out_of_memory_is_never_tried_again_as_it_was() -> None:
+    """Where the user wants no other micro-batch, or the split is not known, it stops at once."""
+
+    class Stopping(Policy):
+        on_oom = "stop"
+
+    no_memory = fail("MemoryError", kind="out_of_memory")
+    assert isinstance(decide(no_memory, History(), Stopping(), Split(32, 8, 2)), Stop)
+    assert isinstance(decide(no_memory, History(), Policy()), Stop)
+
+
+def test_rollbacks_restart_at_once_up_to_their_limit() -> None:
+    """Three of a run, whatever was committed between them; they do not count among the failures."""
+    history, back = History(), fail("Rollback: step 5", kind="rollback")
+    for step in (0, 0, 50):
+        decision = decide(back, history.at(step), Policy())
+        assert isinstance(decision, Restart)
+        assert decision.after_s == 0.0
+        history = history.at(step).then(back)
+    first = decide(fail(A), history, Policy())
+    assert isinstance(first, Restart)
+    assert first.after_s == 0.0
+    stopped = decide(back, history.at(90), Policy())
+    assert isinstance(stopped, Stop)
+    assert "recovery.max_rollbacks is 3" in stopped.because

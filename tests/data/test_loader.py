@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from raydist.data.batches import MASKED, Batches, Cursor, Loader, StepBatch, samples_hash
+from raydist.data.batches import MASKED, RESTARTS, Batches, Cursor, Loader, Stall, StepBatch, samples_hash
 from raydist.data.dataset import TokenDataset, Windows
 from raydist.data.order import IntArray
+from raydist.errors import DataError
 
 
 @pytest.fixture
@@ -125,3 +128,63 @@ def test_transform_runs_in_the_thread() -> None:
     with Loader(_Counting(), Batches(100, 4, 0, "f"), Cursor(), micro_batch=4, steps=2, transform=mark) as loader:
         assert [s.samples_hash for s in loader] == ["seen", "seen"]
     assert set(names) == {"raydist-loader"}
+
+
+class _Blocking:
+    """Samples of one token, their own id. The `times` first reads that have sample `stuck` block in the kernel, at a FIFO."""
+
+    def __init__(self, fifo: Path, stuck: int, times: int) -> None:
+        os.mkfifo(fifo)
+        self.fifo, self.stuck, self.left = fifo, stuck, times
+        self.freed = threading.Semaphore(0)
+
+    def batch(self, ids: IntArray, pack: bool = False) -> tuple[IntArray, IntArray, None]:
+        if self.stuck in ids and self.left:
+            self.left -= 1
+            with open(self.fifo, "rb") as file:  # waits for a writer
+                file.read()
+            self.freed.release()
+        tokens = ids[:, None].copy()
+        return tokens, tokens, None
+
+    def free(self, threads: int) -> None:
+        """Lets all of them go on, and waits until they have."""
+        descriptor = os.open(self.fifo, os.O_WRONLY)
+        os.close(descriptor)
+        for _ in range(threads):
+            assert self.freed.acquire(timeout=30)
+
+
+def test_a_stuck_thread_is_replaced_at_its_cursor(tmp_path: Path) -> None:
+    """A read that blocks is told of while it does, with the line it stands at; every sample comes once all the same, also after
+    the old thread is free again."""
+    batches = Batches(40, 4, 0, "f")
+    stuck = batches.at_step(3)
+    source = _Blocking(tmp_path / "fifo", int(batches.ids(stuck)[0]), 1)
+    told: list[Stall] = []
+    expected = np.concatenate([batches.ids(batches.at_step(i)) for i in range(10)])
+    with Loader(source, batches, Cursor(), micro_batch=2, steps=10, timeout_s=0.3, on_stall=told.append) as loader:
+        steps = [next(loader) for _ in range(5)]
+        source.free(1)
+        steps += list(loader)
+    assert np.array_equal(np.concatenate([m.tokens[:, 0] for s in steps for m in s.micro_batches]), expected)
+    (stall,) = told
+    assert (stall.cursor, stall.restarts, stall.final) == (stuck, 0, False)
+    assert np.array_equal(stall.ids, batches.ids(stuck))
+    assert stall.seconds >= 0.3
+    assert "test_loader.py" in stall.at.splitlines()[0]
+    assert stall.at.splitlines()[0].endswith("in batch")
+
+
+def test_a_read_that_blocks_for_ever_ends_with_its_cause(tmp_path: Path) -> None:
+    """After two restarts at one batch `next` raises DataError, which says where the thread stands; closing does not wait for it."""
+    batches = Batches(40, 4, 0, "f")
+    source = _Blocking(tmp_path / "fifo", int(batches.ids(batches.at_step(1))[0]), 9)
+    told: list[Stall] = []
+    with Loader(source, batches, Cursor(), micro_batch=4, timeout_s=0.2, on_stall=told.append) as loader:
+        assert next(loader).cursor == Cursor()
+        with pytest.raises(DataError, match=r"epoch 0, sample 4, on rank 0.*\n.*test_loader.py:\d+ in batch"):
+            next(loader)
+    assert [(s.restarts, s.final) for s in told] == [(0, False), (1, False), (RESTARTS, True)]
+    source.left = 0
+    source.free(3)

@@ -36,6 +36,26 @@ def test_span(seconds: float, told: str) -> None:
 
 
 EVENTS: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "non_finite",
+        {"step": 5, "action": "rollback", "cause": "step 5: the loss (nan) is not finite (rank 1: its loss is nan)"},
+        "step 5: the loss (nan) is not finite (rank 1: its loss is nan): the run goes back, and leaves the batch out",
+    ),
+    (
+        "loss_spike",
+        {"step": 5, "action": "skip", "loss": 9.0, "median": 2.5},
+        "step 5: loss 9.0000, the median before is 2.5000: the step is left out",
+    ),
+    (
+        "data_stalled",
+        {"step": 5, "rank": 1, "seconds": 300.0, "at": "a.py:7 in read\nb.py:9 in batch", "final": False},
+        "step 5, rank 1: no batch for 5:00, in a.py:7 in read: its loader is started again",
+    ),
+    (
+        "decision",
+        {"action": "restart", "because": "out of memory", "after_s": 0.0, "micro_batch": 4},
+        "decision: restart with micro-batch 4: out of memory",
+    ),
     ("attempt_started", {"attempt": 1, "world_size": 2, "resume_step": 0}, "attempt 1: 2 workers, from the start"),
     ("attempt_started", {"attempt": 2, "world_size": 1, "resume_step": 50}, "attempt 2: 1 worker, from step 50"),
     (
