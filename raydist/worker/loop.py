@@ -21,7 +21,7 @@ from raydist.data.batches import Batches, Cursor, Loader, MicroBatch, StepBatch,
 from raydist.data.dataset import TokenDataset, Windows
 from raydist.errors import CheckpointError, DataError
 from raydist.records import StepRecord
-from raydist.rundir import RunDir, step_folder
+from raydist.rundir import RunDir, resume_attempt, step_folder
 from raydist.spec import JobSpec, spec_hash
 from raydist.worker import compute, flops, offload, optim, precision, setup
 from raydist.worker.checkpoint import restore
@@ -289,6 +289,8 @@ class _Run:
             group=rank.control,
             on_event=self.reporter.event if self.reporter else lambda event: None,
         )
+        if rank.rank == 0 and self.job.attempt in run.lineage().begun:
+            resume_attempt(run, self.job.attempt, manifest.step if manifest else 0)
         if manifest is None:
             return
         restore.check_numbers(manifest, self.numbers, allow=self.job.allow_spec_change)
