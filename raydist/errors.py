@@ -20,7 +20,8 @@ Runs anywhere. Imports nothing of raydist.
         ├── NonFinite                 NaN or Inf in the loss or in the gradients (also an ArithmeticError)
         ├── LossSpike                 a loss far above those before it (also an ArithmeticError)
         ├── GraphMismatch             parameters without a gradient, or ranks whose graphs differ
-        └── WorkerFailed              a rank died or raised, and the budget of restarts is spent
+        ├── WorkerFailed              a rank died or raised, and the budget of restarts is spent
+        └── Fenced                    a newer attempt has begun: this one may not commit (also a CheckpointError)
 
     RankFailed                        what one rank ended with, as plain facts, on its way to the driver
 
@@ -123,6 +124,10 @@ class GraphMismatch(TrainingStopped):
 
 class WorkerFailed(TrainingStopped):
     """A rank died or raised, and the budget of restarts is spent."""
+
+
+class Fenced(CheckpointError, TrainingStopped):
+    """A newer attempt of the run has begun; this one was given up, and may not commit."""
 
 
 class RankFailed(Exception):

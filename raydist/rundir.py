@@ -9,14 +9,27 @@ Runs anywhere.
         tensorboard/                          the same for TensorBoard
         logs/                                 what Ray and the workers printed
         ledger/*.json                         the batches that were left out of training
-        checkpoints/step-00000200/MANIFEST.json and shards
+        checkpoints/step-00000200/MANIFEST-0001.json and shards; 0001 is the attempt that saved it
+        attempts/0002.json                        attempt 2 has begun: none before it commits any more
+        attempts/0002-from-00000200.json          and where it went on from
+
+**Fencing.** A cut-off attempt may still run while a newer one trains, and must not commit. Each attempt writes its number before
+its workers start; who commits looks whether its number is still the newest. No storage makes this look and the commit one, so
+a manifest may come too late all the same. Therefore its name carries its attempt, which overwrites nobody's, and each attempt
+notes the step that it went on from: **manifests of earlier attempts past that step do not count**. docs/checkpoints.md has
+the whole.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from pathlib import Path
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 
 from raydist.errors import RunNotFound, UsageError
 from raydist.storage import Storage
@@ -25,12 +38,14 @@ DEFAULT_STORAGE = "~/raydist"
 SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER = (
     "spec.yaml", "state.json", "events.jsonl", "metrics", "logs", "tensorboard", "ledger",
 )  # fmt: skip
-CHECKPOINTS, MANIFEST = "checkpoints", "MANIFEST.json"
+CHECKPOINTS, ATTEMPTS = "checkpoints", "attempts"
 DATA = ".data"
 """Beside the runs: corpora that raydist prepared by itself."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _STEP = re.compile(r"step-(\d+)")
+_MANIFEST = re.compile(r"MANIFEST-(\d+)\.json")
+_ATTEMPT = re.compile(r"(\d+)(?:-from-(\d+))?\.json")
 
 
 def check_name(name: str) -> str:
@@ -43,6 +58,41 @@ def check_name(name: str) -> str:
 def step_folder(step: int) -> str:
     """The folder of a checkpoint, relative to the run."""
     return f"{CHECKPOINTS}/step-{step:08d}"
+
+
+def manifest_name(attempt: int) -> str:
+    """The manifest's name in its checkpoint's folder."""
+    return f"MANIFEST-{attempt:04d}.json"
+
+
+def manifest_attempt(name: str) -> int | None:
+    """The attempt that wrote the manifest of that name; None for another file's name."""
+    match = _MANIFEST.fullmatch(PurePosixPath(name).name)
+    return int(match[1]) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The attempts of a run that have begun -> the step each went on from, None where that is not noted (yet)."""
+
+    begun: Mapping[int, int | None] = field(default_factory=dict)
+
+    @property
+    def newest(self) -> int:
+        """The highest attempt number; 0 if none has begun."""
+        return max(self.begun, default=0)
+
+    def voided_by(self, attempt: int, step: int) -> int | None:
+        """The attempt that makes a checkpoint of `step`, committed by `attempt`, void: it had gone on from before that step."""
+        later = (b for b, start in sorted(self.begun.items()) if b > attempt and start is not None and start < step)
+        return next(later, None)
+
+    def joined(self, other: Lineage) -> Lineage:
+        """What the two know together."""
+        begun = dict(self.begun)
+        for attempt, start in other.begun.items():
+            begun[attempt] = begun.get(attempt) if start is None else start
+        return Lineage(begun)
 
 
 class RunDir:
@@ -65,14 +115,88 @@ class RunDir:
         """Whether a run was ever started here."""
         return self.storage.size(SPEC) is not None
 
+    def lineage(self) -> Lineage:
+        """Which attempts have begun, and from where: the names in attempts/ say it."""
+        begun: dict[int, int | None] = {}
+        for name in self.storage.files(ATTEMPTS):
+            match = _ATTEMPT.fullmatch(PurePosixPath(name).name)
+            if match:
+                number = int(match[1])
+                begun[number] = int(match[2]) if match[2] else begun.get(number)
+        return Lineage(begun)
+
     def committed(self) -> list[int]:
-        """Steps of the committed checkpoints, ascending. One without a manifest does not exist."""
-        found = []
+        """Steps of the committed checkpoints, ascending. One without a manifest that counts does not exist."""
+        return sorted(self.manifests())
+
+    def manifests(self, lineage: Lineage | None = None) -> dict[int, str]:
+        """Committed step -> the name of its manifest that counts; ascending. `lineage`: the run's, if it is known better."""
+        lineage = self.lineage() if lineage is None else lineage
+        found = {}
         for folder in self.storage.folders(CHECKPOINTS):
             match = _STEP.fullmatch(folder)
-            if match and self.storage.size(f"{CHECKPOINTS}/{folder}/{MANIFEST}") is not None:
-                found.append(int(match[1]))
-        return sorted(found)
+            name = self._counting(int(match[1]), lineage) if match else None
+            if match and name:
+                found[int(match[1])] = name
+        return dict(sorted(found.items()))
+
+    def manifest(self, step: int) -> str | None:
+        """The name of the manifest that counts of one step; None if that step is not committed."""
+        return self._counting(step, self.lineage())
+
+    def _counting(self, step: int, lineage: Lineage) -> str | None:
+        attempts = [a for a in self.attempts_of(step) if lineage.voided_by(a, step) is None]
+        return manifest_name(attempts[-1]) if attempts else None
+
+    def attempts_of(self, step: int) -> list[int]:
+        """The attempts that have a manifest at that step, whether it counts or not; ascending."""
+        found = (manifest_attempt(n) for n in self.storage.files(step_folder(step)))
+        return sorted(a for a in found if a is not None)
+
+    def void(self) -> list[tuple[int, int, int]]:
+        """(step, attempt, the attempt that makes it void) of each manifest that came too late to count."""
+        lineage, found = self.lineage(), []
+        for folder in self.storage.folders(CHECKPOINTS):
+            match = _STEP.fullmatch(folder)
+            for attempt in self.attempts_of(int(match[1])) if match else ():
+                by = lineage.voided_by(attempt, int(match[1])) if match else None
+                if match and by is not None:
+                    found.append((int(match[1]), attempt, by))
+        return found
+
+
+def begin_attempt(run: RunDir, number: int) -> None:
+    """Attempt `number` begins: once this has returned no earlier one commits. Call it before its workers start.
+
+    Raises UsageError if that number, or a higher one, has begun already: somebody else drives the run.
+    """
+    body = {"attempt": number, "at": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
+    newest = run.lineage().newest
+    if newest >= number or not run.storage.write_new(f"{ATTEMPTS}/{number:04d}.json", json.dumps(body).encode()):
+        raise UsageError(
+            f"run {run.name}: attempt {max(newest, number)} has begun already, and {number} cannot",
+            "another driver trains this run; `raydist runs` shows whether it lives",
+        )
+
+
+def resume_attempt(run: RunDir, number: int, step: int) -> None:
+    """Attempt `number` goes on from `step`, 0 for the start: what earlier ones commit past it does not count.
+
+    Call it once the step is decided, and before the first commit. Raises UsageError if the attempt is fenced off.
+    """
+    if fenced(run, number):
+        raise UsageError(
+            f"run {run.name}: attempt {run.lineage().newest} has begun, and {number} may not go on",
+            "another driver trains this run",
+        )
+    body = {"attempt": number, "step": step, "at": time.time()}
+    run.storage.write(f"{ATTEMPTS}/{number:04d}-from-{step:08d}.json", json.dumps(body).encode())
+
+
+def fenced(run: RunDir, number: int) -> bool:
+    """Whether attempt `number` may no longer commit: another one is the newest. A run without any note has no fence."""
+    newest = run.lineage().newest
+    return newest not in (0, number)
 
 
 def resolve(run: str, storage: str | None = None) -> RunDir:

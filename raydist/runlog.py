@@ -322,9 +322,12 @@ def read_events(run: RunDir) -> list[Event]:
 
 
 def last_attempt(run: RunDir) -> int:
-    """The highest attempt number written so far, 0 for a new run: a driver that goes on with a run counts on from it."""
+    """The highest attempt number so far, 0 for a new run: a driver that goes on with a run counts on from it.
+
+    One that began and died before its first step counts too.
+    """
     names = (_SEGMENT.fullmatch(name.rsplit("/", 1)[-1]) for _, name in _segment_names(run))
-    return max((int(match[1]) for match in names if match), default=0)
+    return max([run.lineage().newest, *(int(match[1]) for match in names if match)])
 
 
 def plain(value: Any) -> Any:

@@ -6,9 +6,10 @@ renamed; an object store shows an object only once its upload has ended.
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol
@@ -73,17 +74,20 @@ class Storage:
         return str(PurePosixPath(self.root) / name) if name else self.root
 
     @contextmanager
-    def create(self, name: str) -> Iterator[Sink]:
+    def create(self, name: str, check: Callable[[], object] | None = None) -> Iterator[Sink]:
         """A new file, in place and durable once the block ends without an error; nothing is left of it otherwise.
 
         Folders are made on the way. An existing file of that name is replaced in one step; on an object store it is gone if
-        the block raises.
+        the block raises. `check` is called as late as can be before the file has its name: locally when all of it is on the
+        disk, on an object store before the upload. What it raises leaves no file.
         """
         try:
             if self.local is not None:
-                with self._create_local(self.local / name) as sink:
+                with self._create_local(self.local / name, check) as sink:
                     yield sink
             else:
+                if check is not None:
+                    check()
                 with self._create_remote(self.path(name)) as stream:
                     yield stream
         except OSError as error:
@@ -102,16 +106,14 @@ class Storage:
                 raise
 
     @contextmanager
-    def _create_local(self, path: Path) -> Iterator[Sink]:
-        made = [folder for folder in path.parents if not folder.exists()]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for folder in made:
-            _sync_folder(folder.parent)
-        part = path.with_name(f"{_TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
+    def _create_local(self, path: Path, check: Callable[[], object] | None = None) -> Iterator[Sink]:
+        part = self._part(path)
         try:
             with open(part, "xb", buffering=0) as file:
                 yield file
                 os.fsync(file.fileno())
+            if check is not None:
+                check()
             os.replace(part, path)
         except BaseException:
             part.unlink(missing_ok=True)
@@ -119,12 +121,46 @@ class Storage:
         # The rename itself must reach the disk too, or a power cut may undo it.
         _sync_folder(path.parent)
 
-    def write(self, name: str, data: bytes) -> None:
-        """One small file, atomically."""
-        with self.create(name) as sink:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[sink.write(rest) or len(rest) :]
+    def _part(self, path: Path) -> Path:
+        """The name that a file has until it is whole. Makes its folder, durably."""
+        made = [folder for folder in path.parents if not folder.exists()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in made:
+            _sync_folder(folder.parent)
+        return path.with_name(f"{_TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
+
+    def write(self, name: str, data: bytes, check: Callable[[], object] | None = None) -> None:
+        """One small file, atomically. `check`: see `create`."""
+        with self.create(name, check) as sink:
+            _put(sink, data)
+
+    def write_new(self, name: str, data: bytes) -> bool:
+        """One small file, unless there is one of that name; whether it was written.
+
+        On a file system the look and the write are one (a hard link, on NFS too): of many writers exactly one gets True. An
+        object store has no such thing in pyarrow: two writers that look at the same moment both get True.
+        """
+        if self.local is None:
+            if self.size(name) is not None:
+                return False
+            self.write(name, data)
+            return True
+        path = self.local / name
+        try:
+            part = self._part(path)
+            try:
+                with open(part, "xb", buffering=0) as file:
+                    _put(file, data)
+                    os.fsync(file.fileno())
+                os.link(part, path)
+            finally:
+                part.unlink(missing_ok=True)
+            _sync_folder(path.parent)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise self._failed("write", name, error) from error
+        return True
 
     def read(self, name: str) -> bytes:
         """A whole file. A missing one raises FileNotFoundError, which is for callers that expect it."""
@@ -160,15 +196,15 @@ class Storage:
         except OSError as error:
             raise self._failed("read", name, error) from error
 
-    def files(self, folder: str = "", *, recursive: bool = False) -> dict[str, int]:
-        """Files under a folder -> bytes; names relative to this Storage. Unfinished ones are left out."""
-        return {n: int(i.size) for n, i in self._list(folder, recursive) if i.type == self._type.File}
+    def files(self, folder: str = "", *, recursive: bool = False, unfinished: bool = False) -> dict[str, int]:
+        """Files under a folder -> bytes; names relative to this Storage. Unfinished ones are left out, unless asked for."""
+        return {n: int(i.size) for n, i in self._list(folder, recursive, unfinished) if i.type == self._type.File}
 
     def folders(self, folder: str = "") -> list[str]:
         """Names of the folders directly in `folder`, sorted."""
         return sorted(PurePosixPath(n).name for n, i in self._list(folder, False) if i.type == self._type.Directory)
 
-    def _list(self, folder: str, recursive: bool) -> Iterator[tuple[str, pafs.FileInfo]]:
+    def _list(self, folder: str, recursive: bool, unfinished: bool = False) -> Iterator[tuple[str, pafs.FileInfo]]:
         from pyarrow.fs import FileSelector
 
         selector = FileSelector(self.path(folder), recursive=recursive, allow_not_found=True)
@@ -181,7 +217,7 @@ class Storage:
                 if not isinstance(error, FileNotFoundError) or tries == _LIST_TRIES - 1:
                     raise self._failed("list", folder, error) from error
         for info in sorted(infos, key=lambda i: i.path):
-            if not info.base_name.startswith(_TEMPORARY):
+            if unfinished or not info.base_name.startswith(_TEMPORARY):
                 yield str(PurePosixPath(info.path).relative_to(self.root)), info
 
     def delete(self, name: str) -> None:
@@ -197,11 +233,31 @@ class Storage:
         except OSError as error:
             raise self._failed("delete", name, error) from error
 
+    def delete_empty(self, folder: str) -> None:
+        """Removes a folder that holds nothing; any other stays."""
+        if self.local is None:
+            if not self.files(folder, recursive=True):
+                self.delete(folder)
+            return
+        try:
+            os.rmdir(self.local / folder)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise self._failed("delete", folder, error) from error
+
     def _failed(self, verb: str, name: str, error: OSError) -> StorageError:
         if isinstance(error, StorageError):
             return error
         reason = os.strerror(error.errno) if error.errno else str(error)
         return StorageError(f"cannot {verb} {self.uri}/{name}: {reason}", "")
+
+
+def _put(sink: Sink, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[sink.write(rest) or len(rest) :]
 
 
 def _sync_folder(path: Path) -> None:

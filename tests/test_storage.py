@@ -78,8 +78,8 @@ def test_a_checkpoint_exists_once_its_manifest_does(tmp_path: Path) -> None:
     for step in (20, 3, 100):
         run.storage.write(f"{rundir.step_folder(step)}/shard", b"x")
     for step in (100, 3):
-        run.storage.write(f"{rundir.step_folder(step)}/MANIFEST.json", b"{}")
-    run.storage.write("checkpoints/step-x/MANIFEST.json", b"{}")
+        run.storage.write(f"{rundir.step_folder(step)}/MANIFEST-0001.json", b"{}")
+    run.storage.write("checkpoints/step-x/MANIFEST-0001.json", b"{}")
     assert run.committed() == [3, 100]
 
 

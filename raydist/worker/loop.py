@@ -24,7 +24,7 @@ from raydist.data.batches import Batches, Cursor, Loader, MicroBatch, Stall, Ste
 from raydist.data.dataset import TokenDataset, Windows
 from raydist.errors import CheckpointError, DataError
 from raydist.records import Event, StepRecord
-from raydist.rundir import RunDir, step_folder
+from raydist.rundir import RunDir, resume_attempt, step_folder
 from raydist.spec import JobSpec, spec_hash
 from raydist.worker import compute, flops, offload, optim, precision, setup
 from raydist.worker.checkpoint import restore
@@ -353,6 +353,8 @@ class _Run:
             on_event=self.reporter.event if self.reporter else lambda event: None,
         )
         self.guard.resume(manifest.plain if manifest else {})
+        if rank.rank == 0 and self.job.attempt in run.lineage().begun:
+            resume_attempt(run, self.job.attempt, manifest.step if manifest else 0)
         if manifest is None:
             return
         restore.check_numbers(manifest, self.numbers, allow=self.job.allow_spec_change)

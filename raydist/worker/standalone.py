@@ -19,7 +19,7 @@ from typing import Any
 from raydist import data
 from raydist.errors import RaydistError, TrainingStopped
 from raydist.records import Event
-from raydist.rundir import SPEC, RunDir, check_name, default_storage
+from raydist.rundir import SPEC, RunDir, begin_attempt, check_name, default_storage
 from raydist.runlog import RunLog, last_attempt
 from raydist.runstate import this_process, write_state
 from raydist.spec import JobSpec, dump, load
@@ -123,6 +123,7 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
     log = None
     if first:
         run.storage.write(SPEC, dump(spec).encode())
+        begin_attempt(run, attempt)
         log = _Log(run, attempt, rank.world_size, quiet=options.json)
     job = Job(spec, run, dataset, attempt, options.until, options.allow_spec_change)
     try:

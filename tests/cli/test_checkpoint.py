@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> RunDir:
     for step in range(10, 60, 10):
         made = Manifest(step, 2, 1, 1.7e9, "", files, {}, eval_loss=1.0 if step == 20 else 2.0 + step)
         run.storage.write(manifest.path(step, "shard-0.bin"), data)
-        run.storage.write(manifest.path(step), made.dumps())
+        run.storage.write(manifest.path(step, "MANIFEST-0001.json"), made.dumps())
     return run
 
 

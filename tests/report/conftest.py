@@ -10,7 +10,7 @@ import pytest
 
 from raydist.observe.run import RunMonitor
 from raydist.records import Event, StepRecord
-from raydist.rundir import SPEC, RunDir
+from raydist.rundir import SPEC, RunDir, manifest_name
 from raydist.worker.checkpoint.manifest import FileEntry, Manifest, path
 
 
@@ -32,7 +32,9 @@ def event(kind: str, **data: Any) -> dict[str, Any]:
 def commit(run: RunDir, step: int, sizes: list[int], eval_loss: float | None = None) -> None:
     """A committed checkpoint, as far as its manifest tells."""
     files = {f"shard-{i}.bin": FileEntry(size, "0" * 32) for i, size in enumerate(sizes)}
-    run.storage.write(path(step), Manifest(step, 2, 1, 5.0, "spec", files, {}, eval_loss=eval_loss).dumps())
+    run.storage.write(
+        path(step, manifest_name(1)), Manifest(step, 2, 1, 5.0, "spec", files, {}, eval_loss=eval_loss).dumps()
+    )
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from raydist.observe.run import RunMonitor
 from raydist.records import Event, StepRecord
 from raydist.report import summary
-from raydist.rundir import SPEC, STATE, RunDir
+from raydist.rundir import SPEC, STATE, RunDir, manifest_name
 from raydist.runlog import RunLog
 from raydist.runstate import this_process
 from raydist.worker.checkpoint.manifest import path
@@ -105,7 +105,7 @@ def test_show_without_a_monitor(tmp_path: Path) -> None:
 def test_a_damaged_manifest_is_shown(trained: Trained) -> None:
     """It is no reason to show nothing: its bytes are None, and it is not the best."""
     run, _ = trained()
-    run.storage.write(path(50), b"{}")
+    run.storage.write(path(50, manifest_name(1)), b"{}")
     assert summary.show(run)["checkpoints"] == [
         {"step": 50, "bytes": None, "best": False},
         {"step": 80, "bytes": 2000, "best": True},

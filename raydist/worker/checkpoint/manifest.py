@@ -2,7 +2,7 @@
 
 Runs anywhere: plain python, no torch. The driver and the command line read checkpoints through it.
 
-MANIFEST.json is written atomically and last. It holds its own hash, and is read only if it is byte for byte the
+MANIFEST-<attempt>.json is written atomically and last. It holds its own hash, and is read only if it is byte for byte the
 canonical form of what it says: a flipped byte in the manifest is found like one in a shard.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from raydist.errors import CheckpointCorrupt, CheckpointNotFound
-from raydist.rundir import MANIFEST, RunDir, step_folder
+from raydist.rundir import RunDir, manifest_attempt, step_folder
 from raydist.storage import Storage
 
 VERSION = 1
@@ -117,15 +117,21 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def path(step: int, name: str = MANIFEST) -> str:
+def path(step: int, name: str) -> str:
     """A checkpoint's file, relative to the run's folder."""
     return f"{step_folder(step)}/{name}"
 
 
-def read(run: RunDir, step: int) -> Manifest:
-    """The manifest of a step. Raises CheckpointNotFound if that step is not committed, CheckpointCorrupt naming the file."""
+def read(run: RunDir, step: int, name: str | None = None) -> Manifest:
+    """The manifest of a step, the one that counts; `name`: its file, where that is known already.
+
+    Raises CheckpointNotFound if that step is not committed, CheckpointCorrupt naming the file.
+    """
+    name = name or run.manifest(step)
     try:
-        data = run.storage.read(path(step))
+        if name is None:
+            raise FileNotFoundError
+        data = run.storage.read(path(step, name))
     except FileNotFoundError:
         steps = ", ".join(map(str, run.committed())) or "none"
         raise CheckpointNotFound(f"{run.uri}: no checkpoint of step {step}", f"committed steps: {steps}") from None
@@ -133,8 +139,10 @@ def read(run: RunDir, step: int) -> Manifest:
         found = Manifest.loads(data)
         if found.step != step:
             raise ValueError(f"is that of step {found.step}")
+        if found.attempt != manifest_attempt(name):
+            raise ValueError(f"is that of attempt {found.attempt}")
     except ValueError as error:
-        raise CheckpointCorrupt(f"{run.uri}/{path(step)}: {error}", _MENDING) from error
+        raise CheckpointCorrupt(f"{run.uri}/{path(step, name)}: {error}", _MENDING) from error
     late = None if found.eval_loss is not None else _late_eval(run.storage, step)
     return replace(found, eval_loss=late) if late is not None else found
 
@@ -158,9 +166,9 @@ def write_eval(run: RunDir, step: int, loss: float) -> None:
 
 def read_newest(run: RunDir) -> Manifest | None:
     """The newest manifest that can be read, without a look at its shards; None if there is none."""
-    for step in reversed(run.committed()):
+    for step, name in reversed(run.manifests().items()):
         try:
-            return read(run, step)
+            return read(run, step, name)
         except (CheckpointCorrupt, CheckpointNotFound):
             continue  # corrupt, or pruned since it was listed
     return None
@@ -218,11 +226,11 @@ def summary(run: RunDir) -> list[dict[str, Any]]:
     `problem`: why its manifest cannot be read (the other fields are then None), or None. Shards are not looked at.
     """
     rows: list[dict[str, Any]] = []
-    for step in run.committed():
+    for step, name in run.manifests().items():
         row: dict[str, Any] = {"step": step, "bytes": None, "best": False}
         names = ("eval_loss", "world_size", "attempt", "saved_at")
         try:
-            found = read(run, step)
+            found = read(run, step, name)
         except CheckpointNotFound:
             continue  # pruned since it was listed
         except CheckpointCorrupt as error:

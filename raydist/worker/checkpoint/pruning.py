@@ -10,6 +10,7 @@ A lease ends by its time if its reader died; so does a mark. Files only: it work
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -17,12 +18,14 @@ from contextlib import contextmanager
 from pathlib import PurePosixPath
 
 from raydist.errors import CheckpointNotFound, StorageError
-from raydist.rundir import CHECKPOINTS, MANIFEST, RunDir, step_folder
+from raydist.rundir import CHECKPOINTS, RunDir, manifest_attempt, step_folder
 from raydist.storage import Storage
 from raydist.worker.checkpoint import manifest
 from raydist.worker.checkpoint.manifest import path
 
 LEASE, MARK = "lease-", "PRUNING"
+_WRITTEN = re.compile(r"(?:\.tmp-)?(?:shard-\d+-of-\d+-|MANIFEST-)(\d+)\b.*")
+"""A shard or a manifest, finished or not: the number is the attempt's."""
 LEASE_S, MARK_S = 3600.0, 60.0
 """How long a lease and a mark count. No read of a checkpoint, and no look for leases, takes that long."""
 
@@ -35,14 +38,14 @@ class Lease:
         self._storage = run.storage
         self._name: str | None = path(step, f"{LEASE}{uuid.uuid4().hex[:12]}")
         gone = CheckpointNotFound(f"{run.uri}: the checkpoint of step {step} was just pruned", "take a newer one")
-        if run.storage.size(path(step)) is None:
+        if run.manifest(step) is None:
             raise gone
         try:
             run.storage.write(self._name, manifest.canonical({"until": time.time() + LEASE_S}))
         except StorageError:
             # A reader that may not write there cannot be seen. It reads unprotected, as docs/checkpoints.md says.
             self._name = None
-        if _fresh(run.storage, path(step, MARK)) or run.storage.size(path(step)) is None:
+        if _fresh(run.storage, path(step, MARK)) or run.manifest(step) is None:
             self.release()
             raise gone
 
@@ -63,42 +66,63 @@ def leased(run: RunDir, step: int) -> Iterator[None]:
         lease.release()
 
 
-def prune(run: RunDir, keep: int, *, orphans: bool = False, spare: int | None = None) -> list[int]:
+def prune(
+    run: RunDir, keep: int, *, orphans: bool = False, spare: int | None = None, attempt: int | None = None
+) -> list[int]:
     """Deletes all committed checkpoints but the `keep` newest, the best, and those being read. Returns their steps.
 
     `orphans`: also what failed and killed saves left, in any folder but that of step `spare`; only for the one process
-    that saves to this run, since another's save in flight looks the same.
+    that saves to this run, since another's save in flight looks the same. `attempt`: who prunes; files of a later attempt
+    stay, for the pruning one may have been cut off without knowing it. None: the command line.
     """
     assert keep >= 1, "the newest checkpoint is never pruned"
     rows = manifest.summary(run)
     stay = {r["step"] for r in rows[-keep:]} | {manifest.best_of(rows)}
-    gone = [r["step"] for r in rows if r["step"] not in stay and _remove(run.storage, r["step"])]
+    gone = [r["step"] for r in rows if r["step"] not in stay and _remove(run.storage, r["step"], attempt)]
     if orphans:
         committed = {step_folder(s) for s in run.committed()} | ({step_folder(spare)} if spare is not None else set())
         for folder in run.storage.folders(CHECKPOINTS):
             name = f"{CHECKPOINTS}/{folder}"
             if name not in committed:
-                run.storage.delete(name)
+                _clear(run.storage, name, attempt)
     return gone
 
 
 def sweep(run: RunDir, found: manifest.Manifest) -> None:
-    """Deletes the shards in a committed checkpoint's folder that it does not name: an earlier, failed save's."""
-    for name in run.storage.files(step_folder(found.step)):
+    """Deletes the shards and manifests in a committed checkpoint's folder that are an earlier save's: failed, or void."""
+    for name in sorted(run.storage.files(step_folder(found.step))):
         last = PurePosixPath(name).name
-        if last.startswith("shard-") and last not in found.files:
+        by = _attempt(last)
+        # A manifest comes before the shards that it names: M sorts before s.
+        stale = last not in found.files if last.startswith("shard-") else (by or found.attempt) < found.attempt
+        if stale and (by or 0) <= found.attempt:
             run.storage.delete(name)
 
 
-def _remove(storage: Storage, step: int) -> bool:
+def _attempt(name: str) -> int | None:
+    """The attempt that wrote the shard or the manifest of that name; None for any other file."""
+    match = _WRITTEN.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def _clear(storage: Storage, folder: str, attempt: int | None) -> None:
+    """Deletes what attempts up to `attempt` (None: all) left in a checkpoint's folder, manifests first; then the empty folder."""
+    names = storage.files(folder, unfinished=True)
+    for name in sorted(names, key=lambda n: (manifest_attempt(n) is None, n)):
+        by = _attempt(PurePosixPath(name).name)
+        if attempt is None or by is None or by <= attempt:
+            storage.delete(name)
+    storage.delete_empty(folder)
+
+
+def _remove(storage: Storage, step: int, attempt: int | None) -> bool:
     mark = path(step, MARK)
     storage.write(mark, manifest.canonical({"until": time.time() + MARK_S}))
     if any(_fresh(storage, n) for n in storage.files(step_folder(step)) if PurePosixPath(n).name.startswith(LEASE)):
         storage.delete(mark)
         return False
-    # From here on it is no checkpoint any more, even if this process dies before the shards are gone.
-    storage.delete(path(step, MANIFEST))
-    storage.delete(step_folder(step))
+    # The manifest goes first: it is no checkpoint any more, even if this process dies before the shards are gone.
+    _clear(storage, step_folder(step), attempt)
     return True
 
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from raydist.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, SpecChanged, StorageError
 from raydist.records import Event
-from raydist.rundir import RunDir
+from raydist.rundir import RunDir, manifest_name
 from raydist.worker.checkpoint import manifest
 from raydist.worker.checkpoint.layout import rank_name
 from raydist.worker.checkpoint.manifest import Manifest, TensorEntry
@@ -55,6 +55,11 @@ def choose(
 
     rejected: list[str] = []
     passed: set[int] = set()
+    if rank == 0 and step is None:
+        for late, by, newer in run.void():
+            file = f"{run.uri}/{manifest.path(late, manifest_name(by))}"
+            cause = f"attempt {by} was cut off and committed too late: attempt {newer} had gone on from an earlier step"
+            on_event(Event("checkpoint_rejected", time.time(), {"step": late, "file": file, "cause": cause}))
     while True:
         found: Manifest | CheckpointError | None = None
         candidate: int | None = None
@@ -102,7 +107,7 @@ def _claim(run: RunDir, step: int | None) -> Manifest | CheckpointError | None:
     if step is None:
         return None
     try:
-        if run.storage.size(manifest.path(step)) is not None:
+        if run.manifest(step) is not None:
             _leases[run.uri, step] = Lease(run, step)
         return manifest.read(run, step)
     except (CheckpointCorrupt, CheckpointNotFound) as error:

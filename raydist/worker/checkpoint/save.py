@@ -4,9 +4,9 @@ Runs in: each train worker. Torch, never ray.
 
     loop         start(step) ......... forward, backward ......... before_update() | optimizer.step() ...
     side thread       copy to the kept buffer ..................... ^ done; write and hash the shard, fsync
-    rank 0's                                     every shard is durable -> before_commit() -> MANIFEST.json -> prune
+    rank 0's                                     every shard is durable -> before_commit() -> fence -> manifest -> prune
 
-The loop stops only for what of the copy is not done by the time the weights are about to change. Until MANIFEST.json
+The loop stops only for what of the copy is not done by the time the weights are about to change. Until the manifest
 is there, and it comes atomically and last, the checkpoint does not exist.
 """
 
@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from raydist import __version__
-from raydist.errors import CheckpointError
+from raydist.errors import CheckpointError, Fenced
 from raydist.records import Event
-from raydist.rundir import MANIFEST, RunDir
+from raydist.rundir import RunDir, fenced, manifest_name
 from raydist.worker.checkpoint import layout, manifest, pruning
 from raydist.worker.checkpoint.layout import Part
 from raydist.worker.checkpoint.manifest import FileEntry, Manifest, TensorEntry
@@ -231,7 +231,8 @@ class Saver:
 
     def _write(self, save: _Save, stage: Stage, failure: BaseException | None) -> None:
         # A name of its own for every save: what is committed is never written again, whatever is saved there once more.
-        name = f"shard-{self._rank:05d}-of-{self._world_size:05d}-{uuid.uuid4().hex[:8]}.bin"
+        place = f"{self._rank:05d}-of-{self._world_size:05d}"
+        name = f"shard-{place}-{self._attempt:04d}-{uuid.uuid4().hex[:8]}.bin"
 
         def commit(files: dict[str, FileEntry], tensors: dict[str, TensorEntry]) -> None:
             if self._before_commit is not None:
@@ -251,7 +252,8 @@ class Saver:
                 versions={"raydist": __version__, "torch": torch.__version__},
                 eval_loss=eval_loss,
             )
-            self._run.storage.write(manifest.path(save.step, MANIFEST), made.dumps())
+            where = manifest.path(save.step, manifest_name(self._attempt))
+            self._run.storage.write(where, made.dumps(), check=self._refuse_if_fenced)
             save.bytes = made.nbytes
 
         if self._group is None:
@@ -263,6 +265,14 @@ class Saver:
             process_group=self._group,
             no_dist=self._group is None,
         )
+
+    def _refuse_if_fenced(self) -> None:
+        if fenced(self._run, self._attempt):
+            newest = self._run.lineage().newest
+            raise Fenced(
+                f"attempt {self._attempt} may not commit: attempt {newest} has begun",
+                "this one was given up, and its processes should end",
+            )
 
     def _report(self, result: SaveResult) -> None:
         if result.committed:
@@ -280,15 +290,17 @@ class Saver:
     def _tidy(self, step: int) -> None:
         """What is no longer needed goes. That it did not costs disk space, and no checkpoint: an event says so."""
         try:
+            if fenced(self._run, self._attempt):
+                return  # what goes is now another attempt's to say
             pruning.sweep(self._run, manifest.read(self._run, step))
-            pruning.prune(self._run, self._keep, orphans=True)
+            pruning.prune(self._run, self._keep, orphans=True, attempt=self._attempt)
         except Exception as error:
             self._say("note", text=f"old checkpoints could not be deleted: {type(error).__name__}: {error}")
 
     def _store_eval(self, step: int) -> None:
         with self._evals_lock:
             loss = self._evals.pop(step, None)
-        if loss is None or self._run.storage.size(manifest.path(step)) is None:
+        if loss is None or self._run.manifest(step) is None:
             return
         try:
             manifest.write_eval(self._run, step, loss)

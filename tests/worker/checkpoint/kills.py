@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from raydist import storage
-from raydist.rundir import RunDir
+from raydist.rundir import RunDir, begin_attempt, resume_attempt
 from raydist.worker.checkpoint import manifest, restore
 from raydist.worker.checkpoint.save import Saver
 
@@ -28,9 +28,12 @@ def state(step: int) -> dict[str, torch.Tensor]:
 
 
 def save(root: Path, step: int) -> bool:
-    """Keeps one checkpoint: the commit of the second prunes the first."""
+    """Attempt `step` goes on from the step before, and keeps one checkpoint: the commit of the second prunes the first."""
+    run = RunDir(root)
+    begin_attempt(run, step)
+    resume_attempt(run, step, max(run.committed(), default=0))
     saver = Saver(
-        RunDir(root), rank=0, world_size=1, group=None, asynchronous=False, keep=1, attempt=1, spec_hash="",
+        run, rank=0, world_size=1, group=None, asynchronous=False, keep=1, attempt=step, spec_hash="",
         numbers={}, on_event=lambda event: None,
     )  # fmt: skip
     saver.start(step, state(step), {}, {"step": step})
@@ -67,6 +70,7 @@ class Fate:
     def install(self) -> None:
         fate = self
         fsync, replace, mkdir, unlink, os_open = os.fsync, os.replace, os.mkdir, os.unlink, os.open
+        link, rmdir = os.link, os.rmdir
 
         class File(io.FileIO):
             def __init__(self, path: Path, mode: str, buffering: int) -> None:
@@ -104,6 +108,15 @@ class Fate:
 
             fate.unsettled.append((Path(target).parent, undo))
 
+        def link_(source: Path, target: Path) -> None:
+            fate.op(f"link {kind(target)}")
+            link(source, target)
+            fate.unsettled.append((Path(target).parent, lambda: unlink(target)))
+
+        def remove_folder(path: Any, **rest: Any) -> None:
+            fate.op("rmdir")
+            rmdir(path, **rest)
+
         def make(path: Any, *rest: Any) -> None:
             fate.op("mkdir")
             mkdir(path, *rest)
@@ -132,10 +145,7 @@ class Fate:
                 self._fs.delete_file(path)
 
             def delete_dir(self, path: str) -> None:
-                for file in sorted(Path(path).iterdir(), reverse=True):  # shards before their manifest: the worst order
-                    self.delete_file(str(file))
-                fate.op("rmdir")
-                self._fs.delete_dir(path)
+                raise AssertionError("a save deletes file by file")
 
         def init(self: storage.Storage, uri: Any) -> None:
             original(self, uri)
@@ -145,10 +155,13 @@ class Fate:
         storage.Storage.__init__ = init  # type: ignore[method-assign]
         storage.open = File  # type: ignore[attr-defined]
         os.fsync, os.replace, os.mkdir, os.unlink, os.open = flush, rename, make, remove, open_  # type: ignore[assignment]
+        os.link, os.rmdir = link_, remove_folder  # type: ignore[assignment]
 
 
 def kind(path: Path) -> str:
     """What a file is, without the parts of its name that differ each time."""
+    if path.parent.name == "attempts":
+        return "note" if "-from-" in path.name else "number"
     return next((k for k in ("shard", "MANIFEST", "PRUNING") if k in path.name), "folder")
 
 

@@ -144,7 +144,7 @@ def test_a_flipped_byte_is_not_exported(tmp_path, datasets):
     """The only checkpoint is corrupt: it is an error that names the file, and nothing is written."""
     run, dataset = RunDir(tmp_path / "run"), datasets["bytes"]
     trained(run, job(dataset), dataset)
-    (shard,) = [p for p in (tmp_path / "run/checkpoints/step-00000003").iterdir() if p.name != "MANIFEST.json"]
+    (shard,) = [p for p in (tmp_path / "run/checkpoints/step-00000003").iterdir() if p.name != "MANIFEST-0001.json"]
     content = bytearray(shard.read_bytes())
     content[1000] ^= 1
     shard.write_bytes(content)

@@ -31,7 +31,7 @@ SMALL = Manifest(
 def put(run: RunDir, step: int, eval_loss: float | None = None) -> None:
     """A committed checkpoint without shards."""
     made = replace(SMALL, step=step, eval_loss=eval_loss, files={}, tensors={})
-    run.storage.write(manifest.path(step), made.dumps())
+    run.storage.write(manifest.path(step, "MANIFEST-0001.json"), made.dumps())
 
 
 def test_round_trip() -> None:
@@ -62,10 +62,10 @@ def test_a_manifest_cut_short_is_found(length: int) -> None:
 def test_a_manifest_in_another_place_is_refused(tmp_path: Path) -> None:
     """A manifest copied to another step's folder is not that step's; the message names the file."""
     run = RunDir(tmp_path)
-    run.storage.write(manifest.path(30), SMALL.dumps())
-    with pytest.raises(CheckpointCorrupt, match=r"step-00000030/MANIFEST.json: is that of step 20"):
+    run.storage.write(manifest.path(30, "MANIFEST-0001.json"), SMALL.dumps())
+    with pytest.raises(CheckpointCorrupt, match=r"step-00000030/MANIFEST-0001.json: is that of step 20"):
         manifest.read(run, 30)
-    assert manifest.verify(run, 30) == [f"{tmp_path}/checkpoints/step-00000030/MANIFEST.json: is that of step 20"]
+    assert manifest.verify(run, 30) == [f"{tmp_path}/checkpoints/step-00000030/MANIFEST-0001.json: is that of step 20"]
 
 
 def test_missing_step_names_those_there_are(tmp_path: Path) -> None:
@@ -95,10 +95,10 @@ def test_summary_goes_on_past_a_bad_manifest(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     put(run, 1)
     put(run, 2)
-    run.storage.write(manifest.path(2), b"{}")
+    run.storage.write(manifest.path(2, "MANIFEST-0001.json"), b"{}")
     rows = manifest.summary(run)
     assert [(r["step"], r["bytes"]) for r in rows] == [(1, 0), (2, None)]
-    assert "MANIFEST.json: does not have the hash" in rows[1]["problem"]
+    assert "MANIFEST-0001.json: does not have the hash" in rows[1]["problem"]
     newest = manifest.read_newest(run)
     assert newest is not None
     assert newest.step == 1

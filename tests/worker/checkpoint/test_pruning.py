@@ -15,7 +15,7 @@ from raydist.worker.checkpoint.manifest import Manifest
 def put(run: RunDir, step: int, eval_loss: float | None = None) -> None:
     made = Manifest(step, 1, 1, 0.0, "", {}, {}, eval_loss=eval_loss)
     run.storage.write(f"checkpoints/step-{step:08d}/shard-x.bin", b"bytes")
-    run.storage.write(manifest.path(step), made.dumps())
+    run.storage.write(manifest.path(step, "MANIFEST-0001.json"), made.dumps())
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def flip(path: Path, position: float) -> None:
 
 
 @pytest.mark.parametrize("position", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("which", ["MANIFEST.json", "shard"])
+@pytest.mark.parametrize("which", ["MANIFEST-0001.json", "shard"])
 def test_a_flipped_byte_is_found_and_the_one_before_taken(saved: RunDir, kit: Any, which: str, position: float) -> None:
     """verify names the file, choose falls back and says so in an event, and what it loads is the state before."""
     (bad,) = (f for f in files(saved, 20) if f.name.startswith(which))
@@ -83,7 +83,7 @@ def test_none_there(tmp_path: Path) -> None:
 
 def test_uncommitted_is_no_checkpoint(saved: RunDir) -> None:
     """Shards without their manifest do not exist."""
-    saved.storage.delete(manifest.path(20))
+    saved.storage.delete(manifest.path(20, "MANIFEST-0001.json"))
     found = restore.choose(saved)
     assert found is not None
     assert found.step == 10
