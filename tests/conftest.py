@@ -128,6 +128,6 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def ray_hosts() -> Iterator[Cluster]:
-    """A Ray cluster of two hosts on this machine, of one CPU each; a test that kills a node adds it again."""
+    """A Ray cluster of two hosts on this machine, of one CPU each. A test that kills a node adds it again."""
     with Hosts(2) as hosts, Cluster(hosts) as cluster:
         yield cluster

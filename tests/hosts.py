@@ -48,7 +48,7 @@ mount -t sysfs sysfs /sys
 mount --rbind /run/cgroup /sys/fs/cgroup
 printf '%s' "$HOSTS_FILE" > /run/hosts
 mount --bind /run/hosts /etc/hosts
-echo "$NAME" > /proc/sys/kernel/hostname
+hostname "$NAME"
 trap '' CHLD  # kept by what follows: the kernel reaps orphans by itself
 echo ready
 exec cat > /dev/null
