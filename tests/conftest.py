@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.hosts import Cluster, Hosts
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A cluster of the developer's own must not be what the tests run on.
 os.environ.pop("RAY_ADDRESS", None)
@@ -122,3 +124,10 @@ def ranks() -> Iterator[Ranks]:
     made = Ranks()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def ray_hosts() -> Iterator[Cluster]:
+    """A Ray cluster of two hosts on this machine, of one CPU each. A test that kills a node adds it again."""
+    with Hosts(2) as hosts, Cluster(hosts) as cluster:
+        yield cluster
