@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 from raydist.cluster.conductor import start_conductor
 from raydist.cluster.group import Group
-from raydist.cluster.recovery import Failure, History, Restart, Stop, decide
+from raydist.cluster.recovery import Failure, History, Restart, Split, Stop, decide
 from raydist.cluster.session import Session, worker_environment
 from raydist.cluster.trainer import Attempt
 from raydist.errors import WorkerFailed
 from raydist.observe.run import start_monitor
 from raydist.records import Event
-from raydist.rundir import RunDir
+from raydist.rundir import RunDir, begin_attempt
 from raydist.runlog import last_attempt
 from raydist.spec import JobSpec
 
@@ -73,6 +73,7 @@ class Supervisor:
 
     def __init__(self, request: Request, session: Session, view: View, refresh_s: float = _REFRESH_S) -> None:
         self._request, self._session, self._view, self._refresh_s = request, session, view, refresh_s
+        self._spec = request.spec  # of the present attempt
         self._signals: list[int] = []
         self._stop = threading.Event()
         self._running: Attempt | None = None
@@ -153,14 +154,15 @@ class Supervisor:
     def _loop(self) -> Ending:
         import ray
 
-        run, spec = self._request.run, self._request.spec
+        run = self._request.run
         number, history = last_attempt(run), History()
         group: Group | None = None
         incident: dict[str, Any] | None = None
         try:
             while True:
                 number += 1
-                begun = self._monitor.begin_attempt.remote(number, spec.cluster.workers, _newest(run))
+                begin_attempt(run, number)  # from now on no earlier one commits, wherever it may still be
+                begun = self._monitor.begin_attempt.remote(number, self._spec.cluster.workers, _newest(run))
                 if group is None or not group.alive:
                     group = self._group()
                 ray.get(begun, timeout=_MONITOR_TIMEOUT_S)  # it must know of the attempt before the first record
@@ -180,7 +182,7 @@ class Supervisor:
                 group.end()
 
     def _group(self) -> Group:
-        spec = self._request.spec
+        spec = self._spec
         return Group(
             session=self._session,
             conductor=self._conductor,
@@ -205,7 +207,7 @@ class Supervisor:
         """What every rank of an attempt is given; plain. `incident`: the failure that it follows."""
         request = self._request
         return {
-            "spec": request.spec.model_dump(mode="json"),
+            "spec": self._spec.model_dump(mode="json"),
             "run": request.run.uri,
             "dataset": request.dataset,
             "attempt": number,
@@ -230,10 +232,14 @@ class Supervisor:
             traceback=failure.traceback if failure.kind == "user_error" else "",
             echoes=failure.echoes,
         )
-        decision = decide(failure, history, self._request.spec.recovery)
-        match decision:
-            case Restart(after_s, because):
-                self._say("decision", action="restart", because=because, after_s=after_s)
+        spec = self._spec
+        split = Split(spec.train.global_batch, spec.train.micro_batch, spec.cluster.workers)
+        match decide(failure, history, spec.recovery, split):
+            case Restart(after_s, because, micro_batch):
+                self._say("decision", action="restart", because=because, after_s=after_s, micro_batch=micro_batch)
+                if micro_batch is not None:
+                    train = spec.train.model_copy(update={"micro_batch": micro_batch})
+                    self._spec = spec.model_copy(update={"train": train})
                 if self._stop.wait(after_s) or self._signals:
                     return Ending("interrupted", history.committed, signal=self._signals[0])
                 return None

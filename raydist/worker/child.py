@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from raydist.errors import RaydistError
+from raydist.records import Event
 from raydist.worker.probe import Probe
 from raydist.worker.stacks import answer
 from raydist.worker.startup import Startup
@@ -88,8 +89,12 @@ def train(order: dict[str, Any], agent: Agent, probe: Probe, startup: Startup) -
     def durable() -> None:
         agent("durable")
 
+    def tell(event: Event) -> None:  # in a thread: nobody waits for the monitor
+        data = {"records": [], "events": [event.to_dict()]}
+        threading.Thread(target=agent, args=("push",), kwargs=data, name="raydist-tell", daemon=True).start()
+
     compute.on_compile(probe.compiling)
-    outcome = train(job, rank, Door(push, durable) if rank.first else None, probe, startup)
+    outcome = train(job, rank, Door(push, durable) if rank.first else None, probe, startup, tell)
     setup.stop(rank)
     return outcome.to_dict()
 
