@@ -103,7 +103,7 @@ class Conductor:
         return self._order if group == self._group else {"number": seen, "do": "leave"}
 
     async def ended(self, group: int, rank: int, attempt: int, report: dict[str, Any]) -> None:
-        """How a rank's process ended: `outcome`, `error` (the fields of RankFailed) or `died` (pid, node_ip, how).
+        """How a rank's process ended: `outcome`, `error` (the fields of RankFailed) or `died` (pid, node_ip, how, starved).
 
         And `at`, Unix time, and `silent_s`, seconds since it last showed that it gets on.
         """
@@ -158,6 +158,8 @@ def rank_error(rank: int, report: Mapping[str, Any]) -> RankError | None:
     if "hung" in report:
         return RankError(rank, "RankHung", report["hung"], at=report["at"], kind="worker_hung")
     died = report["died"]
+    if died["starved"]:
+        return RankError(rank, "OutOfMemory", died["starved"], at=report["at"], kind="out_of_memory")
     message = f"process {died['pid']} on {died['node_ip']} ended without a word ({died['how']})"
     return RankError(rank, "WorkerDied", message, at=report["at"], kind="worker_died")
 
