@@ -43,7 +43,8 @@ def test_the_kernels_kill(cgroup: Path) -> None:
     assert process.returncode == -signal.SIGKILL
     watch.look()  # which must not forget what it saw
     told = re.search(rf"process {process.pid} for want of memory; it had (\d+) MiB", watch.why())
-    assert told and 1 < int(told[1]) <= LIMIT >> 20
+    assert told
+    assert 1 < int(told[1]) <= LIMIT >> 20
 
 
 def test_anybody_elses_kill() -> None:
