@@ -32,7 +32,9 @@ def plan(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, such as optim.lr=3e-4.")
     ] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to train on; default: cluster.workers.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs to train on; default: cluster.workers, the most of them.")
+    ] = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node: the group of hsdp.")] = 8,
     memory: Annotated[
         str | None, typer.Option(help="Of one device, such as 80GiB; default: that of the GPU here, if there is one.")
@@ -54,7 +56,7 @@ def plan(
 
     here = device_memory()
     device, because = target(job, asked=gpus is not None or memory is not None, here=here is not None)
-    machine = Machine(job.cluster.workers, gpus_per_node, device, size or (here if device == "cuda" else None))
+    machine = Machine(job.cluster.most, gpus_per_node, device, size or (here if device == "cuda" else None))
     planner = Planner(job, vocab_size, device)
     model = planner.model()
     advice = advise(job, machine, model, planner.measure)

@@ -6,31 +6,25 @@ Runs in: the driver and Ray Train's controller. Imports ray.train; never torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 from ray.exceptions import RayActorError
 from ray.train import ControllerError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 from ray.train.v2.api.exceptions import PreemptionError, WorkerGroupError
 
-from raydist.cluster.recovery import Kind, RankError, is_echo
+from raydist.cluster.recovery import Kind, RankError
 
 
 def rank_errors(error: BaseException) -> list[RankError]:
     """What each rank ended with, as far as Ray Train tells; one without a rank if it tells of none."""
     if isinstance(error, WorkerGroupError) and error.worker_failures:
-        return [_rank_error(rank, failure, str(error)) for rank, failure in sorted(error.worker_failures.items())]
+        return [rank_error(rank, failure, str(error)) for rank, failure in sorted(error.worker_failures.items())]
     if isinstance(error, ControllerError):
         return [_controller_error(error.controller_failure)]
     if isinstance(error, PreemptionError):
         ranks = error.preemption_info.preempted_ranks
         return [RankError(None, "Preempted", f"the nodes of ranks {ranks} are being taken away", kind="node_died")]
     return [RankError(None, type(error).__name__, str(error), kind="controller_died")]
-
-
-def only_echoes(failures: Mapping[int, BaseException]) -> bool:
-    """Whether all that is known so far is that peers were lost: the cause is then still to come."""
-    return bool(failures) and all(is_echo(_rank_error(rank, failure, "")) for rank, failure in failures.items())
 
 
 def _controller_error(cause: BaseException) -> RankError:
@@ -44,7 +38,8 @@ def _controller_error(cause: BaseException) -> RankError:
     return RankError(None, type(cause).__name__, str(cause), kind=kinds.get(type(cause).__name__, "controller_died"))
 
 
-def _rank_error(rank: int, failure: BaseException, told: str) -> RankError:
+def rank_error(rank: int, failure: BaseException, told: str) -> RankError:
+    """What one worker ended with. `told`: the traceback, where `failure` brings none."""
     if isinstance(failure, WorkerHealthCheckTimeoutError):
         return RankError(rank, "WorkerHung", str(failure), kind="worker_hung")
     if isinstance(failure, WorkerHealthCheckFailedError):

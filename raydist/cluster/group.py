@@ -1,9 +1,9 @@
-"""A group of Ray Train workers: one agent a rank, below which attempt after attempt can run.
+"""A group of Ray Train workers: one agent a rank, and spares, below which attempt after attempt can run.
 
 Runs in: the driver, in the thread that runs the attempts; the group's own `fit()` waits in another. Never imports torch.
 
-A rank's process that dies costs no worker: its agent starts the next one. An agent that dies, or a node, costs the group: Ray
-Train ends all of it, and the next attempt takes a new one.
+A rank's process that dies costs no worker: its agent starts the next one. A lost node costs its agents: the others, and the spares,
+can run the next attempt. An agent that dies on a node that has others costs the group.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from raydist.cluster import nodes
 from raydist.cluster.conductor import rank_error
 from raydist.cluster.recovery import Failure, is_echo, root_cause
 from raydist.cluster.session import Session
@@ -25,9 +27,10 @@ _groups = itertools.count(1)
 
 
 class Group:
-    """Started as soon as it is made. `size` workers, each with those resources and `env`.
+    """Started as soon as it is made. `size` workers, each with those resources and `env`, on none of the nodes in `avoid`.
 
-    `on_started(handle)` is called once `handle.abort()` can end it.
+    `on_started(handle)` is called once `handle.abort()` can end it; `look()` now and then while an attempt runs.
+    `start_timeout_s`: how long to wait for the workers' resources.
     """
 
     def __init__(
@@ -41,14 +44,24 @@ class Group:
         cpus: float,
         gpus: float,
         env: Mapping[str, str],
+        avoid: Collection[str],
+        start_timeout_s: float,
         on_started: Callable[[Attempt], None],
+        look: Callable[[], None],
     ) -> None:
         import ray
 
-        self._conductor = conductor
+        self._conductor, self._look = conductor, look
+        self._handle: Attempt | None = None
+        self._nodes: list[tuple[str, bool]] = []
+        self._placement_group: str | None = None
         number = next(_groups)
         ray.get(conductor.open.remote(number, size))
         self._result: AttemptResult | None = None
+
+        def started(handle: Attempt) -> None:
+            self._handle = handle
+            on_started(handle)
 
         def fit() -> None:
             self._result = run_attempt(
@@ -60,7 +73,10 @@ class Group:
                 cpus_per_worker=cpus,
                 gpus_per_worker=gpus,
                 env=env,
-                on_started=on_started,
+                on_started=started,
+                avoid=avoid,
+                start_timeout_s=start_timeout_s,
+                minded=(conductor, number),
             )
 
         self._thread = threading.Thread(target=fit, name="raydist-group", daemon=True)
@@ -68,26 +84,63 @@ class Group:
 
     @property
     def alive(self) -> bool:
-        """Whether another attempt can run in it."""
+        """Whether Ray Train has it still."""
         return self._thread.is_alive()
 
-    def attempt(self, number: int, job: Mapping[str, Any]) -> AttemptResult:
+    @property
+    def living(self) -> int:
+        """Agents for the next attempt: none if the group has ended, or lost an agent on a node that still has others."""
+        return 0 if not self.alive or self.on.keys() & self.lost else sum(self.on.values())
+
+    @property
+    def on(self) -> dict[str, int]:
+        """Node id -> living agents there; as of the end of the last attempt."""
+        return Counter(node for node, lives in self._nodes if lives)
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Node id -> workers whose resources are reserved there; some have no agent, for Ray moves what was reserved on a lost node."""
+        return nodes.reserved(self._placement_group) if self.alive and self._placement_group else {}
+
+    @property
+    def lost(self) -> set[str]:
+        """Ids of the nodes on which agents were lost."""
+        return {node for node, lives in self._nodes if not lives}
+
+    def attempt(self, number: int, job: Mapping[str, Any], size: int) -> AttemptResult:
         """One attempt: from the ranks' start until all of them have ended. `job` is plain. Never raises for a failed one."""
         try:
-            self._wait(self._conductor.begin.remote(number, dict(job)))
+            self._wait(self._conductor.gathered.remote())
+            self._nodes = self._wait(self._conductor.nodes.remote())
+            self._placement_group = self._wait(self._conductor.placement_group.remote())
+            self._wait(self._conductor.begin.remote(number, dict(job), size))
             reports = self._wait(self._conductor.result.remote(number))
+            self._nodes = self._wait(self._conductor.nodes.remote())
         except _GroupEnded:
             return self._lost()
-        failure = _cause(reports)
+        gone = nodes.unreachable(self.lost)
+        failure = _cause(
+            {rank: _of_node(report) if report.get("node") in gone else report for rank, report in reports.items()}
+        )
         if failure is None:
             return AttemptResult(None, reports[0]["outcome"])
         first = min((r for r in reports.values() if "outcome" not in r), key=lambda r: r["at"])
         return AttemptResult(failure, seen=first["at"], silent_s=first["silent_s"])
 
+    def retire(self, nodes: Collection[str]) -> None:
+        """The agents on those nodes leave. Not while an attempt runs."""
+        import ray
+
+        ray.get(self._conductor.retire.remote(list(nodes)))
+        self._nodes = [entry for entry in self._nodes if entry[0] not in nodes]
+
     def end(self) -> None:
-        """Lets all agents go; returns once Ray has their resources back."""
-        if self.alive:
+        """Lets all agents go; returns once Ray has their resources back. Those that do not go are ended."""
+        if self.alive and not self.lost:
             self._conductor.leave.remote()
+            self._thread.join(_LEAVE_S)
+        if self.alive and self._handle is not None:
+            self._handle.abort()
         self._thread.join(_LEAVE_S)
 
     def _wait(self, ref: Any) -> Any:
@@ -99,6 +152,7 @@ class Group:
                 return ray.get(ref)
             if not self.alive:
                 raise _GroupEnded
+            self._look()
 
     def _lost(self) -> AttemptResult:
         """The group has ended in the middle of an attempt. A rank's own error explains that better than its worker's end."""
@@ -112,6 +166,13 @@ class Group:
 
 class _GroupEnded(Exception):
     """Ray Train's `fit` has returned."""
+
+
+def _of_node(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The same report of a lost agent, whose node is gone."""
+    lost = report["lost"]
+    message = f"node {report['node'][:8]} is gone: {lost['message']}"
+    return {**report, "lost": {**lost, "type_name": "NodeDied", "message": message, "kind": "node_died"}}
 
 
 def _cause(reports: Mapping[int, Mapping[str, Any]], but_echoes: bool = False) -> Failure | None:

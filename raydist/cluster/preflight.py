@@ -29,7 +29,7 @@ def gpus_per_worker(spec: JobSpec, resources: Mapping[str, float]) -> float:
     wanted = spec.cluster.gpus_per_worker
     if wanted != "auto":
         return float(wanted)
-    return 1.0 if resources.get("GPU", 0.0) >= spec.cluster.workers else 0.0
+    return 1.0 if resources.get("GPU", 0.0) >= spec.cluster.least else 0.0
 
 
 def check_resources(spec: JobSpec, nodes: Sequence[Mapping[str, float]]) -> list[str]:
@@ -39,12 +39,11 @@ def check_resources(spec: JobSpec, nodes: Sequence[Mapping[str, float]]) -> list
     gpus = gpus_per_worker(spec, total)
     each = {"CPU": cluster.cpus_per_worker, "GPU": gpus}
     fits = sum(
-        min((math.floor(n.get(k, 0.0) / v + 1e-9) for k, v in each.items() if v), default=cluster.workers)
-        for n in nodes
+        min((math.floor(n.get(k, 0.0) / v + 1e-9) for k, v in each.items() if v), default=cluster.least) for n in nodes
     )
-    if fits >= cluster.workers:
+    if fits >= cluster.least:
         return []
-    asked = f"{cluster.workers} workers of {_amount(each)}"
+    asked = f"{cluster.least} workers of {_amount(each)}"
     there = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''} with {_amount(total)} in all"
     remedy = f"set cluster.workers: {fits}" if fits else "ask less of each worker in cluster:"
     return [f"the job asks for {asked}, the cluster has {there}: {fits} would fit; {remedy}, or add nodes"]

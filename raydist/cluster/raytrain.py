@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
@@ -29,12 +29,11 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.util import TrainingFramework
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from raydist.cluster.failures import only_echoes
+from raydist.cluster.failures import rank_error
 from raydist.worker.rendezvous import hold_port, port_of
 
 # Ray's 2 s are what an attempt lasts longer than its last step, and what a death goes unseen, on average half.
 _POLL_S = "0.5"
-_POLLS_FOR_THE_CAUSE = 5
 
 # Of Ray Train's default callbacks, those that start an actor or do work that no run of raydist asks for.
 _NOT_NEEDED = (
@@ -144,32 +143,41 @@ class _LeanWorkerGroup(WorkerGroup):
 
 
 class _Controller(TrainController):
-    """Ray Train's controller, which looks more often whether the workers are done or dead."""
+    """Ray Train's controller, which looks more often whether the workers are done or dead.
 
-    def __init__(self, *args: Any, start_timeout_s: float, **kwargs: Any) -> None:
+    `minded`: the conductor of a group of agents, and the group's number. It is told of an agent that dies, and decides what becomes
+    of the others, who go on: only when all have died the group has failed.
+    """
+
+    def __init__(self, *args: Any, start_timeout_s: float, minded: tuple[Any, int] | None, **kwargs: Any) -> None:
+        self._minded = minded
+        self._fallen: set[int] = set()
         # Set in its own process: by runtime_env they would cost it a new one.
         os.environ.setdefault(HEALTH_CHECK_INTERVAL_S_ENV_VAR, _POLL_S)
         os.environ[WORKER_GROUP_START_TIMEOUT_S_ENV_VAR] = str(start_timeout_s)
+        os.environ[ENABLE_PREEMPTION_WATCHER_ENV_VAR] = "0"  # cluster/nodes.py minds the nodes that are drained
         super().__init__(*args, **kwargs)
 
     async def _poll_workers(self) -> Any:
-        # A rank hears of its peer's death from the socket, in milliseconds; Ray from the process, up to a second later.
         status = await super()._poll_workers()
-        for _ in range(_POLLS_FOR_THE_CAUSE):
-            if not only_echoes(status.errors) or status.finished:
-                break
-            status = await super()._poll_workers()
+        if self._minded is None or len(status.errors) == len(status.worker_statuses):
+            return status
+        conductor, group = self._minded
+        for number, failure in status.errors.items():
+            if number not in self._fallen:
+                self._fallen.add(number)
+                error = rank_error(number, failure, str(failure))
+                facts = {"type_name": error.type_name, "message": error.message, "kind": error.kind}
+                conductor.fallen.remote(group, number, {**facts, "traceback": error.traceback})
+            gone = replace(status.worker_statuses[number], running=False, error=None)
+            status.worker_statuses[number] = gone
         return status
 
 
 class _LeanController(_Controller):
-    """The same, on a Ray of our own: none of its nodes is ever drained."""
+    """The same, on a Ray of our own."""
 
     worker_group_cls = _LeanWorkerGroup
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        os.environ[ENABLE_PREEMPTION_WATCHER_ENV_VAR] = "0"
-        super().__init__(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +195,8 @@ class Named:
 class Trainer(DataParallelTrainer):
     """`TorchTrainer` without torch in the driver, without helpers that this run does not need, and with a handle.
 
-    `private`: on a Ray of our own there is no autoscaler, no draining node and no other job's placement group, so the
-    actors that look after those are left out. `on_controller` gets the controller's handle: to abort the attempt.
+    `private`: on a Ray of our own there is no autoscaler and no other job's placement group, so the actors that look after
+    those are left out. `on_controller` gets the controller's handle: to abort the attempt. `minded`: see `_Controller`.
     """
 
     def __init__(
@@ -198,11 +206,12 @@ class Trainer(DataParallelTrainer):
         on_controller: Callable[[Any], None],
         worker_env: Mapping[str, str],
         start_timeout_s: float,
+        minded: tuple[Any, int] | None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, backend_config=TorchEnvironment(env=dict(worker_env)), **kwargs)
         self._private = private
-        self._start_timeout_s = start_timeout_s
+        self._start_timeout_s, self._minded = start_timeout_s, minded
         self._on_controller = on_controller
 
     def _create_default_callbacks(self) -> list[Any]:
@@ -217,7 +226,7 @@ class Trainer(DataParallelTrainer):
         here = {ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
         cls = _LeanController if self._private else _Controller
         controller = ray.remote(num_cpus=0, label_selector=here)(cls).remote(
-            start_timeout_s=self._start_timeout_s, **controller_init_kwargs
+            start_timeout_s=self._start_timeout_s, minded=self._minded, **controller_init_kwargs
         )
         self._on_controller(controller)
         ray.get(controller.run.remote())

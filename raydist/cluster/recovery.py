@@ -190,6 +190,14 @@ class Policy(Protocol):
         """Rollbacks of the whole run."""
 
     @property
+    def wait_for_nodes(self) -> float:
+        """Seconds to wait for the fewest workers that the run may have."""
+
+    @property
+    def wait_for_spare_s(self) -> float:
+        """Seconds to wait for all workers before going on with fewer."""
+
+    @property
     def on_oom(self) -> Literal["stop", "shrink_micro_batch"]:
         """What is done when memory runs out."""
 
@@ -305,6 +313,52 @@ def decide(failure: Failure, history: History, policy: Policy, split: Split | No
     budget = "no limit" if policy.max_failures < 0 else f"of {policy.max_failures}"
     after = 0.0 if n == 1 else min(policy.backoff_cap_s, policy.backoff_s * 2.0 ** (n - 2))
     return Restart(after, f"failure {n} ({budget}) since step {history.committed}")
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Go on with `workers` ranks: with agents that are there, or where `anew`, with a new group of them."""
+
+    workers: int
+    anew: bool
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Look again soon."""
+
+    because: str
+
+
+SETTLE_S = 3.0
+"""Ray takes up to so long to count the resources of workers that have ended as free."""
+
+
+def resize(least: int, most: int, living: int, room: int, waited_s: float, policy: Policy) -> Team | Wait | Stop:
+    """With how many workers the run goes on, `least` to `most`. `living`: agents that are ready; `room`: workers that the cluster
+    can hold now, the living ones with it. `waited_s`: since the run has stood still.
+
+    All of them at once, if they are ready; else all, in a new group, if there is room; else wait, for as long as may be waited for
+    all; else those that are ready; else a smaller new group, as soon as there is room for the fewest.
+    """
+    if living >= most:
+        return Team(most, False, "all workers are there")
+    if room >= most:
+        return Team(most, True, f"there is room for {most}")
+    if least == most:
+        return Team(most, True, "so many it must be")  # Ray waits for the room, and an autoscaler hears of it
+    if waited_s >= policy.wait_for_spare_s:
+        if living >= least:
+            return Team(living, False, f"{living} of {most} workers are left, and {least} are enough")
+        if room >= least and waited_s >= SETTLE_S:
+            return Team(room, True, f"there is room for {room} of {most} workers, and {least} are enough")
+    if waited_s < policy.wait_for_nodes:
+        return Wait(f"{max(living, room)} of {least} workers")
+    return Stop(
+        f"there is room for {room} workers, and the run needs {least}",
+        f"no more nodes came in {waited_s:.0f} s; recovery.wait_for_nodes says how long to wait, cluster.workers for how many",
+    )
 
 
 _CURED = frozenset(["out_of_memory", "rollback"])

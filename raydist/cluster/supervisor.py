@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
+from raydist.cluster import nodes
 from raydist.cluster.conductor import start_conductor
 from raydist.cluster.group import Group
-from raydist.cluster.recovery import Failure, History, Restart, Split, Stop, decide
+from raydist.cluster.recovery import Failure, History, Restart, Split, Stop, Team, Wait, decide, resize
 from raydist.cluster.session import Session, worker_environment
 from raydist.cluster.trainer import Attempt
 from raydist.errors import WorkerFailed
@@ -27,6 +28,13 @@ from raydist.spec import JobSpec
 
 _REFRESH_S = 0.25
 _MONITOR_TIMEOUT_S = 30.0
+_LOOK_S = 1.0
+_START_S = 120.0
+"""How long a run's first workers may take to find their resources."""
+_GROWING_LOOKS = 3
+"""Room for more workers must be seen so often in a row before the run makes use of it."""
+_FORGIVE_S = 10.0
+"""A lost node is asked whether it answers again after that long at the earliest."""
 
 
 class View(Protocol):
@@ -74,6 +82,11 @@ class Supervisor:
     def __init__(self, request: Request, session: Session, view: View, refresh_s: float = _REFRESH_S) -> None:
         self._request, self._session, self._view, self._refresh_s = request, session, view, refresh_s
         self._spec = request.spec  # of the present attempt
+        self._group: Group | None = None
+        self._team = 0
+        self._avoid: dict[str, float] = {}  # lost node -> when it was lost, or last asked
+        self._leaving: set[str] = set()
+        self._grow, self._growing, self._looked = False, 0, 0.0
         self._signals: list[int] = []
         self._stop = threading.Event()
         self._running: Attempt | None = None
@@ -156,44 +169,126 @@ class Supervisor:
 
         run = self._request.run
         number, history = last_attempt(run), History()
-        group: Group | None = None
         incident: dict[str, Any] | None = None
         try:
             while True:
+                group = self._gather()
+                if isinstance(group, Ending):
+                    return group
                 number += 1
                 begin_attempt(run, number)  # from now on no earlier one commits, wherever it may still be
-                begun = self._monitor.begin_attempt.remote(number, self._spec.cluster.workers, _newest(run))
-                if group is None or not group.alive:
-                    group = self._group()
+                begun = self._monitor.begin_attempt.remote(number, self._team, _newest(run))
                 ray.get(begun, timeout=_MONITOR_TIMEOUT_S)  # it must know of the attempt before the first record
-                result = group.attempt(number, self._job(number, incident))
+                result = group.attempt(number, self._job(number, incident), self._team)
                 if result.failure is None:
                     value = result.value
-                    interrupted = self._signals[0] if value["status"] == "interrupted" and self._signals else None
-                    return Ending(value["status"], value["step"], signal=interrupted)
+                    if value["status"] != "interrupted" or self._signals:
+                        interrupted = self._signals[0] if value["status"] == "interrupted" else None
+                        return Ending(value["status"], value["step"], signal=interrupted)
+                    group.retire(self._leaving)
+                    incident = None
+                    continue
                 over, last_step = time.time(), self._last_step()
+                self._avoid |= dict.fromkeys(group.lost, time.monotonic())
                 ending = self._after(result.failure, number, history.at(_newest(run)))
                 if ending is not None:
                     return ending
                 history = history.at(_newest(run)).then(result.failure)
                 incident = {"seen": result.seen, "silent_s": result.silent_s, "over": over, "last_step": last_step}
         finally:
-            if group is not None:
-                group.end()
+            if self._group is not None:
+                self._group.end()
 
-    def _group(self) -> Group:
-        spec = self._spec
+    # --- with whom
+
+    def _gather(self) -> Group | Ending:
+        """The group of the next attempt, and in `_team` how many ranks it is to have; an Ending if there are too few."""
+        cluster, begun = self._spec.cluster, time.monotonic()
+        growing = self._asked_to_grow()
+        while True:
+            room = self._room()
+            if self._group is None or growing:
+                workers = min(max(room, cluster.least), cluster.most)
+                chosen: Team | Wait | Stop = Team(workers, True, f"there is room for {workers} workers")
+            else:
+                waited = time.monotonic() - begun
+                living = self._group.living
+                chosen = resize(cluster.least, cluster.most, living, room, waited, self._spec.recovery)
+            match chosen:
+                case Wait():
+                    if self._stop.wait(_LOOK_S):
+                        return Ending("interrupted", _newest(self._request.run), signal=self._signals[0])
+                case Stop(cause, because):
+                    self._say("decision", action="stop", because=because, after_s=0.0)
+                    return Ending("stopped", _newest(self._request.run), cause=f"{cause} ({because})")
+                case Team(workers, anew, because):
+                    if workers != self._team and self._group is not None:
+                        self._say("decision", action="resize", workers=workers, because=because)
+                    self._team = workers
+                    if anew:
+                        self._group = self._replaced(workers + min(cluster.spares, max(room - workers, 0)))
+                    assert self._group is not None
+                    return self._group
+
+    def _replaced(self, size: int) -> Group:
+        """A new group of so many agents, in place of the present one."""
+        spec, old = self._spec, self._group
+        if old is not None:
+            old.end()
         return Group(
             session=self._session,
             conductor=self._conductor,
             monitor=self._monitor,
             run_name=self._request.run.name,
-            size=spec.cluster.workers,
+            size=size,
             cpus=spec.cluster.cpus_per_worker,
             gpus=self._request.gpus,
             env=worker_env(spec),
+            avoid=self._avoid.keys(),
+            start_timeout_s=_START_S if old is None else spec.recovery.wait_for_nodes,
             on_started=self._started,
+            look=self._look,
         )
+
+    def _room(self) -> int:
+        """Workers that the cluster can hold, ours with them. A lost node counts again once it answers."""
+        old = [node for node, at in self._avoid.items() if time.monotonic() - at > _FORGIVE_S]
+        back = nodes.answering(old)
+        for node in old:
+            self._avoid[node] = time.monotonic()
+            if node in back:
+                del self._avoid[node]
+        each = {"CPU": self._spec.cluster.cpus_per_worker, "GPU": self._request.gpus}
+        return nodes.room(nodes.look(), each, self._group.held if self._group is not None else {}, self._avoid)
+
+    def _look(self) -> None:
+        """While an attempt runs: asks it to end, after a checkpoint, if a node is taken away or there is room for more workers."""
+        if self._session.private or time.monotonic() - self._looked < _LOOK_S or self._leaving or self._grow:
+            return
+        self._looked = time.monotonic()
+        assert self._group is not None
+        self._leaving = nodes.drained() & self._group.on.keys()
+        if self._leaving:
+            names = ", ".join(sorted(node[:8] for node in self._leaving))
+            self._yield("leave", f"node {names} is being taken away")
+        elif self._team < self._spec.cluster.most:
+            room = min(self._room(), self._spec.cluster.most)
+            self._growing = self._growing + 1 if room > self._team else 0
+            if self._growing >= _GROWING_LOOKS:
+                self._grow = True
+                self._yield("grow", f"there is room for {room} workers")
+
+    def _yield(self, action: str, because: str) -> None:
+        self._say("decision", action=action, because=f"{because}: one checkpoint, and on from there")
+        self._monitor.command.remote("stop")
+
+    def _asked_to_grow(self) -> bool:
+        """Whether the attempt before ended to grow. The next one is asked for nothing yet, but what the user's signals ask for."""
+        grow = self._grow
+        if self._leaving or grow:
+            self._leaving, self._grow, self._growing = set(), False, 0
+            self._monitor.command.remote("stop" if self._signals else None)
+        return grow
 
     def _started(self, running: Attempt) -> None:
         self._running = running
@@ -233,7 +328,7 @@ class Supervisor:
             echoes=failure.echoes,
         )
         spec = self._spec
-        split = Split(spec.train.global_batch, spec.train.micro_batch, spec.cluster.workers)
+        split = Split(spec.train.global_batch, spec.train.micro_batch, self._team)
         match decide(failure, history, spec.recovery, split):
             case Restart(after_s, because, micro_batch):
                 self._say("decision", action="restart", because=because, after_s=after_s, micro_batch=micro_batch)

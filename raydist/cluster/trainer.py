@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,8 @@ def run_attempt(
     env: Mapping[str, str],
     on_started: Callable[[Attempt], None] | None = None,
     start_timeout_s: float = 120.0,
+    avoid: Collection[str] = (),
+    minded: tuple[Any, int] | None = None,
 ) -> AttemptResult:
     """Run `train_fn(config)` on every rank of a new group of workers, and wait until it ends.
 
@@ -95,10 +97,13 @@ def run_attempt(
     An exception of the train function crosses as plain facts if it has the attributes of `RankError` (rank, at,
     type_name, message, traceback, bases): raise one such from the worker, picklable and importable without torch.
 
+    `avoid`: ids of nodes on which no worker may be placed. `minded`: see `raytrain._Controller`.
+
     `start_timeout_s` is how long to wait for the workers' resources; then the failure is a "startup_timeout".
 
     Never raises for a failed attempt: the result's `failure` names the root cause.
     """
+    import ray
     from ray.exceptions import RayError
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.exceptions import TrainingFailedError
@@ -125,8 +130,14 @@ def run_attempt(
         on_controller=started,
         worker_env=env,
         start_timeout_s=start_timeout_s,
+        minded=minded,
         train_loop_config=config,
-        scaling_config=ScalingConfig(num_workers=workers, use_gpu=gpus_per_worker > 0, resources_per_worker=resources),
+        scaling_config=ScalingConfig(
+            num_workers=workers,
+            use_gpu=gpus_per_worker > 0,
+            resources_per_worker=resources,
+            label_selector={ray._raylet.RAY_NODE_ID_KEY: f"!in({','.join(sorted(avoid))})"} if avoid else None,
+        ),
         run_config=RunConfig(
             name=name,
             storage_path=str(scratch),

@@ -307,6 +307,16 @@ class RecoverySpec(Part):
         description="Seconds that a rank may be in one phase of a step before the attempt is ended as hung; "
         "null: max(10, 5 x the 99th percentile of the steps so far).",
     )
+    wait_for_nodes: float = Field(
+        600.0,
+        ge=0,
+        description="Seconds to wait for nodes while fewer workers than the run needs find room; then it stops.",
+    )
+    wait_for_spare_s: float = Field(
+        0.0,
+        ge=0,
+        description="cluster.workers: [least, most]: seconds to wait for all workers before going on with fewer.",
+    )
     timeout_s: float = Field(1800.0, gt=0, description="Seconds that a collective may take before the attempt fails.")
     on_nan: Literal["stop", "skip", "rollback"] = Field(
         "stop",
@@ -350,7 +360,16 @@ class RecoverySpec(Part):
 class ClusterSpec(Part):
     """What the run takes of the cluster."""
 
-    workers: int = Field(1, ge=1, description="Train workers: one process each, one GPU each where there are any.")
+    workers: int | tuple[int, int] = Field(
+        1,
+        description="Train workers: one process each, one GPU each where there are any. [least, most]: as many as find room; "
+        "the run goes on with fewer when a node is lost, and grows again.",
+    )
+    spares: int = Field(
+        0,
+        ge=0,
+        description="More workers that are held ready, with torch loaded, to take the place of those on a lost node.",
+    )
     cpus_per_worker: float = Field(
         1.0, gt=0, description="CPUs reserved for each worker; also its torch threads on CPU."
     )
@@ -358,6 +377,22 @@ class ClusterSpec(Part):
         "auto", description="GPUs of each worker; auto: 1 where the cluster has enough, else 0."
     )
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the workers.")
+
+    @model_validator(mode="after")
+    def _orders(self) -> ClusterSpec:
+        if not 1 <= self.least <= self.most:
+            raise problem("workers", self.workers, "is no number of workers", "give one, or [least, most], from 1 up")
+        return self
+
+    @property
+    def least(self) -> int:
+        """The fewest workers that the run may have."""
+        return self.workers[0] if isinstance(self.workers, tuple) else self.workers
+
+    @property
+    def most(self) -> int:
+        """The most workers that it takes."""
+        return self.workers[1] if isinstance(self.workers, tuple) else self.workers
 
 
 class JobSpec(Part):
@@ -406,14 +441,17 @@ class JobSpec(Part):
                 f"is longer than the run of {steps} steps",
                 "write a fraction, such as 0.1",
             )
-        if self.cluster.workers > self.train.global_batch:
+        if self.cluster.most > self.train.global_batch:
             raise problem("cluster.workers", self.cluster.workers,
                           f"is more than the {self.train.global_batch} sequences of a global batch",
                           "raise train.global_batch or take fewer workers")  # fmt: skip
         strategy, shard = self.parallel.strategy, self.parallel.shard
-        if shard is not None and strategy == "hsdp" and self.cluster.workers % shard:
+        if shard is not None and strategy == "hsdp" and self.cluster.least < self.cluster.most:
+            raise problem("cluster.workers", self.cluster.workers, f"may be a number that {shard} does not divide",
+                          "give one number of workers, or no parallel.shard")  # fmt: skip
+        if shard is not None and strategy == "hsdp" and self.cluster.most % shard:
             raise problem("parallel.shard", shard, f"does not divide the {self.cluster.workers} workers",
-                          _divisors(self.cluster.workers, shard))  # fmt: skip
+                          _divisors(self.cluster.most, shard))  # fmt: skip
         if self.offload.parameters == "cpu" and strategy in ("ddp", "zero1", "zero2"):
             raise problem("offload.parameters", "cpu", f"needs sharded parameters, and {strategy} keeps them whole",
                           "set parallel.strategy: zero3 or hsdp")  # fmt: skip

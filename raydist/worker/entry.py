@@ -34,11 +34,15 @@ _PUSH_TIMEOUT_S = 10.0
 _WATCH_S = 0.5
 _LATE_AGAIN_S = 10.0
 _COLLECTIVES = 1000
+_BEAT_S = 1.0
+_ALONE_S = 15.0
+"""How long an agent that is cut off from the conductor lets its rank train: longer than the others need to go on without it."""
 
 
 def agent(config: dict[str, Any]) -> None:
     """Obeys the conductor until it says "leave". `config`: `conductor` and `monitor`, actors' handles, and `group`, a number."""
     agent = _Agent(config["conductor"], config["monitor"], config["group"])
+    threading.Thread(target=agent.beat, name="raydist-beat", daemon=True).start()
     try:
         agent.run()
     finally:
@@ -48,7 +52,8 @@ def agent(config: dict[str, Any]) -> None:
 class _Agent:
     def __init__(self, conductor: Any, monitor: Any, group: int) -> None:
         self._conductor, self.monitor, self._group = conductor, monitor, group
-        self.rank = int(os.environ["RANK"])
+        self._number, self._local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        self._left = threading.Event()
         self.node_ip = ray.util.get_node_ip_address()
         self.server = ForkServer()
         self._port = hold_port()
@@ -57,7 +62,7 @@ class _Agent:
     def run(self) -> None:
         seen = 0
         while True:
-            order = ray.get(self._conductor.next.remote(self._group, self.rank, seen, self._offer()))
+            order = ray.get(self._conductor.next.remote(self._group, self._number, seen, self._offer()))
             seen = order["number"]
             match order["do"]:
                 case "leave":
@@ -70,8 +75,21 @@ class _Agent:
                     self._attempt.kill()
 
     def close(self) -> None:
+        self._left.set()
         self.server.close()
         self._port.close()
+
+    def beat(self) -> None:
+        """Tells the conductor every second that this agent lives. Cut off or given up, the agent ends, and its rank with it."""
+        heard = time.monotonic()
+        while not self._left.wait(_BEAT_S):
+            ours = True
+            with contextlib.suppress(RayError, TimeoutError):
+                ours = ray.get(self._conductor.beat.remote(self._group, self._number), timeout=_ALONE_S)
+                heard = time.monotonic()
+            if not ours or time.monotonic() - heard > _ALONE_S:
+                self.server.close()
+                os._exit(1)
 
     def tell(self, method: str, *what: Any) -> None:
         """Calls the conductor, in the name of this agent."""
@@ -83,8 +101,14 @@ class _Agent:
         return port
 
     def _offer(self) -> dict[str, Any]:
-        """Where the ranks of the next attempt can meet, if this is rank 0."""
-        return {"host": self.node_ip, "port": port_of(self._port)}
+        """Where this agent is, and where the ranks of the next attempt can meet if its rank is 0."""
+        return {
+            "node": ray.get_runtime_context().get_node_id(),
+            "placement_group": ray.util.get_current_placement_group().id.hex(),
+            "local_rank": self._local_rank,
+            "host": self.node_ip,
+            "port": port_of(self._port),
+        }
 
 
 class _Attempt:
@@ -92,6 +116,7 @@ class _Attempt:
 
     def __init__(self, agent: _Agent, order: dict[str, Any]) -> None:
         self._agent, self._order, self._number = agent, order, int(order["attempt"])
+        self._rank = int(order["env"]["RANK"])
         self._port = agent.take_port()
         self._started = threading.Event()
         self._process: Process | None = None
@@ -129,8 +154,8 @@ class _Attempt:
                 }
         except Exception as error:
             seen, silent = time.time(), 0.0
-            self._told["error"] = facts(error, agent.rank)
-        agent.tell("ended", agent.rank, self._number, {**self._told, "at": seen, "silent_s": silent})
+            self._told["error"] = facts(error, self._rank)
+        agent.tell("ended", self._rank, self._number, {**self._told, "at": seen, "silent_s": silent})
 
     def _start(self, stack: contextlib.ExitStack) -> Process:
         calls, their_calls = socket.socketpair()
@@ -140,13 +165,12 @@ class _Attempt:
         self._reader = probing.Reader(probe)
         with their_calls, their_control:
             fds = [their_calls.fileno(), their_control.fileno(), stacks, probe]
-            env = {"MASTER_ADDR": self._order["host"], "MASTER_PORT": str(self._order["port"])}
-            process = self._agent.server.fork(fds, env)
+            process = self._agent.server.fork(fds, self._order["env"])
         os.close(probe)
         stack.callback(os.close, stacks)
         self._witness = Witness(process.pid, stacks, control)
         connection = Connection(calls.detach())
-        order = {**self._order["job"], "rank": self._agent.rank, "node_ip": self._agent.node_ip}
+        order = {**self._order["job"], "rank": self._rank, "node_ip": self._agent.node_ip}
         connection.send_bytes(json.dumps(order).encode())
         threading.Thread(target=self._serve, args=(connection,), name="raydist-calls", daemon=True).start()
         return process
@@ -167,11 +191,11 @@ class _Attempt:
             "collectives": (collectives or [])[-_COLLECTIVES:],
         }
         storage = RunDir(self._order["job"]["run"]).storage
-        name = f"{LOGS}/attempt-{self._number:04d}/rank-{agent.rank:05d}"
+        name = f"{LOGS}/attempt-{self._number:04d}/rank-{self._rank:05d}"
         with contextlib.suppress(StorageError):  # storage may be what everybody waits for
             storage.write(f"{name}.stacks.txt", stacks.encode())
             storage.write(f"{name}.collectives.json", json.dumps(collectives).encode())
-        agent.tell("seen", agent.rank, self._number, sight)
+        agent.tell("seen", self._rank, self._number, sight)
 
     def _serve(self, connection: Connection) -> None:
         """Answers the rank's calls, until it is gone."""

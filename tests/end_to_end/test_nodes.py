@@ -1,0 +1,182 @@
+"""Nodes that are lost, taken away, cut off, and come back: on three hosts, each a node of one Ray cluster with one CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts import Cluster, Host, Hosts
+
+BIN = Path(sys.executable).parent
+EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "samples_hash")
+HOLD = 9
+"""The forward pass in which ranks wait to be let go: of step 5 on two workers, with the checkpoint of step 3 behind it."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Three hosts. A test that loses one brings it back."""
+    with Hosts(3) as hosts, Cluster(hosts) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def undisturbed(project: Any) -> list[dict[str, Any]]:
+    """The steps of the same run on a private Ray, of which nothing was lost."""
+    project.train("no-node-lost")
+    return list(project.steps("no-node-lost"))
+
+
+@pytest.fixture
+def start(project: Any, cluster: Cluster) -> Iterator[Callable[..., Run]]:
+    """start(name, *arguments): a Run, which ends with the test at the latest."""
+    made: list[Run] = []
+
+    def start(*arguments: str) -> Run:
+        made.append(Run(project, cluster, *arguments))
+        return made[-1]
+
+    yield start
+    for run in made:
+        run.process.kill()
+        run.process.communicate()
+
+
+class Run:
+    """`raydist train job.yaml` on the first host, whose ranks wait in their `HOLD`-th forward pass until `go`."""
+
+    def __init__(self, project: Any, cluster: Cluster, name: str, *arguments: str) -> None:
+        self.project, self.cluster, self.name = project, cluster, name
+        command = [str(BIN / "raydist"), "train", "job.yaml", "--name", name, "--json", "--address", cluster.address]
+        sets = ["--set", "cluster.cpus_per_worker=1", "--set", "recovery.step_timeout=120", *arguments]
+        self.process = cluster.hosts[0].popen(
+            [*command, *project.options(name, hold=HOLD), *sets],
+            cwd=project.root,
+            env=project.environment() | cluster.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        with contextlib.suppress(FileNotFoundError):
+            return list(self.project.events(self.name, kind))
+        return []
+
+    def until(self, true: Callable[[], bool], timeout: float = 120) -> None:
+        deadline = time.monotonic() + timeout
+        while not true():
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline, (self.project.runs / self.name / "events.jsonl").read_text()
+            time.sleep(0.05)  # another process writes it
+
+    def until_held(self, attempt: int) -> None:
+        """Its ranks are in the step that they wait in, or so close before that nothing else can be saved."""
+        self.until(lambda: any(e["attempt"] == attempt for e in self.events("first_step")))
+        first = next(e["step"] for e in self.events("first_step") if e["attempt"] == attempt)
+        due = (first + 2) // 3 * 3
+        self.until(lambda: any(e["step"] == due for e in self.events("checkpoint_saved")))
+
+    def victim(self) -> Host:
+        """A host with a rank, which is not the driver's."""
+        names = {worker["host"] for worker in self.events("workers")[-1]["workers"]}
+        return next(host for host in self.cluster.hosts if host.name in names and host is not self.cluster.hosts[0])
+
+    def go(self) -> None:
+        (self.project.root / "marks" / self.name / "go").touch()
+
+    def finish(self) -> list[dict[str, Any]]:
+        """The steps of the run, which has finished."""
+        out, told = self.process.communicate(timeout=200)
+        assert self.process.returncode == 0, told
+        assert json.loads(out)["status"] == "finished"
+        return list(self.project.steps(self.name))
+
+
+def exact(steps: list[dict[str, Any]]) -> list[list[Any]]:
+    return [[row[name] for name in EXACT] for row in steps]
+
+
+def test_a_killed_nodes_place_is_taken_by_a_spare(
+    start: Any, cluster: Cluster, undisturbed: list[dict[str, Any]]
+) -> None:
+    """The failure names the node; the other agent and the spare's go on at once, with the same bits."""
+    run = start("killed-node", "--set", "cluster.spares=1")
+    run.until_held(1)
+    victim = run.victim()
+    cluster.kill_node(victim)
+    run.go()
+    assert exact(run.finish()) == exact(undisturbed)
+    (failure,) = run.events("failure")
+    assert failure["fault"] == "node_died"
+    (_, again) = run.events("workers")
+    assert victim.name not in {worker["host"] for worker in again["workers"]}
+    assert [e["repeated_steps"] for e in run.events("first_step")] == [0, 1]
+    cluster.add_node(victim)
+
+
+def test_a_drained_node_is_left_without_a_step_lost(
+    start: Any, cluster: Cluster, undisturbed: list[dict[str, Any]]
+) -> None:
+    """One checkpoint, and on with the spare: no failure, no step trained twice, the same bits."""
+    run = start("drained-node", "--set", "cluster.spares=1")
+    run.until_held(1)
+    victim = run.victim()
+    node = cluster.node_ids()[victim.name]
+    drain = ["drain-node", "--address", cluster.address, "--node-id", node, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
+    told = ["--reason-message", "a test", "--deadline-remaining-seconds", "300"]
+    done = cluster.hosts[0].run([str(BIN / "ray"), *drain, *told], env=cluster._env, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run.until(lambda: any(e["action"] == "leave" for e in run.events("decision")))
+    run.go()
+    assert exact(run.finish()) == exact(undisturbed)
+    assert run.events("failure") == []
+    assert [e["repeated_steps"] for e in run.events("first_step")] == [0, 0]
+    assert victim.name not in {worker["host"] for worker in run.events("workers")[-1]["workers"]}
+    cluster.kill_node(victim)
+    cluster.wait_until(lambda: victim.name not in cluster.node_ids())
+    cluster.add_node(victim)
+
+
+def test_a_run_shrinks_and_grows_again(start: Any, cluster: Cluster, undisturbed: list[dict[str, Any]]) -> None:
+    """Three workers, two after a node is lost, three again when it is back: each step once, with its samples."""
+    plain = ["--set", "cluster.workers=[1,3]", "--set", "train.steps=24", "--set", "model.dropout=0"]
+    run = start("shrinks", *plain)
+    run.until_held(1)
+    victim = run.victim()
+    cluster.kill_node(victim)
+    run.until(lambda: any(e["action"] == "resize" for e in run.events("decision")))
+    run.until_held(2)
+    cluster.add_node(victim)
+    run.until(lambda: any(e["action"] == "grow" for e in run.events("decision")))
+    run.go()
+    steps = run.finish()
+    assert [row["step"] for row in steps] == list(range(1, 25))
+    sizes = [row["world_size"] for row in steps]
+    assert [size for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]] == [3, 2, 3]
+    assert [row["samples_hash"] for row in steps][:12] == [row["samples_hash"] for row in undisturbed]
+    assert len(run.events("failure")) == 1
+    assert run.events("first_step")[-1]["repeated_steps"] == 0
+
+
+def test_who_is_cut_off_commits_nothing(start: Any, cluster: Cluster, undisturbed: list[dict[str, Any]]) -> None:
+    """The network of a node is cut, and healed while the run goes on without it: one lineage, the same bits, nobody left there."""
+    run = start("cut-off", "--set", "cluster.spares=1")
+    run.until_held(1)
+    victim = run.victim()
+    cluster.hosts.cut(victim)
+    run.until(lambda: len(run.events("attempt_started")) == 2)
+    cluster.hosts.heal(victim)
+    run.until_held(2)
+    run.go()
+    assert exact(run.finish()) == exact(undisturbed)
+    (failure,) = run.events("failure")
+    assert failure["fault"] == "node_died"
+    cluster.wait_until(lambda: not any("forkserver" in " ".join(p.cmdline()) for p in victim.processes().values()))
