@@ -99,7 +99,7 @@ class Group:
 
     @property
     def held(self) -> dict[str, int]:
-        """Node id -> workers whose resources are reserved there; some have no agent, for Ray moves what was reserved on a lost node."""
+        """Node id -> workers whose resources are reserved there. Some have no agent: Ray moves what was reserved on a lost node."""
         return nodes.reserved(self._placement_group) if self.alive and self._placement_group else {}
 
     @property
@@ -142,6 +142,8 @@ class Group:
         if self.alive and self._handle is not None:
             self._handle.abort()
         self._thread.join(_LEAVE_S)
+        if self._placement_group:
+            nodes.release(self._placement_group)  # a controller that had to be killed has not
 
     def _wait(self, ref: Any) -> Any:
         import ray

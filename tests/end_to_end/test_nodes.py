@@ -94,7 +94,7 @@ class Run:
 
     def finish(self) -> list[dict[str, Any]]:
         """The steps of the run, which has finished."""
-        out, told = self.process.communicate(timeout=200)
+        out, told = self.process.communicate(timeout=100)
         assert self.process.returncode == 0, told
         assert json.loads(out)["status"] == "finished"
         return list(self.project.steps(self.name))
