@@ -26,13 +26,24 @@ def error(message: str) -> dict[str, Any]:
     return {"error": facts, "at": 1.0}
 
 
-async def ready(group: int = 1, world: int = 2) -> tuple[Conductor, list[asyncio.Task[Any]]]:
+def offer(number: int, node: str | None = None) -> dict[str, Any]:
+    """What agent `number` says of itself; each is on a node of its own unless told."""
+    return {
+        "node": node or f"node{number}",
+        "local_rank": 0,
+        "host": f"h{number}",
+        "port": number,
+        "placement_group": "p",
+    }
+
+
+async def ready(group: int = 1, size: int = 2) -> tuple[Conductor, list[asyncio.Task[Any]]]:
     """A conductor whose agents wait for their first order."""
     made = Conductor()
-    await made.open(group, world)
-    return made, [
-        asyncio.create_task(made.next(group, rank, 1, {"host": f"h{rank}", "port": rank})) for rank in range(world)
-    ]
+    await made.open(group, size)
+    waiting = [asyncio.create_task(made.next(group, number, 1, offer(number))) for number in range(size)]
+    await made.gathered()
+    return made, waiting
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -40,21 +51,22 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 
 def test_an_attempt_that_ends_well() -> None:
-    """It begins once all agents are there, at rank 0's address, and is over once all have reported."""
+    """The group is gathered once all agents are there; ranks meet at rank 0's; over once all have reported."""
 
     async def test() -> None:
         made = Conductor()
         await made.open(1, 2)
-        begun = asyncio.create_task(made.begin(5, {"a": 1}))
-        first = asyncio.create_task(made.next(1, 0, 1, {"host": "h0", "port": 10}))
+        gathered = asyncio.create_task(made.gathered())
+        first = asyncio.create_task(made.next(1, 0, 1, offer(0)))
         await asyncio.sleep(0)
-        assert not begun.done()
-        second = await made.next(1, 1, 1, {"host": "h1", "port": 11})
-        assert (
-            second
-            == await first
-            == {"number": 2, "do": "train", "attempt": 5, "job": {"a": 1}, "host": "h0", "port": 10}
-        )
+        assert not gathered.done()
+        second = asyncio.create_task(made.next(1, 1, 1, offer(1)))
+        await gathered
+        await made.begin(5, {"a": 1}, 2)
+        env = {"MASTER_ADDR": "h0", "MASTER_PORT": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        for rank, order in enumerate([await first, await second]):
+            mine = env | {"RANK": str(rank), "NODE_RANK": str(rank)}
+            assert order == {"number": 2, "do": "train", "attempt": 5, "job": {"a": 1}, "env": mine}
         result = asyncio.create_task(made.result(5))
         await made.ended(1, 0, 5, OUTCOME)
         await asyncio.sleep(0)
@@ -62,7 +74,86 @@ def test_an_attempt_that_ends_well() -> None:
         await made.ended(1, 1, 5, OUTCOME)
         assert await result == {0: OUTCOME, 1: OUTCOME}
         await made.leave()
-        assert (await made.next(1, 0, 2, {}))["do"] == "leave"
+        assert (await made.next(1, 0, 2, offer(0)))["do"] == "leave"
+
+    run(test())
+
+
+def test_ranks_on_nodes() -> None:
+    """Two agents a node: local ranks are the agents' own, nodes are numbered in the ranks' order."""
+
+    async def test() -> None:
+        made = Conductor()
+        await made.open(1, 4)
+        offers = [{**offer(n, f"node{n // 2}"), "local_rank": n % 2} for n in range(4)]
+        waiting = [asyncio.create_task(made.next(1, n, 1, offers[n])) for n in range(4)]
+        await made.gathered()
+        await made.begin(1, {}, 3)
+        names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "WORLD_SIZE")
+        orders = [await task for task in waiting[:3]]
+        found = [tuple(order["env"][name] for name in names) for order in orders]
+        assert found == [("0", "0", "2", "0", "3"), ("1", "1", "2", "0", "3"), ("2", "0", "1", "1", "3")]
+        assert (await waiting[3])["do"] == "wait"
+
+    run(test())
+
+
+def test_a_lost_agents_place_is_taken(monkeypatch: Any) -> None:
+    """Ray says that agent 0 is dead, or it falls silent: its rank has failed, the other is killed; next time the spare has a rank.
+    Heard again, the lost one is told to leave."""
+
+    async def test() -> None:
+        for silent in (False, True):
+            monkeypatch.setattr(conductor, "BEAT_S", 0.02)
+            monkeypatch.setattr(conductor, "LOST_S", 0.1 if silent else 1000.0)
+            made, _ = await ready(size=3)
+            await made.begin(1, {}, 2)
+            result = asyncio.create_task(made.result(1))
+            killed = asyncio.create_task(made.next(1, 1, 2, offer(1)))
+            if silent:
+                while not killed.done():
+                    assert all([await made.beat(1, 1), await made.beat(1, 2)])
+                    await asyncio.sleep(0.01)
+            else:
+                await made.fallen(1, 0, {"type_name": "WorkerDied", "message": "gone", "kind": "worker_died"})
+            assert (await killed)["do"] == "kill"
+            await made.ended(1, 1, 1, DIED)
+            reports = await result
+            lost = rank_error(0, reports[0])
+            assert lost is not None
+            assert (lost.rank, lost.kind) == (0, "node_died" if silent else "worker_died")
+            assert reports[0]["node"] == "node0"
+            assert await made.nodes() == [("node0", False), ("node1", True), ("node2", True)]
+            assert not await made.beat(1, 0)
+            assert (await made.next(1, 0, 2, offer(0)))["do"] == "leave"
+            again = [asyncio.create_task(made.next(1, number, 3, offer(number))) for number in (1, 2)]
+            await made.begin(2, {}, 2)
+            assert [(await task)["env"]["RANK"] for task in again] == ["0", "1"]
+
+    run(test())
+
+
+def test_too_few_agents() -> None:
+    """An attempt for which an agent is missing has failed before it begins, and says why."""
+
+    async def test() -> None:
+        made, _ = await ready()
+        await made.fallen(1, 1, {"type_name": "WorkerDied", "message": "gone", "kind": "worker_died"})
+        await made.begin(1, {}, 2)
+        (report,) = (await made.result(1)).values()
+        assert report["lost"]["message"] == "gone"
+
+    run(test())
+
+
+def test_a_retired_node_leaves() -> None:
+    """Its agents leave, and are not among the lost."""
+
+    async def test() -> None:
+        made, waiting = await ready()
+        await made.retire(["node1"])
+        assert (await waiting[1])["do"] == "leave"
+        assert await made.nodes() == [("node0", True)]
 
     run(test())
 
@@ -72,11 +163,11 @@ def test_a_death_ends_the_others_at_once() -> None:
 
     async def test() -> None:
         made, waiting = await ready()
-        await made.begin(1, {})
+        await made.begin(1, {}, 2)
         for order in asyncio.as_completed(waiting):
             assert (await order)["do"] == "train"
         result = asyncio.create_task(made.result(1))
-        killed = asyncio.create_task(made.next(1, 0, 2, {}))
+        killed = asyncio.create_task(made.next(1, 0, 2, offer(0)))
         await made.ended(1, 1, 1, DIED)
         assert (await killed)["do"] == "kill"
         assert not result.done()
@@ -92,10 +183,10 @@ def test_lost_peers_are_no_cause_to_stop_looking(monkeypatch: Any) -> None:
     async def test() -> None:
         for late in (False, True):
             monkeypatch.setattr(conductor, "CAUSE_S", 0.05 if late else 1000.0)
-            made, _ = await ready(world=3)
-            await made.begin(1, {})
+            made, _ = await ready(size=3)
+            await made.begin(1, {}, 3)
             result = asyncio.create_task(made.result(1))
-            killed = asyncio.create_task(made.next(1, 2, 2, {}))
+            killed = asyncio.create_task(made.next(1, 2, 2, offer(2)))
             await made.ended(1, 0, 1, error("Connection closed by peer"))
             if not late:
                 await asyncio.sleep(0.1)
@@ -114,11 +205,12 @@ def test_who_is_late_is_not_heard() -> None:
 
     async def test() -> None:
         made, waiting = await ready(group=1)
-        await made.begin(1, {})
+        await made.begin(1, {}, 2)
         await made.open(2, 2)
-        assert (await made.next(1, 0, 2, {}))["do"] == "leave"
-        news = [asyncio.create_task(made.next(2, rank, 3, {"host": "h", "port": 1})) for rank in range(2)]
-        await made.begin(2, {})
+        assert (await made.next(1, 0, 2, offer(0)))["do"] == "leave"
+        news = [asyncio.create_task(made.next(2, number, 3, offer(number))) for number in range(2)]
+        await made.gathered()
+        await made.begin(2, {}, 2)
         assert (await news[0])["attempt"] == 2
         await made.ended(1, 0, 2, DIED)
         await made.ended(2, 0, 1, DIED)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.hosts import Cluster, Host, Hosts
@@ -100,6 +101,15 @@ class Run:
         return list(self.project.steps(self.name))
 
 
+def ranks_on(host: Host) -> list[str]:
+    """Command lines of the fork servers and ranks that run on a host."""
+    found = []
+    for process in host.processes().values():
+        with contextlib.suppress(psutil.NoSuchProcess):  # a ZombieProcess is one
+            found.append(" ".join(process.cmdline()))
+    return [line for line in found if "forkserver" in line]
+
+
 def exact(steps: list[dict[str, Any]]) -> list[list[Any]]:
     return [[row[name] for name in EXACT] for row in steps]
 
@@ -179,4 +189,4 @@ def test_who_is_cut_off_commits_nothing(start: Any, cluster: Cluster, undisturbe
     assert exact(run.finish()) == exact(undisturbed)
     (failure,) = run.events("failure")
     assert failure["fault"] == "node_died"
-    cluster.wait_until(lambda: not any("forkserver" in " ".join(p.cmdline()) for p in victim.processes().values()))
+    cluster.wait_until(lambda: not ranks_on(victim))
