@@ -22,13 +22,13 @@ from torch import nn
 from raydist import registry
 from raydist.data.batches import Batches, Cursor, Loader, MicroBatch, Stall, StepBatch, eval_batches, share
 from raydist.data.dataset import TokenDataset, Windows
-from raydist.errors import CheckpointError, DataError
+from raydist.errors import DataError
 from raydist.records import Event, StepRecord
 from raydist.rundir import RunDir, resume_attempt, step_folder
 from raydist.spec import JobSpec, spec_hash
 from raydist.worker import compute, flops, offload, optim, precision, setup
 from raydist.worker.checkpoint import restore
-from raydist.worker.checkpoint.save import Saver
+from raydist.worker.checkpoint.save import RETRY_S, Saver
 from raydist.worker.guard import Guard
 from raydist.worker.parallel import ParallelStrategy, ParamShard
 from raydist.worker.precision import Precision
@@ -92,8 +92,8 @@ def train(
     `probe` is told what this rank is doing, `startup` how far it has come before its first step. `tell`: how a rank without a
     door says what it alone knows; it must not block.
 
-    Raises what stops the run: NonFinite, LossSpike, GraphMismatch, CheckpointError, DataError, or the model's own exception;
-    and Rollback, which ends the attempt.
+    Raises what stops the run: NonFinite, LossSpike, GraphMismatch, SavesFailed, Fenced, CheckpointError, DataError, or the model's
+    own exception; and Rollback, which ends the attempt.
     """
     reporter = Reporter(door.push, door.durable) if door is not None else None
     try:
@@ -169,6 +169,8 @@ class _Run:
             numbers=self.numbers,
             on_event=reporter.event if reporter else lambda event: None,
             before_commit=reporter.flush if reporter else None,
+            max_failures=spec.checkpoint.max_failures,
+            timeout_s=spec.checkpoint.timeout_s,
         )
         self.train_step = TrainStep(
             rank,
@@ -234,19 +236,16 @@ class _Run:
                         self._evaluate()  # every rank: losses are summed
                     if self._due(self.spec.checkpoint.every, ending):
                         self.probe.enter("save")
-                        self._save()  # every rank writes its part; rank 0 commits, last
+                        self._save(ending)  # every rank writes its part; rank 0 commits, last
                         saving = True
                     begun = time.perf_counter()
                     self.probe.step(self.step + 1)
                     if stop:
                         break
             self.probe.enter("end")
-            if saving and not self.saver.wait():  # every rank
-                self._save()  # the last one failed: once more, for the run must not end without it
-                result = self.saver.wait()
-                if not result:
-                    cause = "it was never started" if result is None else result.cause
-                    raise CheckpointError(f"the checkpoint of the last step, {self.step}, failed twice: {cause}")
+            while saving and not self.saver.wait():  # every rank
+                time.sleep(RETRY_S)  # the last one failed, and the run must not end without it
+                self._save(ending=True)  # every rank; raises after checkpoint.max_failures in a row
         finally:
             self.saver.close()
             if isinstance(self.optimizer, offload.OffloadedAdamW):
@@ -326,7 +325,7 @@ class _Run:
         if self.reporter:
             self.reporter.say("eval", step=self.step, loss=self.eval_loss, tokens=tokens, best=best)
 
-    def _save(self) -> None:
+    def _save(self, ending: bool) -> None:
         tensors, rank_tensors, plain = self.state.capture()
         plain |= {
             "step": self.step,
@@ -338,8 +337,8 @@ class _Run:
             "dataset": self.job.dataset,
             **self.guard.state(self.step),
         }
-        self.saver.start(self.step, tensors, rank_tensors, plain)
-        if self.eval_loss is not None and self.evaluated == self.step:
+        started = self.saver.start(self.step, tensors, rank_tensors, plain, last=ending)
+        if started and self.eval_loss is not None and self.evaluated == self.step:
             self.saver.mark_eval(self.step, self.eval_loss)
 
     def _resume(self) -> None:
