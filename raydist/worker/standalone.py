@@ -10,6 +10,7 @@ restarts a failed rank nor watches a live one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -17,7 +18,8 @@ import time
 from typing import Any
 
 from raydist import data
-from raydist.errors import RaydistError, TrainingStopped
+from raydist.errors import RaydistError, StorageError, TrainingStopped
+from raydist.lease import DriverLease
 from raydist.records import Event
 from raydist.rundir import SPEC, RunDir, begin_attempt, check_name, default_storage
 from raydist.runlog import RunLog, last_attempt
@@ -115,6 +117,7 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
     if first:
         # Before the group starts: the others wait in the rendezvous, and find the dataset there.
         dataset = data.open_or_prepare(spec.data, options.storage)
+        lease = DriverLease(run)  # that it was lost is told by the fence, at the next commit
     gpus = None if spec.cluster.gpus_per_worker == "auto" else float(spec.cluster.gpus_per_worker)
     rank = setup.start(gpus=gpus, threads=max(1, int(spec.cluster.cpus_per_worker)), timeout_s=spec.recovery.timeout_s)
     if not first:
@@ -129,11 +132,15 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
     try:
         outcome = train(job, rank, Door(log.push, log.durable) if log else None)
     except BaseException:
-        if log:
-            log.end("stopped", 0)
+        with contextlib.suppress(
+            StorageError
+        ):  # what stopped the run is to be told, not that storage took no last word
+            if log:
+                log.end("stopped", 0)
         raise
     if log:
         log.end(outcome.status, outcome.step)
+        lease.release()
     setup.stop(rank)
     return {"run": run.name, "path": run.uri, **outcome.to_dict()}
 
