@@ -24,6 +24,7 @@ from raydist.records import Event
 from raydist.rundir import RunDir, begin_attempt
 from raydist.runlog import last_attempt
 from raydist.spec import JobSpec
+from raydist.worker.checkpoint.replicas import newest_attempt
 
 _REFRESH_S = 0.25
 _MONITOR_TIMEOUT_S = 30.0
@@ -172,7 +173,8 @@ class Supervisor:
         import ray
 
         run = self._request.run
-        number, history = last_attempt(run), History()
+        number = max(last_attempt(run), newest_attempt(run, self._spec.checkpoint.replicas))
+        history = History()
         group: Group | None = None
         incident: dict[str, Any] | None = None
         try:

@@ -28,6 +28,7 @@ from raydist.rundir import RunDir, resume_attempt, step_folder
 from raydist.spec import JobSpec, spec_hash
 from raydist.worker import compute, flops, offload, optim, precision, setup
 from raydist.worker.checkpoint import restore
+from raydist.worker.checkpoint.replicas import Replicas
 from raydist.worker.checkpoint.save import RETRY_S, Saver
 from raydist.worker.guard import Guard
 from raydist.worker.parallel import ParallelStrategy, ParamShard
@@ -157,6 +158,18 @@ class _Run:
         startup.done("build")
         self._resume()
         startup.done("load")
+        self.replicas = (
+            Replicas(
+                job.run,
+                spec.checkpoint.replicas,
+                keep=spec.checkpoint.keep,
+                attempt=job.attempt,
+                verify_every=spec.checkpoint.verify_every,
+                on_event=reporter.event,
+            )
+            if reporter
+            else None
+        )
         self.saver = Saver(
             job.run,
             rank=rank.rank,
@@ -167,7 +180,7 @@ class _Run:
             attempt=job.attempt,
             spec_hash=spec_hash(spec),
             numbers=self.numbers,
-            on_event=reporter.event if reporter else lambda event: None,
+            on_event=self._saved,
             before_commit=reporter.flush if reporter else None,
             max_failures=spec.checkpoint.max_failures,
             timeout_s=spec.checkpoint.timeout_s,
@@ -246,7 +259,11 @@ class _Run:
             while saving and not self.saver.wait():  # every rank
                 time.sleep(RETRY_S)  # the last one failed, and the run must not end without it
                 self._save(ending=True)  # every rank; raises after checkpoint.max_failures in a row
+            if self.replicas:
+                self.replicas.close(self.spec.checkpoint.timeout_s)
         finally:
+            if self.replicas:
+                self.replicas.close(0.0)
             self.saver.close()
             if isinstance(self.optimizer, offload.OffloadedAdamW):
                 self.optimizer.close()
@@ -265,6 +282,13 @@ class _Run:
             "final": stall.final,
         }
         self._tell(Event("data_stalled", time.time(), data))
+
+    def _saved(self, event: Event) -> None:
+        """What the Saver tells, on rank 0."""
+        if self.reporter and self.replicas:
+            self.reporter.event(event)
+            if event.kind == "checkpoint_saved":
+                self.replicas.committed()
 
     def _due(self, every: int | None, ending: bool) -> bool:
         return ending or (every is not None and self.step % every == 0)
@@ -342,15 +366,17 @@ class _Run:
             self.saver.mark_eval(self.step, self.eval_loss)
 
     def _resume(self) -> None:
-        """Takes up the newest checkpoint whose every hash is right, at whatever world size it was saved."""
+        """Takes up the newest checkpoint whose every hash is right, from a replica if need be, at any world size."""
         rank, run = self.rank, self.job.run
-        manifest = restore.choose(
+        chosen = restore.choose_from(
             run,
+            self.spec.checkpoint.replicas,
             rank=rank.rank,
             world_size=rank.world_size,
             group=rank.control,
             on_event=self.reporter.event if self.reporter else lambda event: None,
         )
+        place, manifest = chosen if chosen is not None else (run, None)
         self.guard.resume(manifest.plain if manifest else {})
         if rank.rank == 0 and self.job.attempt in run.lineage().begun:
             resume_attempt(run, self.job.attempt, manifest.step if manifest else 0)
@@ -358,7 +384,7 @@ class _Run:
             return
         restore.check_numbers(manifest, self.numbers, allow=self.job.allow_spec_change)
         tensors, rank_tensors, _ = self.state.capture()
-        exact = restore.load(run, manifest, tensors, rank_tensors, group=rank.control)
+        exact = restore.load(place, manifest, tensors, rank_tensors, group=rank.control)
         self.state.restore(tensors, rank_tensors if exact else None, manifest.plain)
         self.strategy.updated()
         self.step = int(manifest.plain["step"])

@@ -26,6 +26,7 @@ from raydist.runlog import RunLog, last_attempt
 from raydist.runstate import this_process, write_state
 from raydist.spec import JobSpec, dump, load
 from raydist.storage import Storage
+from raydist.worker.checkpoint.replicas import newest_attempt
 
 HEARTBEAT_S = 2.0
 
@@ -122,7 +123,7 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
     rank = setup.start(gpus=gpus, threads=max(1, int(spec.cluster.cpus_per_worker)), timeout_s=spec.recovery.timeout_s)
     if not first:
         dataset = data.open_or_prepare(spec.data, options.storage)
-    attempt = last_attempt(run) + 1
+    attempt = max(last_attempt(run), newest_attempt(run, spec.checkpoint.replicas)) + 1
     log = None
     if first:
         run.storage.write(SPEC, dump(spec).encode())

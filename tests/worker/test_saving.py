@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,47 @@ def test_storage_that_comes_back_costs_its_saves_only(ranks: Any, dataset: str, 
     assert failed[0] == 2
     assert RunDir(disk / "run").committed()[-1] == 12
     assert manifest.verify(RunDir(disk / "run"), 12) == []
+
+
+def copied(rank: Rank, dataset: str, root: str, attempt: int, until: int) -> tuple[list[str], list[float]]:
+    """An attempt that saves each second step, with a replica: its events' kinds, and the losses, as rank 0 saw them."""
+    spec = JobSpec.model_validate(
+        {
+            "data": {"path": dataset},
+            "model": {"layers": 1, "width": 16, "heads": 2, "context": 8},
+            "train": {"steps": 8, "global_batch": 4, "micro_batch": 2},
+            "checkpoint": {"every": 2, "replicas": [f"{root}/replica"], "verify_every": 2},
+            "eval": {"every": None},
+        }
+    )
+    losses: list[float] = []
+    kinds: list[str] = []
+
+    def push(new: list[dict[str, Any]], told: list[dict[str, Any]]) -> None:
+        losses.extend(record["loss"] for record in new)
+        kinds.extend(e["kind"] for e in told)
+
+    job = Job(spec, RunDir(f"{root}/run"), dataset, attempt, until)
+    train(job, rank, Door(push, lambda: None) if rank.first else None)
+    return kinds, losses
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_goes_on_from_its_replica(ranks: Any, dataset: str, tmp_path: Path, world: int) -> None:
+    """The newest checkpoint is bad, or the whole folder gone: the copy serves, with the losses of an undisturbed run."""
+    _, undisturbed = run(ranks, copied, world, dataset, str(tmp_path / "undisturbed"), 1, 8)[0]
+    _, losses = run(ranks, copied, world, dataset, str(tmp_path), 1, 4)[0]
+    for shard in (tmp_path / "run/checkpoints/step-00000004").glob("shard-*"):
+        shard.write_bytes(b"")
+    kinds, more = run(ranks, copied, world, dataset, str(tmp_path), 2, 6)[0]
+    assert [k for k in kinds if k in ("checkpoint_rejected", "replica_used", "resumed")] == [
+        "checkpoint_rejected",
+        "replica_used",
+        "resumed",
+    ]
+    losses += more
+    shutil.rmtree(tmp_path / "run")
+    kinds, more = run(ranks, copied, world, dataset, str(tmp_path), 3, 8)[0]
+    assert "replica_used" in kinds
+    assert losses + more == undisturbed
+    assert RunDir(tmp_path / "replica" / "run").committed()[-1] == 8
