@@ -119,6 +119,7 @@ def test_nobody_waits_for_one_that_hangs(kit: Any, tmp_path: Path, monkeypatch: 
     assert "still being copied 0.05 s after the end" in failed["cause"]
     monkeypatch.undo()
     again = Kept(kit, tmp_path / "a", [str(tmp_path / "second")])
+    again.until(lambda: {e["step"] for e in again.of("replica_saved")} == {1, 2})
     again.replicas.close(60)
     assert replica_of(kept.run, str(tmp_path / "second")).committed() == [1, 2]
     may_copy.set()
@@ -200,6 +201,20 @@ def test_a_run_whose_folder_was_lost_counts_on(kit: Any, tmp_path: Path) -> None
     later.save(30)
     later.replicas.close(60)
     assert replica_of(kept.run, uri).committed() == [20, 30]
+
+
+def test_a_replica_knows_what_is_void(kit: Any, tmp_path: Path) -> None:
+    """Its own notes count where the run's are lost: a late commit of a cut-off attempt is not restored from it."""
+    uri = str(tmp_path / "second")
+    begun(tmp_path / "a")
+    one = kit.OneRank(tmp_path / "a")
+    one.save(10)
+    one.save(30)
+    begun(tmp_path / "a", 2, 10)
+    shutil.move(tmp_path / "a", tmp_path / "second" / "a")
+    found = restore.choose_from(RunDir(tmp_path / "a"), [uri])
+    assert found is not None
+    assert found[1].step == 10
 
 
 def test_what_is_void_counts_in_no_replica(kit: Any, tmp_path: Path) -> None:
