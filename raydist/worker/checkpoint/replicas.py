@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -27,6 +27,11 @@ from raydist.storage import Storage
 from raydist.worker.checkpoint import manifest, pruning
 from raydist.worker.checkpoint.manifest import EVAL, READ_BYTES, FileEntry, path
 
+T = TypeVar("T")
+
+LOOK_S = 20.0
+"""How long the start of a run waits for a word from a replica."""
+
 
 def replica_of(run: RunDir, uri: str) -> RunDir:
     """Where the replica at `uri` keeps this run. Raises UserError for what can be none."""
@@ -34,6 +39,27 @@ def replica_of(run: RunDir, uri: str) -> RunDir:
     if found.uri == run.uri:
         raise UserError(f"checkpoint.replicas: {uri} holds the run itself", "name other storage, or leave it out")
     return found
+
+
+def answer(look: Callable[[], T]) -> T:
+    """What `look` gives, in at most LOOK_S seconds. Raises StorageError after them, and leaves the thread that looks to itself."""
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            found.append(look())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work, name="raydist-look", daemon=True)
+    thread.start()
+    thread.join(LOOK_S)
+    if failed:
+        raise failed[0]
+    if not found:
+        raise StorageError(f"no answer in {LOOK_S:g} s")
+    return found[0]
 
 
 def newest_attempt(run: RunDir, uris: Sequence[str]) -> int:
@@ -44,7 +70,7 @@ def newest_attempt(run: RunDir, uris: Sequence[str]) -> int:
     newest = 0
     for uri in uris:
         with suppress(RaydistError, OSError):
-            newest = max(newest, replica_of(run, uri).lineage().newest)
+            newest = max(newest, answer(lambda uri=uri: replica_of(run, uri).lineage().newest))  # type: ignore[misc]
     return newest
 
 

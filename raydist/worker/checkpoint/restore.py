@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -24,12 +25,12 @@ from raydist.errors import (
     StorageError,
 )
 from raydist.records import Event
-from raydist.rundir import RunDir, manifest_name
+from raydist.rundir import Lineage, RunDir, manifest_name
 from raydist.worker.checkpoint import manifest
 from raydist.worker.checkpoint.layout import rank_name
 from raydist.worker.checkpoint.manifest import Manifest, TensorEntry
 from raydist.worker.checkpoint.pruning import Lease
-from raydist.worker.checkpoint.replicas import replica_of
+from raydist.worker.checkpoint.replicas import answer, replica_of
 from raydist.worker.checkpoint.writer import ShardReader, TensorPlanner
 
 T = TypeVar("T")
@@ -87,9 +88,8 @@ def choose_from(
             on_event(Event(kind, time.time(), data))
 
     def lost(uri: str, error: Exception) -> None:
-        if uri not in away:
-            away.add(uri)
-            say("replica_failed", replica=uri, cause=getattr(error, "message", str(error)))
+        away.add(uri)
+        say("replica_failed", replica=uri, cause=getattr(error, "message", str(error)))
 
     if rank == 0 and step is None:
         for late, by, newer in run.void():
@@ -102,7 +102,7 @@ def choose_from(
         if rank == 0 and step is not None:
             candidate, found = (step, 0), _claim(run, step, None)
         elif rank == 0:
-            listed = {c: name for c, name in _listed(run, replicas, lost).items() if c not in passed}
+            listed = {c: name for c, name in _listed(run, replicas, away, lost).items() if c not in passed}
             candidate = max(listed, key=lambda c: (c[0], -c[1]), default=None)
             found = _claim(_place(run, replicas, candidate[1]), candidate[0], listed[candidate]) if candidate else None
         candidate, found = every((candidate, found))[0]
@@ -148,25 +148,29 @@ def _place(run: RunDir, replicas: Sequence[str], where: int) -> RunDir:
     return replica_of(run, replicas[where - 1]) if where else run
 
 
-def _listed(run: RunDir, replicas: Sequence[str], lost: Callable[[str, Exception], None]) -> dict[tuple[int, int], str]:
-    """(step, place) -> the name of the manifest that counts there, by what all places together know of the attempts."""
-    lineage, places = run.lineage(), {0: run}
-    for where, uri in enumerate(replicas, start=1):
-        try:
-            places[where] = _place(run, replicas, where)
-            lineage = lineage.joined(places[where].lineage())
-        except (RaydistError, OSError) as error:
-            places.pop(where, None)
-            lost(uri, error)
-    listed: dict[tuple[int, int], str] = {}
-    for where, place in places.items():
-        try:
-            listed |= {(step, where): name for step, name in place.manifests(lineage).items()}
-        except (RaydistError, OSError) as error:
-            if not where:
-                raise
-            lost(replicas[where - 1], error)
-    return listed
+def _listed(
+    run: RunDir, replicas: Sequence[str], away: set[str], lost: Callable[[str, Exception], None]
+) -> dict[tuple[int, int], str]:
+    """(step, place) -> the name of the manifest that counts there, by what all places together know of the attempts.
+
+    `lost` is told of a replica that gives no answer, and puts it among those that are `away`.
+    """
+
+    def ask(look: Callable[[RunDir, Lineage], T], lineage: Lineage) -> dict[int, T]:
+        answers = {0: look(run, lineage)}
+        for where, uri in enumerate(replicas, start=1):
+            if uri not in away:
+                try:
+                    answers[where] = answer(partial(lambda w: look(_place(run, replicas, w), lineage), where))
+                except (RaydistError, OSError) as error:
+                    lost(uri, error)
+        return answers
+
+    lineage = Lineage()
+    for known in ask(lambda place, _: place.lineage(), lineage).values():
+        lineage = lineage.joined(known)
+    found = ask(lambda place, lineage: place.manifests(lineage), lineage)
+    return {(step, where): name for where, steps in found.items() for step, name in steps.items()}
 
 
 def _claim(run: RunDir, step: int, name: str | None) -> Manifest | CheckpointError | None:

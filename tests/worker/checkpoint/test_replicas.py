@@ -183,6 +183,36 @@ def test_restored_from_a_replica(kit: Any, tmp_path: Path) -> None:
         restore.choose_from(kept.run, [uri])
 
 
+def test_a_replica_that_gives_no_answer_holds_up_no_start(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked once, for a bounded time, and told of; the run's own checkpoint is taken."""
+    one = kit.OneRank(tmp_path / "a")
+    one.save(10)
+    one.save(20)
+    flip(shard(one.run, 20))
+    asked: list[str] = []
+    never, lineage = threading.Event(), RunDir.lineage
+
+    def hang(run: RunDir) -> Any:
+        if "second" in run.uri:
+            asked.append(run.uri)
+            never.wait()
+        return lineage(run)
+
+    monkeypatch.setattr(RunDir, "lineage", hang)
+    monkeypatch.setattr(replicas, "LOOK_S", 0.05)
+    events: list[Event] = []
+    found = restore.choose_from(one.run, [str(tmp_path / "second")], on_event=events.append)
+    assert found is not None
+    assert (found[0].uri, found[1].step) == (one.run.uri, 10)
+    assert [e.kind for e in events] == ["replica_failed", "checkpoint_rejected"]
+    assert events[0].data["cause"] == "no answer in 0.05 s"
+    assert len(asked) == 1
+    assert newest_attempt(one.run, [str(tmp_path / "second")]) == 0
+    never.set()
+
+
 def test_a_run_whose_folder_was_lost_counts_on(kit: Any, tmp_path: Path) -> None:
     """The next attempt has a number above those that the replica knows, so what it commits counts there too."""
     uri = str(tmp_path / "second")
