@@ -21,6 +21,7 @@ Runs anywhere. Imports nothing of raydist.
         ├── LossSpike                 a loss far above those before it (also an ArithmeticError)
         ├── GraphMismatch             parameters without a gradient, or ranks whose graphs differ
         ├── WorkerFailed              a rank died or raised, and the budget of restarts is spent
+        ├── SavesFailed               too many saves in a row failed (also a CheckpointError)
         └── Fenced                    a newer attempt has begun: this one may not commit (also a CheckpointError)
 
     RankFailed                        what one rank ended with, as plain facts, on its way to the driver
@@ -124,6 +125,10 @@ class GraphMismatch(TrainingStopped):
 
 class WorkerFailed(TrainingStopped):
     """A rank died or raised, and the budget of restarts is spent."""
+
+
+class SavesFailed(CheckpointError, TrainingStopped):
+    """checkpoint.max_failures saves in a row failed, or the last one of a run hangs."""
 
 
 class Fenced(CheckpointError, TrainingStopped):

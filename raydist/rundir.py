@@ -12,6 +12,7 @@ Runs anywhere.
         checkpoints/step-00000200/MANIFEST-0001.json and shards; 0001 is the attempt that saved it
         attempts/0002.json                        attempt 2 has begun: none before it commits any more
         attempts/0002-from-00000200.json          and where it went on from
+        drivers/000007.json                       who drives the run, and until when (raydist/lease.py)
 
 **Fencing.** A cut-off attempt may still run while a newer one trains, and must not commit. Each attempt writes its number before
 its workers start; who commits looks whether its number is still the newest. No storage makes this look and the commit one, so
@@ -38,7 +39,7 @@ DEFAULT_STORAGE = "~/raydist"
 SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER = (
     "spec.yaml", "state.json", "events.jsonl", "metrics", "logs", "tensorboard", "ledger",
 )  # fmt: skip
-CHECKPOINTS, ATTEMPTS = "checkpoints", "attempts"
+CHECKPOINTS, ATTEMPTS, DRIVERS = "checkpoints", "attempts", "drivers"
 DATA = ".data"
 """Beside the runs: corpora that raydist prepared by itself."""
 
@@ -191,6 +192,20 @@ def resume_attempt(run: RunDir, number: int, step: int) -> None:
         )
     body = {"attempt": number, "step": step, "at": time.time()}
     run.storage.write(f"{ATTEMPTS}/{number:04d}-from-{step:08d}.json", json.dumps(body).encode())
+
+
+def start_anew(run: RunDir) -> None:
+    """Deletes what a run has, but for its numbers: they go on, so that an attempt that was cut off stays fenced.
+
+    One attempt number is spent on it, as one that went on from the start: nothing that was committed before counts any more,
+    wherever a copy of it may be.
+    """
+    number = run.lineage().newest + 1
+    begin_attempt(run, number)
+    resume_attempt(run, number, 0)
+    for name in [*run.storage.folders(), *run.storage.files(unfinished=True)]:
+        if name not in (ATTEMPTS, DRIVERS):
+            run.storage.delete(name)
 
 
 def fenced(run: RunDir, number: int) -> bool:

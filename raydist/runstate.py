@@ -76,9 +76,13 @@ def _status(state: dict[str, Any], now: float) -> Status:
         return status
     if now - state["heartbeat_at"] > LOST_AFTER_S:
         return "lost"
-    driver = state["driver"]
+    return "lost" if gone(state["driver"]) else "running"
+
+
+def gone(driver: dict[str, Any]) -> bool:
+    """Whether a driver, as `this_process` names it, ran on this host and its process has ended. Of another host nobody knows."""
     here = driver.get("pids") == _pid_space() and driver["host"] == socket.gethostname()
-    return "lost" if here and not _alive(int(driver["pid"])) else "running"
+    return here and not _alive(int(driver["pid"]))
 
 
 def _alive(pid: int) -> bool:

@@ -6,13 +6,19 @@ import importlib.util
 import inspect
 import multiprocessing as mp
 import os
+import socket
+import subprocess
+import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -124,6 +130,53 @@ def ranks() -> Iterator[Ranks]:
     made = Ranks()
     yield made
     made.close()
+
+
+class ObjectStore:
+    """A real S3 protocol over HTTP, served by moto, with one bucket; `process` is the server's."""
+
+    def __init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._place = f"127.0.0.1:{probe.getsockname()[1]}"
+        host, port = self._place.split(":")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", host, "-p", port],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                urlopen(Request(f"http://{self._place}/bucket", method="PUT"), timeout=5).close()
+                return
+            except (URLError, OSError):
+                assert self.process.poll() is None, "the server ended"
+                assert time.monotonic() < deadline, "the server does not answer"
+                time.sleep(0.1)
+
+    def uri(self, folder: str) -> str:
+        """A folder in the bucket."""
+        return f"s3://key:secret@bucket/{folder}?endpoint_override={self._place}&scheme=http&region=us-east-1"
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[ObjectStore]:
+    """An object store; a test that stops its process lets it go on again."""
+    made = ObjectStore()
+    yield made
+    made.process.kill()
+    made.process.wait()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB of its own, in memory, which can be filled, remounted and unmounted. The tests run as root."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "raydist-test", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture(scope="module")

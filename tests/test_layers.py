@@ -19,7 +19,7 @@ LAYERS = [
     {"worker"},
     {"data"},
     {"spec"},
-    {"rundir", "storage", "runlog", "runstate", "registry", "swapspace"},
+    {"rundir", "storage", "runlog", "runstate", "lease", "registry", "swapspace"},
     {"records", "errors", "__init__", "__version__"},
 ]
 MODULES = sorted(ROOT.rglob("*.py"))

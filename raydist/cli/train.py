@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raydist.errors import RunNotFound, SpecChanged, UsageError
-from raydist.rundir import LOGS, SPEC, RunDir, check_name, default_storage
+from raydist.rundir import LOGS, SPEC, RunDir, check_name, default_storage, start_anew
 from raydist.storage import Storage
 
 if TYPE_CHECKING:
     from raydist.data.dataset import TokenDataset
+    from raydist.lease import DriverLease
     from raydist.spec import JobSpec
 
 
@@ -61,17 +62,24 @@ def train(
         raise UsageError(
             "--resume and --fresh exclude one another", "give one of them, or none to resume what is there"
         )
+    from raydist.lease import DriverLease
     from raydist.spec import load
 
     job = load(spec, overrides or [], deepspeed)
     home = storage or default_storage()
     run = RunDir(Storage(home).at(check_name(name or job.name)).uri)
-    _claim(run, resume=resume, fresh=fresh)
+    if resume and not run.exists():
+        raise RunNotFound(
+            f"nothing to resume at {run.uri}", "leave out --resume to start it, or check --name and --storage"
+        )
     dataset, total = _data(job, home)
-    if message := _already(run, job, dataset.fingerprint, until, allow_spec_change):
-        print(message, file=sys.stderr)
-    else:
-        _train(job, run, dataset.uri, total, address, until, allow_spec_change)
+    with DriverLease(run) as lease:
+        if fresh and run.exists():
+            start_anew(run)
+        if message := _already(run, job, dataset.fingerprint, until, allow_spec_change):
+            print(message, file=sys.stderr)
+        else:
+            _train(job, run, dataset.uri, total, address, until, allow_spec_change, lease)
     from raydist.report.summary import show
 
     shown = show(run)
@@ -90,27 +98,6 @@ def _print(shown: dict[str, Any], dataset: TokenDataset) -> None:
         index = dataset.index
         beside = f"; its byte unigram: {index.unigram_nats:.4f}" if dataset.tokenizer.name == "bytes" else ""
         print(f"eval loss {shown['eval_loss']:.4f} nats a token of the held-out text{beside}")
-
-
-def _claim(run: RunDir, *, resume: bool, fresh: bool) -> None:
-    """Refuses a run that is alive, and does what --resume and --fresh ask."""
-    from raydist.runstate import read_state
-
-    if not run.exists():
-        if resume:
-            raise RunNotFound(
-                f"nothing to resume at {run.uri}", "leave out --resume to start it, or check --name and --storage"
-            )
-        return
-    state = read_state(run)
-    if state["status"] == "running":
-        driver = state.get("driver", {})
-        raise UsageError(
-            f"run {run.name} is being trained already, by process {driver.get('pid', '?')} on {driver.get('host', '?')}",
-            f"end that one first, or give this one another --name (its folder: {run.uri})",
-        )
-    if fresh:
-        run.storage.delete("")
 
 
 def _data(job: JobSpec, home: str) -> tuple[TokenDataset, int]:
@@ -150,7 +137,14 @@ def _already(run: RunDir, job: JobSpec, fingerprint: str, until: int | None, all
 
 
 def _train(
-    job: JobSpec, run: RunDir, dataset: str, total: int, address: str | None, until: int | None, allow_spec_change: bool
+    job: JobSpec,
+    run: RunDir,
+    dataset: str,
+    total: int,
+    address: str | None,
+    until: int | None,
+    allow_spec_change: bool,
+    lease: DriverLease,
 ) -> None:
     from raydist.cluster import preflight
     from raydist.cluster.session import open_session
@@ -177,7 +171,7 @@ def _train(
             job, run, dataset, preflight.gpus_per_worker(job, session.resources), until, allow_spec_change
         )
         with Console(total, run) as console:
-            ending = Supervisor(request, session, console).run()
+            ending = Supervisor(request, session, console, lost=lease.lost).run()
     raise_if_stopped(ending, run)
     if ending.signal is not None:
         print(f"interrupted after step {ending.step}; the same command goes on from there", file=sys.stderr)

@@ -25,6 +25,7 @@ from raydist.records import Event
 from raydist.rundir import RunDir, begin_attempt
 from raydist.runlog import last_attempt
 from raydist.spec import JobSpec
+from raydist.worker.checkpoint.replicas import newest_attempt
 
 _REFRESH_S = 0.25
 _MONITOR_TIMEOUT_S = 30.0
@@ -79,8 +80,17 @@ class Ending:
 class Supervisor:
     """Use once: `Supervisor(...).run()`."""
 
-    def __init__(self, request: Request, session: Session, view: View, refresh_s: float = _REFRESH_S) -> None:
+    def __init__(
+        self,
+        request: Request,
+        session: Session,
+        view: View,
+        refresh_s: float = _REFRESH_S,
+        lost: Callable[[], BaseException | None] = lambda: None,
+    ) -> None:
+        """`lost`: the error to end with once another driver has taken the run over, else None; see `DriverLease.lost`."""
         self._request, self._session, self._view, self._refresh_s = request, session, view, refresh_s
+        self._lost = lost
         self._spec = request.spec  # of the present attempt
         self._group: Group | None = None
         self._team = 0
@@ -109,13 +119,21 @@ class Supervisor:
                 if len(self._signals) > acted:
                     acted = len(self._signals)
                     self._act_on_signal(acted)
+                if (lost := self._lost()) is not None:
+                    self._error = lost  # and not a word more into a folder that is another driver's
+                    if self._running is not None:
+                        self._running.abort()
                 self._show()
             if self._error is not None:
                 raise self._error
             assert self._ending is not None
-            self._tell(
-                self._monitor.end, self._ending.status, **({"cause": self._ending.cause} if self._ending.cause else {})
-            )
+            cause = {"cause": self._ending.cause} if self._ending.cause else {}
+            try:
+                self._tell(self._monitor.end, self._ending.status, **cause)
+            except Exception as error:
+                if self._ending.status != "stopped":
+                    raise
+                self._view.note(f"the run's end could not be written down: {error}")  # its cause is what counts
             self._show()
         return self._ending
 
@@ -168,7 +186,7 @@ class Supervisor:
         import ray
 
         run = self._request.run
-        number, history = last_attempt(run), History()
+        number, history = max(last_attempt(run), newest_attempt(run, self._spec.checkpoint.replicas)), History()
         incident: dict[str, Any] | None = None
         try:
             while True:

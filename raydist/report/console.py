@@ -29,10 +29,12 @@ _STYLES = {
     "failure": "bold red",
     "checkpoint_failed": "red",
     "checkpoint_rejected": "red",
+    "checkpoint_damaged": "red",
+    "replica_failed": "red",
     "decision": "yellow",
     "ended": "bold",
 }
-_SILENT = {"workers"}
+_SILENT = {"workers", "replica_saved"}
 """Kinds that the display shows in another way, or that would only fill the screen: `raydist show` has them."""
 
 

@@ -109,6 +109,17 @@ def _told(what: Event) -> str:
             return f"checkpoint at step {data['step']} failed{_rank(data)}: {data['cause']}"
         case "checkpoint_rejected":
             return f"checkpoint at step {data['step']} is not used: {data['file']}: {data['cause']}"
+        case "checkpoint_damaged":
+            then = f"mended from {data['mended_from']}" if data["mended_from"] else "and there is no good copy of it"
+            return f"checkpoint at step {data['step']} was damaged, {then}: {data['file']}: {data['cause']}"
+        case "replica_saved":
+            return (
+                f"replica {data['replica']} has step {data['step']}: {size(data['bytes'])} in {span(data['seconds'])}"
+            )
+        case "replica_failed":
+            return f"replica {data['replica']}: {data['cause']}"
+        case "replica_used":
+            return f"step {data['step']} is taken from the replica {data['replica']}"
         case "eval":
             return f"eval at step {data['step']}: loss {loss(data['loss'])} on {data['tokens']:,} tokens{_best(data)}"
         case "capacity":

@@ -269,6 +269,26 @@ class CheckpointSpec(Part):
         3, ge=1, description="Committed checkpoints to keep, besides the best; older ones go after the next commit."
     )
     asynchronous: bool = Field(True, description="Write in the background; the loop stops only to copy the state.")
+    replicas: list[str] = Field(
+        default_factory=list,
+        description="Folders or URIs that hold runs, as --storage does: each gets a verified copy of every committed checkpoint, "
+        "in the background, which a restart uses where the first one is bad or gone.",
+    )
+    verify_every: int | None = Field(
+        None,
+        ge=1,
+        description="Commits between two looks at every byte of all checkpoints, in the background; a bad one is named, and mended "
+        "from where it is good; null: never.",
+    )
+    max_failures: int = Field(
+        3, ge=1, description="Saves in a row that fail before the run stops; until then the next due step tries again."
+    )
+    timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds that a save may be on its way. Past them each due step that it keeps from saving is a failure, and "
+        "the end of a run no longer waits for it.",
+    )
 
 
 class EvalSpec(Part):

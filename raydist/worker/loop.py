@@ -22,13 +22,14 @@ from torch import nn
 from raydist import registry
 from raydist.data.batches import Batches, Cursor, Loader, MicroBatch, Stall, StepBatch, eval_batches, share
 from raydist.data.dataset import TokenDataset, Windows
-from raydist.errors import CheckpointError, DataError
+from raydist.errors import DataError
 from raydist.records import Event, StepRecord
 from raydist.rundir import RunDir, resume_attempt, step_folder
 from raydist.spec import JobSpec, spec_hash
 from raydist.worker import compute, flops, offload, optim, precision, setup
 from raydist.worker.checkpoint import restore
-from raydist.worker.checkpoint.save import Saver
+from raydist.worker.checkpoint.replicas import Replicas
+from raydist.worker.checkpoint.save import RETRY_S, Saver
 from raydist.worker.guard import Guard
 from raydist.worker.parallel import ParallelStrategy, ParamShard
 from raydist.worker.precision import Precision
@@ -92,8 +93,8 @@ def train(
     `probe` is told what this rank is doing, `startup` how far it has come before its first step. `tell`: how a rank without a
     door says what it alone knows; it must not block.
 
-    Raises what stops the run: NonFinite, LossSpike, GraphMismatch, CheckpointError, DataError, or the model's own exception;
-    and Rollback, which ends the attempt.
+    Raises what stops the run: NonFinite, LossSpike, GraphMismatch, SavesFailed, Fenced, CheckpointError, DataError, or the model's
+    own exception; and Rollback, which ends the attempt.
     """
     reporter = Reporter(door.push, door.durable) if door is not None else None
     try:
@@ -157,6 +158,18 @@ class _Run:
         startup.done("build")
         self._resume()
         startup.done("load")
+        self.replicas = (
+            Replicas(
+                job.run,
+                spec.checkpoint.replicas,
+                keep=spec.checkpoint.keep,
+                attempt=job.attempt,
+                verify_every=spec.checkpoint.verify_every,
+                on_event=reporter.event,
+            )
+            if reporter
+            else None
+        )
         self.saver = Saver(
             job.run,
             rank=rank.rank,
@@ -167,8 +180,10 @@ class _Run:
             attempt=job.attempt,
             spec_hash=spec_hash(spec),
             numbers=self.numbers,
-            on_event=reporter.event if reporter else lambda event: None,
+            on_event=self._saved,
             before_commit=reporter.flush if reporter else None,
+            max_failures=spec.checkpoint.max_failures,
+            timeout_s=spec.checkpoint.timeout_s,
         )
         self.train_step = TrainStep(
             rank,
@@ -235,20 +250,21 @@ class _Run:
                         self._evaluate()  # every rank: losses are summed
                     if self._due(self.spec.checkpoint.every, ending):
                         self.probe.enter("save")
-                        self._save()  # every rank writes its part; rank 0 commits, last
+                        self._save(ending)  # every rank writes its part; rank 0 commits, last
                         saving = True
                     begun = time.perf_counter()
                     self.probe.step(self.step + 1)
                     if stop:
                         break
             self.probe.enter("end")
-            if saving and not self.saver.wait():  # every rank
-                self._save()  # the last one failed: once more, for the run must not end without it
-                result = self.saver.wait()
-                if not result:
-                    cause = "it was never started" if result is None else result.cause
-                    raise CheckpointError(f"the checkpoint of the last step, {self.step}, failed twice: {cause}")
+            while saving and not self.saver.wait():  # every rank
+                time.sleep(RETRY_S)  # the last one failed, and the run must not end without it
+                self._save(ending=True)  # every rank; raises after checkpoint.max_failures in a row
+            if self.replicas:
+                self.replicas.close(self.spec.checkpoint.timeout_s)
         finally:
+            if self.replicas:
+                self.replicas.close(0.0)
             self.saver.close()
             if isinstance(self.optimizer, offload.OffloadedAdamW):
                 self.optimizer.close()
@@ -267,6 +283,13 @@ class _Run:
             "final": stall.final,
         }
         self._tell(Event("data_stalled", time.time(), data))
+
+    def _saved(self, event: Event) -> None:
+        """What the Saver tells, on rank 0."""
+        if self.reporter and self.replicas:
+            self.reporter.event(event)
+            if event.kind == "checkpoint_saved":
+                self.replicas.committed()
 
     def _due(self, every: int | None, ending: bool) -> bool:
         return ending or (every is not None and self.step % every == 0)
@@ -327,7 +350,7 @@ class _Run:
         if self.reporter:
             self.reporter.say("eval", step=self.step, loss=self.eval_loss, tokens=tokens, best=best)
 
-    def _save(self) -> None:
+    def _save(self, ending: bool) -> None:
         tensors, rank_tensors, plain = self.state.capture()
         plain |= {
             "step": self.step,
@@ -339,20 +362,22 @@ class _Run:
             "dataset": self.job.dataset,
             **self.guard.state(self.step),
         }
-        self.saver.start(self.step, tensors, rank_tensors, plain)
-        if self.eval_loss is not None and self.evaluated == self.step:
+        started = self.saver.start(self.step, tensors, rank_tensors, plain, last=ending)
+        if started and self.eval_loss is not None and self.evaluated == self.step:
             self.saver.mark_eval(self.step, self.eval_loss)
 
     def _resume(self) -> None:
-        """Takes up the newest checkpoint whose every hash is right, at whatever world size it was saved."""
+        """Takes up the newest checkpoint whose every hash is right, from a replica if need be, at any world size."""
         rank, run = self.rank, self.job.run
-        manifest = restore.choose(
+        chosen = restore.choose_from(
             run,
+            self.spec.checkpoint.replicas,
             rank=rank.rank,
             world_size=rank.world_size,
             group=rank.control,
             on_event=self.reporter.event if self.reporter else lambda event: None,
         )
+        place, manifest = chosen if chosen is not None else (run, None)
         self.guard.resume(manifest.plain if manifest else {})
         if rank.rank == 0 and self.job.attempt in run.lineage().begun:
             resume_attempt(run, self.job.attempt, manifest.step if manifest else 0)
@@ -360,7 +385,7 @@ class _Run:
             return
         restore.check_numbers(manifest, self.numbers, allow=self.job.allow_spec_change)
         tensors, rank_tensors, _ = self.state.capture()
-        exact = restore.load(run, manifest, tensors, rank_tensors, group=rank.control)
+        exact = restore.load(place, manifest, tensors, rank_tensors, group=rank.control)
         self.state.restore(tensors, rank_tensors if exact else None, manifest.plain)
         self.strategy.updated()
         self.step = int(manifest.plain["step"])

@@ -10,6 +10,7 @@ restarts a failed rank nor watches a live one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -17,13 +18,15 @@ import time
 from typing import Any
 
 from raydist import data
-from raydist.errors import RaydistError, TrainingStopped
+from raydist.errors import RaydistError, StorageError, TrainingStopped
+from raydist.lease import DriverLease
 from raydist.records import Event
 from raydist.rundir import SPEC, RunDir, begin_attempt, check_name, default_storage
 from raydist.runlog import RunLog, last_attempt
 from raydist.runstate import this_process, write_state
 from raydist.spec import JobSpec, dump, load
 from raydist.storage import Storage
+from raydist.worker.checkpoint.replicas import newest_attempt
 
 HEARTBEAT_S = 2.0
 
@@ -114,7 +117,9 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
     run = RunDir(Storage(options.storage).at(check_name(options.name or spec.name)).uri)
     if first:
         # Before the group starts: the others wait in the rendezvous, and find the dataset and the attempt there.
-        dataset, attempt = data.open_or_prepare(spec.data, options.storage), last_attempt(run) + 1
+        dataset = data.open_or_prepare(spec.data, options.storage)
+        lease = DriverLease(run)  # that it was lost is told by the fence, at the next commit
+        attempt = max(last_attempt(run), newest_attempt(run, spec.checkpoint.replicas)) + 1
         run.storage.write(SPEC, dump(spec).encode())
         begin_attempt(run, attempt)
     gpus = None if spec.cluster.gpus_per_worker == "auto" else float(spec.cluster.gpus_per_worker)
@@ -126,11 +131,15 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
     try:
         outcome = train(job, rank, Door(log.push, log.durable) if log else None)
     except BaseException:
-        if log:
-            log.end("stopped", 0)
+        with contextlib.suppress(
+            StorageError
+        ):  # what stopped the run is to be told, not that storage took no last word
+            if log:
+                log.end("stopped", 0)
         raise
     if log:
         log.end(outcome.status, outcome.step)
+        lease.release()
     setup.stop(rank)
     return {"run": run.name, "path": run.uri, **outcome.to_dict()}
 

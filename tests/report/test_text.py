@@ -92,6 +92,23 @@ EVENTS: list[tuple[str, dict[str, Any], str]] = [
         "checkpoint at step 50 is not used: shard-0.bin: is missing",
     ),
     (
+        "checkpoint_damaged",
+        {"step": 50, "file": "shard-0.bin", "cause": "is missing", "mended_from": "s3://b/run"},
+        "checkpoint at step 50 was damaged, mended from s3://b/run: shard-0.bin: is missing",
+    ),
+    (
+        "checkpoint_damaged",
+        {"step": 50, "file": "shard-0.bin", "cause": "is missing", "mended_from": None},
+        "checkpoint at step 50 was damaged, and there is no good copy of it: shard-0.bin: is missing",
+    ),
+    (
+        "replica_saved",
+        {"replica": "s3://b", "step": 50, "bytes": 12_900_000, "seconds": 0.41},
+        "replica s3://b has step 50: 12.3 MiB in 0.41 s",
+    ),
+    ("replica_failed", {"replica": "s3://b", "cause": "no route"}, "replica s3://b: no route"),
+    ("replica_used", {"replica": "s3://b", "step": 50}, "step 50 is taken from the replica s3://b"),
+    (
         "eval",
         {"step": 50, "loss": 2.61234, "tokens": 32768, "best": False},
         "eval at step 50: loss 2.6123 on 32,768 tokens",

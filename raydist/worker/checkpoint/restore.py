@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -15,13 +16,21 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from raydist.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, SpecChanged, StorageError
+from raydist.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointNotFound,
+    RaydistError,
+    SpecChanged,
+    StorageError,
+)
 from raydist.records import Event
-from raydist.rundir import RunDir, manifest_name
+from raydist.rundir import Lineage, RunDir, manifest_name
 from raydist.worker.checkpoint import manifest
 from raydist.worker.checkpoint.layout import rank_name
 from raydist.worker.checkpoint.manifest import Manifest, TensorEntry
 from raydist.worker.checkpoint.pruning import Lease
+from raydist.worker.checkpoint.replicas import answer, replica_of
 from raydist.worker.checkpoint.writer import ShardReader, TensorPlanner
 
 T = TypeVar("T")
@@ -39,12 +48,29 @@ def choose(
     group: dist.ProcessGroup | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Manifest | None:
-    """The newest committed checkpoint of which every byte is as it was written, or that of `step`; None if there is none.
+    """`choose_from` without replicas: the manifest alone."""
+    chosen = choose_from(run, step=step, rank=rank, world_size=world_size, group=group, on_event=on_event)
+    return chosen[1] if chosen is not None else None
 
-    A collective: the ranks share the reading, and agree. A bad checkpoint is passed over with an event
-    checkpoint_rejected on rank 0, which names the files. Until `load`, or for an hour, it is safe from pruning.
+
+def choose_from(
+    run: RunDir,
+    replicas: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    group: dist.ProcessGroup | None = None,
+    on_event: Callable[[Event], None] = lambda event: None,
+) -> tuple[RunDir, Manifest] | None:
+    """The newest committed checkpoint of which every byte is as it was written, or that of `step`, and where it is; None if
+    there is none.
+
+    A collective: the ranks share the reading, and agree. Of each step the run's own comes first, then the replicas'; then
+    comes the step before. A bad checkpoint is passed over with an event checkpoint_rejected on rank 0, which names the files;
+    replica_used and replica_failed say more. Until `load`, or for an hour, it is safe from pruning.
     Raises CheckpointCorrupt if there are checkpoints and none is good, or `step`'s is bad; CheckpointNotFound if `step`
-    is not committed.
+    is not committed; StorageError if the run's own folder cannot be read.
     """
 
     def every(value: T) -> list[T]:
@@ -54,40 +80,55 @@ def choose(
         return values
 
     rejected: list[str] = []
-    passed: set[int] = set()
+    passed: set[tuple[int, int]] = set()
+    away: set[str] = set()
+
+    def say(kind: str, **data: Any) -> None:
+        if rank == 0:
+            on_event(Event(kind, time.time(), data))
+
+    def lost(uri: str, error: Exception) -> None:
+        away.add(uri)
+        say("replica_failed", replica=uri, cause=getattr(error, "message", str(error)))
+
     if rank == 0 and step is None:
         for late, by, newer in run.void():
             file = f"{run.uri}/{manifest.path(late, manifest_name(by))}"
             cause = f"attempt {by} was cut off and committed too late: attempt {newer} had gone on from an earlier step"
-            on_event(Event("checkpoint_rejected", time.time(), {"step": late, "file": file, "cause": cause}))
+            say("checkpoint_rejected", step=late, file=file, cause=cause)
     while True:
         found: Manifest | CheckpointError | None = None
-        candidate: int | None = None
-        if rank == 0:
-            listed = [s for s in run.committed() if s not in passed]
-            candidate = (listed[-1] if listed else None) if step is None else step
-            found = _claim(run, candidate)
+        candidate: tuple[int, int] | None = None  # a step, and where: 0 is the run's own folder, then come the replicas
+        if rank == 0 and step is not None:
+            candidate, found = (step, 0), _claim(run, step, None)
+        elif rank == 0:
+            listed = {c: name for c, name in _listed(run, replicas, away, lost).items() if c not in passed}
+            candidate = max(listed, key=lambda c: (c[0], -c[1]), default=None)
+            found = _claim(_place(run, replicas, candidate[1]), candidate[0], listed[candidate]) if candidate else None
         candidate, found = every((candidate, found))[0]
         if candidate is None:
             break
+        at, where = candidate
         problems: list[str] = []
         if isinstance(found, Manifest):
-            problems = [p for of_rank in every(_check_share(run, found, rank, world_size)) for p in of_rank]
+            share = _check_share(run, replicas, where, found, rank, world_size)
+            problems = [p for of_rank in every(share) for p in of_rank]
             if not problems:
-                return found
+                if where and rank == 0:
+                    say("replica_used", step=at, replica=replicas[where - 1])
+                return _place(run, replicas, where), found
         elif isinstance(found, CheckpointCorrupt):
             problems = [found.message]
         elif step is not None and found is not None:
             raise found
         passed.add(candidate)
         if rank == 0:
-            _release(run, candidate)
+            _release(_place(run, replicas, where), at)
         if problems:
             rejected += problems
             file, _, cause = problems[0].partition(": ")
             more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
-            data = {"step": candidate, "file": file, "cause": cause + more}
-            on_event(Event("checkpoint_rejected", time.time(), data))
+            say("checkpoint_rejected", step=at, file=file, cause=cause + more)
         if step is not None:
             break
     if rejected:
@@ -103,13 +144,40 @@ def latest(run: RunDir) -> Manifest | None:
     return choose(run)
 
 
-def _claim(run: RunDir, step: int | None) -> Manifest | CheckpointError | None:
-    if step is None:
-        return None
+def _place(run: RunDir, replicas: Sequence[str], where: int) -> RunDir:
+    return replica_of(run, replicas[where - 1]) if where else run
+
+
+def _listed(
+    run: RunDir, replicas: Sequence[str], away: set[str], lost: Callable[[str, Exception], None]
+) -> dict[tuple[int, int], str]:
+    """(step, place) -> the name of the manifest that counts there, by what all places together know of the attempts.
+
+    `lost` is told of a replica that gives no answer, and puts it among those that are `away`.
+    """
+
+    def ask(look: Callable[[RunDir, Lineage], T], lineage: Lineage) -> dict[int, T]:
+        answers = {0: look(run, lineage)}
+        for where, uri in enumerate(replicas, start=1):
+            if uri not in away:
+                try:
+                    answers[where] = answer(partial(lambda w: look(_place(run, replicas, w), lineage), where))
+                except (RaydistError, OSError) as error:
+                    lost(uri, error)
+        return answers
+
+    lineage = Lineage()
+    for known in ask(lambda place, _: place.lineage(), lineage).values():
+        lineage = lineage.joined(known)
+    found = ask(lambda place, lineage: place.manifests(lineage), lineage)
+    return {(step, where): name for where, steps in found.items() for step, name in steps.items()}
+
+
+def _claim(run: RunDir, step: int, name: str | None) -> Manifest | CheckpointError | None:
     try:
         if run.manifest(step) is not None:
             _leases[run.uri, step] = Lease(run, step)
-        return manifest.read(run, step)
+        return manifest.read(run, step, name)
     except (CheckpointCorrupt, CheckpointNotFound) as error:
         return error
     except StorageError as error:  # told to all ranks, who wait for this one's word
@@ -122,8 +190,14 @@ def _release(run: RunDir, step: int) -> None:
         lease.release()
 
 
-def _check_share(run: RunDir, found: Manifest, rank: int, world_size: int) -> list[str]:
+def _check_share(
+    run: RunDir, replicas: Sequence[str], where: int, found: Manifest, rank: int, world_size: int
+) -> list[str]:
     """What is wrong with this rank's share of the files: every world_size-th, the large ones spread first."""
+    try:
+        run = _place(run, replicas, where)
+    except (RaydistError, OSError) as error:
+        return [f"{replicas[where - 1]}: rank {rank} cannot reach it: {error}"]
     files = sorted(found.files.items(), key=lambda f: (-f[1].bytes, f[0]))[rank::world_size]
     problems = [manifest.check_file(run, found.step, name, entry) for name, entry in files]
     return [p for p in problems if p]

@@ -8,6 +8,13 @@ Runs in: each train worker. Torch, never ray.
 
 The loop stops only for what of the copy is not done by the time the weights are about to change. Until the manifest
 is there, and it comes atomically and last, the checkpoint does not exist.
+
+A save that fails costs nothing but itself. At each due step the ranks agree on how the one before ended:
+
+    saved                          the next one starts
+    failed                         the next one starts; `max_failures` in a row: SavesFailed
+    on its way after PATIENCE_S    this step is passed over; a failure, once that save is older than `timeout_s`
+    fenced                         Fenced, at the latest here: mostly `before_update` has said so
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,9 +36,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from raydist import __version__
-from raydist.errors import CheckpointError, Fenced
+from raydist.errors import CheckpointError, Fenced, SavesFailed, StorageError
 from raydist.records import Event
-from raydist.rundir import RunDir, fenced, manifest_name
+from raydist.rundir import ATTEMPTS, RunDir, fenced, manifest_name
 from raydist.worker.checkpoint import layout, manifest, pruning
 from raydist.worker.checkpoint.layout import Part
 from raydist.worker.checkpoint.manifest import FileEntry, Manifest, TensorEntry
@@ -38,6 +46,13 @@ from raydist.worker.checkpoint.staging import Stage
 from raydist.worker.checkpoint.writer import PartsPlanner, ShardWriter
 
 CLOSE_S = 60.0
+PATIENCE_S = 5.0
+"""The longest that the loop stands at a due step because the save before is still on its way."""
+RETRY_S = 2.0
+"""Before the last save of a run is tried again."""
+_FOREVER = timedelta(days=30)
+_SAVED, _FAILED, _WAITING, _WRITING, _FENCED = range(5)
+"""A save as one rank has it, in the order of what counts among ranks. Waiting: for the others, which write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +87,14 @@ class _Save:
     bytes: int = 0
     staged: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
+    writer: ShardWriter | None = None
+    result: SaveResult | None = None
+
+    def state(self) -> int:
+        """_SAVED, _FAILED, _WAITING or _WRITING."""
+        if self.done.is_set():
+            return _SAVED if self.result else _FAILED
+        return _WRITING if self.writer is None or self.writer.busy else _WAITING
 
 
 class Saver:
@@ -80,8 +103,8 @@ class Saver:
     `group`: a gloo group of all ranks; None if there is one rank. The Saver makes itself another of the same ranks, for
     collectives of a side thread must not meet anybody else's. `asynchronous`: else `start` returns after the commit.
     `keep`: newest checkpoints that stay, besides the best. `attempt`, `spec_hash`, `numbers`: noted in the manifest.
-    `on_event` gets checkpoint_saved and checkpoint_failed, from the side thread of rank 0. `before_commit` is called
-    there just before the manifest is written; what it raises fails the save.
+    `max_failures`, `timeout_s`: see the module. `on_event` gets checkpoint_saved and checkpoint_failed on rank 0, from its side
+    thread too. `before_commit` is called there just before the manifest is written; what it raises fails the save.
     """
 
     def __init__(
@@ -98,14 +121,23 @@ class Saver:
         numbers: Mapping[str, Any],
         on_event: Callable[[Event], None],
         before_commit: Callable[[], object] | None = None,
+        max_failures: int = 3,
+        timeout_s: float = 600.0,
     ) -> None:
         assert (group is None) == (world_size == 1), "a group of all ranks, or one rank"
         self._run, self._rank, self._world_size = run, rank, world_size
-        self._group = dist.new_group(dist.get_process_group_ranks(group), backend="gloo") if group else None
+        self._control = group
+        # A rank whose storage hangs keeps the others' side threads waiting for as long as it takes; a dead one ends them at once.
+        self._group = (
+            dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=_FOREVER) if group else None
+        )
         self._asynchronous, self._keep = asynchronous, keep
         self._attempt, self._spec_hash = attempt, spec_hash
         self._numbers = _plain(dict(numbers), "numbers")
         self._on_event, self._before_commit = on_event, before_commit
+        self._max_failures, self._timeout_s, self._failures = max_failures, timeout_s, 0
+        self._noted = rank == 0 and attempt in run.lineage().begun
+        self._fenced: Fenced | None = None
         self._stage: Stage | None = None
         self._save: _Save | None = None
         self._last: SaveResult | None = None
@@ -128,16 +160,28 @@ class Saver:
         self._warm.start()
 
     def start(
-        self, step: int, tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor], plain: Mapping[str, Any]
-    ) -> None:
-        """Saves the state after `step` updates. Waits first for the save before, if that is still on its way.
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        rank_tensors: Mapping[str, Tensor],
+        plain: Mapping[str, Any],
+        *,
+        last: bool = False,
+    ) -> bool:
+        """Saves the state after `step` updates; False if the step is passed over, for the save before is still on its way.
+
+        A collective: all ranks do the same. `last`: no step may take its place, so the one before is waited for as in `wait`.
 
         `tensors`: replicated over the ranks, or DTensors; the same names on every rank. `rank_tensors`: this rank's own
         (random states). None of them may change before `before_update` has returned. `plain`: JSON values; rank 0's count.
-        Raises CheckpointError for what cannot be saved at all; that a save failed is told by `poll`, `wait` and an event.
+        Raises CheckpointError for what cannot be saved at all, SavesFailed and Fenced as the module says. That one save failed
+        is told by `poll`, `wait` and an event.
         """
         begun = time.perf_counter()
-        self.wait()
+        if last:
+            self.wait()
+        if not self._settled(step):
+            return False
         save = _Save(
             step,
             layout.plan(tensors, rank_tensors, self._rank, self._world_size),
@@ -150,11 +194,57 @@ class Saver:
         self._save = save
         threading.Thread(target=self._work, args=(save, stage), name="raydist-checkpoint", daemon=True).start()
         if not self._asynchronous:
-            save.done.wait()
+            save.done.wait(self._timeout_s)
         save.stalled += time.perf_counter() - begun
+        return True
+
+    def _settled(self, step: int) -> bool:
+        """Whether the save before `step` has ended on every rank. Every rank, with the same answer; failures are counted here."""
+        save = self._save
+        if save is None:
+            return True
+        save.done.wait(PATIENCE_S)
+        state, rank, seconds = self._agree(save)
+        if state == _FENCED:
+            raise self._fenced or Fenced(f"attempt {self._attempt} may not commit", "this one was given up")
+        if state in (_SAVED, _FAILED):
+            self._save = None
+            self._failures = self._failures + 1 if state == _FAILED else 0
+            cause = save.result.cause if save.result is not None else None
+            rank = rank if save.result is None or save.result.failed_rank is None else save.result.failed_rank
+        else:
+            self._failures += seconds > self._timeout_s
+            cause = f"passed over: the save of step {save.step} is still on its way after {seconds:.0f} s"
+            self._say("checkpoint_failed", step=step, rank=rank, cause=cause)
+        if self._failures >= self._max_failures:
+            self._save = None  # nobody waits for it any more
+            raise SavesFailed(
+                f"{self._failures} saves in a row failed up to step {step}; the last one: rank {rank}: {cause}",
+                f"mend {self._run.uri}, then the same command goes on; checkpoint.max_failures is {self._max_failures}",
+            )
+        return self._save is None
+
+    def _agree(self, save: _Save) -> tuple[int, int, float]:
+        """The state of the save that counts, the first rank that has it, and the seconds since its start. Every rank."""
+        state = _FENCED if self._fenced else save.state()
+        told = torch.tensor(
+            [
+                state * self._world_size + self._world_size - 1 - self._rank,
+                round(1000 * (time.perf_counter() - save.begun)),
+            ]
+        )
+        if self._control is not None:
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._control)
+        state, back = divmod(int(told[0]), self._world_size)
+        return state, self._world_size - 1 - back, float(told[1]) / 1000
 
     def before_update(self) -> None:
-        """To be called before the weights change; returns once the state of the save in flight has been copied."""
+        """To be called before the weights change; returns once the state of the save in flight has been copied.
+
+        Raises Fenced as soon as this rank knows that the attempt may not commit: there is nothing left to train for.
+        """
+        if self._fenced is not None:
+            raise self._fenced
         save = self._save
         if save is None or save.done.is_set():
             return
@@ -180,9 +270,24 @@ class Saver:
         return result
 
     def wait(self) -> SaveResult | None:
-        """Waits for the save in flight. The last save's result, which all ranks agree on; None if there was none."""
-        if self._save is not None:
-            self._save.done.wait()
+        """Waits for the save in flight. The last save's result, which all ranks agree on; None if there was none.
+
+        Raises SavesFailed if it is still on its way `timeout_s` after its start, Fenced if that is why it failed.
+        """
+        save = self._save
+        if save is not None:
+            left = save.begun + self._timeout_s - time.perf_counter()
+            if not save.done.wait(max(left, PATIENCE_S)):
+                self._save = None
+                who = "its own part is not written" if save.state() == _WRITING else "it waits for others"
+                raise SavesFailed(
+                    f"the save of step {save.step} is still on its way after {time.perf_counter() - save.begun:.0f} s: on rank "
+                    f"{self._rank} {who}",
+                    f"does {self._run.uri} answer? the same command goes on from the newest checkpoint; checkpoint.timeout_s is "
+                    f"{self._timeout_s:g}",
+                )
+        if self._fenced is not None:
+            raise self._fenced
         return self._last
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
@@ -214,11 +319,13 @@ class Saver:
             self._write(save, stage, failure)
             result = SaveResult(save.step, True, save.bytes, time.perf_counter() - save.begun, save.stalled)
         except BaseException as error:  # DCP's CheckpointException is no Exception
-            rank, cause = _cause(error, self._rank)
+            rank, first = _first(error, self._rank)
+            self._fenced = first if isinstance(first, Fenced) else None
+            cause = str(getattr(first, "message", None) or f"{type(first).__name__}: {first}")
             seconds = time.perf_counter() - save.begun
             result = SaveResult(save.step, False, 0, seconds, save.stalled, failed_rank=rank, cause=cause)
         save.parts = []
-        self._last = self._unreported = result
+        save.result = self._last = self._unreported = result
         try:
             self._report(result)
             if self._rank == 0 and result.committed:
@@ -258,17 +365,21 @@ class Saver:
 
         if self._group is None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one rank is no mistake
+        save.writer = ShardWriter(self._run, save.step, name, save.parts, stage.memory, commit)
         dcp_save(
             {},
-            storage_writer=ShardWriter(self._run, save.step, name, save.parts, stage.memory, commit),
+            storage_writer=save.writer,
             planner=PartsPlanner(save.parts, failure),
             process_group=self._group,
             no_dist=self._group is None,
         )
 
     def _refuse_if_fenced(self) -> None:
-        if fenced(self._run, self._attempt):
-            newest = self._run.lineage().newest
+        newest = self._run.lineage().newest
+        if self._noted and newest == 0:
+            # Not fenced, but gone: an unmounted folder takes files all the same, and they are lost with it.
+            raise StorageError(f"{self._run.uri}/{ATTEMPTS}: the run's notes are gone", "is the storage mounted?")
+        if newest not in (0, self._attempt):
             raise Fenced(
                 f"attempt {self._attempt} may not commit: attempt {newest} has begun",
                 "this one was given up, and its processes should end",
@@ -282,10 +393,16 @@ class Saver:
                 bytes=result.bytes,
                 seconds=round(result.seconds, 3),
                 stall_seconds=round(result.stalled, 4),
-                best=self._rank == 0 and manifest.best(self._run) == result.step,
+                best=self._is_best(result.step),
             )
         else:
             self._say("checkpoint_failed", step=result.step, rank=result.failed_rank, cause=result.cause)
+
+    def _is_best(self, step: int) -> bool:
+        try:
+            return self._rank == 0 and manifest.best(self._run) == step
+        except StorageError:
+            return False  # it was committed; that storage has gone since is for the next save to say
 
     def _tidy(self, step: int) -> None:
         """What is no longer needed goes. That it did not costs disk space, and no checkpoint: an event says so."""
@@ -300,10 +417,9 @@ class Saver:
     def _store_eval(self, step: int) -> None:
         with self._evals_lock:
             loss = self._evals.pop(step, None)
-        if loss is None or self._run.manifest(step) is None:
-            return
         try:
-            manifest.write_eval(self._run, step, loss)
+            if loss is not None and self._run.manifest(step) is not None:
+                manifest.write_eval(self._run, step, loss)
         except Exception as error:
             self._say("note", text=f"the eval loss of step {step} could not be stored: {type(error).__name__}: {error}")
 
@@ -330,10 +446,8 @@ def _plain(value: dict[str, Any], what: str) -> dict[str, Any]:
     return value
 
 
-def _cause(error: BaseException, rank: int) -> tuple[int, str]:
-    """(rank, text) of the first failure that a save met."""
+def _first(error: BaseException, rank: int) -> tuple[int, BaseException]:
+    """The first failure that a save met, and its rank."""
     if isinstance(error, CheckpointException):
-        rank, (inner, _) = min(error.failures.items())
-        text = getattr(inner, "message", None) or f"{type(inner).__name__}: {inner}"
-        return rank, str(text)
-    return rank, f"{type(error).__name__}: {error}"
+        rank, (error, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    return rank, error

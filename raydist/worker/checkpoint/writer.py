@@ -124,6 +124,8 @@ class ShardWriter(StorageWriter):
         self._run, self._step, self._name = run, step, name
         self._parts = {(p.name, p.offsets): p for p in parts}
         self._memory, self._commit = memory, commit
+        self.busy = True
+        """Whether storage is waited for here: the shard is not durable yet, or the commit is on its way."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing to forget: one writer serves one save."""
@@ -149,6 +151,7 @@ class ShardWriter(StorageWriter):
                 placed.append((item, position, part))
                 position = aligned(position + part.length)
             file = self._write([p for _, _, p in placed]) if placed else FileEntry(0, "")
+        self.busy = False
         done: Future[list[WriteResult]] = Future()
         done.set_result(
             [
@@ -173,6 +176,7 @@ class ShardWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Rank 0, once every rank's shard is durable: commits."""
+        self.busy = True
         with plain_errors():
             files: dict[str, FileEntry] = {}
             chunks: dict[str, list[Chunk]] = defaultdict(list)

@@ -25,9 +25,9 @@ class OneRank:
         given = {"asynchronous": False, "keep": 10, "attempt": 1, "spec_hash": "abc", "numbers": {"lr": 0.1}, **options}
         self.saver = Saver(self.run, rank=0, world_size=1, group=None, on_event=self.events.append, **given)
 
-    def save(self, step: int, tensors: Mapping[str, Tensor] | None = None, **plain: Any) -> None:
+    def save(self, step: int, tensors: Mapping[str, Tensor] | None = None, **plain: Any) -> bool:
         """`start`, with a state that tells its step."""
-        self.saver.start(step, state(step) if tensors is None else tensors, rng(step), {"step": step, **plain})
+        return self.saver.start(step, state(step) if tensors is None else tensors, rng(step), {"step": step, **plain})
 
     def kinds(self) -> list[str]:
         return [e.kind for e in self.events]

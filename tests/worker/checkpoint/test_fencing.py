@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raydist.errors import TrainingStopped, UsageError
+from raydist.errors import Fenced, TrainingStopped, UsageError
 from raydist.rundir import Lineage, RunDir, begin_attempt, fenced, resume_attempt
 from raydist.runlog import last_attempt
 from raydist.worker.checkpoint import manifest, pruning, restore
@@ -54,9 +54,8 @@ def test_refused_at_the_commit(kit: Any, cut_off: tuple[Any, Any]) -> None:
     """Once a newer attempt has begun the old one commits nothing, says why, and leaves what is there."""
     old, new = cut_off
     old.save(20)
-    result = old.saver.wait()
-    assert not result
-    assert "attempt 1 may not commit: attempt 2 has begun" in result.cause
+    with pytest.raises(Fenced, match="attempt 1 may not commit: attempt 2 has begun"):
+        old.saver.wait()
     assert old.kinds()[-1] == "checkpoint_failed"
     assert old.run.committed() == [10]
     new.save(20)
@@ -76,7 +75,8 @@ def test_the_look_comes_last(cut_off: tuple[Any, Any], kit: Any, monkeypatch: py
 
     monkeypatch.setattr(os, "fsync", begin)
     new.save(20)
-    assert "attempt 3 has begun" in new.saver.wait().cause
+    with pytest.raises(Fenced, match="attempt 3 has begun"):
+        new.saver.wait()
     assert new.run.committed() == [10]
     assert not [p for p in Path(new.run.uri, "checkpoints").rglob("*MANIFEST*") if "step-00000020" in str(p)]
 
@@ -198,7 +198,6 @@ def test_what_counts(begun: dict[int, int | None], attempt: int, step: int, by: 
 def test_no_restart_heals_it() -> None:
     """A fenced attempt ends for good: its driver must not begin a number that fences the rightful one."""
     from raydist.cluster.recovery import RankError, root_cause
-    from raydist.errors import Fenced
 
     assert issubclass(Fenced, TrainingStopped)
     assert not root_cause([RankError(0, "Fenced", "attempt 1 may not commit")]).heals

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from typing import Any
-from urllib.error import URLError
-from urllib.request import Request, urlopen
 
 import pytest
 
@@ -17,36 +10,9 @@ from raydist.storage import Storage
 from raydist.worker.checkpoint import manifest, pruning, restore
 
 
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    """A server and an empty bucket: HOST:PORT."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    place = f"127.0.0.1:{port}"
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            urlopen(Request(f"http://{place}/bucket", method="PUT"), timeout=5).close()
-            break
-        except (URLError, OSError):
-            assert server.poll() is None, "the server ended"
-            assert time.monotonic() < deadline, "the server does not answer"
-            time.sleep(0.1)
-    yield place
-    server.kill()
-    server.wait()
-
-
-def test_save_verify_restore_and_prune(kit: Any, bucket: str) -> None:
+def test_save_verify_restore_and_prune(kit: Any, s3: Any) -> None:
     """Saved in the background, every byte verified, an object replaced is found, the one before restored, old ones gone."""
-    uri = f"s3://key:secret@bucket/runs/one?endpoint_override={bucket}&scheme=http&region=us-east-1"
-    one = kit.OneRank(uri, asynchronous=True, keep=2)
+    one = kit.OneRank(s3.uri("runs/one"), asynchronous=True, keep=2)
     for step in (1, 2, 3):
         one.save(step)
         one.saver.before_update()
@@ -76,9 +42,9 @@ def test_save_verify_restore_and_prune(kit: Any, bucket: str) -> None:
     assert one.run.storage.folders("checkpoints") == ["step-00000003"]
 
 
-def test_an_upload_that_fails_leaves_no_object(bucket: str) -> None:
+def test_an_upload_that_fails_leaves_no_object(s3: Any) -> None:
     """What raises in the middle of a write leaves nothing of that name on an object store."""
-    storage = Storage(f"s3://key:secret@bucket/half?endpoint_override={bucket}&scheme=http&region=us-east-1")
+    storage = Storage(s3.uri("half"))
     with pytest.raises(ValueError, match="in the middle"), storage.create("file") as sink:
         sink.write(b"half of it")
         raise ValueError("in the middle")

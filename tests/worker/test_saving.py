@@ -1,0 +1,135 @@
+"""Storage that fails, in the whole loop on real files: training goes on, and stops only after too many failures in a row."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist.data.prepare import prepare
+from raydist.errors import SavesFailed
+from raydist.rundir import RunDir
+from raydist.spec import JobSpec
+from raydist.worker.checkpoint import manifest
+from raydist.worker.loop import Door, Job, train
+from raydist.worker.setup import Rank
+from tests.training import run
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small corpus of bytes."""
+    folder = tmp_path_factory.mktemp("corpus")
+    choose = random.Random(3)
+    (folder / "a.txt").write_text("\n".join("".join(choose.choices("abcdefgh ", k=40)) for _ in range(40)))
+    prepare([str(folder / "a.txt")], str(folder / "tokens"), eval_fraction=0.2)
+    return str(folder / "tokens")
+
+
+def remount(disk: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
+
+
+def trained(rank: Rank, dataset: str, disk: str, mended_after: int) -> tuple[list[int], list[dict[str, Any]], Any]:
+    """Twelve steps, a save each second one, to a file system that is read-only until there were so many failures.
+
+    (the steps trained, the events, and the outcome or the error) of this rank.
+    """
+    spec = JobSpec.model_validate(
+        {
+            "data": {"path": dataset},
+            "model": {"layers": 1, "width": 16, "heads": 2, "context": 8},
+            "train": {"steps": 12, "global_batch": 4, "micro_batch": 2},
+            "checkpoint": {"every": 2, "asynchronous": False, "max_failures": 3 if mended_after > 3 else 100},
+            "eval": {"every": None},
+        }
+    )
+    steps: list[int] = []
+    events: list[dict[str, Any]] = []
+
+    def push(new: list[dict[str, Any]], told: list[dict[str, Any]]) -> None:
+        steps.extend(record["step"] for record in new)
+        events.extend(told)
+        if sum(e["kind"] == "checkpoint_failed" for e in events) >= mended_after:
+            remount(Path(disk), "rw")
+
+    try:
+        outcome: Any = train(
+            Job(spec, RunDir(f"{disk}/run"), dataset), rank, Door(push, lambda: None) if rank.first else None
+        )
+    except SavesFailed as error:
+        outcome = error.message
+    return steps, events, outcome
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_three_failures_in_a_row_stop_the_run(ranks: Any, dataset: str, disk: Path, world: int) -> None:
+    """All ranks, at the same due step, with one cause."""
+    remount(disk, "ro")
+    found = run(ranks, trained, world, dataset, str(disk), 1000)
+    steps, events, _ = found[0]
+    assert steps == list(range(1, 9)), "the three failed at 2, 4 and 6, and 8 is the due step that learns of it"
+    assert [e["step"] for e in events if e["kind"] == "checkpoint_failed"] == [2, 4, 6]
+    for _, _, message in found:
+        assert message.startswith("3 saves in a row failed up to step 8; the last one: rank 0: ")
+        assert "Read-only file system" in message
+
+
+def test_storage_that_comes_back_costs_its_saves_only(ranks: Any, dataset: str, disk: Path) -> None:
+    """The run finishes with every step trained once, and the last state is saved."""
+    remount(disk, "ro")
+    ((steps, events, outcome),) = run(ranks, trained, 1, dataset, str(disk), 1)
+    assert steps == list(range(1, 13))
+    assert (outcome.status, outcome.step) == ("finished", 12)
+    failed = [e["step"] for e in events if e["kind"] == "checkpoint_failed"]
+    assert failed[0] == 2
+    assert RunDir(disk / "run").committed()[-1] == 12
+    assert manifest.verify(RunDir(disk / "run"), 12) == []
+
+
+def copied(rank: Rank, dataset: str, root: str, attempt: int, until: int) -> tuple[list[str], list[float]]:
+    """An attempt that saves each second step, with a replica: its events' kinds, and the losses, as rank 0 saw them."""
+    spec = JobSpec.model_validate(
+        {
+            "data": {"path": dataset},
+            "model": {"layers": 1, "width": 16, "heads": 2, "context": 8},
+            "train": {"steps": 8, "global_batch": 4, "micro_batch": 2},
+            "checkpoint": {"every": 2, "replicas": [f"{root}/replica"], "verify_every": 2},
+            "eval": {"every": None},
+        }
+    )
+    losses: list[float] = []
+    kinds: list[str] = []
+
+    def push(new: list[dict[str, Any]], told: list[dict[str, Any]]) -> None:
+        losses.extend(record["loss"] for record in new)
+        kinds.extend(e["kind"] for e in told)
+
+    job = Job(spec, RunDir(f"{root}/run"), dataset, attempt, until)
+    train(job, rank, Door(push, lambda: None) if rank.first else None)
+    return kinds, losses
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_goes_on_from_its_replica(ranks: Any, dataset: str, tmp_path: Path, world: int) -> None:
+    """The newest checkpoint is bad, or the whole folder gone: the copy serves, with the losses of an undisturbed run."""
+    _, undisturbed = run(ranks, copied, world, dataset, str(tmp_path / "undisturbed"), 1, 8)[0]
+    _, losses = run(ranks, copied, world, dataset, str(tmp_path), 1, 4)[0]
+    for shard in (tmp_path / "run/checkpoints/step-00000004").glob("shard-*"):
+        shard.write_bytes(b"")
+    kinds, more = run(ranks, copied, world, dataset, str(tmp_path), 2, 6)[0]
+    assert [k for k in kinds if k in ("checkpoint_rejected", "replica_used", "resumed")] == [
+        "checkpoint_rejected",
+        "replica_used",
+        "resumed",
+    ]
+    losses += more
+    shutil.rmtree(tmp_path / "run")
+    kinds, more = run(ranks, copied, world, dataset, str(tmp_path), 3, 8)[0]
+    assert "replica_used" in kinds
+    assert losses + more == undisturbed
+    assert RunDir(tmp_path / "replica" / "run").committed()[-1] == 8
