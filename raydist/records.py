@@ -47,7 +47,7 @@ class Event:
     """Something that happened to a run: `kind` names it, `data` holds plain values, `at` is Unix time in seconds.
 
     Kinds: attempt_started, workers, resumed, first_step, checkpoint_saved, checkpoint_failed, checkpoint_rejected, eval,
-    capacity, non_finite, loss_spike, data_stalled, failure, decision, note, ended. docs/records.md lists the data of each.
+    capacity, non_finite, loss_spike, data_stalled, fault, failure, decision, note, ended. docs/records.md lists the data of each.
     """
 
     kind: str
