@@ -74,7 +74,7 @@ EVENTS: list[tuple[str, dict[str, Any], str]] = [
             "stages": {"detect": 0.01, "tear_down": 0.25, "load": 2.0},
             "repeated_steps": 3,
         },
-        "step 51, the first of attempt 2, after 2.2 s: tear down 0.2 s, load 2.0 s; 3 steps trained once more",
+        "step 51, the first of attempt 2, after 2.2 s: tear down 0.25 s, load 2 s; 3 steps trained once more",
     ),
     (
         "checkpoint_saved",
