@@ -116,6 +116,7 @@ def test_a_hung_rank_is_the_cause_not_those_that_were_killed_for_it() -> None:
         made, _ = await ready()
         await made.begin(1, {})
         result = asyncio.create_task(made.result(1))
+        await asyncio.sleep(0)
         await made.late(1, 1)
         assert (await made.next(1, 0, 2, {}))["do"] == "look"
         sight = {"state": "S", "step": 4, "phase": "backward", "seconds": 11.0, "where": "", "answers": True}
