@@ -54,6 +54,9 @@ class Event:
     at: float
     data: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        assert self.data.keys().isdisjoint(("v", "kind", "at")), f"{self.kind}: data that would hide what the line says"
+
     def to_dict(self) -> dict[str, Any]:
         """One line of events.jsonl."""
         return {"v": VERSION, "kind": self.kind, "at": self.at, **self.data}

@@ -119,7 +119,7 @@ def _told(what: Event) -> str:
             told = f"step {data['step']}: loss {loss(data['loss'])}, the median before is {loss(data['median'])}"
             return f"{told}: {_ACTIONS[data['action']]}"
         case "data_stalled":
-            where = data["at"].partition("\n")[0]
+            where = data["where"].partition("\n")[0]
             then = "given up" if data["final"] else "its loader is started again"
             return f"step {data['step']}, rank {data['rank']}: no batch for {span(data['seconds'])}, in {where}: {then}"
         case "fault":

@@ -278,7 +278,7 @@ class _Run:
             "rank": self.rank.rank,
             "seconds": round(stall.seconds, 3),
             "files": self.windows.files(stall.ids),
-            "at": stall.at,
+            "where": stall.at,
             "restarts": stall.restarts,
             "final": stall.final,
         }
