@@ -159,7 +159,7 @@ def test_storage_fails_as_it_would(
 def test_slow_storage_is_slow_for_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each operation sleeps, until the fault is over."""
     now, slept = [100.0], []
-    monkeypatch.setattr("raydist.worker.injector.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("raydist.worker.illstorage.time.monotonic", lambda: now[0])
     monkeypatch.setattr("raydist.worker.injector.time.sleep", slept.append)
     run = RunDir(tmp_path)
     _, probe = injector(run, SlowStorage(step=1, seconds=5.0, delay=0.5))

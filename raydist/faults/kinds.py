@@ -1,31 +1,16 @@
-"""Faults as data: what is to go wrong in a run, on which rank, at which step. For tests, and to see one's own job survive.
+"""Every fault that can be injected, as data: what happens, on which rank, at which step.
 
-Runs anywhere. Imports neither torch nor ray: a rank does to itself what is a rank's (worker/injector.py), and the driver what
-is the driver's (cluster/injector.py).
-
-    faults.yaml --load--> [Kill(rank=1, step=7), ...] --> job --> Injector --note--> RUN/faults/*.json --> event `fault`
-
-A fault happens once in a run, also across restarts and new drivers: before it does, its note is in the run's folder, for
-good. `times` asks for more.
+Runs anywhere. The help is written here once: `raydist faults` and the error messages come from it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from raydist import registry
-from raydist.errors import SpecError
-from raydist.rundir import FAULTS, RunDir
-from raydist.spec import JobSpec
-from raydist.spec.load import read_yaml
-from raydist.spec.parts import SpecValueError, problem
+from raydist.spec.parts import problem
 
 Phase = Literal["data", "forward", "backward", "update", "eval", "save"]
 By = Literal["rank", "driver"]
@@ -303,111 +288,6 @@ def _kinds(root: type[Fault]) -> dict[str, type[Fault]]:
 
 KINDS = _kinds(Fault)
 """Every fault by its name."""
-
-
-def load(path: str | Path, job: JobSpec | None = None) -> tuple[Fault, ...]:
-    """The faults of a YAML file, a list; checked against the job that they are for. Raises SpecError with all that is wrong."""
-    source = Path(path)
-    raw = read_yaml(source, examples="docs/faults.md has an example")
-    if not isinstance(raw, list):
-        raise SpecError(f"{path}: holds {type(raw).__name__}, not a list; write - {{fault: kill, rank: 1, step: 7}}")
-    found: list[Fault] = []
-    problems: list[str] = []
-    for number, item in enumerate(raw, 1):
-        where = f"{path}: fault {number}"
-        made, wrong = _parse(item)
-        if made is not None and job is not None:
-            wrong += _misfits(made, job)
-        problems += [f"{where}: {line}" for line in wrong]
-        if made is not None:
-            found.append(made)
-    if problems:
-        raise SpecError("\n".join(problems))
-    return tuple(found)
-
-
-def parse(raw: Iterable[Mapping[str, Any]]) -> tuple[Fault, ...]:
-    """Those that `model_dump` made plain."""
-    return tuple(KINDS[item["fault"]].model_validate(item) for item in raw)
-
-
-def _parse(item: Any) -> tuple[Fault | None, list[str]]:
-    """The fault, or what is wrong with it, a line each."""
-    if not isinstance(item, dict):
-        return None, [f"{item!r} is no fault; write {{fault: kill, rank: 1, step: 7}}"]
-    name = item.get("fault")
-    if name is None:
-        return None, [f"fault: is missing; {registry.did_you_mean('', sorted(KINDS))}"]
-    if not isinstance(name, str) or name not in KINDS:
-        return None, [f"fault: unknown {name!r}; {registry.did_you_mean(str(name), sorted(KINDS))}"]
-    kind = KINDS[name]
-    try:
-        return kind.model_validate(item), []
-    except ValidationError as error:
-        return None, [f"{name}: {_line(detail, kind)}" for detail in error.errors()]
-
-
-def _line(detail: Any, kind: type[Fault]) -> str:
-    """One problem, as pydantic found it: field: value: what; remedy."""
-    cause = detail.get("ctx", {}).get("error")
-    if isinstance(cause, SpecValueError):
-        return f"{cause.field}: {cause.value!r} {cause.what}; {cause.remedy}"
-    field, known = str(detail["loc"][0]), list(kind.model_fields)
-    match detail["type"]:
-        case "extra_forbidden":
-            return f"{field}: unknown field; {registry.did_you_mean(field, known)}"
-        case "missing":
-            return f"{field}: is missing; add it: {kind.model_fields[field].description}"
-        case "literal_error":
-            choices = [c.strip().strip("'\"") for c in detail["ctx"]["expected"].replace(" or ", ", ").split(",")]
-            return f"{field}: unknown {detail['input']!r}; {registry.did_you_mean(str(detail['input']), choices)}"
-    message = detail["msg"][0].lower() + detail["msg"][1:]
-    return f"{field}: {detail['input']!r}: {message}; `raydist faults` lists what can be given"
-
-
-def _misfits(fault: Fault, job: JobSpec) -> list[str]:
-    """What of a fault can never be in this job."""
-    found, workers, steps = [], job.cluster.workers, job.train.steps
-    if fault.rank is not None and fault.rank >= workers:
-        ranks = f"ranks 0 to {workers - 1}" if workers > 1 else "rank 0 alone"
-        found.append(
-            f"{fault.fault}: rank: {fault.rank}: the job has {ranks}; give one of them, or raise cluster.workers"
-        )
-    if steps is not None and fault.step > steps:
-        found.append(f"{fault.fault}: step: {fault.step}: the job ends after step {steps}; give an earlier one")
-    if isinstance(fault, SkipCollective) and workers == 1:
-        found.append(f"{fault.fault}: rank: {fault.rank}: nobody is there to wait for it; raise cluster.workers")
-    return found
-
-
-def names(faults: Sequence[Fault]) -> list[str]:
-    """A name for each, the same in every attempt and driver, whatever is added to the file: those of equal ones are numbered."""
-    found: list[str] = []
-    for fault in faults:
-        body = json.dumps(fault.model_dump(mode="json"), sort_keys=True)
-        name = f"{fault.step:08d}-{fault.fault}-{hashlib.sha256(body.encode()).hexdigest()[:8]}"
-        found.append(f"{name}-{sum(n.startswith(name) for n in found) + 1}")
-    return found
-
-
-def note(name: str, rank: int, time: int) -> str:
-    """Where a fault's `time`-th happening on a rank is noted, relative to the run's folder."""
-    return f"{FAULTS}/{name}-rank{rank}-{time}.json"
-
-
-def done(of: str) -> str:
-    """Beside a note: that the driver has done what it says."""
-    return f"{FAULTS}/done/{of.rpartition('/')[2]}"
-
-
-def read_notes(run: RunDir, known: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
-    """Each note's name -> what it says, in the order in which it happened; without the `known` ones.
-
-    A note: fault, rank, step, attempt, at (Unix time), node_ip, by, and `asked`, the fault's fields. Raises StorageError.
-    """
-    names = set(run.storage.files(FAULTS)) - set(known)
-    found = {name: json.loads(run.storage.read(name)) for name in names}
-    return dict(sorted(found.items(), key=lambda item: item[1]["at"]))
 
 
 def fields(kind: type[Fault]) -> dict[str, str]:
