@@ -22,6 +22,7 @@ from raydist.rundir import RunDir
 from raydist.runlog import read_events
 
 _ANSWER_S = 30.0
+_AGAIN_S = 0.1
 
 
 class DriverInjector:
@@ -68,9 +69,22 @@ class DriverInjector:
 
         if note["fault"] == "kill_monitor":
             ray.kill(self._monitor, no_restart=False)
-            ray.get(self._monitor.snapshot.remote(), timeout=_ANSWER_S)
+            self._await_monitor()
         elif note["fault"] == "drain":
             self._drain(note["node_ip"], float(note["asked"]["deadline_s"]))
+
+    def _await_monitor(self) -> None:
+        """Until it is there again, for else nobody would hear what is told next. Training goes on without it, so it may stay away."""
+        import ray
+        from ray.exceptions import RayError
+
+        deadline = time.monotonic() + _ANSWER_S
+        while time.monotonic() < deadline:
+            try:
+                ray.get(self._monitor.snapshot.remote(), timeout=deadline - time.monotonic())
+                return
+            except (RayError, TimeoutError):
+                time.sleep(_AGAIN_S)
 
     def _drain(self, node_ip: str, deadline_s: float) -> None:
         """What `ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION` does."""
