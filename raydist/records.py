@@ -47,13 +47,16 @@ class Event:
     """Something that happened to a run: `kind` names it, `data` holds plain values, `at` is Unix time in seconds.
 
     Kinds: attempt_started, workers, resumed, first_step, checkpoint_saved, checkpoint_failed, checkpoint_rejected,
-    checkpoint_damaged, replica_saved, replica_failed, replica_used, eval, capacity, non_finite, loss_spike, data_stalled, failure,
-    decision, note, ended. docs/records.md lists the data of each.
+    checkpoint_damaged, replica_saved, replica_failed, replica_used, eval, capacity, non_finite, loss_spike, data_stalled, fault,
+    failure, decision, note, ended. docs/records.md lists the data of each.
     """
 
     kind: str
     at: float
     data: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.data.keys().isdisjoint(("v", "kind", "at")), f"{self.kind}: data that would hide what the line says"
 
     def to_dict(self) -> dict[str, Any]:
         """One line of events.jsonl."""

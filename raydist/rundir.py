@@ -9,6 +9,7 @@ Runs anywhere.
         tensorboard/                          the same for TensorBoard
         logs/                                 what Ray and the workers printed
         ledger/*.json                         the batches that were left out of training
+        faults/*.json                         the faults that were injected (`raydist train --faults`)
         checkpoints/step-00000200/MANIFEST-0001.json and shards; 0001 is the attempt that saved it
         attempts/0002.json                        attempt 2 has begun: none before it commits any more
         attempts/0002-from-00000200.json          and where it went on from
@@ -39,7 +40,7 @@ DEFAULT_STORAGE = "~/raydist"
 SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER = (
     "spec.yaml", "state.json", "events.jsonl", "metrics", "logs", "tensorboard", "ledger",
 )  # fmt: skip
-CHECKPOINTS, ATTEMPTS, DRIVERS = "checkpoints", "attempts", "drivers"
+CHECKPOINTS, ATTEMPTS, DRIVERS, FAULTS = "checkpoints", "attempts", "drivers", "faults"
 DATA = ".data"
 """Beside the runs: corpora that raydist prepared by itself."""
 

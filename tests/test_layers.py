@@ -18,6 +18,7 @@ LAYERS = [
     {"bench"},
     {"worker"},
     {"data"},
+    {"faults"},
     {"spec"},
     {"rundir", "storage", "runlog", "runstate", "lease", "registry", "swapspace"},
     {"records", "errors", "__init__", "__version__"},

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from raydist import __version__
-from raydist.cli import checkpoint, convert, data, plan, runs, sample, schema, submit, train
+from raydist.cli import checkpoint, convert, data, faults, plan, runs, sample, schema, submit, train
 from raydist.errors import RaydistError
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ runs.register(app)
 sample.register(app)
 schema.register(app)
 plan.register(app)
+faults.register(app)
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(convert.app, name="convert")

@@ -36,6 +36,9 @@ def submit(
     storage: Annotated[str | None, typer.Option(help="Folder or URI that holds the runs, as the nodes see it.")] = None,
     until: Annotated[int | None, typer.Option(min=1, help="End after this step, with a checkpoint, as paused.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete what is there of that name, and start anew.")] = False,
+    faults: Annotated[
+        Path | None, typer.Option(help="A YAML list of what is to go wrong on the way: see `raydist faults`.")
+    ] = None,
     working_dir: Annotated[Path, typer.Option(help="The folder that is shipped to the cluster.")] = Path(),
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Print the job's id and return.")] = False,
 ) -> None:
@@ -44,12 +47,20 @@ def submit(
     inside = _inside(spec, root)
     from raydist.spec import load
 
-    load(spec, overrides or [], deepspeed)  # what is wrong with it is said here and now, not minutes later in a log
+    job = load(
+        spec, overrides or [], deepspeed
+    )  # what is wrong with it is said here and now, not minutes later in a log
+    if faults is not None:
+        from raydist.faults import load as load_faults
+
+        load_faults(faults, job)
     words = ["python", "-m", "raydist", "train", str(inside)]
     for text in overrides or []:
         words += ["--set", text]
     config = None if deepspeed is None else _inside(deepspeed, root)
-    for option, value in (("--deepspeed", config), ("--name", name), ("--storage", storage), ("--until", until)):
+    injected = None if faults is None else _inside(faults, root)
+    options = {"--deepspeed": config, "--name": name, "--storage": storage, "--until": until, "--faults": injected}
+    for option, value in options.items():
         if value is not None:
             words += [option, str(value)]
     if fresh:

@@ -23,6 +23,7 @@ from raydist.storage import Storage
 
 if TYPE_CHECKING:
     from raydist.data.dataset import TokenDataset
+    from raydist.faults import Fault
     from raydist.lease import DriverLease
     from raydist.spec import JobSpec
 
@@ -55,6 +56,10 @@ def train(
     allow_spec_change: Annotated[
         bool, typer.Option("--allow-spec-change", help="Resume although the spec computes other numbers than before.")
     ] = False,
+    faults: Annotated[
+        Path | None,
+        typer.Option(help="A YAML list of what is to go wrong on the way: see `raydist faults`.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with the run as one line of JSON on stdout.")] = False,
 ) -> None:
     """Train a job to its end. The same command again resumes it."""
@@ -66,6 +71,7 @@ def train(
     from raydist.spec import load
 
     job = load(spec, overrides or [], deepspeed)
+    injected = _faults(faults, job)
     home = storage or default_storage()
     run = RunDir(Storage(home).at(check_name(name or job.name)).uri)
     if resume and not run.exists():
@@ -79,7 +85,7 @@ def train(
         if message := _already(run, job, dataset.fingerprint, until, allow_spec_change):
             print(message, file=sys.stderr)
         else:
-            _train(job, run, dataset.uri, total, address, until, allow_spec_change, lease)
+            _train(job, run, dataset.uri, total, address, until, allow_spec_change, injected, lease)
     from raydist.report.summary import show
 
     shown = show(run)
@@ -136,6 +142,12 @@ def _already(run: RunDir, job: JobSpec, fingerprint: str, until: int | None, all
     return None
 
 
+def _faults(path: Path | None, job: JobSpec) -> tuple[Fault, ...]:
+    from raydist.faults import load
+
+    return load(path, job) if path is not None else ()
+
+
 def _train(
     job: JobSpec,
     run: RunDir,
@@ -144,6 +156,7 @@ def _train(
     address: str | None,
     until: int | None,
     allow_spec_change: bool,
+    faults: tuple[Fault, ...],
     lease: DriverLease,
 ) -> None:
     from raydist.cluster import preflight
@@ -167,9 +180,8 @@ def _train(
         ) as session,
     ):
         preflight.check(job, session, run.uri, dataset)
-        request = Request(
-            job, run, dataset, preflight.gpus_per_worker(job, session.resources), until, allow_spec_change
-        )
+        gpus = preflight.gpus_per_worker(job, session.resources)
+        request = Request(job, run, dataset, gpus, until, allow_spec_change, faults)
         with Console(total, run) as console:
             ending = Supervisor(request, session, console, lost=lease.lost).run()
     raise_if_stopped(ending, run)

@@ -102,9 +102,11 @@ class Conductor:
                     await self._until(lambda: self._over() or self._failed(but_echoes=True), CAUSE_S)
                 await self._command("kill", attempt=attempt)
                 await self._until(self._over)
-            return self._reports | hung
         finally:
             watch.cancel()
+        if hung:  # the others ended because they were told to: no cause of anything
+            return {rank: report for rank, report in self._reports.items() if "outcome" in report} | hung
+        return self._reports
 
     async def _look(self, attempt: int) -> dict[int, dict[str, Any]]:
         """Asks all agents what they see of their ranks. The report of the one to blame, if there is one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -16,10 +16,12 @@ from typing import Any, Protocol
 from raydist.cluster import nodes
 from raydist.cluster.conductor import start_conductor
 from raydist.cluster.group import Group
+from raydist.cluster.injector import DriverInjector
 from raydist.cluster.recovery import Failure, History, Restart, Split, Stop, Team, Wait, decide, resize
 from raydist.cluster.session import Session, worker_environment
 from raydist.cluster.trainer import Attempt
 from raydist.errors import WorkerFailed
+from raydist.faults import Fault
 from raydist.observe.run import start_monitor
 from raydist.records import Event
 from raydist.rundir import RunDir, begin_attempt
@@ -64,6 +66,7 @@ class Request:
     gpus: float
     until: int | None = None
     allow_spec_change: bool = False
+    faults: Sequence[Fault] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,7 @@ class Supervisor:
         self._ending: Ending | None = None
         self._error: BaseException | None = None
         self._seen = 0
+        self._injector: DriverInjector | None = None
 
     def run(self) -> Ending:
         """Trains until the run has an ending. The first SIGINT or SIGTERM asks the workers for a checkpoint and a clean
@@ -110,6 +114,8 @@ class Supervisor:
         """
         self._monitor = start_monitor(self._request.run.uri)
         self._conductor = start_conductor()
+        if self._request.faults:
+            self._injector = DriverInjector(self._request.run, self._push, self._monitor, self._session.address)
         attempts = threading.Thread(target=self._attempts, name="raydist-attempts", daemon=True)
         with _handling(self._on_signal):
             attempts.start()
@@ -127,6 +133,8 @@ class Supervisor:
             if self._error is not None:
                 raise self._error
             assert self._ending is not None
+            if self._injector is not None:
+                self._injector.look()
             cause = {"cause": self._ending.cause} if self._ending.cause else {}
             try:
                 self._tell(self._monitor.end, self._ending.status, **cause)
@@ -150,6 +158,8 @@ class Supervisor:
             self._running.abort()
 
     def _show(self) -> None:
+        if self._injector is not None:
+            self._injector.look()
         snapshot = self._ask(self._monitor.snapshot, self._seen)
         if snapshot is None:
             return
@@ -326,6 +336,7 @@ class Supervisor:
             "attempt": number,
             "until": request.until,
             "allow_spec_change": request.allow_spec_change,
+            "faults": [fault.model_dump(mode="json") for fault in request.faults],
             "gpus": request.gpus,
             "begun": time.time(),
             "incident": incident,
@@ -335,6 +346,8 @@ class Supervisor:
         """What to do after a failure: an Ending, or None to try again."""
         if failure.kind == "aborted" and self._signals:
             return Ending("interrupted", history.committed, signal=self._signals[-1])
+        if self._injector is not None:
+            self._injector.look()  # what was done to it comes first
         self._say(
             "failure",
             attempt=number,
@@ -364,7 +377,10 @@ class Supervisor:
                 )
 
     def _say(self, kind: str, **data: Any) -> None:
-        self._ask(self._monitor.push, [], [Event(kind, time.time(), data).to_dict()])
+        self._push(Event(kind, time.time(), data))
+
+    def _push(self, event: Event) -> None:
+        self._ask(self._monitor.push, [], [event.to_dict()])
 
 
 def _newest(run: RunDir) -> int:

@@ -26,6 +26,7 @@ from raydist.rundir import RunDir
 LINE_EVERY_S = 5.0
 REFRESH_S = 0.25
 _STYLES = {
+    "fault": "magenta",
     "failure": "bold red",
     "checkpoint_failed": "red",
     "checkpoint_rejected": "red",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from raydist.faults import read_notes
 from raydist.observe.live import WINDOW, rates
 from raydist.records import Event
 from raydist.rundir import SPEC, RunDir, default_storage
@@ -21,7 +22,7 @@ from raydist.worker.checkpoint import manifest
 
 
 def show(run: RunDir) -> dict[str, Any]:
-    """{"run", "path", "status", "steps", "loss", "eval_loss", "tokens_per_second", "attempts", "checkpoints", "workers"}.
+    """{"run", "path", "status", "steps", "loss", "eval_loss", "tokens_per_second", "attempts", "checkpoints", "faults", "workers"}.
 
     Plain data for strict JSON. What is not known is None: no step or eval yet, the bytes of a checkpoint whose manifest is damaged.
     Raises StorageError.
@@ -40,6 +41,9 @@ def show(run: RunDir) -> dict[str, Any]:
         "tokens_per_second": _pace(rows),
         "attempts": _attempts(segments, events, status),
         "checkpoints": [{key: row[key] for key in ("step", "bytes", "best")} for row in manifest.summary(run)],
+        "faults": [
+            {k: note[k] for k in ("fault", "rank", "step", "attempt", "at")} for note in read_notes(run).values()
+        ],
         "workers": plain(state.get("workers", [])) if status == "running" else [],
     }
 

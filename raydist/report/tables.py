@@ -65,6 +65,11 @@ def show(told: dict[str, Any], out: Console | None = None) -> None:
                 "best" if kept["best"] else "",
             )
         out.print(table)
+    if told["faults"]:
+        table = _table("injected", "rank>", "step>", "attempt>")
+        for fault in told["faults"]:
+            table.add_row(*(str(fault[key]) for key in ("fault", "rank", "step", "attempt")))
+        out.print(table)
     if told["workers"]:
         table = _table("rank>", "host", "node ip", "pid>")
         for worker in told["workers"]:

@@ -130,9 +130,11 @@ def _told(what: Event) -> str:
             told = f"step {data['step']}: loss {loss(data['loss'])}, the median before is {loss(data['median'])}"
             return f"{told}: {_ACTIONS[data['action']]}"
         case "data_stalled":
-            where = data["at"].partition("\n")[0]
+            where = data["where"].partition("\n")[0]
             then = "given up" if data["final"] else "its loader is started again"
             return f"step {data['step']}, rank {data['rank']}: no batch for {span(data['seconds'])}, in {where}: {then}"
+        case "fault":
+            return f"injected at step {data['step']}, rank {data['rank']}: {data['fault']}{_asked(data['asked'])}"
         case "failure":
             return f"attempt {data['attempt']} failed{_rank(data)}: {data['cause']}"
         case "decision":
@@ -152,6 +154,12 @@ _ACTIONS = {
     "skip": "the step is left out",
     "rollback": "the run goes back, and leaves the batch out",
 }
+
+
+def _asked(fault: dict[str, Any]) -> str:
+    """A fault's own fields, those that are not shown otherwise."""
+    own = [f"{k} {v}" for k, v in fault.items() if k not in ("fault", "rank", "step", "times") and v is not None]
+    return f" ({', '.join(own)})" if own else ""
 
 
 def _best(data: dict[str, Any]) -> str:

@@ -185,17 +185,7 @@ def _layers(path: Path, seen: tuple[Path, ...] = ()) -> list[_Layer]:
     """A file and the files it extends, the farthest first."""
     if path.resolve() in seen:
         raise SpecError(f"{path}: extends: goes round in a circle: {' -> '.join(p.name for p in (*seen, path))}")
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
-        hint = f'did you mean "{path.parent / near[0]}"?' if near else "check the path; jobs/ has examples"
-        by = f" (extended by {seen[-1]})" if seen else ""
-        raise SpecError(f"{path}: no such file{by}; {hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise SpecError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    tree = read_yaml(path, f" (extended by {seen[-1]})" if seen else "")
     if not isinstance(tree, dict):
         raise SpecError(f"{path}: holds {type(tree).__name__}, not fields; begin with name: and model:")
     parent = tree.pop("extends", None)
@@ -205,6 +195,20 @@ def _layers(path: Path, seen: tuple[Path, ...] = ()) -> list[_Layer]:
     if not isinstance(parent, str):
         raise SpecError(f"{path}: extends: {parent!r} is not a file name; write extends: base.yaml")
     return [*_layers(path.parent / parent, (*seen, path.resolve())), own]
+
+
+def read_yaml(path: Path, by: str = "", examples: str = "jobs/ has examples") -> Any:
+    """What a YAML file holds. `by`: who wants it, and `examples` where such files are, for the errors. Raises SpecError."""
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
+        hint = f'did you mean "{path.parent / near[0]}"?' if near else f"check the path; {examples}"
+        raise SpecError(f"{path}: no such file{by}; {hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise SpecError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
 SHORT_NAMES = {"precision": "params", "schedule": "name"}

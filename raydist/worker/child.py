@@ -80,6 +80,7 @@ def train(order: dict[str, Any], agent: Agent, probe: Probe, startup: Startup) -
         attempt=order["attempt"],
         until=order["until"],
         allow_spec_change=order["allow_spec_change"],
+        faults=order["faults"],
     )
 
     def push(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> str | None:

@@ -9,10 +9,10 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -41,6 +41,9 @@ from raydist.worker.startup import Startup
 from raydist.worker.state import TrainState
 from raydist.worker.step import TrainStep, evaluate, loss_sum
 
+if TYPE_CHECKING:
+    from raydist.worker.injector import Injector
+
 
 @dataclass(frozen=True, slots=True)
 class Door:
@@ -52,7 +55,7 @@ class Door:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One attempt at one run. `until`: end after that step, with a checkpoint, as paused."""
+    """One attempt at one run. `until`: end after that step, with a checkpoint, as paused. `faults`: those to inject, plain."""
 
     spec: JobSpec
     run: RunDir
@@ -60,6 +63,7 @@ class Job:
     attempt: int = 1
     until: int | None = None
     allow_spec_change: bool = False
+    faults: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,13 @@ def train(
             reporter.close()
 
 
+def _injector(job: Job, rank: Rank) -> Injector:
+    """What spoils the run where it was asked to."""
+    from raydist.worker.injector import Injector
+
+    return Injector(job.faults, job.run, rank, job.attempt)
+
+
 class _Run:
     """The parts of one attempt, put together in the order of data flow."""
 
@@ -123,6 +134,8 @@ class _Run:
     ) -> None:
         spec, self._tell = job.spec, tell
         self.job, self.spec, self.rank, self.reporter = job, spec, rank, reporter
+        self.injector = _injector(job, rank) if job.faults else None
+        probe = self.injector.watch(probe) if self.injector else probe
         self.probe, self.startup = probe, startup
         # Data: every rank opens it; nothing is sent.
         dataset = TokenDataset(job.dataset)
@@ -137,6 +150,8 @@ class _Run:
         self.precision = Precision(spec.precision, rank.device)
         self.strategy = cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(spec, rank))
         model = self._build(dataset.vocab_size)
+        if self.injector:
+            self.injector.attach(model)
         self._tell_capacity(model)
         if reporter and rank.world_size == 1 and spec.parallel.strategy != "ddp":
             reporter.say("note", text=f"parallel.strategy: {spec.parallel.strategy} on one worker: nothing is split")
@@ -201,6 +216,7 @@ class _Run:
         """The loop. Each line that has `rank` in its comment is a collective: every rank comes by."""
         last = min(self.total, self.job.until or self.total)
         first, stop, saving = self.step + 1, False, False
+        made = _to_torch(pin=self.rank.device.type == "cuda")
         loader = Loader(
             self.windows,
             self.batches,
@@ -211,7 +227,7 @@ class _Run:
             pack=self.spec.data.pack,
             prefetch=self.spec.data.prefetch,
             steps=max(last - self.step, 0),
-            transform=_to_torch(pin=self.rank.device.type == "cuda"),
+            transform=self.injector.data(self.batches, made) if self.injector else made,
             timeout_s=self.spec.recovery.data_patience,
             on_stall=self._stalled,
         )
@@ -278,7 +294,7 @@ class _Run:
             "rank": self.rank.rank,
             "seconds": round(stall.seconds, 3),
             "files": self.windows.files(stall.ids),
-            "at": stall.at,
+            "where": stall.at,
             "restarts": stall.restarts,
             "final": stall.final,
         }

@@ -25,7 +25,7 @@ _SIGNAL = signal.SIGUSR2
 _STACKS_S = 1.0
 _RECORD_S = 2.0
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (\S+)')
-_NOT_THE_USERS = (str(Path(raydist.__file__).parent) + os.sep, "/site-packages/", "/lib/python3", "<frozen")
+_NOT_THE_USERS = (str(Path(raydist.__file__).parent) + os.sep, "/site-packages/", "/lib/python3", "<frozen", "<string>")
 
 
 def answer(stacks_fd: int, control: socket.socket) -> None:
@@ -46,7 +46,8 @@ def _collectives() -> list[list[Any]]:
     entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", [])
     return [
         [
-            entry.get("process_group", ["", ""])[-1] or str(entry.get("pg_id")),
+            # A name that all ranks have for it, and what it is for, if torch was told.
+            " ".join(n for n in entry.get("process_group", []) if n != "undefined") or str(entry.get("pg_id")),
             entry.get("collective_seq_id", entry.get("seq_id", 0)),
             f"{entry.get('profiling_name')} of {entry.get('input_sizes')}",
         ]

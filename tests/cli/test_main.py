@@ -19,7 +19,19 @@ def test_help_is_light() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "set()"
-    for command in ("train", "submit", "plan", "runs", "show", "sample", "schema", "data", "checkpoint", "convert"):
+    for command in (
+        "train",
+        "submit",
+        "plan",
+        "faults",
+        "runs",
+        "show",
+        "sample",
+        "schema",
+        "data",
+        "checkpoint",
+        "convert",
+    ):
         assert f" {command} " in done.stdout
 
 

@@ -24,7 +24,8 @@ from raydist.report import summary
 from raydist.rundir import SPEC, RunDir
 
 KEYS = [
-    "run", "path", "status", "steps", "loss", "eval_loss", "tokens_per_second", "attempts", "checkpoints", "workers",
+    "run", "path", "status", "steps", "loss", "eval_loss", "tokens_per_second", "attempts", "checkpoints", "faults",
+    "workers",
 ]  # fmt: skip
 
 

@@ -200,6 +200,31 @@ def test_lost_peers_are_no_cause_to_stop_looking(monkeypatch: Any) -> None:
     run(test())
 
 
+def test_a_hung_rank_is_the_cause_not_those_that_were_killed_for_it() -> None:
+    """Rank 1 stands still: all agents look, all ranks are killed, and the only report is that of rank 1, which hung."""
+
+    async def test() -> None:
+        made, _ = await ready()
+        await made.begin(1, {})
+        result = asyncio.create_task(made.result(1))
+        await asyncio.sleep(0)
+        await made.late(1, 1)
+        assert (await made.next(1, 0, 2, {}))["do"] == "look"
+        sight = {"state": "S", "step": 4, "phase": "backward", "seconds": 11.0, "where": "", "answers": True}
+        await made.seen(1, 0, 1, {**sight, "collectives": []})
+        await made.seen(1, 1, 1, {**sight, "state": "T", "phase": "forward", "collectives": []})
+        assert (await made.next(1, 0, 3, {}))["do"] == "kill"
+        await made.ended(1, 0, 1, DIED)
+        await made.ended(1, 1, 1, DIED)
+        reports = await result
+        assert set(reports) == {1}
+        hung = rank_error(1, reports[1])
+        assert hung is not None
+        assert (hung.rank, hung.kind) == (1, "worker_hung")
+
+    run(test())
+
+
 def test_who_is_late_is_not_heard() -> None:
     """Reports of an earlier attempt or group count for nothing; agents of an earlier group are sent away."""
 

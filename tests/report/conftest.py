@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raydist import faults
 from raydist.observe.run import RunMonitor
 from raydist.records import Event, StepRecord
 from raydist.rundir import SPEC, RunDir, manifest_name
@@ -37,6 +39,7 @@ def commit(run: RunDir, step: int, sizes: list[int], eval_loss: float | None = N
     )
 
 
+FAULT = {"fault": "kill", "rank": 1, "step": 71, "attempt": 1, "at": 4.0}
 STARTUP = {"seconds": 2.25, "stages": {"detect": 0.25, "load": 2.0}, "repeated_steps": 20}
 
 
@@ -52,6 +55,8 @@ def trained(tmp_path: Path) -> Callable[..., tuple[RunDir, RunMonitor]]:
         watch.push(steps(1, 70, 1), [event("eval", step=50, loss=2.5, tokens=64)])
         commit(run, 50, [1000, 24], 2.5)
         watch.push([], [event("eval", step=60, loss=2.0, tokens=64)])
+        note = {**FAULT, "by": "rank", "asked": {}}
+        run.storage.write(faults.note("00000071-kill-0-1", rank=1, time=1), json.dumps(note).encode())
         watch.push(
             [], [event("failure", attempt=1, rank=1, cause="killed by SIGKILL", fault="worker_died", traceback="")]
         )

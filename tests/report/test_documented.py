@@ -91,7 +91,7 @@ def test_state_and_show(tmp_path: Path) -> None:
     assert set(summary.show(run)) == set(rows("show"))
 
 
-@pytest.mark.parametrize("key", ["attempts", "checkpoints", "workers"])
+@pytest.mark.parametrize("key", ["attempts", "checkpoints", "faults", "workers"])
 def test_shows_lists(key: str, trained: Callable[..., tuple[RunDir, RunMonitor]]) -> None:
     """Each key of the objects in show's lists stands in that list's row."""
     run, _ = trained()

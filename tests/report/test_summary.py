@@ -39,6 +39,7 @@ def test_show_while_it_trains(trained: Trained) -> None:
             {"number": 2, "world_size": 1, "first_step": 51, "last_step": 80, "startup": STARTUP, "cause": None},
         ],
         "checkpoints": [{"step": 50, "bytes": 1024, "best": True}, {"step": 80, "bytes": 2000, "best": False}],
+        "faults": [{"fault": "kill", "rank": 1, "step": 71, "attempt": 1, "at": 4.0}],
         "workers": [{"rank": 0, "host": "h", "node_ip": "10.0.0.1", "pid": 7}],
     }
 
@@ -84,7 +85,7 @@ def test_show_of_a_run_that_has_done_nothing(tmp_path: Path) -> None:
     run.storage.write(SPEC, b"name: new\n")
     assert summary.show(run) == {
         "run": "new", "path": run.uri, "status": "running", "steps": 0, "loss": None, "eval_loss": None,
-        "tokens_per_second": None, "attempts": [], "checkpoints": [], "workers": [],
+        "tokens_per_second": None, "attempts": [], "checkpoints": [], "faults": [], "workers": [],
     }  # fmt: skip
 
 

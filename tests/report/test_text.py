@@ -48,8 +48,18 @@ EVENTS: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "data_stalled",
-        {"step": 5, "rank": 1, "seconds": 300.0, "at": "a.py:7 in read\nb.py:9 in batch", "final": False},
+        {"step": 5, "rank": 1, "seconds": 300.0, "where": "a.py:7 in read\nb.py:9 in batch", "final": False},
         "step 5, rank 1: no batch for 5:00, in a.py:7 in read: its loader is started again",
+    ),
+    (
+        "fault",
+        {
+            "fault": "kill",
+            "rank": 1,
+            "step": 7,
+            "asked": {"fault": "kill", "rank": 1, "step": 7, "times": 1, "phase": "eval"},
+        },
+        "injected at step 7, rank 1: kill (phase eval)",
     ),
     (
         "decision",

@@ -1,0 +1,94 @@
+"""A file of faults -> what it asks for, with errors that say how to mend it.
+
+Runs anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from raydist import registry
+from raydist.errors import SpecError
+from raydist.faults.kinds import KINDS, Fault, SkipCollective
+from raydist.spec import JobSpec
+from raydist.spec.load import read_yaml
+from raydist.spec.parts import SpecValueError
+
+
+def load(path: str | Path, job: JobSpec | None = None) -> tuple[Fault, ...]:
+    """The faults of a YAML file, a list; checked against the job that they are for. Raises SpecError with all that is wrong."""
+    source = Path(path)
+    raw = read_yaml(source, examples="docs/faults.md has an example")
+    if not isinstance(raw, list):
+        raise SpecError(f"{path}: holds {type(raw).__name__}, not a list; write - {{fault: kill, rank: 1, step: 7}}")
+    found: list[Fault] = []
+    problems: list[str] = []
+    for number, item in enumerate(raw, 1):
+        where = f"{path}: fault {number}"
+        made, wrong = _parse(item)
+        if made is not None and job is not None:
+            wrong += _misfits(made, job)
+        problems += [f"{where}: {line}" for line in wrong]
+        if made is not None:
+            found.append(made)
+    if problems:
+        raise SpecError("\n".join(problems))
+    return tuple(found)
+
+
+def parse(raw: Iterable[Mapping[str, Any]]) -> tuple[Fault, ...]:
+    """Those that `model_dump` made plain."""
+    return tuple(KINDS[item["fault"]].model_validate(item) for item in raw)
+
+
+def _parse(item: Any) -> tuple[Fault | None, list[str]]:
+    """The fault, or what is wrong with it, a line each."""
+    if not isinstance(item, dict):
+        return None, [f"{item!r} is no fault; write {{fault: kill, rank: 1, step: 7}}"]
+    name = item.get("fault")
+    if name is None:
+        return None, [f"fault: is missing; {registry.did_you_mean('', sorted(KINDS))}"]
+    if not isinstance(name, str) or name not in KINDS:
+        return None, [f"fault: unknown {name!r}; {registry.did_you_mean(str(name), sorted(KINDS))}"]
+    kind = KINDS[name]
+    try:
+        return kind.model_validate(item), []
+    except ValidationError as error:
+        return None, [f"{name}: {_line(detail, kind)}" for detail in error.errors()]
+
+
+def _line(detail: Any, kind: type[Fault]) -> str:
+    """One problem, as pydantic found it: field: value: what; remedy."""
+    cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, SpecValueError):
+        return f"{cause.field}: {cause.value!r} {cause.what}; {cause.remedy}"
+    field, known = str(detail["loc"][0]), list(kind.model_fields)
+    match detail["type"]:
+        case "extra_forbidden":
+            return f"{field}: unknown field; {registry.did_you_mean(field, known)}"
+        case "missing":
+            return f"{field}: is missing; add it: {kind.model_fields[field].description}"
+        case "literal_error":
+            choices = [c.strip().strip("'\"") for c in detail["ctx"]["expected"].replace(" or ", ", ").split(",")]
+            return f"{field}: unknown {detail['input']!r}; {registry.did_you_mean(str(detail['input']), choices)}"
+    message = detail["msg"][0].lower() + detail["msg"][1:]
+    return f"{field}: {detail['input']!r}: {message}; `raydist faults` lists what can be given"
+
+
+def _misfits(fault: Fault, job: JobSpec) -> list[str]:
+    """What of a fault can never be in this job."""
+    found, workers, steps = [], job.cluster.most, job.train.steps
+    if fault.rank is not None and fault.rank >= workers:
+        ranks = f"ranks 0 to {workers - 1}" if workers > 1 else "rank 0 alone"
+        found.append(
+            f"{fault.fault}: rank: {fault.rank}: the job has {ranks}; give one of them, or raise cluster.workers"
+        )
+    if steps is not None and fault.step > steps:
+        found.append(f"{fault.fault}: step: {fault.step}: the job ends after step {steps}; give an earlier one")
+    if isinstance(fault, SkipCollective) and workers == 1:
+        found.append(f"{fault.fault}: rank: {fault.rank}: nobody is there to wait for it; raise cluster.workers")
+    return found

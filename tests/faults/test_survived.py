@@ -1,0 +1,229 @@
+"""Every class of fault, injected into one run: it ends with the bits of a run in which nothing happened, and says what did.
+
+One run, because a restart costs a second and a driver ten. The faults come in the order of their steps; between two that end an
+attempt there is a checkpoint, or the run would be taken for one that makes no progress.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from raydist.faults import (
+    Abort,
+    BadNumber,
+    DamageCheckpoint,
+    Deadlock,
+    DiskFull,
+    Exit,
+    Fault,
+    HoldGil,
+    Kill,
+    KillAgent,
+    KillDriver,
+    KillMonitor,
+    LossSpike,
+    MemoryHog,
+    OutOfMemory,
+    Raise,
+    ReadOnly,
+    Segfault,
+    SkipCollective,
+    SlowData,
+    SlowRank,
+    SlowStorage,
+    StorageGone,
+    StuckData,
+    Suspend,
+)
+
+EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "samples_hash")
+STEPS = 60
+
+DEATHS: list[tuple[Fault, str, str]] = [
+    (Kill(rank=1, step=2), "worker_died", "SIGKILL"),
+    (Segfault(rank=0, step=4, phase="backward"), "worker_died", "SIGSEGV"),
+    (Abort(rank=1, step=5, phase="update"), "worker_died", "SIGABRT"),
+    (Exit(rank=0, step=7, code=3), "user_error", "ended with SystemExit: 3"),
+    (Raise(rank=1, step=8, message="a bug in the model"), "user_error", "InjectedError: a bug in the model"),
+    (Suspend(rank=1, step=13), "worker_hung", "stopped (SIGSTOP); in step 13 for . s in forward"),
+    (HoldGil(rank=0, step=18, phase="backward"), "worker_hung", "holds the GIL; in step 18 for . s in backward"),
+    (Deadlock(rank=1, step=23, phase="update"), "worker_hung", "in step 23 for . s in update"),
+]
+"""The fault, and what the event `failure` says: of its rank, of which kind, why."""
+
+HICCUPS: list[Fault] = [
+    DiskFull(rank=1, step=9, operations=1),
+    StuckData(rank=1, step=29),  # a second in which the save of step 27 comes to its end
+    ReadOnly(rank=0, step=30, operations=1),
+    SlowStorage(step=31, delay=0.1, seconds=0.3),
+    SlowData(rank=0, step=34, seconds=0.2),
+    SlowRank(rank=0, step=35, seconds=0.05, steps=2),
+]
+"""What no attempt ends of."""
+
+DAMAGED = {"torn": 36, "truncated": 39, "flipped": 42, "missing": 45, "manifest": 48}
+"""What is done to the checkpoint of which step, two steps after it."""
+
+REST: list[Fault] = [
+    KillAgent(rank=0, step=53),
+    KillMonitor(step=55),
+    StorageGone(rank=1, step=56, operations=1),
+    KillDriver(step=59),
+]
+
+GPT = ["--set", "model.name=gpt", "--set", "recovery.max_failures=-1"]
+LONG = [*GPT, "--set", f"train.steps={STEPS}", "--set", "checkpoint.keep=100"]
+PATIENCE = ["--set", "recovery.step_timeout=2", "--set", "recovery.data_timeout=1"]
+
+
+def damage() -> list[Fault]:
+    """Each checkpoint of DAMAGED is spoilt once it is there, and then the rank that did it dies."""
+    found: list[Fault] = []
+    for what, step in DAMAGED.items():
+        found += [DamageCheckpoint(step=step + 2, checkpoint=step, what=what), Kill(rank=0, step=step + 2)]
+    return found
+
+
+EVERY = [fault for fault, _, _ in DEATHS] + HICCUPS + damage() + REST
+
+
+def write(project: Any, name: str, faults: list[Fault]) -> list[str]:
+    """The file, and the option that names it."""
+    path = project.root / f"{name}.yaml"
+    path.write_text(yaml.safe_dump([fault.model_dump(mode="json") for fault in faults]))
+    return ["--faults", path.name]
+
+
+def exact(rows: list[dict[str, Any]]) -> list[list[Any]]:
+    """What must be equal bit for bit."""
+    return [[row[name] for name in EXACT] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def disturbed(project: Any) -> Any:
+    """The run of all faults, to its end: its driver is killed on the way, and the same command is given again."""
+    command = ["train", "job.yaml", "--name", "disturbed", *LONG, *PATIENCE, *write(project, "every", EVERY)]
+    first = project.raydist(*command)
+    assert first.returncode == -9, first.stderr
+    assert project.show("disturbed")["status"] == "lost"
+    second = project.raydist(*command)
+    assert second.returncode == 0, second.stderr
+    return project
+
+
+def test_the_same_bits(disturbed: Any) -> None:
+    """Loss, norm, samples of every step, once each; all weights and the optimizer; the eval loss: as if nothing had happened."""
+    plain = disturbed.train("undisturbed", *LONG, own_model=False)
+    shown = disturbed.show("disturbed")
+    assert exact(disturbed.steps("disturbed")) == exact(disturbed.steps("undisturbed"))
+    assert disturbed.weights("disturbed", STEPS) == disturbed.weights("undisturbed", STEPS)
+    assert (shown["status"], shown["eval_loss"]) == ("finished", plain["eval_loss"])
+
+
+def test_each_fault_happens_once_and_is_told(disturbed: Any) -> None:
+    """Once in the run, over all attempts and both drivers: in events.jsonl, in `raydist show`, in the order of their steps."""
+    asked = sorted(
+        (fault.step, fault.fault, rank) for fault in EVERY for rank in ([0, 1] if fault.rank is None else [fault.rank])
+    )
+    told = disturbed.events("disturbed", "fault")
+    assert sorted((e["step"], e["fault"], e["rank"]) for e in told) == asked
+    assert len({e["note"] for e in told}) == len(asked)
+    shown = disturbed.show("disturbed")["faults"]
+    assert sorted((f["step"], f["fault"], f["rank"]) for f in shown) == asked
+    assert [f["at"] for f in shown] == sorted(f["at"] for f in shown)
+
+
+def test_every_death_names_the_rank_and_the_cause(disturbed: Any) -> None:
+    """One failure a fault that ends an attempt, in order, with the rank that it was done to."""
+    failures = disturbed.events("disturbed", "failure")
+    killed = [(fault, "worker_died", "SIGKILL") for fault in damage() if isinstance(fault, Kill)]
+    expected = [*DEATHS, *killed, (REST[0], "worker_died", "SIGKILL")]
+    assert [(f["rank"], f["fault"]) for f in failures] == [(fault.rank, kind) for fault, kind, _ in expected]
+    for failure, (_, _, cause) in zip(failures, expected, strict=True):
+        assert re.search(cause.replace("(", r"\(").replace(")", r"\)"), failure["cause"]), failure["cause"]
+
+
+def test_storage_that_fails_costs_a_checkpoint(disturbed: Any) -> None:
+    """The save that met it failed, on that rank and for that reason; the next one was committed."""
+    failed = {
+        e["step"]: e for e in disturbed.events("disturbed", "checkpoint_failed") if "Connection" not in e["cause"]
+    }
+    assert {step: (e["rank"], e["cause"].rpartition(": ")[2]) for step, e in failed.items()} == {
+        9: (1, "No space left on device"),
+        30: (0, "Read-only file system"),
+        57: (1, "Input/output error"),
+    }
+    committed = {e["step"] for e in disturbed.events("disturbed", "checkpoint_saved")}
+    assert {12, 33, STEPS} <= committed
+
+
+def test_damaged_checkpoints_are_passed_over(disturbed: Any) -> None:
+    """Each is rejected, with what is wrong with it, and training goes on from the one before."""
+    rejected = [e for e in disturbed.events("disturbed", "checkpoint_rejected") if "too late" not in e["cause"]]
+    why = [
+        "not those that were written",
+        "instead of",
+        "not those that were written",
+        "is missing",
+        "canonical|is no JSON",
+    ]
+    assert [e["step"] for e in rejected] == list(DAMAGED.values())
+    for event, cause in zip(rejected, why, strict=True):
+        assert re.search(cause, event["cause"]), event["cause"]
+    resumed = [e["step"] for e in disturbed.events("disturbed", "resumed")]
+    assert [step - 3 in resumed for step in DAMAGED.values()] == [True] * len(DAMAGED)
+
+
+def test_a_stuck_loader_is_started_again(disturbed: Any) -> None:
+    """The rank, the step, and where its thread stands; no attempt ended of it."""
+    (stalled,) = disturbed.events("disturbed", "data_stalled")
+    assert (stalled["rank"], stalled["step"], stalled["final"]) == (1, 29, False)
+    assert "injector.py" in stalled["where"]
+
+
+NUMBERS: list[Fault] = [
+    BadNumber(rank=1, step=4, where="loss"),
+    BadNumber(rank=0, step=6, value="inf"),
+    LossSpike(rank=2, step=8),
+    SkipCollective(rank=1, step=9),
+    OutOfMemory(rank=0, step=10),
+    MemoryHog(rank=2, step=11, limit_mb=100),
+    Raise(rank=1, step=12, times=3),
+]
+
+
+def test_bad_numbers_lack_of_memory_and_a_crash_loop(project: Any) -> None:
+    """What changes the numbers, or ends the run, on three ranks: bad steps are left out, each guilty rank is named; a
+    collective that a rank skips hangs the others, and that rank is to blame; each lack of memory halves the micro-batch; a bug that
+    comes again and again stops the run, with exit code 3.
+    """
+    policy = ["recovery.on_nan=skip", "recovery.spike.factor=3", "recovery.spike.window=3", "recovery.step_timeout=2"]
+    fields = [*policy, "cluster.workers=3", "train.global_batch=12", "train.micro_batch=4"]
+    command = [word for field in fields for word in ("--set", field)]
+    done = project.raydist(
+        "train", "job.yaml", "--name", "numbers", *GPT, *command, *write(project, "numbers", NUMBERS)
+    )
+    assert done.returncode == 3, done.stderr
+    bad = project.events("numbers", "non_finite")
+    assert [(e["step"], e["action"], [r["rank"] for r in e["ranks"]]) for e in bad] == [
+        (4, "skip", [1]),
+        (6, "skip", [0]),
+    ]
+    (spike,) = project.events("numbers", "loss_spike")
+    assert (spike["step"], spike["action"]) == (8, "skip")
+    failures = project.events("numbers", "failure")
+    assert [(f["rank"], f["fault"]) for f in failures] == [
+        (1, "worker_hung"),
+        (0, "out_of_memory"),
+        (2, "out_of_memory"),
+        *[(1, "user_error")] * 3,
+    ]
+    assert "collectives of group" in failures[0]["cause"]
+    micro = [e.get("micro_batch") for e in project.events("numbers", "decision")]
+    assert micro == [None, 2, 1, None, None, None]
+    assert "the same cause 3 times" in done.stderr
+    assert [f["rank"] for f in project.show("numbers")["faults"]] == [1, 0, 2, 1, 0, 2, 1, 1, 1]
