@@ -239,7 +239,8 @@ class _Run:
                     if self.step == first:
                         self.startup.done("first_step")
                         if self.reporter:
-                            self.reporter.say("first_step", step=first, **self.startup.told(first - 1))
+                            told = self.startup.told(first - 1)
+                            self.reporter.say("first_step", attempt=self.job.attempt, step=first, **told)
                         self.saver.prepare(*self.state.capture()[:2])  # memory for the copies, beside the next step
                         # What torch and the model have made by now stays: a full collection walks through it for 0.2 s.
                         gc.collect()

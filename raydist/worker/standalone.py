@@ -115,33 +115,34 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
     from raydist.worker.loop import Door, Job, train
 
     run = RunDir(Storage(options.storage).at(check_name(options.name or spec.name)).uri)
+    lease = None
     if first:
-        # Before the group starts: the others wait in the rendezvous, and find the dataset there.
+        # Before the group starts: the others wait in the rendezvous, and find the dataset and the attempt there.
         dataset = data.open_or_prepare(spec.data, options.storage)
         lease = DriverLease(run)  # that it was lost is told by the fence, at the next commit
+        attempt = max(last_attempt(run), newest_attempt(run, spec.checkpoint.replicas)) + 1
+        run.storage.write(SPEC, dump(spec).encode())
+        begin_attempt(run, attempt)
     gpus = None if spec.cluster.gpus_per_worker == "auto" else float(spec.cluster.gpus_per_worker)
     rank = setup.start(gpus=gpus, threads=max(1, int(spec.cluster.cpus_per_worker)), timeout_s=spec.recovery.timeout_s)
     if not first:
-        dataset = data.open_or_prepare(spec.data, options.storage)
-    attempt = max(last_attempt(run), newest_attempt(run, spec.checkpoint.replicas)) + 1
-    log = None
-    if first:
-        run.storage.write(SPEC, dump(spec).encode())
-        begin_attempt(run, attempt)
-        log = _Log(run, attempt, rank.world_size, quiet=options.json)
+        dataset, attempt = data.open_or_prepare(spec.data, options.storage), run.lineage().newest
+    log = _Log(run, attempt, rank.world_size, quiet=options.json) if first else None
     job = Job(spec, run, dataset, attempt, options.until, options.allow_spec_change)
     try:
         outcome = train(job, rank, Door(log.push, log.durable) if log else None)
     except BaseException:
-        with contextlib.suppress(
-            StorageError
-        ):  # what stopped the run is to be told, not that storage took no last word
+        # What stopped the run is to be told, not that storage took no last word.
+        with contextlib.suppress(StorageError):
             if log:
                 log.end("stopped", 0)
         raise
-    if log:
-        log.end(outcome.status, outcome.step)
-        lease.release()
+    else:
+        if log:
+            log.end(outcome.status, outcome.step)
+    finally:
+        if lease:
+            lease.release()
     setup.stop(rank)
     return {"run": run.name, "path": run.uri, **outcome.to_dict()}
 
