@@ -115,6 +115,7 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
     from raydist.worker.loop import Door, Job, train
 
     run = RunDir(Storage(options.storage).at(check_name(options.name or spec.name)).uri)
+    lease = None
     if first:
         # Before the group starts: the others wait in the rendezvous, and find the dataset and the attempt there.
         dataset = data.open_or_prepare(spec.data, options.storage)
@@ -131,15 +132,17 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
     try:
         outcome = train(job, rank, Door(log.push, log.durable) if log else None)
     except BaseException:
-        with contextlib.suppress(
-            StorageError
-        ):  # what stopped the run is to be told, not that storage took no last word
+        # What stopped the run is to be told, not that storage took no last word.
+        with contextlib.suppress(StorageError):
             if log:
                 log.end("stopped", 0)
         raise
-    if log:
-        log.end(outcome.status, outcome.step)
-        lease.release()
+    else:
+        if log:
+            log.end(outcome.status, outcome.step)
+    finally:
+        if lease:
+            lease.release()
     setup.stop(rank)
     return {"run": run.name, "path": run.uri, **outcome.to_dict()}
 

@@ -205,15 +205,15 @@ def test_a_hung_rank_is_the_cause_not_those_that_were_killed_for_it() -> None:
 
     async def test() -> None:
         made, _ = await ready()
-        await made.begin(1, {})
+        await made.begin(1, {}, 2)
         result = asyncio.create_task(made.result(1))
         await asyncio.sleep(0)
         await made.late(1, 1)
-        assert (await made.next(1, 0, 2, {}))["do"] == "look"
+        assert (await made.next(1, 0, 2, offer(0)))["do"] == "look"
         sight = {"state": "S", "step": 4, "phase": "backward", "seconds": 11.0, "where": "", "answers": True}
         await made.seen(1, 0, 1, {**sight, "collectives": []})
         await made.seen(1, 1, 1, {**sight, "state": "T", "phase": "forward", "collectives": []})
-        assert (await made.next(1, 0, 3, {}))["do"] == "kill"
+        assert (await made.next(1, 0, 3, offer(0)))["do"] == "kill"
         await made.ended(1, 0, 1, DIED)
         await made.ended(1, 1, 1, DIED)
         reports = await result

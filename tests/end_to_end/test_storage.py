@@ -1,0 +1,46 @@
+"""What storage does to a run on Ray, as a user sees it: one clear end, and one driver at a time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from raydist.rundir import RunDir
+from raydist.runstate import this_process
+
+
+def test_storage_that_takes_no_checkpoint_stops_the_run_with_one_cause(project: Any) -> None:
+    """Read-only from the start: exit code 3 and SavesFailed after three failed saves, and no restart in between."""
+    folder = project.runs / "read-only" / "checkpoints"
+    folder.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=1m", "raydist-test", str(folder)], check=True)
+    try:
+        done = project.raydist("train", "job.yaml", "--name", "read-only", "--set", "model.name=gpt")
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    assert done.returncode == 3, done.stderr
+    assert "SavesFailed: 3 saves in a row failed up to step 12" in done.stderr
+    assert "Read-only file system" in done.stderr
+    assert [e["step"] for e in project.events("read-only", "checkpoint_failed")] == [3, 6, 9]
+    assert len(project.events("read-only", "attempt_started")) == 1
+
+
+def test_a_driver_that_lost_its_run_ends(project: Any) -> None:
+    """Another driver has taken over while this one could not renew its lease: exit code 3, and the other's word is left alone."""
+    command = ["train", "job.yaml", "--name", "lost", "--set", "model.name=gpt", "--set", "train.steps=100000"]
+    process = project.start(*command)
+    run = RunDir(project.runs / "lost")
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "step" in line:
+            break
+    other = {"driver": {**this_process(), "host": "elsewhere", "pid": 77}, "key": "theirs", "ended": False}
+    run.storage.write("drivers/000002.json", json.dumps({**other, "renewed_at": time.time()}).encode())
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 3, said
+    assert "another driver has taken over, process 77 on elsewhere" in said
+    assert json.loads(Path(run.uri, "drivers/000002.json").read_text())["key"] == "theirs"
+    assert project.events("lost", "ended") == [], "the last word is the other driver's"
