@@ -74,7 +74,7 @@ class DriverInjector:
             self._drain(note["node_ip"], float(note["asked"]["deadline_s"]))
 
     def _await_monitor(self) -> None:
-        """Until it is there again, for else nobody would hear what is told next. Training goes on without it, so it may stay away."""
+        """Until it is there again, or nobody would hear what is told next. Training goes on without it, so it may stay away."""
         import ray
         from ray.exceptions import RayError
 
