@@ -2,6 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+import yaml
+
+from raydist.faults import Fault
 from tests.end_to_end.conftest import project
 
-__all__ = ["project"]
+__all__ = ["exact", "project", "undisturbed", "write"]
+
+STEPS = 60
+EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "samples_hash")
+GPT = ["--set", "model.name=gpt", "--set", "recovery.max_failures=-1"]
+LONG = [*GPT, "--set", f"train.steps={STEPS}", "--set", "checkpoint.keep=100"]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(project: Any) -> dict[str, Any]:
+    """A run of STEPS steps on two ranks in which nothing happens: its records, weights and eval loss."""
+    shown = project.train("undisturbed", *LONG, own_model=False)
+    rows = exact(project.steps("undisturbed"))
+    assert len(rows) == STEPS
+    return {"rows": rows, "weights": project.weights("undisturbed", STEPS), "eval_loss": shown["eval_loss"]}
+
+
+def exact(rows: list[dict[str, Any]]) -> list[list[Any]]:
+    """What must be equal bit for bit."""
+    return [[row[name] for name in EXACT] for row in rows]
+
+
+def write(project: Any, name: str, faults: list[Fault]) -> list[str]:
+    """The file, and the option that names it."""
+    path = project.root / f"{name}.yaml"
+    path.write_text(yaml.safe_dump([fault.model_dump(mode="json") for fault in faults]))
+    return ["--faults", path.name]
