@@ -74,11 +74,7 @@ class DriverInjector:
             self._drain(note["node_ip"], float(note["asked"]["deadline_s"]))
 
     def _await_monitor(self) -> None:
-<<<<<<< HEAD
-        """Until it is there again: nobody would hear what is told next. Training goes on without it, so it may stay away."""
-=======
         """Until it is there again, or nobody would hear what is told next. Training goes on without it, so it may stay away."""
->>>>>>> wt-f
         import ray
         from ray.exceptions import RayError
 

@@ -13,11 +13,6 @@ from tests.faults.conftest import LONG, STEPS, exact, write
 from tests.hosts import Cluster, Hosts
 
 
-<<<<<<< HEAD
-def test_a_killed_node_and_a_drained_one(project: Any, ray_hosts: Cluster) -> None:
-    """The node of a rank is killed, with all that is below its raylet; once there is another one the run goes on, to the same bits.
-    A drain notice for that one takes no step; Ray ends the node when nothing runs on it any more.
-=======
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     """A head without CPUs, and a node of two."""
@@ -29,7 +24,6 @@ def cluster() -> Iterator[Cluster]:
 def test_a_killed_node_and_a_drained_one(project: Any, cluster: Cluster, undisturbed: dict[str, Any]) -> None:
     """The node of a rank is killed, with all that is below its raylet; once there is another one the run goes on, to the same
     bits. A drain notice for that one takes no step; Ray ends the node when nothing runs on it any more.
->>>>>>> wt-f
     """
     head, other = cluster.hosts
     faults = write(project, "nodes", [KillNode(rank=1, step=5), Drain(rank=1, step=STEPS - 1)])
