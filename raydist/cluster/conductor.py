@@ -45,6 +45,11 @@ class Conductor:
         self._offers, self._reports = {}, {}
         await self._say("wait")
 
+    async def places(self) -> dict[int, dict[str, Any]]:
+        """Where each rank is, once every rank's agent is there: its offer."""
+        await self._until(lambda: len(self._offers) == self._world)
+        return {rank: dict(offer) for rank, offer in self._offers.items()}
+
     async def begin(self, attempt: int, job: Mapping[str, Any]) -> None:
         """Starts an attempt as soon as every rank's agent is there; `job` is what their ranks are given."""
         await self._until(lambda: len(self._offers) == self._world)
@@ -95,7 +100,7 @@ class Conductor:
     # --- from the agents
 
     async def next(self, group: int, rank: int, seen: int, offer: Mapping[str, Any]) -> dict[str, Any]:
-        """The first order after number `seen`: do wait, train, kill or leave. `offer`: host and port where rank 0 would listen."""
+        """The first order after number `seen`: do wait, train, kill or leave. `offer`: its node, host and port."""
         if group == self._group:
             self._offers[rank] = offer
             await self._notify()

@@ -71,6 +71,13 @@ class Group:
         """Whether another attempt can run in it."""
         return self._thread.is_alive()
 
+    def places(self) -> dict[int, str]:
+        """Rank -> Ray's id of its node, once all are there; {} if the group has ended."""
+        try:
+            return {rank: offer["node"] for rank, offer in self._wait(self._conductor.places.remote()).items()}
+        except _GroupEnded:
+            return {}
+
     def attempt(self, number: int, job: Mapping[str, Any]) -> AttemptResult:
         """One attempt: from the ranks' start until all of them have ended. `job` is plain. Never raises for a failed one."""
         try:

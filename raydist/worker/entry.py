@@ -49,6 +49,7 @@ class _Agent:
         self._conductor, self.monitor, self._group = conductor, monitor, group
         self.rank = int(os.environ["RANK"])
         self.node_ip = ray.util.get_node_ip_address()
+        self._node = ray.get_runtime_context().get_node_id()
         self.server = ForkServer()
         self._port = hold_port()
         self._attempt: _Attempt | None = None
@@ -82,8 +83,8 @@ class _Agent:
         return port
 
     def _offer(self) -> dict[str, Any]:
-        """Where the ranks of the next attempt can meet, if this is rank 0."""
-        return {"host": self.node_ip, "port": port_of(self._port)}
+        """Ray's id of its node, and where the ranks of the next attempt can meet, if this is rank 0."""
+        return {"node": self._node, "host": self.node_ip, "port": port_of(self._port)}
 
 
 class _Attempt:

@@ -35,7 +35,7 @@ from raydist.worker.checkpoint import layout, manifest, pruning
 from raydist.worker.checkpoint.layout import Part
 from raydist.worker.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from raydist.worker.checkpoint.staging import Stage
-from raydist.worker.checkpoint.writer import PartsPlanner, ShardWriter
+from raydist.worker.checkpoint.writer import Commit, PartsPlanner, ShardWriter
 
 CLOSE_S = 60.0
 
@@ -119,7 +119,7 @@ class Saver:
 
         May be called once, after the first step, when the optimizer has its state. No collective.
         """
-        parts = layout.plan(tensors, rank_tensors, self._rank, self._world_size)
+        parts = self._plan(tensors, rank_tensors)
         stage = self._stage_for(tensors)
         nbytes = layout.aligned(parts[-1].start + parts[-1].length) if parts else 0
         self._warm = threading.Thread(
@@ -140,7 +140,7 @@ class Saver:
         self.wait()
         save = _Save(
             step,
-            layout.plan(tensors, rank_tensors, self._rank, self._world_size),
+            self._plan(tensors, rank_tensors),
             layout.aliases(tensors),
             _plain(dict(plain), "plain"),
             begun,
@@ -152,6 +152,11 @@ class Saver:
         if not self._asynchronous:
             save.done.wait()
         save.stalled += time.perf_counter() - begun
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._save is not None and not self._save.done.is_set()
 
     def before_update(self) -> None:
         """To be called before the weights change; returns once the state of the save in flight has been copied."""
@@ -230,10 +235,6 @@ class Saver:
             self._store_eval(save.step)
 
     def _write(self, save: _Save, stage: Stage, failure: BaseException | None) -> None:
-        # A name of its own for every save: what is committed is never written again, whatever is saved there once more.
-        place = f"{self._rank:05d}-of-{self._world_size:05d}"
-        name = f"shard-{place}-{self._attempt:04d}-{uuid.uuid4().hex[:8]}.bin"
-
         def commit(files: dict[str, FileEntry], tensors: dict[str, TensorEntry]) -> None:
             if self._before_commit is not None:
                 self._before_commit()
@@ -260,11 +261,22 @@ class Saver:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one rank is no mistake
         dcp_save(
             {},
-            storage_writer=ShardWriter(self._run, save.step, name, save.parts, stage.memory, commit),
+            storage_writer=self._writer(save.step, save.parts, stage, commit),
             planner=PartsPlanner(save.parts, failure),
             process_group=self._group,
             no_dist=self._group is None,
         )
+
+    # --- what raydist.worker.checkpoint.vault does otherwise
+
+    def _plan(self, tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor]) -> list[Part]:
+        return layout.plan(tensors, rank_tensors, self._rank, self._world_size)
+
+    def _writer(self, step: int, parts: list[Part], stage: Stage, commit: Commit) -> ShardWriter:
+        # A name of its own for every save: what is committed is never written again, whatever is saved there once more.
+        place = f"{self._rank:05d}-of-{self._world_size:05d}"
+        name = f"shard-{place}-{self._attempt:04d}-{uuid.uuid4().hex[:8]}.bin"
+        return ShardWriter(self._run, step, name, parts, stage.memory, commit)
 
     def _refuse_if_fenced(self) -> None:
         if fenced(self._run, self._attempt):
