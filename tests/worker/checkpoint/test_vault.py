@@ -15,9 +15,11 @@ import torch
 from raydist.cluster.placement import place
 from raydist.cluster.vault import Vault as NodeVault
 from raydist.data.prepare import prepare
+from raydist.errors import UserError
 from raydist.rundir import RunDir, begin_attempt
 from raydist.spec import JobSpec
 from raydist.worker.checkpoint import manifest, vaultdir
+from raydist.worker.checkpoint.staging import Stage
 from raydist.worker.checkpoint.vault import Slot, VaultJob
 from raydist.worker.loop import Door, Job, train
 from raydist.worker.setup import Rank
@@ -41,7 +43,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
 def folder() -> Iterator[Path]:
     """A vault's folder, with its node's Vault, as a private run's driver has it."""
     vault = NodeVault(vaultdir.new_folder())
-    vault.link(None, None, range(4), 4)
+    vault.link(None, None, range(2), 2)
     yield vault._folder
     vault.close()
     assert not vault._folder.exists()
@@ -63,7 +65,8 @@ def spec_of(dataset: str, strategy: str = "ddp", every: Any = 2, checkpoint: int
 
 
 def trained(rank: Rank, spec: JobSpec, path: str, vault: dict[str, Any] | None, attempt: int, kill: Any = None) -> Any:
-    """An attempt: (steps, events) as rank 0 told them. `kill`: (rank, step, what it must see done before) for a SIGKILL."""
+    """An attempt: (steps, events) as rank 0 told them. `kill`: (rank, step) for a SIGKILL there; with anything
+    more, in the middle of the copy that is taken after that step."""
     steps: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
 
@@ -76,9 +79,15 @@ def trained(rank: Rank, spec: JobSpec, path: str, vault: dict[str, Any] | None, 
     def deadly(self: TrainStep, number: int, *args: Any, **kwargs: Any) -> Any:
         if kill is not None and number > 1:
             vaults[0].vault._saver.wait()  # so that it is known which copies there are
-        if kill is not None and (rank.rank, number) == tuple(kill):
-            os.kill(os.getpid(), signal.SIGKILL)
+        if kill is not None and (rank.rank, number) == tuple(kill[:2]):
+            if len(kill) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            Stage.view = torn  # type: ignore[method-assign]
         return step(self, number, *args, **kwargs)
+
+    def torn(self: Stage, part: Any) -> Any:
+        self._buffer.fill_(7)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     vaults: list[Any] = []
     from raydist.worker import loop
@@ -133,7 +142,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_copy(
 ) -> None:
     """SIGKILL of rank 1 in step 8: the copy of step 6 is gone on from, not the checkpoint of 4, to the bits of an undisturbed run.
 
-    Then SIGKILL of rank 0 in step 7, whose copy of step 6 the restarted ranks have not written over.
+    Then SIGKILL of rank 1 in step 7: the restarted ranks have not written over the copy of step 6.
     """
     spec = spec_of(dataset, strategy)
     expected, _ = run(ranks, trained, 2, spec, str(tmp_path / "calm"), None, 1)[0]
@@ -143,8 +152,8 @@ def test_a_killed_rank_costs_the_steps_since_the_last_copy(
     assert RunDir(path).committed() == [4]
     job = newest(folder, 2, after=4)
     assert job["step"] == 6
-    died = ranks.run(trained, 2, spec, str(path), job, 2, (0, 7))
-    assert isinstance(died[0], ChildProcessError)
+    died = ranks.run(trained, 2, spec, str(path), job, 2, (1, 7))
+    assert isinstance(died[1], ChildProcessError)
     again = newest(folder, 2, after=4)
     assert again == job
     steps, events = run(ranks, trained, 2, spec, str(path), again, 3)[0]
@@ -156,7 +165,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_copy(
 
 
 def test_a_flipped_byte_means_storage(ranks: Any, dataset: str, tmp_path: Path, folder: Path) -> None:
-    """One bit of one shard in memory is wrong: told with the file, and the checkpoint of step 4 is gone on from, to the same bits."""
+    """One bit of one shard in memory is wrong: told with the file, and step 4 on storage is gone on from, to the same bits."""
     spec = spec_of(dataset)
     expected, _ = run(ranks, trained, 2, spec, str(tmp_path / "calm"), None, 1)[0]
     path = tmp_path / "killed"
@@ -182,7 +191,56 @@ def test_another_number_of_ranks_goes_on(ranks: Any, dataset: str, tmp_path: Pat
     expected, _ = run(ranks, trained, 2, spec, str(tmp_path / "calm"), None, 1)[0]
     assert [(e["step"], e["source"]) for e in events if e["kind"] == "resumed"] == [(6, "memory")]
     assert [s["samples_hash"] for s in steps] == [s["samples_hash"] for s in expected[6:]]
-    assert [s["loss"] for s in steps] == pytest.approx([s["loss"] for s in expected[6:]], rel=0.1)  # other dropout masks
+    assert [s["loss"] for s in steps] == pytest.approx(
+        [s["loss"] for s in expected[6:]], rel=0.1
+    )  # other dropout masks
+
+
+def test_a_death_in_mid_copy_keeps_the_older_copy(ranks: Any, dataset: str, tmp_path: Path, folder: Path) -> None:
+    """SIGKILL of rank 1 while it copies step 6, half of it written: the copy of step 4 is whole, and ends at the same bits."""
+    spec = spec_of(dataset, "zero2", checkpoint=None)
+    expected, _ = run(ranks, trained, 2, spec, str(tmp_path / "calm"), None, 1)[0]
+    died = ranks.run(trained, 2, spec, str(tmp_path / "killed"), {"folder": str(folder)}, 1, (1, 6, "copy"))
+    assert isinstance(died[1], ChildProcessError)
+    (torn,) = folder.glob(".tmp-slot-00001-*")
+    assert set(torn.read_bytes()) == {7}
+    job = newest(folder, 2)
+    assert job["step"] == 4
+    steps, _ = run(ranks, trained, 2, spec, str(tmp_path / "killed"), job, 2)[0]
+    assert exact(steps) == exact(expected)[4:]
+    assert weights(tmp_path / "killed") == weights(tmp_path / "calm")
+
+
+@pytest.mark.parametrize("every", [2, "auto"])
+def test_no_room_in_shared_memory(ranks: Any, dataset: str, tmp_path: Path, folder: Path, every: Any) -> None:
+    """Asked for, it is refused with the sizes and the remedy; by default training goes on without, and says so."""
+    spec = spec_of(dataset, every=every)
+    results = ranks.run(no_room, 2, spec, str(tmp_path), str(folder))
+    if every == "auto":
+        steps, events = results[0]
+        assert [s["step"] for s in steps] == list(range(1, STEPS + 1))
+        (text,) = [e["text"] for e in events if e["kind"] == "note" and "in memory" in e["text"]]
+    else:
+        assert all(isinstance(r, UserError) for r in results)
+        text = results[0].message
+    assert "/dev/shm has 0.00 GiB free" in text
+    assert "--shm-size" in text
+    assert not list(folder.glob("checkpoints/*"))
+
+
+def no_room(rank: Rank, spec: JobSpec, path: str, folder: str) -> Any:
+    found, vaultdir.room = vaultdir.room, lambda folder: (4096, 1 << 40, 0)
+    try:
+        return trained(rank, spec, path, {"folder": folder}, 1)
+    finally:
+        vaultdir.room = found
+
+
+def test_a_full_shared_memory_is_no_bus_error(kit: Any, tmp_path: Path) -> None:
+    """Allocating a slot raises where a write to its pages would kill the process."""
+    slot = Slot(torch.device("cpu"), tmp_path, tmp_path / ".tmp-slot")
+    with pytest.raises(OSError, match="No space|too large"):
+        slot.reserve(1 << 50)
 
 
 def test_two_copies_at_most(ranks: Any, dataset: str, tmp_path: Path, folder: Path) -> None:
