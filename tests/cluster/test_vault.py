@@ -163,7 +163,7 @@ def test_what_killed_runs_left_goes(tmp_path: Path) -> None:
     process.stdout.readline()
     rank = Use(folder)
     process.kill()
-    process.wait()
+    process.communicate()
     assert not vaultdir.remove(Path(folder), wait=False)
     vaultdir.remove_unused()
     assert os.path.exists(folder), "a rank uses it"
