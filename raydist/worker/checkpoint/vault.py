@@ -37,7 +37,7 @@ from torch.futures import Future
 
 from raydist.errors import CheckpointError, UserError
 from raydist.records import Event
-from raydist.rundir import CHECKPOINTS, RunDir, manifest_name, step_folder
+from raydist.rundir import CHECKPOINTS, RunDir, manifest_attempt, manifest_name
 from raydist.worker.checkpoint import layout, manifest, vaultdir
 from raydist.worker.checkpoint.layout import Part
 from raydist.worker.checkpoint.manifest import FileEntry, Manifest
@@ -75,9 +75,8 @@ class Slot(Stage):
     def __init__(self, device: torch.device, folder: Path, path: Path) -> None:
         super().__init__(device)
         self._folder, self.path = folder, path
-        found = Shard.parse(path.name)
-        self.step = int(path.parent.name.removeprefix("step-")) if found else None
-        """The step of the copy that it holds; None: no whole one."""
+        self.holds = _snapshot_of(path)
+        """(step, attempt) of the snapshot whose shard it is; None: of none."""
 
     def reserve(self, nbytes: int) -> None:
         """Allocates every page. Raises OSError (ENOSPC) where shared memory is full: a write there would be a bus error."""
@@ -98,10 +97,10 @@ class Slot(Stage):
 
     def withdraw(self) -> None:
         """From now on its file is nobody's copy, and may be written."""
-        if self.step is None:
+        if self.holds is None:
             return
         before, self.path = self.path, slot_path(self._folder, self.path.name)
-        self.step = None
+        self.holds = None
         try:
             os.rename(before, self.path)
         except OSError:  # somebody has removed it: the next reserve() makes another
@@ -118,7 +117,13 @@ class Slot(Stage):
         except FileNotFoundError:
             path.parent.mkdir(parents=True, exist_ok=True)  # a peer of this node has just removed the empty folder
             os.rename(self.path, path)
-        self.path, self.step = path, step
+        self.path, self.holds = path, _snapshot_of(path)
+
+
+def _snapshot_of(path: Path) -> tuple[int, int] | None:
+    """(step, attempt) of the snapshot that a shard is of; None for any other file. Two attempts may have taken the same step."""
+    shard = Shard.parse(path.name)
+    return (int(path.parent.name.removeprefix("step-")), shard.attempt) if shard else None
 
 
 def slot_path(folder: Path, label: str) -> Path:
@@ -165,10 +170,11 @@ class SlotWriter(ShardWriter):
 class Snapshots(Saver):
     """The Saver of snapshots: the same calls, at the same steps on every rank. A folder has one for each of its node's ranks.
 
-    `kept`: the step of the snapshot that this attempt went on from, which stays until there is a newer one. `on_event` gets notes.
+    `kept`: (step, attempt) of the snapshot that this attempt went on from, which stays until there is a newer one. `on_event` gets
+    notes.
     """
 
-    def __init__(self, folder: Path, *, kept: int | None, **saver: Any) -> None:
+    def __init__(self, folder: Path, *, kept: tuple[int, int] | None, **saver: Any) -> None:
         super().__init__(RunDir(folder), asynchronous=True, keep=2, **saver)
         self._folder, self._kept = folder, kept
         self._slots: list[Slot] = []
@@ -185,7 +191,7 @@ class Snapshots(Saver):
             # What does not fit here is told by the first snapshot, where all ranks hear of it.
             with contextlib.suppress(OSError):
                 for slot in slots:
-                    if slot.step is None:
+                    if slot.holds is None:
                         slot.reserve(nbytes)
 
         self._warm = threading.Thread(target=reserve, name="raydist-vault-slots", daemon=True)
@@ -222,15 +228,14 @@ class Snapshots(Saver):
         if not self._slots:
             place = f"shard-{self._rank:05d}-of-{self._world_size:05d}-"
             paths = sorted(self._folder.glob(f"{CHECKPOINTS}/step-*/{place}*.bin"))
-            newest = self._folder / step_folder(self._kept or 0)
             for path in [p for p in paths if p.stat().st_nlink > 1]:
                 # Also what this node keeps for another one, from which the rank came: writing to it would spoil that copy.
                 paths.remove(path)
-                if path.parent == newest:
+                if _snapshot_of(path) == self._kept:
                     self._linked = path  # needed until there is a newer one
                 else:
                     path.unlink()
-            kept = [p for p in paths if p.parent == newest][:1]
+            kept = [p for p in paths if _snapshot_of(p) == self._kept]
             others = [p for p in paths if p not in kept]
             others += self._folder.glob(f"{slot_path(self._folder, place).name[:-8]}*")
             for path in others[2 - len(kept) :]:
@@ -244,11 +249,10 @@ class Snapshots(Saver):
 
     def _stage_for(self, tensors: Mapping[str, Tensor]) -> Stage:
         """A slot that does not hold the newest committed snapshot."""
-        free = [s for s in self._slots_for(tensors) if s.step is None or s.step != self._kept]
-        slot = min(free, key=lambda s: -1 if s.step is None else s.step)
-        if slot.step is not None and self._rank == 0:
-            for path in slot.path.parent.glob("MANIFEST-*"):
-                path.unlink(missing_ok=True)
+        free = [s for s in self._slots_for(tensors) if s.holds is None or s.holds != self._kept]
+        slot = min(free, key=lambda s: s.holds or (-1, 0))
+        if slot.holds is not None and self._rank == 0:
+            slot.path.with_name(manifest_name(slot.holds[1])).unlink(missing_ok=True)
         slot.withdraw()
         self._stage = slot
         return slot
@@ -260,7 +264,7 @@ class Snapshots(Saver):
             self._shard = Shard(self._rank, self._world_size, self._attempt, xxh3).name
             stage.publish(step, self._shard)
             # At once, not when it is committed: copying it to another node may take a while.
-            vaultdir.ring(self._folder, step=step, name=self._shard, kept=self._kept)
+            vaultdir.ring(self._folder, step=step, name=self._shard, kept=self._kept[0] if self._kept else None)
             return self._shard
 
         return SlotWriter(self._run, step, publish, stage, parts, commit)
@@ -274,7 +278,7 @@ class Snapshots(Saver):
                     "note", text=f"no copy in memory of step {result.step}: rank {result.failed_rank}: {result.cause}"
                 )
             return
-        self._kept = result.step
+        self._kept = (result.step, self._attempt)
         for name in [self._shard, manifest_name(self._attempt)] if self._rank == 0 else [self._shard]:
             vaultdir.ring(self._folder, step=result.step, name=name, kept=result.step)
         if self._linked is not None:
@@ -309,7 +313,9 @@ class Vault:
         self._every, self._group = every, group
         self._rank, self._world_size = int(saver["rank"]), int(saver["world_size"])
         self._on_event: Callable[[Event], None] = saver["on_event"]
-        self._saver = Snapshots(Path(job.folder), kept=job.step, group=group, **saver)
+        attempt = manifest_attempt(job.manifest) if job.manifest is not None else None
+        kept = (job.step, attempt) if job.step is not None and attempt is not None else None
+        self._saver = Snapshots(Path(job.folder), kept=kept, group=group, **saver)
         self._pace = Pace(every, resumed)
         self._off = False
         self._ready = False

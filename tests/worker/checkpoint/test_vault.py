@@ -20,7 +20,7 @@ from raydist.rundir import RunDir, begin_attempt
 from raydist.spec import JobSpec
 from raydist.worker.checkpoint import manifest, vaultdir
 from raydist.worker.checkpoint.staging import Stage
-from raydist.worker.checkpoint.vault import Slot, VaultJob
+from raydist.worker.checkpoint.vault import Slot, Snapshots, VaultJob
 from raydist.worker.loop import Door, Job, train
 from raydist.worker.setup import Rank
 from raydist.worker.step import TrainStep
@@ -209,6 +209,36 @@ def test_a_death_in_mid_copy_keeps_the_older_copy(ranks: Any, dataset: str, tmp_
     steps, _ = run(ranks, trained, 2, spec, str(tmp_path / "killed"), job, 2)[0]
     assert exact(steps) == exact(expected)[4:]
     assert weights(tmp_path / "killed") == weights(tmp_path / "calm")
+
+
+def test_two_attempts_took_the_same_step(kit: Any, tmp_path: Path) -> None:
+    """What the first attempt committed stays, shard and manifest, when the third one, which goes on from it, writes over what the
+    second one left of that step; and the third's own copies are two, as ever."""
+
+    def attempt(number: int, kept: tuple[int, int] | None) -> Any:
+        common = {"rank": 0, "world_size": 1, "group": None, "spec_hash": "", "numbers": {}, "on_event": print}
+        return Snapshots(tmp_path, kept=kept, attempt=number, **common)
+
+    def take(saver: Any, step: int) -> None:
+        saver.start(step, kit.state(step), kit.rng(step), {"step": step})
+        assert saver.wait()
+
+    def there() -> set[str]:
+        return {f"{p.parent.name[-1]} {p.name[:25]}" for p in tmp_path.glob("checkpoints/*/*")}
+
+    take(attempt(1, None), 2)
+    second = attempt(2, None)
+    second._before_commit = lambda: 1 / 0
+    second.start(2, kit.state(2), kit.rng(2), {"step": 2})
+    assert not second.wait()
+    old = {"2 shard-00000-of-00001-0001", "2 MANIFEST-0001.json"}
+    assert there() == {*old, "2 shard-00000-of-00001-0002"}
+    third = attempt(3, (2, 1))
+    take(third, 4)
+    new = {"4 shard-00000-of-00001-0003", "4 MANIFEST-0003.json"}
+    assert there() == old | new
+    take(third, 6)
+    assert there() == {*new, "6 shard-00000-of-00001-0003", "6 MANIFEST-0003.json"}
 
 
 @pytest.mark.parametrize("every", [2, "auto"])
