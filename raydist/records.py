@@ -46,7 +46,7 @@ class StepRecord:
 class Event:
     """Something that happened to a run: `kind` names it, `data` holds plain values, `at` is Unix time in seconds.
 
-    Kinds: attempt_started, workers, resumed, checkpoint_saved, checkpoint_failed, checkpoint_rejected, eval,
+    Kinds: attempt_started, workers, resumed, first_step, checkpoint_saved, checkpoint_failed, checkpoint_rejected, eval,
     capacity, non_finite, loss_spike, data_stalled, failure, decision, note, ended. docs/records.md lists the data of each.
     """
 

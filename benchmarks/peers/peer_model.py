@@ -40,7 +40,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The model; with `meter`, each training forward of a whole batch is noted."""
 
-    def __init__(self, meter: Meter | None) -> None:
+    def __init__(self, meter: Meter | Trace | None) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(SEQUENCE, WIDTH)
         self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
@@ -94,8 +94,21 @@ class Meter:
             os.replace(path + ".part", path)
 
 
+class Trace:
+    """For benchmarks/recovery.py: a line with time and pid for each forward, in OUT.RANK.forwards."""
+
+    def __init__(self, out: str) -> None:
+        self.fd = os.open(f"{out}.{os.environ.get('RANK', '0')}.forwards", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def tick(self) -> None:
+        """One forward begins."""
+        os.write(self.fd, f"{time.time():.6f} {os.getpid()}\n".encode())
+
+
 def build(model: Any, vocab_size: int) -> GPT:
-    """For raydist: `options` holds out and t0."""
+    """For raydist: `options` holds out, and t0 if it is the meter that is wanted."""
+    if "t0" not in model.options:
+        return GPT(Trace(model.options["out"]))
     return GPT(Meter(model.options["out"], float(model.options["t0"])))
 
 

@@ -43,7 +43,7 @@ class Conductor:
         """From now on `group`, of `world` ranks, is the one that is listened to. Numbers ascend."""
         self._group, self._world = group, world
         self._offers, self._reports = {}, {}
-        await self._say("wait")
+        await self._command("wait")
 
     async def places(self) -> dict[int, dict[str, Any]]:
         """Where each rank is, once every rank's agent is there: its offer."""
@@ -54,7 +54,7 @@ class Conductor:
         """Starts an attempt as soon as every rank's agent is there; `job` is what their ranks are given."""
         await self._until(lambda: len(self._offers) == self._world)
         self._attempt, self._reports = attempt, {}
-        await self._say("train", attempt=attempt, job=dict(job), **self._offers[0])
+        await self._command("train", attempt=attempt, job=dict(job), **self._offers[0])
 
     async def result(self, attempt: int) -> dict[int, dict[str, Any]]:
         """Once it is over: every rank's report. The first failure ends it for all, as soon as its cause may be known.
@@ -72,14 +72,14 @@ class Conductor:
         if not self._over():
             if not hung:
                 await self._until(lambda: self._over() or self._failed(but_echoes=True), CAUSE_S)
-            await self._say("kill", attempt=attempt)
+            await self._command("kill", attempt=attempt)
             await self._until(self._over)
         return self._reports | hung
 
     async def _look(self, attempt: int) -> dict[int, dict[str, Any]]:
         """Asks all agents what they see of their ranks. The report of the one to blame, if there is one."""
         self._sights = {}
-        await self._say("look", attempt=attempt)
+        await self._command("look", attempt=attempt)
         await self._until(lambda: self._failed() or len(self._sights) == self._world, SIGHT_S)
         if self._failed() or not self._sights:
             return {}
@@ -95,7 +95,7 @@ class Conductor:
 
     async def leave(self) -> None:
         """Ends the group."""
-        await self._say("leave")
+        await self._command("leave")
 
     # --- from the agents
 
@@ -108,7 +108,7 @@ class Conductor:
         return self._order if group == self._group else {"number": seen, "do": "leave"}
 
     async def ended(self, group: int, rank: int, attempt: int, report: dict[str, Any]) -> None:
-        """How a rank's process ended: `outcome`, `error` (the fields of RankFailed) or `died` (pid, node_ip, how).
+        """How a rank's process ended: `outcome`, `error` (the fields of RankFailed) or `died` (pid, node_ip, how, starved).
 
         And `at`, Unix time, and `silent_s`, seconds since it last showed that it gets on.
         """
@@ -137,7 +137,7 @@ class Conductor:
         errors = [error for rank, report in self._reports.items() if (error := rank_error(rank, report)) is not None]
         return any(not (but_echoes and is_echo(error)) for error in errors)
 
-    async def _say(self, do: str, **what: Any) -> None:
+    async def _command(self, do: str, **what: Any) -> None:
         self._order = {"number": self._order["number"] + 1, "do": do, **what}
         await self._notify()
 
@@ -163,6 +163,8 @@ def rank_error(rank: int, report: Mapping[str, Any]) -> RankError | None:
     if "hung" in report:
         return RankError(rank, "RankHung", report["hung"], at=report["at"], kind="worker_hung")
     died = report["died"]
+    if died["starved"]:
+        return RankError(rank, "OutOfMemory", died["starved"], at=report["at"], kind="out_of_memory")
     message = f"process {died['pid']} on {died['node_ip']} ended without a word ({died['how']})"
     return RankError(rank, "WorkerDied", message, at=report["at"], kind="worker_died")
 

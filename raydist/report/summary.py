@@ -110,8 +110,8 @@ def _attempts(segments: list[Segment], events: list[Event], status: str) -> list
     found: dict[int, dict[str, Any]] = {}
 
     def attempt(number: int) -> dict[str, Any]:
-        blank = {"number": number, "world_size": None, "first_step": None, "last_step": None, "cause": None}
-        return found.setdefault(number, blank)
+        keys = ("world_size", "first_step", "last_step", "startup", "cause")
+        return found.setdefault(number, {"number": number, **dict.fromkeys(keys)})
 
     for segment in segments:
         about = attempt(segment.attempt)
@@ -126,6 +126,9 @@ def _attempts(segments: list[Segment], events: list[Event], status: str) -> list
                 current["cause"] = "its driver was gone without a word"
             current = attempt(event.data["attempt"])
             current["world_size"] = event.data["world_size"]
+        elif event.kind == "first_step":
+            startup = {key: event.data[key] for key in ("seconds", "stages", "repeated_steps")}
+            attempt(event.data["attempt"])["startup"] = startup
         elif event.kind == "failure":
             rank = event.data.get("rank")
             cause = event.data["cause"]

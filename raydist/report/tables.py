@@ -50,10 +50,11 @@ def show(told: dict[str, Any], out: Console | None = None) -> None:
         soft_wrap=True,
     )
     if told["attempts"]:
-        table = _table("attempt>", "workers>", "first step>", "last step>", "ended by")
+        table = _table("attempt>", "workers>", "first step>", "last step>", "up in>", "ended by")
         for attempt in told["attempts"]:
-            numbers = ("number", "world_size", "first_step", "last_step")
-            table.add_row(*(_or_dash(attempt[key]) for key in numbers), Text(attempt["cause"] or ""))
+            numbers = (_or_dash(attempt[key]) for key in ("number", "world_size", "first_step", "last_step"))
+            up = text.span(attempt["startup"]["seconds"]) if attempt["startup"] else "-"
+            table.add_row(*numbers, up, Text(attempt["cause"] or ""))
         out.print(table)
     if told["checkpoints"]:
         table = _table("checkpoint>", "size>", "best")

@@ -99,6 +99,10 @@ def _told(what: Event) -> str:
             memory = data.get("source") == "memory"
             path = " (a copy in memory)" if memory else f" ({data['path']})" if "path" in data else ""
             return f"resumed from step {data['step']}{path}"
+        case "first_step":
+            stages = ", ".join(f"{name.replace('_', ' ')} {span(s)}" for name, s in data["stages"].items() if s >= 0.05)
+            again = f"; {data['repeated_steps']} steps trained once more" if data["repeated_steps"] else ""
+            return f"step {data['step']}, the first of attempt {data['attempt']}, after {span(data['seconds'])}: {stages}{again}"
         case "checkpoint_saved":
             took = f"in {span(data['seconds'])}, training stopped for {span(data['stall_seconds'])}"
             return f"checkpoint at step {data['step']}: {size(data['bytes'])} {took}{_best(data)}"

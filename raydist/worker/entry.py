@@ -26,6 +26,7 @@ from raydist.rundir import LOGS, RunDir
 from raydist.worker import probe as probing
 from raydist.worker.child import facts
 from raydist.worker.forkserver import ForkServer, Process
+from raydist.worker.oom import MemoryWatch
 from raydist.worker.rendezvous import hold_port, port_of
 from raydist.worker.stacks import Witness, where
 
@@ -112,14 +113,21 @@ class _Attempt:
                     process = self._process = self._start(stack)
                 finally:
                     self._started.set()
-                again = 0.0
+                again, memory = 0.0, MemoryWatch(process.pid)
                 while not process.ended.wait(_WATCH_S):
+                    memory.look()
                     if self._reader.look().late and time.monotonic() > again:
                         agent.tell("late", self._number)
                         again = time.monotonic() + _LATE_AGAIN_S
             seen, silent = time.time(), self._reader.look().seconds
             if not self._told:
-                self._told["died"] = {"pid": process.pid, "node_ip": agent.node_ip, "how": process.how}
+                starved = memory.why() if process.how == "SIGKILL" else ""
+                self._told["died"] = {
+                    "pid": process.pid,
+                    "node_ip": agent.node_ip,
+                    "how": process.how,
+                    "starved": starved,
+                }
         except Exception as error:
             seen, silent = time.time(), 0.0
             self._told["error"] = facts(error, agent.rank)

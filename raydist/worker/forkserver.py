@@ -82,7 +82,7 @@ class ForkServer:
             before = len(self._forked)
             with contextlib.suppress(OSError):  # it is gone: told below
                 socket.send_fds(self._socket, [json.dumps({"env": dict(env)}).encode()], list(fds))
-            self._changed.wait_for(lambda: len(self._forked) > before or self._gone)
+            self._changed.wait_for(lambda: len(self._forked) > before or self._failure or self._gone)
             if len(self._forked) == before:
                 raise ChildProcessError(self._failure or f"the fork server is gone: exit code {self._server.wait()}")
             return self._forked[-1]
@@ -137,6 +137,8 @@ def main(fd: int, preload: Sequence[str]) -> None:
                 import_module(name)
         except Exception as error:
             agent.send(json.dumps({"failure": f"{type(error).__name__}: {error}"}).encode())
+            while agent.recv(MESSAGE):  # what is not read when the socket is closed would cost the agent the message
+                pass
             raise
         gc.collect()
         gc.freeze()  # so that a child's collector does not write to the pages that it shares

@@ -242,7 +242,8 @@ class _Run:
                     if self.step == first:
                         self.startup.done("first_step")
                         if self.reporter:
-                            self.reporter.say("first_step", step=first, **self.startup.told(first - 1))
+                            told = self.startup.told(first - 1)
+                            self.reporter.say("first_step", attempt=self.job.attempt, step=first, **told)
                         state = self.state.capture()[:2]
                         self.saver.prepare(*state)  # memory for the copies, beside the next step
                         if self.vault:

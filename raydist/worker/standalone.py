@@ -113,18 +113,15 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
 
     run = RunDir(Storage(options.storage).at(check_name(options.name or spec.name)).uri)
     if first:
-        # Before the group starts: the others wait in the rendezvous, and find the dataset there.
-        dataset = data.open_or_prepare(spec.data, options.storage)
+        # Before the group starts: the others wait in the rendezvous, and find the dataset and the attempt there.
+        dataset, attempt = data.open_or_prepare(spec.data, options.storage), last_attempt(run) + 1
+        run.storage.write(SPEC, dump(spec).encode())
+        begin_attempt(run, attempt)
     gpus = None if spec.cluster.gpus_per_worker == "auto" else float(spec.cluster.gpus_per_worker)
     rank = setup.start(gpus=gpus, threads=max(1, int(spec.cluster.cpus_per_worker)), timeout_s=spec.recovery.timeout_s)
     if not first:
-        dataset = data.open_or_prepare(spec.data, options.storage)
-    attempt = last_attempt(run) + 1
-    log = None
-    if first:
-        run.storage.write(SPEC, dump(spec).encode())
-        begin_attempt(run, attempt)
-        log = _Log(run, attempt, rank.world_size, quiet=options.json)
+        dataset, attempt = data.open_or_prepare(spec.data, options.storage), run.lineage().newest
+    log = _Log(run, attempt, rank.world_size, quiet=options.json) if first else None
     job = Job(spec, run, dataset, attempt, options.until, options.allow_spec_change)
     try:
         outcome = train(job, rank, Door(log.push, log.durable) if log else None)

@@ -10,7 +10,7 @@ from raydist.cluster import conductor
 from raydist.cluster.conductor import Conductor, rank_error
 
 OUTCOME = {"outcome": {"status": "finished"}, "at": 1.0}
-DIED = {"died": {"pid": 7, "node_ip": "10.0.0.1", "how": "SIGKILL"}, "at": 2.0}
+DIED = {"died": {"pid": 7, "node_ip": "10.0.0.1", "how": "SIGKILL", "starved": ""}, "at": 2.0}
 
 
 def error(message: str) -> dict[str, Any]:

@@ -44,7 +44,11 @@ def test_show_has_the_promised_names(project: Any, on_ray: dict[str, Any]) -> No
     assert list(shown) == [
         "run", "path", "status", "steps", "loss", "eval_loss", "tokens_per_second", "attempts", "checkpoints", "workers",
     ]  # fmt: skip
-    assert shown["attempts"] == [{"number": 1, "world_size": 2, "first_step": 1, "last_step": 12, "cause": None}]
+    (attempt,) = shown["attempts"]
+    startup = attempt.pop("startup")
+    assert attempt == {"number": 1, "world_size": 2, "first_step": 1, "last_step": 12, "cause": None}
+    assert list(startup["stages"]) == ["schedule", "import", "rendezvous", "build", "load", "first_step"]
+    assert startup["repeated_steps"] == 0
     assert [c["step"] for c in shown["checkpoints"]] == [3, 6, 9, 12]
     assert sum(c["best"] for c in shown["checkpoints"]) == 1
     assert shown["workers"] == []

@@ -37,6 +37,9 @@ def commit(run: RunDir, step: int, sizes: list[int], eval_loss: float | None = N
     )
 
 
+STARTUP = {"seconds": 2.25, "stages": {"detect": 0.25, "load": 2.0}, "repeated_steps": 20}
+
+
 @pytest.fixture
 def trained(tmp_path: Path) -> Callable[..., tuple[RunDir, RunMonitor]]:
     """Makes a run: attempt 1 trained 70 steps and failed, attempt 2 went on from 50 to 80. Not ended yet."""
@@ -56,6 +59,7 @@ def trained(tmp_path: Path) -> Callable[..., tuple[RunDir, RunMonitor]]:
         watch.push(
             steps(51, 80, 2, 1), [event("workers", workers=[{"rank": 0, "host": "h", "node_ip": "10.0.0.1", "pid": 7}])]
         )
+        watch.push([], [event("first_step", attempt=2, step=51, **STARTUP)])
         commit(run, 80, [2000], 2.6)
         watch.flush()
         watch._store_state()

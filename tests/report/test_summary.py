@@ -17,6 +17,7 @@ from raydist.rundir import SPEC, STATE, RunDir, manifest_name
 from raydist.runlog import RunLog
 from raydist.runstate import this_process
 from raydist.worker.checkpoint.manifest import path
+from tests.report.conftest import STARTUP
 
 Trained = Callable[..., tuple[RunDir, RunMonitor]]
 
@@ -24,7 +25,7 @@ Trained = Callable[..., tuple[RunDir, RunMonitor]]
 def test_show_while_it_trains(trained: Trained) -> None:
     """The whole object, exactly: what a restart trained again counts once, and an eval past the resume step not at all."""
     run, _ = trained()
-    told = summary.show(run)
+    told, killed = summary.show(run), "rank 1: killed by SIGKILL"
     assert told.pop("tokens_per_second") == pytest.approx(1000.0), "the slow first step of the attempt does not count"
     assert told == {
         "run": "a-run",
@@ -34,8 +35,8 @@ def test_show_while_it_trains(trained: Trained) -> None:
         "loss": 1 / 80,
         "eval_loss": 2.5,
         "attempts": [
-            {"number": 1, "world_size": 2, "first_step": 1, "last_step": 70, "cause": "rank 1: killed by SIGKILL"},
-            {"number": 2, "world_size": 1, "first_step": 51, "last_step": 80, "cause": None},
+            {"number": 1, "world_size": 2, "first_step": 1, "last_step": 70, "startup": None, "cause": killed},
+            {"number": 2, "world_size": 1, "first_step": 51, "last_step": 80, "startup": STARTUP, "cause": None},
         ],
         "checkpoints": [{"step": 50, "bytes": 1024, "best": True}, {"step": 80, "bytes": 2000, "best": False}],
         "workers": [{"rank": 0, "host": "h", "node_ip": "10.0.0.1", "pid": 7}],
@@ -98,7 +99,8 @@ def test_show_without_a_monitor(tmp_path: Path) -> None:
     log.close()
     told = summary.show(run)
     assert (told["status"], told["steps"], told["tokens_per_second"]) == ("paused", 1, 5.0)
-    assert told["attempts"] == [{"number": 1, "world_size": 4, "first_step": 1, "last_step": 1, "cause": None}]
+    alone = {"number": 1, "world_size": 4, "first_step": 1, "last_step": 1, "startup": None, "cause": None}
+    assert told["attempts"] == [alone]
     assert [r["status"] for r in summary.runs(str(tmp_path))] == ["paused"]
 
 

@@ -66,6 +66,17 @@ EVENTS: list[tuple[str, dict[str, Any], str]] = [
     ("resumed", {"step": 50, "path": "checkpoints/step-00000050"}, "resumed from step 50 (checkpoints/step-00000050)"),
     ("resumed", {"step": 50}, "resumed from step 50"),
     (
+        "first_step",
+        {
+            "step": 51,
+            "attempt": 2,
+            "seconds": 2.25,
+            "stages": {"detect": 0.01, "tear_down": 0.25, "load": 2.0},
+            "repeated_steps": 3,
+        },
+        "step 51, the first of attempt 2, after 2.2 s: tear down 0.25 s, load 2 s; 3 steps trained once more",
+    ),
+    (
         "checkpoint_saved",
         {"step": 50, "bytes": 12_900_000, "seconds": 0.41, "stall_seconds": 0.012, "best": True},
         "checkpoint at step 50: 12.3 MiB in 0.41 s, training stopped for 12 ms (best so far)",

@@ -1,0 +1,167 @@
+"""From a fault to the first new step, and the steps lost: `raydist train` beside plain Ray Train and torchrun --max-restarts.
+
+    python benchmarks/recovery.py [--rounds 3] [--faults kill stop]
+
+Two gloo ranks of one thread train the same model; a checkpoint every 20 steps; rank 1 gets the signal in its 30th step: SIGKILL,
+or SIGSTOP. The peers take turns, beginning with another one each round. The time is that from the signal to the end of the first
+step that rank 0 does in its new process, by the model's own forward, the same for all; `lost` are the steps trained once more.
+A peer that is not back after 150 s counts as 150.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import write
+
+PEERS = Path(__file__).parent / "peers"
+BIN = Path(sys.executable).parent
+NAMES = ["raydist", "ray train", "torchrun"]
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+EVERY, AT, STEPS = 20, 30, 60
+LIMIT_S = 150.0
+
+
+def command(peer: str, out: str, storage: str) -> list[str]:
+    """The shell command of one run."""
+    if peer == "raydist":
+        sets = {"model.options": f"{{out: {out}}}", "train.steps": STEPS, "checkpoint.every": EVERY}
+        options = [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
+        return [
+            str(BIN / "raydist"),
+            "train",
+            "job.yaml",
+            "--fresh",
+            "--storage",
+            storage,
+            "--address",
+            "local",
+            *options,
+        ]
+    if peer == "ray train":
+        return [sys.executable, "recovering.py", "ray", out, str(STEPS), str(EVERY)]
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    torchrun = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--max-restarts", "3", "--master-port", str(port)]
+    return [*torchrun, "recovering.py", "torchrun", out, str(STEPS), str(EVERY)]
+
+
+def forwards(out: str, rank: int) -> list[tuple[float, int]]:
+    """(Unix time, pid) of each forward of a rank so far."""
+    with contextlib.suppress(FileNotFoundError):
+        lines = Path(f"{out}.{rank}.forwards").read_text().splitlines()
+        return [(float(at), int(pid)) for at, pid in (line.split() for line in lines)]
+    return []
+
+
+def wait(ready: Any, process: subprocess.Popen[bytes], limit_s: float) -> Any:
+    """What `ready()` gives once that is not None; None after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while (found := ready()) is None and time.monotonic() < deadline:
+        if process.poll() is not None:
+            sys.exit(f"it ended too early: {(process.communicate()[1] or b'').decode()[-3000:]}")
+        time.sleep(0.02)
+    return found
+
+
+def steps_done(peer: str, out: str) -> list[int]:
+    """Step numbers in the order in which rank 0 did them; the peers' loop writes them, raydist's forwards have no number."""
+    with contextlib.suppress(FileNotFoundError):
+        return [int(line) for line in Path(f"{out}.0.steps").read_text().split()]
+    return []
+
+
+def run(peer: str, fault: str, storage: str) -> dict[str, float]:
+    """One run with one fault: seconds to the first new step, and steps lost."""
+    env = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=str(PEERS))
+    env.pop("RAY_ADDRESS", None)
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/out"
+        process = subprocess.Popen(
+            command(peer, out, storage), cwd=PEERS, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        try:
+            victim = wait(lambda: seen[-1] if len(seen := forwards(out, 1)) >= AT else None, process, LIMIT_S)
+            before, done = {pid for _, pid in forwards(out, 0)}, steps_done(peer, out)
+            begun = time.time()
+            os.kill(victim[1], SIGNALS[fault])
+
+            def back() -> float | None:
+                new = [at for at, pid in forwards(out, 0) if pid not in before]
+                return new[1] if len(new) > 1 else None
+
+            first = wait(back, process, LIMIT_S)
+            if peer == "raydist":
+                lost = repeated(storage)
+            else:
+                again = steps_done(peer, out)[len(done) :]
+                lost = max(done[-1] - min(again, default=0) + 1, 0) if first else done[-1]
+            return {"seconds": (first or begun + LIMIT_S) - begun, "lost": lost}
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim[1], signal.SIGCONT)
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=20)
+            process.kill()
+            process.wait()
+
+
+def repeated(storage: str) -> int:
+    """What raydist itself says of the last incident."""
+    from raydist.rundir import RunDir
+    from raydist.runlog import read_events
+
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        told = [
+            e.data for e in read_events(RunDir(f"{storage}/peers")) if e.kind == "first_step" and e.data["attempt"] > 1
+        ]
+        if told:
+            return int(told[-1]["repeated_steps"])
+        time.sleep(0.2)
+    sys.exit("raydist told of no second first step")
+
+
+def main() -> None:
+    """Runs, prints the table, writes results/recovery.json."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--faults", nargs="+", choices=list(SIGNALS), default=list(SIGNALS))
+    options = parser.parse_args()
+    rounds: list[dict[str, dict[str, dict[str, float]]]] = []
+    with tempfile.TemporaryDirectory() as storage:
+        warm = [*command("raydist", f"{storage}/warm", storage), "--until", "1"]
+        subprocess.run(warm, cwd=PEERS, check=True, stdout=subprocess.DEVNULL)  # the corpus is prepared once
+        for i in range(options.rounds):
+            names = NAMES[i % 3 :] + NAMES[: i % 3]
+            rounds.append({fault: {peer: run(peer, fault, storage) for peer in names} for fault in options.faults})
+            print(f"round {i + 1}: {rounds[-1]}", flush=True)
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    print(f"\n{'fault':6s} {'peer':10s} {'seconds':>8s} {'/ray train':>10s} {'lost':>5s}")
+    for fault in options.faults:
+        for peer in NAMES:
+            seconds = statistics.median(r[fault][peer]["seconds"] for r in rounds)
+            ratio = statistics.median(r[fault][peer]["seconds"] / r[fault]["ray train"]["seconds"] for r in rounds)
+            lost = statistics.median(r[fault][peer]["lost"] for r in rounds)
+            table.setdefault(fault, {})[peer] = {"seconds": seconds, "over_ray_train": ratio, "lost": lost}
+            print(f"{fault:6s} {peer:10s} {seconds:8.2f} {ratio:10.3f} {lost:5.0f}")
+    print(write("recovery", {"rounds": rounds, "medians": table}))
+
+
+if __name__ == "__main__":
+    main()
