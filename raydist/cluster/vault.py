@@ -137,9 +137,9 @@ class Vault:
         vaultdir.ring(self._folder)
         self._wanted.put(None)
         self._use.close()
+        vaultdir.remove(self._folder, wait=False)
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()
-        vaultdir.remove(self._folder, wait=False)
 
     # --- inside
 

@@ -79,6 +79,7 @@ def trained(rank: Rank, spec: JobSpec, path: str, vault: dict[str, Any] | None, 
     def deadly(self: TrainStep, number: int, *args: Any, **kwargs: Any) -> Any:
         if kill is not None and number > 1:
             vaults[0].vault._saver.wait()  # so that it is known which copies there are
+            vaults[0].saver.wait()
         if kill is not None and (rank.rank, number) == tuple(kill[:2]):
             if len(kill) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
