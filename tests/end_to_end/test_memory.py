@@ -20,7 +20,7 @@ PLAIN = ("--set", "checkpoint.every=null", "--set", "recovery.snapshot_every=2")
 def until_copied(process: Any) -> Path:
     """The run's folder in shared memory, whose bell its driver hears, once a snapshot in it is committed."""
     found: list[Path] = []
-    while not any(folder.glob("checkpoints/*/MANIFEST-*") for folder in found):
+    while not any(manifest for folder in found for manifest in folder.glob("checkpoints/*/MANIFEST-*")):
         assert process.poll() is None
         with contextlib.suppress(psutil.Error):
             bound = [str(c.laddr) for c in psutil.Process(process.pid).net_connections("unix")]
