@@ -105,6 +105,8 @@ if __name__ == "__main__":
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
     asked = parser.parse_args()
+    if asked.rounds < 2:
+        parser.error("--rounds: two at least, for the noise is that of one round against the next")
     scratch = Path(tempfile.mkdtemp(prefix="raydist-"))
     data = corpus(scratch)
     both: dict[bool, list[float]] = {True: [], False: []}
