@@ -164,11 +164,14 @@ def _row(row: Row, machine: Machine) -> dict[str, Any]:
     found = asdict(row.estimate)
     on_node = min(machine.ranks, machine.per_node)
     host, disk = found.pop("host") * on_node, found.pop("disk") * on_node
+    # Two of each rank's, and of several nodes each keeps another one's two as well.
+    copies = (4 if machine.nodes > 1 else 2) * found.pop("copy") * on_node
     return {
         **found,
         "total": row.estimate.total,
         "host_per_node": host,
         "disk_per_node": disk,
+        "copies_per_node": copies,
         "refused": None,
         "fits": row.fits,
     }

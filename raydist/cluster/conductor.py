@@ -69,6 +69,10 @@ class Conductor:
         """Returns once every agent of the group is there."""
         await self._until(lambda: len(self._agents) == self._size)
 
+    async def places(self, size: int) -> dict[int, str]:
+        """Where each rank of an attempt of `size` would be: the id of its node."""
+        return {rank: self._agents[number].offer["node"] for rank, number in enumerate(self._living()[:size])}
+
     async def begin(self, attempt: int, job: Mapping[str, Any], size: int) -> None:
         """Starts an attempt of `size` ranks; `job` is what they are given. With fewer living agents it has failed already."""
         chosen = self._living()[:size]

@@ -107,6 +107,14 @@ class Group:
         """Ids of the nodes on which agents were lost."""
         return {node for node, lives in self._nodes if not lives}
 
+    def places(self, size: int) -> dict[int, str]:
+        """Rank -> Ray's id of its node, once all agents are there; {} if the group has ended."""
+        try:
+            self._wait(self._conductor.gathered.remote())
+            return dict(self._wait(self._conductor.places.remote(size)))
+        except _GroupEnded:
+            return {}
+
     def attempt(self, number: int, job: Mapping[str, Any], size: int) -> AttemptResult:
         """One attempt: from the ranks' start until all of them have ended. `job` is plain. Never raises for a failed one."""
         try:

@@ -6,6 +6,7 @@ Runs in: the driver, and as one zero-CPU task on each node of a cluster. Never i
 from __future__ import annotations
 
 import math
+import os
 import platform
 import socket
 import uuid
@@ -19,6 +20,7 @@ from raydist.cluster.session import Session
 from raydist.errors import PreflightError, RaydistError, UserError
 from raydist.spec import JobSpec
 from raydist.storage import Storage
+from raydist.worker.checkpoint.vaultdir import SHM
 
 _NODE_TIMEOUT_S = 60.0
 _VERSIONS = ("raydist", "torch", "ray", "pyarrow")
@@ -57,7 +59,7 @@ def check(spec: JobSpec, session: Session, run_uri: str, dataset: str) -> None:
     problems = check_resources(spec, [n["Resources"] for n in alive])
     # A private Ray is this host, where the driver has read the spec and the data and written to storage already.
     if session.private:
-        problems += check_offload(spec.offload.path)
+        problems += check_offload(spec.offload.path) + check_copies(spec.snapshot_every)
     else:
         problems += _check_nodes(spec, alive, run_uri, dataset)
     if problems:
@@ -74,7 +76,7 @@ def _check_nodes(spec: JobSpec, nodes: Sequence[Mapping[str, Any]], run_uri: str
     pending = {
         n["NodeManagerAddress"]: look.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(n["NodeID"], soft=False)
-        ).remote(run_uri, dataset, modules, spec.offload.path)
+        ).remote(run_uri, dataset, modules, spec.offload.path, spec.snapshot_every)
         for n in nodes
     }
     here = versions()
@@ -124,9 +126,22 @@ def check_offload(path: str | None) -> list[str]:
     return []
 
 
-def look_around(run_uri: str, dataset: str, modules: Sequence[str], offload_path: str | None = None) -> dict[str, Any]:
+def check_copies(every: int | str | None) -> list[str]:
+    """What is wrong on this host with shared memory, where copies of the state go. How large those are, only the workers know."""
+    if not isinstance(every, int) or (SHM.is_dir() and os.access(SHM, os.W_OK | os.X_OK)):
+        return []  # auto does without
+    return [f"recovery.snapshot_every: {every} needs {SHM}, which is not there or cannot be written; set it to null"]
+
+
+def look_around(
+    run_uri: str,
+    dataset: str,
+    modules: Sequence[str],
+    offload_path: str | None = None,
+    snapshot_every: int | str | None = None,
+) -> dict[str, Any]:
     """On one node: its versions, and what it cannot do of what a worker must."""
-    problems = check_offload(offload_path)
+    problems = check_offload(offload_path) + check_copies(snapshot_every)
     probe = f".probe-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
     try:
         storage = Storage(run_uri)

@@ -20,6 +20,7 @@ from raydist.cluster.injector import DriverInjector
 from raydist.cluster.recovery import Failure, History, Restart, Split, Stop, Team, Wait, decide, resize
 from raydist.cluster.session import Session, worker_environment
 from raydist.cluster.trainer import Attempt
+from raydist.cluster.vault import Vaults
 from raydist.errors import WorkerFailed
 from raydist.faults import Fault
 from raydist.observe.run import start_monitor
@@ -103,6 +104,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._stop = threading.Event()
         self._running: Attempt | None = None
+        self._vaults: Vaults | None = None
         self._ending: Ending | None = None
         self._error: BaseException | None = None
         self._seen = 0
@@ -197,6 +199,8 @@ class Supervisor:
 
         run = self._request.run
         number, history = max(last_attempt(run), newest_attempt(run, self._spec.checkpoint.replicas)), History()
+        if self._spec.snapshot_every is not None:
+            self._vaults = Vaults(run, private=self._session.private, note=lambda text: self._say("note", text=text))
         incident: dict[str, Any] | None = None
         try:
             while True:
@@ -207,7 +211,9 @@ class Supervisor:
                 begin_attempt(run, number)  # from now on no earlier one commits, wherever it may still be
                 begun = self._monitor.begin_attempt.remote(number, self._team, _newest(run))
                 ray.get(begun, timeout=_MONITOR_TIMEOUT_S)  # it must know of the attempt before the first record
-                result = group.attempt(number, self._job(number, incident), self._team)
+                copies = self._vaults.job(places) if self._vaults and (places := group.places(self._team)) else None
+                resumed = max(_newest(run), copies["step"] or 0 if copies else 0)
+                result = group.attempt(number, self._job(number, incident, copies), self._team)
                 if result.failure is None:
                     value = result.value
                     if value["status"] != "interrupted" or self._signals:
@@ -218,14 +224,18 @@ class Supervisor:
                     continue
                 over, last_step = time.time(), self._last_step()
                 self._avoid |= dict.fromkeys(group.lost, time.monotonic())
-                ending = self._after(result.failure, number, history.at(_newest(run)))
+                # A snapshot that this attempt went on from is progress too, though no checkpoint.
+                history = history.at(max(_newest(run), resumed))
+                ending = self._after(result.failure, number, history)
                 if ending is not None:
                     return ending
-                history = history.at(_newest(run)).then(result.failure)
+                history = history.then(result.failure)
                 incident = {"seen": result.seen, "silent_s": result.silent_s, "over": over, "last_step": last_step}
         finally:
             if self._group is not None:
                 self._group.end()
+            if self._vaults is not None:
+                self._vaults.close()
 
     # --- with whom
 
@@ -326,8 +336,8 @@ class Supervisor:
         record = snapshot["record"] if snapshot else None
         return int(record["step"]) if record else 0
 
-    def _job(self, number: int, incident: dict[str, Any] | None) -> dict[str, Any]:
-        """What every rank of an attempt is given; plain. `incident`: the failure that it follows."""
+    def _job(self, number: int, incident: dict[str, Any] | None, copies: dict[str, Any] | None) -> dict[str, Any]:
+        """What every rank of an attempt is given; plain. `incident`: the failure that it follows; `copies`: of `Vaults.job`."""
         request = self._request
         return {
             "spec": self._spec.model_dump(mode="json"),
@@ -340,12 +350,13 @@ class Supervisor:
             "gpus": request.gpus,
             "begun": time.time(),
             "incident": incident,
+            "vault": copies,
         }
 
     def _after(self, failure: Failure, number: int, history: History) -> Ending | None:
         """What to do after a failure: an Ending, or None to try again."""
         if failure.kind == "aborted" and self._signals:
-            return Ending("interrupted", history.committed, signal=self._signals[-1])
+            return Ending("interrupted", _newest(self._request.run), signal=self._signals[-1])
         if self._injector is not None:
             self._injector.look()  # what was done to it comes first
         self._say(
@@ -367,13 +378,16 @@ class Supervisor:
                     train = spec.train.model_copy(update={"micro_batch": micro_batch})
                     self._spec = spec.model_copy(update={"train": train})
                 if self._stop.wait(after_s) or self._signals:
-                    return Ending("interrupted", history.committed, signal=self._signals[0])
+                    return Ending("interrupted", _newest(self._request.run), signal=self._signals[0])
                 return None
             case Stop(cause, because):
                 self._say("decision", action="stop", because=because, after_s=0.0)
                 who = "" if failure.rank is None else f"rank {failure.rank}: "
                 return Ending(
-                    "stopped", history.committed, cause=f"{who}{cause} ({because})", traceback=failure.traceback
+                    "stopped",
+                    _newest(self._request.run),
+                    cause=f"{who}{cause} ({because})",
+                    traceback=failure.traceback,
                 )
 
     def _say(self, kind: str, **data: Any) -> None:

@@ -22,9 +22,10 @@ _COLUMNS = {
     "sent": ("sent",),
     "host/node": ("host_per_node",),
     "disk/node": ("disk_per_node",),
+    "copies/node": ("copies_per_node",),
 }
 """Heading -> what is added up under it."""
-_OPTIONAL = ("host/node", "disk/node")
+_OPTIONAL = ("host/node", "disk/node", "copies/node")
 _FITS = {True: ("yes", "green"), False: ("no", "red"), None: ("-", "")}
 
 

@@ -96,7 +96,8 @@ def _told(what: Event) -> str:
             each = [f"rank {w['rank']} on {w['host']} ({w['node_ip']}, pid {w['pid']})" for w in data["workers"]]
             return "workers: " + ", ".join(each[:8]) + (f" and {len(each) - 8} more" if len(each) > 8 else "")
         case "resumed":
-            path = f" ({data['path']})" if "path" in data else ""
+            memory = data.get("source") == "memory"
+            path = " (a copy in memory)" if memory else f" ({data['path']})" if "path" in data else ""
             return f"resumed from step {data['step']}{path}"
         case "first_step":
             stages = ", ".join(f"{name.replace('_', ' ')} {span(s)}" for name, s in data["stages"].items() if s >= 0.05)

@@ -62,6 +62,7 @@ def train(order: dict[str, Any], agent: Agent, probe: Probe, startup: Startup) -
     from raydist.rundir import RunDir
     from raydist.spec import parse
     from raydist.worker import compute, setup
+    from raydist.worker.checkpoint.vault import VaultJob
     from raydist.worker.loop import Door, Job, train
 
     startup.done("import")
@@ -81,6 +82,7 @@ def train(order: dict[str, Any], agent: Agent, probe: Probe, startup: Startup) -
         until=order["until"],
         allow_spec_change=order["allow_spec_change"],
         faults=order["faults"],
+        vault=VaultJob(**order["vault"]) if order["vault"] is not None else None,
     )
 
     def push(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> str | None:

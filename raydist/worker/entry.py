@@ -55,6 +55,7 @@ class _Agent:
         self._number, self._local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         self._left = threading.Event()
         self.node_ip = ray.util.get_node_ip_address()
+        self._node = ray.get_runtime_context().get_node_id()
         self.server = ForkServer()
         self._port = hold_port()
         self._attempt: _Attempt | None = None
@@ -103,7 +104,7 @@ class _Agent:
     def _offer(self) -> dict[str, Any]:
         """Where this agent is, and where the ranks of the next attempt can meet if its rank is 0."""
         return {
-            "node": ray.get_runtime_context().get_node_id(),
+            "node": self._node,
             "placement_group": ray.util.get_current_placement_group().id.hex(),
             "local_rank": self._local_rank,
             "host": self.node_ip,

@@ -28,8 +28,10 @@ from raydist.rundir import RunDir, resume_attempt, step_folder
 from raydist.spec import JobSpec, spec_hash
 from raydist.worker import compute, flops, offload, optim, precision, setup
 from raydist.worker.checkpoint import restore
+from raydist.worker.checkpoint import vault as vaults
 from raydist.worker.checkpoint.replicas import Replicas
 from raydist.worker.checkpoint.save import RETRY_S, Saver
+from raydist.worker.checkpoint.vault import Vault, VaultJob
 from raydist.worker.guard import Guard
 from raydist.worker.parallel import ParallelStrategy, ParamShard
 from raydist.worker.precision import Precision
@@ -55,7 +57,9 @@ class Door:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One attempt at one run. `until`: end after that step, with a checkpoint, as paused. `faults`: those to inject, plain."""
+    """One attempt at one run. `until`: end after that step, with a checkpoint, as paused. `vault`: None takes no snapshots.
+    `faults`: those to inject, plain.
+    """
 
     spec: JobSpec
     run: RunDir
@@ -64,6 +68,7 @@ class Job:
     until: int | None = None
     allow_spec_change: bool = False
     faults: Sequence[Mapping[str, Any]] = ()
+    vault: VaultJob | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,21 +190,31 @@ class _Run:
             if reporter
             else None
         )
+        common: dict[str, Any] = {
+            "rank": rank.rank,
+            "world_size": rank.world_size,
+            "group": rank.control,
+            "attempt": job.attempt,
+            "spec_hash": spec_hash(spec),
+            "numbers": self.numbers,
+        }
         self.saver = Saver(
             job.run,
-            rank=rank.rank,
-            world_size=rank.world_size,
-            group=rank.control,
             asynchronous=spec.checkpoint.asynchronous,
             keep=spec.checkpoint.keep,
-            attempt=job.attempt,
-            spec_hash=spec_hash(spec),
-            numbers=self.numbers,
             on_event=self._saved,
             before_commit=reporter.flush if reporter else None,
             max_failures=spec.checkpoint.max_failures,
             timeout_s=spec.checkpoint.timeout_s,
+            **common,
         )
+        self.vault: Vault | None = None
+        if job.vault is not None and spec.snapshot_every is not None:
+            told = reporter.told if reporter else None  # a restart from memory must find the records up to there
+            tell = reporter.event if reporter else lambda event: None
+            self.vault = Vault(
+                job.vault, spec.snapshot_every, resumed=self.step, before_commit=told, on_event=tell, **common
+            )
         self.train_step = TrainStep(
             rank,
             self.strategy,
@@ -207,7 +222,7 @@ class _Run:
             self.precision,
             full_tokens=spec.train.global_batch * spec.model.context,
             clip=spec.optim.clip,
-            before_update=self.saver.before_update,
+            before_update=self._before_update,
             judge=self.guard,
             probe=probe,
         )
@@ -233,10 +248,12 @@ class _Run:
         )
         try:
             with loader:
-                begun = time.perf_counter()
+                begun = before = time.perf_counter()
+                unusual = True  # besides the step: its caches warm up
                 self.probe.step(self.step + 1)
                 for batch in loader:  # every rank, its own slice of the same global batch
                     self.step += 1
+                    ending = self.step == last
                     lr = lr_at(self.step, self.total, self.spec.optim.schedule, self.peak_lr)
                     train = partial(  # every rank: gradients and loss are summed
                         self.train_step,
@@ -245,6 +262,9 @@ class _Run:
                         batch.tokens,
                         lr,
                         want_stop=bool(self.reporter and self.reporter.command == "stop"),
+                        vote=self.vault.vote(self.step, self._due(self.spec.checkpoint.every, ending))
+                        if self.vault
+                        else 0.0,
                     )
                     report = self.guard.step(self.step, batch, train)  # every rank; not what the ledger leaves out
                     self.cursor, stop = batch.after, report.stop
@@ -252,22 +272,32 @@ class _Run:
                     ended = time.perf_counter()
                     self.probe.stepped(ended - begun - batch.wait_seconds)
                     self._record(batch, lr, report.loss, report.grad_norm, report.tokens, ended - begun)
+                    if self.vault:
+                        self.vault.stepped(ended - before, unusual or self.saver.busy)
+                        before, unusual = ended, False
                     if self.step == first:
                         self.startup.done("first_step")
                         if self.reporter:
                             told = self.startup.told(first - 1)
                             self.reporter.say("first_step", attempt=self.job.attempt, step=first, **told)
-                        self.saver.prepare(*self.state.capture()[:2])  # memory for the copies, beside the next step
+                        state = self.state.capture()[:2]
+                        self.saver.prepare(*state)  # memory for the copies, beside the next step
+                        if self.vault:
+                            self.vault.prepare(*state)  # every rank: there is memory on all nodes, or none takes any
+                        unusual = True
                         # What torch and the model have made by now stays: a full collection walks through it for 0.2 s.
                         gc.collect()
                         gc.freeze()
-                    ending = stop or self.step == last
                     if self.eval_set and self._due(self.spec.eval.every, self.step == self.total):
                         self._evaluate()  # every rank: losses are summed
-                    if self._due(self.spec.checkpoint.every, ending):
+                        unusual = True
+                    if self._due(self.spec.checkpoint.every, stop or ending):
                         self.probe.enter("save")
-                        self._save(ending)  # every rank writes its part; rank 0 commits, last
-                        saving = True
+                        self._save(stop or ending)  # every rank writes its part; rank 0 commits, last
+                        saving = unusual = True
+                    elif self.vault and report.votes == 1.0:
+                        self.probe.enter("save")
+                        self.vault.start(self.step, *self._state())  # every rank: to memory
                     begun = time.perf_counter()
                     self.probe.step(self.step + 1)
                     if stop:
@@ -282,6 +312,8 @@ class _Run:
             if self.replicas:
                 self.replicas.close(0.0)
             self.saver.close()
+            if self.vault:
+                self.vault.close()
             if isinstance(self.optimizer, offload.OffloadedAdamW):
                 self.optimizer.close()
         status = "finished" if self.step >= self.total else "interrupted" if stop else "paused"
@@ -366,7 +398,13 @@ class _Run:
         if self.reporter:
             self.reporter.say("eval", step=self.step, loss=self.eval_loss, tokens=tokens, best=best)
 
-    def _save(self, ending: bool) -> None:
+    def _before_update(self) -> None:
+        self.saver.before_update()
+        if self.vault:
+            self.vault.before_update()
+
+    def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+        """All that a checkpoint of this step is made of: tensors, this rank's tensors, plain values."""
         tensors, rank_tensors, plain = self.state.capture()
         plain |= {
             "step": self.step,
@@ -378,22 +416,34 @@ class _Run:
             "dataset": self.job.dataset,
             **self.guard.state(self.step),
         }
-        started = self.saver.start(self.step, tensors, rank_tensors, plain, last=ending)
-        if started and self.eval_loss is not None and self.evaluated == self.step:
+        return tensors, rank_tensors, plain
+
+    def _save(self, ending: bool) -> None:
+        if not self.saver.start(self.step, *self._state(), last=ending):
+            return
+        if self.vault:
+            self.vault.checkpoint(self.step)
+        if self.eval_loss is not None and self.evaluated == self.step:
             self.saver.mark_eval(self.step, self.eval_loss)
 
     def _resume(self) -> None:
-        """Takes up the newest checkpoint whose every hash is right, from a replica if need be, at any world size."""
-        rank, run = self.rank, self.job.run
-        chosen = restore.choose_from(
-            run,
-            self.spec.checkpoint.replicas,
-            rank=rank.rank,
-            world_size=rank.world_size,
-            group=rank.control,
-            on_event=self.reporter.event if self.reporter else lambda event: None,
-        )
-        place, manifest = chosen if chosen is not None else (run, None)
+        """Takes up the snapshot that the driver named, or the newest checkpoint whose every hash is right, from a replica if
+        need be; at any world size.
+        """
+        rank, run, job = self.rank, self.job.run, self.job
+        common: dict[str, Any] = {
+            "rank": rank.rank,
+            "world_size": rank.world_size,
+            "group": rank.control,
+            "on_event": self.reporter.event if self.reporter else lambda event: None,
+        }
+        place, manifest, source = run, None, "memory"
+        if job.vault is not None:
+            place, manifest = RunDir(job.vault.folder), vaults.choose(job.vault, **common)
+        if manifest is None:
+            source = "storage"
+            chosen = restore.choose_from(run, self.spec.checkpoint.replicas, **common)
+            place, manifest = chosen if chosen is not None else (run, None)
         self.guard.resume(manifest.plain if manifest else {})
         if rank.rank == 0 and self.job.attempt in run.lineage().begun:
             resume_attempt(run, self.job.attempt, manifest.step if manifest else 0)
@@ -416,6 +466,7 @@ class _Run:
                 "resumed",
                 step=self.step,
                 path=step_folder(self.step),
+                source=source,
                 attempt=self.job.attempt,
                 world_size=rank.world_size,
             )

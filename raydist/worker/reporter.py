@@ -66,6 +66,11 @@ class Reporter:
         threading.Thread(target=send, name="raydist-flush", daemon=True).start()
         return done.wait(timeout_s)
 
+    def told(self, timeout_s: float = 5.0) -> None:
+        """`flush`. Raises TimeoutError where that gives False."""
+        if not self.flush(timeout_s):
+            raise TimeoutError(f"the run's monitor does not answer in {timeout_s:g} s")
+
     def close(self) -> None:
         """Sends the rest and ends the thread."""
         self._closed = True

@@ -29,6 +29,7 @@ class StepReport:
     """What a step did, the same on every rank: `loss` is the global mean; `stop` whether any rank wants to end here.
 
     `skipped`: nothing was updated; `bad`: for its numbers are, and its judge wants to go on. fp16's overflow is not bad.
+    `votes`: the sum of what the ranks gave as `vote`.
     """
 
     loss: float
@@ -37,6 +38,7 @@ class StepReport:
     stop: bool
     skipped: bool
     bad: Bad | None = None
+    votes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +109,12 @@ class TrainStep:
             self._scale_grads = optimizer.scale_grads
 
     def __call__(
-        self, step: int, micro_batches: Sequence[MicroBatch], tokens: int, lr: float, want_stop: bool
+        self, step: int, micro_batches: Sequence[MicroBatch], tokens: int, lr: float, want_stop: bool, vote: float = 0.0
     ) -> StepReport:
-        """Runs step number `step`; `tokens` count in this rank's loss. Raises what its judge does about bad numbers, on every rank,
-        before the update; without one NonFinite.
+        """Runs step number `step`; `tokens` count in this rank's loss; `vote` is added up on the way. Raises what its judge does
+        about bad numbers, on every rank, before the update; without one NonFinite.
         """
-        sums = torch.tensor([0.0, tokens, want_stop], dtype=torch.float64, device=self.rank.device)
+        sums = torch.tensor([0.0, tokens, want_stop, vote], dtype=torch.float64, device=self.rank.device)
         pending = None
         for i, batch in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
@@ -131,7 +133,7 @@ class TrainStep:
                 self.precision.scale(loss * (self.strategy.loss_factor / self._full_tokens)).backward()  # type: ignore[no-untyped-call]
         if pending is not None:
             pending.wait()
-        total_loss, all_tokens, stops = sums.tolist()
+        total_loss, all_tokens, stops, votes = sums.tolist()
         tokens = int(all_tokens)
         loss_mean = total_loss / max(tokens, 1)
         # From "per token of a full batch" and "times the loss scale" to the gradient of the mean loss.
@@ -168,7 +170,7 @@ class TrainStep:
         self.strategy.zero_grad()
         if not skipped:
             self.strategy.updated()
-        return StepReport(loss_mean, grad_norm, tokens, stops > 0, skipped)
+        return StepReport(loss_mean, grad_norm, tokens, stops > 0, skipped, votes=votes)
 
     def _non_finite(self, step: int, micro_batches: Sequence[MicroBatch], loss_mean: float) -> Bad:
         """Runs the step's passes once more to see on which rank a loss or a gradient is not finite."""

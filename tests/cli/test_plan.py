@@ -86,6 +86,8 @@ def test_the_7b_job_by_hand(deepseek: dict[str, Any]) -> None:
     assert zero3["optimizer"] == 0
     tensors = 30 * 9 + 3  # each counts its steps in 4 bytes
     assert zero3["host_per_node"] == 8 * (16 * P // 32 + 4 * tensors)
+    # Two copies of a node's 8 ranks, 12 bytes a parameter, and two of the node before.
+    assert zero3["copies_per_node"] == pytest.approx(4 * 8 * 12 * P // 32, rel=1e-4)  # and the model's buffers
     # The worst moment is the loss: in fp16 the root is gathered, and the last block, which is kept for backward.
     assert zero3["phase"] == "loss"
     assert zero3["gathered"] == pytest.approx(2 * (APART + BLOCK), rel=1e-4)  # and a norm's gain in fp32

@@ -80,10 +80,17 @@ def aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return found
 
 
-def plan(tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor], rank: int, world_size: int) -> list[Part]:
+def plan(
+    tensors: Mapping[str, Tensor],
+    rank_tensors: Mapping[str, Tensor],
+    rank: int,
+    world_size: int,
+    gather_bytes: int = 0,
+) -> list[Part]:
     """This rank's parts, in the order of its shard. `tensors`: the same names on every rank; `rank_tensors`: its own.
 
-    Raises CheckpointError for a tensor that is not dense.
+    What every rank holds whole beside sharded tensors is rank 0's alone, if it is no more than `gather_bytes`: a rank then finds
+    all of its state in two shards. Raises CheckpointError for a tensor that is not dense.
     """
     parts: list[Part] = []
     start = 0
@@ -98,7 +105,11 @@ def plan(tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor], rank
             raise CheckpointError(f"{name}: a tensor of layout {tensor.layout} cannot be saved", "keep its state dense")
     tied = aliases(tensors)
     whole = {n: t for n, t in tensors.items() if not isinstance(t, DTensor) and n not in tied}
-    for name, first, last in stretch([(n, t.shape, t.nbytes) for n, t in whole.items()], rank, world_size):
+    sizes = [(n, t.shape, t.nbytes) for n, t in whole.items()]
+    gathered = len(whole) + len(tied) < len(tensors) and sum(nbytes for _, _, nbytes in sizes) <= gather_bytes
+    for name, first, last in (
+        stretch(sizes, rank, world_size) if not gathered else stretch(sizes, 0, 1) if not rank else ()
+    ):
         tensor = whole[name]
         source = tensor[first:last] if tensor.ndim else tensor
         add(name, tensor.shape, (first, *[0] * (tensor.ndim - 1)) if tensor.ndim else (), source)

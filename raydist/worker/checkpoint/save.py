@@ -43,7 +43,7 @@ from raydist.worker.checkpoint import layout, manifest, pruning
 from raydist.worker.checkpoint.layout import Part
 from raydist.worker.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from raydist.worker.checkpoint.staging import Stage
-from raydist.worker.checkpoint.writer import PartsPlanner, ShardWriter
+from raydist.worker.checkpoint.writer import Commit, PartsPlanner, ShardWriter
 
 CLOSE_S = 60.0
 PATIENCE_S = 5.0
@@ -151,7 +151,7 @@ class Saver:
 
         May be called once, after the first step, when the optimizer has its state. No collective.
         """
-        parts = layout.plan(tensors, rank_tensors, self._rank, self._world_size)
+        parts = self._plan(tensors, rank_tensors)
         stage = self._stage_for(tensors)
         nbytes = layout.aligned(parts[-1].start + parts[-1].length) if parts else 0
         self._warm = threading.Thread(
@@ -184,7 +184,7 @@ class Saver:
             return False
         save = _Save(
             step,
-            layout.plan(tensors, rank_tensors, self._rank, self._world_size),
+            self._plan(tensors, rank_tensors),
             layout.aliases(tensors),
             _plain(dict(plain), "plain"),
             begun,
@@ -237,6 +237,11 @@ class Saver:
             dist.all_reduce(told, dist.ReduceOp.MAX, group=self._control)
         state, back = divmod(int(told[0]), self._world_size)
         return state, self._world_size - 1 - back, float(told[1]) / 1000
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._save is not None and not self._save.done.is_set()
 
     def before_update(self) -> None:
         """To be called before the weights change; returns once the state of the save in flight has been copied.
@@ -337,10 +342,6 @@ class Saver:
             self._store_eval(save.step)
 
     def _write(self, save: _Save, stage: Stage, failure: BaseException | None) -> None:
-        # A name of its own for every save: what is committed is never written again, whatever is saved there once more.
-        place = f"{self._rank:05d}-of-{self._world_size:05d}"
-        name = f"shard-{place}-{self._attempt:04d}-{uuid.uuid4().hex[:8]}.bin"
-
         def commit(files: dict[str, FileEntry], tensors: dict[str, TensorEntry]) -> None:
             if self._before_commit is not None:
                 self._before_commit()
@@ -365,7 +366,7 @@ class Saver:
 
         if self._group is None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one rank is no mistake
-        save.writer = ShardWriter(self._run, save.step, name, save.parts, stage.memory, commit)
+        save.writer = self._writer(save.step, save.parts, stage, commit)
         dcp_save(
             {},
             storage_writer=save.writer,
@@ -373,6 +374,17 @@ class Saver:
             process_group=self._group,
             no_dist=self._group is None,
         )
+
+    # --- what raydist.worker.checkpoint.vault does otherwise
+
+    def _plan(self, tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor]) -> list[Part]:
+        return layout.plan(tensors, rank_tensors, self._rank, self._world_size)
+
+    def _writer(self, step: int, parts: list[Part], stage: Stage, commit: Commit) -> ShardWriter:
+        # A name of its own for every save: what is committed is never written again, whatever is saved there once more.
+        place = f"{self._rank:05d}-of-{self._world_size:05d}"
+        name = f"shard-{place}-{self._attempt:04d}-{uuid.uuid4().hex[:8]}.bin"
+        return ShardWriter(self._run, step, name, parts, stage.memory, commit)
 
     def _refuse_if_fenced(self) -> None:
         newest = self._run.lineage().newest

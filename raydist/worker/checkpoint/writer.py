@@ -49,6 +49,8 @@ from raydist.storage import Sink
 from raydist.worker.checkpoint.layout import Part, aligned
 from raydist.worker.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, path
 
+Commit = Callable[[dict[str, FileEntry], dict[str, TensorEntry]], None]
+"""Makes a checkpoint of all shards and tensors; on rank 0."""
 WRITE_BYTES = 1 << 20
 PAGE = 4096
 """O_DIRECT wants memory, file position and length in multiples of the disk's block, which is this at most."""
@@ -63,6 +65,18 @@ class Written:
     length: int
     file_bytes: int
     file_xxh3: str
+
+
+def written(name: str, file: FileEntry, placed: Sequence[tuple[WriteItem, int, Part]]) -> Future[list[WriteResult]]:
+    """What DCP is told of a shard that is there: of each item its first byte and its part."""
+    done: Future[list[WriteResult]] = Future()
+    done.set_result(
+        [
+            WriteResult(item.index, part.length, Written(name, start, part.length, file.bytes, file.xxh3))
+            for item, start, part in placed
+        ]
+    )
+    return done
 
 
 @contextmanager
@@ -119,7 +133,7 @@ class ShardWriter(StorageWriter):
         name: str,
         parts: Sequence[Part],
         memory: memoryview,
-        commit: Callable[[dict[str, FileEntry], dict[str, TensorEntry]], None],
+        commit: Commit,
     ) -> None:
         self._run, self._step, self._name = run, step, name
         self._parts = {(p.name, p.offsets): p for p in parts}
@@ -152,14 +166,7 @@ class ShardWriter(StorageWriter):
                 position = aligned(position + part.length)
             file = self._write([p for _, _, p in placed]) if placed else FileEntry(0, "")
         self.busy = False
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(
-            [
-                WriteResult(item.index, p.length, Written(self._name, start, p.length, file.bytes, file.xxh3))
-                for item, start, p in placed
-            ]
-        )
-        return done
+        return written(self._name, file, placed)
 
     def _write(self, parts: Sequence[Part]) -> FileEntry:
         hasher = xxhash.xxh3_128()

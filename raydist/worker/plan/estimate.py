@@ -110,8 +110,18 @@ def estimate(strategy: str, spec: JobSpec, machine: Machine, model: Model, activ
         loss=peak.loss,
         host=host,
         disk=disk,
+        copy=_copy(stage, spec, machine, model, shard),
         sent=_sent(stage, spec, machine, model, shard),
     )
+
+
+def _copy(stage: int, spec: JobSpec, machine: Machine, model: Model, shard: int) -> int:
+    """One rank's share of the state: what is whole on every rank is cut into equal parts, what is sharded is what it holds."""
+    if spec.snapshot_every is None:
+        return 0
+    optimizer = sum(optimizer_bytes(p, spec.optim) for p in model.params if p.trained)
+    whole = _FP32 * model.size() + model.buffers + optimizer
+    return -(-whole // (shard if stage == 3 else machine.ranks))
 
 
 def optimizer_bytes(param: Param, optim: OptimSpec, ranks: int = 1) -> int:

@@ -117,6 +117,7 @@ class Estimate:
     activations  what forward keeps, and what is computed with
     loss         logits and all that is made of them
     host, disk   offloaded, of one rank
+    copy         of one rank's state, in host memory, as recovery.snapshot_every takes it; 0 if it takes none
     sent         by one rank in one step
     """
 
@@ -133,6 +134,7 @@ class Estimate:
     loss: int
     host: int
     disk: int
+    copy: int
     sent: int
 
     @property

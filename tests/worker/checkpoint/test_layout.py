@@ -55,3 +55,9 @@ def test_tied_weights_are_saved_once() -> None:
     tensors = {"embedding": weight, "head": weight, "view": weight.view(6, 4)}
     assert layout.aliases(tensors) == {"head": "embedding"}
     assert [p.name for p in layout.plan(tensors, {}, 0, 1)] == ["embedding", "view"]
+
+
+def test_what_is_whole_beside_shards_is_rank_0_s() -> None:
+    """Under `gather_bytes` of it: so that a rank's state is in two shards. Without shards, or above, it is dealt out as ever."""
+    whole = {f"t{i}": torch.zeros(4) for i in range(6)}
+    assert [p.name for p in layout.plan(whole, {}, 1, 2, gather_bytes=1 << 20)] == ["t3", "t4", "t5"]

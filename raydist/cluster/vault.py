@@ -1,0 +1,376 @@
+"""Copies of the training state in the nodes' memory: kept on a second node, found after a failure, brought to who needs them.
+
+`Vault` runs in: one zero-CPU actor on each node that has ranks, owned by the driver; on a private Ray, which is one node, in the
+driver itself. Bytes only: never imports torch. `Vaults` runs in: the driver. Imports ray in its functions only.
+
+    ranks --files, bell--> Vault of node A --copy(step, name)--> Vault of node B (A's buddy) --read pieces--> A
+    driver: vaults.job(ranks) = inventories -> placement.place -> fetch on the nodes that lack something
+
+Training never waits for any of this. What fails here makes a restart go on from storage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raydist.cluster.placement import Copy, Fetch, Inventory, place
+from raydist.rundir import CHECKPOINTS, RunDir, manifest_attempt, step_folder
+from raydist.worker.checkpoint import vaultdir
+from raydist.worker.checkpoint.manifest import Manifest
+from raydist.worker.checkpoint.vaultdir import BELL, BUDDY, Shard
+
+PIECE_BYTES = 8 << 20
+"""Bytes of one message between nodes."""
+_PIECE_S = 20.0
+_ASK_S = 5.0
+_FETCH_S = 60.0
+_LINK_S = 5.0
+_USES = 2
+"""Attempts that may go on from one snapshot without making a newer one; the next takes storage."""
+
+# Waits for the end of a pipe that only the vault's process holds, then until nobody uses the folder: ranks may outlive a Vault.
+_KEEPER = """
+import fcntl, os, shutil, sys
+if os.fork():
+    os._exit(0)
+os.setsid()
+sys.stdin.buffer.read()
+with open(sys.argv[1] + "/lock", "a") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+"""
+
+
+class Vault:
+    """One node's part: sees what its ranks write, has it copied to the buddy, hands out and fetches files. Any thread.
+
+    Raises OSError where the folder cannot be made.
+    """
+
+    def __init__(self, folder: str) -> None:
+        vaultdir.remove_unused()
+        self._use = vaultdir.Use(folder)
+        self._folder = Path(folder)
+        keeper = [sys.executable, "-I", "-S", "-c", _KEEPER, folder]
+        quiet = subprocess.DEVNULL
+        # In a session of its own, and its parent gone: it outlives this process.
+        self._keeper = subprocess.Popen(keeper, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
+        self._keeper.wait()
+        self._me: Any = None
+        self._buddy: Any = None
+        self._ranks: frozenset[int] = frozenset()
+        self._world_size = 0
+        self._closed = False
+        self._wanted: queue.Queue[tuple[Any, int, str, int | None] | None] = queue.Queue()
+        (self._folder / BELL).unlink(missing_ok=True)
+        self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._bell.bind(str(self._folder / BELL))
+        for what in (self._hear, self._copy):
+            threading.Thread(target=what, name="raydist-vault", daemon=True).start()
+
+    def link(self, me: Any, buddy: Any, ranks: Sequence[int], world_size: int) -> None:
+        """Who it is, to whom its node's copies go (None: nobody), and which of how many ranks are here."""
+        another = buddy is not None and (self._buddy is None or buddy._actor_id != self._buddy._actor_id)
+        self._me, self._buddy = me, buddy
+        self._ranks, self._world_size = frozenset(ranks), world_size
+        if (
+            another
+        ):  # or this Vault stands in for one that was killed: what its bell said in between was heard by nobody
+            for path in sorted(self._folder.glob(f"{CHECKPOINTS}/step-*/*")):
+                self._offer(_step(path), path.name, None)
+
+    def inventory(self) -> Inventory:
+        """What is here."""
+        files: dict[tuple[int, str], int] = {}
+        copies = []
+        for path in [*self._all(CHECKPOINTS), *self._all(f"{BUDDY}/{CHECKPOINTS}")]:
+            with contextlib.suppress(OSError, ValueError):  # written over meanwhile, or damaged
+                if Shard.parse(path.name):
+                    files.setdefault((_step(path), path.name), path.stat().st_size)
+                elif manifest_attempt(path.name) is not None:
+                    copies.append(_copy_of(path.name, Manifest.loads(path.read_bytes())))
+        return Inventory(files, copies)
+
+    def read(self, step: int, name: str, start: int) -> bytes:
+        """At most PIECE_BYTES of a file, from byte `start`. Raises FileNotFoundError."""
+        with self._path(step, name).open("rb", buffering=0) as file:
+            file.seek(start)
+            return file.read(PIECE_BYTES)
+
+    def copy(self, source: Any, step: int, name: str, kept: int | None) -> None:
+        """Keeps a copy of a file that `source`, another Vault, has; soon. `kept`: the newest step known to be whole there."""
+        self._wanted.put((source, step, name, kept))
+
+    def fetch(self, step: int, files: Sequence[Fetch], sources: Mapping[str, Any]) -> list[str]:
+        """Has these files in its own folder, hash checked, when it returns; gives what went wrong. `sources`: node -> its Vault."""
+        problems = []
+        for file in files:
+            path = self._folder / step_folder(step) / file.name
+            if path.exists():
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                there = self._folder / BUDDY / step_folder(step) / file.name
+                if there.exists():
+                    with contextlib.suppress(FileExistsError):
+                        os.link(there, path)
+                else:
+                    _pull(sources[file.source], step, file.name, path)
+            except Exception as error:
+                problems.append(f"{file.name}: {type(error).__name__}: {error}")
+        return problems
+
+    def close(self) -> None:
+        """Removes the folder, unless a rank still uses it: then the keeper does when that one has ended."""
+        self._closed = True
+        vaultdir.ring(self._folder)
+        self._wanted.put(None)
+        self._use.close()
+        vaultdir.remove(self._folder, wait=False)
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+
+    # --- inside
+
+    def _all(self, folder: str) -> Iterable[Path]:
+        return self._folder.glob(f"{folder}/step-*/*")
+
+    def _path(self, step: int, name: str) -> Path:
+        own = self._folder / step_folder(step) / name
+        return own if own.exists() else self._folder / BUDDY / step_folder(step) / name
+
+    def _hear(self) -> None:
+        with self._bell:
+            while not self._closed:
+                said = json.loads(self._bell.recv(1 << 16) or b"{}")
+                if said and not self._closed:
+                    self._offer(said["step"], said["name"], said["kept"])
+                    if said["kept"] == said["step"]:
+                        self._prune(said["step"])
+
+    def _offer(self, step: int, name: str, kept: int | None) -> None:
+        if self._buddy is not None:
+            self._buddy.copy.remote(self._me, step, name, kept)
+
+    def _prune(self, kept: int) -> None:
+        """What was fetched for a restart, or is of ranks that left, goes once there is a newer snapshot."""
+        for path in self._all(CHECKPOINTS):
+            shard = Shard.parse(path.name)
+            mine = shard is not None and shard.rank in self._ranks and shard.world_size == self._world_size
+            manifest = manifest_attempt(path.name) is not None and 0 in self._ranks
+            if _step(path) < kept and not mine and not manifest:
+                path.unlink(missing_ok=True)
+
+    def _copy(self) -> None:
+        while (wanted := self._wanted.get()) is not None:
+            source, step, name, kept = wanted
+            with contextlib.suppress(Exception):  # written over meanwhile, or its node is gone: the next one will do
+                path = self._folder / BUDDY / step_folder(step) / name
+                if kept != step:  # two at a time at most; the newest whole one goes last
+                    self._forget(name, {kept, step})
+                if not path.exists():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    _pull(source, step, name, path)
+                if kept == step:
+                    self._forget(name, {step})
+
+    def _forget(self, name: str, stay: set[int | None]) -> None:
+        """Drops what is kept of the same rank's shard, or manifest, but of the steps that stay; where one is None, nothing."""
+        shard = Shard.parse(name)
+        for path in self._all(f"{BUDDY}/{CHECKPOINTS}") if None not in stay else ():
+            old = Shard.parse(path.name)
+            same = old.rank == shard.rank if old and shard else old is shard
+            if same and _step(path) not in stay:
+                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.parent.rmdir()
+
+
+def _pull(source: Any, step: int, name: str, path: Path) -> None:
+    """A file from another Vault, piece by piece; in place once it has the hash that its name says."""
+    import ray
+
+    part = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}")
+    try:
+        size = 0
+        with part.open("xb", buffering=0) as file:
+            while piece := ray.get(source.read.remote(step, name, size), timeout=_PIECE_S):
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[file.write(rest) :]
+                size += len(piece)
+        shard = Shard.parse(name)
+        if shard is None:
+            Manifest.loads(part.read_bytes())
+        elif vaultdir.digest(part) != shard.xxh3:
+            raise ValueError("it does not have the hash that its name says")
+        part.rename(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.parent.name.removeprefix("step-"))
+
+
+def _copy_of(name: str, found: Manifest) -> Copy:
+    files = {file: entry.bytes for file, entry in found.files.items()}
+    shared = frozenset(vaultdir.shared_files(found))
+    return Copy(found.step, found.attempt, name, found.world_size, files, shared, found.plain[vaultdir.PEERS])
+
+
+class Vaults:
+    """All vaults of a run. Nothing of it raises: where it cannot help, `job` names no snapshot.
+
+    `private`: all is on this host, and no actor is needed. `note` says what went wrong, in a line.
+    """
+
+    def __init__(self, run: RunDir, *, private: bool, note: Callable[[str], None]) -> None:
+        self._run, self._private, self._note = run, private, note
+        self.folder = vaultdir.new_folder()
+        self._nodes: dict[str, Any] = {}
+        self._links: dict[str, tuple[Any, Any, list[int], int]] = {}
+        self._used: dict[int, int] = {}
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        if not private:
+            threading.Thread(target=self._relink, name="raydist-vaults", daemon=True).start()
+
+    def job(self, ranks: Mapping[int, str]) -> dict[str, Any]:
+        """What every rank is told, VaultJob's fields; all that it needs is then on its node. `ranks`: rank -> node id."""
+        job: dict[str, Any] = {"folder": self.folder, "step": None, "manifest": None}
+        try:
+            fresh = self._start(ranks)
+            if fresh != set(self._nodes):
+                job |= self._chosen(ranks)
+        except Exception as error:
+            self._note(f"no copy in memory is gone on from: {type(error).__name__}: {error}")
+        return job
+
+    def close(self) -> None:
+        """The run is over: all copies go."""
+        self._ended.set()
+        with self._lock:
+            nodes, self._nodes = self._nodes, {}
+        if self._private:
+            for vault in nodes.values():
+                vault.close()
+            return
+        import ray
+
+        if nodes:
+            ray.wait([vault.close.remote() for vault in nodes.values()], num_returns=len(nodes), timeout=_ASK_S)
+        for vault in nodes.values():
+            ray.kill(vault)
+
+    # --- inside
+
+    def _start(self, ranks: Mapping[int, str]) -> set[str]:
+        """A Vault on each node that has ranks, linked in a ring; the nodes whose Vault is new."""
+        fresh = set(ranks.values()) - set(self._nodes)
+        for node in fresh:
+            self._nodes[node] = Vault(self.folder) if self._private else _actor(self.folder, node)
+        ring = sorted(set(ranks.values()))
+        with self._lock:
+            self._links = {}
+            for node, after in zip(ring, [*ring[1:], *ring[:1]], strict=True):
+                mine = [rank for rank, at in ranks.items() if at == node]
+                buddy = self._nodes[after] if after != node else None
+                self._links[node] = (self._nodes[node], buddy, mine, len(ranks))
+        self._link()
+        return fresh
+
+    def _link(self) -> None:
+        with self._lock:
+            for vault, *rest in self._links.values():
+                if self._private:
+                    vault.link(None, *rest)
+                else:
+                    vault.link.remote(vault, *rest)
+
+    def _relink(self) -> None:
+        """A Vault that was killed comes back, and does not know its buddy."""
+        while not self._ended.wait(_LINK_S):
+            with contextlib.suppress(Exception):
+                self._link()
+
+    def _chosen(self, ranks: Mapping[int, str]) -> dict[str, Any]:
+        steps = self._run.committed()
+        lineage = self._run.lineage()
+        inventories = self._ask({node: ("inventory", ()) for node in self._alive()}, _ASK_S)
+        for node in set(self._nodes) - set(inventories) - set(ranks.values()):
+            del self._nodes[node]  # gone, and nobody is there any more
+        found = place(
+            inventories,
+            ranks,
+            after=steps[-1] if steps else 0,
+            counts=lambda copy: (
+                lineage.voided_by(copy.attempt, copy.step) is None and self._used.get(copy.step, 0) < _USES
+            ),
+        )
+        if found is None:
+            return {}
+        step, manifest = found.copy.step, found.copy.manifest
+        calls = {}
+        for node, own in found.fetches.items():
+            wanted = [*found.common, *own]
+            if node == ranks[0]:
+                wanted.append(Fetch(manifest, 0, found.manifest_from))
+            has = inventories[node].files if node in inventories else {}
+            if any((step, f.name) not in has for f in wanted) or len(self._nodes) > 1:
+                sources = {f.source: self._nodes[f.source] for f in wanted if f.source != node}
+                calls[node] = ("fetch", (step, wanted, sources))
+        if self._private:
+            calls = {}  # all is where it was
+        answers = self._ask(calls, _FETCH_S)
+        problems = [p for problems in answers.values() for p in problems]
+        problems += [f"node {node} does not answer" for node in calls if node not in answers]
+        if problems:
+            self._note(f"the copy in memory of step {step} is not gone on from: {problems[0]}")
+            return {}
+        self._used[step] = self._used.get(step, 0) + 1
+        return {"step": step, "manifest": manifest}
+
+    def _alive(self) -> set[str]:
+        if self._private:
+            return set(self._nodes)
+        import ray
+
+        return set(self._nodes) & {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+    def _ask(self, calls: Mapping[str, tuple[str, Sequence[Any]]], timeout_s: float) -> dict[str, Any]:
+        """node -> what its Vault answers; those that do not in time, or cannot, are left out."""
+        if self._private:
+            return {node: getattr(self._nodes[node], method)(*given) for node, (method, given) in calls.items()}
+        import ray
+        from ray.exceptions import RayError
+
+        refs = {getattr(self._nodes[node], method).remote(*given): node for node, (method, given) in calls.items()}
+        answers = {}
+        if refs:
+            done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
+            for ref in done:
+                with contextlib.suppress(RayError):
+                    answers[refs[ref]] = ray.get(ref)
+        return answers
+
+
+def _actor(folder: str, node: str) -> Any:
+    """A Vault on that node; gone with this process. Comes back by itself if it is killed."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    actor = ray.remote(Vault).options(num_cpus=0, max_restarts=-1, max_concurrency=8, scheduling_strategy=there)
+    return actor.remote(folder)
