@@ -104,7 +104,7 @@ def trained(rank: Rank, spec: JobSpec, path: str, vault: dict[str, Any] | None, 
     try:
         if rank.first and attempt not in run.lineage().begun:
             begin_attempt(run, attempt)
-        job = Job(spec, run, str(spec.data.path), attempt, None, False, VaultJob(**vault) if vault else None)
+        job = Job(spec, run, str(spec.data.path), attempt, None, False, vault=VaultJob(**vault) if vault else None)
         train(job, rank, Door(push, lambda: None) if rank.first else None)
     finally:
         TrainStep.__call__, loop._Run.train = step, made  # type: ignore[method-assign]
