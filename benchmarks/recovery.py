@@ -5,7 +5,7 @@
 Two gloo ranks of one thread train the same model; a checkpoint every 20 steps; rank 1 gets the signal in its 30th step: SIGKILL,
 or SIGSTOP. The peers take turns, beginning with another one each round. The time is that from the signal to the end of the first
 step that rank 0 does in its new process, by the model's own forward, the same for all; `lost` are the steps trained once more.
-A peer that is not back after 150 s counts as 150.
+A peer that is not back after 60 s counts as 60.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BIN = Path(sys.executable).parent
 NAMES = ["raydist", "ray train", "torchrun"]
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 EVERY, AT, STEPS = 20, 30, 60
-LIMIT_S = 150.0
+LIMIT_S = 60.0
 
 
 def command(peer: str, out: str, storage: str) -> list[str]:

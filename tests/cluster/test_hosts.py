@@ -181,7 +181,7 @@ def test_signals_reach_the_process_in_the_host(hosts: Hosts) -> None:
 
 
 OWNER = """
-import json, os, signal, sys
+import json, os, sys, time
 from tests.hosts import Hosts
 with Hosts(2) as hosts:
     for host in hosts:
@@ -197,7 +197,8 @@ with Hosts(2) as hosts:
             hosts[1].power_off()
             raise ValueError
         case _:
-            signal.pause()
+            while True:
+                time.sleep(0.05)  # not pause(): a signal that comes just before it would be waited for for ever
 """
 
 
@@ -221,7 +222,10 @@ def test_nothing_is_left(end: str) -> None:
         owner.stdin.flush()
         if end.startswith("SIG"):
             owner.send_signal(getattr(signal, end))
-        owner.communicate(timeout=30)
+        try:
+            owner.communicate(timeout=30)
+        finally:
+            owner.kill()
         assert owner.returncode != 0
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert not alive

@@ -11,7 +11,10 @@ from tests.end_to_end.test_exactness import exact
 from tests.hosts import Cluster
 
 RAYDIST = str(Path(sys.executable).with_name("raydist"))
-PLAIN = ("--set", "checkpoint.every=null", "--set", "recovery.snapshot_every=2", "--set", "cluster.cpus_per_worker=1")
+PLAIN = (
+    "--set", "checkpoint.every=null", "--set", "recovery.snapshot_every=2", "--set", "cluster.cpus_per_worker=1",
+    "--set", "recovery.step_timeout=120",  # ranks wait longer than they may by themselves
+)  # fmt: skip
 
 
 def test_a_lost_node_costs_no_copy(project: Any, ray_hosts: Cluster) -> None:
@@ -21,10 +24,9 @@ def test_a_lost_node_costs_no_copy(project: Any, ray_hosts: Cluster) -> None:
     first, second = ray_hosts.hosts
     options = [*PLAIN, *project.options("lost", hold=11)]
     command = [RAYDIST, "train", "job.yaml", "--name", "lost", "--address", ray_hosts.address, *options]
-    log = (project.root / "lost.log").open("w")
-    process = first.popen(
-        command, env=project.environment() | ray_hosts.environment, cwd=str(project.root), stdout=log, stderr=log
-    )
+    env = project.environment() | ray_hosts.environment
+    with (project.root / "lost.log").open("w") as log:
+        process = first.popen(command, env=env, cwd=str(project.root), stdout=log, stderr=log)
 
     def kept() -> bool:
         listed = first.run(
@@ -40,7 +42,6 @@ def test_a_lost_node_costs_no_copy(project: Any, ray_hosts: Cluster) -> None:
     (project.root / "marks" / "lost" / "go").touch()
     ray_hosts.add_node(second)
     process.wait(200)
-    log.close()
     assert process.returncode == 0, (project.root / "lost.log").read_text()
     (resumed,) = project.events("lost", "resumed")
     assert (resumed["source"], resumed["step"] in (2, 4)) == ("memory", True)
