@@ -30,6 +30,7 @@ from raydist.worker import compute, flops, offload, optim, precision, setup
 from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.replicas import Replicas
 from raydist.worker.checkpoint.save import RETRY_S, Saver
+from raydist.worker.drift import DriftWatch
 from raydist.worker.guard import Guard
 from raydist.worker.parallel import ParallelStrategy, ParamShard
 from raydist.worker.precision import Precision
@@ -97,8 +98,8 @@ def train(
     `probe` is told what this rank is doing, `startup` how far it has come before its first step. `tell`: how a rank without a
     door says what it alone knows; it must not block.
 
-    Raises what stops the run: NonFinite, LossSpike, GraphMismatch, SavesFailed, Fenced, CheckpointError, DataError, or the model's
-    own exception; and Rollback, which ends the attempt.
+    Raises what stops the run: NonFinite, LossSpike, GraphMismatch, SavesFailed, Fenced, SuspectHardware, CheckpointError,
+    DataError, or the model's own exception; and Rollback, which ends the attempt.
     """
     reporter = Reporter(door.push, door.durable) if door is not None else None
     try:
@@ -200,6 +201,8 @@ class _Run:
             max_failures=spec.checkpoint.max_failures,
             timeout_s=spec.checkpoint.timeout_s,
         )
+        self.last = min(self.total, job.until or self.total)
+        self.watch = self._drift_watch(model, shards) if spec.train.check_replicas else None
         self.train_step = TrainStep(
             rank,
             self.strategy,
@@ -209,12 +212,12 @@ class _Run:
             clip=spec.optim.clip,
             before_update=self.saver.before_update,
             judge=self.guard,
+            watch=self.watch,
             probe=probe,
         )
 
     def train(self) -> Outcome:
         """The loop. Each line that has `rank` in its comment is a collective: every rank comes by."""
-        last = min(self.total, self.job.until or self.total)
         first, stop, saving = self.step + 1, False, False
         made = _to_torch(pin=self.rank.device.type == "cuda")
         loader = Loader(
@@ -226,7 +229,7 @@ class _Run:
             micro_batch=self.spec.train.micro_batch,
             pack=self.spec.data.pack,
             prefetch=self.spec.data.prefetch,
-            steps=max(last - self.step, 0),
+            steps=max(self.last - self.step, 0),
             transform=self.injector.data(self.batches, made) if self.injector else made,
             timeout_s=self.spec.recovery.data_patience,
             on_stall=self._stalled,
@@ -261,7 +264,7 @@ class _Run:
                         # What torch and the model have made by now stays: a full collection walks through it for 0.2 s.
                         gc.collect()
                         gc.freeze()
-                    ending = stop or self.step == last
+                    ending = stop or self.step == self.last
                     if self.eval_set and self._due(self.spec.eval.every, self.step == self.total):
                         self._evaluate()  # every rank: losses are summed
                     if self._due(self.spec.checkpoint.every, ending):
@@ -366,7 +369,31 @@ class _Run:
         if self.reporter:
             self.reporter.say("eval", step=self.step, loss=self.eval_loss, tokens=tokens, best=best)
 
+    def _drift_watch(self, model: nn.Module, shards: Mapping[str, ParamShard]) -> DriftWatch | None:
+        """None where no two ranks hold the same."""
+        every, saved = self.spec.train.check_replicas or 1, self.spec.checkpoint.every
+        made = DriftWatch(
+            self.rank,
+            self.job.run,
+            self.job.attempt,
+            model,
+            self.optimizer,
+            shards,
+            due=lambda step: step % every == 0 or step == self.last or (saved is not None and step % saved == 0),
+            before_write=self.saver.before_update,
+            reporter=self.reporter,
+        )
+        if made.compares:
+            return made
+        if self.reporter:
+            where = f"parallel.strategy: {self.spec.parallel.strategy} on {self.rank.world_size} workers"
+            text = f"train.check_replicas: {every}: no two ranks hold the same weights with {where}, so there is nothing to compare"
+            self.reporter.say("note", text=text)
+        return None
+
     def _save(self, ending: bool) -> None:
+        if self.watch:
+            self.watch.before_save(self.step)
         tensors, rank_tensors, plain = self.state.capture()
         plain |= {
             "step": self.step,
