@@ -13,12 +13,14 @@ dimensions that replicate it. So ddp compares all, zero1 and zero2 the parameter
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
@@ -32,7 +34,6 @@ from raydist.worker.graph import plain_name
 from raydist.worker.parallel import ParamShard
 from raydist.worker.reporter import Reporter
 from raydist.worker.setup import Rank
-from raydist.worker.state import capture_rng, restore_rng
 
 T = TypeVar("T")
 Ranks = tuple[int, ...]
@@ -48,7 +49,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A tensor that is not the same where it should be. `majority`: those that agree, if more than half, or (); `odd`: the others."""
+    """A tensor that differs where it should not. `majority`: those that agree, if more than half do, or (); `odd`: others."""
 
     tensor: str
     majority: Ranks
@@ -79,14 +80,14 @@ class DriftWatch:
         self._due, self._before_write = due, before_write
         weights = {n for n, _ in model.named_parameters(remove_duplicate=False)}
         self._buffers = [b for n, b in model.state_dict(keep_vars=True).items() if n not in weights]
-        self._before: tuple[dict[str, Tensor], list[Tensor]] = {}, []
+        self._undo: Callable[[], None] = lambda: None
         self.compares = bool(self._held(saved=False))
         """Whether any other rank holds what this one does; the same on all ranks."""
 
     def begin(self) -> None:
         """A step begins: what its passes change is kept, for it may have to be computed again."""
         if self.compares:
-            self._before = capture_rng(self._rank.device), [b.clone() for b in self._buffers]
+            self._undo = _passes_undone(self._rank.device, self._buffers)
 
     def mended(self, step: int, *, suspect: bool) -> bool:
         """Whether replicas had drifted in `step`, and are mended: its gradients, of odd weights, are of no use. Before the update.
@@ -95,10 +96,7 @@ class DriftWatch:
         """
         if not (suspect or self._due(step)) or not self._mend(step, saved=False):
             return False
-        rng, buffers = self._before
-        restore_rng(rng)
-        for buffer, value in zip(self._buffers, buffers, strict=True):
-            buffer.copy_(value)
+        self._undo()
         return True
 
     def before_save(self, step: int) -> None:
@@ -218,6 +216,24 @@ class DriftWatch:
         every: list[T] = [mine] * self._rank.world_size
         dist.all_gather_object(every, mine, group=self._rank.control)
         return every
+
+
+def _passes_undone(device: torch.device, buffers: list[Tensor]) -> Callable[[], None]:
+    """Brings back what is drawn from and counted up by passes that follow now. As it comes before each step, in microseconds."""
+    python, numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()  # models draw from these
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    values = [buffer.clone() for buffer in buffers]
+
+    def undo() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(of_torch)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
+
+    return undo
 
 
 def compare(every: list[dict[Ranks, dict[str, int]]]) -> list[Drift]:

@@ -280,7 +280,10 @@ def test_a_rank_whose_graph_differs_is_named(ranks: Any, variant: str) -> None:
 
 
 def drifting(rank: Rank, spec: JobSpec, path: str, disturbed: bool) -> tuple[bool, str, dict[str, torch.Tensor]]:
-    """Two steps; in the second a bit changes on the last rank if `disturbed`. (Whether anything is compared, what Rollback says, the weights.)"""
+    """Two steps; in the second a bit changes on the last rank if `disturbed`.
+
+    Gives whether anything is compared, what Rollback says, and the weights.
+    """
     trainer = Trainer(rank, spec, full=6 * CONTEXT)
     made = DriftWatch(
         rank,
@@ -294,10 +297,16 @@ def drifting(rank: Rank, spec: JobSpec, path: str, disturbed: bool) -> tuple[boo
         reporter=None,
     )
     trainer.step._watch = made if disturbed and made.compares else None
+    hooks: list[Any] = []
+
+    def once(*forward: Any) -> None:
+        hooks.pop().remove()
+        flip(trainer.model)
+
     error = ""
     for s in (1, 2):
         if s == 2 and rank.rank == rank.world_size - 1 and trainer.step._watch is not None:
-            hook = trainer.model.register_forward_hook(lambda *a: (flip(trainer.model), hook.remove(), None)[-1])
+            hooks.append(trainer.model.register_forward_hook(once))
         batches = mine(rank, *samples(6, seed=s), 2)
         try:
             trainer.step(s, batches, counted(batches), 1e-2, want_stop=False)
@@ -315,8 +324,8 @@ def flip(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_drifted_replica_is_mended(ranks: Any, tmp_path: Path, variant: str) -> None:
-    """A bit changes on one of 3 ranks between the passes of a step: it is mended, and the weights after the step have the bits of an
-    undisturbed run. Two pairs of copies have no majority, and the ranks that differ are named. zero3 has no copies."""
+    """A bit changes on one of 3 ranks within a step: it is mended, and the weights after the step have the bits of an undisturbed
+    run. Two pairs of copies have no majority, and the ranks that differ are named. zero3 has no copies."""
     spec = job(variant)
     world = 4 if variant == "hsdp in pairs" else 3
     expected = [weights for _, _, weights in run(ranks, drifting, world, spec, str(tmp_path), False)]

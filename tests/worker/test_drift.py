@@ -12,9 +12,7 @@ import torch
 from raydist.cluster.recovery import History, RankError, Restart, decide, root_cause
 from raydist.errors import Rollback, SuspectHardware
 from raydist.faults import FlipBit
-from raydist.rundir import RunDir
 from raydist.spec import JobSpec
-from raydist.spec.errors import SpecValueError
 from raydist.worker import drift
 from raydist.worker.drift import Drift, compare, hashes, weighted
 from tests.training import alone, job, run
@@ -37,8 +35,8 @@ def flips(*faults: FlipBit) -> list[dict[str, Any]]:
 
 
 def test_the_odd_one_is_named_and_mended(ranks: Any, dataset: str, tmp_path: Path) -> None:
-    """Of 3 ranks one drifts in step 4, seen before the update of step 5, another in step 6, seen before its checkpoint: losses, weights,
-    optimizer and buffers are those of a run in which nothing happened and nothing was compared, bit for bit."""
+    """Of 3 ranks one drifts in step 4, seen before the update of step 5, another in step 6, seen before its checkpoint: losses,
+    weights, optimizer and buffers are those of a run in which nothing happened and nothing was compared, bit for bit."""
     expected, _, error = run(ranks, trained, 3, checked(dataset, None), str(tmp_path / "calm"))[0]
     assert error is None
     faults = flips(FlipBit(rank=2, step=4), FlipBit(rank=1, step=6, parameter=NORM))
