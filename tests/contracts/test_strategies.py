@@ -317,7 +317,7 @@ def drifting(rank: Rank, spec: JobSpec, path: str, disturbed: bool) -> tuple[boo
 
 def flip(model: nn.Module) -> None:
     """Changes a bit of the first value that this rank has of some parameter."""
-    local = next(p for n, p in model.named_parameters() if "norm" in n).detach()
+    local = next(p for n, p in model.named_parameters() if "norm" in n).data  # autograd, too, must not see it
     local = local.to_local() if isinstance(local, DTensor) else local
     local.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 22)
 
