@@ -141,8 +141,8 @@ class DriftWatch:
         if all(len(totals) == 1 for totals in sums.values()):
             return False
         drifts = compare(self._every({k: named for k, named in digests.items() if len(sums[hash(k)]) > 1}))
-        self._judge(step, drifts)
         self._before_write()
+        self._judge(step, drifts)
         for drift in drifts:
             if self._rank.rank in (drift.majority[0], *drift.odd):
                 self._send(held[drift.tensor][0], drift)

@@ -380,7 +380,7 @@ class _Run:
             self.optimizer,
             shards,
             due=lambda step: step % every == 0 or step == self.last or (saved is not None and step % saved == 0),
-            before_write=self.saver.before_update,
+            before_write=self._before_mending,
             reporter=self.reporter,
         )
         if made.compares:
@@ -390,6 +390,10 @@ class _Run:
             text = f"train.check_replicas: {every}: no two ranks hold the same weights with {where}, so there is nothing to compare"
             self.reporter.say("note", text=text)
         return None
+
+    def _before_mending(self) -> None:
+        self.probe.enter("save")  # no deadline of a step: the state may be large, and storage slow
+        self.saver.before_update()
 
     def _save(self, ending: bool) -> None:
         if self.watch:
