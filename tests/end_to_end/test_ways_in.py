@@ -42,7 +42,8 @@ def test_show_has_the_promised_names(project: Any, on_ray: dict[str, Any]) -> No
     shown = project.show("gpt")
     assert shown == on_ray
     assert list(shown) == [
-        "run", "path", "status", "steps", "loss", "eval_loss", "tokens_per_second", "attempts", "checkpoints", "workers",
+        "run", "path", "status", "steps", "loss", "eval_loss", "tokens_per_second", "attempts", "checkpoints", "faults",
+        "workers",
     ]  # fmt: skip
     (attempt,) = shown["attempts"]
     startup = attempt.pop("startup")
