@@ -179,9 +179,9 @@ NUMBERS: list[Fault] = [
 
 
 def test_bad_numbers_lack_of_memory_and_a_crash_loop(project: Any) -> None:
-    """What changes the numbers, or ends the run, on three ranks: a drifted one is mended; bad steps are left out, each guilty rank is
-    named; a collective that a rank skips hangs the others, and that rank is to blame; each lack of memory halves the micro-batch; a bug that
-    comes again and again stops the run, with exit code 3.
+    """What changes the numbers, or ends the run, on three ranks: a drifted one is mended; bad steps are left out, each guilty rank
+    is named; a collective that a rank skips hangs the others, and that rank is to blame; each lack of memory halves the
+    micro-batch; a bug that comes again and again stops the run, with exit code 3.
     """
     policy = ["recovery.on_nan=skip", "recovery.spike.factor=3", "recovery.spike.window=3", "recovery.step_timeout=2"]
     fields = [*policy, "train.check_replicas=1", "cluster.workers=3", "train.global_batch=12", "train.micro_batch=4"]
