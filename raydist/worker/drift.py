@@ -196,7 +196,10 @@ class DriftWatch:
         files = storage.files(DRIFT)
         seen: Counter[tuple[str, str]] = Counter()
         for file in files:
-            seen.update({(p["host"], p["device"]) for p in json.loads(storage.read(file))["odd"]})
+            try:
+                seen.update({(p["host"], p["device"]) for p in json.loads(storage.read(file))["odd"]})
+            except (ValueError, KeyError, TypeError) as error:
+                raise StorageError(f"{self._run.uri}/{file} is no drift: {error}", "delete it") from error
         body = {"step": step, "attempt": self._attempt, "odd": odd, "tensors": names}
         storage.write(f"{DRIFT}/{len(files) + 1:06d}.json", json.dumps(body, sort_keys=True).encode() + b"\n")
         return [p for p in odd if seen[p["host"], p["device"]] + 1 >= DRIFTS]
