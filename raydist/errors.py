@@ -15,10 +15,11 @@ Runs anywhere. Imports nothing of raydist.
     │   ├── CheckpointCorrupt         a file is missing, cut short, or has another hash than its manifest says
     │   ├── CheckpointNotFound        nothing committed that can be read (also a LookupError)
     │   └── SpecChanged               2: a resumed run would compute other numbers than the one it continues
-    ├── Rollback                      3: the attempt ended in order to go on from a checkpoint without a bad batch
+    ├── Rollback                      3: the attempt ended in order to go on from a checkpoint
     └── TrainingStopped               3: the run ended before its last step, and a restart would not help
         ├── NonFinite                 NaN or Inf in the loss or in the gradients (also an ArithmeticError)
         ├── LossSpike                 a loss far above those before it (also an ArithmeticError)
+        ├── SuspectHardware           replicas drifted on the same device again and again
         ├── GraphMismatch             parameters without a gradient, or ranks whose graphs differ
         ├── WorkerFailed              a rank died or raised, and the budget of restarts is spent
         ├── SavesFailed               too many saves in a row failed (also a CheckpointError)
@@ -104,7 +105,7 @@ class SpecChanged(CheckpointError):
 
 
 class Rollback(RaydistError):
-    """The attempt ended on purpose: a restart goes on from the newest checkpoint, and leaves a bad batch out."""
+    """The attempt ended on purpose: a restart goes on from the newest checkpoint, and leaves a bad batch, if it was one, out."""
 
 
 class TrainingStopped(RaydistError):
@@ -117,6 +118,10 @@ class NonFinite(TrainingStopped, ArithmeticError):
 
 class LossSpike(TrainingStopped, ArithmeticError):
     """A loss far above those before it, by recovery.spike; the update was not applied."""
+
+
+class SuspectHardware(TrainingStopped):
+    """The weights on one device drifted away from their replicas three times in a run; see train.check_replicas."""
 
 
 class GraphMismatch(TrainingStopped):

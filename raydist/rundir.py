@@ -40,7 +40,7 @@ DEFAULT_STORAGE = "~/raydist"
 SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER = (
     "spec.yaml", "state.json", "events.jsonl", "metrics", "logs", "tensorboard", "ledger",
 )  # fmt: skip
-CHECKPOINTS, ATTEMPTS, DRIVERS, FAULTS = "checkpoints", "attempts", "drivers", "faults"
+CHECKPOINTS, ATTEMPTS, DRIVERS, FAULTS, DRIFT = "checkpoints", "attempts", "drivers", "faults", "drift"
 DATA = ".data"
 """Beside the runs: corpora that raydist prepared by itself."""
 

@@ -29,7 +29,7 @@ Kind = Literal[
 ]
 """user_error: the train function raised; worker_died: its process is gone; worker_hung: it no longer answers Ray;
 communication: nothing but lost peers is known; startup_*: workers never ran; rollback: the ranks want to go on from a checkpoint,
-without a batch; aborted: we asked for it."""
+without a batch or with sound weights; aborted: we asked for it."""
 
 _DEATHS: tuple[Kind, ...] = ("node_died", "out_of_memory", "worker_died", "worker_hung")
 
@@ -294,7 +294,7 @@ def decide(failure: Failure, history: History, policy: Policy, split: Split | No
         if done >= policy.max_rollbacks:
             return Stop(failure.cause, f"rolled back {done} times; recovery.max_rollbacks is {policy.max_rollbacks}")
         where = f"step {history.committed}" if history.committed else "the start"
-        return Restart(0.0, f"rollback {done + 1} of {policy.max_rollbacks}: from {where}, without the bad batch")
+        return Restart(0.0, f"rollback {done + 1} of {policy.max_rollbacks}: from {where}")
     stuck = [past for past in history.stuck() if past.signature[0] not in _CURED]
     n = len(stuck) + 1
     same = 1

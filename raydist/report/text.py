@@ -130,6 +130,12 @@ def _told(what: Event) -> str:
         case "loss_spike":
             told = f"step {data['step']}: loss {loss(data['loss'])}, the median before is {loss(data['median'])}"
             return f"{told}: {_ACTIONS[data['action']]}"
+        case "replica_drift":
+            more = f" and {data['count'] - len(data['tensors'])} more" if data["count"] > len(data["tensors"]) else ""
+            ranks = f"rank{'s' if len(data['ranks']) != 1 else ''} {', '.join(map(str, data['ranks']))}"
+            return (
+                f"step {data['step']}: {ranks} drifted in {', '.join(data['tensors'])}{more}: {_MENDS[data['action']]}"
+            )
         case "data_stalled":
             where = data["where"].partition("\n")[0]
             then = "given up" if data["final"] else "its loader is started again"
@@ -154,6 +160,13 @@ _ACTIONS = {
     "stop": "the run stops",
     "skip": "the step is left out",
     "rollback": "the run goes back, and leaves the batch out",
+}
+
+
+_MENDS = {
+    "repair": "mended from the other ranks",
+    "rollback": "no majority says who is right, and the run goes back",
+    "stop": "once too often on that hardware, and the run stops",
 }
 
 

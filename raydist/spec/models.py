@@ -106,6 +106,12 @@ class TrainSpec(Part):
         description="Compute each block's activations again in backward instead of keeping them: all of them, or all but "
         "those of matrix products and attention.",
     )
+    check_replicas: int | None = Field(
+        None,
+        ge=1,
+        description="Steps between two looks at whether ranks that are to hold the same weights do, by hash; also before each "
+        "checkpoint. 1: odd weights reach no update; null: never.",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> TrainSpec:
@@ -351,7 +357,9 @@ class RecoverySpec(Part):
     max_skips: int = Field(
         10, ge=1, description="on_nan: skip: steps in a row that may be left out before the run stops."
     )
-    max_rollbacks: int = Field(3, ge=0, description="on_nan: rollback: rollbacks of the whole run before it stops.")
+    max_rollbacks: int = Field(
+        3, ge=0, description="Rollbacks of the whole run before it stops: on_nan: rollback, and train.check_replicas."
+    )
     spike: SpikeSpec = Field(default_factory=lambda: SpikeSpec(), description="When a loss counts as a spike.")
     on_oom: Literal["stop", "shrink_micro_batch"] = Field(
         "shrink_micro_batch",
@@ -424,7 +432,7 @@ class JobSpec(Part):
     """One training job."""
 
     numbers_exclude: ClassVar[tuple[str, ...]] = (
-        "name", "train.micro_batch", "train.compile", "train.checkpoint_activations", "parallel", "offload",
+        "name", "train.micro_batch", "train.compile", "train.checkpoint_activations", "train.check_replicas", "parallel", "offload",
         "checkpoint", "eval", "recovery", "cluster", "data.prefetch", "data.source", "data.path", "optim.fused", "deepspeed",
     )  # fmt: skip
     """Fields that leave the numbers alone, or change them within float tolerance only; the data counts by its fingerprint."""
@@ -483,6 +491,10 @@ class JobSpec(Part):
         if self.offload.optimizer != "none" and self.optim.name != "adamw":
             raise problem("offload.optimizer", self.offload.optimizer, f"is not there for optim.name: {self.optim.name}",
                           "use adamw, or offload.optimizer: none")  # fmt: skip
+        if self.offload.optimizer == "nvme" and self.train.check_replicas is not None:
+            raise problem("train.check_replicas", self.train.check_replicas,
+                          "would read the optimizer's whole state back from offload.optimizer: nvme",
+                          "set it to null, or offload.optimizer: cpu")  # fmt: skip
         return self
 
     @property

@@ -32,6 +32,7 @@ from raydist.worker.checkpoint import vault as vaults
 from raydist.worker.checkpoint.replicas import Replicas
 from raydist.worker.checkpoint.save import RETRY_S, Saver
 from raydist.worker.checkpoint.vault import Vault, VaultJob
+from raydist.worker.drift import DriftWatch
 from raydist.worker.guard import Guard
 from raydist.worker.parallel import ParallelStrategy, ParamShard
 from raydist.worker.precision import Precision
@@ -102,8 +103,8 @@ def train(
     `probe` is told what this rank is doing, `startup` how far it has come before its first step. `tell`: how a rank without a
     door says what it alone knows; it must not block.
 
-    Raises what stops the run: NonFinite, LossSpike, GraphMismatch, SavesFailed, Fenced, CheckpointError, DataError, or the model's
-    own exception; and Rollback, which ends the attempt.
+    Raises what stops the run: NonFinite, LossSpike, GraphMismatch, SavesFailed, Fenced, SuspectHardware, CheckpointError,
+    DataError, or the model's own exception; and Rollback, which ends the attempt.
     """
     reporter = Reporter(door.push, door.durable) if door is not None else None
     try:
@@ -215,6 +216,8 @@ class _Run:
             self.vault = Vault(
                 job.vault, spec.snapshot_every, resumed=self.step, before_commit=told, on_event=tell, **common
             )
+        self.last = min(self.total, job.until or self.total)
+        self.watch = self._drift_watch(model, shards) if spec.train.check_replicas else None
         self.train_step = TrainStep(
             rank,
             self.strategy,
@@ -224,12 +227,12 @@ class _Run:
             clip=spec.optim.clip,
             before_update=self._before_update,
             judge=self.guard,
+            watch=self.watch,
             probe=probe,
         )
 
     def train(self) -> Outcome:
         """The loop. Each line that has `rank` in its comment is a collective: every rank comes by."""
-        last = min(self.total, self.job.until or self.total)
         first, stop, saving = self.step + 1, False, False
         made = _to_torch(pin=self.rank.device.type == "cuda")
         loader = Loader(
@@ -241,7 +244,7 @@ class _Run:
             micro_batch=self.spec.train.micro_batch,
             pack=self.spec.data.pack,
             prefetch=self.spec.data.prefetch,
-            steps=max(last - self.step, 0),
+            steps=max(self.last - self.step, 0),
             transform=self.injector.data(self.batches, made) if self.injector else made,
             timeout_s=self.spec.recovery.data_patience,
             on_stall=self._stalled,
@@ -253,7 +256,7 @@ class _Run:
                 self.probe.step(self.step + 1)
                 for batch in loader:  # every rank, its own slice of the same global batch
                     self.step += 1
-                    ending = self.step == last
+                    ending = self.step == self.last
                     lr = lr_at(self.step, self.total, self.spec.optim.schedule, self.peak_lr)
                     train = partial(  # every rank: gradients and loss are summed
                         self.train_step,
@@ -398,6 +401,32 @@ class _Run:
         if self.reporter:
             self.reporter.say("eval", step=self.step, loss=self.eval_loss, tokens=tokens, best=best)
 
+    def _drift_watch(self, model: nn.Module, shards: Mapping[str, ParamShard]) -> DriftWatch | None:
+        """None where no two ranks hold the same."""
+        every, saved = self.spec.train.check_replicas or 1, self.spec.checkpoint.every
+        made = DriftWatch(
+            self.rank,
+            self.job.run,
+            self.job.attempt,
+            model,
+            self.optimizer,
+            shards,
+            due=lambda step: step % every == 0 or step == self.last or (saved is not None and step % saved == 0),
+            before_write=self._before_mending,
+            reporter=self.reporter,
+        )
+        if made.compares:
+            return made
+        if self.reporter:
+            where = f"parallel.strategy: {self.spec.parallel.strategy} on {self.rank.world_size} workers"
+            text = f"train.check_replicas: {every}: no two ranks hold the same weights with {where}, so there is nothing to compare"
+            self.reporter.say("note", text=text)
+        return None
+
+    def _before_mending(self) -> None:
+        self.probe.enter("save")  # no deadline of a step: the state may be large, and storage slow
+        self._before_update()
+
     def _before_update(self) -> None:
         self.saver.before_update()
         if self.vault:
@@ -405,6 +434,8 @@ class _Run:
 
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
         """All that a checkpoint of this step is made of: tensors, this rank's tensors, plain values."""
+        if self.watch:
+            self.watch.before_save(self.step)
         tensors, rank_tensors, plain = self.state.capture()
         plain |= {
             "step": self.step,

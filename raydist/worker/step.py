@@ -75,6 +75,18 @@ class Judge(Protocol):
         ...
 
 
+class Watch(Protocol):
+    """Who sees to it that replicas hold the same weights: `raydist.worker.drift.DriftWatch`."""
+
+    def begin(self) -> None:
+        """A step begins, or does so again."""
+        ...
+
+    def mended(self, step: int, *, suspect: bool) -> bool:
+        """Whether the weights were odd on some rank, so that the step's gradients are of no use; the same on every rank."""
+        ...
+
+
 def loss_sum(module: nn.Module, batch: MicroBatch) -> torch.Tensor:
     """Cross entropy in nats, summed over the targets that count: a scalar in fp32."""
     kwargs = {} if batch.documents is None else {"documents": batch.documents}
@@ -98,12 +110,13 @@ class TrainStep:
         clip: float,
         before_update: Callable[[], None],
         judge: Judge | None = None,
+        watch: Watch | None = None,
         probe: Probe | None = None,
     ) -> None:
         self._probe = probe or Probe()
         self.rank, self.strategy, self.optimizer, self.precision = rank, strategy, optimizer, precision
         self._full_tokens, self._clip, self._before_update = full_tokens, clip, before_update
-        self._judge = judge
+        self._judge, self._watch = judge, watch
         self._scale_grads = strategy.scale_grads
         if isinstance(optimizer, OffloadedAdamW):  # which has fetched the gradients before the factor is known
             self._scale_grads = optimizer.scale_grads
@@ -112,8 +125,11 @@ class TrainStep:
         self, step: int, micro_batches: Sequence[MicroBatch], tokens: int, lr: float, want_stop: bool, vote: float = 0.0
     ) -> StepReport:
         """Runs step number `step`; `tokens` count in this rank's loss; `vote` is added up on the way. Raises what its judge does
-        about bad numbers, on every rank, before the update; without one NonFinite.
+        about bad numbers, on every rank, before the update; without one NonFinite. Where replicas had drifted the passes run once
+        more, on the mended weights.
         """
+        if self._watch is not None:
+            self._watch.begin()
         sums = torch.tensor([0.0, tokens, want_stop, vote], dtype=torch.float64, device=self.rank.device)
         pending = None
         for i, batch in enumerate(micro_batches):
@@ -134,7 +150,7 @@ class TrainStep:
         if pending is not None:
             pending.wait()
         total_loss, all_tokens, stops, votes = sums.tolist()
-        tokens = int(all_tokens)
+        counted, tokens = tokens, int(all_tokens)
         loss_mean = total_loss / max(tokens, 1)
         # From "per token of a full batch" and "times the loss scale" to the gradient of the mean loss.
         factor = self._full_tokens / max(tokens, 1) / self.precision.loss_scale
@@ -147,6 +163,9 @@ class TrainStep:
         elif finite and self._judge is not None and (median := self._judge.spike(loss_mean)) is not None:
             cause = f"step {step}: a loss of {loss_mean:.4g}, where the median of those before it is {median:.4g}"
             bad = Bad(step, loss_mean, cause, median=median)
+        if self._watch is not None and self._watch.mended(step, suspect=bad is not None):
+            self.strategy.zero_grad()
+            return self(step, micro_batches, tokens=counted, lr=lr, want_stop=want_stop, vote=vote)
         if bad is not None:
             if self._judge is None:
                 raise NonFinite(f"{bad.cause}; the update was not applied", bad.hint)

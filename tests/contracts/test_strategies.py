@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from raydist import registry
 from raydist.data.batches import MicroBatch
-from raydist.errors import GraphMismatch, NonFinite
+from raydist.errors import GraphMismatch, NonFinite, Rollback
+from raydist.rundir import RunDir
 from raydist.spec import JobSpec
 from raydist.worker import offload
+from raydist.worker.drift import DriftWatch
 from raydist.worker.setup import Rank
 from raydist.worker.step import StepReport, evaluate, loss_sum
 from tests.training import CONTEXT, MODEL, STEPS, VARIANTS, VOCAB, Trainer, alone, counted, job, mine, run, samples
@@ -275,6 +277,67 @@ def test_a_rank_whose_graph_differs_is_named(ranks: Any, variant: str) -> None:
     """Ranks that take different paths are refused before they wait for one another; the odd rank is named."""
     for message in run(ranks, forked, 3, job(variant), [("a", "b"), ("a", "b"), ("b",)]):
         assert "rank 2 uses other parameters in its loss than rank 0: a.bias, a.weight" in message
+
+
+def drifting(rank: Rank, spec: JobSpec, path: str, disturbed: bool) -> tuple[bool, str, dict[str, torch.Tensor]]:
+    """Two steps; in the second a bit changes on the last rank if `disturbed`.
+
+    Gives whether anything is compared, what Rollback says, and the weights.
+    """
+    trainer = Trainer(rank, spec, full=6 * CONTEXT)
+    made = DriftWatch(
+        rank,
+        RunDir(path),
+        1,
+        trainer.model,
+        trainer.optimizer,
+        trainer.strategy.shards(),
+        due=lambda step: True,
+        before_write=lambda: None,
+        reporter=None,
+    )
+    trainer.step._watch = made if disturbed and made.compares else None
+    hooks: list[Any] = []
+
+    def once(*forward: Any) -> None:
+        hooks.pop().remove()
+        flip(trainer.model)
+
+    error = ""
+    for s in (1, 2):
+        if s == 2 and rank.rank == rank.world_size - 1 and trainer.step._watch is not None:
+            hooks.append(trainer.model.register_forward_hook(once))
+        batches = mine(rank, *samples(6, seed=s), 2)
+        try:
+            trainer.step(s, batches, counted(batches), 1e-2, want_stop=False)
+        except Rollback as rollback:
+            error = rollback.message
+    return made.compares, error, trainer.whole()
+
+
+def flip(model: nn.Module) -> None:
+    """Changes a bit of the first value that this rank has of some parameter."""
+    local = next(p for n, p in model.named_parameters() if "norm" in n).data  # autograd, too, must not see it
+    local = local.to_local() if isinstance(local, DTensor) else local
+    local.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 22)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_drifted_replica_is_mended(ranks: Any, tmp_path: Path, variant: str) -> None:
+    """A bit changes on one of 3 ranks within a step: it is mended, and the weights after the step have the bits of an undisturbed
+    run. Two pairs of copies have no majority, and the ranks that differ are named. zero3 has no copies."""
+    spec = job(variant)
+    world = 4 if variant == "hsdp in pairs" else 3
+    expected = [weights for _, _, weights in run(ranks, drifting, world, spec, str(tmp_path), False)]
+    for (compares, error, weights), right in zip(
+        run(ranks, drifting, world, spec, str(tmp_path), True), expected, strict=True
+    ):
+        assert compares == (variant in ("ddp", "zero1", "zero2", "hsdp in pairs"))
+        if variant == "hsdp in pairs":
+            assert "step 2: ranks 1, 3 hold different values of model/" in error
+        else:
+            assert error == ""
+            assert all(torch.equal(w, right[n]) for n, w in weights.items())
 
 
 def frozen(rank: Rank, spec: JobSpec) -> tuple[set[str], bool]:

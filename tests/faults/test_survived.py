@@ -19,6 +19,7 @@ from raydist.faults import (
     DiskFull,
     Exit,
     Fault,
+    FlipBit,
     HoldGil,
     Kill,
     KillAgent,
@@ -166,6 +167,7 @@ def test_a_stuck_loader_is_started_again(disturbed: Any) -> None:
 
 
 NUMBERS: list[Fault] = [
+    FlipBit(rank=2, step=2),
     BadNumber(rank=1, step=4, where="loss"),
     BadNumber(rank=0, step=6, value="inf"),
     LossSpike(rank=2, step=8),
@@ -177,12 +179,12 @@ NUMBERS: list[Fault] = [
 
 
 def test_bad_numbers_lack_of_memory_and_a_crash_loop(project: Any) -> None:
-    """What changes the numbers, or ends the run, on three ranks: bad steps are left out, each guilty rank is named; a
-    collective that a rank skips hangs the others, and that rank is to blame; each lack of memory halves the micro-batch; a bug that
-    comes again and again stops the run, with exit code 3.
+    """What changes the numbers, or ends the run, on three ranks: a drifted one is mended; bad steps are left out, each guilty rank
+    is named; a collective that a rank skips hangs the others, and that rank is to blame; each lack of memory halves the
+    micro-batch; a bug that comes again and again stops the run, with exit code 3.
     """
     policy = ["recovery.on_nan=skip", "recovery.spike.factor=3", "recovery.spike.window=3", "recovery.step_timeout=2"]
-    fields = [*policy, "cluster.workers=3", "train.global_batch=12", "train.micro_batch=4"]
+    fields = [*policy, "train.check_replicas=1", "cluster.workers=3", "train.global_batch=12", "train.micro_batch=4"]
     command = [word for field in fields for word in ("--set", field)]
     done = project.raydist(
         "train", "job.yaml", "--name", "numbers", *GPT, *command, *write(project, "numbers", NUMBERS)
@@ -193,6 +195,8 @@ def test_bad_numbers_lack_of_memory_and_a_crash_loop(project: Any) -> None:
         (4, "skip", [1]),
         (6, "skip", [0]),
     ]
+    (drift,) = project.events("numbers", "replica_drift")
+    assert (drift["step"], drift["ranks"], drift["majority"], drift["action"]) == (3, [2], [0, 1], "repair")
     (spike,) = project.events("numbers", "loss_spike")
     assert (spike["step"], spike["action"]) == (8, "skip")
     failures = project.events("numbers", "failure")
@@ -206,4 +210,4 @@ def test_bad_numbers_lack_of_memory_and_a_crash_loop(project: Any) -> None:
     micro = [e.get("micro_batch") for e in project.events("numbers", "decision")]
     assert micro == [None, 2, 1, None, None, None]
     assert "the same cause 3 times" in done.stderr
-    assert [f["rank"] for f in project.show("numbers")["faults"]] == [1, 0, 2, 1, 0, 2, 1, 1, 1]
+    assert [f["rank"] for f in project.show("numbers")["faults"]] == [2, 1, 0, 2, 1, 0, 2, 1, 1, 1]

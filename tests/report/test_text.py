@@ -127,6 +127,18 @@ EVENTS: list[tuple[str, dict[str, Any], str]] = [
     ("failure", {"attempt": 1, "rank": None, "cause": "startup"}, "attempt 1 failed: startup"),
     ("decision", {"action": "restart", "because": "1 of 3", "after_s": 2.0}, "decision: restart in 2 s: 1 of 3"),
     ("decision", {"action": "stop", "because": "no progress", "after_s": 0.0}, "decision: stop: no progress"),
+    (
+        "replica_drift",
+        {
+            "step": 5,
+            "action": "repair",
+            "ranks": [2],
+            "tensors": ["model/a", "model/b"],
+            "count": 3,
+            "majority": [0, 1],
+        },
+        "step 5: rank 2 drifted in model/a, model/b and 1 more: mended from the other ranks",
+    ),
     ("note", {"text": "cpu: no CUDA device"}, "cpu: no CUDA device"),
     ("ended", {"status": "stopped", "step": 7, "cause": "NaN"}, "stopped at step 7: NaN"),
     ("ended", {"status": "finished", "step": 200}, "finished at step 200"),

@@ -62,7 +62,7 @@ def sample(dataset: str, step: int) -> tuple[list[int], list[int]]:
     return windows.batch(ids[-1:])[0][0].tolist(), ids.tolist()
 
 
-def trained(rank: Rank, spec: JobSpec, path: str, attempt: int = 1, until: int | None = None) -> Any:
+def trained(rank: Rank, spec: JobSpec, path: str, attempt: int = 1, until: int | None = None, faults: Any = ()) -> Any:
     """An attempt: (steps, events) as rank 0 told them, and what the attempt raised, if it did."""
     steps: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
@@ -71,7 +71,7 @@ def trained(rank: Rank, spec: JobSpec, path: str, attempt: int = 1, until: int |
         steps.extend(new)
         events.extend(told)
 
-    job = Job(spec, RunDir(path), str(spec.data.path), attempt, until)
+    job = Job(spec, RunDir(path), str(spec.data.path), attempt, until, faults=faults)
     error: BaseException | None = None
     try:
         train(job, rank, Door(push, lambda: None) if rank.first else None)
