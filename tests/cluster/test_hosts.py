@@ -181,7 +181,8 @@ def test_signals_reach_the_process_in_the_host(hosts: Hosts) -> None:
 
 
 OWNER = """
-import json, os, sys, time
+import json, os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started with it ignored
 from tests.hosts import Hosts
 with Hosts(2) as hosts:
     for host in hosts:
