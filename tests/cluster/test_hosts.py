@@ -166,11 +166,11 @@ def test_a_killed_host_says_goodbye_and_one_without_power_does_not(hosts: Hosts)
 
 def test_signals_reach_the_process_in_the_host(hosts: Hosts) -> None:
     """`send_signal` and a timeout act on the command, not on what waits for it; how it ends is seen outside."""
-    trap = "trap 'echo told; exit 7' INT; echo $$; while :; do sleep 0.01; done"
+    trap = "trap 'echo told; exit 7' TERM; echo $$; while :; do sleep 0.01; done"
     process = hosts[0].popen(["sh", "-c", trap], stdout=subprocess.PIPE)
     number = int(said(process))
     assert hosts[0].processes()[number] == process.inner
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
     assert (said(process), process.wait(10)) == ("told", 7)
     process = hosts[0].popen(["sleep", "1000"])
     process.kill()
