@@ -26,21 +26,26 @@ from raydist.runstate import LOST_AFTER_S, gone, this_process
 
 RENEW_S = 5.0
 SETTLE_S = 2.0
+_LOOK_S = 0.5
 
 
 class DriverLease:
     """Taken by making it, renewed by a thread, given back by `release` or at the end of a `with` block.
 
-    Raises UsageError while another driver holds the run, StorageError where the folder cannot be written.
+    Raises UsageError if another driver still holds the run after `wait_s`, StorageError where the folder cannot be written.
     """
 
-    def __init__(self, run: RunDir, renew_s: float = RENEW_S, settle_s: float = SETTLE_S) -> None:
+    def __init__(self, run: RunDir, renew_s: float = RENEW_S, settle_s: float = SETTLE_S, wait_s: float = 0.0) -> None:
         self._run, self._renew_s = run, renew_s
         self._body = {"driver": this_process(), "key": uuid.uuid4().hex}
         self._lost: Fenced | None = None
+        deadline = time.monotonic() + wait_s
         number, holder = self._newest()
-        if holder is not None and _alive(holder):
-            raise self._refused(holder)
+        while holder is not None and _alive(holder):
+            if time.monotonic() > deadline:
+                raise self._refused(holder)
+            time.sleep(_LOOK_S)  # it ends in a process of its own, or is missed
+            number, holder = self._newest()
         self._number = number + 1
         won = run.storage.write_new(self._name(self._number), self._dumps())
         if won and run.storage.local is None:

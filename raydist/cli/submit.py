@@ -9,12 +9,18 @@ import asyncio
 import os
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from raydist.errors import UserError, WorkerFailed
+from raydist.errors import UsageError, UserError, WorkerFailed
+from raydist.runstate import LOST_AFTER_S
+
+_AWAY_S = 600.0
+"""How long a cluster may be out of reach: its head restarts."""
+_AGAIN_S = 2.0
 
 
 def register(app: typer.Typer) -> None:
@@ -40,9 +46,19 @@ def submit(
         Path | None, typer.Option(help="A YAML list of what is to go wrong on the way: see `raydist faults`.")
     ] = None,
     working_dir: Annotated[Path, typer.Option(help="The folder that is shipped to the cluster.")] = Path(),
+    retries: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Submit it again up to so many times when its driver dies, or the cluster is gone for a while."
+        ),
+    ] = 0,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Print the job's id and return.")] = False,
 ) -> None:
     """Submit a job to a cluster, and follow its log. Ends with the job's exit code."""
+    if no_wait and retries:
+        raise UsageError(
+            "--no-wait and --retries exclude one another", "somebody must stay to submit it again: leave out --no-wait"
+        )
     root = working_dir.resolve()
     inside = _inside(spec, root)
     from raydist.spec import load
@@ -63,9 +79,8 @@ def submit(
     for option, value in options.items():
         if value is not None:
             words += [option, str(value)]
-    if fresh:
-        words.append("--fresh")
-    _submit(address, shlex.join(words), root, no_wait)
+    once = ["--fresh"] if fresh else []
+    _submit(address, words, root, once=once, no_wait=no_wait, retries=retries)
 
 
 def _inside(path: Path, root: Path) -> Path:
@@ -79,38 +94,76 @@ def _inside(path: Path, root: Path) -> Path:
         ) from None
 
 
-def _submit(address: str, entrypoint: str, root: Path, no_wait: bool) -> None:
+def _submit(address: str, words: list[str], root: Path, *, once: list[str], no_wait: bool, retries: int) -> None:
+    """Submits `raydist train`; again while its driver dies, up to `retries` times, then without the words of `once`."""
     from raydist.cluster.session import token_mode
 
     os.environ.update(token_mode())  # before ray reads it
-    from ray.job_submission import JobStatus, JobSubmissionClient
-
-    try:
-        client = JobSubmissionClient(address)
-        job = client.submit_job(
-            entrypoint=entrypoint,
-            runtime_env={"working_dir": str(root), "excludes": [".git", ".venv", "**/__pycache__"]},
-        )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        line = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"the Jobs API at {address} refused: {line}",
-            "check the address (http://HEAD:8265) and, with token authentication, RAY_AUTH_MODE=token",
-        ) from error
-    print(f"submitted as {job}; its log: ray job logs {job} --address {address}", file=sys.stderr)
+    job = _start(address, shlex.join(words + once), root)
     if no_wait:
         print(job)
         return
-    asyncio.run(_follow(client, job))
-    status = client.get_job_status(job)
-    if status != JobStatus.SUCCEEDED:
-        info: Any = client.get_job_info(job)
-        code = info.driver_exit_code
+    for left in range(retries, -1, -1):
+        status, code, message = _ended(address, job)
+        if status == "SUCCEEDED":
+            return
         if code in (2, 130, 143):
             raise typer.Exit(code)
-        raise WorkerFailed(
-            f"job {job} ended as {status}", (info.message or "").strip().splitlines()[0] if info.message else ""
-        )
+        if code == WorkerFailed.exit_code or not left:
+            raise WorkerFailed(f"job {job} ended as {status}", message)
+        print(f"job {job} ended as {status}: {message or 'its driver is gone'}; submitting it again", file=sys.stderr)
+        # The lease of a driver that died on another host has to run out.
+        job = _start(address, shlex.join([*words, "--wait-for-driver", str(2 * LOST_AFTER_S)]), root, wait_s=_AWAY_S)
+
+
+def _start(address: str, entrypoint: str, root: Path, wait_s: float = 0.0) -> str:
+    """Its id. Waits so long for a cluster that does not answer."""
+    from ray.job_submission import JobSubmissionClient
+
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            job = JobSubmissionClient(address).submit_job(
+                entrypoint=entrypoint,
+                runtime_env={"working_dir": str(root), "excludes": [".git", ".venv", "**/__pycache__"]},
+            )
+            break
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if time.monotonic() < deadline:
+                time.sleep(_AGAIN_S)
+                continue
+            line = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"the Jobs API at {address} refused: {line}",
+                "check the address (http://HEAD:8265) and, with token authentication, RAY_AUTH_MODE=token",
+            ) from error
+    print(f"submitted as {job}; its log: ray job logs {job} --address {address}", file=sys.stderr)
+    return str(job)
+
+
+def _ended(address: str, job: str) -> tuple[str, int | None, str]:
+    """Follows a job to its end: status, exit code of its driver, and a line of Ray's. LOST: the cluster does not know it any more,
+    or has not answered for `_AWAY_S`.
+    """
+    import aiohttp
+    from ray.job_submission import JobSubmissionClient
+
+    heard = time.monotonic()
+    while time.monotonic() - heard < _AWAY_S:
+        try:
+            client = JobSubmissionClient(address)
+            asyncio.run(_follow(client, job))
+            info: Any = client.get_job_info(job)
+            heard = time.monotonic()
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:
+            if "does not exist" in str(error):
+                break
+            time.sleep(_AGAIN_S)
+            continue
+        if info.status.is_terminal():
+            message = (info.message or "").strip().splitlines()
+            return info.status.value, info.driver_exit_code, message[0] if message else ""
+    return "LOST", None, ""
 
 
 async def _follow(client: Any, job: str) -> None:

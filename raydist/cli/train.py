@@ -60,6 +60,14 @@ def train(
         Path | None,
         typer.Option(help="A YAML list of what is to go wrong on the way: see `raydist faults`.", show_default=False),
     ] = None,
+    wait_for_driver: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="How long to wait for another driver of this run to end, or to be missed, before it is refused.",
+        ),
+    ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="End with the run as one line of JSON on stdout.")] = False,
 ) -> None:
     """Train a job to its end. The same command again resumes it."""
@@ -79,7 +87,7 @@ def train(
             f"nothing to resume at {run.uri}", "leave out --resume to start it, or check --name and --storage"
         )
     dataset, total = _data(job, home)
-    with DriverLease(run) as lease:
+    with DriverLease(run, wait_s=wait_for_driver) as lease:
         if fresh and run.exists():
             start_anew(run)
         if message := _already(run, job, dataset.fingerprint, until, allow_spec_change):

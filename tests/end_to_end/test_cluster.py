@@ -96,16 +96,20 @@ def working_dir(project: Any, name: str) -> tuple[Path, list[str]]:
 
 
 def test_raydist_submit(project: Any, cluster: dict[str, str]) -> None:
-    """`raydist submit` ships the folder, follows the log to the end, and ends with 0; the run is the one that a private Ray
-    gives, bit for bit."""
+    """`raydist submit` ships the folder, follows the log to the end, and ends with 0. Its driver is killed on the way; it submits
+    the job again by itself, and the run is the one that a private Ray gives, bit for bit."""
     folder, arguments = working_dir(project, "submitted")
+    (folder / "faults.yaml").write_text("- {fault: kill_driver, step: 5}\n")
     job = [sys.executable, "-m", "raydist", "submit", "job.yaml", "--address", cluster["jobs"], *arguments]
+    job += ["--retries", "1", "--faults", "faults.yaml"]
     done = subprocess.run(
         job, cwd=folder, env=project.environment() | TOKEN, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     assert "step 12/12" in done.stderr or "step 12" in done.stderr
+    assert "submitting it again" in done.stderr
     assert project.show("submitted")["status"] == "finished"
+    assert len(project.show("submitted")["attempts"]) == 2
     local = project.train("local")
     assert [r["loss"] for r in project.steps("submitted")] == [r["loss"] for r in project.steps("local")]
     assert local["loss"] == project.show("submitted")["loss"]
