@@ -2,10 +2,10 @@
 
     python benchmarks/chaos.py [--seconds 300] [--seed 1]
 
-One host, two gloo ranks, a small GPT, a checkpoint every ten steps, copies in memory as they come. The same run without faults comes
-first. Checked: every step has one row, with the samples, the loss and the norm of the undisturbed run, bit for bit; the weights of the last
-checkpoint are the same bytes; no process is left. Printed: goodput, which is the time of the steps that counted over the whole
-time, and each incident. A driver that was killed is started again by the same command, at once.
+One host, two gloo ranks, a small GPT, a checkpoint every ten steps, copies in memory as they come. The same run without faults
+comes first. Checked: every step has one row, with the samples, the loss and the norm of the undisturbed run, bit for bit; the
+weights of the last checkpoint are the same bytes; no process is left. Printed: goodput, which is the time of the steps that
+counted over the whole time, and each incident. A driver that was killed is started again by the same command, at once.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from raydist.cluster.placement import Copy, Inventory, place
 from raydist.worker.checkpoint.vaultdir import Shard
 
@@ -107,16 +105,12 @@ def test_peers_hold_each_others_shards() -> None:
     assert [(f.name, f.source) for f in found.fetches["n1"]] == [(name(0, 4, 20), "n0"), (name(1, 4, 20), "n0")]
 
 
-def test_ten_thousand_ranks_in_a_second() -> None:
-    """Deciding is fast, with a node lost too: of sharded state, and of state that every rank reads whole."""
+def test_ten_thousand_ranks() -> None:
+    """With a node lost: of sharded state, and of state that every rank reads whole. benchmarks/simulated.py says how fast."""
     for shared in ((0,), tuple(range(10_000))):
         nodes = cluster(10_000, 8, (10, 20), shared)
         del nodes["n77"]
-        where = {r: node if node != "n77" else "new" for r, node in ranks(10_000, 8).items()}
-        begun = time.perf_counter()
-        found = place(nodes, where)
-        seconds = time.perf_counter() - begun
+        found = place(nodes, {r: node if node != "n77" else "new" for r, node in ranks(10_000, 8).items()})
         assert found is not None
         assert found.copy.step == 20
         assert len(found.common) == len(shared)
-        assert seconds < 1, f"{seconds:.2f} s"

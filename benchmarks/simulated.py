@@ -1,0 +1,102 @@
+"""How long the driver thinks after a failure in a large cluster: the pure functions alone, on 1,000 and 10,000 ranks of 8 a node.
+
+    python benchmarks/simulated.py
+
+No torch, no Ray. One rank hangs, or one node is lost. Asked: under a second each. In a table of seconds, the best of three.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import write
+
+from raydist.cluster.hangs import Sight, judge
+from raydist.cluster.nodes import Node, room
+from raydist.cluster.placement import Copy, Inventory, place
+from raydist.cluster.recovery import Failure, History, RankError, Split, decide, resize, root_cause
+from raydist.spec.models import RecoverySpec
+from raydist.worker.checkpoint.vaultdir import Shard
+
+PER_NODE = 8
+COLLECTIVES = 100
+
+
+def errors(world: int) -> list[RankError]:
+    """One death, and everybody else's lost connection."""
+    lost = "Connection closed by peer [10.0.0.1]:1234"
+    echoes = [RankError(rank, "RuntimeError", lost, at=2.0, bases=("RuntimeError",)) for rank in range(1, world)]
+    return [RankError(0, "WorkerDied", "process 7 ended without a word (SIGKILL)", at=1.0, kind="worker_died"), *echoes]
+
+
+def sights(world: int) -> dict[int, Sight]:
+    """All wait in a collective that one rank has not started."""
+    every = [["0", n, "gloo:all_reduce of [[1000]]"] for n in range(COLLECTIVES)]
+    waiting = Sight("S", 7, "backward", 11.0, "", True, every)
+    behind = Sight("S", 7, "backward", 11.0, "train.py:3 in f", True, every[:-1])
+    return dict.fromkeys(range(world), waiting) | {world // 2: behind}
+
+
+def memory(world: int, shared: bool) -> tuple[dict[str, Inventory], dict[int, str]]:
+    """Two snapshots in every node's memory and its buddy's; one node is gone, and a new one has its ranks."""
+    count = world // PER_NODE
+    names = {s: [Shard(r, world, 1, f"{r * 1000 + s:032x}").name for r in range(world)] for s in (10, 20)}
+    copies = []
+    for step in (10, 20):
+        common = frozenset(names[step] if shared else names[step][:1])
+        copies.append(Copy(step, 1, "MANIFEST-0001.json", world, dict.fromkeys(names[step], 1), common))
+    nodes = {}
+    for n in range(count):
+        kept = [r for m in (n, (n - 1) % count) for r in range(m * PER_NODE, (m + 1) * PER_NODE)]
+        files = {(s, names[s][r]): 1 for s in names for r in kept}
+        nodes[f"n{n}"] = Inventory(files, copies if n < 2 else [])
+    del nodes["n7"]
+    return nodes, {r: f"n{r // PER_NODE}" if r // PER_NODE != 7 else "new" for r in range(world)}
+
+
+def best(work: Callable[[], Any]) -> float:
+    """Seconds, of three."""
+    times = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begun)
+    return min(times)
+
+
+def measure(world: int) -> dict[str, float]:
+    """Each thing that the driver works out between a failure and the next attempt."""
+    policy = RecoverySpec()
+    failed, seen = errors(world), sights(world)
+    cluster = [Node(f"n{n}", {"CPU": 64.0, "GPU": 0.0}) for n in range(world // PER_NODE)]
+    ours = {f"n{n}": PER_NODE for n in range(world // PER_NODE - 1)}
+    cause = Failure("worker_died", 0, "it died")
+    sharded, whole = memory(world, shared=False), memory(world, shared=True)
+    return {
+        "root cause of all ranks' errors": best(lambda: root_cause(failed)),
+        "who hangs, of all ranks' records": best(lambda: judge(seen)),
+        "restart or stop": best(lambda: decide(cause, History().at(5), policy, Split(world, 1, world))),
+        "room in the cluster, and the size": best(
+            lambda: resize(1, world, world - PER_NODE, room(cluster, {"CPU": 1.0, "GPU": 1.0}, ours), 0.0, policy)
+        ),
+        "copies in memory, sharded state": best(lambda: place(*sharded)),
+        "copies in memory, replicated state": best(lambda: place(*whole)),
+    }
+
+
+def main() -> None:
+    """Prints the table, writes results/simulated.json."""
+    found = {world: measure(world) for world in (1_000, 10_000)}
+    print(f"{'seconds':36s}" + "".join(f"{world:>10,}" for world in found))
+    for name in found[1_000]:
+        print(f"{name:36s}" + "".join(f"{found[world][name]:10.4f}" for world in found))
+    print(write("simulated", {"seconds": {str(world): seconds for world, seconds in found.items()}}))
+
+
+if __name__ == "__main__":
+    main()
