@@ -189,8 +189,14 @@ class Supervisor:
     # --- in the other thread
 
     def _attempts(self) -> None:
+        from ray.exceptions import RayError
+
         try:
             self._ending = self._loop()
+        except RayError as error:
+            line = (str(error).strip().splitlines() or [""])[0]
+            cause = f"the cluster does not answer any more ({type(error).__name__}: {line}); the same command goes on"
+            self._ending = Ending("stopped", _newest(self._request.run), cause=cause)
         except BaseException as error:
             self._error = error
 
