@@ -200,9 +200,23 @@ class Supervisor:
         except BaseException as error:
             self._error = error
 
-    def _loop(self) -> Ending:
+    def _announce(self, number: int) -> None:
+        """The monitor must know of an attempt before its first record. One that was just killed comes back."""
         import ray
+        from ray.exceptions import RayActorError
 
+        deadline = time.monotonic() + _MONITOR_TIMEOUT_S
+        while True:
+            begun = self._monitor.begin_attempt.remote(number, self._team, _newest(self._request.run))
+            try:
+                ray.get(begun, timeout=_MONITOR_TIMEOUT_S)
+                return
+            except RayActorError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_REFRESH_S)  # Ray starts it again
+
+    def _loop(self) -> Ending:
         run = self._request.run
         number, history = max(last_attempt(run), newest_attempt(run, self._spec.checkpoint.replicas)), History()
         if self._spec.snapshot_every is not None:
@@ -215,8 +229,7 @@ class Supervisor:
                     return group
                 number += 1
                 begin_attempt(run, number)  # from now on no earlier one commits, wherever it may still be
-                begun = self._monitor.begin_attempt.remote(number, self._team, _newest(run))
-                ray.get(begun, timeout=_MONITOR_TIMEOUT_S)  # it must know of the attempt before the first record
+                self._announce(number)
                 copies = self._vaults.job(places) if self._vaults and (places := group.places(self._team)) else None
                 resumed = max(_newest(run), copies["step"] or 0 if copies else 0)
                 result = group.attempt(number, self._job(number, incident, copies), self._team)
