@@ -55,6 +55,8 @@ class Group:
         self._handle: Attempt | None = None
         self._nodes: list[tuple[str, bool]] = []
         self._placement_group: str | None = None
+        self.gone: set[str] = set()
+        """Of the nodes on which the last attempt lost agents those that do not answer; on others it was the agent alone."""
         number = next(_groups)
         ray.get(conductor.open.remote(number, size))
         self._result: AttemptResult | None = None
@@ -126,9 +128,9 @@ class Group:
             self._nodes = self._wait(self._conductor.nodes.remote())
         except _GroupEnded:
             return self._lost()
-        gone = nodes.unreachable(self.lost)
+        self.gone = nodes.unreachable(self.lost)
         failure = _cause(
-            {rank: _of_node(report) if report.get("node") in gone else report for rank, report in reports.items()}
+            {rank: _of_node(report) if report.get("node") in self.gone else report for rank, report in reports.items()}
         )
         if failure is None:
             return AttemptResult(None, reports[0]["outcome"])

@@ -242,7 +242,7 @@ class Supervisor:
                     incident = None
                     continue
                 over, last_step = time.time(), self._last_step()
-                self._avoid |= dict.fromkeys(group.lost, time.monotonic())
+                self._avoid |= dict.fromkeys(group.gone, time.monotonic())
                 # A snapshot that this attempt went on from is progress too, though no checkpoint.
                 history = history.at(max(_newest(run), resumed))
                 ending = self._after(result.failure, number, history)
