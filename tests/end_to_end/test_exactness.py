@@ -8,7 +8,6 @@ import shutil
 import signal
 from typing import Any
 
-import psutil
 import pytest
 
 EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "samples_hash")
@@ -212,24 +211,3 @@ def test_a_run_that_is_alive_is_not_trained_twice(project: Any) -> None:
     assert "is being trained already" in second.stderr
     assert first.returncode == 143
     assert json.dumps(project.show("twice")["status"]) == '"interrupted"'
-
-
-def test_a_cluster_that_is_gone_is_the_cause(project: Any, undisturbed: dict[str, Any]) -> None:
-    """The raylet of the driver's node is killed: exit code 3 and one cause, no traceback; the same command goes on."""
-    hold = 15  # in step 8, with the checkpoint of step 6 behind it
-    process = project.start("train", "job.yaml", "--name", "no-raylet", *project.options("no-raylet", hold=hold))
-    assert process.stderr is not None
-    told = []
-    for line in process.stderr:
-        told.append(line)
-        if "checkpoint at step 6" in line:
-            break
-    below = psutil.Process(process.pid).children(recursive=True)
-    next(p for p in below if p.name() == "raylet").kill()
-    told.append(process.communicate(timeout=100)[1])
-    assert process.returncode == 3, told
-    assert "the cluster does not answer any more" in "".join(told)
-    assert "Traceback" not in "".join(told)
-    (project.root / "marks" / "no-raylet" / "go").touch()
-    project.train("no-raylet", hold=hold)
-    assert_same(project, "no-raylet", undisturbed)
