@@ -16,7 +16,6 @@ from typing import Annotated, Any
 import typer
 
 from raydist.errors import UsageError, UserError, WorkerFailed
-from raydist.runstate import LOST_AFTER_S
 
 _AWAY_S = 600.0
 """How long a cluster may be out of reach: its head restarts."""
@@ -97,6 +96,7 @@ def _inside(path: Path, root: Path) -> Path:
 def _submit(address: str, words: list[str], root: Path, *, once: list[str], no_wait: bool, retries: int) -> None:
     """Submits `raydist train`; again while its driver dies, up to `retries` times, then without the words of `once`."""
     from raydist.cluster.session import token_mode
+    from raydist.runstate import LOST_AFTER_S
 
     os.environ.update(token_mode())  # before ray reads it
     job = _start(address, shlex.join(words + once), root)

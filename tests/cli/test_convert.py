@@ -132,7 +132,7 @@ def test_train_takes_the_file(capsys: pytest.CaptureFixture[str]) -> None:
 def test_submit_sends_the_file_along(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The job on the cluster gets --deepspeed with the path under the working directory; a file outside it is refused."""
     sent: list[str] = []
-    monkeypatch.setattr(submit, "_submit", lambda address, entrypoint, root, no_wait: sent.append(entrypoint))
+    monkeypatch.setattr(submit, "_submit", lambda address, words, root, **options: sent.append(" ".join(words)))
     words = ["submit", "job.yaml", "--address", "http://h:8265", "--deepspeed"]
     code, _, err = command(capsys, *words, str(Path("ds.json").resolve()))
     assert (code, sent) == (0, ["python -m raydist train job.yaml --deepspeed ds.json"])

@@ -30,9 +30,9 @@ def test_storage_that_takes_no_checkpoint_stops_the_run_with_one_cause(project: 
 
 def test_a_driver_that_lost_its_run_ends(project: Any) -> None:
     """Another driver has taken over while this one could not renew its lease: exit code 3, and the other's word is left alone."""
-    command = ["train", "job.yaml", "--name", "lost", "--set", "model.name=gpt", "--set", "train.steps=100000"]
+    command = ["train", "job.yaml", "--name", "taken-over", "--set", "model.name=gpt", "--set", "train.steps=100000"]
     process = project.start(*command)
-    run = RunDir(project.runs / "lost")
+    run = RunDir(project.runs / "taken-over")
     assert process.stderr is not None
     for line in process.stderr:
         if "step" in line:
@@ -43,4 +43,4 @@ def test_a_driver_that_lost_its_run_ends(project: Any) -> None:
     assert process.returncode == 3, said
     assert "another driver has taken over, process 77 on elsewhere" in said
     assert json.loads(Path(run.uri, "drivers/000002.json").read_text())["key"] == "theirs"
-    assert project.events("lost", "ended") == [], "the last word is the other driver's"
+    assert project.events("taken-over", "ended") == [], "the last word is the other driver's"
