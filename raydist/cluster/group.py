@@ -137,12 +137,12 @@ class Group:
         first = min((r for r in reports.values() if "outcome" not in r), key=lambda r: r["at"])
         return AttemptResult(failure, seen=first["at"], silent_s=first["silent_s"])
 
-    def retire(self, nodes: Collection[str]) -> None:
+    def retire(self, leaving: Collection[str]) -> None:
         """The agents on those nodes leave. Not while an attempt runs."""
         import ray
 
-        ray.get(self._conductor.retire.remote(list(nodes)))
-        self._nodes = [entry for entry in self._nodes if entry[0] not in nodes]
+        ray.get(self._conductor.retire.remote(list(leaving)))
+        self._nodes = [entry for entry in self._nodes if entry[0] not in leaving]
 
     def end(self) -> None:
         """Lets all agents go; returns once Ray has their resources back. Those that do not go are ended."""
@@ -171,6 +171,9 @@ class Group:
         import ray
 
         assert self._result is not None
+        self.gone = nodes.unreachable(
+            {node for node, _ in self._nodes}
+        )  # all agents have ended: no telling which were lost
         known = _cause(ray.get(self._conductor.reports.remote()), but_echoes=True)
         ended = self._result.failure or Failure("controller_died", None, "the workers left in the middle of an attempt")
         return AttemptResult(ended if known is None or ended.kind == "aborted" else known, seen=time.time())

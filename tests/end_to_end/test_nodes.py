@@ -129,6 +129,7 @@ def test_a_killed_nodes_place_is_taken_by_a_spare(
     (_, again) = run.events("workers")
     assert victim.name not in {worker["host"] for worker in again["workers"]}
     assert [e["repeated_steps"] for e in run.events("first_step")] == [0, 1]
+    cluster.wait_until(lambda: victim.name not in cluster.node_ids())  # or the next run's preflight would ask it
     cluster.add_node(victim)
 
 
@@ -164,6 +165,7 @@ def test_a_run_shrinks_and_grows_again(start: Any, cluster: Cluster, undisturbed
     cluster.kill_node(victim)
     run.until(lambda: any(e["action"] == "resize" for e in run.events("decision")))
     run.until_held(2)
+    cluster.wait_until(lambda: victim.name not in cluster.node_ids())
     cluster.add_node(victim)
     run.until(lambda: any(e["action"] == "grow" for e in run.events("decision")))
     run.go()
