@@ -21,7 +21,7 @@ from raydist.cluster.recovery import Failure, is_echo, root_cause
 from raydist.cluster.session import Session
 from raydist.cluster.trainer import Attempt, AttemptResult, run_attempt
 
-_LOOK_S = 0.1
+_LOOK_S = 0.5
 _LEAVE_S = 10.0
 _groups = itertools.count(1)
 

@@ -33,7 +33,7 @@ from raydist.cluster.failures import rank_error
 from raydist.worker.rendezvous import hold_port, port_of
 
 # Ray's 2 s are what an attempt lasts longer than its last step, and what a death goes unseen, on average half.
-_POLL_S = "0.5"
+_POLL_S = "1.0"
 
 # Of Ray Train's default callbacks, those that start an actor or do work that no run of raydist asks for.
 _NOT_NEEDED = (

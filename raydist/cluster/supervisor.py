@@ -30,7 +30,7 @@ from raydist.runlog import last_attempt
 from raydist.spec import JobSpec
 from raydist.worker.checkpoint.replicas import newest_attempt
 
-_REFRESH_S = 0.25
+_REFRESH_S = 0.5
 _MONITOR_TIMEOUT_S = 30.0
 _LOOK_S = 1.0
 _START_S = 120.0

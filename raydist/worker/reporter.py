@@ -16,7 +16,7 @@ from raydist.records import Event, StepRecord
 Push = Callable[[list[dict[str, Any]], list[dict[str, Any]]], str | None]
 """(records, events) -> the driver's command, or None. May raise: what it was given is then sent again."""
 
-INTERVAL_S = 0.5
+INTERVAL_S = 1.0
 CAPACITY = 100_000
 
 

@@ -39,7 +39,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
         "torch": "torch" in sys.modules,
         "env": {
             k: os.environ.get(k)
-            for k in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "OURS")
+            for k in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OURS")
         },
         "cwd": os.getcwd(),
     }

@@ -43,7 +43,7 @@ def test_workers_find_the_environment_of_torchrun(session: Session) -> None:
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "2",
         "OMP_NUM_THREADS": "1",
-        "MALLOC_ARENA_MAX": "1",
+        "MKL_NUM_THREADS": "1",
         "OURS": "1",
     }
     assert result.value["cwd"] == os.getcwd()

@@ -32,7 +32,8 @@ def run(fd):
     connection = Connection(fd)
     order = json.loads(connection.recv_bytes())
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-    connection.send_bytes(json.dumps(dict(pid=os.getpid(), helper=helper.pid, port=os.environ["PORT"])).encode())
+    told = dict(pid=os.getpid(), helper=helper.pid, port=os.environ["PORT"], malloc=os.environ["GLIBC_TUNABLES"])
+    connection.send_bytes(json.dumps(told).encode())
     {end}
     return 0
 """
@@ -89,7 +90,7 @@ def test_how_a_rank_ended(server: Any, end: str, how: str) -> None:
     ranks = server(end)
     for port in ("1", "2"):
         process, told = fork(ranks, port)
-        assert (told["pid"], told["port"]) == (process.pid, port)
+        assert (told["pid"], told["port"], told["malloc"]) == (process.pid, port, "glibc.malloc.hugetlb=1")
         assert process.ended.wait(20)
         assert process.how == how
         gone(told["helper"])
