@@ -1,16 +1,18 @@
-"""A node that dies, and one that is drained: from the fault to the end of the first new step, and the steps lost.
+"""A node that dies, and one that is drained: from the fault to the first new step, and the steps lost; beside the peers.
 
     python benchmarks/nodes.py [--rounds 3]
 
-Two hosts in network namespaces are a Ray cluster, each with one CPU and one rank; `cluster.workers: [1, 2]`, a checkpoint every 20
-steps. In the 30th step of the rank on the second host, either all of that host's processes are killed, raylet too, or Ray is told
-to drain it. The run goes on with one rank. The time ends with that rank's first whole step in its new process, by the model's own
-forward; `lost` are the steps trained once more. Needs root, or the right to make user namespaces.
+Two hosts in network namespaces with one rank each; a checkpoint every 20 steps. After 30 forward passes on both either all
+processes of the second host are killed, its raylet or torchrun too, or Ray is told to drain it, which the peers do nothing about.
+raydist (`cluster.workers: [1, 2]`) and torchrun (`--nnodes 1:2`) go on with one rank, plain Ray Train with two on the first host,
+for its number is fixed. The time ends with rank 0's first whole step in its new process, by the model's own forward; `lost` are the steps
+trained once more. A peer that is not back after 120 s counts as 120. Needs root, or the right to make user namespaces.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import subprocess
@@ -18,53 +20,83 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import write
-from recovery import AT, BIN, LIMIT_S, PEERS, command, forwards, repeated, wait
+from recovery import AT, BIN, EVERY, NAMES, PEERS, STEPS, command, forwards, repeated, steps_done, wait
 
-from tests.hosts import Cluster, Hosts
+from tests.hosts import Cluster, Hosts, Process
 
-FAULTS = ["kill", "drain"]
+CASES = [*(("kill", name) for name in NAMES), ("drain", "raydist")]
+LIMIT_S = 120.0
 
 
-def run(fault: str, storage: str) -> dict[str, float]:
-    """One run with one fault, on a cluster of its own: seconds to the first new step, and steps lost."""
+def started(peer: str, out: str, storage: str, hosts: Hosts, env: dict[str, str]) -> list[Process]:
+    """The commands of one run; the first one is waited for."""
+    if peer == "torchrun":
+        options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
+        meet = ["--rdzv-id", "peer", "--rdzv-endpoint", f"{hosts[0].ip}:29400"]
+        script = ["recovering.py", "torchrun", out, str(STEPS), str(EVERY)]
+        asked = [[str(BIN / "torchrun"), *options, *meet, "--local-addr", host.ip, *script] for host in hosts]
+    else:
+        asked = [command(peer, out, storage)]
+    if peer == "raydist":
+        where = asked[0].index("local")
+        asked[0][where : where + 1] = [env["RAY_ADDRESS"], "--set", "cluster.workers=[1, 2]"]
+    quiet = subprocess.DEVNULL
+    return [
+        host.popen(line, env=env, cwd=str(PEERS), stdout=quiet, stderr=subprocess.PIPE if i == 0 else quiet)
+        for i, (host, line) in enumerate(zip(hosts, asked, strict=False))
+    ]
+
+
+def run(fault: str, peer: str, storage: str) -> dict[str, float]:
+    """One run with one fault, on hosts of its own: seconds to the first new step, and steps lost."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    env |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(PEERS)}
-    with tempfile.TemporaryDirectory() as folder, Hosts(2) as hosts, Cluster(hosts) as cluster:
-        out, env = f"{folder}/out", env | cluster.environment
-        asked = [cluster.address if word == "local" else word for word in command("raydist", out, storage)]
-        process = hosts[0].popen(
-            [*asked, "--set", "cluster.workers=[1, 2]"],
-            env=env, cwd=str(PEERS), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        wait(lambda: True if all(len(forwards(out, rank)) >= AT for rank in (0, 1)) else None, process, LIMIT_S)
-        before = {(rank, pid) for rank in (0, 1) for _, pid in forwards(out, rank)}
+    env |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(PEERS)}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        out, hosts = f"{folder}/out", stack.enter_context(Hosts(2))
+        cluster = None
+        if peer != "torchrun":
+            cluster = stack.enter_context(Cluster(hosts, cpus=2 if peer == "ray train" else 1))
+            env |= {**cluster.environment, "RAY_AUTH_MODE": "token", "RAY_ADDRESS": cluster.address}
+        process = started(peer, out, storage, hosts, env)[0]
+
+        def under_way() -> bool | None:
+            return all(len(forwards(out, rank)) >= AT for rank in (0, 1)) or None
+
+        assert wait(under_way, process, LIMIT_S), "no 30 steps in two minutes"
+        before, done = {pid for _, pid in forwards(out, 0)}, steps_done(peer, out)
         begun = time.time()
         if fault == "kill":
-            cluster.kill_node(hosts[1])
+            hosts[1].kill()
         else:
-            node = cluster.node_ids()[hosts[1].name]
-            drain = [str(BIN / "ray"), "drain-node", "--address", cluster.address, "--node-id", node]
+            assert cluster is not None
+            drain = ["drain-node", "--address", cluster.address, "--node-id", cluster.node_ids()[hosts[1].name]]
             why = [
                 "--reason",
                 "DRAIN_NODE_REASON_PREEMPTION",
                 "--reason-message",
-                "to be taken",
+                "-",
                 "--deadline-remaining-seconds",
                 "60",
             ]
-            begun = time.time()
-            done = hosts[0].run([*drain, *why], env=env)
-            assert done.returncode == 0, done.stderr
+            told = hosts[0].run([str(BIN / "ray"), *drain, *why], env=env)
+            assert told.returncode == 0, told.stderr
 
         def back() -> float | None:
-            new = [at for at, pid in forwards(out, 0) if (0, pid) not in before and at > begun]
+            # Rank 0 may have been on the other host: then no process number is known here, and one may come twice.
+            new = [at for at, pid in forwards(out, 0) if at > begun and pid not in before]
             return new[1] if len(new) > 1 else None
 
         first = wait(back, process, LIMIT_S)
-        return {"seconds": (first or begun + LIMIT_S) - begun, "lost": repeated(storage)}
+        if peer == "raydist":
+            lost = repeated(storage)
+        else:
+            again = steps_done(peer, out)[len(done) :]
+            lost = max(done[-1] - min(again, default=0) + 1, 0) if first else done[-1]
+        return {"seconds": (first or begun + LIMIT_S) - begun, "lost": lost}
 
 
 def main() -> None:
@@ -72,19 +104,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    rounds: list[dict[str, dict[str, float]]] = []
+    rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as storage:
         warm = [*command("raydist", f"{storage}/warm", storage), "--until", "1"]
         subprocess.run(warm, cwd=PEERS, check=True, stdout=subprocess.DEVNULL)  # the corpus is prepared once
         for i in range(options.rounds):
-            rounds.append({fault: run(fault, storage) for fault in FAULTS})
+            shift = i % len(CASES)
+            rounds.append({f"{f}, {peer}": run(f, peer, storage) for f, peer in CASES[shift:] + CASES[:shift]})
             print(f"round {i + 1}: {rounds[-1]}", flush=True)
-    medians = {
-        fault: {figure: statistics.median(r[fault][figure] for r in rounds) for figure in ("seconds", "lost")}
-        for fault in FAULTS
+    table = {
+        f"{f}, {peer}": {
+            figure: statistics.median(r[f"{f}, {peer}"][figure] for r in rounds) for figure in ("seconds", "lost")
+        }
+        for f, peer in CASES
     }
-    print(medians)
-    print(write("nodes", {"rounds": rounds, "medians": medians}))
+    for case, row in table.items():
+        print(f"{case:18s} {row['seconds']:8.2f} s {row['lost']:4.0f} steps lost")
+    print(write("nodes", {"rounds": rounds, "medians": table}))
 
 
 if __name__ == "__main__":

@@ -90,24 +90,19 @@ def ray_loop(config: dict[str, Any]) -> None:
 
 
 def under_ray(out: str, steps: int, every: int) -> None:
-    """`TorchTrainer.fit` on a Ray of its own."""
+    """`TorchTrainer.fit` on a Ray of its own, or on the cluster that RAY_ADDRESS names: then a worker a node, if it can be."""
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     env = {k: v for k, v in os.environ.items() if k.startswith(("OMP_", "MKL_", "GLOO_"))}
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": env},
-        object_store_memory=200 * 1024 * 1024,
-    )
+    own: dict[str, Any] = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 200 * 1024 * 1024}
+    ray.init(log_to_driver=False, runtime_env={"env_vars": env}, **({} if "RAY_ADDRESS" in os.environ else own))
     TorchTrainer(
         ray_loop,
         train_loop_config={"here": HERE, "out": out, "steps": steps, "every": every},
         torch_config=TorchConfig(backend="gloo"),
-        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}, placement_strategy="SPREAD"),
         run_config=RunConfig(name="peer", storage_path=out + ".ray", failure_config=FailureConfig(max_failures=3)),
     ).fit()
     ray.shutdown()
