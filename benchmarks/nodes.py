@@ -5,8 +5,8 @@
 Two hosts in network namespaces with one rank each; a checkpoint every 20 steps. After 30 forward passes on both either all
 processes of the second host are killed, its raylet or torchrun too, or Ray is told to drain it, which the peers do nothing about.
 raydist (`cluster.workers: [1, 2]`) and torchrun (`--nnodes 1:2`) go on with one rank, plain Ray Train with two on the first host,
-for its number is fixed. The time ends with rank 0's first whole step in its new process, by the model's own forward; `lost` are the steps
-trained once more. A peer that is not back after 120 s counts as 120. Needs root, or the right to make user namespaces.
+for its number is fixed. The time ends with rank 0's first whole step in its new process, by the model's own forward; `lost` are the
+steps trained once more. A peer that is not back after 120 s counts as 120. Needs root, or the right to make user namespaces.
 """
 
 from __future__ import annotations
