@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from raydist.cluster import nodes
@@ -123,6 +124,7 @@ class Group:
             self._wait(self._conductor.gathered.remote())
             self._nodes = self._wait(self._conductor.nodes.remote())
             self._placement_group = self._wait(self._conductor.placement_group.remote())
+            places = self._wait(self._conductor.places.remote(size))
             self._wait(self._conductor.begin.remote(number, dict(job), size))
             reports = self._wait(self._conductor.result.remote(number))
             self._nodes = self._wait(self._conductor.nodes.remote())
@@ -135,7 +137,8 @@ class Group:
         if failure is None:
             return AttemptResult(None, reports[0]["outcome"])
         first = min((r for r in reports.values() if "outcome" not in r), key=lambda r: r["at"])
-        return AttemptResult(failure, seen=first["at"], silent_s=first["silent_s"])
+        node = None if failure.rank is None else places.get(failure.rank)
+        return AttemptResult(replace(failure, node=node), seen=first["at"], silent_s=first["silent_s"])
 
     def retire(self, leaving: Collection[str]) -> None:
         """The agents on those nodes leave. Not while an attempt runs."""

@@ -84,7 +84,9 @@ class RankError:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The one root cause of a failed attempt. `echoes` counts the other ranks that failed because of it."""
+    """The one root cause of a failed attempt. `echoes` counts the other ranks that failed because of it. `node`: where the rank
+    was, Ray's id; None where that is not known.
+    """
 
     kind: Kind
     rank: int | None
@@ -93,6 +95,7 @@ class Failure:
     echoes: int = 0
     heals: bool = True
     """False: restarting cannot help (a wrong spec, a graph mismatch, a loss that is not finite)."""
+    node: str | None = None
 
     @property
     def signature(self) -> tuple[str, str]:
@@ -224,6 +227,10 @@ class Split:
 
 CRASH_LOOP = 3
 """The same cause this many times without one more committed step: another try would end alike."""
+SUSPECT = 2
+"""So many ranks of one node in a row died or hung without one more committed step: the node may be to blame. Less than CRASH_LOOP,
+so that a try elsewhere comes before the end."""
+_OF_A_NODE: tuple[Kind, ...] = ("worker_died", "worker_hung")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +239,7 @@ class Past:
 
     signature: tuple[str, str]
     committed: int
+    node: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +255,7 @@ class History:
 
     def then(self, failure: Failure) -> History:
         """This history with `failure` added: what the next `decide` gets."""
-        return replace(self, past=(*self.past, Past(failure.signature, self.committed)))
+        return replace(self, past=(*self.past, Past(failure.signature, self.committed, failure.node)))
 
     def stuck(self) -> tuple[Past, ...]:
         """The failures since the last progress: those at the step that is still the newest committed one."""
@@ -261,11 +269,12 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start a fresh attempt after `after_s` seconds; with another `micro_batch`, if one is given."""
+    """Start a fresh attempt after `after_s` seconds, with another `micro_batch` and without the node `exclude`, if given."""
 
     after_s: float
     because: str
     micro_batch: int | None = None
+    exclude: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,12 +285,15 @@ class Stop:
     because: str
 
 
-def decide(failure: Failure, history: History, policy: Policy, split: Split | None = None) -> Restart | Stop:
+def decide(
+    failure: Failure, history: History, policy: Policy, split: Split | None = None, *, elsewhere: bool = False
+) -> Restart | Stop:
     """Restart or stop. `history` holds the failures before this one, and the newest committed step now.
 
     The first failure since progress restarts at once; each further one waits twice as long, up to the cap. A lack of memory and
     a rollback have a cure of their own, which is bounded: they restart at once, and do not count among the others.
-    `split`: of the attempt that failed; None: it is not known, and so there is no smaller micro-batch.
+    `split`: of the attempt that failed; None: it is not known, and so there is no smaller micro-batch. `elsewhere`: there is room
+    for enough workers without the failure's node, which is then left once its ranks die again and again.
     """
     if failure.kind == "aborted":
         return Stop(failure.cause, "the attempt was aborted on request")
@@ -312,7 +324,26 @@ def decide(failure: Failure, history: History, policy: Policy, split: Split | No
         )
     budget = "no limit" if policy.max_failures < 0 else f"of {policy.max_failures}"
     after = 0.0 if n == 1 else min(policy.backoff_cap_s, policy.backoff_s * 2.0 ** (n - 2))
-    return Restart(after, f"failure {n} ({budget}) since step {history.committed}")
+    because = f"failure {n} ({budget}) since step {history.committed}"
+    if failure.node is not None and elsewhere and _in_a_row(failure, stuck) >= SUSPECT:
+        return Restart(
+            after,
+            f"{because}; node {failure.node[:8]} is left: its ranks died or hung {SUSPECT} times in a row",
+            exclude=failure.node,
+        )
+    return Restart(after, because)
+
+
+def _in_a_row(failure: Failure, stuck: Sequence[Past]) -> int:
+    """Deaths and hangs of ranks on the failure's node, this one with them, since a failure of another sort or elsewhere."""
+    if failure.kind not in _OF_A_NODE:
+        return 0
+    n = 1
+    for past in reversed(stuck):
+        if past.node != failure.node or past.signature[0] not in _OF_A_NODE:
+            break
+        n += 1
+    return n
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,7 @@ class Supervisor:
         self._group: Group | None = None
         self._team = 0
         self._avoid: dict[str, float] = {}  # lost node -> when it was lost, or last asked
+        self._excluded: set[str] = set()  # nodes on which ranks died again and again
         self._leaving: set[str] = set()
         self._grow, self._growing, self._looked = False, 0, 0.0
         self._signals: list[int] = []
@@ -301,14 +302,14 @@ class Supervisor:
             cpus=spec.cluster.cpus_per_worker,
             gpus=self._request.gpus,
             env=worker_env(spec),
-            avoid=self._avoid.keys(),
+            avoid=self._avoid.keys() | self._excluded,
             start_timeout_s=_START_S if old is None else spec.recovery.wait_for_nodes,
             on_started=self._started,
             look=self._look,
         )
 
-    def _room(self) -> int:
-        """Workers that the cluster can hold, ours with them. A lost node counts again once it answers."""
+    def _room(self, without: str | None = None) -> int:
+        """Workers that the cluster can hold, ours with them. A lost node counts again once it answers; `without` does not count."""
         old = [node for node, at in self._avoid.items() if time.monotonic() - at > _FORGIVE_S]
         back = nodes.answering(old)
         for node in old:
@@ -316,7 +317,8 @@ class Supervisor:
             if node in back:
                 del self._avoid[node]
         each = {"CPU": self._spec.cluster.cpus_per_worker, "GPU": self._request.gpus}
-        return nodes.room(nodes.look(), each, self._group.held if self._group is not None else {}, self._avoid)
+        avoid = {*self._avoid, *self._excluded, *([without] if without else [])}
+        return nodes.room(nodes.look(), each, self._group.held if self._group is not None else {}, avoid)
 
     def _look(self) -> None:
         """While an attempt runs: asks it to end, after a checkpoint, if a node is taken away or there is room for more workers."""
@@ -390,9 +392,16 @@ class Supervisor:
         )
         spec = self._spec
         split = Split(spec.train.global_batch, spec.train.micro_batch, self._team)
-        match decide(failure, history, spec.recovery, split):
-            case Restart(after_s, because, micro_batch):
-                self._say("decision", action="restart", because=because, after_s=after_s, micro_batch=micro_batch)
+        known = not self._session.private and failure.node is not None
+        elsewhere = known and self._room(without=failure.node) >= spec.cluster.least
+        match decide(failure, history, spec.recovery, split, elsewhere=elsewhere):
+            case Restart(after_s, because, micro_batch, exclude):
+                told = {"after_s": after_s, "micro_batch": micro_batch, "exclude": exclude}
+                self._say("decision", action="restart", because=because, **told)
+                if exclude is not None:
+                    self._excluded.add(exclude)
+                    assert self._group is not None
+                    self._group.retire([exclude])
                 if micro_batch is not None:
                     train = spec.train.model_copy(update={"micro_batch": micro_batch})
                     self._spec = spec.model_copy(update={"train": train})

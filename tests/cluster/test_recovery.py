@@ -180,6 +180,50 @@ def test_decisions(name: str) -> None:
         assert want in decision.because
 
 
+def of(node: str | None, kind: str = "worker_died", cause: str = "WorkerDied: process 17") -> Failure:
+    return Failure(kind, 1, cause, node=node)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "elsewhere", "excluded"),
+    [
+        ([of("a")], of("a"), True, True),
+        ([of("a")], of("a"), False, False),  # a sick node is better than none
+        ([], of("a"), True, False),
+        ([of("b")], of("a"), True, False),
+        ([of("a"), of("b", cause="WorkerDied: elsewhere")], of("a"), True, False),
+        ([of("a")], of("a", "worker_hung", "RankHung: stopped"), True, True),
+        ([of("a")], of("a", "user_error", "ValueError: a"), True, False),  # what the code says of itself is the code's
+        ([of("a", "user_error", "ValueError: a")], of("a"), True, False),
+        ([of(None)], of(None), True, False),
+    ],
+)
+def test_a_node_on_which_ranks_die_in_a_row_is_left(
+    before: list[Failure], now: Failure, elsewhere: bool, excluded: bool
+) -> None:
+    """Deaths and hangs of the same node, with none of another sort between, and room elsewhere."""
+    history = History()
+    for failure in before:
+        history = history.then(failure)
+    decision = decide(now, history, Unlimited(), elsewhere=elsewhere)
+    assert isinstance(decision, Restart)
+    assert decision.exclude == (now.node if excluded else None)
+    assert ("is left" in decision.because) is excluded
+
+
+def test_progress_clears_a_node() -> None:
+    """With a step committed between its deaths a node is no suspect."""
+    decision = decide(of("a"), History().then(of("a")).at(10), Policy(), elsewhere=True)
+    assert isinstance(decision, Restart)
+    assert decision.exclude is None
+
+
+def test_a_death_that_moves_along_is_the_codes() -> None:
+    """The same death on the node that came next: a crash loop, though there is room elsewhere."""
+    history = History().then(of("a")).then(of("a"))
+    assert isinstance(decide(of("b"), history, Unlimited(), elsewhere=True), Stop)
+
+
 def test_no_retries_are_asked_for() -> None:
     """max_failures 0 stops at the first failure."""
 

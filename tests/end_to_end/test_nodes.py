@@ -156,6 +156,23 @@ def test_a_drained_node_is_left_without_a_step_lost(
     cluster.add_node(victim)
 
 
+def test_a_node_on_which_ranks_die_again_and_again_is_left(
+    project: Any, start: Any, cluster: Cluster, undisturbed: list[dict[str, Any]]
+) -> None:
+    """Rank 1 is killed twice with nothing committed: the second time its node is left, and the spare takes its place."""
+    dying = project.options("sick-node", kill=[[1, "step", HOLD], [1, "step", HOLD + 1]])
+    run = start("sick-node", "--set", "cluster.spares=1", "--set", "checkpoint.every=null", *dying)
+    assert exact(run.finish()) == exact(undisturbed)
+    of_rank_1 = [
+        worker["host"] for event in run.events("workers") for worker in event["workers"] if worker["rank"] == 1
+    ]
+    assert of_rank_1[0] == of_rank_1[1]
+    hosts = [{worker["host"] for worker in event["workers"]} for event in run.events("workers")]
+    assert len(hosts) == 3
+    assert of_rank_1[0] not in hosts[2]
+    assert [e["exclude"] for e in run.events("decision")] == [None, cluster.node_ids()[of_rank_1[0]]]
+
+
 def test_a_run_shrinks_and_grows_again(start: Any, cluster: Cluster, undisturbed: list[dict[str, Any]]) -> None:
     """Three workers, two after a node is lost, three again when it is back: each step once, with its samples."""
     plain = ["--set", "cluster.workers=[1,3]", "--set", "train.steps=24", "--set", "model.dropout=0"]
