@@ -9,10 +9,12 @@ import math
 import socket
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 _ANSWER_S = 3.0
 _CONNECT_S = 1.0
+_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +67,17 @@ def drained() -> set[str]:
     return set(state.get_draining_nodes())
 
 
-def unreachable(ids: Iterable[str]) -> set[str]:
-    """Those of the nodes whose raylet takes no connection within 1 s; Ray itself is sure of a death only much later."""
+def unreachable(ids: Iterable[str] | None = None) -> set[str]:
+    """Those of the nodes (None: of all that Ray takes to be alive) whose raylet takes no connection within 1 s; Ray itself is sure
+    of a death only much later.
+    """
     import ray
 
     where = {n["NodeID"]: (n["NodeManagerAddress"], n["NodeManagerPort"]) for n in ray.nodes() if n["Alive"]}
-    return {node for node in ids if node not in where or not _listens(where[node])}
+    asked = list(where if ids is None else ids)
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        listens = threads.map(lambda node: node in where and _listens(where[node]), asked)
+        return {node for node, there in zip(asked, listens, strict=True) if not there}
 
 
 def _listens(address: tuple[str, int]) -> bool:

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from raydist import swapspace
+from raydist.cluster import nodes
 from raydist.cluster.session import Session
 from raydist.errors import PreflightError, RaydistError, UserError
 from raydist.spec import JobSpec
@@ -34,28 +35,33 @@ def gpus_per_worker(spec: JobSpec, resources: Mapping[str, float]) -> float:
     return 1.0 if resources.get("GPU", 0.0) >= spec.cluster.least else 0.0
 
 
-def check_resources(spec: JobSpec, nodes: Sequence[Mapping[str, float]]) -> list[str]:
-    """What is missing for the workers, given each node's resources ({"CPU": 8.0, "GPU": 4.0}): one line, or none. Pure."""
+def check_resources(spec: JobSpec, resources: Sequence[Mapping[str, float]]) -> list[str]:
+    """What is missing for the workers, given each node's `resources` ({"CPU": 8.0, "GPU": 4.0}): one line, or none. Pure."""
     cluster = spec.cluster
-    total = {k: sum(n.get(k, 0.0) for n in nodes) for k in ("CPU", "GPU")}
+    total = {k: sum(n.get(k, 0.0) for n in resources) for k in ("CPU", "GPU")}
     gpus = gpus_per_worker(spec, total)
     each = {"CPU": cluster.cpus_per_worker, "GPU": gpus}
     fits = sum(
-        min((math.floor(n.get(k, 0.0) / v + 1e-9) for k, v in each.items() if v), default=cluster.least) for n in nodes
+        min((math.floor(n.get(k, 0.0) / v + 1e-9) for k, v in each.items() if v), default=cluster.least)
+        for n in resources
     )
     if fits >= cluster.least:
         return []
     asked = f"{cluster.least} workers of {_amount(each)}"
-    there = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''} with {_amount(total)} in all"
+    there = f"{len(resources)} node{'s' if len(resources) != 1 else ''} with {_amount(total)} in all"
     remedy = f"set cluster.workers: {fits}" if fits else "ask less of each worker in cluster:"
     return [f"the job asks for {asked}, the cluster has {there}: {fits} would fit; {remedy}, or add nodes"]
 
 
 def check(spec: JobSpec, session: Session, run_uri: str, dataset: str) -> None:
-    """Raises PreflightError with all that is wrong: resources, and on each node versions, storage, data and modules."""
+    """Raises PreflightError with all that is wrong: resources, and on each node versions, storage, data and modules.
+
+    A node that has just died is none, though Ray may list it for a while yet.
+    """
     import ray
 
-    alive = [n for n in ray.nodes() if n["Alive"]]
+    gone = set() if session.private else nodes.unreachable()
+    alive = [n for n in ray.nodes() if n["Alive"] and n["NodeID"] not in gone]
     problems = check_resources(spec, [n["Resources"] for n in alive])
     # A private Ray is this host, where the driver has read the spec and the data and written to storage already.
     if session.private:
@@ -66,7 +72,7 @@ def check(spec: JobSpec, session: Session, run_uri: str, dataset: str) -> None:
         raise PreflightError("\n".join(problems))
 
 
-def _check_nodes(spec: JobSpec, nodes: Sequence[Mapping[str, Any]], run_uri: str, dataset: str) -> list[str]:
+def _check_nodes(spec: JobSpec, alive: Sequence[Mapping[str, Any]], run_uri: str, dataset: str) -> list[str]:
     import ray
     from ray.exceptions import GetTimeoutError, RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -77,7 +83,7 @@ def _check_nodes(spec: JobSpec, nodes: Sequence[Mapping[str, Any]], run_uri: str
         n["NodeManagerAddress"]: look.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(n["NodeID"], soft=False)
         ).remote(run_uri, dataset, modules, spec.offload.path, spec.snapshot_every)
-        for n in nodes
+        for n in alive
     }
     here = versions()
     problems = []

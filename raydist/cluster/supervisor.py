@@ -115,6 +115,8 @@ class Supervisor:
         """Trains until the run has an ending. The first SIGINT or SIGTERM asks the workers for a checkpoint and a clean
         end; the second ends the attempt at once. Call it in the main thread.
         """
+        if not self._session.private:
+            self._avoid = dict.fromkeys(nodes.unreachable(), time.monotonic())
         self._monitor = start_monitor(self._request.run.uri)
         self._conductor = start_conductor()
         if self._request.faults:

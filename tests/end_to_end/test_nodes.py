@@ -209,3 +209,18 @@ def test_who_is_cut_off_commits_nothing(start: Any, cluster: Cluster, undisturbe
     (failure,) = run.events("failure")
     assert failure["fault"] == "node_died"
     cluster.wait_until(lambda: not ranks_on(victim))
+
+
+def test_a_node_that_has_just_gone_silent_keeps_no_run_from_starting(
+    project: Any, start: Any, cluster: Cluster, undisturbed: list[dict[str, Any]]
+) -> None:
+    """Its power is off, and Ray still takes it to be alive: the run starts on the others."""
+    silent = cluster.hosts[2]
+    node = cluster.node_ids()[silent.name]
+    silent.power_off()
+    run = start("without-it", *project.options("without-it"))
+    run.until(lambda: bool(run.events("workers")))
+    assert cluster.nodes()[node][1]
+    assert exact(run.finish()) == exact(undisturbed)
+    (event,) = run.events("workers")
+    assert silent.name not in {worker["host"] for worker in event["workers"]}
