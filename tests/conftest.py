@@ -113,7 +113,7 @@ def _serve(pipe: Connection) -> None:
                 dist.init_process_group(
                     "gloo", store=dist.FileStore(store, world), rank=number, world_size=world, timeout=timeout
                 )
-                control = dist.group.WORLD
+                control = dist.new_group(backend="gloo", timeout=timeout)
             rank = Rank(number, world, number, torch.device("cpu"), "gloo", "127.0.0.1", control, ())
             result = getattr(module, name)(rank, *args)
         except Exception as error:

@@ -34,7 +34,7 @@ class Choice(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """This process among the others. `control`: a gloo group of all for objects and CPU tensors, in the thread that trains."""
+    """This process among the others. `control` is a gloo group for what must not mix with training's collectives."""
 
     rank: int
     world_size: int
@@ -126,10 +126,7 @@ def start(*, gpus: float | None, threads: int | None, timeout_s: float, node_ip:
             timeout=timedelta(seconds=timeout_s),
             device_id=device.value if device.value.type == "cuda" else None,
         )
-        # Each gloo group has a thread that wakes 100 times a second: without a GPU one group does for both.
-        control = dist.group.WORLD
-        if device.value.type == "cuda":
-            control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     return Rank(rank, world, local_rank, device.value, backend.value, node_ip, control, tuple(notes))
 
 
