@@ -6,7 +6,8 @@ Two hosts in network namespaces with one rank each; a checkpoint every 20 steps.
 processes of the second host are killed, its raylet or torchrun too, or Ray is told to drain it, which the peers do nothing about.
 raydist (`cluster.workers: [1, 2]`) and torchrun (`--nnodes 1:2`) go on with one rank, plain Ray Train with two on the first host,
 for its number is fixed. The time ends with rank 0's first whole step in its new process, by the model's own forward; `lost` are the
-steps trained once more. A peer that is not back after 120 s counts as 120. Needs root, or the right to make user namespaces.
+steps trained once more. The time of a drain has that of `ray drain-node` in it. A peer that is not back
+after 120 s counts as 120. Needs root, or the right to make user namespaces.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import write
-from recovery import AT, BIN, EVERY, NAMES, PEERS, STEPS, command, forwards, repeated, steps_done, wait
+from recovery import AT, BIN, EVERY, NAMES, PEERS, STEPS, command, forwards, recovered, steps_done, wait
 
 from tests.hosts import Cluster, Hosts, Process
 
@@ -84,19 +85,7 @@ def run(fault: str, peer: str, storage: str) -> dict[str, float]:
             ]
             told = hosts[0].run([str(BIN / "ray"), *drain, *why], env=env)
             assert told.returncode == 0, told.stderr
-
-        def back() -> float | None:
-            # Rank 0 may have been on the other host: then no process number is known here, and one may come twice.
-            new = [at for at, pid in forwards(out, 0) if at > begun and pid not in before]
-            return new[1] if len(new) > 1 else None
-
-        first = wait(back, process, LIMIT_S)
-        if peer == "raydist":
-            lost = repeated(storage)
-        else:
-            again = steps_done(peer, out)[len(done) :]
-            lost = max(done[-1] - min(again, default=0) + 1, 0) if first else done[-1]
-        return {"seconds": (first or begun + LIMIT_S) - begun, "lost": lost}
+        return recovered(peer, process, out, storage, before, done, begun, LIMIT_S)
 
 
 def main() -> None:

@@ -67,12 +67,12 @@ def forwards(out: str, rank: int) -> list[tuple[float, int]]:
     return []
 
 
-def wait(ready: Any, process: subprocess.Popen[bytes], limit_s: float) -> Any:
+def wait(ready: Any, process: subprocess.Popen[str], limit_s: float) -> Any:
     """What `ready()` gives once that is not None; None after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while (found := ready()) is None and time.monotonic() < deadline:
         if process.poll() is not None:
-            sys.exit(f"it ended too early: {(process.communicate()[1] or b'').decode()[-3000:]}")
+            sys.exit(f"it ended too early: {(process.communicate()[1] or '')[-3000:]}")
         time.sleep(0.02)
     return found
 
@@ -84,6 +84,33 @@ def steps_done(peer: str, out: str) -> list[int]:
     return []
 
 
+def recovered(
+    peer: str,
+    process: subprocess.Popen[str],
+    out: str,
+    storage: str,
+    before: set[int],
+    done: list[int],
+    begun: float,
+    limit_s: float,
+) -> dict[str, float]:
+    """Waits for the first new step after a fault at `begun`: seconds until then, and steps lost. `before`: the processes of rank 0
+    until then; `done`: its steps.
+    """
+
+    def back() -> float | None:
+        new = [at for at, pid in forwards(out, 0) if at > begun and pid not in before]
+        return new[1] if len(new) > 1 else None
+
+    first = wait(back, process, limit_s)
+    if peer == "raydist":
+        lost = repeated(storage)
+    else:
+        again = steps_done(peer, out)[len(done) :]
+        lost = max(done[-1] - min(again, default=0) + 1, 0) if first else done[-1]
+    return {"seconds": (first or begun + limit_s) - begun, "lost": lost}
+
+
 def run(peer: str, fault: str, storage: str) -> dict[str, float]:
     """One run with one fault: seconds to the first new step, and steps lost."""
     env = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=str(PEERS))
@@ -91,25 +118,19 @@ def run(peer: str, fault: str, storage: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/out"
         process = subprocess.Popen(
-            command(peer, out, storage), cwd=PEERS, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            command(peer, out, storage),
+            cwd=PEERS,
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         try:
             victim = wait(lambda: seen[-1] if len(seen := forwards(out, 1)) >= AT else None, process, LIMIT_S)
             before, done = {pid for _, pid in forwards(out, 0)}, steps_done(peer, out)
             begun = time.time()
             os.kill(victim[1], SIGNALS[fault])
-
-            def back() -> float | None:
-                new = [at for at, pid in forwards(out, 0) if pid not in before]
-                return new[1] if len(new) > 1 else None
-
-            first = wait(back, process, LIMIT_S)
-            if peer == "raydist":
-                lost = repeated(storage)
-            else:
-                again = steps_done(peer, out)[len(done) :]
-                lost = max(done[-1] - min(again, default=0) + 1, 0) if first else done[-1]
-            return {"seconds": (first or begun + LIMIT_S) - begun, "lost": lost}
+            return recovered(peer, process, out, storage, before, done, begun, LIMIT_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim[1], signal.SIGCONT)

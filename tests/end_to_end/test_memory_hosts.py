@@ -33,8 +33,10 @@ def test_a_lost_node_costs_no_copy(project: Any, ray_hosts: Cluster) -> None:
             ["sh", "-c", "cd /dev/shm && ls -d raydist-*/checkpoints/*/* raydist-*/buddy/*/*/*"]
         ).stdout.split()
         # The manifest is on the host of rank 0, wherever Ray has put that, and where its buddy is.
-        kinds = [lambda n: "MANIFEST" in n, lambda n: "/checkpoints/" in n, lambda n: "/buddy/" in n and "shard-" in n]
-        return bool(set.intersection(*({n.split("/")[-2] for n in listed if of(n)} for of in kinds)))
+        step = {n: n.split("/")[-2] for n in listed}
+        manifests = {step[n] for n in listed if "MANIFEST" in n}
+        own = {step[n] for n in listed if "/buddy/" not in n and "shard-" in n}
+        return bool(manifests & own & {step[n] for n in listed if "/buddy/" in n and "shard-" in n})
 
     while not kept():
         assert process.poll() is None, (project.root / "lost.log").read_text()
