@@ -151,7 +151,11 @@ class Replicas:
             self._verifier.wake()
 
     def close(self, timeout_s: float) -> None:
-        """Waits until the replicas have all checkpoints; what is not there by then is told in an event. 0: ends at once."""
+        """Waits until the replicas have all checkpoints; what is not there by then is told in an event. 0: ends at once.
+
+        With time to wait, the run's own old checkpoints go too that were still being copied when it was their turn. No save
+        may be in flight.
+        """
         if self._verifier is not None:
             self._verifier.end(last_round=False)
         for copier in self._copiers:
@@ -161,6 +165,15 @@ class Replicas:
             if timeout_s > 0 and not copier.over.wait(max(0.0, deadline - time.monotonic())):
                 cause = f"still being copied {timeout_s:g} s after the end of training; the next start of this run goes on with it"
                 self._say("replica_failed", replica=uri, cause=cause)
+        if timeout_s > 0 and self._copiers:
+            self._prune()
+
+    def _prune(self) -> None:
+        try:
+            if not fenced(self._run, self._attempt):
+                pruning.prune(self._run, self._keep, attempt=self._attempt)
+        except Exception as error:  # it costs disk space, and no checkpoint
+            self._say("note", text=f"old checkpoints could not be deleted: {_text(error)}")
 
     def _sync(self, uri: str) -> None:
         """One round: the replica has what the run has, and no more than the same pruning leaves."""

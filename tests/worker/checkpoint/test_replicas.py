@@ -126,6 +126,24 @@ def test_nobody_waits_for_one_that_hangs(kit: Any, tmp_path: Path, monkeypatch: 
     assert kept.replicas._copiers[0].over.wait(30)
 
 
+def test_what_was_being_copied_goes_at_the_end(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint whose turn to go came while a replica was reading it is not kept for ever."""
+    may_copy, copying = threading.Event(), threading.Event()
+    blocks = replicas._blocks
+    monkeypatch.setattr(replicas, "_blocks", lambda *a: (copying.set(), may_copy.wait(), blocks(*a))[2])
+    kept = Kept(kit, tmp_path / "a", [str(tmp_path / "second")], keep=1)
+    kept.save(1)
+    assert copying.wait(30)
+    kept.save(2)
+    assert kept.run.committed() == [1, 2]
+    may_copy.set()
+    kept.replicas.close(60)
+    assert kept.run.committed() == [2]
+    assert replica_of(kept.run, str(tmp_path / "second")).committed() == [2]
+
+
 def test_what_is_bad_is_not_copied(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard that has changed at its source, and one that arrives changed, get no manifest."""
     one = kit.OneRank(tmp_path / "a")
