@@ -390,6 +390,14 @@ class RecoverySpec(Part):
         return self.timeout_s / 6 if self.data_timeout == "auto" else self.data_timeout
 
 
+class ObserveSpec(Part):
+    """What is watched beside the steps."""
+
+    interval_s: float | None = Field(
+        1.0, ge=0.1, description="Seconds between readings of memory, communication, GPUs and hosts; null: none."
+    )
+
+
 class ClusterSpec(Part):
     """What the run takes of the cluster."""
 
@@ -433,7 +441,8 @@ class JobSpec(Part):
 
     numbers_exclude: ClassVar[tuple[str, ...]] = (
         "name", "train.micro_batch", "train.compile", "train.checkpoint_activations", "train.check_replicas", "parallel", "offload",
-        "checkpoint", "eval", "recovery", "cluster", "data.prefetch", "data.source", "data.path", "optim.fused", "deepspeed",
+        "checkpoint", "eval", "recovery", "observe", "cluster", "data.prefetch", "data.source", "data.path", "optim.fused",
+        "deepspeed",
     )  # fmt: skip
     """Fields that leave the numbers alone, or change them within float tolerance only; the data counts by its fingerprint."""
 
@@ -460,6 +469,9 @@ class JobSpec(Part):
     checkpoint: CheckpointSpec = Field(default_factory=lambda: CheckpointSpec(), description="When the state is saved.")
     eval: EvalSpec = Field(default_factory=lambda: EvalSpec(), description="When the held-out loss is measured.")
     recovery: RecoverySpec = Field(default_factory=lambda: RecoverySpec(), description="What a failure costs.")
+    observe: ObserveSpec = Field(
+        default_factory=lambda: ObserveSpec(), description="What is watched beside the steps; docs/observe.md."
+    )
     cluster: ClusterSpec = Field(
         default_factory=lambda: ClusterSpec(), description="What the run takes of the cluster."
     )

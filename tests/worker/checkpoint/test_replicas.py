@@ -126,9 +126,7 @@ def test_nobody_waits_for_one_that_hangs(kit: Any, tmp_path: Path, monkeypatch: 
     assert kept.replicas._copiers[0].over.wait(30)
 
 
-def test_what_was_being_copied_goes_at_the_end(
-    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_being_copied_goes_at_the_end(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint whose turn to go came while a replica was reading it is not kept for ever."""
     may_copy, copying = threading.Event(), threading.Event()
     blocks = replicas._blocks

@@ -1,0 +1,40 @@
+"""The newest reading of each rank, from hand to hand through a file in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raydist.worker import board
+from raydist.worker.board import Board
+
+
+def test_an_agent_reads_its_own_node_s_ranks(tmp_path: Path) -> None:
+    """The newest row of each, whole; not those of another node or another run; and nothing is left at the end."""
+    run, other = str(tmp_path / "a"), str(tmp_path / "b")
+    boards = {(uri, node, rank): Board(uri, node, rank) for uri in (run, other) for node in "xy" for rank in (0, 1)}
+    for (uri, node, rank), made in boards.items():
+        made.write({"run": uri, "node": node, "rank": rank, "step": 1})
+        made.write({"run": uri, "node": node, "rank": rank, "step": 2})
+    assert list(board.read(run, "x")) == [{"run": run, "node": "x", "rank": r, "step": 2} for r in (0, 1)]
+    board.folder(run).joinpath("x-00002.json").write_text('{"torn')
+    assert len(list(board.read(run, "x"))) == 2
+    board.clear(run, "x")
+    assert list(board.read(run, "x")) == []
+    assert len(list(board.read(run, "y"))) == 2
+    for made in boards.values():
+        made.close()
+    assert not board.folder(run).exists()
+    assert not board.folder(other).exists()
+
+
+def test_what_another_user_could_have_put_there_is_not_written_to(tmp_path: Path) -> None:
+    """The folder's name can be guessed, and /dev/shm is everybody's."""
+    place = board.folder(str(tmp_path))
+    place.symlink_to(tmp_path)
+    try:
+        with pytest.raises(OSError, match="not this user's folder"):
+            Board(str(tmp_path), "x", 0)
+    finally:
+        place.unlink()
