@@ -2,9 +2,9 @@
 
 Runs anywhere: plain python and pyarrow. docs/observe.md is the interface.
 
-One schema for all kinds of rows: what a kind does not have is null, which costs no bytes in Parquet. Columns with `total` in their text
-are counters: they only grow within an attempt (of a rank) or a boot (of a node), so that a row that was lost costs resolution and
-no sum. The others are readings of that moment.
+One schema for all kinds of rows: what a kind does not have is null, which costs no bytes in Parquet. Columns with `total` in their
+text are counters: they only grow within an attempt (of a rank) or a boot (of a node), so that a row that was lost costs resolution
+and no sum. The others are readings of that moment.
 """
 
 from __future__ import annotations
