@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from raydist import __version__
-from raydist.cli import checkpoint, convert, data, faults, plan, runs, sample, schema, submit, train
+from raydist.cli import bench, checkpoint, convert, data, faults, plan, runs, sample, schema, submit, train
 from raydist.errors import RaydistError
 
 app = typer.Typer(
@@ -35,6 +35,7 @@ faults.register(app)
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(convert.app, name="convert")
+app.add_typer(bench.app, name="bench")
 
 
 def _version(wanted: bool) -> None:
