@@ -51,12 +51,12 @@ def run(
         raise PreflightError("\n".join(problems))
     gpus = preflight.gpus_per_worker(asked, session.resources)
     running: list[Attempt] = []
-    results: list[AttemptResult] = []
+    ended: list[AttemptResult | BaseException] = []
     signals: list[int] = []
 
     def attempt() -> None:
-        results.append(
-            run_attempt(
+        try:
+            result = run_attempt(
                 function,
                 {**config, "gpus": gpus},
                 session=session,
@@ -68,7 +68,9 @@ def run(
                 on_started=running.append,
                 spread=spread,
             )
-        )
+            ended.append(result)
+        except BaseException as error:
+            ended.append(error)
 
     thread = threading.Thread(target=attempt, name="raydist-bench", daemon=True)
     with handling(lambda number, frame: signals.append(number)):
@@ -79,12 +81,12 @@ def run(
                 running[0].abort()
     if signals:
         return Interrupted(signals[0])
-    if not results:
-        raise WorkerFailed("the measurement failed in the driver", "its log has the reason")
-    result = results[0]
-    if result.failure is not None:
-        raise _failed(result.failure)
-    return dict(result.value)
+    (how,) = ended
+    if isinstance(how, BaseException):
+        raise how
+    if how.failure is not None:
+        raise _failed(how.failure)
+    return dict(how.value)
 
 
 def _failed(failure: Failure) -> WorkerFailed:

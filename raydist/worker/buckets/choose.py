@@ -9,6 +9,7 @@ every attempt reads it there. Another run of the same model on the same ranks, n
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Callable
@@ -68,7 +69,7 @@ def tried(spec: JobSpec, rank: Rank, build: Build, example: Example) -> Chosen:
     if spec.train.compile:
         return Chosen(None, "torch's: with train.compile, passes of a trial are not those of the run", {})
     line = all_reduce_line(rank)
-    default = passes(spec, rank, None, build, example)
+    default = _passes(spec, rank, None, build, example)
     # Arrivals are each rank's own.
     asked = suggest(default.arrivals, default.pass_s, default.backward_s, line) if rank.first else None
     suggestion = _from_first(rank, asked)
@@ -76,13 +77,19 @@ def tried(spec: JobSpec, rank: Rank, build: Build, example: Example) -> Chosen:
     measured = {"line": asdict(line), "default": _figures(default), "suggestion": asdict(suggestion)}
     if suggestion.bucket_mb is None:
         return Chosen(None, f"torch's: {suggestion.because}", measured)
-    ours = passes(spec, rank, suggestion.bucket_mb, build, example)
+    ours = _passes(spec, rank, suggestion.bucket_mb, build, example)
     measured["tried"] = _figures(ours)
     ratio = default.synced_s / ours.synced_s
     told = f"tried passes took {ours.synced_s:.3g} s with {suggestion.bucket_mb:g} MiB, {default.synced_s:.3g} s with torch's"
     if ratio < 1 + WORTH:
         return Chosen(None, f"torch's: {told}, though {suggestion.because}", measured)
     return Chosen(suggestion.bucket_mb, f"{suggestion.bucket_mb:g} MiB: {told}; {suggestion.because}", measured)
+
+
+def _passes(spec: JobSpec, rank: Rank, bucket_mb: float | None, build: Build, example: Example) -> Passes:
+    made = passes(spec, rank, bucket_mb, build, example)
+    gc.collect()  # DDP and its module hold one another: the model would stay beside the run's own
+    return made
 
 
 def _figures(made: Passes) -> dict[str, float]:
