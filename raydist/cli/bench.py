@@ -94,7 +94,9 @@ def comm(
         from raydist.worker.plan.measure import Planner
 
         vocab_size = vocab or vocabulary(job.data)
-        gradients = 4 * Planner(job, vocab_size, "cpu").model().size(trained=True)
+        gradients = (4 if job.precision.reduce == "fp32" else 2) * Planner(job, vocab_size, "cpu").model().size(
+            trained=True
+        )
     tried = spec is not None and job.parallel.strategy == "ddp"
     ask = replace(
         ask,

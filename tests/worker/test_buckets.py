@@ -66,6 +66,7 @@ def test_exposed_by_hand() -> None:
     made = [Arrival(MIB, 1.0), Arrival(MIB, 2.0)]
     assert exposed(made, 2.0, AlphaBeta(1.5, 0.0)) == pytest.approx(2.0)
     assert exposed(made, 2.0, AlphaBeta(0.25, 0.0)) == pytest.approx(0.25)  # the last one's own
+    assert exposed(made, 2.0, AlphaBeta(0.0, 1 / MIB), share=0.5) == pytest.approx(0.5)  # half of a second's bytes
     assert evenly([1, 3], 8.0) == [Arrival(1, 2.0), Arrival(3, 8.0)]
 
 
@@ -185,7 +186,7 @@ def test_chosen_once_and_kept(ranks: Any, tmp_path: Path) -> None:
     assert first[0] == first[1]
     bucket_mb, because, count = first[0]
     assert bucket_mb is not None
-    assert count == 2
+    assert count == 3  # torch's once more after its own
     assert "0.667 s" in because
     again = run(ranks, settled, 2, str(tmp_path / "runs" / "a"), 0.5)
     assert again == [[bucket_mb, because, 0]] * 2
@@ -209,7 +210,7 @@ def test_a_torn_cache_is_measured_anew(ranks: Any, tmp_path: Path) -> None:
     run(ranks, settled, 2, str(tmp_path / "a"), 1.5)
     (kept,) = (tmp_path / ".tuned").iterdir()
     kept.write_text("{")
-    assert [o[2] for o in run(ranks, settled, 2, str(tmp_path / "b"), 1.5)] == [2, 2]
+    assert [o[2] for o in run(ranks, settled, 2, str(tmp_path / "b"), 1.5)] == [3, 3]
 
 
 @pytest.fixture(scope="module")

@@ -100,11 +100,14 @@ def buckets(arrivals: Sequence[Arrival], bucket_mb: float | None) -> list[Arriva
     return [*made, Arrival(nbytes, at)] if nbytes else made
 
 
-def exposed(made: Sequence[Arrival], backward_s: float, line: AlphaBeta) -> float:
-    """Seconds from backward's end to that of the last bucket's all-reduce. They go one after another, each once it is there."""
+def exposed(made: Sequence[Arrival], backward_s: float, line: AlphaBeta, share: float = 1.0) -> float:
+    """Seconds from backward's end to that of the last bucket's all-reduce. They go one after another, each once it is there.
+
+    `share`: of a bucket's bytes that is sent; less than 1 where sums are in fewer bits than gradients.
+    """
     end = 0.0
     for bucket in made:
-        end = max(end, bucket.at) + line.seconds(bucket.nbytes)
+        end = max(end, bucket.at) + line.seconds(bucket.nbytes * share)
     return max(end - backward_s, 0.0)
 
 
@@ -118,13 +121,15 @@ class Suggestion:
     because: str
 
 
-def suggest(arrivals: Sequence[Arrival], pass_s: float, backward_s: float, line: AlphaBeta) -> Suggestion:
+def suggest(
+    arrivals: Sequence[Arrival], pass_s: float, backward_s: float, line: AlphaBeta, share: float = 1.0
+) -> Suggestion:
     """The size that leaves least exposed, the largest of equals; torch's where the gain is no `WORTH` of a pass.
 
-    `pass_s`: a forward and a backward pass without communication, of which `backward_s` is the latter.
+    `pass_s`: a forward and a backward pass without communication, of which `backward_s` is the latter. `share`: see `exposed`.
     """
-    default_s = exposed(buckets(arrivals, None), backward_s, line)
-    found = {mb: exposed(buckets(arrivals, mb), backward_s, line) for mb in CANDIDATES_MB}
+    default_s = exposed(buckets(arrivals, None), backward_s, line, share)
+    found = {mb: exposed(buckets(arrivals, mb), backward_s, line, share) for mb in CANDIDATES_MB}
     least = min(found.values())
     best = max(mb for mb, seconds in found.items() if seconds <= least * 1.001 + 1e-9)
     total = sum(a.nbytes for a in arrivals)
