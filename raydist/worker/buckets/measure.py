@@ -113,7 +113,7 @@ def passes(
     alone.append(slowest(rank, one(last=False)))
     for handle in handles:
         handle.remove()
+    arrivals = tuple(Arrival(n, at) for n, at in zip(sizes, accumulate(came.seconds()), strict=True))
     synced = [sum(slowest(rank, one(last=True))) for _ in range(_PASSES)]
     forward_s, backward_s = (statistics.median(times) for times in zip(*alone, strict=True))
-    arrivals = tuple(Arrival(n, at) for n, at in zip(sizes, accumulate(came.seconds()), strict=True))
     return Passes(statistics.median(synced), forward_s + backward_s, backward_s, arrivals)

@@ -40,7 +40,7 @@ class AlphaBeta:
 
     def __str__(self) -> str:
         speed = f"{1e-6 / self.beta:,.0f} MB/s" if self.beta else "no limit seen"
-        return f"{self.alpha * 1e6:,.0f} us + {speed}"
+        return f"{self.alpha * 1e6:,.0f} us and {speed}"
 
 
 def fit(points: Sequence[tuple[float, float]]) -> AlphaBeta:
