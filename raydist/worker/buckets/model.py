@@ -5,6 +5,7 @@ Runs anywhere. Pure: plain python and numpy, no torch.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,8 +20,8 @@ CANDIDATES_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 WORTH = 0.03
 """A share of a pass. A gain below it is within what two measurements of the same differ by."""
 
-_ROUNDS = 20
-_HUBER = 1.345
+_AS_GOOD = 0.01
+"""A share of a pass by which sizes may differ and count as equal: a bucket costs a little that the model does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,32 +47,24 @@ class AlphaBeta:
 def fit(points: Sequence[tuple[float, float]]) -> AlphaBeta:
     """The line through (bytes, seconds) that is off by the smallest share; neither alpha nor beta is negative.
 
-    Least squares on (line - t) / t, for the times span orders of magnitude, weighted anew by Huber's rule until nothing moves:
-    a point that was disturbed counts less. Raises ValueError for fewer than two sizes.
+    Of each size the median counts, so that a disturbed message does not; and each size counts alike, so that the few large ones are
+    not taken for errors beside the many small ones. Then least squares on (line - t) / t, for the times span orders of magnitude.
+    Raises ValueError for fewer than two sizes.
     """
-    sizes, times = (np.array(column, np.float64) for column in zip(*points, strict=True))
-    if len(set(sizes)) < 2:
+    times: dict[float, list[float]] = {}
+    for size, seconds in points:
+        times.setdefault(size, []).append(seconds)
+    if len(times) < 2:
         raise ValueError("a line needs two sizes")
-    weights = np.ones_like(times)
-    for _ in range(_ROUNDS):
-        alpha, beta = _line(sizes, times, weights / times**2)
-        off = np.abs(alpha + beta * sizes - times) / times
-        spread = 1.4826 * float(np.median(off))  # the standard deviation, if the errors were normal
-        if spread < 1e-9:
-            break
-        weights = np.minimum(1.0, _HUBER * spread / np.maximum(off, 1e-12))
-    return AlphaBeta(alpha, beta, float(np.median(off)))
-
-
-def _line(x: np.ndarray, y: np.ndarray, w: np.ndarray) -> tuple[float, float]:
-    """Weighted least squares, on the edge of what is allowed where the free solution is outside."""
-    mean_x, mean_y = float(np.average(x, weights=w)), float(np.average(y, weights=w))
-    spread = float(np.sum(w * (x - mean_x) ** 2))
-    beta = max(float(np.sum(w * (x - mean_x) * (y - mean_y))) / spread, 0.0)
+    x, y = np.array(list(times), np.float64), np.array([statistics.median(t) for t in times.values()])
+    weights = 1 / y**2
+    mean_x, mean_y = float(np.average(x, weights=weights)), float(np.average(y, weights=weights))
+    spread = float(np.sum(weights * (x - mean_x) ** 2))
+    beta = max(float(np.sum(weights * (x - mean_x) * (y - mean_y))) / spread, 0.0)
     alpha = mean_y - beta * mean_x
-    if alpha < 0.0:
-        return 0.0, float(np.sum(w * x * y) / np.sum(w * x * x))
-    return alpha, beta
+    if alpha < 0.0:  # the best line on the edge of what is allowed
+        alpha, beta = 0.0, float(np.sum(weights * x * y) / np.sum(weights * x * x))
+    return AlphaBeta(alpha, beta, statistics.median(abs(alpha + beta * n - t) / t for n, t in points))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +123,7 @@ def suggest(
     """
     default_s = exposed(buckets(arrivals, None), backward_s, line, share)
     found = {mb: exposed(buckets(arrivals, mb), backward_s, line, share) for mb in CANDIDATES_MB}
-    least = min(found.values())
-    best = max(mb for mb, seconds in found.items() if seconds <= least * 1.001 + 1e-9)
+    best = max(mb for mb, seconds in found.items() if seconds <= min(found.values()) + _AS_GOOD * pass_s)
     total = sum(a.nbytes for a in arrivals)
     facts = f"an all-reduce costs {line}, gradients are {total / MIB:.1f} MiB, backward {_ms(backward_s)}"
     gain = (default_s - found[best]) / (pass_s + default_s) if pass_s + default_s > 0 else 0.0
