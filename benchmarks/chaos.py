@@ -6,9 +6,9 @@ Two gloo ranks, a small GPT, a checkpoint every ten steps, copies in memory as t
 cluster of four hosts in network namespaces: the driver's, and three of which two have a rank. There nodes are killed and drained
 too, which come back at once, and the network of one is cut for a while. The same run without faults comes first.
 
-Checked: every step has one row, with the samples, the loss and the norm of the undisturbed run, bit for bit; the weights of the last
-checkpoint are the same bytes; no process is left, and so no namespace. Printed: goodput, which is the time of the steps that counted
-over the whole time, and each incident. A driver that was killed is started again by the same command, at once.
+Checked: every step has one row, with the samples, the loss and the norm of the undisturbed run, bit for bit; the weights of the
+last checkpoint are the same bytes; no process is left, and so no namespace. Printed: goodput, which is the time of the steps that
+counted over the whole time, and each incident. A driver that was killed is started again by the same command, at once.
 
 Left out are the faults after which other numbers are right: a batch that is skipped (bad_number, loss_spike), and a micro-batch
 that is halved (out_of_memory, memory_hog). tests/faults has them.
