@@ -24,12 +24,12 @@ def spent(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
     if len(rows) < 2:
         return None
     first, last = rows[0], rows[-1]
-    phases = {phase: _grown(first, last, f"{phase}_seconds") for phase in PHASES}
+    phases = {phase: grown(first, last, f"{phase}_seconds") for phase in PHASES}
     total = sum(phases.values())
     if total <= 0:
         return None
     computing = phases["forward"] + phases["backward"] + phases["update"]
-    exposed = min(computing, sum(_grown(first, last, f"{op}_exposed_seconds") for op in OPS))
+    exposed = min(computing, sum(grown(first, last, f"{op}_exposed_seconds") for op in OPS))
     parts = {"compute": computing - exposed, "exposed": exposed}
     parts |= {phase: phases[phase] for phase in ("data", "eval", "save")}
     return {name: seconds / total for name, seconds in parts.items()}
@@ -50,7 +50,7 @@ def rate(rows: Sequence[Mapping[str, Any]], counter: str) -> float | None:
     told = [row for row in rows if row.get(counter) is not None]
     if len(told) < 2 or told[-1]["at"] <= told[0]["at"]:
         return None
-    return _grown(told[0], told[-1], counter) / float(told[-1]["at"] - told[0]["at"])
+    return grown(told[0], told[-1], counter) / float(told[-1]["at"] - told[0]["at"])
 
 
 def by_subject(rows: Iterable[Mapping[str, Any]], *keys: str) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
@@ -61,5 +61,6 @@ def by_subject(rows: Iterable[Mapping[str, Any]], *keys: str) -> dict[tuple[Any,
     return found
 
 
-def _grown(first: Mapping[str, Any], last: Mapping[str, Any], counter: str) -> float:
+def grown(first: Mapping[str, Any], last: Mapping[str, Any], counter: str) -> float:
+    """What a counter grew by from one row to another; one that is not there yet is 0."""
     return max(0.0, (last.get(counter) or 0.0) - (first.get(counter) or 0.0))
