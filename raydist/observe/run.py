@@ -60,6 +60,7 @@ class RunMonitor:
         self._storage_error: str | None = None
         self._refused_since: float | None = None
 
+        self._watched: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._before = last_word(self._run) or {}
         if self._before.get("driver") == self._driver:
             # This one stands in for a monitor of the same driver that was killed.
@@ -162,6 +163,15 @@ class RunMonitor:
         Storage that refuses is tried again for `timeout_s`; then StorageError, and what was not written is kept.
         """
         self._retried(self._log.flush, timeout_s)
+
+    # --- from the nodes' agents
+
+    def observe(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """What was seen of ranks, nodes and GPUs: values of `raydist.samples.COLUMNS`. Returns at once."""
+        with self._lock:
+            for row in rows:
+                who = tuple(row.get(name) for name in ("kind", "node", "gpu" if row["kind"] == "gpu" else "rank"))
+                self._watched[who] = dict(row)
 
     # --- inside
 
