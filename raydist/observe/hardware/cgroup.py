@@ -61,8 +61,11 @@ class MemoryGroup:
 
 def _find(root: Path) -> tuple[_Kind, Path, Path] | None:
     """The version that limits memory here, where it is mounted, and this process's group below that."""
+    own = root / "proc/self/cgroup"
+    if not own.exists():
+        return None  # a kernel without control groups
     groups: dict[str, str] = {}
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    for line in own.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         groups.update(dict.fromkeys(controllers.split(","), path))
     for line in (root / "proc/self/mountinfo").read_text().splitlines():

@@ -122,8 +122,9 @@ class Gpus:
                     self._events = self._events or self._lib.nvmlEventSetCreate()
                     self._lib.nvmlDeviceRegisterEvents(gpu.handle, xid, self._events)
                     gpu.xids = 0
-            except self._lib.NVMLError:
-                gpu.xids = None
+            except self._lib.NVMLError as error:
+                if error.value == self._lib.NVML_ERROR_NO_PERMISSION:
+                    gpu.denied.add("XIDs")
 
     def _hear(self) -> None:
         if self._events is None:
