@@ -40,45 +40,49 @@ class Agents:
     ) -> None:
         self._run, self._monitor, self._interval_s = run, monitor, interval_s
         self._private, self._env, self._note = private, dict(env), note
-        self._agents: dict[str, Any] = {}
+        self._agents: dict[str, tuple[str, Any]] = {}
+        """Address -> Ray's id of the node, and its agent: one that was lost comes back with another id."""
         self._noted: set[str] = set()
 
     def watch(self, nodes: Iterable[str]) -> None:
         """From now on also these nodes, by Ray's ids. Returns at once."""
         try:
-            self._start(set(nodes) - set(self._agents))
+            self._start(set(nodes))
         except Exception as error:
             self._note(f"nodes are not watched: {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """The run is over. An agent that does not answer in 3 s is ended all the same."""
-        agents, self._agents = self._agents, {}
+        agents, self._agents = [agent for _, agent in self._agents.values()], {}
         if self._private:
-            for agent in agents.values():
+            for agent in agents:
                 agent.close()
             return
         import ray
 
         if agents:
-            ray.wait([agent.close.remote() for agent in agents.values()], num_returns=len(agents), timeout=_CLOSE_S)
-        for agent in agents.values():
+            ray.wait([agent.close.remote() for agent in agents], num_returns=len(agents), timeout=_CLOSE_S)
+        for agent in agents:
             ray.kill(agent)
 
     # --- inside
 
-    def _start(self, fresh: set[str]) -> None:
-        if not fresh:
-            return
+    def _start(self, nodes: set[str]) -> None:
         import ray
 
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        alive = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         local = self._run.storage.local
         folder = tempfile.gettempdir() if local is None else str(local)
-        for node in fresh:
-            given = (self._run.uri, addresses[node], self._monitor, self._interval_s, folder, self._env)
-            self._agents[node] = NodeAgent(*given) if self._private else _actor(node, given)
-        new = {addresses[node]: self._agents[node] for node in fresh}
-        threading.Thread(target=self._hear, args=(new,), name="raydist-agents", daemon=True).start()
+        new = {}
+        for node in nodes & alive.keys():
+            address = alive[node]
+            if address in self._agents and self._agents[address][0] in alive:
+                continue  # on two of Ray's nodes on one host an agent sees the same
+            given = (self._run.uri, address, self._monitor, self._interval_s, folder, self._env)
+            new[address] = NodeAgent(*given) if self._private else _actor(node, given)
+            self._agents[address] = node, new[address]
+        if new:
+            threading.Thread(target=self._hear, args=(new,), name="raydist-agents", daemon=True).start()
 
     def _hear(self, agents: Mapping[str, Any]) -> None:
         """Tells what the new ones cannot watch: each thing once, with the nodes that say so."""

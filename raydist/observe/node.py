@@ -122,10 +122,10 @@ class NodeAgent:
 
     def _send(self) -> None:
         """All that is unsent, unless the call before is still on its way. What a monitor that was killed took along is lost."""
-        import ray
-        from ray.exceptions import RayError
-
         if self._call is not None:
+            import ray
+            from ray.exceptions import RayError
+
             done, _ = ray.wait([self._call], timeout=0)
             if not done:
                 return
