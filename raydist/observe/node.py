@@ -51,7 +51,6 @@ class NodeAgent:
         self._run_uri, self._node, self._monitor, self._interval_s = run_uri, node, monitor, interval_s
         self._host = Host(node, folder, env)
         self._name = socket.gethostname()
-        self._gpus = Gpus()
         self._seen: dict[int, tuple[Any, Any]] = {}
         self._unsent: deque[list[Row]] = deque(maxlen=_KEPT)
         self._call: Any = None
@@ -62,7 +61,8 @@ class NodeAgent:
 
     def note(self) -> str | None:
         """What of this node cannot be watched, and why, in one line; None if all is. Waits for the first reading."""
-        self._first.wait(_FIRST_S)
+        if not self._first.wait(_FIRST_S):
+            return f"not watched: the GPU's driver has not answered for {_FIRST_S:.0f} s"
         return self._gpus.note()
 
     def close(self) -> None:
@@ -105,6 +105,7 @@ class NodeAgent:
     # --- inside
 
     def _watch(self) -> None:
+        self._gpus = Gpus()  # here, for it may take seconds, and nobody is to wait for it
         due = time.monotonic()
         while True:
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,9 +119,31 @@ def test_a_reading_that_fails_is_told_once(
 
     monkeypatch.setattr(agent, "read", fail)
     agent._interval_s = 0.0
-    agent._watch()
+    agent._watch()  # in this thread
     assert len(tried) == 3
     assert [record.exc_text is not None and "a bug" in record.exc_text for record in caplog.records] == [True]
+
+
+def test_a_driver_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent is there at once, says so when it is asked, and goes when it is told to."""
+    free, asked = threading.Event(), threading.Event()
+
+    def hang() -> Gpus:
+        asked.set()
+        free.wait(30)
+        return Gpus(FakeNvml())
+
+    monkeypatch.setattr(node, "Gpus", hang)
+    monkeypatch.setattr(node, "_FIRST_S", 0.0)
+    monkeypatch.setattr(node, "_CLOSE_S", 0.0)
+    monitor = SimpleNamespace(observe=SimpleNamespace(remote=lambda rows: None))
+    agent = NodeAgent(str(tmp_path), "127.0.0.1", monitor, 3600.0, str(tmp_path))
+    assert asked.wait(30)
+    assert "has not answered" in (agent.note() or "")
+    agent.close()
+    free.set()
+    agent._thread.join(30)
+    assert agent.note() == "the NVIDIA driver shows no GPU here"
 
 
 @pytest.mark.parametrize(
