@@ -7,7 +7,6 @@ Training never waits for any of this, and goes on as before where none of it wor
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 import threading
 from collections import defaultdict
@@ -43,6 +42,8 @@ class Agents:
         self._agents: dict[str, tuple[str, Any]] = {}
         """Address -> Ray's id of the node, and its agent: one that was lost comes back with another id."""
         self._noted: set[str] = set()
+        self._hearing: list[threading.Thread] = []
+        self._closed = False
 
     def watch(self, nodes: Iterable[str]) -> None:
         """From now on also these nodes, by Ray's ids. Returns at once."""
@@ -53,17 +54,22 @@ class Agents:
 
     def close(self) -> None:
         """The run is over. An agent that does not answer in 3 s is ended all the same."""
-        agents, self._agents = [agent for _, agent in self._agents.values()], {}
+        self._closed = True
+        agents, self._agents = list(self._agents.values()), {}
         if self._private:
-            for agent in agents:
+            for _, agent in agents:
                 agent.close()
             return
         import ray
 
-        if agents:
-            ray.wait([agent.close.remote() for agent in agents], num_returns=len(agents), timeout=_CLOSE_S)
-        for agent in agents:
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        closing = [agent.close.remote() for node, agent in agents if node in alive]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
+        for _, agent in agents:
             ray.kill(agent)
+        for thread in self._hearing:
+            thread.join(_CLOSE_S)  # whom it has asked is gone; it must not use Ray while that is shut down
 
     # --- inside
 
@@ -82,7 +88,8 @@ class Agents:
             new[address] = NodeAgent(*given) if self._private else _actor(node, given)
             self._agents[address] = node, new[address]
         if new:
-            threading.Thread(target=self._hear, args=(new,), name="raydist-agents", daemon=True).start()
+            self._hearing.append(threading.Thread(target=self._hear, args=(new,), name="raydist-agents", daemon=True))
+            self._hearing[-1].start()
 
     def _hear(self, agents: Mapping[str, Any]) -> None:
         """Tells what the new ones cannot watch: each thing once, with the nodes that say so."""
@@ -91,11 +98,10 @@ class Agents:
             if note is not None:
                 said[note].append(node)
         for note, nodes in said.items():
-            if note not in self._noted:
+            if note not in self._noted and not self._closed:
                 self._noted.add(note)
                 more = f" and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else ""
-                with contextlib.suppress(Exception):  # the run, and Ray with it, may be over by now
-                    self._note(f"{', '.join(sorted(nodes)[:_NAMED])}{more}: {note}")
+                self._note(f"{', '.join(sorted(nodes)[:_NAMED])}{more}: {note}")
 
     def _notes(self, agents: Mapping[str, Any]) -> Iterable[tuple[str, str | None]]:
         if self._private:
