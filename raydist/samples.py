@@ -51,7 +51,7 @@ RANK: dict[str, tuple[pa.DataType, str]] = {
         for name, kind, text in (
             ("count", _I, "number"),
             ("bytes", _I, "size by the conventions of nccl-tests"),
-            ("wire_bytes", _F, "the same times the bus factor of nccl-tests: what a ring sends from each rank"),
+            ("wire_bytes", _F, "bytes that a ring sends from each rank: the bus factor of nccl-tests times the size"),
             ("seconds", _F, "time from start to end"),
             ("exposed_seconds", _F, "time that no computing hid"),
         )
@@ -62,10 +62,7 @@ NODE: dict[str, tuple[pa.DataType, str]] = {
     "cpu_util": (_F, "share of all processors in use since the row before, 0 to 1, by all that runs there"),
     "cpu_count": (_I, "processors"),
     "load": (_F, "load average of one minute"),
-    "memory_used_bytes": (
-        _I,
-        "memory in use that could not be freed: total less available, of the container if that is less",
-    ),
+    "memory_used_bytes": (_I, "in use and not to be freed: all less the available, of the container if it has less"),
     "memory_total_bytes": (_I, "memory of the node, or of the container if that is less"),
     "shm_used_bytes": (_I, "in use in /dev/shm"),
     "disk_free_bytes": (_I, "free where the run is stored, if that is a folder, else in the temporary folder"),

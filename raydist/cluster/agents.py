@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from raydist.observe.node import NodeAgent
 from raydist.rundir import RunDir
@@ -84,12 +84,20 @@ class Agents:
             address = alive[node]
             if address in self._agents and self._agents[address][0] in alive:
                 continue  # on two of Ray's nodes on one host an agent sees the same
-            given = (self._run.uri, address, self._monitor, self._interval_s, folder, self._env)
-            new[address] = NodeAgent(*given) if self._private else _actor(node, given)
+            make = NodeAgent if self._private else _on(node)
+            new[address] = make(self._run.uri, address, self._handle(), self._interval_s, folder, self._env)
             self._agents[address] = node, new[address]
         if new:
             self._hearing.append(threading.Thread(target=self._hear, args=(new,), name="raydist-agents", daemon=True))
             self._hearing[-1].start()
+
+    def _handle(self) -> Any:
+        """The monitor's. For an actor as bytes: of handles Ray says that they might be gone at a restart (ray #53727)."""
+        if self._private:
+            return self._monitor
+        from ray import cloudpickle
+
+        return cloudpickle.dumps(self._monitor)
 
     def _hear(self, agents: Mapping[str, Any]) -> None:
         """Tells what the new ones cannot watch: each thing once, with the nodes that say so."""
@@ -120,12 +128,12 @@ class Agents:
         return told
 
 
-def _actor(node: str, given: tuple[Any, ...]) -> Any:
-    """An agent on that node; gone with this process. Comes back by itself if it is killed."""
+def _on(node: str) -> Callable[..., Any]:
+    """Makes an agent on that node; gone with this process. Comes back by itself if it is killed."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     # note() waits, close() must not.
     actor = ray.remote(NodeAgent).options(num_cpus=0, max_restarts=-1, max_concurrency=2, scheduling_strategy=there)
-    return actor.remote(*given)
+    return cast(Callable[..., Any], actor.remote)

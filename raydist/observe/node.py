@@ -35,8 +35,8 @@ Row = dict[str, Any]
 class NodeAgent:
     """Reads and sends from its construction to `close`. `node`: IP address of the node in the cluster.
 
-    `monitor`: handle of an actor that has `observe(rows)`; `folder`: whose free space is told; `env`: the ranks' environment,
-    as far as it is not this process's.
+    `monitor`: handle of an actor that has `observe(rows)`, perhaps pickled. `folder`: whose free space is told. `env`: the
+    ranks' environment, as far as it is not this process's.
     """
 
     def __init__(
@@ -48,6 +48,10 @@ class NodeAgent:
         folder: str,
         env: Mapping[str, str] | None = None,
     ) -> None:
+        if isinstance(monitor, bytes):
+            from ray import cloudpickle
+
+            monitor = cloudpickle.loads(monitor)
         self._run_uri, self._node, self._monitor, self._interval_s = run_uri, node, monitor, interval_s
         self._host = Host(node, folder, env)
         self._name = socket.gethostname()

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import ray
-from ray.util.state import get_actor
 
 from raydist.cluster.agents import Agents
 from raydist.cluster.session import open_session, worker_environment
@@ -102,12 +101,16 @@ def until(true: Callable[[], Any], timeout_s: float = 60.0) -> Any:
     return found
 
 
-def state(actor: Any) -> Any:
-    return get_actor(actor._actor_id.hex(), address=ray.get_runtime_context().gcs_address)
+def pid_of(actor: Any) -> int:
+    """0 while it is not there."""
+    try:
+        return int(ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=10))
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        return 0
 
 
 def kill(actor: Any) -> int:
-    pid: int = state(actor).pid
+    pid = pid_of(actor)
     os.kill(pid, signal.SIGKILL)
     return pid
 
@@ -124,10 +127,11 @@ def test_killed_agents_and_monitors_cost_rows_only(
     (row,) = until(lambda: ray.get(monitor.seen.remote("rank"))[:1])
     assert row["rss_bytes"] > 1 << 20
     assert (row["node"], row["rank"]) == (address(), 0)
-    assert (state(agent).node_id, state(agent).required_resources or {}) == (node, {})
+    assert ray.get(agent.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id())) == node
+    until(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"])  # it has none, though it runs
 
     pid = kill(agent)
-    again = until(lambda: state(agent).pid not in (pid, 0) and state(agent).state == "ALIVE" and time.time())
+    again = until(lambda: pid_of(agent) not in (pid, 0) and time.time())
     until(lambda: any(row["at"] > again for row in ray.get(monitor.seen.remote("rank"))))
     kill(monitor)
     killed = time.time()
@@ -143,7 +147,8 @@ def test_killed_agents_and_monitors_cost_rows_only(
     assert int(out) > row["step"]
     assert rank.returncode == 0
     agents.close()
-    until(lambda: state(agent).state == "DEAD")
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(agent.note.remote())
     assert not board.folder(str(tmp_path)).exists()
     note = Gpus().note()  # of this machine
     until(lambda: len(told) == (note is not None))
