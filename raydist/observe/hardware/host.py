@@ -53,8 +53,7 @@ class Host:
     # --- inside
 
     def _text(self, path: str) -> str:
-        with open(self._root / path) as file:
-            return file.read()
+        return _text(f"{self._root}/{path}")
 
     def _cpu(self) -> dict[str, Any]:
         # cpu user nice system idle iowait irq softirq steal ...: what follows is part of user and nice.
@@ -163,12 +162,12 @@ def training_interface(node_ip: str, env: Mapping[str, str]) -> str | None:
     return interface_of(node_ip)
 
 
-def process(pid: int, root: Path = Path("/")) -> dict[str, Any]:
+def process(pid: int, root: str = "") -> dict[str, Any]:
     """`rss_bytes` and `cpu_seconds` of a process and its threads; {} if there is none of that id."""
     try:
-        pages = int((root / f"proc/{pid}/statm").read_text().split()[1])
+        pages = int(_text(f"{root}/proc/{pid}/statm").split()[1])
         # Its name, in parentheses, may hold anything: the numbers begin behind the last one, with the third field.
-        stat = (root / f"proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        stat = _text(f"{root}/proc/{pid}/stat").rpartition(")")[2].split()
     except (OSError, IndexError):
         return {}
     return {"rss_bytes": pages * _PAGE_BYTES, "cpu_seconds": (int(stat[11]) + int(stat[12])) / _TICKS_PER_S}
@@ -176,6 +175,12 @@ def process(pid: int, root: Path = Path("/")) -> dict[str, Any]:
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def _text(path: str) -> str:
+    # No Path: what it costs is as much as the reading itself.
+    with open(path) as file:
+        return file.read()
 
 
 def _free(folder: str) -> int:
