@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from raydist.cluster import nodes
+from raydist.cluster.agents import Agents
 from raydist.cluster.conductor import start_conductor
 from raydist.cluster.group import Group
 from raydist.cluster.injector import DriverInjector
@@ -106,6 +107,7 @@ class Supervisor:
         self._stop = threading.Event()
         self._running: Attempt | None = None
         self._vaults: Vaults | None = None
+        self._agents: Agents | None = None
         self._ending: Ending | None = None
         self._error: BaseException | None = None
         self._seen = 0
@@ -223,7 +225,16 @@ class Supervisor:
         run = self._request.run
         number, history = max(last_attempt(run), newest_attempt(run, self._spec.checkpoint.replicas)), History()
         if self._spec.snapshot_every is not None:
-            self._vaults = Vaults(run, private=self._session.private, note=lambda text: self._say("note", text=text))
+            self._vaults = Vaults(run, private=self._session.private, note=self._tell_note)
+        if self._spec.observe.interval_s is not None:
+            self._agents = Agents(
+                run,
+                self._monitor,
+                self._spec.observe.interval_s,
+                private=self._session.private,
+                env=worker_env(self._spec),
+                note=self._tell_note,
+            )
         incident: dict[str, Any] | None = None
         try:
             while True:
@@ -233,7 +244,10 @@ class Supervisor:
                 number += 1
                 begin_attempt(run, number)  # from now on no earlier one commits, wherever it may still be
                 self._announce(number)
-                copies = self._vaults.job(places) if self._vaults and (places := group.places(self._team)) else None
+                places = group.places(self._team)
+                copies = self._vaults.job(places) if self._vaults and places else None
+                if self._agents is not None:
+                    self._agents.watch(places.values())
                 resumed = max(_newest(run), copies["step"] or 0 if copies else 0)
                 result = group.attempt(number, self._job(number, incident, copies), self._team)
                 if result.failure is None:
@@ -258,6 +272,8 @@ class Supervisor:
                 self._group.end()
             if self._vaults is not None:
                 self._vaults.close()
+            if self._agents is not None:
+                self._agents.close()
 
     # --- with whom
 
@@ -419,6 +435,9 @@ class Supervisor:
                     cause=f"{who}{cause} ({because})",
                     traceback=failure.traceback,
                 )
+
+    def _tell_note(self, text: str) -> None:
+        self._say("note", text=text)
 
     def _say(self, kind: str, **data: Any) -> None:
         self._push(Event(kind, time.time(), data))

@@ -46,7 +46,8 @@ def watched(rank: Rank, run_uri: str) -> Any:
 def test_the_newest_reading_is_on_the_board(ranks: Any, tmp_path: Path) -> None:
     """Of each rank, with columns that there are; what counts grows; at the end nothing is left."""
     for rank, ((first, second), left) in enumerate(ranks.run(watched, 2, str(tmp_path))):
-        assert {*first, *second} <= COLUMNS.keys()
+        assert {*first, *second} - {"pid"} <= COLUMNS.keys()
+        assert Path(f"/proc/{first['pid']}").exists()
         assert (second["kind"], second["rank"], second["attempt"], second["step"]) == ("rank", rank, 3, 2)
         assert second["all_reduce_bytes"] == 8000
         assert second["all_reduce_count"] == 2
