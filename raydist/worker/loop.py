@@ -45,6 +45,7 @@ from raydist.worker.setup import Rank
 from raydist.worker.startup import Startup
 from raydist.worker.state import TrainState
 from raydist.worker.step import TrainStep, evaluate, loss_sum
+from raydist.worker.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from raydist.worker.injector import Injector
@@ -115,8 +116,10 @@ def train(
             reporter.say("workers", workers=workers)
             reporter.say("note", text="; ".join(rank.notes))
         tell = reporter.event if reporter else tell
+        probe = probe or Probe()
         memory.keep_history(job.run, rank, job.attempt, job.spec.observe.memory_history)
-        return _Run(job, rank, reporter, probe or Probe(), startup or Startup(), tell).train()
+        with Telemetry(job.run.uri, rank, job.attempt, probe, job.spec.observe.interval_s, tell) as telemetry:
+            return _Run(job, rank, reporter, probe, startup or Startup(), tell, telemetry).train()
     except torch.OutOfMemoryError:
         tell(Event("note", time.time(), {"text": memory.after_oom(rank.rank, job.spec.observe.memory_history)}))
         raise
@@ -143,6 +146,7 @@ class _Run:
         probe: Probe,
         startup: Startup,
         tell: Callable[[Event], None],
+        telemetry: Telemetry,
     ) -> None:
         spec, self._tell = job.spec, tell
         self.job, self.spec, self.rank, self.reporter = job, spec, rank, reporter
@@ -225,6 +229,7 @@ class _Run:
         self.last = min(self.total, job.until or self.total)
         self.watch = self._drift_watch(model, shards) if spec.train.check_replicas else None
         self.memory = MemoryMeter(rank.device, model, shards, self.optimizer)
+        telemetry.memory = self.memory.read
         every = spec.train.check_gradients
         self.gradients = GradientCheck(rank, shards, every, reporter) if every else None
         self.train_step = TrainStep(
@@ -239,6 +244,7 @@ class _Run:
             watch=self.watch,
             gradients=self.gradients,
             probe=probe,
+            telemetry=telemetry,
         )
 
     def train(self) -> Outcome:
