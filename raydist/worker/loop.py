@@ -443,10 +443,13 @@ class _Run:
 
     def _before_mending(self) -> None:
         self.probe.enter("save")  # no deadline of a step: the state may be large, and storage slow
-        self._before_update()
+        self._before_write()
 
     def _before_update(self) -> None:
         self.memory.before_update()
+        self._before_write()
+
+    def _before_write(self) -> None:
         self.saver.before_update()
         if self.vault:
             self.vault.before_update()
