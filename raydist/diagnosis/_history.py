@@ -48,7 +48,8 @@ class _Past:
     """One rank's: `bins` [SCALES, _SLOTS, C] in rings, by a bin's number modulo _SLOTS."""
 
     def __init__(self, columns: int) -> None:
-        self.first_step: float | None = None
+        self.first_step: int | None = None
+        self.warm_at: float | None = None
         self.bins = np.full((SCALES, _SLOTS, columns), np.nan)
         self.newest = [-1] * SCALES
         self.now = np.full(columns, np.nan)
@@ -102,9 +103,11 @@ class History:
 
     def _take(self, past: _Past, row: Mapping[str, Any]) -> None:
         at = row["at"]
-        if past.first_step is None and (row.get("step") or 0) > 1:
-            past.first_step = at
-        if past.first_step is None or at < past.first_step + self._warmup_s:
+        if past.warm_at is None and (step := row.get("step")):
+            past.first_step = past.first_step or step
+            if step > past.first_step:
+                past.warm_at = at + self._warmup_s
+        if past.warm_at is None or at < past.warm_at:
             return
         number = int(at // self._bin_s)
         if number < past.number:  # its clock was set back: the bin goes on

@@ -64,7 +64,7 @@ class GradientCheck:
 
     def _tell_cost(self, share: str) -> None:
         if self._reporter:
-            text = f"train.check_gradients: {self._every}: a look takes {1000 * self._seconds:.2g} ms{share}"
+            text = f"train.check_gradients: {self._every}: a look takes {1000 * self._seconds:.2f} ms{share}"
             self._reporter.say("note", text=text)
 
     @torch.no_grad()

@@ -12,13 +12,17 @@ from raydist.diagnosis._history import EVERY, SCALES
 COLUMN = "anon_bytes"
 
 
-def row(at: float, value: float | None, rank: int = 0, attempt: int = 1, step: int = 5) -> dict[str, Any]:
+def row(at: float, value: float | None, rank: int = 0, attempt: int = 1, step: int | None = None) -> dict[str, Any]:
+    """Ten steps a second, in the middle of a run, unless it is said otherwise."""
+    step = int(10 * at) + 500 if step is None else step
     return {"kind": "rank", "rank": rank, "attempt": attempt, "at": at, "step": step, COLUMN: value}
 
 
 def history() -> History:
-    """Bins of a second, no warm-up."""
-    return History([COLUMN], bin_s=1.0, warmup_s=0.0)
+    """Bins of a second, no warm-up; two ranks are in their first step."""
+    made = History([COLUMN], bin_s=1.0, warmup_s=0.0)
+    made.add([row(-0.5, 9.0, rank=rank) for rank in (0, 1)])
+    return made
 
 
 def test_lows_at_every_scale() -> None:
@@ -62,8 +66,9 @@ def test_a_silent_rank_has_no_reading() -> None:
 def test_warm_up_is_no_past() -> None:
     """Rows before the first step is done, and for two minutes after it, are left out."""
     seen = History([COLUMN], bin_s=1.0, warmup_s=120.0)
+    seen.add([row(0.0, 9.0, step=0)])
     for at in range(50):
-        seen.add([row(at, 9.0, step=1)])
+        seen.add([row(at, 9.0, step=500)])
     for at in range(50, 170):
         seen.add([row(at, 9.0)])
     assert list(seen.windows()) == []
@@ -78,6 +83,7 @@ def test_a_new_attempt_begins_anew() -> None:
     seen = history()
     for at in range(BINS):
         seen.add([row(at, 1.0, rank=0), row(at, 1.0, rank=1)])
+    seen.add([row(BINS - 0.5, 9.0, attempt=2)])
     for at in range(BINS, 2 * BINS + 3):
         seen.add([row(at, 2.0, attempt=2), row(at, 0.5, rank=1, attempt=1)])
     (window,) = seen.windows()
