@@ -27,6 +27,7 @@ WARMUP_S = 120.0
 """After a rank's first step its caches fill, its first checkpoint takes buffers: not counted as its past."""
 _SLOTS = BINS + 1
 """And the bin that is newer than those of a window, for ranks that are ahead."""
+_ALL = np.arange(SCALES)
 EVERY = BINS // 4
 """New bins after which a scale is looked at again."""
 
@@ -51,21 +52,19 @@ class _Past:
         self.first_step: int | None = None
         self.warm_at: float | None = None
         self.bins = np.full((SCALES, _SLOTS, columns), np.nan)
-        self.newest = [-1] * SCALES
+        self.newest = np.full(SCALES, -1)
         self.now = np.full(columns, np.nan)
         self.number = -1
 
     def close(self) -> None:
         """The bin that was open is whole: it goes into all scales."""
-        number = self.number
-        for scale in range(SCALES):
-            ring, newest = self.bins[scale], self.newest[scale]
-            if number > newest:
-                for skipped in range(max(newest + 1, number - _SLOTS + 1), number + 1):
-                    ring[skipped % _SLOTS] = np.nan
-                self.newest[scale] = number
-            np.fmin(ring[number % _SLOTS], self.now, out=ring[number % _SLOTS])
-            number //= 2
+        numbers = self.number >> _ALL
+        for scale in np.flatnonzero(numbers > self.newest):
+            first = max(int(self.newest[scale]) + 1, int(numbers[scale]) - _SLOTS + 1)
+            self.bins[scale, np.arange(first, numbers[scale] + 1) % _SLOTS] = np.nan
+        self.newest = numbers
+        places = numbers % _SLOTS
+        self.bins[_ALL, places] = np.fmin(self.bins[_ALL, places], self.now)
         self.now.fill(np.nan)
 
     def last(self, scale: int, end: int) -> NDArray[np.float64]:

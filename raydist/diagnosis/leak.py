@@ -90,8 +90,6 @@ def leaks(lows: NDArray[np.float64], steps: NDArray[np.float64]) -> NDArray[np.b
     read = ~np.isnan(lows)
     whole = read.reshape(-1, SEGMENTS, BINS // SEGMENTS).any(-1).all(-1) & (read.mean(-1) >= READ)
     found = np.zeros(len(lows), dtype=bool)
-    if not whole.any():
-        return found
     medians = np.nanmedian(lows[whole].reshape(-1, SEGMENTS, BINS // SEGMENTS), axis=-1)
     increments = np.diff(medians)
     mean, error = increments.mean(-1), increments.std(-1, ddof=1) / np.sqrt(SEGMENTS - 1)

@@ -12,18 +12,20 @@ import pytest
 import torch
 from torch import nn
 
+from raydist import registry
 from raydist.errors import UserError
 from raydist.faults import OutOfMemory
 from raydist.rundir import RunDir
 from raydist.samples import RANK
 from raydist.spec import JobSpec
-from raydist.worker import memory, offload
+from raydist.worker import loop, memory, offload
 from raydist.worker.memory import Held, MemoryMeter, allocator, bytes_of, process
 from raydist.worker.parallel import ParamShard
 from raydist.worker.plan.estimate import estimate
 from raydist.worker.plan.facts import Activations, Machine, Model, Param, Peak
 from raydist.worker.setup import Rank
-from tests.training import CONTEXT, VARIANTS, Trainer, alone, counted, job, mine, run, samples
+from raydist.worker.telemetry import Telemetry
+from tests.training import CONTEXT, Trainer, alone, counted, job, mine, run, samples
 from tests.worker.test_guard import dataset, of, spec_of, trained
 
 __all__ = ["dataset"]
@@ -67,7 +69,9 @@ OFFLOADED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("variant", "where"), [*((name, {}) for name in VARIANTS), *OFFLOADED])
+@pytest.mark.parametrize(
+    ("variant", "where"), [*((name, {}) for name in [*registry.names("parallel"), "hsdp in pairs"]), *OFFLOADED]
+)
 def test_bytes_by_kind_are_the_plan_s(ranks: Any, tmp_path: Path, variant: str, where: dict[str, Any]) -> None:
     """On 4 ranks, every strategy, state in memory, on the host and in a file: after the second update all three are known, within
     5% of what the plan computes for the fullest rank (offloaded state has some padding), and they stay."""
@@ -226,3 +230,20 @@ def test_running_out_of_memory_says_so(dataset: str, tmp_path: Path) -> None:
     assert isinstance(error, torch.OutOfMemoryError)
     notes = [e["text"] for e in of(events, "note")]
     assert "rank 0 ran out of memory; no snapshot of it: torch keeps no account of a CPU's memory" in notes
+
+
+def test_the_loop_feeds_its_meter_and_the_board(dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a run the rank's row has bytes by kind, those of the model that was trained."""
+    made: list[Telemetry] = []
+
+    class Kept(Telemetry):
+        def __init__(self, *what: Any) -> None:
+            super().__init__(*what)
+            made.append(self)
+
+    monkeypatch.setattr(loop, "Telemetry", Kept)
+    trained(alone(), spec_of(dataset), str(tmp_path), until=2)
+    row = made[0].row()
+    assert row["parameters_bytes"] == row["gradients_bytes"] > 0
+    assert 2 * row["parameters_bytes"] <= row["optimizer_bytes"] <= 2.1 * row["parameters_bytes"]
+    assert row["anon_bytes"] <= row["rss_bytes"]
