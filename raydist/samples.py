@@ -33,7 +33,7 @@ WHO: dict[str, tuple[pa.DataType, str]] = {
 
 RANK: dict[str, tuple[pa.DataType, str]] = {
     **{f"{phase}_seconds": (_F, f"total time in {phase}") for phase in PHASES},
-    "allocated_bytes": (_I, "held by tensors in torch's allocator; on a CPU null, as the next six"),
+    "allocated_bytes": (_I, "held by tensors in torch's allocator; on a CPU null, as the next five"),
     "reserved_bytes": (_I, "held by the allocator"),
     "peak_bytes": (_I, "most that was allocated at once since the row before"),
     "inactive_bytes": (_I, "split blocks that no tensor holds: fragmentation"),
@@ -44,6 +44,7 @@ RANK: dict[str, tuple[pa.DataType, str]] = {
     "optimizer_bytes": (_I, "this rank's optimizer state, wherever it lies"),
     "activations_bytes": (_I, "the peak, less parameters, gradients and optimizer on the device; null on a CPU"),
     "rss_bytes": (_I, "resident memory of the rank's process"),
+    "anon_bytes": (_I, "of it what no file backs: pages of a mapped dataset are in rss_bytes only"),
     "cpu_seconds": (_F, "total processor time of the rank's process"),
     **{
         f"{op}_{name}": (kind, f"total {text} of {op}")

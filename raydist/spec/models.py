@@ -112,6 +112,12 @@ class TrainSpec(Part):
         description="Steps between two looks at whether ranks that are to hold the same weights do, by hash; also before each "
         "checkpoint. 1: odd weights reach no update; null: never.",
     )
+    check_gradients: int | None = Field(
+        None,
+        ge=1,
+        description="Steps between two looks at each parameter's gradient, after the sync: does it differ between replicas, is it "
+        "missing, all zero, or not finite; told, and nothing else is done; null: never.",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> TrainSpec:
@@ -396,6 +402,12 @@ class ObserveSpec(Part):
     interval_s: float | None = Field(
         1.0, ge=0.1, description="Seconds between readings of memory, communication, GPUs and hosts; null: none."
     )
+    memory_history: int = Field(
+        0,
+        ge=0,
+        description="GPUs: newest allocations and frees that torch remembers with their lines of code, for the snapshot after "
+        "running out of memory, about 2 us each; 0: the snapshot has blocks without lines.",
+    )
 
 
 class ClusterSpec(Part):
@@ -440,9 +452,9 @@ class JobSpec(Part):
     """One training job."""
 
     numbers_exclude: ClassVar[tuple[str, ...]] = (
-        "name", "train.micro_batch", "train.compile", "train.checkpoint_activations", "train.check_replicas", "parallel", "offload",
-        "checkpoint", "eval", "recovery", "observe", "cluster", "data.prefetch", "data.source", "data.path", "optim.fused",
-        "deepspeed",
+        "name", "train.micro_batch", "train.compile", "train.checkpoint_activations", "train.check_replicas",
+        "train.check_gradients", "parallel", "offload", "checkpoint", "eval", "recovery", "observe", "cluster", "data.prefetch",
+        "data.source", "data.path", "optim.fused", "deepspeed",
     )  # fmt: skip
     """Fields that leave the numbers alone, or change them within float tolerance only; the data counts by its fingerprint."""
 

@@ -26,14 +26,16 @@ from raydist.errors import DataError
 from raydist.records import Event, StepRecord
 from raydist.rundir import RunDir, resume_attempt, step_folder
 from raydist.spec import JobSpec, spec_hash
-from raydist.worker import compute, flops, offload, optim, precision, setup
+from raydist.worker import compute, flops, memory, offload, optim, precision, setup
 from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint import vault as vaults
 from raydist.worker.checkpoint.replicas import Replicas
 from raydist.worker.checkpoint.save import RETRY_S, Saver
 from raydist.worker.checkpoint.vault import Vault, VaultJob
 from raydist.worker.drift import DriftWatch
+from raydist.worker.gradients import GradientCheck
 from raydist.worker.guard import Guard
+from raydist.worker.memory import MemoryMeter
 from raydist.worker.parallel import ParallelStrategy, ParamShard
 from raydist.worker.precision import Precision
 from raydist.worker.probe import Probe
@@ -115,8 +117,12 @@ def train(
             reporter.say("note", text="; ".join(rank.notes))
         tell = reporter.event if reporter else tell
         probe = probe or Probe()
+        memory.keep_history(job.run, rank, job.attempt, job.spec.observe.memory_history)
         with Telemetry(job.run.uri, rank, job.attempt, probe, job.spec.observe.interval_s, tell) as telemetry:
             return _Run(job, rank, reporter, probe, startup or Startup(), tell, telemetry).train()
+    except torch.OutOfMemoryError:
+        tell(Event("note", time.time(), {"text": memory.after_oom(rank.rank, job.spec.observe.memory_history)}))
+        raise
     finally:
         if reporter:
             reporter.close()
@@ -222,6 +228,10 @@ class _Run:
             )
         self.last = min(self.total, job.until or self.total)
         self.watch = self._drift_watch(model, shards) if spec.train.check_replicas else None
+        self.memory = MemoryMeter(rank.device, model, shards, self.optimizer)
+        telemetry.memory = self.memory.read
+        every = spec.train.check_gradients
+        self.gradients = GradientCheck(rank, shards, every, reporter) if every else None
         self.train_step = TrainStep(
             rank,
             self.strategy,
@@ -232,6 +242,7 @@ class _Run:
             before_update=self._before_update,
             judge=self.guard,
             watch=self.watch,
+            gradients=self.gradients,
             probe=probe,
             telemetry=telemetry,
         )
@@ -311,6 +322,8 @@ class _Run:
                     if stop:
                         break
             self.probe.enter("end")
+            if self.gradients:
+                self.gradients.close()
             while saving and not self.saver.wait():  # every rank
                 time.sleep(RETRY_S)  # the last one failed, and the run must not end without it
                 self._save(ending=True)  # every rank; raises after checkpoint.max_failures in a row
@@ -430,9 +443,13 @@ class _Run:
 
     def _before_mending(self) -> None:
         self.probe.enter("save")  # no deadline of a step: the state may be large, and storage slow
-        self._before_update()
+        self._before_write()
 
     def _before_update(self) -> None:
+        self.memory.before_update()
+        self._before_write()
+
+    def _before_write(self) -> None:
         self.saver.before_update()
         if self.vault:
             self.vault.before_update()

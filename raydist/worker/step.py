@@ -98,6 +98,14 @@ def loss_sum(module: nn.Module, batch: MicroBatch) -> torch.Tensor:
     )
 
 
+class Look(Protocol):
+    """Who looks at gradients: `raydist.worker.gradients.GradientCheck`."""
+
+    def look(self, step: int) -> None:
+        """Every rank: the gradients of `step` are summed, and not yet clipped."""
+        ...
+
+
 class TrainStep:
     """What a step needs of one step and the next: the modules, and how many tokens a full global batch has."""
 
@@ -113,6 +121,7 @@ class TrainStep:
         before_update: Callable[[], None],
         judge: Judge | None = None,
         watch: Watch | None = None,
+        gradients: Look | None = None,
         probe: Probe | None = None,
         telemetry: Telemetry | None = None,
     ) -> None:
@@ -122,7 +131,7 @@ class TrainStep:
         )
         self.rank, self.strategy, self.optimizer, self.precision = rank, strategy, optimizer, precision
         self._full_tokens, self._clip, self._before_update = full_tokens, clip, before_update
-        self._judge, self._watch = judge, watch
+        self._judge, self._watch, self._gradients = judge, watch, gradients
         self._scale_grads = strategy.scale_grads
         if isinstance(optimizer, OffloadedAdamW):  # which has fetched the gradients before the factor is known
             self._scale_grads = optimizer.scale_grads
@@ -164,9 +173,12 @@ class TrainStep:
         factor = self._full_tokens / max(tokens, 1) / self.precision.loss_scale
         grad_norm = float(self.strategy.grad_norm()) * factor
         finite = _finite(loss_mean) and _finite(grad_norm)
+        overflow = not finite and self.precision.scaled and _finite(loss_mean)
+        if self._gradients is not None and not overflow:
+            self._gradients.look(step)
         skipped = False
         bad = None
-        if not finite and not (self.precision.scaled and _finite(loss_mean)):
+        if not finite and not overflow:
             bad = self._non_finite(step, micro_batches, loss_mean)
         elif finite and self._judge is not None and (median := self._judge.spike(loss_mean)) is not None:
             cause = f"step {step}: a loss of {loss_mean:.4g}, where the median of those before it is {median:.4g}"

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -41,6 +41,8 @@ class Telemetry:
     ) -> None:
         self._run_uri, self._rank, self._probe, self._tell = run_uri, rank, probe, tell
         self._interval_s = interval_s
+        self.memory: Callable[[], Mapping[str, int | None]] | None = None
+        """Columns of this rank's memory, once somebody knows."""
         self._who: dict[str, Any] = {
             "kind": "rank",
             "host": socket.gethostname(),
@@ -90,6 +92,8 @@ class Telemetry:
                 f"{op}_seconds": total.seconds,
                 f"{op}_exposed_seconds": total.exposed_seconds,
             }
+        if self.memory is not None:
+            made |= {name: value for name, value in self.memory().items() if value is not None}
         return made
 
     def _say(self) -> None:

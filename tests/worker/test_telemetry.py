@@ -33,7 +33,8 @@ def until(run_uri: str, node: str, rank: int, step: int) -> dict[str, Any]:
 def watched(rank: Rank, run_uri: str) -> Any:
     """Two steps of one all-reduce each: the row after each, and whether one is left at the end."""
     probe, rows = Probe(), []
-    with Telemetry(run_uri, rank, 3, probe, 0.1, lambda event: None):
+    with Telemetry(run_uri, rank, 3, probe, 0.1, lambda event: None) as telemetry:
+        telemetry.memory = lambda: {"rss_bytes": 7, "allocated_bytes": None}
         for step in (1, 2):
             probe.step(step)
             probe.enter("backward")
@@ -51,6 +52,8 @@ def test_the_newest_reading_is_on_the_board(ranks: Any, tmp_path: Path) -> None:
         assert (second["kind"], second["rank"], second["attempt"], second["step"]) == ("rank", rank, 3, 2)
         assert second["all_reduce_bytes"] == 8000
         assert second["all_reduce_count"] == 2
+        assert second["rss_bytes"] == 7
+        assert "allocated_bytes" not in second
         assert second["backward_seconds"] > first["backward_seconds"] > 0
         assert {f"{phase}_seconds" for phase in PHASES} <= second.keys()
         assert left == []
