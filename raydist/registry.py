@@ -18,6 +18,7 @@ _ROOT = Path(__file__).parent
 FOLDERS = {
     "model": ("worker/model", "build"),
     "parallel": ("worker/parallel", "Strategy"),
+    "exporter": ("observe/exporters", "Exporter"),
 }
 """Kind of extension -> (its folder under raydist/, the attribute that a file of it must have)."""
 

@@ -170,12 +170,15 @@ def _train(
     from raydist.cluster import preflight
     from raydist.cluster.session import open_session
     from raydist.cluster.supervisor import Request, Supervisor, raise_if_stopped, worker_env
+    from raydist.observe.exporters import metrics_port, resolve
     from raydist.report.console import Console
     from raydist.spec import dump
 
-    run.storage.write(SPEC, dump(job).encode())
     cwd = Path.cwd()
-    own_code = any(":" in n for n in (job.model.name, job.parallel.strategy))
+    exporters = resolve([e.model_dump() for e in job.observe.exporters], run)
+    run.storage.write(SPEC, dump(job).encode())
+    extensions = [job.model.name, job.parallel.strategy, *(e.name for e in job.observe.exporters)]
+    own_code = any(":" in name for name in extensions)
     place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
     with (
         _logs(run) as log_dir,
@@ -185,11 +188,12 @@ def _train(
             log_dir=log_dir,
             python_path=[str(cwd)] if place == "local" else [],
             working_dir=cwd if own_code else None,
+            metrics_port=metrics_port(exporters),
         ) as session,
     ):
         preflight.check(job, session, run.uri, dataset)
         gpus = preflight.gpus_per_worker(job, session.resources)
-        request = Request(job, run, dataset, gpus, until, allow_spec_change, faults)
+        request = Request(job, run, dataset, gpus, until, allow_spec_change, faults, exporters)
         with Console(total, run) as console:
             ending = Supervisor(request, session, console, lost=lease.lost).run()
     raise_if_stopped(ending, run)

@@ -356,8 +356,14 @@ def _unresolved(tree: Mapping[str, Any], origin: Mapping[str, str], source: str)
     """Names of extensions that nothing answers to."""
     values = flatten(dict(tree))
     problems = []
-    for kind, field in (("model", "model.name"), ("parallel", "parallel.strategy")):
-        name = values.get(field)
+    named = [
+        ("model", "model.name", values.get("model.name")),
+        ("parallel", "parallel.strategy", values.get("parallel.strategy")),
+    ]
+    exporters = values.get("observe.exporters")
+    for each in exporters if isinstance(exporters, list) else []:
+        named.append(("exporter", "observe.exporters", each.get("name") if isinstance(each, dict) else each))
+    for kind, field, name in named:
         if isinstance(name, str):
             try:
                 registry.check(kind, name)

@@ -34,6 +34,7 @@ from raydist.worker.checkpoint.save import RETRY_S, Saver
 from raydist.worker.checkpoint.vault import Vault, VaultJob
 from raydist.worker.drift import DriftWatch
 from raydist.worker.guard import Guard
+from raydist.worker.histograms import Histograms
 from raydist.worker.parallel import ParallelStrategy, ParamShard
 from raydist.worker.precision import Precision
 from raydist.worker.probe import Probe
@@ -218,6 +219,8 @@ class _Run:
             )
         self.last = min(self.total, job.until or self.total)
         self.watch = self._drift_watch(model, shards) if spec.train.check_replicas else None
+        every, say = spec.observe.histograms, reporter.say if reporter else None
+        self.histograms = Histograms(rank, shards, every, say) if every else None
         self.train_step = TrainStep(
             rank,
             self.strategy,
@@ -425,9 +428,17 @@ class _Run:
 
     def _before_mending(self) -> None:
         self.probe.enter("save")  # no deadline of a step: the state may be large, and storage slow
-        self._before_update()
+        self._state_is_free()
 
     def _before_update(self) -> None:
+        if self.histograms:  # every rank: counts are summed
+            optimizer = self.optimizer
+            pending = optimizer.pending_factor if isinstance(optimizer, offload.OffloadedAdamW) else 1.0
+            self.histograms.look(self.step, pending)
+        self._state_is_free()
+
+    def _state_is_free(self) -> None:
+        """Waits until no copy of the state is being taken."""
         self.saver.before_update()
         if self.vault:
             self.vault.before_update()
