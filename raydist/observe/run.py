@@ -3,8 +3,9 @@
 Runs in: one zero-CPU actor, owned by the driver and on its node. Must not import torch or pandas. Imports ray in
 `start_monitor` only: `RunMonitor` is a plain class.
 
-    rank 0's side thread --push(records, events)--> RunMonitor --> metrics/*.parquet, events.jsonl, state.json -> exporters
+    rank 0's side thread --push(records, events)--> RunMonitor --> metrics/*.parquet, events.jsonl, state.json; exporters
                          <------{"command"}-------      ^
+    the nodes' agents    -------observe(rows)-----------|          samples/*.parquet
                                           driver: begin_attempt, command, snapshot, end
 
 No call waits for storage but `flush` and `end`: a thread writes every `interval_s`. What storage refuses is kept and tried again.
@@ -25,6 +26,7 @@ from raydist.records import EXPORTED_ONLY, Event, Status
 from raydist.rundir import RunDir
 from raydist.runlog import RunLog
 from raydist.runstate import last_word, this_process, write_state
+from raydist.samplelog import SampleLog
 
 INTERVAL_S = 2.0
 _RETRY_S = 0.5
@@ -60,7 +62,6 @@ class RunMonitor:
         self._command: str | None = None
         self._recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_EVENTS_KEPT)
         self._seen = 0
-        self._samples: dict[int, dict[str, Any]] = {}
         self._storage_error: str | None = None
         self._refused_since: float | None = None
 
@@ -71,6 +72,8 @@ class RunMonitor:
             self._view.begin_attempt(*(self._before[name] for name in ("attempt", "world_size", "step")))
             self._view.workers = self._before["workers"]
         self._log = RunLog(self._run)
+        self._samples = SampleLog(self._run)
+        self._newest: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._storing = threading.Lock()
         """One writer of state.json at a time, so that an old word never follows a newer one."""
         self._store_state()
@@ -88,7 +91,7 @@ class RunMonitor:
         """
         with self._lock:
             self._view.begin_attempt(number, world_size, resume_step)
-            self._samples.clear()
+            self._newest.clear()
         self._resume_at(number, resume_step)
         data = {"attempt": number, "world_size": world_size, "resume_step": resume_step}
         self._take(Event("attempt_started", time.time(), data))
@@ -123,6 +126,11 @@ class RunMonitor:
                 "next": self._seen,
             }
 
+    def observed(self) -> list[dict[str, Any]]:
+        """The newest row of each rank, node and GPU of this attempt: columns of raydist.samples."""
+        with self._lock:
+            return [dict(row) for row in self._newest.values()]
+
     def end(self, status: Status, timeout_s: float = 30.0, **data: Any) -> None:
         """The last word: event `ended`, everything durable, the terminal status in state.json. A second call does nothing.
 
@@ -140,6 +148,10 @@ class RunMonitor:
         self._retried(self._store_state, timeout_s)
         self._thread.join()
         self._outlets.close(_CLOSE_S)
+        try:
+            self._samples.flush()
+        except Exception as error:  # samples are no truth
+            self._refused(error)
 
     # --- from rank 0
 
@@ -168,9 +180,12 @@ class RunMonitor:
     # --- from the nodes' agents
 
     def observe(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Samples (raydist.samples): to the exporters, and the newest of each rank is kept."""
+        """Readings: columns of raydist.samples, null ones left out. Returns at once."""
+        self._samples.add(rows)
         with self._lock:
-            self._samples |= {row["rank"]: dict(row) for row in rows if row["kind"] == "rank"}
+            for row in rows:
+                if row.get("attempt", self._view.attempt) >= self._view.attempt:
+                    self._newest[row["kind"], row["node"], row.get("rank"), row.get("gpu")] = dict(row)
         self._outlets.samples(rows)
 
     # --- inside
@@ -213,9 +228,10 @@ class RunMonitor:
     def _write(self) -> None:
         while not self._ended.wait(self._interval_s):
             try:
+                self._outlets.wake()  # first: they do without this storage
                 self._log.flush()
                 self._store_state()
-                self._outlets.wake()
+                self._samples.flush()
                 self._accepted()
             except Exception as error:  # a watcher must not die of what it watches; the next round tries again
                 self._refused(error)

@@ -99,7 +99,7 @@ class Job:
             row = StepRecord(self.step, 2.5, 1e-3, 0.5, 1000, 0.5, 0.01, 2, 1, "0").to_dict()
             samples = [
                 {
-                    "kind": "rank", "rank": rank, "attempt": 1, "at": time.time(), "step": self.step,
+                    "kind": "rank", "rank": rank, "node": "10.0.0.1", "attempt": 1, "at": time.time(), "step": self.step,
                     **{f"{phase}_seconds": 0.1 * self.step for phase in PHASES},
                     **{f"{kind}_bytes": 1000 + rank for kind in prometheus.MEMORY},
                     **{f"{op}_{what}": 3 * self.step for op in OPS for what in ("bytes", "seconds", "exposed_seconds")},

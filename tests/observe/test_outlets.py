@@ -16,7 +16,7 @@ from raydist.runlog import read_events, read_steps
 from tests.observe import strange
 
 Rows = Callable[..., list[dict[str, Any]]]
-SAMPLE = {"kind": "rank", "rank": 1, "attempt": 1, "at": 1.0}
+SAMPLE = {"kind": "rank", "rank": 1, "node": "10.0.0.1", "attempt": 1, "at": 1.0}
 
 
 def chosen(*classes: str) -> list[dict[str, Any]]:
