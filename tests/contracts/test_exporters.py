@@ -27,18 +27,10 @@ EVENTS = [
     Event("failure", 5.0, {"attempt": 1, "rank": 0, "cause": "Died: x", "fault": "worker_died", "traceback": "", "echoes": 1}),
     Event("something_of_later", 5.0, {"step": None}),
 ]  # fmt: skip
-SAMPLES = [
-    {
-        "kind": "rank",
-        "rank": 0,
-        "attempt": 1,
-        "at": 5.0,
-        "rss_bytes": 10,
-        "forward_seconds": 1.5,
-        "all_reduce_bytes": 7,
-    },
-    {"kind": "node", "host": "h", "node": "10.0.0.1", "at": 5.0, "cpu_util": 0.5},
-    {"kind": "gpu", "gpu": 0, "node": "10.0.0.1", "at": 5.0, "gpu_util": 0.5},
+SAMPLES: list[dict[str, Any]] = [
+    {"kind": "rank", "rank": 0, "attempt": 1, "rss_bytes": 10, "forward_seconds": 1.5, "all_reduce_bytes": 7},
+    {"kind": "node", "host": "h", "cpu_util": 0.5},
+    {"kind": "gpu", "gpu": 0, "gpu_util": 0.5},
 ]
 
 
@@ -69,7 +61,7 @@ def test_a_run_that_is_gone_on_with(tmp_path: Path, options: Callable[[str], dic
         for attempt in (first, first + 1):
             watch.begin_attempt(attempt, 2, 2)
             watch.push([row(step, attempt) for step in range(3, 6)], [event.to_dict() for event in EVENTS])
-            watch.observe(SAMPLES)
+            watch.observe([{**sample, "node": "10.0.0.1", "at": 5.0} for sample in SAMPLES])
         watch.end("finished")
     complaints = [
         text for e in read_events(run) if e.kind == "note" and (text := e.data["text"]).startswith("exporter")

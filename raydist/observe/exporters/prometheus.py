@@ -41,9 +41,18 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Name -> (what it is, its labels)."""
 
+_READINGS = {f"{kind}_bytes": ("raydist_memory_bytes", {"kind": kind}) for kind in MEMORY}
+_TOTALS: dict[str, tuple[str, dict[str, str]]] = {
+    **{f"{phase}_seconds": ("raydist_phase_seconds_total", {"phase": phase}) for phase in PHASES},
+    **{f"{op}_seconds": ("raydist_comm_seconds_total", {"op": op}) for op in OPS},
+    **{f"{op}_exposed_seconds": ("raydist_comm_exposed_seconds_total", {}) for op in OPS},
+    **{f"{op}_bytes": ("raydist_comm_bytes_total", {"op": op}) for op in OPS},
+}
+"""Column of a rank's sample -> where it goes, with which labels besides `run` and `rank`."""
+
 
 class Exporter(BaseExporter):
-    """Hands everything to Ray as it comes: `flush` has nothing to do."""
+    """Hands all to Ray as it comes, but of samples the newest of each rank, at each flush: a row between costs no sum."""
 
     ray_metrics = True
 
@@ -53,6 +62,7 @@ class Exporter(BaseExporter):
         self._run = facts.run.name
         self._gauges = {name: metrics.Gauge(name, text, labels) for name, (text, labels) in GAUGES.items()}
         self._counters = {name: metrics.Counter(name, text, labels) for name, (text, labels) in COUNTERS.items()}
+        self._newest: dict[tuple[int, int], Mapping[str, Any]] = {}
         self._counted: dict[tuple[int, str], tuple[int, float]] = {}
         """(rank, column) -> (attempt, total) of the newest sample."""
         self._capacity: tuple[float, float] | None = None
@@ -87,28 +97,27 @@ class Exporter(BaseExporter):
 
     def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Memory, phases and collectives of ranks. Nodes and GPUs are left out, for Ray exports those by itself."""
-        for row in rows:
-            if row["kind"] != "rank":
-                continue
-            rank = str(row["rank"])
-            for kind in MEMORY:
-                if row.get(f"{kind}_bytes") is not None:
-                    self._set("raydist_memory_bytes", row[f"{kind}_bytes"], rank=rank, kind=kind)
-            for phase in PHASES:
-                self._add("raydist_phase_seconds_total", self._new(row, f"{phase}_seconds"), rank=rank, phase=phase)
-            for op in OPS:
-                self._add("raydist_comm_seconds_total", self._new(row, f"{op}_seconds"), rank=rank, op=op)
-                self._add("raydist_comm_exposed_seconds_total", self._new(row, f"{op}_exposed_seconds"), rank=rank)
-                self._add("raydist_comm_bytes_total", self._new(row, f"{op}_bytes"), rank=rank, op=op)
+        self._newest |= {(row["rank"], row["attempt"]): row for row in rows if row["kind"] == "rank"}
 
-    def _new(self, row: Mapping[str, Any], column: str) -> float:
+    def flush(self) -> None:
+        """Hands the newest samples on."""
+        while self._newest:
+            rank, attempt = next(iter(self._newest))
+            for column, value in self._newest.pop((rank, attempt)).items():
+                if value is None:
+                    continue
+                if column in _READINGS:
+                    name, labels = _READINGS[column]
+                    self._set(name, value, rank=str(rank), **labels)
+                elif column in _TOTALS:
+                    name, labels = _TOTALS[column]
+                    self._add(name, self._new(rank, attempt, column, value), rank=str(rank), **labels)
+
+    def _new(self, rank: int, attempt: int, column: str, total: float) -> float:
         """What a total has grown by since the last sample of that rank's attempt; all of it, if this is the first."""
-        total, key = row.get(column), (row["rank"], column)
-        if total is None:
-            return 0.0
-        attempt, before = self._counted.get(key, (row["attempt"], 0.0))
-        self._counted[key] = row["attempt"], total
-        return total - before if attempt == row["attempt"] and total >= before else total
+        of, before = self._counted.get((rank, column), (attempt, 0.0))
+        self._counted[rank, column] = attempt, total
+        return total - before if of == attempt and total >= before else total
 
     def _set(self, name: str, value: float, **labels: str) -> None:
         self._gauges[name].set(value, {"run": self._run, **labels})
