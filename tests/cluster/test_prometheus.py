@@ -68,7 +68,7 @@ class Prometheus:
             return []
 
     def until(self, expression: str, holds: Callable[[list[dict[str, Any]]], bool] = bool) -> list[dict[str, Any]]:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not holds(found := self.ask(expression)):
             assert time.monotonic() < deadline, f"{expression}: {found}"
             time.sleep(0.1)
@@ -125,7 +125,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
     with open_session("local", env=env, log_dir=folder / "logs", python_path=[root], metrics_port=0):
         job = Job(run)
         try:
-            deadline, found = time.monotonic() + 60, None
+            deadline, found = time.monotonic() + 120, None
             while not found:
                 notes = [str(e.data["text"]) for e in read_events(run) if e.kind == "note"]
                 found = next(
