@@ -76,6 +76,7 @@ def train(
             "--resume and --fresh exclude one another", "give one of them, or none to resume what is there"
         )
     from raydist.lease import DriverLease
+    from raydist.observe.exporters import resolve
     from raydist.spec import load
 
     job = load(spec, overrides or [], deepspeed)
@@ -86,6 +87,7 @@ def train(
         raise RunNotFound(
             f"nothing to resume at {run.uri}", "leave out --resume to start it, or check --name and --storage"
         )
+    exporters = resolve([e.model_dump() for e in job.observe.exporters], run)
     dataset, total = _data(job, home)
     with DriverLease(run, wait_s=wait_for_driver) as lease:
         if fresh and run.exists():
@@ -93,7 +95,7 @@ def train(
         if message := _already(run, job, dataset.fingerprint, until, allow_spec_change):
             print(message, file=sys.stderr)
         else:
-            _train(job, run, dataset.uri, total, address, until, allow_spec_change, injected, lease)
+            _train(job, run, dataset.uri, total, address, until, allow_spec_change, injected, exporters, lease)
     from raydist.report.summary import show
 
     shown = show(run)
@@ -165,17 +167,17 @@ def _train(
     until: int | None,
     allow_spec_change: bool,
     faults: tuple[Fault, ...],
+    exporters: list[dict[str, Any]],
     lease: DriverLease,
 ) -> None:
     from raydist.cluster import preflight
     from raydist.cluster.session import open_session
     from raydist.cluster.supervisor import Request, Supervisor, raise_if_stopped, worker_env
-    from raydist.observe.exporters import metrics_port, resolve
+    from raydist.observe.exporters import metrics_port
     from raydist.report.console import Console
     from raydist.spec import dump
 
     cwd = Path.cwd()
-    exporters = resolve([e.model_dump() for e in job.observe.exporters], run)
     run.storage.write(SPEC, dump(job).encode())
     extensions = [job.model.name, job.parallel.strategy, *(e.name for e in job.observe.exporters)]
     own_code = any(":" in name for name in extensions)

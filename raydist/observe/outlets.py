@@ -30,6 +30,7 @@ STUCK_S = 30.0
 """An exporter that does not return for so long is told of."""
 BUDGET = 100_000
 """What waits for an exporter at most, in steps; about 75 MB."""
+_LINE = 160
 _SAMPLE, _LARGE = 4, 2000
 """What a sample and a large event weigh, in steps."""
 
@@ -235,5 +236,6 @@ class _Outlet:
 
 
 def _line(error: Exception) -> str:
-    """Its type, and the first line of what it says."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    """Its type, and the first line of what it says, if that is not too long."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {line if len(line) <= _LINE else line[: _LINE - 1] + '…'}"
