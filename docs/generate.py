@@ -47,9 +47,10 @@ def rows(section: dict[str, Any], prefix: str, defs: dict[str, Any]) -> list[str
         lines.append(
             f"| `{prefix}{name}` | {kind(prop, defs)} | {f'`{default}`' if default else ''} | {said(prop, defs)} |"
         )
-        refs = [p["$ref"] for p in (prop, *prop.get("anyOf", [])) if "$ref" in p]
+        inside, dot = (prop["items"], "[].") if "anyOf" in prop.get("items", {}) else (prop, ".")
+        refs = [p["$ref"] for p in (inside, *inside.get("anyOf", [])) if "$ref" in p]
         for ref in refs:
-            lines += rows(defs[ref.rsplit("/", 1)[-1]], f"{prefix}{name}.", defs)
+            lines += rows(defs[ref.rsplit("/", 1)[-1]], f"{prefix}{name}{dot}", defs)
     return lines
 
 

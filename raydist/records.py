@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 VERSION = 1
 
+EXPORTED_ONLY = frozenset({"histograms"})
+"""Kinds of events that exporters get and events.jsonl does not: large, and nothing that a reader of the run's story needs."""
+
 Status = Literal["running", "finished", "paused", "stopped", "interrupted", "lost"]
 """running; finished: its last step is done; paused: at `--until`; stopped: failed for good;
 interrupted: by a signal, after a checkpoint; lost: its driver is gone without a word."""
@@ -48,7 +51,8 @@ class Event:
 
     Kinds: attempt_started, workers, resumed, first_step, checkpoint_saved, checkpoint_failed, checkpoint_rejected,
     checkpoint_damaged, replica_saved, replica_failed, replica_used, eval, capacity, non_finite, loss_spike, replica_drift,
-    gradients, data_stalled, finding, fault, failure, decision, note, ended. docs/records.md lists the data of each.
+    gradients, data_stalled, finding, fault, failure, decision, note, histograms,
+    ended. docs/records.md lists the data of each.
     """
 
     kind: str

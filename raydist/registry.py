@@ -19,6 +19,7 @@ FOLDERS = {
     "model": ("worker/model", "build"),
     "parallel": ("worker/parallel", "Strategy"),
     "diagnosis": ("diagnosis", "check"),
+    "exporter": ("observe/exporters", "Exporter"),
 }
 """Kind of extension -> (its folder under raydist/, the attribute that a file of it must have)."""
 

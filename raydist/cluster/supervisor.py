@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from raydist.cluster.trainer import Attempt
 from raydist.cluster.vault import Vaults
 from raydist.errors import WorkerFailed
 from raydist.faults import Fault
-from raydist.observe.run import start_monitor
+from raydist.observe.run import DEFAULT_EXPORTERS, start_monitor
 from raydist.records import Event
 from raydist.rundir import RunDir, begin_attempt
 from raydist.runlog import last_attempt
@@ -69,6 +69,7 @@ class Request:
     until: int | None = None
     allow_spec_change: bool = False
     faults: Sequence[Fault] = ()
+    exporters: Sequence[Mapping[str, Any]] = DEFAULT_EXPORTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,9 @@ class Supervisor:
         """
         if not self._session.private:
             self._avoid = dict.fromkeys(nodes.unreachable(), time.monotonic())
-        self._monitor = start_monitor(self._request.run.uri)
+        self._monitor = start_monitor(
+            self._request.run.uri, exporters=self._request.exporters, spec=self._spec.model_dump(mode="json")
+        )
         self._conductor = start_conductor()
         if self._request.faults:
             self._injector = DriverInjector(self._request.run, self._push, self._monitor, self._session.address)

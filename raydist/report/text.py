@@ -163,6 +163,8 @@ def _told(what: Event) -> str:
             return f"decision: {data['action']}{micro}{wait}: {data['because']}"
         case "note":
             return str(data["text"])
+        case "histograms":
+            return f"histograms of step {data['step']}: {len(data['weights'])} parameters"
         case "ended":
             cause = f": {data['cause']}" if data.get("cause") else ""
             return f"{data['status']} at step {data['step']}{cause}"

@@ -396,6 +396,19 @@ class RecoverySpec(Part):
         return self.timeout_s / 6 if self.data_timeout == "auto" else self.data_timeout
 
 
+def _short_exporter(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class ExporterSpec(Part):
+    """Where steps, events and samples go besides the run's folder."""
+
+    name: str = Field(
+        description="A built-in exporter (tensorboard, jsonl, prometheus, mlflow), or package.module:attribute of your own."
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="What that exporter is told; docs/exporters.md.")
+
+
 class ObserveSpec(Part):
     """What is watched beside the steps."""
 
@@ -407,6 +420,16 @@ class ObserveSpec(Part):
         ge=0,
         description="GPUs: newest allocations and frees that torch remembers with their lines of code, for the snapshot after "
         "running out of memory, about 2 us each; 0: the snapshot has blocks without lines.",
+    )
+    exporters: list[Annotated[ExporterSpec, BeforeValidator(_short_exporter)]] = Field(
+        default_factory=lambda: [ExporterSpec(name="tensorboard")],
+        description="Where steps, events and samples go besides the run's folder: names (tensorboard, jsonl, prometheus, mlflow, "
+        "package.module:attribute), or the fields below.",
+    )
+    histograms: int | None = Field(
+        None,
+        ge=1,
+        description="Steps between two histograms of every weight and gradient, for the exporters; null: none.",
     )
 
 

@@ -35,6 +35,7 @@ from raydist.worker.checkpoint.vault import Vault, VaultJob
 from raydist.worker.drift import DriftWatch
 from raydist.worker.gradients import GradientCheck
 from raydist.worker.guard import Guard
+from raydist.worker.histograms import Histograms
 from raydist.worker.memory import MemoryMeter
 from raydist.worker.parallel import ParallelStrategy, ParamShard
 from raydist.worker.precision import Precision
@@ -232,6 +233,8 @@ class _Run:
         telemetry.memory = self.memory.read
         every = spec.train.check_gradients
         self.gradients = GradientCheck(rank, shards, every, reporter) if every else None
+        every, say = spec.observe.histograms, reporter.say if reporter else None
+        self.histograms = Histograms(rank, shards, every, say) if every else None
         self.train_step = TrainStep(
             rank,
             self.strategy,
@@ -443,13 +446,18 @@ class _Run:
 
     def _before_mending(self) -> None:
         self.probe.enter("save")  # no deadline of a step: the state may be large, and storage slow
-        self._before_write()
+        self._state_is_free()
 
     def _before_update(self) -> None:
         self.memory.before_update()
-        self._before_write()
+        if self.histograms:  # every rank: counts are summed
+            optimizer = self.optimizer
+            pending = optimizer.pending_factor if isinstance(optimizer, offload.OffloadedAdamW) else 1.0
+            self.histograms.look(self.step, pending)
+        self._state_is_free()
 
-    def _before_write(self) -> None:
+    def _state_is_free(self) -> None:
+        """Waits until no copy of the state is being taken."""
         self.saver.before_update()
         if self.vault:
             self.vault.before_update()
