@@ -4,7 +4,7 @@ Runs in: one zero-CPU actor, owned by the driver and on its node. Must not impor
 `start_monitor` only: `RunMonitor` is a plain class.
 
     rank 0's side thread --push(records, events)--> RunMonitor --> metrics/*.parquet, events.jsonl, state.json, tensorboard/
-                         <------{"command"}-------      ^
+                         <--{"command", "traces"}-      ^                      requests/*.json
                                           driver: begin_attempt, command, snapshot, end
 
 No call waits for storage but `flush` and `end`: a thread writes every `interval_s`. What storage refuses is kept and tried again.
@@ -16,8 +16,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from raydist import requests
 from raydist.errors import StorageError
 from raydist.observe.live import LiveView
 from raydist.observe.tensorboard import TensorBoard
@@ -54,6 +56,7 @@ class RunMonitor:
         self._view = LiveView()
         self._status: Status = "running"
         self._command: str | None = None
+        self._traces: list[tuple[int, int]] = []
         self._recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_EVENTS_KEPT)
         self._seen = 0
         self._curves: deque[tuple[str, Any, float]] = deque(maxlen=_CURVES_KEPT)
@@ -142,7 +145,8 @@ class RunMonitor:
     # --- from rank 0
 
     def push(self, records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Steps (StepRecord.to_dict()) and events (Event.to_dict()), each in order. Gives {"command": None or "stop"}.
+        """Steps (StepRecord.to_dict()) and events (Event.to_dict()), each in order. Gives {"command": None or "stop"}, and while
+        somebody waits for traces (raydist/requests.py) "traces": their (number, steps), oldest first.
 
         Returns at once: nothing is durable before `flush`. KeyError where a record lacks a field.
         """
@@ -154,7 +158,7 @@ class RunMonitor:
                 self._view.records(new)
                 self._curves.append(("steps", new, time.time()))
         with self._lock:
-            return {"command": self._command}
+            return {"command": self._command, **({"traces": self._traces} if self._traces else {})}
 
     def flush(self, timeout_s: float = 30.0) -> None:
         """Returns once all that was pushed before this call is durable. Rank 0 calls it before it commits a checkpoint.
@@ -198,6 +202,7 @@ class RunMonitor:
 
     def _write(self) -> None:
         while not self._ended.wait(self._interval_s):
+            self._look_for_requests()
             try:
                 self._log.flush()
                 self._store_state()
@@ -205,6 +210,12 @@ class RunMonitor:
                 self._accepted()
             except Exception as error:  # a watcher must not die of what it watches; the next round tries again
                 self._refused(error)
+
+    def _look_for_requests(self) -> None:
+        with suppress(StorageError):  # who waits for an answer says in the end that none came
+            found = [(request.number, request.steps) for request in requests.pending(self._run)]
+            with self._lock:
+                self._traces = found
 
     def _store_state(self) -> None:
         with self._storing:

@@ -91,6 +91,31 @@ def steps(rows: Iterable[dict[str, Any]], out: Console | None = None) -> None:
         out.print(line, soft_wrap=True, markup=False)
 
 
+def trace(told: dict[str, Any], out: Console | None = None) -> None:
+    """The object of `raydist.report.trace.merge`: what each rank's time went into."""
+    out = out or Console(highlight=False)
+    table = _table(
+        "rank>", "host", "compute>", "communication>", "overlap>", "exposed>", "data wait>", "checkpoint>", "clock>"
+    )
+    for rank in told["ranks"]:
+        overlap = "-" if rank["overlap"] is None else f"{rank['overlap']:.0%}"
+        shares = [f"{rank[name]:.1%}" for name in ("compute", "communication")]
+        rest = [f"{rank[name]:.1%}" for name in ("exposed", "data_wait", "checkpoint")]
+        table.add_row(str(rank["rank"]), Text(rank["host"]), *shares, overlap, *rest, _lead(rank))
+    out.print(table)
+    out.print(
+        "shares of the steps' time; overlap: of the communication, what computing hides (docs/trace.md)", style="dim"
+    )
+
+
+def _lead(rank: dict[str, Any]) -> str:
+    """By how much a rank's clock was ahead of the first one's, and how sure that is."""
+    error = rank["clock_error_seconds"]
+    if error is None:
+        return "not known"
+    return "the same" if not error else f"{rank['clock_offset_seconds'] * 1e3:+.3f} ms ±{error * 1e3:.3f}"
+
+
 def _table(*columns: str) -> Table:
     """`>` behind a heading: numbers, on the right."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)

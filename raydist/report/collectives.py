@@ -1,0 +1,159 @@
+"""The collectives in a rank's trace: which they are, what they carry, and which of another rank's is the same one.
+
+Runs in: the user's shell. Plain python.
+
+gloo: kineto records what its threads do as `gloo:all_reduce`, with the shapes that go in. NCCL: its kernels, from their start on
+the device to their end, to which torch adds elements, type, group and number.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raydist.report import text
+from raydist.report.shares import Interval, at
+
+BINDING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+"""Those that no rank leaves before all have entered."""
+_KINDS = {
+    "allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter", "alltoall": "all_to_all",
+    "broadcast": "broadcast", "send": "send_recv", "recv": "send_recv", "barrier": "barrier", "reduce": "reduce",
+    "gather": "gather", "scatter": "scatter",
+}  # fmt: skip
+"""The longest of these words that a name holds says what it is."""
+_BYTES = {
+    "double": 8, "float64": 8, "long": 8, "int64": 8, "float": 4, "float32": 4, "int": 4, "int32": 4, "half": 2, "float16": 2,
+    "bfloat16": 2, "short": 2, "char": 1, "byte": 1, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+_FSDP = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((.*)\))?")
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One of one rank. `event` is its index among the part's events; times in seconds by that rank's clock.
+
+    `key` is the same for all ranks that take part in it; `binds`: none of them leaves it before all have entered.
+    """
+
+    event: int
+    kind: str
+    label: str
+    begin: float
+    end: float
+    key: Hashable
+    binds: bool
+
+
+def of_gpu(event: Event) -> bool:
+    """Whether a kernel communicates, as Holistic Trace Analysis has it: by its name. RCCL's have NCCL's."""
+    return str(event["name"]).startswith("nccl")
+
+
+def collectives(events: Sequence[Event], steps: list[Interval], about: dict[str, Any]) -> list[Collective]:
+    """Those in the steps, in the order in which they began. `about`: what raydist/worker/trace.py says of the part."""
+    gpu = any(e.get("cat") == "kernel" for e in events)
+    found = [
+        (index, event)
+        for index, event in enumerate(events)
+        if event.get("ph") == "X" and (of_gpu(event) and event.get("cat") == "kernel" if gpu else _of_gloo(event))
+    ]
+    found.sort(key=lambda f: f[1]["ts"])
+    names = _names(found, steps, about.get("messages", ()))
+    names |= _names_by_fsdp([f for f in found if f[0] not in names], events)
+    made, counts = [], Counter[Hashable]()
+    for index, event in found:
+        begin, end = event["ts"] / 1e6, (event["ts"] + event.get("dur", 0.0)) / 1e6
+        if at(steps, begin) is None:
+            continue
+        kind, elements, size = _what(event)
+        args = event.get("args", {})
+        name: Hashable
+        if "Seq" in args and "Process Group Name" in args:
+            name, whole = (args["Process Group Name"], args["Seq"], kind), True
+        else:  # counted: the same on all ranks where all are in one group
+            name, whole = (kind, elements), bool(about.get("one_group"))
+            counts[name] += 1
+            name = (name, counts[name])
+        parts = [kind, names.get(index, ""), f"({text.size(size)})" if size else ""]
+        label = " ".join(filter(None, parts))
+        made.append(Collective(index, kind, label, begin, end, name, whole and kind in BINDING))
+    return made
+
+
+def _of_gloo(event: Event) -> bool:
+    return str(event["name"]).startswith("gloo:")
+
+
+def _kind(name: str) -> str:
+    plain = name.lower().replace("_", "")
+    return max((word for word in _KINDS if word in plain), key=len, default="")
+
+
+def _what(event: Event) -> tuple[str, int, int]:
+    """(kind, elements that this rank puts in, their bytes: 0 where that is not known)."""
+    args = event.get("args", {})
+    kind = _KINDS.get(_kind(str(args.get("Collective name", event["name"]))), "other")
+    if "In msg nelems" in args:
+        elements, dtype = int(args["In msg nelems"]), str(args.get("dtype", ""))
+    else:
+        elements = sum(math.prod(shape) for shape in _shapes(args.get("Input Dims", [])))
+        dtype = next(iter(args.get("Input type", [])), "")
+    return kind, elements, elements * _BYTES.get(_plain_type(dtype), 0)
+
+
+def _plain_type(dtype: str) -> str:
+    return dtype.lower().removeprefix("c10::")
+
+
+def _shapes(dims: Any) -> Iterator[list[int]]:
+    """Of nested lists of shapes, each shape."""
+    if isinstance(dims, list) and dims and all(isinstance(n, int) for n in dims):
+        yield dims
+    elif isinstance(dims, list):
+        for inner in dims:
+            yield from _shapes(inner)
+
+
+def _names(
+    found: Sequence[tuple[int, Event]], steps: list[Interval], messages: Sequence[Sequence[Any]]
+) -> dict[int, str]:
+    """By what the strategy says that it sends: of a step's collectives of one kind and size the first has the first name."""
+    known: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for kind, elements, name in messages:
+        known[kind, elements].append(name)
+    names: dict[int, str] = {}
+    counts = Counter[Hashable]()
+    for index, event in found:
+        kind, elements, _ = _what(event)
+        step = at(steps, event["ts"] / 1e6)
+        if (same := known.get((kind, elements))) and step is not None:
+            names[index] = same[counts[step, kind, elements] % len(same)]
+            counts[step, kind, elements] += 1
+    return names
+
+
+def _names_by_fsdp(found: Sequence[tuple[int, Event]], events: Sequence[Event]) -> dict[int, str]:
+    """FSDP2 launches its collectives within ranges that have their module's name."""
+    ranges = sorted(
+        (e["ts"], e["ts"] + e.get("dur", 0.0), match[1] or "root")
+        for e in events
+        if e.get("ph") == "X" and e.get("cat") == "user_annotation" and (match := _FSDP.fullmatch(e["name"]))
+    )
+    spans = [(begin, end) for begin, end, _ in ranges]
+    launched: dict[str, list[str]] = defaultdict(list)
+    for event in sorted((e for e in events if str(e.get("name", "")).startswith("c10d::")), key=lambda e: e["ts"]):
+        if (inside := at(spans, event["ts"])) is not None:
+            launched[_KINDS.get(_kind(event["name"]), "other")].append(ranges[inside][2])
+    names: dict[int, str] = {}
+    for kind, modules in launched.items():
+        those = [index for index, event in found if _what(event)[0] == kind]
+        if len(those) == len(modules):  # else some belong to another, and it is not known which
+            names |= dict(zip(those, modules, strict=True))
+    return names
