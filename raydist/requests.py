@@ -3,7 +3,8 @@
 Runs anywhere. Who asks writes the file and takes it away again; the run's monitor hands what is there to rank 0, with the answer to
 its next push. So a request needs no connection to the cluster, and a restart loses none: the next attempt finds it still there.
 
-    RUN/requests/trace-0007.json              trace the next steps on every rank
+    RUN/requests/trace-0007.json              trace the next steps on every rank; gone when it is answered or given up
+        traces/0007/request.json              the same, and stays: no number comes twice
         traces/0007/attempt-0002/rank-00003-of-00008.json.gz     the answer: a rank's own trace
         traces/0007.json.gz                   all ranks' in one file
 
@@ -25,7 +26,6 @@ VERSION = 1
 MOST_STEPS = 1000
 """A trace of more steps is one that nobody can open."""
 _REQUEST = re.compile(r"trace-(\d+)\.json")
-_TRACE = re.compile(r"(\d+)(?:\.json\.gz)?")
 _PART = re.compile(r"rank-(\d+)-of-(\d+)\.json\.gz")
 
 
@@ -44,13 +44,12 @@ def ask_trace(run: RunDir, steps: int, timeout_s: float) -> TraceRequest:
     for request in _requests(run):
         if request.until < now:
             withdraw(run, request.number)
-    used = [int(m[1]) for n in storage.files(REQUESTS) if (m := _REQUEST.fullmatch(_name(n)))]
-    traces = [*storage.folders(TRACES), *map(_name, storage.files(TRACES))]
-    number = max([*used, *(int(m[1]) for n in traces if (m := _TRACE.fullmatch(n)))], default=0) + 1
+    number = max((int(n) for n in storage.folders(TRACES) if n.isdecimal()), default=0) + 1
     while True:
         request = TraceRequest(number, steps, now + timeout_s)
         body = {"v": VERSION, "trace": number, "steps": steps, "at": now, "until": request.until}
-        if storage.write_new(_path(number), json.dumps(body).encode()):
+        if storage.write_new(f"{TRACES}/{number:04d}/request.json", json.dumps(body).encode()):
+            storage.write(_path(number), json.dumps(body).encode())
             return request
         number += 1
 

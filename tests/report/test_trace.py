@@ -138,7 +138,7 @@ def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (other["communication"], other["exposed"]) == pytest.approx((0.05, 0.05))
     tables.trace(told)
     out = capsys.readouterr().out
-    assert "+250.000 ms ±40.000" in out
+    assert "clock of host1 against host0's, and taken off: +250.000 ms, ±40.000 at most" in out
     assert "50%" in out
 
 
