@@ -20,6 +20,8 @@ from raydist.report.shares import Interval, at
 
 BINDING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """Those that no rank leaves before all have entered."""
+EVERYONES = "sums of the step"
+"""What all ranks send together, whatever groups there are beside (raydist/worker/step.py)."""
 _KINDS = {
     "allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter", "alltoall": "all_to_all",
     "broadcast": "broadcast", "send": "send_recv", "recv": "send_recv", "barrier": "barrier", "reduce": "reduce",
@@ -78,7 +80,7 @@ def collectives(events: Sequence[Event], steps: list[Interval], about: dict[str,
         if "Seq" in args and "Process Group Name" in args:
             name, whole = (args["Process Group Name"], args["Seq"], kind), True
         else:  # counted: the same on all ranks where all are in one group
-            name, whole = (kind, elements), bool(about.get("one_group"))
+            name, whole = (kind, elements), bool(about.get("one_group")) or names.get(index) == EVERYONES
             counts[name] += 1
             name = (name, counts[name])
         parts = [kind, names.get(index, ""), f"({text.size(size)})" if size else ""]

@@ -85,7 +85,8 @@ def load(run: RunDir, name: str) -> dict[str, Any]:
 def describe(trace: dict[str, Any], name: str) -> Part:
     """What a part says. Raises StorageError where it has no step."""
     about, events = trace.get("raydist", {}), trace["traceEvents"]
-    mine = [e for e in events if e.get("ph") == "X" and e["tid"] == about.get("thread")]
+    training = (about.get("pid"), about.get("thread"))
+    mine = [e for e in events if e.get("ph") == "X" and _key(e) == training]
     steps = sorted(_interval(e) for e in mine if e["name"].startswith(STEP))
     if not steps:
         raise StorageError(f"{name}: no step is in it", "trace the run once more")
@@ -176,7 +177,7 @@ def _lanes(part: Part, events: list[Event]) -> dict[tuple[Any, Any], tuple[int, 
     """(pid, tid) as kineto has them -> (number, name) of the lane: the thread that trains, collectives, others, streams."""
     told = {_key(e): str(e["args"].get("name", "")) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
     sending = {_key(events[c.event]) for c in part.collectives}
-    thread = part.about["thread"]
+    training = (part.about["pid"], part.about["thread"])
     kinds: dict[tuple[Any, Any], tuple[int, str]] = {}
     for event in events:
         key = _key(event)
@@ -185,7 +186,7 @@ def _lanes(part: Part, events: list[Event]) -> dict[tuple[Any, Any], tuple[int, 
         stream = event.get("args", {}).get("stream")
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation") or stream is not None:
             kinds[key] = (3, f"stream {key[1]}" + (" (collectives)" if key in sending else ""))
-        elif key[1] == thread:
+        elif key == training:
             kinds[key] = (0, "training")
         elif key in sending:
             kinds[key] = (1, "collectives")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import socket
 import tempfile
 import threading
@@ -215,6 +216,7 @@ class Tracer:
             "host": socket.gethostname(),
             "clock": _clock(),
             "device": str(self._rank.device),
+            "pid": os.getpid(),
             "thread": threading.get_native_id(),
             "one_group": _one_group(self._rank.world_size),
             "messages": [list(message) for message in self._messages()],

@@ -70,8 +70,8 @@ def part(rank: int, events: list[dict[str, Any]], **about: Any) -> dict[str, Any
     return {
         "raydist": {
             "v": 1, "run": "a-run", "trace": 1, "attempt": 1, "rank": rank, "world_size": 2, "first_step": 5, "last_step": 5,
-            "host": f"host{rank}", "clock": f"clock{rank}", "device": "cpu", "thread": 7, "one_group": True, "messages": [],
-            **about,
+            "host": f"host{rank}", "clock": f"clock{rank}", "device": "cpu", "pid": 100, "thread": 7, "one_group": True,
+            "messages": [], **about,
         },
         "baseTimeNanoseconds": BASE,
         "traceEvents": events,
