@@ -67,25 +67,31 @@ def collectives(events: Sequence[Event], steps: list[Interval], about: dict[str,
         if event.get("ph") == "X" and (of_gpu(event) and event.get("cat") == "kernel" if gpu else _of_gloo(event))
     ]
     found.sort(key=lambda f: f[1]["ts"])
-    names = _names(found, steps, about.get("messages", ()))
-    names |= _names_by_fsdp([f for f in found if f[0] not in names], events)
+    launched = _launches(events, by_kind=gpu)
+    known: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for kind, elements, name in about.get("messages", ()):
+        known[kind, elements].append(name)
     made, counts = [], Counter[Hashable]()
     for index, event in found:
         begin, end = event["ts"] / 1e6, (event["ts"] + event.get("dur", 0.0)) / 1e6
-        if at(steps, begin) is None:
-            continue
         kind, elements, size = _what(event)
+        launch = next(launched[(kind, elements) if gpu else elements], None)
+        if launch is not None:
+            kind = launch[0]  # gloo scatters a sum by reducing all of it
+        if (step := at(steps, begin)) is None:
+            continue
+        counts[step, kind, elements] += 1
+        same = known.get((kind, elements))
+        name = same[(counts[step, kind, elements] - 1) % len(same)] if same else launch[1] if launch else ""
         args = event.get("args", {})
-        name: Hashable
+        key: Hashable
         if "Seq" in args and "Process Group Name" in args:
-            name, whole = (args["Process Group Name"], args["Seq"], kind), True
+            key, whole = (args["Process Group Name"], args["Seq"], kind), True
         else:  # counted: the same on all ranks where all are in one group
-            name, whole = (kind, elements), bool(about.get("one_group")) or names.get(index) == EVERYONES
-            counts[name] += 1
-            name = (name, counts[name])
-        parts = [kind, names.get(index, ""), f"({text.size(size)})" if size else ""]
-        label = " ".join(filter(None, parts))
-        made.append(Collective(index, kind, label, begin, end, name, whole and kind in BINDING))
+            key, whole = (step, kind, elements, counts[step, kind, elements]), bool(about.get("one_group"))
+            whole = whole or name == EVERYONES
+        label = " ".join(filter(None, [kind, name, f"({text.size(size)})" if size else ""]))
+        made.append(Collective(index, kind, label, begin, end, key, whole and kind in BINDING))
     return made
 
 
@@ -105,7 +111,7 @@ def _what(event: Event) -> tuple[str, int, int]:
     if "In msg nelems" in args:
         elements, dtype = int(args["In msg nelems"]), str(args.get("dtype", ""))
     else:
-        elements = sum(math.prod(shape) for shape in _shapes(args.get("Input Dims", [])))
+        elements = sum(math.prod(shape) for shape in _shapes([args.get("Input Dims", [])]))
         dtype = next(iter(args.get("Input type", [])), "")
     return kind, elements, elements * _BYTES.get(_plain_type(dtype), 0)
 
@@ -114,48 +120,30 @@ def _plain_type(dtype: str) -> str:
     return dtype.lower().removeprefix("c10::")
 
 
-def _shapes(dims: Any) -> Iterator[list[int]]:
-    """Of nested lists of shapes, each shape."""
-    if isinstance(dims, list) and dims and all(isinstance(n, int) for n in dims):
-        yield dims
-    elif isinstance(dims, list):
-        for inner in dims:
-            yield from _shapes(inner)
+def _shapes(arguments: Sequence[Any]) -> Iterator[list[int]]:
+    """The shapes of an operator's tensors, and of those in its lists; [] is no tensor, but in a list a scalar."""
+    for argument in arguments:
+        if isinstance(argument, list) and argument:
+            yield from [argument] if isinstance(argument[0], int) else argument
 
 
-def _names(
-    found: Sequence[tuple[int, Event]], steps: list[Interval], messages: Sequence[Sequence[Any]]
-) -> dict[int, str]:
-    """By what the strategy says that it sends: of a step's collectives of one kind and size the first has the first name."""
-    known: dict[tuple[str, int], list[str]] = defaultdict(list)
-    for kind, elements, name in messages:
-        known[kind, elements].append(name)
-    names: dict[int, str] = {}
-    counts = Counter[Hashable]()
-    for index, event in found:
-        kind, elements, _ = _what(event)
-        step = at(steps, event["ts"] / 1e6)
-        if (same := known.get((kind, elements))) and step is not None:
-            names[index] = same[counts[step, kind, elements] % len(same)]
-            counts[step, kind, elements] += 1
-    return names
+def _launches(events: Sequence[Event], by_kind: bool) -> dict[Hashable, Iterator[tuple[str, str]]]:
+    """Elements, or (kind, elements) -> (kind, module) of the operators that launch such collectives, in order.
 
-
-def _names_by_fsdp(found: Sequence[tuple[int, Event]], events: Sequence[Event]) -> dict[int, str]:
-    """FSDP2 launches its collectives within ranges that have their module's name."""
+    FSDP2 launches its own within ranges that have their module's name. Those with as many elements run in the order of launch.
+    """
     ranges = sorted(
         (e["ts"], e["ts"] + e.get("dur", 0.0), match[1] or "root")
         for e in events
         if e.get("ph") == "X" and e.get("cat") == "user_annotation" and (match := _FSDP.fullmatch(e["name"]))
     )
     spans = [(begin, end) for begin, end, _ in ranges]
-    launched: dict[str, list[str]] = defaultdict(list)
+    found: dict[Hashable, list[tuple[str, str]]] = defaultdict(list)
     for event in sorted((e for e in events if str(e.get("name", "")).startswith("c10d::")), key=lambda e: e["ts"]):
-        if (inside := at(spans, event["ts"])) is not None:
-            launched[_KINDS.get(_kind(event["name"]), "other")].append(ranges[inside][2])
-    names: dict[int, str] = {}
-    for kind, modules in launched.items():
-        those = [index for index, event in found if _what(event)[0] == kind]
-        if len(those) == len(modules):  # else some belong to another, and it is not known which
-            names |= dict(zip(those, modules, strict=True))
-    return names
+        kind = _KINDS.get(_kind(event["name"]), "other")
+        sizes = [math.prod(shape) for shape in _shapes(event.get("args", {}).get("Input Dims", []))]
+        # An all-gather's operator has the whole array beside what goes in, a reduce-scatter's what comes out.
+        elements = {"all_gather": min, "reduce_scatter": max}.get(kind, sum)(sizes) if sizes else 0
+        inside = at(spans, event["ts"])
+        found[(kind, elements) if by_kind else elements].append((kind, ranges[inside][2] if inside is not None else ""))
+    return defaultdict(lambda: iter(()), {key: iter(those) for key, those in found.items()})

@@ -16,6 +16,7 @@ https://hta.readthedocs.io, "Communication Computation Overlap". docs/trace.md s
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ def length(disjoint: Iterable[Interval]) -> float:
 def innermost(intervals: Iterable[Interval]) -> list[Interval]:
     """Of intervals that lie in one another or apart, as calls of one thread do: those with no other inside."""
     ordered = sorted(intervals, key=lambda i: (i[0], -i[1]))
-    return [i for i, after in zip(ordered, [*ordered[1:], (float("inf"), 0.0)], strict=True) if after[0] >= i[1]]
+    return [i for i, after in itertools.pairwise(ordered) if after[0] >= i[1]] + ordered[-1:]
 
 
 def at(ordered: list[Interval], moment: float) -> int | None:

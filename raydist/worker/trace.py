@@ -155,11 +155,14 @@ class Tracer:
     def _begin(self, number: int, trace: int, steps: int) -> None:
         self._begun.add(trace)
         self._newest = trace
+        if torch.autograd._profiler_enabled():
+            raise RuntimeError("another profiler is on in this process")
         # CUPTI's first step is slow: the profiler sees one that it does not record.
         first = number + self._cuda
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._cuda
-        self._trace = _Trace(trace, first, first + steps - 1, profile(activities=activities, record_shapes=True))
-        self._trace.profile.prepare_trace()
+        made = profile(activities=activities, record_shapes=True)
+        made.prepare_trace()
+        self._trace = _Trace(trace, first, first + steps - 1, made)
         if self._rank.first:
             about = {"trace": trace, "attempt": self._attempt, "first_step": first, "steps": steps}
             self._tell(Event("trace_started", time.time(), {**about, "world_size": self._rank.world_size}))
@@ -188,8 +191,11 @@ class Tracer:
         trace, self._trace = self._trace, None
         self._probe.on_phase = None
         self._ranges.close()
-        if trace is not None and trace.recording:
-            trace.profile.stop_trace()
+        if trace is None:
+            return
+        if not trace.recording:  # warmed up only: kineto lets go of that as of a trace
+            trace.profile.start_trace()
+        trace.profile.stop_trace()
 
     def _abandon(self, cause: str) -> None:
         try:
