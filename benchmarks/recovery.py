@@ -5,7 +5,7 @@
 Two gloo ranks of one thread train the same model; a checkpoint every 20 steps; rank 1 gets the signal in its 30th step: SIGKILL,
 or SIGSTOP. The peers take turns, beginning with another one each round. The time is that from the signal to the end of the first
 step that rank 0 does in its new process, by the model's own forward, the same for all; `lost` are the steps trained once more.
-A peer that is not back after 60 s counts as 60.
+A peer that is not back after 60 s, or that gives up, counts as 60.
 """
 
 from __future__ import annotations
@@ -67,11 +67,13 @@ def forwards(out: str, rank: int) -> list[tuple[float, int]]:
     return []
 
 
-def wait(ready: Any, process: subprocess.Popen[str], limit_s: float) -> Any:
-    """What `ready()` gives once that is not None; None after `limit_s`."""
+def wait(ready: Any, process: subprocess.Popen[str], limit_s: float, may_end: bool = False) -> Any:
+    """What `ready()` gives once that is not None; None after `limit_s`, or where the process `may_end` and does."""
     deadline = time.monotonic() + limit_s
     while (found := ready()) is None and time.monotonic() < deadline:
         if process.poll() is not None:
+            if may_end:
+                return None
             sys.exit(f"it ended too early: {(process.communicate()[1] or '')[-3000:]}")
         time.sleep(0.02)
     return found
@@ -102,7 +104,7 @@ def recovered(
         new = [at for at, pid in forwards(out, 0) if at > begun and pid not in before]
         return new[1] if len(new) > 1 else None
 
-    first = wait(back, process, limit_s)
+    first = wait(back, process, limit_s, may_end=peer != "raydist")
     if peer == "raydist":
         lost = repeated(storage)
     else:

@@ -7,6 +7,7 @@ Runs anywhere.
         events.jsonl                          what happened, a line each
         metrics/*.parquet                     one row a step
         tensorboard/                          the same for TensorBoard
+        samples/*.parquet                     what is watched beside the steps: memory, communication, GPUs, hosts
         logs/                                 what Ray and the workers printed
         ledger/*.json                         the batches that were left out of training
         faults/*.json                         the faults that were injected (`raydist train --faults`)
@@ -43,7 +44,7 @@ SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER = (
     "spec.yaml", "state.json", "events.jsonl", "metrics", "logs", "tensorboard", "ledger",
 )  # fmt: skip
 CHECKPOINTS, ATTEMPTS, DRIVERS, FAULTS, DRIFT = "checkpoints", "attempts", "drivers", "faults", "drift"
-REQUESTS, TRACES = "requests", "traces"
+SAMPLES, REQUESTS, TRACES = "samples", "requests", "traces"
 DATA = ".data"
 """Beside the runs: corpora that raydist prepared by itself."""
 

@@ -50,12 +50,12 @@ RANK: dict[str, tuple[pa.DataType, str]] = {
         for op in OPS
         for name, kind, text in (
             ("count", _I, "number"),
-            ("bytes", _I, "bytes of this rank's message, by the conventions of nccl-tests,"),
+            ("bytes", _I, "size by the conventions of nccl-tests"),
+            ("wire_bytes", _F, "bytes that a ring sends from each rank: the bus factor of nccl-tests times the size"),
             ("seconds", _F, "time from start to end"),
             ("exposed_seconds", _F, "time that no computing hid"),
         )
     },
-    "wire_bytes": (_I, "total bytes that a ring of this group's size sends from this rank for all of them"),
 }
 
 NODE: dict[str, tuple[pa.DataType, str]] = {

@@ -5,6 +5,7 @@ Runs in: one zero-CPU actor, owned by the driver and on its node. Must not impor
 
     rank 0's side thread --push(records, events)--> RunMonitor --> metrics/*.parquet, events.jsonl, state.json, tensorboard/
                          <--{"command", "traces"}-      ^                      requests/*.json
+    the nodes' agents    -------observe(rows)-----------|          samples/*.parquet
                                           driver: begin_attempt, command, snapshot, end
 
 No call waits for storage but `flush` and `end`: a thread writes every `interval_s`. What storage refuses is kept and tried again.
@@ -27,6 +28,7 @@ from raydist.records import Event, Status
 from raydist.rundir import RunDir
 from raydist.runlog import RunLog
 from raydist.runstate import last_word, this_process, write_state
+from raydist.samplelog import SampleLog
 
 INTERVAL_S = 2.0
 _RETRY_S = 0.5
@@ -70,6 +72,8 @@ class RunMonitor:
             self._view.begin_attempt(*(self._before[name] for name in ("attempt", "world_size", "step")))
             self._view.workers = self._before["workers"]
         self._log = RunLog(self._run)
+        self._samples = SampleLog(self._run)
+        self._newest: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._storing = threading.Lock()
         """One writer of state.json at a time, so that an old word never follows a newer one."""
         self._store_state()
@@ -88,6 +92,7 @@ class RunMonitor:
         """
         with self._lock:
             self._view.begin_attempt(number, world_size, resume_step)
+            self._newest.clear()
         self._resume_at(number, resume_step)
         data = {"attempt": number, "world_size": world_size, "resume_step": resume_step}
         self._take(Event("attempt_started", time.time(), data))
@@ -122,6 +127,11 @@ class RunMonitor:
                 "next": self._seen,
             }
 
+    def observed(self) -> list[dict[str, Any]]:
+        """The newest row of each rank, node and GPU of this attempt: columns of raydist.samples."""
+        with self._lock:
+            return [dict(row) for row in self._newest.values()]
+
     def end(self, status: Status, timeout_s: float = 30.0, **data: Any) -> None:
         """The last word: event `ended`, everything durable, the terminal status in state.json. A second call does nothing.
 
@@ -139,7 +149,8 @@ class RunMonitor:
         self._thread.join()
         try:
             self._store_curves()
-        except Exception as error:  # the curves only mirror what is stored by now
+            self._samples.flush()
+        except Exception as error:  # the curves only mirror what is stored by now, and samples are no truth
             self._refused(error)
 
     # --- from rank 0
@@ -166,6 +177,16 @@ class RunMonitor:
         Storage that refuses is tried again for `timeout_s`; then StorageError, and what was not written is kept.
         """
         self._retried(self._log.flush, timeout_s)
+
+    # --- from the nodes' agents
+
+    def observe(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Readings: columns of raydist.samples, null ones left out. Returns at once."""
+        self._samples.add(rows)
+        with self._lock:
+            for row in rows:
+                if row.get("attempt", self._view.attempt) >= self._view.attempt:
+                    self._newest[row["kind"], row["node"], row.get("rank"), row.get("gpu")] = dict(row)
 
     # --- inside
 
@@ -207,6 +228,7 @@ class RunMonitor:
                 self._log.flush()
                 self._store_state()
                 self._store_curves()
+                self._samples.flush()
                 self._accepted()
             except Exception as error:  # a watcher must not die of what it watches; the next round tries again
                 self._refused(error)

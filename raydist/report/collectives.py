@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raydist.report import text
-from raydist.report.shares import Interval, at
+from raydist.report.intervals import Interval, at
 
 BINDING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """Those that no rank leaves before all have entered."""

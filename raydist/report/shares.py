@@ -1,95 +1,66 @@
-"""What of a rank's time is computing, what communication, and how much of that no computing hides: from intervals of a trace.
+"""What ranks did with their time, from two readings of each: shares of computing, exposed communication, data and the rest.
 
-Runs in: the user's shell. Plain python.
-
-With C the moments in which the rank computes, M those in which it communicates (each a union of intervals: what runs twice at the
-same time counts once) and T the time that was traced:
-
-    compute        |C| / T
-    communication  |M| / T
-    overlap        |C and M| / |M|      of the communication, as in Holistic Trace Analysis: `get_comm_comp_overlap`
-    exposed        |M without C| / T    the ranks do nothing but communicate
-
-https://hta.readthedocs.io, "Communication Computation Overlap". docs/trace.md says what counts as computing and communication.
+Runs anywhere. Pure.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-Interval = tuple[float, float]
-"""From and to; any unit of time."""
+from raydist.samples import OPS, PHASES
 
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as disjoint intervals, ascending. Empty ones go."""
-    made: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if end <= begin:
-            continue
-        if made and begin <= made[-1][1]:
-            made[-1] = (made[-1][0], max(made[-1][1], end))
-        else:
-            made.append((begin, end))
-    return made
+SLOWER = 1.1
+"""A rank that computes for so many times as long as the median is the one that the others wait for."""
 
 
-def common(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """The moments that are in both unions."""
-    made: list[Interval] = []
-    i = j = 0
-    while i < len(a) and j < len(b):
-        begin, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if begin < end:
-            made.append((begin, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return made
+def spent(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """Shares of a rank's time between its first and last row, which add up to 1: compute, exposed, data, eval, save.
+
+    `rows`: of one rank and attempt, in order. None if there is no time between them. Exposed communication is taken out of the
+    phases that compute, for that is where it is waited for.
+    """
+    if len(rows) < 2:
+        return None
+    first, last = rows[0], rows[-1]
+    phases = {phase: grown(first, last, f"{phase}_seconds") for phase in PHASES}
+    total = sum(phases.values())
+    if total <= 0:
+        return None
+    computing = phases["forward"] + phases["backward"] + phases["update"]
+    exposed = min(computing, sum(grown(first, last, f"{op}_exposed_seconds") for op in OPS))
+    parts = {"compute": computing - exposed, "exposed": exposed}
+    parts |= {phase: phases[phase] for phase in ("data", "eval", "save")}
+    return {name: seconds / total for name, seconds in parts.items()}
 
 
-def length(disjoint: Iterable[Interval]) -> float:
-    """Of a union."""
-    return sum(end - begin for begin, end in disjoint)
+def slowest(shares: Mapping[int, Mapping[str, float] | None]) -> int | None:
+    """The rank that the others wait for: it computes for clearly longer than they do. None if there is none. `shares`: by rank."""
+    compute = {rank: share["compute"] for rank, share in shares.items() if share is not None}
+    if len(compute) < 2:
+        return None
+    rank = max(compute, key=lambda r: compute[r])
+    others = statistics.median(value for r, value in compute.items() if r != rank)
+    return rank if compute[rank] > SLOWER * others else None
 
 
-def innermost(intervals: Iterable[Interval]) -> list[Interval]:
-    """Of intervals that lie in one another or apart, as calls of one thread do: those with no other inside."""
-    ordered = sorted(intervals, key=lambda i: (i[0], -i[1]))
-    return [i for i, after in itertools.pairwise(ordered) if after[0] >= i[1]] + ordered[-1:]
+def rate(rows: Sequence[Mapping[str, Any]], counter: str) -> float | None:
+    """What a counter grew by a second, between the first and the last row that have it; None where that cannot be said."""
+    told = [row for row in rows if row.get(counter) is not None]
+    if len(told) < 2 or told[-1]["at"] <= told[0]["at"]:
+        return None
+    return grown(told[0], told[-1], counter) / float(told[-1]["at"] - told[0]["at"])
 
 
-def at(ordered: list[Interval], moment: float) -> int | None:
-    """Which of these disjoint, ascending intervals holds the moment."""
-    index = bisect.bisect_right(ordered, moment, key=lambda i: i[0]) - 1
-    return index if index >= 0 and moment < ordered[index][1] else None
+def by_subject(rows: Iterable[Mapping[str, Any]], *keys: str) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
+    """Rows by these columns, in their order."""
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row.get(key) for key in keys), []).append(row)
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """See the module. `seconds` is T; `overlap` is None where nothing was communicated."""
-
-    seconds: float
-    compute: float
-    communication: float
-    overlap: float | None
-    exposed: float
-
-
-def shares(window: Interval, compute: Iterable[Interval], communication: Iterable[Interval]) -> Shares:
-    """Of intervals in seconds, any number of threads and streams together. `window`: from the first step to the end of the last."""
-    span = [window]
-    computing, talking = common(union(compute), span), common(union(communication), span)
-    total, both = length(span), length(common(computing, talking))
-    talked = length(talking)
-    return Shares(
-        seconds=total,
-        compute=length(computing) / total,
-        communication=talked / total,
-        overlap=both / talked if talked else None,
-        exposed=(talked - both) / total,
-    )
+def grown(first: Mapping[str, Any], last: Mapping[str, Any], counter: str) -> float:
+    """What a counter grew by from one row to another; one that is not there yet is 0."""
+    return max(0.0, (last.get(counter) or 0.0) - (first.get(counter) or 0.0))

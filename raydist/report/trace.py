@@ -19,7 +19,7 @@ from typing import Any
 from raydist.errors import StorageError
 from raydist.report import clocks
 from raydist.report.collectives import Collective, collectives, of_gpu
-from raydist.report.shares import Interval, Shares, innermost, shares
+from raydist.report.intervals import Interval, Shares, innermost, shares
 from raydist.rundir import RunDir
 
 STEP = "ProfilerStep#"

@@ -43,6 +43,7 @@ from raydist.worker.setup import Rank
 from raydist.worker.startup import Startup
 from raydist.worker.state import TrainState
 from raydist.worker.step import MESSAGES, TrainStep, evaluate, loss_sum
+from raydist.worker.telemetry import Telemetry
 from raydist.worker.trace import Tracer
 
 if TYPE_CHECKING:
@@ -114,7 +115,9 @@ def train(
             reporter.say("workers", workers=workers)
             reporter.say("note", text="; ".join(rank.notes))
         tell = reporter.event if reporter else tell
-        return _Run(job, rank, reporter, probe or Probe(), startup or Startup(), tell).train()
+        probe = probe or Probe()
+        with Telemetry(job.run.uri, rank, job.attempt, probe, job.spec.observe.interval_s, tell) as telemetry:
+            return _Run(job, rank, reporter, probe, startup or Startup(), tell, telemetry).train()
     finally:
         if reporter:
             reporter.close()
@@ -138,6 +141,7 @@ class _Run:
         probe: Probe,
         startup: Startup,
         tell: Callable[[Event], None],
+        telemetry: Telemetry,
     ) -> None:
         spec, self._tell = job.spec, tell
         self.job, self.spec, self.rank, self.reporter = job, spec, rank, reporter
@@ -232,6 +236,7 @@ class _Run:
             judge=self.guard,
             watch=self.watch,
             probe=probe,
+            telemetry=telemetry,
         )
 
     def train(self) -> Outcome:

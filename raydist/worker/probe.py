@@ -55,6 +55,8 @@ class Probe:
         self._recent: deque[float] = deque()
         self._sorted: list[float] = []
         self._numbers[_THREAD] = threading.get_ident()
+        self._spent = [0] * len(PHASES)
+        self._numbers[_SINCE] = time.monotonic_ns()
         self.enter("start")
 
     def step(self, number: int) -> None:
@@ -64,10 +66,23 @@ class Probe:
 
     def enter(self, phase: str) -> None:
         """From now on this rank is in `phase`. Entering the same one again says that it gets on."""
-        self._numbers[_PHASE] = PHASES.index(phase)
-        self._numbers[_SINCE] = time.monotonic_ns()
+        numbers, now = self._numbers, time.monotonic_ns()
+        self._spent[numbers[_PHASE]] += now - numbers[_SINCE]
+        numbers[_PHASE] = PHASES.index(phase)
+        numbers[_SINCE] = now
         if self.on_phase is not None:
             self.on_phase(phase)
+
+    @property
+    def number(self) -> int:
+        """The step that this rank is in; 0 before the first."""
+        return int(self._numbers[_STEP])
+
+    def seconds(self) -> dict[str, float]:
+        """Time spent in each phase so far, that which is going on included. From any thread."""
+        spent, phase = list(self._spent), self._numbers[_PHASE]
+        spent[phase] += time.monotonic_ns() - self._numbers[_SINCE]
+        return {name: ns / 1e9 for name, ns in zip(PHASES, spent, strict=True)}
 
     def stepped(self, seconds: float) -> None:
         """A step is done, in that time without the wait for data."""
@@ -87,7 +102,7 @@ class Probe:
     def compiling(self, now: bool) -> None:
         """Whether torch is compiling: that takes as long as it takes."""
         self._numbers[_COMPILING] = now
-        self._numbers[_SINCE] = time.monotonic_ns()
+        self.enter(PHASES[self._numbers[_PHASE]])
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Runs in: each train worker. Torch, never ray. All ranks call `train_step` togeth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.precision import Precision
 from raydist.worker.probe import Probe
 from raydist.worker.setup import Rank
+from raydist.worker.telemetry import Telemetry
 
 MESSAGES = (("all_reduce", 6, "sums of the step"), ("all_reduce", 1, "gradient norm"))
 """What a step sends beside the gradients: (kind, elements, name), for traces."""
@@ -116,8 +118,12 @@ class TrainStep:
         judge: Judge | None = None,
         watch: Watch | None = None,
         probe: Probe | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self._probe = probe or Probe()
+        self._around_backward: Callable[[], AbstractContextManager[None]] = (
+            telemetry.backward if telemetry else nullcontext
+        )
         self.rank, self.strategy, self.optimizer, self.precision = rank, strategy, optimizer, precision
         self._full_tokens, self._clip, self._before_update = full_tokens, clip, before_update
         self._judge, self._watch = judge, watch
@@ -157,7 +163,9 @@ class TrainStep:
                     # Its milliseconds hide behind the backward pass. Every rank issues it before DDP's own.
                     pending = dist.all_reduce(sums, async_op=True)
                 # A constant stands for the tokens of the global batch, which are known only after the sync.
-                self.precision.scale(loss * (self.strategy.loss_factor / self._full_tokens)).backward()  # type: ignore[no-untyped-call]
+                scaled = self.precision.scale(loss * (self.strategy.loss_factor / self._full_tokens))
+                with self._around_backward():
+                    scaled.backward()  # type: ignore[no-untyped-call]
         if pending is not None:
             pending.wait()
         total_loss, all_tokens, stops, votes, *asked = sums.tolist()

@@ -17,6 +17,7 @@ from raydist.records import Event
 from raydist.rundir import METRICS, STATE, TENSORBOARD, RunDir
 from raydist.runlog import read_events, read_steps
 from raydist.runstate import last_word, read_state, this_process
+from raydist.samplelog import read_samples
 
 Rows = Callable[..., list[dict[str, Any]]]
 
@@ -218,3 +219,23 @@ def test_a_bad_push_is_the_pushers_error(run: RunDir, rows: Rows) -> None:
     watch.end("finished")
     assert read_steps(run).num_rows == 2
     assert [e.kind for e in read_events(run)] == ["ended"]
+
+
+def reading(rank: int, at: float, attempt: int = 1) -> dict[str, Any]:
+    return {"at": at, "kind": "rank", "node": "10.0.0.1", "rank": rank, "attempt": attempt, "rss_bytes": 7}
+
+
+def test_readings_are_stored_and_the_newest_is_at_hand(run: RunDir) -> None:
+    """Of each rank of this attempt; a row of the attempt before, which comes late, is stored and not shown."""
+    watch = monitor(run)
+    watch.begin_attempt(1, 2, 0)
+    watch.observe([reading(0, 1.0), reading(1, 1.0)])
+    watch.observe([reading(0, 2.0)])
+    assert sorted((r["rank"], r["at"]) for r in watch.observed()) == [(0, 2.0), (1, 1.0)]
+    watch.begin_attempt(2, 1, 0)
+    watch.observe([reading(1, 3.0)])
+    assert watch.observed() == []
+    watch.observe([reading(0, 4.0, attempt=2), {"at": 4.0, "kind": "node", "node": "10.0.0.1", "load": 0.5}])
+    assert sorted(r["kind"] for r in watch.observed()) == ["node", "rank"]
+    watch.end("finished")
+    assert read_samples(run, ["at"])["at"].to_pylist() == [1.0, 1.0, 2.0, 3.0, 4.0, 4.0]

@@ -12,7 +12,7 @@ import pytest
 from raydist.errors import StorageError
 from raydist.report import clocks, tables
 from raydist.report.clocks import Offset
-from raydist.report.shares import Shares, common, innermost, length, shares, union
+from raydist.report.intervals import Shares, common, innermost, length, shares, union
 from raydist.report.trace import describe, merge
 from raydist.requests import part_name
 from raydist.rundir import RunDir

@@ -1,0 +1,86 @@
+"""What a rank says of itself, to the board of its node."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raydist.records import Event
+from raydist.samples import COLUMNS, PHASES
+from raydist.worker import board
+from raydist.worker.probe import Probe
+from raydist.worker.setup import Rank
+from raydist.worker.telemetry import Telemetry
+from tests.training import alone
+
+
+def until(run_uri: str, node: str, rank: int, step: int) -> dict[str, Any]:
+    """The row of a rank on the board, once it has come to that step."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for row in board.read(run_uri, node):
+            if row["rank"] == rank and row["step"] >= step:
+                return row
+        time.sleep(0.01)
+    raise AssertionError("it never came")
+
+
+def watched(rank: Rank, run_uri: str) -> Any:
+    """Two steps of one all-reduce each: the row after each, and whether one is left at the end."""
+    probe, rows = Probe(), []
+    with Telemetry(run_uri, rank, 3, probe, 0.1, lambda event: None):
+        for step in (1, 2):
+            probe.step(step)
+            probe.enter("backward")
+            dist.all_reduce(torch.ones(1000))
+            rows.append(until(run_uri, rank.node_ip, rank.rank, step))
+    dist.barrier()
+    return rows, [row["rank"] for row in board.read(run_uri, rank.node_ip)]
+
+
+def test_the_newest_reading_is_on_the_board(ranks: Any, tmp_path: Path) -> None:
+    """Of each rank, with columns that there are; what counts grows; at the end nothing is left."""
+    for rank, ((first, second), left) in enumerate(ranks.run(watched, 2, str(tmp_path))):
+        assert {*first, *second} <= COLUMNS.keys()
+        assert (second["kind"], second["rank"], second["attempt"], second["step"]) == ("rank", rank, 3, 2)
+        assert second["all_reduce_bytes"] == 8000
+        assert second["all_reduce_count"] == 2
+        assert second["backward_seconds"] > first["backward_seconds"] > 0
+        assert {f"{phase}_seconds" for phase in PHASES} <= second.keys()
+        assert left == []
+    assert not board.folder(str(tmp_path)).exists()
+
+
+def test_a_board_that_cannot_be_written_costs_a_note(tmp_path: Path) -> None:
+    """One, and nothing else."""
+    told: list[Event] = []
+    heard = threading.Event()
+    place = board.folder(str(tmp_path))
+    place.symlink_to(tmp_path)
+    try:
+        with Telemetry(str(tmp_path), alone(), 1, Probe(), 0.1, lambda e: (told.append(e), heard.set())[0]):
+            assert heard.wait(30)
+    finally:
+        place.unlink()
+    assert [e.kind for e in told] == ["note"]
+    assert "not this user's folder" in told[0].data["text"]
+
+
+def test_nothing_is_measured_unless_it_is_asked_for(ranks: Any, tmp_path: Path) -> None:
+    """`observe.interval_s: null` leaves torch as it is."""
+    assert ranks.run(unwatched, 2, str(tmp_path)) == [(True, 0), (True, 0)]
+
+
+def unwatched(rank: Rank, run_uri: str) -> Any:
+    """Whether torch's own wait stands, and how many threads of ours run."""
+    original = dist.Work.wait
+    with Telemetry(run_uri, rank, 1, Probe(), None, lambda event: None) as telemetry:
+        with telemetry.backward():
+            dist.all_reduce(torch.ones(1))
+        named = [t.name for t in threading.enumerate() if t.name == "raydist-telemetry"]
+        return dist.Work.wait is original, len(named)
