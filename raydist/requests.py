@@ -23,8 +23,8 @@ from typing import Any
 from raydist.rundir import REQUESTS, TRACES, RunDir
 
 VERSION = 1
-MOST_STEPS = 1000
-"""A trace of more steps is one that nobody can open."""
+MOST_STEPS = 100
+"""More events than those of so many steps no viewer opens, and no rank should have to hold."""
 _REQUEST = re.compile(r"trace-(\d+)\.json")
 _PART = re.compile(r"rank-(\d+)-of-(\d+)\.json\.gz")
 

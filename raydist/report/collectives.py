@@ -139,7 +139,12 @@ def _launches(events: Sequence[Event], by_kind: bool) -> dict[Hashable, Iterator
     )
     spans = [(begin, end) for begin, end, _ in ranges]
     found: dict[Hashable, list[tuple[str, str]]] = defaultdict(list)
-    for event in sorted((e for e in events if str(e.get("name", "")).startswith("c10d::")), key=lambda e: e["ts"]):
+    launched = (e for e in events if e.get("ph") == "X" and e["name"].startswith("c10d::"))
+    ends: dict[Any, float] = {}
+    for event in sorted(launched, key=lambda e: (e["ts"], -e.get("dur", 0.0))):
+        if event["ts"] < ends.get(event["tid"], 0.0):
+            continue  # the same call, handed on by who stands before the backend (raydist/worker/commlog.py)
+        ends[event["tid"]] = event["ts"] + event.get("dur", 0.0)
         kind = _KINDS.get(_kind(event["name"]), "other")
         sizes = [math.prod(shape) for shape in _shapes(event.get("args", {}).get("Input Dims", []))]
         # An all-gather's operator has the whole array beside what goes in, a reduce-scatter's what comes out.

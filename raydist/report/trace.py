@@ -27,7 +27,7 @@ PHASES = ("data wait", "forward", "backward", "optimizer", "checkpoint", "checkp
 """The ranges that raydist itself makes, beside the steps'."""
 _NO_COMPUTING = ("c10d", "_c10d_functional", "autograd", "torch")
 """Namespaces of operators that launch collectives, wait for them, or only hold others (`torch::autograd::AccumulateGrad`)."""
-_KEPT = "XBEsft"
+_KEPT = frozenset("XBEsft")
 """Kinds of events that go into the merged file: ranges and flows. Names of lanes are made anew."""
 
 Event = dict[str, Any]

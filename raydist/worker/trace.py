@@ -86,14 +86,14 @@ class _Ranges:
 
     def _enter(self, name: str) -> None:
         made = record_function(name)
-        made.__enter__()
+        made.__enter__()  # type: ignore[no-untyped-call]
         self._open.append(made)
         if self._cuda:
-            torch.cuda.nvtx.range_push(name)
+            torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
 
     def _leave(self) -> None:
         if self._cuda:
-            torch.cuda.nvtx.range_pop()
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
         self._open.pop().__exit__(None, None, None)
 
 
@@ -155,11 +155,12 @@ class Tracer:
     def _begin(self, number: int, trace: int, steps: int) -> None:
         self._begun.add(trace)
         self._newest = trace
-        if torch.autograd._profiler_enabled():
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             raise RuntimeError("another profiler is on in this process")
         # CUPTI's first step is slow: the profiler sees one that it does not record.
         first = number + self._cuda
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._cuda
+        self._probe.enter("save")  # no deadline either: CUPTI's first start takes seconds
         made = profile(activities=activities, record_shapes=True)
         made.prepare_trace()
         self._trace = _Trace(trace, first, first + steps - 1, made)
@@ -193,6 +194,7 @@ class Tracer:
         self._ranges.close()
         if trace is None:
             return
+        self._probe.enter("save")  # has no deadline: kineto may have millions of events to put together
         if not trace.recording:  # warmed up only: kineto lets go of that as of a trace
             trace.profile.start_trace()
         trace.profile.stop_trace()

@@ -140,6 +140,11 @@ def test_a_trace_of_two_ranks(ranks: Any, dataset: str, tmp_path: Path, strategy
         assert seen.count("checkpoint") in (1, 2), "each second step saves"
         sent = [e for e in mine if e.get("cat") == "collective"]
         assert {n: [e["name"].startswith(n) for e in sent].count(True) for n in SENT[strategy]} == SENT[strategy]
+        if strategy == "zero3":
+            gathered = [e["name"].split()[1] for e in sent if e["name"].startswith("all_gather")]
+            assert gathered == ["root", "blocks.0", "blocks.1", "blocks.0"] * 2 * 3, (
+                "twice a step: forward, then backward"
+            )
         ends.append([(e["name"], e["ts"], e["ts"] + e["dur"]) for e in sent])
         assert told["ranks"][rank]["clock_error_seconds"] == 0.0, "one host, one clock"
     for kind in SENT[strategy]:
