@@ -14,7 +14,21 @@ from typing import Annotated
 import typer
 
 from raydist import __version__
-from raydist.cli import checkpoint, convert, data, faults, plan, profile, runs, sample, schema, submit, train, watch
+from raydist.cli import (
+    checkpoint,
+    convert,
+    data,
+    faults,
+    plan,
+    profile,
+    runs,
+    sample,
+    schema,
+    submit,
+    trace,
+    train,
+    watch,
+)
 from raydist.errors import RaydistError
 
 app = typer.Typer(
@@ -30,6 +44,7 @@ submit.register(app)
 runs.register(app)
 watch.register(app)
 profile.register(app)
+trace.register(app)
 sample.register(app)
 schema.register(app)
 plan.register(app)

@@ -4,7 +4,7 @@ Runs in: one zero-CPU actor, owned by the driver and on its node. Must not impor
 `start_monitor` only: `RunMonitor` is a plain class.
 
     rank 0's side thread --push(records, events)--> RunMonitor --> metrics/*.parquet, events.jsonl, state.json; exporters
-                         <------{"command"}-------      ^
+                         <--{"command", "traces"}-      ^   ^----- requests/*.json
     the nodes' agents    -------observe(rows)-----------|          samples/*.parquet
                                           driver: begin_attempt, command, snapshot, end
 
@@ -17,8 +17,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from raydist import requests
 from raydist.diagnosis import Diagnosis
 from raydist.errors import StorageError
 from raydist.observe.live import LiveView
@@ -62,6 +64,7 @@ class RunMonitor:
         self._view = LiveView()
         self._status: Status = "running"
         self._command: str | None = None
+        self._traces: list[tuple[int, int]] = []
         self._recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_EVENTS_KEPT)
         self._seen = 0
         self._storage_error: str | None = None
@@ -160,7 +163,8 @@ class RunMonitor:
     # --- from rank 0
 
     def push(self, records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Steps (StepRecord.to_dict()) and events (Event.to_dict()), each in order. Gives {"command": None or "stop"}.
+        """Steps (StepRecord.to_dict()) and events (Event.to_dict()), each in order. Gives {"command": None or "stop"}, and while
+        somebody waits for traces (raydist/requests.py) "traces": their (number, steps), oldest first.
 
         Returns at once: nothing is durable before `flush`. KeyError where a record lacks a field.
         """
@@ -172,7 +176,7 @@ class RunMonitor:
                 self._view.records(new)
             self._outlets.steps(new, time.time())
         with self._lock:
-            return {"command": self._command}
+            return {"command": self._command, **({"traces": self._traces} if self._traces else {})}
 
     def flush(self, timeout_s: float = 30.0) -> None:
         """Returns once all that was pushed before this call is durable. Rank 0 calls it before it commits a checkpoint.
@@ -232,6 +236,7 @@ class RunMonitor:
 
     def _write(self) -> None:
         while not self._ended.wait(self._interval_s):
+            self._look_for_requests()
             try:
                 self._outlets.wake()  # first: they do without this storage
                 self._log.flush()
@@ -247,6 +252,12 @@ class RunMonitor:
         rows = [self._unjudged.popleft() for _ in range(len(self._unjudged))]
         for finding in self._diagnosis.observe(rows):
             self._take(finding.event(time.time()))
+
+    def _look_for_requests(self) -> None:
+        with suppress(StorageError):  # who waits for an answer says in the end that none came
+            found = [(request.number, request.steps) for request in requests.pending(self._run)]
+            with self._lock:
+                self._traces = found
 
     def _store_state(self) -> None:
         with self._storing:

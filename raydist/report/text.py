@@ -139,6 +139,11 @@ def _told(what: Event) -> str:
         case "loss_spike":
             told = f"step {data['step']}: loss {loss(data['loss'])}, the median before is {loss(data['median'])}"
             return f"{told}: {_ACTIONS[data['action']]}"
+        case "trace_started":
+            last = data["first_step"] + data["steps"] - 1
+            return f"trace {data['trace']}: steps {data['first_step']} to {last} on {data['world_size']} ranks"
+        case "trace_failed":
+            return f"trace {data['trace']} failed{_rank(data)}: {data['cause']}"
         case "replica_drift":
             more = f" and {data['count'] - len(data['tensors'])} more" if data["count"] > len(data["tensors"]) else ""
             drifted = f"{_ranks(data['ranks'])} drifted in {', '.join(data['tensors'])}{more}"

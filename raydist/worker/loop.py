@@ -45,8 +45,9 @@ from raydist.worker.schedule import lr_at
 from raydist.worker.setup import Rank
 from raydist.worker.startup import Startup
 from raydist.worker.state import TrainState
-from raydist.worker.step import TrainStep, evaluate, loss_sum
+from raydist.worker.step import MESSAGES, TrainStep, evaluate, loss_sum
 from raydist.worker.telemetry import Telemetry
+from raydist.worker.trace import Tracer
 
 if TYPE_CHECKING:
     from raydist.worker.injector import Injector
@@ -152,6 +153,7 @@ class _Run:
         spec, self._tell = job.spec, tell
         self.job, self.spec, self.rank, self.reporter = job, spec, rank, reporter
         self.injector = _injector(job, rank) if job.faults else None
+        phases = probe
         probe = self.injector.watch(probe) if self.injector else probe
         self.probe, self.startup = probe, startup
         # Data: every rank opens it; nothing is sent.
@@ -186,6 +188,7 @@ class _Run:
         self.evaluated = 0
         self.state = TrainState(model, self.optimizer, shards)
         self.numbers = spec.numbers(dataset.fingerprint)
+        self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages)
         self.guard = Guard(spec, rank, job.run, job.attempt, model, reporter)
         startup.done("build")
         self._resume()
@@ -287,6 +290,7 @@ class _Run:
                         vote=self.vault.vote(self.step, self._due(self.spec.checkpoint.every, ending))
                         if self.vault
                         else 0.0,
+                        trace=self.tracer.asks(self.reporter.traces) if self.reporter else (0, 0),
                     )
                     report = self.guard.step(self.step, batch, train)  # every rank; not what the ledger leaves out
                     self.cursor, stop = batch.after, report.stop
@@ -320,6 +324,7 @@ class _Run:
                     elif self.vault and report.votes == 1.0:
                         self.probe.enter("save")
                         self.vault.start(self.step, *self._state())  # every rank: to memory
+                    self.tracer.step(self.step + 1, report.trace, ends=stop or ending)  # every rank, the same steps
                     begun = time.perf_counter()
                     self.probe.step(self.step + 1)
                     if stop:
@@ -333,6 +338,7 @@ class _Run:
             if self.replicas:
                 self.replicas.close(self.spec.checkpoint.timeout_s)
         finally:
+            self.tracer.close()
             if self.replicas:
                 self.replicas.close(0.0)
             self.saver.close()
@@ -342,6 +348,10 @@ class _Run:
                 self.optimizer.close()
         status = "finished" if self.step >= self.total else "interrupted" if stop else "paused"
         return Outcome(status, self.step, self.loss, self.eval_loss)
+
+    def _messages(self) -> list[tuple[str, int, str]]:
+        """What ranks send in a step, as far as it is known by name."""
+        return [*MESSAGES, *getattr(self.strategy, "messages", list)()]
 
     def _stalled(self, stall: Stall) -> None:
         """Says that the loader gives no batch, while that goes on: on rank 0 as an event, on others by `tell`."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raydist.records import EXPORTED_ONLY, Event, StepRecord
 
-Push = Callable[[list[dict[str, Any]], list[dict[str, Any]]], str | None]
-"""(records, events) -> the driver's command, or None. May raise: what it was given is then sent again."""
+Push = Callable[[list[dict[str, Any]], list[dict[str, Any]]], Mapping[str, Any] | None]
+"""(records, events) -> what `RunMonitor.push` gives. May raise: what it was given is then sent again."""
 
 INTERVAL_S = 1.0
 CAPACITY = 100_000
@@ -35,6 +35,8 @@ class Reporter:
         self._sending = threading.Lock()
         self.command: str | None = None
         """The driver's newest word: "stop", or None."""
+        self.traces: Sequence[Sequence[int]] = ()
+        """(number, steps) of the traces that somebody waits for, oldest first."""
         self._thread = threading.Thread(target=self._run, name="raydist-reporter", daemon=True)
         self._thread.start()
 
@@ -94,12 +96,14 @@ class Reporter:
         with self._sending:
             records, events = _take(self._records), _take(self._events)
             try:
-                self.command = self._push(records, events + _take(self._figures)) or self.command
+                answer = self._push(records, events + _take(self._figures)) or {}
             except Exception:
                 # Back in front of what came meanwhile; the next round tries again.
                 _restore(self._records, records)
                 _restore(self._events, events)
                 return False
+            self.command = answer.get("command") or self.command
+            self.traces = answer.get("traces", ())
             return True
 
 

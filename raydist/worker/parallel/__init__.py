@@ -12,6 +12,9 @@ A strategy's file (or the user's `package.module:attribute`) has a class `Strate
     strategy.zero_grad()
     strategy.updated()                             # what other ranks hold of the old weights is stale
 
+A strategy may also have `messages() -> list[(kind, elements, name)]`: the collectives of a step, in the order in which it issues
+them, with the elements that a rank puts in. `raydist trace` gives them these names (docs/trace.md).
+
 The loop divides by the tokens of the global batch, so reduced gradients must be sums over the ranks, never means: a
 strategy whose reduction averages says so in `loss_factor`.
 """
