@@ -13,6 +13,7 @@ Runs anywhere.
         faults/*.json                         the faults that were injected (`raydist train --faults`)
         requests/trace-0001.json              what somebody asks of the run while it trains (raydist/requests.py)
         traces/0001.json.gz                   what `raydist trace` made of it; traces/0001/ has each rank's own
+        buckets/*.json                        the size of DDP's buckets, for each number of ranks (parallel.bucket_mb: auto)
         checkpoints/step-00000200/MANIFEST-0001.json and shards; 0001 is the attempt that saved it
         attempts/0002.json                        attempt 2 has begun: none before it commits any more
         attempts/0002-from-00000200.json          and where it went on from
@@ -44,9 +45,11 @@ SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER = (
     "spec.yaml", "state.json", "events.jsonl", "metrics", "logs", "tensorboard", "ledger",
 )  # fmt: skip
 CHECKPOINTS, ATTEMPTS, DRIVERS, FAULTS, DRIFT = "checkpoints", "attempts", "drivers", "faults", "drift"
-SAMPLES, REQUESTS, TRACES = "samples", "requests", "traces"
+BUCKETS, SAMPLES, REQUESTS, TRACES = "buckets", "samples", "requests", "traces"
 DATA = ".data"
 """Beside the runs: corpora that raydist prepared by itself."""
+TUNED = ".tuned"
+"""Beside the runs: what was measured for one and holds for the next."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _STEP = re.compile(r"step-(\d+)")
@@ -116,6 +119,12 @@ class RunDir:
     def name(self) -> str:
         """The folder's last part."""
         return str(self.storage.root).rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def home(self) -> Storage:
+        """The folder that holds the runs, this one among them."""
+        place, mark, rest = self.uri.partition("?")
+        return Storage(f"{place.rpartition('/')[0]}{mark}{rest}")
 
     def exists(self) -> bool:
         """Whether a run was ever started here."""

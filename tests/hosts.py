@@ -143,6 +143,7 @@ class Host:
         self._inside = inside = _Namespaces(_INIT, env, self._hosts.switch)
         self._network = os.open(f"/proc/{inside.init}/ns/net", os.O_RDONLY)
         port, limit = self._port, f"root tbf rate {self._hosts.rate} burst {_BURST} latency {_LATENCY}"
+        limited = self._hosts.rate is not None
         self._hosts.switch.network(
             "ip",
             f"link add {port} type veth peer name eth0 address {self.mac} netns {inside.init}",
@@ -150,9 +151,11 @@ class Host:
             f"link set {port} type bridge_slave learning off flood off",
         )
         self._hosts.switch.network("bridge", f"fdb replace {self.mac} dev {port} master static")
-        self._hosts.switch.network("tc", f"qdisc add dev {port} {limit}")
+        if limited:
+            self._hosts.switch.network("tc", f"qdisc add dev {port} {limit}")
         inside.network("ip", "link set lo up", "link set eth0 up", f"addr add {self.ip}/24 brd + dev eth0")
-        inside.network("tc", f"qdisc add dev eth0 {limit}")
+        if limited:
+            inside.network("tc", f"qdisc add dev eth0 {limit}")
         for other in self._hosts:
             if other is not self:
                 self._see(other, other.mac)
@@ -244,12 +247,13 @@ class Host:
 
 
 class Hosts:
-    """`n` hosts on one switch, for the time of a `with` block. `rate` is each link's in either direction, as `tc` writes it.
+    """`n` hosts on one switch, for the time of a `with` block. `rate` is each link's in either direction, as `tc` writes it;
+    None: as fast as this machine.
 
     hosts[0].run(["ping", hosts[1].name]). Raises OSError where this machine does not let one make hosts.
     """
 
-    def __init__(self, n: int, rate: str = "1gbit") -> None:
+    def __init__(self, n: int, rate: str | None = "1gbit") -> None:
         self.rate = rate
         self._hosts = [Host(self, i) for i in range(n)]
 

@@ -109,6 +109,8 @@ def test_torch_and_ray_keep_to_their_rooms(path: Path) -> None:
         assert name == "raydist.worker.entry" or not has(every, "ray"), f"{name} imports ray"
     elif room in ("cluster", "observe"):
         assert not has(every, "torch"), f"{name} imports torch"
+    elif room == "bench":
+        assert not has(every, "ray"), f"{name} imports ray"
     elif room == "cli":
         assert not has(top, "torch"), f"{name} imports torch before a command is called"
         assert not has(top, "ray"), f"{name} imports ray before a command is called"

@@ -15,6 +15,7 @@ import typer
 
 from raydist import __version__
 from raydist.cli import (
+    bench,
     checkpoint,
     convert,
     data,
@@ -52,6 +53,7 @@ faults.register(app)
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(convert.app, name="convert")
+app.add_typer(bench.app, name="bench")
 
 
 def _version(wanted: bool) -> None:

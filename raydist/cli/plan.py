@@ -69,15 +69,15 @@ def plan(
         show(told)
 
 
-def parse_size(text: str) -> int:
-    """Bytes of "80GiB", "80G", "80GB" or "1e9". GB is 10^9, GiB and G are 2^30. Raises UsageError."""
+def parse_size(text: str, option: str = "--memory") -> int:
+    """Bytes of "80GiB", "80G", "80GB" or "1e9". GB is 10^9, GiB and G are 2^30. Raises UsageError, which names the option."""
     found = re.fullmatch(r"\s*([0-9.]+(?:[eE]\d+)?)\s*([KMGT]?)(iB|B)?\s*", text)
     try:
         number = float(found[1]) if found else 0.0
     except ValueError:
         number = 0.0
     if not found or not 0 < number < math.inf:
-        raise UsageError(f"--memory {text}: no size", "write 80GiB")
+        raise UsageError(f"{option} {text}: no size", "write 80GiB" if option == "--memory" else "write 4MiB")
     power = " KMGT".index(found[2] or " ")
     return int(number * (1000 if found[3] == "B" else 1024) ** power)
 

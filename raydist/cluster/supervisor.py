@@ -127,7 +127,7 @@ class Supervisor:
         if self._request.faults:
             self._injector = DriverInjector(self._request.run, self._push, self._monitor, self._session.address)
         attempts = threading.Thread(target=self._attempts, name="raydist-attempts", daemon=True)
-        with _handling(self._on_signal):
+        with handling(self._on_signal):
             attempts.start()
             acted = 0
             while attempts.is_alive():
@@ -462,7 +462,7 @@ def worker_env(spec: JobSpec) -> dict[str, str]:
     return {**worker_environment(max(1, int(spec.cluster.cpus_per_worker))), **passed, **spec.cluster.env}
 
 
-class _handling:
+class handling:
     """SIGINT and SIGTERM go to `handler` for the time of the block."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], None]) -> None:

@@ -83,6 +83,7 @@ def run_attempt(
     start_timeout_s: float = 120.0,
     avoid: Collection[str] = (),
     minded: tuple[Any, int] | None = None,
+    spread: bool = False,
 ) -> AttemptResult:
     """Run `train_fn(config)` on every rank of a new group of workers, and wait until it ends.
 
@@ -97,7 +98,8 @@ def run_attempt(
     An exception of the train function crosses as plain facts if it has the attributes of `RankError` (rank, at,
     type_name, message, traceback, bases): raise one such from the worker, picklable and importable without torch.
 
-    `avoid`: ids of nodes on which no worker may be placed. `minded`: see `raytrain._Controller`.
+    `avoid`: ids of nodes on which no worker may be placed. `minded`: see `raytrain._Controller`. `spread`: over as many nodes as
+    there are, else on as few as hold them.
 
     `start_timeout_s` is how long to wait for the workers' resources; then the failure is a "startup_timeout".
 
@@ -136,6 +138,7 @@ def run_attempt(
             num_workers=workers,
             use_gpu=gpus_per_worker > 0,
             resources_per_worker=resources,
+            placement_strategy="SPREAD" if spread else "PACK",
             label_selector={ray._raylet.RAY_NODE_ID_KEY: f"!in({','.join(sorted(avoid))})"} if avoid else None,
         ),
         run_config=RunConfig(

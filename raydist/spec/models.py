@@ -237,7 +237,11 @@ class ParallelSpec(Part):
         "ddp",
         description="A built-in strategy (ddp, zero1, zero2, zero3, hsdp), or package.module:attribute of your own.",
     )
-    bucket_mb: float | None = Field(None, gt=0, description="ddp: size of a gradient bucket in MiB; default: torch's.")
+    bucket_mb: Annotated[float, Field(gt=0)] | Literal["auto"] | None = Field(
+        None,
+        description="ddp: size of a gradient bucket in MiB; auto: the faster of torch's and what the link asks for, measured at a "
+        "run's first start (docs/bench.md); null: torch's.",
+    )
     shard: int | None = Field(
         None, ge=1, description="hsdp: ranks that share one copy of the state; default: those of a node."
     )

@@ -167,8 +167,9 @@ class _Run:
             setup.be_deterministic()
         precision.refuse(spec.precision, rank.device)
         self.precision = Precision(spec.precision, rank.device)
-        self.strategy = cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(spec, rank))
-        model = self._build(dataset.vocab_size)
+        settled = self._settled(dataset.vocab_size)
+        self.strategy = cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(settled, rank))
+        model = self._build(dataset.vocab_size, self.strategy.takes_meta)
         if self.injector:
             self.injector.attach(model)
         self._tell_capacity(model)
@@ -393,10 +394,23 @@ class _Run:
                 )
             )
 
-    def _build(self, vocab_size: int) -> nn.Module:
-        """The model; without weights, which wrapping it will make, if the strategy and the model can do so."""
+    def _settled(self, vocab_size: int) -> JobSpec:
+        """The spec, with a size in place of `parallel.bucket_mb: auto`; every rank. What is tried leaves no trace in the run."""
+        parallel = self.spec.parallel
+        if parallel.bucket_mb != "auto" or parallel.strategy != "ddp" or self.rank.world_size == 1:
+            return self.spec
+        from raydist.worker.buckets import choose
+
+        build = partial(self._build, vocab_size)
+        chosen = choose.settle(self.spec, self.rank, self.job.run, vocab_size, build, self._example)
+        if self.reporter:
+            self.reporter.say("note", text=f"parallel.bucket_mb: auto: {chosen.because}")
+        return self.spec.model_copy(update={"parallel": parallel.model_copy(update={"bucket_mb": chosen.bucket_mb})})
+
+    def _build(self, vocab_size: int, meta: bool = False) -> nn.Module:
+        """The model; without weights, which wrapping it will make, if the strategy (`meta`) and the model can do so."""
         build = registry.load("model", self.spec.model.name)
-        if self.strategy.takes_meta:
+        if meta:
             with torch.device("meta"):
                 model = build(self.spec.model, vocab_size)
             if hasattr(model, "init_module"):
@@ -558,9 +572,9 @@ class _Run:
                 made.append(self._to_device(_tensors(MicroBatch(*windows.batch(part, self.spec.data.pack)), pin=False)))
         return made
 
-    def _example(self, module: nn.Module) -> torch.Tensor:
-        """The loss of one sample: what a strategy needs to see the graph."""
-        batch = _tensors(MicroBatch(*self.windows.batch(np.zeros(1, np.int64), self.spec.data.pack)), pin=False)
+    def _example(self, module: nn.Module, samples: int = 1) -> torch.Tensor:
+        """The loss of the first sample, so many times: what a strategy needs to see the graph."""
+        batch = _tensors(MicroBatch(*self.windows.batch(np.zeros(samples, np.int64), self.spec.data.pack)), pin=False)
         with self.precision.autocast():
             return loss_sum(module, self._to_device(batch))
 

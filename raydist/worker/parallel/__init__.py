@@ -35,8 +35,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from raydist.spec import JobSpec
 from raydist.worker.setup import Rank
 
-Example = Callable[[nn.Module], torch.Tensor]
-"""Runs forward on a batch of the right shape and gives the loss: what `wrap` needs to look at the graph."""
+
+class Example(Protocol):
+    """Runs forward on so many samples of the right shape and gives the loss: what `wrap` needs to look at the graph."""
+
+    def __call__(self, module: nn.Module, samples: int = 1) -> torch.Tensor:
+        """The sum of their losses."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,12 +53,13 @@ class Strategy:
             persistent = model.state_dict().keys() - {n for n, _ in model.named_parameters(remove_duplicate=False)}
             # Rotary tables and the like are the same everywhere; running statistics are not.
             sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: bool(persistent)}
+            bucket_mb = self._spec.parallel.bucket_mb  # auto has a number by now, where the loop is raydist's
             ddp = DistributedDataParallel(
                 model,
                 device_ids=[self._rank.device.index] if self._rank.device.type == "cuda" else None,
                 **sync_buffers,
                 gradient_as_bucket_view=True,
-                bucket_cap_mb=self._spec.parallel.bucket_mb,
+                bucket_cap_mb=None if bucket_mb == "auto" else bucket_mb,
             )
             if self._spec.precision.reduce != "fp32":
                 # Through a lambda, for torch compares annotations, and ours are strings.

@@ -160,7 +160,8 @@ def _replicated_in_flight(stage: int, spec: JobSpec, machine: Machine, model: Mo
         beside = _FP32 * trained if batches(spec, machine.ranks)[1] > 1 else 0
         if reduce == _FP32:
             return beside
-        bucket = (spec.parallel.bucket_mb or _DDP_BUCKET_MB) * 2**20 / _FP32
+        asked = spec.parallel.bucket_mb
+        bucket = (_DDP_BUCKET_MB if asked is None or asked == "auto" else asked) * 2**20 / _FP32
         return beside + int(reduce * min(max(bucket, *(p.part(1) for p in model.params)), trained))
     largest = max(_units(model, machine.ranks, trained=True).values(), default=0)
     slots = _IN_FLIGHT * (machine.ranks + 1) * largest

@@ -1,0 +1,166 @@
+"""Collectives, timed and checked element by element: sizes, algbw and busbw by the conventions of nccl-tests.
+
+Runs in: every rank, together. Torch, never ray. Sizes are those of nccl-tests' PERFORMANCE.md (and of raydist/samples.py): the
+whole array, so for all_gather and reduce_scatter all ranks' parts together, and for all_to_all all that one rank sends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from raydist.bench import pattern
+from raydist.bench.pattern import Pattern
+from raydist.worker.buckets.measure import slowest
+from raydist.worker.clock import Marks
+from raydist.worker.precision import DTYPES
+from raydist.worker.setup import Rank
+
+_POINT_S = 2.0
+"""How long one size may take, so long as it is measured at all: iterations are left out for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One operation at one size. Bandwidths in bytes/s are of the median; `wrong` counts elements of all ranks, of both checks.
+
+    `count`: elements as nccl-tests counts them, of one rank's part for all_gather, reduce_scatter and all_to_all. Times in seconds:
+    each iteration's is the slowest rank's; `p99` by nearest rank, so of fewer than 100 iterations the longest.
+    """
+
+    op: str
+    size: int
+    count: int
+    type: str
+    iterations: int
+    min: float
+    median: float
+    p99: float
+    algbw: float
+    busbw: float
+    wrong: int
+
+
+def bus_factor(op: str, world: int) -> float:
+    """busbw / algbw on `world` ranks: what the busiest link carries of each byte. nccl-tests, PERFORMANCE.md.
+
+    Raises KeyError for an operation that is none of raydist.bench.ask.OPS.
+    """
+    share = (world - 1) / world
+    factors = {"all_reduce": 2 * share, "broadcast": 1.0, "send_recv": 1.0}
+    return {**factors, **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), share)}[op]
+
+
+def sizes(least: int, most: int, factor: int) -> list[int]:
+    """From `least` bytes up to `most`, each `factor` times the one before."""
+    return [least * factor**i for i in range(int(math.log(most / least, factor) + 1e-9) + 1)]
+
+
+def percentile(times: Sequence[float], share: float) -> float:
+    """By nearest rank: the smallest that at least this share of them do not exceed."""
+    return sorted(times)[max(math.ceil(share * len(times)) - 1, 0)]
+
+
+def measure(op: str, nbytes: int, dtype: str, rank: Rank, iterations: int) -> Row:
+    """One row; every rank gets the same. At least one element a rank; `nbytes` is rounded down to as many for each."""
+    made = _Operation(op, nbytes, DTYPES[dtype], rank)
+    wrong, first = made.check()
+    again = slowest(rank, made.times(1))[0]  # the first one has made connections
+    count = max(min(iterations, int(_POINT_S / max(min(first, again), 1e-9))), 1)
+    times = slowest(rank, made.times(count))
+    wrong += made.check()[0]
+    median = percentile(times, 0.5)
+    algbw = made.size / median
+    return Row(
+        op, made.size, made.count, dtype, count, min(times), median, percentile(times, 0.99),
+        algbw, algbw * bus_factor(op, rank.world_size), wrong,
+    )  # fmt: skip
+
+
+class _Operation:
+    """One operation at one size, with its buffers, what goes into them and what must come out."""
+
+    def __init__(self, op: str, nbytes: int, dtype: torch.dtype, rank: Rank) -> None:
+        me, world = rank.rank, rank.world_size
+        part = max(nbytes // dtype.itemsize // world, 1)
+        whole = part * world
+        self._rank, self.size = rank, whole * dtype.itemsize
+        self.count = part if op in ("all_gather", "reduce_scatter", "all_to_all") else whole
+
+        def empty(n: int) -> torch.Tensor:
+            return torch.zeros(n, dtype=dtype, device=rank.device)
+
+        given: Pattern
+        expected: Pattern
+        match op:
+            case "all_reduce":
+                self._given = self._got = empty(whole)
+                given, expected = pattern.term(me, world), pattern.total(world)
+            case "reduce_scatter":
+                self._given, self._got = empty(whole), empty(part)
+                given, expected = pattern.term(me, world), pattern.shifted(me * part, pattern.total(world))
+            case "all_gather":
+                self._given, self._got = empty(part), empty(whole)
+                given, expected = pattern.message(me, me), pattern.block(part, lambda b: pattern.message(b, b))
+            case "broadcast":
+                self._given = self._got = empty(whole)
+                given, expected = pattern.message(me, me), pattern.message(0, 0)
+            case "all_to_all":
+                self._given, self._got = empty(whole), empty(whole)
+                given = pattern.block(part, lambda b: pattern.message(me, b))
+                expected = pattern.block(part, lambda b: pattern.message(b, me))
+            case _:
+                self._given, self._got = empty(whole), empty(whole)
+                before, after = (me - 1) % world, (me + 1) % world
+                given, expected = pattern.message(me, after), pattern.message(before, me)
+        self._pattern, self._expected = given, expected
+        self._call: Callable[[], object] = {
+            "all_reduce": lambda: dist.all_reduce(self._got),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(self._got, self._given),
+            "all_gather": lambda: dist.all_gather_into_tensor(self._got, self._given),
+            "broadcast": lambda: dist.broadcast(self._got, src=0),
+            "all_to_all": lambda: dist.all_to_all_single(self._got, self._given),
+            "send_recv": self._around,
+        }[op]
+
+    def check(self) -> tuple[int, float]:
+        """(wrong elements, of all ranks together; seconds of the slowest) of one call on numbers that say where they are from."""
+        if self._got is not self._given:
+            self._got.fill_(float("nan"))
+        pattern.fill(self._given, self._pattern)
+        marks = self._start()
+        self._call()
+        marks.mark()
+        (seconds,) = slowest(self._rank, marks.seconds())
+        count = torch.tensor(pattern.wrong(self._got, self._expected))
+        dist.all_reduce(count, group=self._rank.control)
+        return int(count), seconds
+
+    def times(self, count: int) -> list[float]:
+        """Seconds of as many calls, one right after another, on zeros: sums of anything else would grow without end."""
+        self._given.zero_()
+        marks = self._start()
+        for _ in range(count):
+            self._call()
+            marks.mark()
+        return marks.seconds()
+
+    def _start(self) -> Marks:
+        marks = Marks(self._rank.device)
+        dist.barrier(group=self._rank.control)
+        marks.mark()
+        return marks
+
+    def _around(self) -> None:
+        """Each rank to the next one: NCCL needs both directions in one group of calls."""
+        me, world = self._rank.rank, self._rank.world_size
+        calls = [
+            dist.P2POp(dist.isend, self._given, (me + 1) % world),
+            dist.P2POp(dist.irecv, self._got, (me - 1) % world),
+        ]
+        for work in dist.batch_isend_irecv(calls):
+            work.wait()

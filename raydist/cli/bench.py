@@ -1,0 +1,154 @@
+"""`raydist bench`: what a cluster's links can do.
+
+Runs in: the user's shell, or a Ray job's driver. Imports ray and torch inside commands only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raydist.cli.plan import parse_size, vocabulary
+
+if TYPE_CHECKING:
+    from raydist.spec import JobSpec
+
+app = typer.Typer(help="Measure what a cluster can do.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Measure what a cluster can do."""
+
+
+@app.command()
+def comm(
+    spec: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A job: its workers, and what its gradients take. Without one, just the links.", show_default=False
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, such as cluster.workers=4."),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="local: a private Ray; auto or HOST:PORT: a cluster. Default: auto in a Ray job, else local."
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Ranks. Default: the job's; else one a GPU, else one a node; two at least.", show_default=False
+        ),
+    ] = None,
+    ops: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--op",
+            help="all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send_recv; as often as you like. Default: all.",
+            show_default=False,
+        ),
+    ] = None,
+    least: Annotated[str, typer.Option("--min-bytes", help="The smallest size, such as 1KiB.")] = "1KiB",
+    most: Annotated[str, typer.Option("--max-bytes", help="The largest size, such as 256MiB.")] = "256MiB",
+    factor: Annotated[int, typer.Option(help="Each size over the one before.")] = 4,
+    dtypes: Annotated[
+        list[str] | None, typer.Option("--dtype", help="fp32 or bf16; or both. Default: fp32.", show_default=False)
+    ] = None,
+    iterations: Annotated[
+        int, typer.Option("--iters", help="Of each size; fewer where one size would take over 2 s.")
+    ] = 20,
+    vocab: Annotated[
+        int | None,
+        typer.Option(min=1, help="Size of the job's vocabulary; default: what its data says.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Measure collectives, pairs of nodes, and what a job's gradients take on them; suggest the size of its buckets."""
+    from dataclasses import asdict, replace
+
+    from raydist.bench.ask import OPS, Ask
+
+    job = _job(spec, overrides or [], workers)
+    gradients, vocab_size = None, 0
+    ask = Ask(
+        ops=ops or OPS,
+        dtypes=dtypes or ["fp32"],
+        least=parse_size(least, "--min-bytes"),
+        most=parse_size(most, "--max-bytes"),
+        factor=factor,
+        iterations=iterations,
+    )
+    if spec is not None:
+        from raydist.worker.plan.measure import Planner
+
+        vocab_size = vocab or vocabulary(job.data)
+        gradients = (4 if job.precision.reduce == "fp32" else 2) * Planner(job, vocab_size, "cpu").model().size(
+            trained=True
+        )
+    tried = spec is not None and job.parallel.strategy == "ddp"
+    ask = replace(
+        ask,
+        gradients=gradients,
+        vocab=vocab_size,
+        job=job.model_dump(mode="json") if tried else None,
+        threads=max(1, int(job.cluster.cpus_per_worker)),
+    )
+    from raydist.cluster.session import open_session
+    from raydist.cluster.supervisor import worker_env
+
+    place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
+    cwd = Path.cwd()
+    own_code = ":" in job.model.name
+    with (
+        tempfile.TemporaryDirectory(prefix="raydist-logs-") as logs,
+        open_session(
+            place,
+            env=worker_env(job),
+            log_dir=Path(logs),
+            python_path=[str(cwd)] if place == "local" else [],
+            working_dir=cwd if own_code else None,
+        ) as session,
+    ):
+        from raydist.cluster import bench
+
+        if spec is None and workers is None:
+            job = _job(None, [], bench.workers(session))
+        told = bench.run("raydist.bench.comm:in_ranks", asdict(ask), job, session, spread=spec is None)
+    if isinstance(told, bench.Interrupted):
+        print("raydist: interrupted; nothing was kept", file=sys.stderr)
+        raise typer.Exit(130 if told.signal == signal.SIGINT else 143)
+    if as_json:
+        print(json.dumps(told))
+    else:
+        from raydist.report.comm import show
+
+        show(told)
+    if any(row["wrong"] for row in told["collectives"]):
+        print("raydist: a collective gave wrong numbers: see #wrong", file=sys.stderr)
+        raise typer.Exit(3)
+
+
+def _job(spec: Path | None, overrides: list[str], workers: int | None) -> JobSpec:
+    """The job; without a file the least that says how many workers there are. Raises SpecError, UsageError."""
+    from raydist.errors import UsageError
+    from raydist.spec import load, parse
+
+    if spec is not None:
+        return load(spec, [*overrides, *([f"cluster.workers={workers}"] if workers else [])])
+    if overrides:
+        raise UsageError("--set without a job", "name the job's file, or leave --set out")
+    count = workers or 2
+    train = {"steps": 1, "global_batch": count, "micro_batch": 1}
+    return parse({"name": "bench", "data": {"source": "none"}, "train": train, "cluster": {"workers": count}})

@@ -1,0 +1,184 @@
+"""Collectives on real gloo ranks: sizes, bandwidths, and every wrong number counted."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+from raydist.bench import collectives, pattern, topology
+from raydist.bench.ask import DTYPES, OPS, Ask, read
+from raydist.bench.collectives import Row
+from raydist.errors import UsageError
+from raydist.worker import clock
+from raydist.worker.setup import Rank
+from tests.training import run
+
+
+def measured(rank: Rank, sizes: list[int], dtype: str) -> list[Row]:
+    """A row of each operation at each size."""
+    return [collectives.measure(op, size, dtype, rank, 3) for op in OPS for size in sizes]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_operations(ranks: Any, world: int, dtype: str) -> None:
+    """No element is wrong, sizes are whole elements a rank, algbw and busbw are size over time, by nccl-tests' factors."""
+    every = run(ranks, measured, world, [4, 100_000], dtype)
+    assert all(rows == every[0] for rows in every)
+    itemsize = {"fp32": 4, "bf16": 2}[dtype]
+    share = (world - 1) / world
+    factors = dict(zip(OPS, (2 * share, share, share, 1, share, 1), strict=True))
+    for i, row in enumerate(every[0]):
+        assert row.op == OPS[i // 2]
+        assert (row.type, row.wrong) == (dtype, 0)
+        part = max((4, 100_000)[i % 2] // itemsize // world, 1)
+        assert row.size == part * world * itemsize
+        parts = row.op in ("all_gather", "reduce_scatter", "all_to_all")
+        assert row.count == (part if parts else part * world)
+        assert 1 <= row.iterations <= 3
+        assert 0 < row.min <= row.median <= row.p99
+        assert row.algbw == pytest.approx(row.size / row.median)
+        assert row.busbw == pytest.approx(row.algbw * factors[row.op])
+
+
+def spoiled(rank: Rank, op: str, how: str) -> int:
+    """#wrong of a collective of 2100 elements that goes wrong on rank 1, in that way."""
+    made = collectives._Operation(op, 8400, torch.float32, rank)
+    real = made._call
+
+    def not_sent() -> None:
+        made._given.zero_()
+        real()
+
+    def of_rank_2() -> None:
+        other = Rank(2, rank.world_size, 2, rank.device, rank.backend, rank.node_ip, rank.control, ())
+        pattern.fill(made._given, collectives._Operation(op, 8400, torch.float32, other)._pattern)
+        real()
+
+    def two_elements() -> None:
+        real()
+        made._got[3:5] += 1
+
+    if rank.rank == 1:
+        made._call = {"not sent": not_sent, "rank 2's": of_rank_2, "two elements": two_elements}[how]
+    return made.check()[0]
+
+
+@pytest.mark.parametrize(
+    ("op", "how", "expected"),
+    [
+        ("all_reduce", "two elements", 2),
+        # A rank adds to two of three elements; a third of 2100 is the same nowhere.
+        ("all_reduce", "not sent", 3 * 1400),
+        ("reduce_scatter", "not sent", 1400),
+        ("broadcast", "two elements", 2),
+    ],
+)
+def test_what_is_wrong_is_counted(ranks: Any, op: str, how: str, expected: int) -> None:
+    """To the element, over all ranks, the same on each: two that were changed, and a rank whose part is missing."""
+    assert run(ranks, spoiled, 3, op, how) == [expected] * 3
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
+def test_a_part_of_another_rank_is_wrong(ranks: Any, op: str) -> None:
+    """Rank 1 sends what rank 2 should: at least a third of what comes of it is seen to be wrong."""
+    of = {"all_reduce": 3 * 2100, "reduce_scatter": 2100, "all_gather": 3 * 700, "all_to_all": 3 * 700}[op]
+    (first, *_), many = run(ranks, spoiled, 3, op, "rank 2's"), of // 3
+    assert many <= first <= of
+
+
+def test_numbers_are_exact_in_bf16() -> None:
+    """Up to 251, for any number of ranks: sums and parts come back whole from bf16; and any two ranks' messages differ."""
+    i = torch.arange(10_000)
+    for world in (2, 5, 64, 1000):
+        total = pattern.total(world)(i)
+        assert total.max() <= 251
+        assert torch.equal(total.bfloat16().long(), total)
+    terms = torch.stack([pattern.term(r, 5)(i) for r in range(5)])
+    assert torch.equal(terms.sum(0), pattern.total(5)(i))
+    assert (pattern.message(3, 1)(i) != pattern.message(4, 1)(i))[::2].all()
+    assert (pattern.message(3, 1)(i) != pattern.message(3, 2)(i))[1::2].all()
+
+
+def test_nan_is_wrong() -> None:
+    """What was never written is not the number that belongs there."""
+    tensor = torch.full((10,), float("nan"))
+    assert pattern.wrong(tensor, pattern.total(2)) == 10
+
+
+def test_percentiles_and_sizes() -> None:
+    """Nearest rank; sizes by factor, both ends among them where they meet."""
+    times = [float(t) for t in range(1, 101)]
+    assert collectives.percentile(times, 0.5) == 50
+    assert collectives.percentile(times, 0.99) == 99
+    assert collectives.percentile([3.0, 1.0, 2.0], 0.99) == 3.0
+    assert collectives.sizes(1024, 2**28, 4) == [2**k for k in range(10, 29, 2)]
+    assert collectives.sizes(1000, 3999, 2) == [1000, 2000]
+    assert collectives.sizes(8, 8, 2) == [8]
+
+
+def test_marks_are_times_between_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, by the host's clock."""
+    ticks = iter([1.0, 3.0, 3.5])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
+    marks = clock.Marks(torch.device("cpu"))
+    for _ in range(3):
+        marks.mark()
+    assert marks.seconds() == [2.0, 0.5]
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 9])
+def test_rounds_have_every_pair_once(n: int) -> None:
+    """And nobody twice in a round; as few rounds as can be."""
+    made = topology.rounds(n)
+    assert sorted(pair for pairs in made for pair in pairs) == [(a, b) for a in range(n) for b in range(a + 1, n)]
+    assert all(len({x for pair in pairs for x in pair}) == 2 * len(pairs) for pairs in made)
+    assert len(made) == (n - 1 if n % 2 == 0 else n)
+
+
+def test_members_are_one_a_node() -> None:
+    """The first rank of each; of one node all its ranks."""
+    assert topology.members(["a", "a", "b", "b"]) == ("nodes", [0, 2], ["a", "b"])
+    assert topology.members(["a", "a", "a"]) == ("ranks", [0, 1, 2], ["rank 0", "rank 1", "rank 2"])
+
+
+def pairs(rank: Rank) -> dict[str, Any]:
+    """The topology of so many ranks of one host."""
+    return asdict(topology.measure(rank))
+
+
+def test_the_matrix_of_pairs(ranks: Any) -> None:
+    """Three ranks: symmetric, nothing on the diagonal, the same on every rank; the line is what a message costs here."""
+    every = run(ranks, pairs, 3)
+    assert all(theirs == every[0] for theirs in every)
+    made = every[0]
+    for matrix in (made["latency"], made["bandwidth"]):
+        for a in range(3):
+            assert matrix[a][a] == 0
+            assert all(matrix[a][b] == matrix[b][a] > 0 for b in range(3) if b != a)
+    assert made["line"]["beta"] > 0  # 8 MiB do not come as quickly as 8 bytes
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"ops": ["all_reduced"]}, "operation 'all_reduced'"),
+        ({"dtypes": ["fp8"]}, "type 'fp8'"),
+        ({"ops": []}, "no operation"),
+        ({"least": 2048, "most": 1024}, "sizes from 2048 to 1024"),
+        ({"least": 0}, "sizes from 0"),
+        ({"factor": 1}, "factor 1"),
+        ({"iterations": 0}, "iterations 0"),
+        ({"size": 8}, "'size'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(asked: dict[str, Any], message: str) -> None:
+    """By name and value, with what there is."""
+    with pytest.raises(UsageError, match=message) as caught:
+        read(asked)
+    assert caught.value.hint
+    assert isinstance(read({}), Ask)

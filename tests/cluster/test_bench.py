@@ -1,0 +1,99 @@
+"""`raydist bench comm` on a real private Ray: all that it measures, how it ends, and that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist.cluster import bench
+from raydist.cluster.session import Session, open_session, worker_environment
+from raydist.errors import PreflightError, WorkerFailed
+from raydist.spec import JobSpec
+
+ROOT = Path(__file__).parents[2]
+JOB = """\
+model: {layers: 2, width: 64, heads: 2, context: 16}
+data: {source: none}
+train: {steps: 1, global_batch: 4, micro_batch: 2}
+cluster: {workers: 2, cpus_per_worker: 0.5}
+"""
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """A private Ray whose workers find this file."""
+    path = [str(Path(__file__).parent), str(ROOT)]
+    with open_session(
+        "local", env=worker_environment(), log_dir=tmp_path_factory.mktemp("logs"), python_path=path
+    ) as opened:
+        yield opened
+
+
+def job(workers: int = 2, cpus: float = 0.5) -> JobSpec:
+    """A job of so many ranks."""
+    train = {"steps": 1, "global_batch": workers, "micro_batch": 1}
+    cluster = {"workers": workers, "cpus_per_worker": cpus}
+    return JobSpec.model_validate({"data": {"source": "none"}, "train": train, "cluster": cluster})
+
+
+def interrupt(config: dict[str, Any]) -> None:
+    """A rank of a measurement that the driver's user interrupts, and that would never end."""
+    os.kill(config["driver"], signal.SIGINT)
+    signal.pause()
+
+
+def fail(config: dict[str, Any]) -> None:
+    """A rank that cannot measure."""
+    raise ValueError(f"no such link, with {config['gpus']:g} GPUs")
+
+
+def test_ctrl_c_ends_it(session: Session) -> None:
+    """The ranks are ended, and the signal is told; the handlers are those from before."""
+    before = signal.getsignal(signal.SIGINT)
+    told = bench.run("test_bench:interrupt", {"driver": os.getpid()}, job(), session, spread=False)
+    assert told == bench.Interrupted(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_failure_is_told(session: Session) -> None:
+    """With the rank, its error and its traceback; and what does not fit is refused."""
+    with pytest.raises(WorkerFailed, match="rank 0: ValueError: no such link, with 0 GPUs") as caught:
+        bench.run("test_bench:fail", {}, job(), session, spread=True)
+    assert "in fail" in caught.value.hint
+    with pytest.raises(PreflightError, match="999"):
+        bench.run("test_bench:fail", {}, job(999), session, spread=False)
+    assert bench.workers(session) == max(2, int(session.resources.get("GPU", 0)))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """A job's links, gradients and buckets, as one object on stdout; every number that arrived is right."""
+    (tmp_path / "job.yaml").write_text(JOB)
+    asked = ["bench", "comm", "job.yaml", "--max-bytes", "64KiB", "--min-bytes", "16KiB", "--iters", "3", "--json"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "raydist", *asked], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["v"], told["world_size"], told["backend"]) == (1, 2, "gloo")
+    assert [(r["op"], r["size"]) for r in told["collectives"][:3]] == [
+        ("all_reduce", 16384), ("all_reduce", 65536), ("all_gather", 16384),
+    ]  # fmt: skip
+    assert len(told["collectives"]) == 12
+    assert all(r["wrong"] == 0 and r["iterations"] == 3 for r in told["collectives"])
+    assert told["pairs"]["names"] == ["rank 0", "rank 1"]
+    assert told["pairs"]["bandwidth"][0][1] > 0
+    parameters = 257 * 64 + 2 * (4 * 64**2 + 2 * 64) + 64
+    assert told["gradients"]["bytes"] > 4 * parameters
+    assert set(told["gradients"]["predicted"]) == {"ring", "tree", "halving_doubling", "torus_2d"}
+    assert told["gradients"]["measured"] > 0
+    assert told["bucket"]["bucket_mb"] is None  # a quarter of a MiB: there is nothing to divide
+    assert told["bucket"]["because"].startswith("torch's")
