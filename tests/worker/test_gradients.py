@@ -225,6 +225,15 @@ def test_a_run_with_one_look_tells_its_cost_too(dataset: str, tmp_path: Path) ->
     assert note.endswith(" ms")
 
 
+def test_an_overflow_in_fp16_is_no_problem() -> None:
+    """Its gradients are infinite, and the scale is halved, as ever; nothing is told."""
+    precision = {"params": "fp16", "loss_scale": {"initial": 2.0**40}}
+    made = Checked(alone(), job("ddp", precision=precision))
+    made.run(1)
+    assert made.trainer.precision.loss_scale == 2.0**39
+    assert made.told() == []
+
+
 def test_judgement_by_hand() -> None:
     """Two parameters on four ranks in pairs: within tolerance is the same; of a pair that differs nobody is in the minority."""
     whole, pairs = replicas(None, 4), ((0, 2), (1, 3))
