@@ -215,15 +215,23 @@ def test_bad_numbers_are_told_beside_what_on_nan_does(dataset: str, tmp_path: Pa
     assert told["count"] > NAMED - 1 or told["count"] == len(told["problems"])
 
 
-def test_a_run_with_one_look_tells_its_cost_too() -> None:
-    """Without a share, for there is no time between two looks."""
-    made = Checked(alone(), job("ddp"))
+def test_a_run_with_one_look_tells_its_cost_too(dataset: str, tmp_path: Path) -> None:
+    """At its end; without a share, for there is no time between two looks."""
+    raw = spec_of(dataset).model_dump()
+    spec = JobSpec.model_validate(raw | {"train": raw["train"] | {"check_gradients": 5}})
+    _, events, _ = trained(alone(), spec, str(tmp_path))
+    (note,) = [e["text"] for e in of(events, "note") if "check_gradients" in e["text"]]
+    assert note.startswith("train.check_gradients: 5: a look takes ")
+    assert note.endswith(" ms")
+
+
+def test_an_overflow_in_fp16_is_no_problem() -> None:
+    """Its gradients are infinite, and the scale is halved, as ever; nothing is told."""
+    precision = {"params": "fp16", "loss_scale": {"initial": 2.0**40}}
+    made = Checked(alone(), job("ddp", precision=precision))
     made.run(1)
-    assert made.said.events == []
-    made.check.close()
-    (note,) = made.said.events
-    assert note["text"].startswith("train.check_gradients: 1: a look takes ")
-    assert note["text"].endswith(" ms")
+    assert made.trainer.precision.loss_scale == 2.0**39
+    assert made.told() == []
 
 
 def test_judgement_by_hand() -> None:
