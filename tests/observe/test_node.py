@@ -141,6 +141,7 @@ def test_a_driver_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest
     assert asked.wait(30)
     assert "has not answered" in (agent.note() or "")
     agent.close()
+    assert agent._thread.is_alive()
     free.set()
     agent._thread.join(30)
     assert agent.note() == "the NVIDIA driver shows no GPU here"
