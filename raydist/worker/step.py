@@ -25,8 +25,12 @@ from raydist.worker.probe import Probe
 from raydist.worker.setup import Rank
 from raydist.worker.telemetry import Telemetry
 
-MESSAGES = (("all_reduce", 6, "sums of the step"), ("all_reduce", 1, "gradient norm"))
-"""What a step sends beside the gradients: (kind, elements, name), for traces."""
+MESSAGES = (
+    ("all_reduce", 6, "sums of the step"),
+    ("all_reduce", 1, "gradient norm"),
+    ("all_reduce", 2, "sums of the evaluation"),
+)
+"""What a step sends beside the gradients, and an evaluation: (kind, elements, name), for traces."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,6 +143,14 @@ def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "50%" in out
 
 
+def test_autograd_of_the_users_own_computes() -> None:
+    """A node with nothing recorded within is work; one that only holds others is not."""
+    step = x("ProfilerStep#5", "user_annotation", 7, 0, 100)
+    node = x("autograd::engine::evaluate_function: MineBackward", "cpu_op", 7, 10, 60)
+    found = describe(part(0, [step, node, x("MineBackward", "cpu_op", 7, 20, 40)]), "a part")
+    assert found.shares.compute == pytest.approx(0.2)
+
+
 def test_gpu_kernels_count_as_hta_has_them() -> None:
     """Kernels compute, but for NCCL's; copies do neither; the CPU does not count. NCCL numbers its own."""
     nccl = {
