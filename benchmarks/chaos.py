@@ -1,11 +1,17 @@
 """Trains under random faults of all classes for about a given time, then looks whether anything was lost, doubled or left behind.
 
-    python benchmarks/chaos.py [--seconds 300] [--seed 1]
+    python benchmarks/chaos.py [--seconds 300] [--seed 1] [--hosts]
 
-One host, two gloo ranks, a small GPT, a checkpoint every ten steps, copies in memory as they come. The same run without faults
-comes first. Checked: every step has one row, with the samples, the loss and the norm of the undisturbed run, bit for bit; the
-weights of the last checkpoint are the same bytes; no process is left. Printed: goodput, which is the time of the steps that
+Two gloo ranks, a small GPT, a checkpoint every ten steps, copies in memory as they come; on this machine, or with `--hosts` on a
+cluster of four hosts in network namespaces: the driver's, and three of which two have a rank. There nodes are killed and drained
+too, which come back at once, and the network of one is cut for a while. The same run without faults comes first.
+
+Checked: every step has one row, with the samples, the loss and the norm of the undisturbed run, bit for bit; the weights of the
+last checkpoint are the same bytes; no process is left, and so no namespace. Printed: goodput, which is the time of the steps that
 counted over the whole time, and each incident. A driver that was killed is started again by the same command, at once.
+
+Left out are the faults after which other numbers are right: a batch that is skipped (bad_number, loss_spike), and a micro-batch
+that is halved (out_of_memory, memory_hog). tests/faults has them.
 """
 
 from __future__ import annotations
@@ -19,14 +25,16 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write
 
@@ -35,18 +43,20 @@ from raydist.faults import Fault
 from raydist.records import Event
 from raydist.rundir import RunDir
 from raydist.runlog import read_events, read_steps
+from raydist.runstate import last_word
 from raydist.worker.checkpoint import manifest
+from tests.hosts import Cluster, Host, Hosts
 
 RAYDIST = str(Path(sys.executable).with_name("raydist"))
 JOB = {
     "name": "calm",
     "model": {"name": "gpt", "layers": 2, "width": 128, "heads": 4, "context": 128, "dropout": 0.1},
     "data": {"source": "python-stdlib"},
-    "train": {"steps": 100, "global_batch": 16, "micro_batch": 4, "seed": 5},
+    "train": {"steps": 100, "global_batch": 16, "micro_batch": 4, "seed": 5, "check_replicas": 5},
     "checkpoint": {"every": 10, "keep": 3},
     "eval": {"every": None},
     "recovery": {"max_failures": -1, "backoff_s": 0.0, "step_timeout": 3.0, "data_timeout": 2.0},
-    "cluster": {"workers": 2},
+    "cluster": {"workers": 2, "cpus_per_worker": 1},
 }
 APART = 25
 """Steps from one fault to the next: two checkpoints lie between, so that the run is never taken for one without progress."""
@@ -76,19 +86,103 @@ KINDS: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.KillAgent(rank=rank, step=step),
     lambda rank, step: faults.KillMonitor(step=step),
     lambda rank, step: faults.KillDriver(step=step),
+    lambda rank, step: faults.FlipBit(rank=rank, step=step),
 ]
+OF_NODES: list[Callable[[int, int], Fault]] = [
+    lambda rank, step: faults.KillNode(rank=rank, step=step),
+    lambda rank, step: faults.Drain(rank=rank, step=step),
+]
+CUT_S = 12.0
+"""How long a network is cut: Ray has given the node up by then."""
 
 
-def train(folder: Path, name: str, steps: int, *options: str) -> float:
+class Here:
+    """This machine, with a private Ray."""
+
+    address = "local"
+
+    def run(self, command: list[str], folder: Path) -> tuple[int, str]:
+        """Exit code and stderr."""
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        return done.returncode, done.stderr
+
+    def close(self) -> None:
+        """Nothing is left to end."""
+
+
+class Net:
+    """A cluster of four hosts: a head without CPUs, and three nodes of one. A thread mends what faults have done to it."""
+
+    def __init__(self) -> None:
+        self.hosts = Hosts(4)
+        self.hosts.__enter__()
+        self.cluster = Cluster(self.hosts, size=1, cpus=0)
+        self.cluster.__enter__()
+        for host in self.nodes:
+            self.cluster.add_node(host, cpus=1)
+        self.address = self.cluster.address
+        self.cuts: list[int] = []
+        """Steps at which the network of a rank's host is cut."""
+        self.cut: list[dict[str, Any]] = []
+        self.watched: RunDir | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._mend, daemon=True)
+        self._thread.start()
+
+    @property
+    def nodes(self) -> list[Host]:
+        """All but the driver's."""
+        return list(self.hosts)[1:]
+
+    def run(self, command: list[str], folder: Path) -> tuple[int, str]:
+        """Exit code and stderr, on the head."""
+        env = {**os.environ, **self.cluster.environment, "RAY_AUTH_MODE": "token", "GLOO_SOCKET_IFNAME": "eth0"}
+        process = self.hosts[0].popen(
+            command, cwd=str(folder), env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        told = process.communicate()[1]
+        return process.returncode, told
+
+    def close(self) -> None:
+        """Ends all hosts."""
+        self._ended.set()
+        self._thread.join()
+        self.cluster.close()
+        self.hosts.close()
+
+    def _mend(self) -> None:
+        cut: Host | None = None
+        healed = 0.0
+        while not self._ended.wait(0.3):
+            if cut is not None and time.monotonic() > healed:
+                self.hosts.heal(cut)
+                cut = None
+            living = self.cluster.node_ids()
+            for host in self.nodes:
+                if host.name not in living and host is not cut:
+                    self.cluster.add_node(host, cpus=1)
+            if cut is None and self.watched is not None and self.cuts and self._step() >= self.cuts[0]:
+                told = [e for e in read_events(self.watched) if e.kind == "workers"][-1].data["workers"]
+                cut = next(host for host in self.nodes if host.name == told[-1]["host"])
+                self.cut.append({"fault": "cut_network", "rank": told[-1]["rank"], "step": self.cuts.pop(0)})
+                self.hosts.cut(cut)
+                healed = time.monotonic() + CUT_S
+
+    def _step(self) -> int:
+        assert self.watched is not None
+        return int((last_word(self.watched) or {"step": 0})["step"])
+
+
+def train(place: Here | Net, folder: Path, name: str, steps: int, *options: str) -> float:
     """Trains to the end, again and again if it must; seconds."""
-    command = [RAYDIST, "train", "job.yaml", "--name", name, "--storage", str(folder), "--address", "local"]
+    command = [RAYDIST, "train", "job.yaml", "--name", name, "--storage", str(folder), "--address", place.address]
     begun = time.monotonic()
     while True:
-        done = subprocess.run([*command, "--set", f"train.steps={steps}", *options], cwd=folder, capture_output=True)
-        if done.returncode == 0:
+        code, told = place.run([*command, "--set", f"train.steps={steps}", *options], folder)
+        if code == 0:
             return time.monotonic() - begun
-        if done.returncode != -9:
-            sys.exit(f"{name} ended with {done.returncode}:\n{done.stderr.decode()[-3000:]}")
+        if code not in (-9, 137):
+            sys.exit(f"{name} ended with {code}:\n{told[-3000:]}")
 
 
 def exact(run: RunDir) -> list[list[Any]]:
@@ -111,13 +205,16 @@ def weights(run: RunDir) -> str:
 
 
 def incidents(events: list[Event]) -> list[dict[str, Any]]:
-    """Each fault, and what came of it: the seconds to the first step after it, where it ended an attempt or a driver."""
+    """Each fault and each failure, in their order; of what ended an attempt or a driver the seconds to the first step after it."""
     found: list[dict[str, Any]] = []
     for event in events:
         if event.kind == "fault":
             keys = ("fault", "rank", "step")
             found.append({**{key: event.data[key] for key in keys}, "seconds": None, "repeated": None, "cause": ""})
-        elif event.kind == "failure" and found:
+        elif event.kind == "failure":
+            if not found or found[-1]["cause"] or found[-1]["seconds"] is not None:  # of no fault that told of itself
+                rank = "-" if event.data["rank"] is None else event.data["rank"]
+                found.append({"fault": "-", "rank": rank, "step": "-", "seconds": None, "repeated": None})
             found[-1]["cause"] = event.data["cause"]
         elif event.kind == "first_step" and event.data["attempt"] > 1 and found and found[-1]["seconds"] is None:
             found[-1] |= {"seconds": event.data["seconds"], "repeated": event.data["repeated_steps"]}
@@ -129,6 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--hosts", action="store_true", help="on four hosts in network namespaces; needs root")
     options = parser.parse_args()
     # Processes whose parent has died become ours, so that none escapes the count.
     assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
@@ -137,38 +235,58 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home)
         (folder / "job.yaml").write_text(yaml.safe_dump(JOB))
-        train(folder, "warm", 60)
+        place = Net() if options.hosts else Here()
+        train(place, folder, "warm", 60)
         pace = sorted(read_steps(RunDir(folder / "warm"))["seconds"].to_pylist())[30]
-        count = max(3, int(options.seconds / (COST_S + APART * pace)))
+        count = max(4 if options.hosts else 3, int(options.seconds / (COST_S + APART * pace)))
         steps = APART * (count + 1)
         rng = random.Random(options.seed)
-        chosen = [rng.choice(KINDS)(rng.randrange(2), APART * (i + 1) + rng.randrange(10)) for i in range(count)]
+        # On hosts every second fault is one of nodes: killed and drained ones, and cut networks.
+        of_nodes = [*OF_NODES, None]
+        chosen: list[Fault] = []
+        cuts: list[int] = []
+        for i in range(count):
+            kinds: Sequence[Callable[[int, int], Fault] | None] = of_nodes if options.hosts and i % 2 == 0 else KINDS
+            kind, rank, step = rng.choice(kinds), rng.randrange(2), APART * (i + 1) + rng.randrange(10)
+            chosen += [kind(rank, step)] if kind is not None else []
+            cuts += [step] if kind is None else []
         (folder / "faults.yaml").write_text(
             yaml.safe_dump([f.model_dump(mode="json", exclude_none=True) for f in chosen])
         )
-        train(folder, "calm", steps)
-        wall = train(folder, "chaos", steps, "--faults", "faults.yaml")
+        train(place, folder, "calm", steps)
         calm, chaos = RunDir(folder / "calm"), RunDir(folder / "chaos")
+        if isinstance(place, Net):
+            place.cuts, place.watched = cuts, chaos
+        wall = train(place, folder, "chaos", steps, "--faults", "faults.yaml")
+        place.close()
         left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
         _, alive = psutil.wait_procs(left, timeout=20)
         checks = {
             "every step once, samples and losses as undisturbed": exact(chaos) == exact(calm),
             "weights and optimizer as undisturbed": weights(chaos) == weights(calm),
-            "no process left": not alive,
+            "no process left, and no namespace": not alive,
         }
         events = read_events(chaos)
         useful = sum(read_steps(chaos)["seconds"].to_pylist())
         table = incidents(events)
     print(f"{'fault':18s} {'rank':>4s} {'step':>5s} {'first step after':>16s} {'repeated':>8s}  cause")
-    for row in table:
+    for row in table + (place.cut if isinstance(place, Net) else []):
+        row = {"seconds": None, "repeated": None, "cause": ""} | row
         seconds = "-" if row["seconds"] is None else f"{row['seconds']:.1f} s"
         repeated = "-" if row["repeated"] is None else row["repeated"]
         print(f"{row['fault']:18s} {row['rank']:4} {row['step']:5} {seconds:>16s} {repeated:>8}  {row['cause'][:90]}")
-    print(f"\n{len(table)} faults in {wall:.0f} s, {steps} steps; goodput {useful / wall:.2f}")
+    print(f"\n{len(chosen) + len(cuts)} faults in {wall:.0f} s, {steps} steps; goodput {useful / wall:.2f}")
     for check, holds in checks.items():
         print(f"{'ok' if holds else 'FAILED':7s}{check}")
-    result = {"seed": options.seed, "steps": steps, "wall_s": wall, "goodput": useful / wall, "checks": checks}
-    print(write("chaos", {**result, "incidents": json.loads(json.dumps(table))}))
+    result = {
+        "seed": options.seed,
+        "hosts": options.hosts,
+        "steps": steps,
+        "wall_s": wall,
+        "goodput": useful / wall,
+        "checks": checks,
+    }
+    print(write("chaos-hosts" if options.hosts else "chaos", {**result, "incidents": json.loads(json.dumps(table))}))
     sys.exit(0 if all(checks.values()) else 1)
 
 

@@ -1,8 +1,9 @@
 """Steady tokens/s and seconds to the first step: `raydist train` beside plain torchrun + DDP and plain Ray Train.
 
-    python benchmarks/peers.py [--rounds 5] [--sharded]
+    python benchmarks/peers.py [--rounds 5] [--sharded [--deepspeed PYTHON]]
 
-With --sharded: zero2 and zero3 beside plain torchrun + FSDP2 at the same reshard setting.
+With --sharded: zero2 and zero3 beside plain torchrun + FSDP2 at the same reshard setting; and beside DeepSpeed, if an
+interpreter is given that has it (0.19.8 and ninja, on the same torch).
 
 Two gloo ranks of one thread each train the same model on batches of the same shape; each run is a cold start; the peers take
 turns, beginning with another one each round. The meter sits in the model's forward, the same for all. The ratio of a round is that
@@ -35,15 +36,19 @@ SHARDED = [
 ]  # fmt: skip
 
 
-def command(peer: str, out: str, t0: float, storage: str) -> list[str]:
-    """The shell command of one run."""
-    if peer.startswith("torchrun"):
+DEEPSPEED = ["DeepSpeed zero2", "DeepSpeed zero3"]
+SCRIPTS = {"torchrun": "torchrun_ddp.py", "torchrun FSDP2": "torchrun_fsdp.py", "DeepSpeed": "deepspeed_zero.py"}
+
+
+def command(peer: str, out: str, t0: float, storage: str, python: str = sys.executable) -> list[str]:
+    """The shell command of one run; `python`: of a peer that is a script under torchrun."""
+    name, _, strategy = peer.rpartition(" zero")
+    if script := SCRIPTS.get(name or peer):
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
-        torchrun = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", str(port)]
-        script = ["torchrun_fsdp.py"] if "FSDP2" in peer else ["torchrun_ddp.py"]
-        return [*torchrun, *script, out, str(t0), peer.split()[-1]]
+        torchrun = [python, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+        return [*torchrun, script, out, str(t0), *([f"zero{strategy}"] if strategy != peer else [])]
     if peer == "ray train":
         return [sys.executable, "ray_train.py", out, str(t0)]
     extra = ["--set", "optim.fused=false"] if "plain" in peer else []
@@ -54,13 +59,14 @@ def command(peer: str, out: str, t0: float, storage: str) -> list[str]:
     return [*raydist, "--set", options, *extra]
 
 
-def run(peer: str, storage: str) -> dict[str, float]:
+def run(peer: str, storage: str, deepspeed: str | None) -> dict[str, float]:
     """One cold run: tokens/s, CPU ms a step and peak RSS (the mean and the larger of the ranks), seconds to the first step."""
     env = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     env.pop("RAY_ADDRESS", None)
     with tempfile.TemporaryDirectory() as folder:
         out, t0 = f"{folder}/out", time.time()
-        done = subprocess.run(command(peer, out, t0, storage), cwd=PEERS, env=env, capture_output=True, timeout=300)
+        asked = command(peer, out, t0, storage, deepspeed if deepspeed and peer in DEEPSPEED else sys.executable)
+        done = subprocess.run(asked, cwd=PEERS, env=env, capture_output=True, timeout=300)
         if done.returncode:
             sys.exit(f"{peer} failed:\n{done.stderr.decode()[-3000:]}")
         ranks = [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in (0, 1)]
@@ -78,15 +84,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sharded", action="store_true", help="ZeRO beside FSDP2")
+    parser.add_argument("--deepspeed", metavar="PYTHON", help="with --sharded: an interpreter that has DeepSpeed")
     options = parser.parse_args()
-    peers = SHARDED if options.sharded else REPLICATED
+    peers = SHARDED + (DEEPSPEED if options.deepspeed else []) if options.sharded else REPLICATED
     rounds: list[dict[str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory() as storage:
         # The corpus is prepared once, before anything is timed.
         subprocess.run([*command("raydist", f"{storage}/warm", 0, storage), "--until", "1"], cwd=PEERS, check=True)
         for i in range(options.rounds):
             shift = i % len(peers)
-            found = {peer: run(peer, storage) for peer in peers[shift:] + peers[:shift]}
+            found = {peer: run(peer, storage, options.deepspeed) for peer in peers[shift:] + peers[:shift]}
             rounds.append(found)
             print(f"round {i + 1}: " + "  ".join(f"{p} {found[p]['tokens_per_second']:.0f}" for p in peers), flush=True)
     table = {}

@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write
 
@@ -136,12 +138,16 @@ def run(peer: str, fault: str, storage: str) -> dict[str, float]:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim[1], signal.SIGCONT)
+            children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
             process.send_signal(signal.SIGINT)
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=20)
             process.kill()
             process.wait()
+            for child in children:  # torchrun's ranks are in sessions of their own, and outlive it
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
 
 
 def repeated(storage: str) -> int:

@@ -125,16 +125,28 @@ def thin(run: RunDir, before: float, below: int) -> None:
         run.storage.delete(name)
 
 
-def read_samples(run: RunDir, columns: Sequence[str] | None = None) -> pa.Table:
-    """All rows, in the order of their time; `columns`: only these. Works while the run is being written. Raises StorageError."""
+def read_samples(run: RunDir, columns: Sequence[str] | None = None, since: float | None = None) -> pa.Table:
+    """All rows, in the order of their time; `columns`: only these; `since`: only those from that Unix time on, and no more is read
+    than it takes. Works while the run is being written. Raises StorageError.
+    """
     names = _listed(run)
     covered = {n for kind, first, last, _ in names if kind == "thin" for n in range(first, last + 1)}
-    chosen = [name for kind, first, _, name in sorted(names) if kind == "thin" or first not in covered]
+    chosen = [(first, name) for kind, first, _, name in names if kind == "thin" or first not in covered]
     wanted = list(columns) if columns is not None else list(COLUMNS)
     asked = list(dict.fromkeys([*wanted, "at"]))
-    schema = pa.schema([SCHEMA.field(name) for name in asked])
-    parts = [part for name in chosen if (part := _read(run, name, asked)) is not None]
-    return pa.concat_tables([schema.empty_table(), *parts]).sort_by("at").select(wanted)
+    parts = [pa.schema([SCHEMA.field(name) for name in asked]).empty_table()]
+    for _, name in sorted(chosen, reverse=True):
+        part = _read(run, name, asked)
+        if part is None:
+            continue
+        if since is not None:
+            older = part.num_rows and pc.min(part["at"]).as_py() < since
+            parts.append(part.filter(pc.greater_equal(part["at"], since)))
+            if older:
+                break
+        else:
+            parts.append(part)
+    return pa.concat_tables(parts).sort_by("at").select(wanted)
 
 
 def _thinned(rows: pa.Table) -> pa.Table:

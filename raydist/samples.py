@@ -51,7 +51,7 @@ RANK: dict[str, tuple[pa.DataType, str]] = {
         for name, kind, text in (
             ("count", _I, "number"),
             ("bytes", _I, "size by the conventions of nccl-tests"),
-            ("wire_bytes", _F, "the same times the bus factor of nccl-tests: what a ring sends from each rank"),
+            ("wire_bytes", _F, "bytes that a ring sends from each rank: the bus factor of nccl-tests times the size"),
             ("seconds", _F, "time from start to end"),
             ("exposed_seconds", _F, "time that no computing hid"),
         )

@@ -43,6 +43,9 @@ def test_all_rows_are_read_in_the_order_of_time(tmp_path: Path, monkeypatch: pyt
     assert found["at"].to_pylist() == [*sorted([float(at) for at in range(10)] * 2), 10.0, 10.5]
     assert found["load"].to_pylist() == [None] * 21 + [0.5]
     assert len(names(run)) == 6
+    assert read_samples(run, ["at"], since=8.0)["at"].to_pylist() == [8.0, 8.0, 9.0, 9.0, 10.0, 10.5]
+    (run.storage.local / SAMPLES / names(run)[0]).write_bytes(b"not read")
+    assert read_samples(run, ["at"], since=9.5).num_rows == 2
 
 
 def test_what_storage_refuses_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from raydist import __version__
-from raydist.cli import checkpoint, convert, data, faults, plan, runs, sample, schema, submit, train
+from raydist.cli import checkpoint, convert, data, faults, plan, profile, runs, sample, schema, submit, train, watch
 from raydist.errors import RaydistError
 
 app = typer.Typer(
@@ -28,6 +28,8 @@ app = typer.Typer(
 train.register(app)
 submit.register(app)
 runs.register(app)
+watch.register(app)
+profile.register(app)
 sample.register(app)
 schema.register(app)
 plan.register(app)

@@ -91,6 +91,23 @@ def steps(rows: Iterable[dict[str, Any]], out: Console | None = None) -> None:
         out.print(line, soft_wrap=True, markup=False)
 
 
+def profile(found: list[dict[str, Any]], names: list[str], out: Console | None = None) -> None:
+    """The list of `profile.measured`; `names`: the metrics that were asked for."""
+    out = out or Console(highlight=False)
+    table = _table("metric", "of", "host", "mean>", "least>", "most>", "", "wanted")
+    for row in found:
+        of = " ".join(f"{key} {row[key]}" for key in ("rank", "gpu") if row.get(key) is not None) or "node"
+        values = (text.quantity(row[key], row["unit"]) for key in ("mean", "least", "most"))
+        verdict = Text("") if row["ok"] is None else Text("ok", "green") if row["ok"] else Text("LOOK", "bold red")
+        table.add_row(row["metric"], of, row["host"], *values, verdict, row["wanted"] or "")
+    out.print(table)
+    for name in dict.fromkeys(row["metric"] for row in found if row["ok"] is False):
+        remedy = next(row["remedy"] for row in found if row["metric"] == name and row["remedy"])
+        out.print(Text.assemble((f"{name}: ", "bold"), remedy), soft_wrap=True)
+    if missing := [name for name in names if name not in {row["metric"] for row in found}]:
+        out.print(f"nothing here has: {', '.join(missing)}", soft_wrap=True)
+
+
 def _table(*columns: str) -> Table:
     """`>` behind a heading: numbers, on the right."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)

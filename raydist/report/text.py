@@ -34,6 +34,15 @@ def span(seconds: float) -> str:
     return f"{days}d {clock}" if days else clock
 
 
+def quantity(value: float, unit: str) -> str:
+    """A figure of raydist.report.profile: `83%`, `1.2 GiB/s`, `12.3 MiB`, `310 W`, `61 C`."""
+    if unit == "share":
+        return f"{value:.0%}"
+    if unit.startswith("bytes"):
+        return size(value) + unit.removeprefix("bytes")
+    return f"{value:.0f} {unit}"
+
+
 def loss(value: float | None) -> str:
     """A loss in nats, or `-`."""
     return "-" if value is None else f"{value:.4f}"

@@ -74,7 +74,7 @@ n ranks). Conventions and factors: nccl-tests, doc/PERFORMANCE.md; a receiver se
 
 @dataclass(slots=True)
 class Total:
-    """Of one kind. `bytes`: size by nccl-tests' conventions; `wire_bytes`: the same times the bus factor."""
+    """Of one kind. `bytes`: size by nccl-tests' conventions; `wire_bytes`: what this rank sends for them, round a ring."""
 
     count: int = 0
     bytes: int = 0
@@ -158,7 +158,10 @@ class CommLog:
                 total = self._totals.setdefault(op, Total())
                 total.count += 1
                 total.bytes += nbytes
-                total.wire_bytes += nbytes * factor(pg.size()) if pg.size() > 1 else 0.0
+                if pg.size() > 1:
+                    # gloo's reduce-scatter is an all-reduce of which most is thrown away.
+                    twice = 2 if op == "reduce_scatter" and clock is self._clocks["cpu"] else 1
+                    total.wire_bytes += twice * nbytes * factor(pg.size())
             work = made[-1] if isinstance(made, tuple) else made
             if work is not None:  # else a coalescing manager has it
                 call.work = dist.Work.unbox(work)

@@ -1,0 +1,65 @@
+"""`raydist profile`: figures of a live run over a while, with verdicts.
+
+Runs in: the user's shell. Imports pyarrow and rich inside the command; never ray or torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(profile)
+
+
+def profile(
+    run: Annotated[str, typer.Argument(help="A run folder's path or URI, or a run's name.", show_default=False)],
+    storage: Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")] = None,
+    duration: Annotated[float, typer.Option(min=0.1, help="Seconds to measure.")] = 60.0,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds that each of the values is taken over.")] = 10.0,
+    metric: Annotated[str | None, typer.Option(help="Names, with commas between; docs/thresholds.md has them.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A list, as JSON.")] = False,
+) -> None:
+    """Measure a run that trains: means, least and most of each rank, node and GPU, and whether they are as they should be."""
+    from raydist.errors import UsageError
+    from raydist.report import profile as profiles
+    from raydist.rundir import resolve
+    from raydist.runstate import read_state
+    from raydist.samplelog import read_samples
+
+    names = profiles.chosen(metric.split(",") if metric is not None else None)
+    place = resolve(run, storage)
+    begun = time.time()
+    end = begun + duration
+    while True:
+        status = read_state(place)["status"]
+        if status != "running":
+            raise UsageError(
+                f"{place.uri}: this run is {status}, and only one that trains can be profiled",
+                f"`raydist show {run}` tells what it did",
+            )
+        left = end - time.time()
+        if left <= 0:
+            break
+        if not as_json:
+            print(f"profiling {place.name} for {left:.0f} s more", file=sys.stderr, flush=True)
+        time.sleep(min(left, interval))
+    rows = read_samples(place, since=begun).to_pylist()
+    if not rows:
+        raise UsageError(
+            f"{place.uri}: nothing was measured in {duration:g} s",
+            "is observe.interval_s null? else take a longer --duration",
+        )
+    found = profiles.measured(rows, names, begun, interval)
+    if as_json:
+        print(json.dumps(found, allow_nan=False))
+        return
+    from raydist.report import tables
+
+    tables.profile(found, names)

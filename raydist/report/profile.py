@@ -1,0 +1,221 @@
+"""What `raydist profile` finds: some figures of a live run over a while, of each rank, node and GPU, with a verdict on each.
+
+Runs anywhere. Must not import torch or ray. docs/thresholds.md says where the thresholds come from.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from raydist.errors import UsageError
+from raydist.registry import did_you_mean
+from raydist.report import shares
+from raydist.samples import OPS
+
+Row = Mapping[str, Any]
+Subject = Literal["rank", "node", "gpu"]
+SUBJECTS: dict[Subject, tuple[str, ...]] = {"rank": ("rank", "attempt"), "node": ("node",), "gpu": ("node", "gpu")}
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A figure of each `subject`: `value` takes the subject's rows of one interval, in order; None where they do not say.
+
+    `grows`: it is what counters grew by, so that the last row before the interval is the first one of them. `good`: whether a
+    mean is as it should be (None: there is no saying); `wanted` says that in words, and `remedy` what to do.
+    """
+
+    subject: Subject
+    unit: Literal["share", "bytes/s", "bytes", "W", "C"]
+    value: Callable[[Sequence[Row]], float | None]
+    good: Callable[[float], bool] | None = None
+    wanted: str = ""
+    remedy: str = ""
+    grows: bool = False
+
+
+def _mean(name: str) -> Callable[[Sequence[Row]], float | None]:
+    def value(rows: Sequence[Row]) -> float | None:
+        told = [row[name] for row in rows if row.get(name) is not None]
+        return statistics.fmean(told) if told else None
+
+    return value
+
+
+def _rate(name: str) -> Callable[[Sequence[Row]], float | None]:
+    return lambda rows: shares.rate(rows, name)
+
+
+def _spent(name: str) -> Callable[[Sequence[Row]], float | None]:
+    def value(rows: Sequence[Row]) -> float | None:
+        found = shares.spent(rows)
+        return None if found is None else found[name]
+
+    return value
+
+
+def _sync(rows: Sequence[Row]) -> float | None:
+    """Seconds in which gradients were on their way, over those of the forward passes."""
+    forward = shares.grown(rows[0], rows[-1], "forward_seconds")
+    moved = sum(shares.grown(rows[0], rows[-1], f"{op}_seconds") for op in OPS)
+    return moved / forward if forward else None
+
+
+def _link(rows: Sequence[Row]) -> float | None:
+    """The busier direction of the interface, over its limit."""
+    limit = next((row["nic_limit_bytes_per_second"] for row in rows if row.get("nic_limit_bytes_per_second")), None)
+    rates = [rate for way in ("in", "out") if (rate := shares.rate(rows, f"nic_{way}_bytes")) is not None]
+    return max(rates) / limit if limit and rates else None
+
+
+def _used(used: str, total: str) -> Callable[[Sequence[Row]], float | None]:
+    def value(rows: Sequence[Row]) -> float | None:
+        told = [row[used] / row[total] for row in rows if row.get(used) is not None and row.get(total)]
+        return max(told) if told else None
+
+    return value
+
+
+_MEMORY = "lower train.micro_batch, or take parallel.strategy: zero2 or zero3, or offload.optimizer: cpu"
+METRICS: dict[str, Metric] = {
+    "compute": Metric("rank", "share", _spent("compute"), grows=True),
+    "exposed": Metric(
+        "rank",
+        "share",
+        _spent("exposed"),
+        lambda x: x < 0.1,
+        "under 10% of the time",
+        "larger train.micro_batch (fewer syncs a token), parallel.bucket_mb: auto, precision.reduce: bf16, or a faster link",
+        grows=True,
+    ),
+    "sync": Metric(
+        "rank",
+        "share",
+        _sync,
+        lambda x: x < 0.2,
+        "under 20% of forward",
+        "as for exposed; what backward hides costs nothing",
+        grows=True,
+    ),
+    "data": Metric(
+        "rank",
+        "share",
+        _spent("data"),
+        lambda x: x < 0.05,
+        "under 5% of the time",
+        "raise data.prefetch, prepare the data ahead (`raydist data prepare`), or bring it nearer",
+        grows=True,
+    ),
+    "save": Metric(
+        "rank",
+        "share",
+        _spent("save"),
+        lambda x: x < 0.05,
+        "under 5% of the time",
+        "raise checkpoint.every",
+        grows=True,
+    ),
+    "rss": Metric("rank", "bytes", _mean("rss_bytes")),
+    "gpu_util": Metric(
+        "gpu",
+        "share",
+        _mean("gpu_util"),
+        lambda x: x >= 0.85,
+        "at least 85%",
+        "look at data and exposed; larger train.micro_batch, train.compile",
+    ),
+    "gpu_memory": Metric(
+        "gpu",
+        "share",
+        _used("gpu_memory_used_bytes", "gpu_memory_total_bytes"),
+        lambda x: x < 0.95,
+        "under 95%",
+        _MEMORY,
+    ),
+    "gpu_sm_active": Metric("gpu", "share", _mean("gpu_sm_active")),
+    "gpu_tensor_active": Metric("gpu", "share", _mean("gpu_tensor_active")),
+    "gpu_power": Metric("gpu", "W", _mean("gpu_power_watts")),
+    "gpu_temperature": Metric("gpu", "C", _mean("gpu_temperature_celsius")),
+    "cpu_util": Metric("node", "share", _mean("cpu_util")),
+    "memory": Metric(
+        "node",
+        "share",
+        _used("memory_used_bytes", "memory_total_bytes"),
+        lambda x: x < 0.9,
+        "under 90%",
+        _MEMORY,
+    ),
+    "network_in": Metric("node", "bytes/s", _rate("nic_in_bytes"), grows=True),
+    "network_out": Metric("node", "bytes/s", _rate("nic_out_bytes"), grows=True),
+    "network": Metric(
+        "node",
+        "share",
+        _link,
+        lambda x: x < 0.8,
+        "under 80% of the link",
+        "precision.reduce: bf16, parallel.strategy: hsdp, or a faster link",
+        grows=True,
+    ),
+}
+DEFAULT = (
+    "gpu_util",
+    "gpu_memory",
+    "compute",
+    "exposed",
+    "sync",
+    "data",
+    "memory",
+    "network_in",
+    "network_out",
+    "network",
+)
+
+
+def chosen(names: Iterable[str] | None) -> list[str]:
+    """Names of metrics, checked. Raises UsageError for one that there is not."""
+    found = list(names) if names is not None else list(DEFAULT)
+    for name in found:
+        if name not in METRICS:
+            raise UsageError(f"unknown metric {name!r}", did_you_mean(name, list(METRICS)))
+    return found
+
+
+def measured(rows: Sequence[Row], names: Sequence[str], begun: float, interval_s: float) -> list[dict[str, Any]]:
+    """One dict a metric and subject: metric, the subject's columns and host, unit, mean, least, most over the intervals, ok,
+    wanted, remedy. `rows`: in order of time; what no row says has no dict. `ok` is None where there is no saying.
+    """
+    found = []
+    for name in names:
+        metric = METRICS[name]
+        keys = SUBJECTS[metric.subject]
+        for who, told in sorted(shares.by_subject((r for r in rows if r["kind"] == metric.subject), *keys).items()):
+            binned: dict[int, list[Row]] = {}
+            for row in told:
+                binned.setdefault(int((row["at"] - begun) // interval_s), []).append(row)
+            values, before = [], list[Row]()
+            for part in binned.values():
+                values.append(metric.value([*before, *part] if metric.grows else part))
+                before = part[-1:]
+            known = [value for value in values if value is not None]
+            if not known:
+                continue
+            mean = statistics.fmean(known)
+            ok = metric.good(mean) if metric.good is not None else None
+            found.append(
+                {
+                    "metric": name,
+                    **dict(zip(keys, who, strict=True)),
+                    "host": told[-1]["host"],
+                    "unit": metric.unit,
+                    "mean": mean,
+                    "least": min(known),
+                    "most": max(known),
+                    "ok": ok,
+                    "wanted": metric.wanted or None,
+                    "remedy": metric.remedy if ok is False else None,
+                }
+            )
+    return found

@@ -1,0 +1,154 @@
+"""What `raydist watch` shows of a live run, from its folder alone: steps, and of each rank its memory and where its time goes.
+
+Runs anywhere. Must not import torch or ray. docs/observe.md has the fields.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from raydist.report import shares, text
+from raydist.rundir import SPEC, RunDir
+from raydist.runlog import plain
+from raydist.runstate import read_state
+from raydist.samplelog import read_samples
+
+WINDOW_S = 30.0
+"""What shares and rates are taken over."""
+_BAR = 10
+
+
+def view(run: RunDir) -> dict[str, Any]:
+    """The run as it is now: plain data for strict JSON. What is not known is None. Raises StorageError."""
+    state = read_state(run)
+    now = time.time()
+    rows = read_samples(run, since=now - WINDOW_S).to_pylist() if state["status"] == "running" else []
+    attempt = state.get("attempt")
+    ranks = shares.by_subject((r for r in rows if r["kind"] == "rank" and r["attempt"] == attempt), "rank")
+    nodes = shares.by_subject((r for r in rows if r["kind"] == "node"), "node")
+    gpus = shares.by_subject((r for r in rows if r["kind"] == "gpu"), "node", "gpu")
+    total, pace = _total(run), state.get("tokens_per_second")
+    spent = {rank: shares.spent(told) for (rank,), told in ranks.items()}
+    last = shares.slowest(spent)
+    found = {
+        "at": now,
+        "run": run.name,
+        "path": run.uri,
+        "status": state["status"],
+        "attempt": attempt,
+        "world_size": state.get("world_size"),
+        "step": state.get("step") or 0,
+        "steps": total,
+        "loss": state.get("loss"),
+        "eval_loss": state.get("eval_loss"),
+        "tokens_per_second": pace,
+        "ranks": [
+            _rank(rank, told[-1], spent[rank], nodes, gpus) | {"slowest": rank == last}
+            for (rank,), told in sorted(ranks.items())
+        ],
+        "nodes": [_node(told) for _, told in sorted(nodes.items())],
+    }
+    return dict(plain(found))
+
+
+def panel(seen: dict[str, Any]) -> RenderableType:
+    """A view for a terminal."""
+    head = Text(line(seen), style="bold")
+    if not seen["ranks"]:
+        return Group(head, Text("no readings of ranks yet" if seen["status"] == "running" else ""))
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for name in ("rank", "host", "step", "memory", "", "compute", "exposed", "data", "GPU", "net in/s", "net out/s"):
+        table.add_column(name, justify="left" if name in ("host", "") else "right", no_wrap=True)
+    nodes = {node["node"]: node for node in seen["nodes"]}
+    for row in seen["ranks"]:
+        node = nodes.get(row["node"], {})
+        used = row["memory_used"]
+        table.add_row(
+            f"{row['rank']}",
+            f"{row['host']}",
+            f"{row['step']}",
+            "-" if row["memory_bytes"] is None else text.size(row["memory_bytes"]),
+            "" if used is None else "█" * round(used * _BAR) + "░" * (_BAR - round(used * _BAR)),
+            *(_percent(row[name]) for name in ("compute", "exposed", "data", "gpu_util")),
+            *(_size(node.get(name)) for name in ("nic_in_bytes_per_second", "nic_out_bytes_per_second")),
+            style="yellow" if row["slowest"] else "",
+        )
+    slow = next((row for row in seen["ranks"] if row["slowest"]), None)
+    tail = (
+        []
+        if slow is None
+        else [Text(f"rank {slow['rank']} on {slow['host']} is the one that the others wait for", "yellow")]
+    )
+    return Group(head, table, *tail)
+
+
+def line(seen: dict[str, Any]) -> str:
+    """A view in one line, for what is no terminal."""
+    parts = [f"{seen['run']} {seen['status']}", text.progress(seen["step"], seen["steps"])]
+    parts += [f"loss {text.loss(seen['loss'])}", f"tokens/s {text.rate(seen['tokens_per_second'])}"]
+    told = [row for row in seen["ranks"] if row["compute"] is not None]
+    for name in ("exposed", "data"):
+        if told:
+            worst = max(told, key=lambda row: row[name])
+            parts.append(f"{name} {_percent(worst[name])} (rank {worst['rank']})")
+    parts += [f"slowest rank {row['rank']}" for row in seen["ranks"] if row["slowest"]]
+    return "  ".join(parts)
+
+
+def _rank(
+    rank: int, row: Mapping[str, Any], spent: dict[str, float] | None, nodes: dict[Any, Any], gpus: dict[Any, Any]
+) -> dict[str, Any]:
+    """Memory is that of its GPU's, where it has one, else that of its process in its node's."""
+    gpu = gpus.get((row["node"], row["gpu"]), [None])[-1] if row["gpu"] is not None else None
+    node = nodes.get((row["node"],), [None])[-1]
+    if gpu is not None:
+        memory, most = gpu["gpu_memory_used_bytes"], gpu["gpu_memory_total_bytes"]
+    else:
+        memory, most = row["rss_bytes"], node["memory_total_bytes"] if node else None
+    return {
+        "rank": rank,
+        "host": row["host"],
+        "node": row["node"],
+        "gpu": row["gpu"],
+        "at": row["at"],
+        "step": row["step"],
+        "memory_bytes": memory,
+        "memory_used": memory / most if memory is not None and most else None,
+        "gpu_util": gpu["gpu_util"] if gpu else None,
+        **(spent or dict.fromkeys(("compute", "exposed", "data", "eval", "save"))),
+    }
+
+
+def _node(rows: list[Any]) -> dict[str, Any]:
+    newest = rows[-1]
+    return {
+        **{
+            name: newest[name]
+            for name in ("node", "host", "at", "cpu_util", "memory_used_bytes", "memory_total_bytes", "nic")
+        },
+        "nic_in_bytes_per_second": shares.rate(rows, "nic_in_bytes"),
+        "nic_out_bytes_per_second": shares.rate(rows, "nic_out_bytes"),
+    }
+
+
+def _total(run: RunDir) -> int | None:
+    try:
+        steps = yaml.safe_load(run.storage.read(SPEC))["train"]["steps"]
+    except (FileNotFoundError, KeyError, TypeError, yaml.YAMLError):
+        return None
+    return int(steps) if steps is not None else None
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _size(value: float | None) -> str:
+    return "-" if value is None else text.size(value)

@@ -1,0 +1,128 @@
+"""`raydist watch`: what is shown of a live run, and how, from its folder alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from raydist.cli import watch as command
+from raydist.errors import RunNotFound
+from raydist.observe.run import RunMonitor
+from raydist.report import shares, watch
+from raydist.rundir import SPEC, RunDir
+
+GIB = 1 << 30
+
+
+def reading(rank: int, at: float, compute: float, exposed: float, data: float, **more: Any) -> dict[str, Any]:
+    """A rank's counters, in seconds so far."""
+    phases = {"forward_seconds": compute / 2, "backward_seconds": compute / 2 + exposed, "data_seconds": data}
+    who = {"kind": "rank", "host": f"h{rank}", "node": f"10.0.0.{rank + 1}", "rank": rank, "attempt": 1}
+    return {**who, "at": at, "step": 12, "all_reduce_exposed_seconds": exposed, "rss_bytes": 2 * GIB, **phases, **more}
+
+
+def node(number: int, at: float, received: int) -> dict[str, Any]:
+    """A node's."""
+    who = {"kind": "node", "host": f"h{number}", "node": f"10.0.0.{number + 1}"}
+    return {**who, "at": at, "memory_total_bytes": 8 * GIB, "nic_in_bytes": received, "nic_out_bytes": 2 * received}
+
+
+@pytest.fixture
+def monitor(tmp_path: Path) -> RunMonitor:
+    """Of a run of two ranks, the second of which computes for twice as long."""
+    run = RunDir(tmp_path / "a-run")
+    run.storage.write(SPEC, b"train: {steps: 200}\n")
+    made = RunMonitor(run.uri, interval_s=60.0, tensorboard=False)
+    made.begin_attempt(1, 2, 0)
+    now = time.time()
+    made.observe([reading(0, now - 10, 100, 50, 5), reading(1, now - 10, 150, 0, 5), node(0, now - 10, 1000)])
+    made.observe([reading(0, now, 104, 55, 6), reading(1, now, 158, 1, 6), node(0, now, 6000), node(1, now, 0)])
+    made._samples.flush()
+    made._store_state()
+    return made
+
+
+def test_a_view(monitor: RunMonitor, tmp_path: Path) -> None:
+    """Shares of the last seconds only, memory of its node's, and the rank that the others wait for."""
+    seen = watch.view(RunDir(tmp_path / "a-run"))
+    assert (seen["run"], seen["status"], seen["attempt"], seen["steps"]) == ("a-run", "running", 1, 200)
+    first, second = seen["ranks"]
+    assert [first[name] for name in ("compute", "exposed", "data")] == pytest.approx([0.4, 0.5, 0.1])
+    assert [second[name] for name in ("compute", "exposed", "data")] == pytest.approx([0.8, 0.1, 0.1])
+    assert (first["memory_bytes"], first["memory_used"], first["gpu_util"]) == (2 * GIB, 0.25, None)
+    assert [row["slowest"] for row in seen["ranks"]] == [False, True]
+    one, two = seen["nodes"]
+    assert (one["nic_in_bytes_per_second"], one["nic_out_bytes_per_second"]) == pytest.approx((500, 1000))
+    assert two["nic_in_bytes_per_second"] is None, "one reading makes no rate"
+    monitor.end("finished")
+
+
+def test_what_a_rank_of_a_gpu_has(monitor: RunMonitor, tmp_path: Path) -> None:
+    """Its memory is the GPU's."""
+    now = time.time()
+    gpu = {"kind": "gpu", "host": "h0", "node": "10.0.0.1", "gpu": 3, "at": now, "gpu_util": 0.9}
+    monitor.observe([{**gpu, "gpu_memory_used_bytes": 20 * GIB, "gpu_memory_total_bytes": 80 * GIB}])
+    monitor.observe([reading(0, now + 1, 110, 60, 7, gpu=3)])
+    monitor._samples.flush()
+    first = watch.view(RunDir(tmp_path / "a-run"))["ranks"][0]
+    assert (first["memory_bytes"], first["memory_used"], first["gpu_util"]) == (20 * GIB, 0.25, 0.9)
+    monitor.end("finished")
+
+
+def test_ranks_of_an_attempt_before_are_not_shown(monitor: RunMonitor, tmp_path: Path) -> None:
+    """Nor is anything of a run that is over."""
+    monitor.begin_attempt(2, 2, 0)
+    monitor._store_state()
+    assert watch.view(RunDir(tmp_path / "a-run"))["ranks"] == []
+    monitor.end("finished")
+    assert watch.view(RunDir(tmp_path / "a-run"))["nodes"] == []
+
+
+def test_shares() -> None:
+    """They add up to one; a rank with one reading has none; nobody is slow who is not clearly so."""
+    rows = [reading(0, 0.0, 0, 0, 0), reading(0, 1.0, 2, 1, 0.5, save_seconds=0.25, eval_seconds=0.25)]
+    found = shares.spent(rows)
+    assert found == {"compute": 0.5, "exposed": 0.25, "data": 0.125, "eval": 0.0625, "save": 0.0625}
+    assert shares.spent(rows[:1]) is None
+    assert shares.spent([rows[0], rows[0]]) is None
+    even = {0: {"compute": 0.5}, 1: {"compute": 0.52}, 2: None}
+    assert shares.slowest(even) is None
+    assert shares.slowest({**even, 2: {"compute": 0.6}}) == 2
+    assert shares.slowest({0: {"compute": 0.5}}) is None
+
+
+def call(*arguments: str) -> str:
+    """Stdout of the command."""
+    app = typer.Typer()
+    command.register(app)
+    done = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_the_command_ends_with_the_run(monitor: RunMonitor, tmp_path: Path) -> None:
+    """A line a look where there is no terminal, or an object; the last one says how it ended."""
+    monitor.end("finished")
+    assert call("a-run", "--storage", str(tmp_path)).startswith("a-run finished  step 0/200")
+    assert json.loads(call("a-run", "--storage", str(tmp_path), "--json"))["status"] == "finished"
+    with pytest.raises(RunNotFound):
+        call("another", "--storage", str(tmp_path))
+
+
+def test_the_panel(monitor: RunMonitor, tmp_path: Path) -> None:
+    """On a terminal: a row a rank, with a bar of its memory; the slow one is named."""
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(watch.panel(watch.view(RunDir(tmp_path / "a-run"))))
+    shown = console.export_text()
+    assert "██░░░░░░░░" in shown
+    assert "rank 1 on h1 is the one that the others wait for" in shown
+    assert "50%" in shown
+    monitor.end("finished")
