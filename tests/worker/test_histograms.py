@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from raydist.spec import JobSpec
 from raydist.worker import offload
 from raydist.worker.histograms import BUCKETS, Histograms, count, histogram
+from raydist.worker.parallel import ParamShard
 from raydist.worker.setup import Rank
 from tests.training import CONTEXT, VARIANTS, Trainer, counted, job, mine, run, samples
 
@@ -94,3 +97,21 @@ def test_of_an_offloaded_optimizer(ranks: Any) -> None:
         run(ranks, watched, 1, job("ddp", **sections))[0] for sections in ({}, {"offload": {"optimizer": "cpu"}})
     )
     assert plain[0][0]["gradients"] == offloaded[0][0]["gradients"]
+
+
+def mixed(rank: Rank) -> list[dict[str, Any]]:
+    """A strategy of somebody's own: one parameter whole on both ranks, one split by rows."""
+    said: list[dict[str, Any]] = []
+    mesh = init_device_mesh("cpu", (2,))
+    rows = nn.Parameter(torch.full((3, 2), float(rank.rank + 1)))
+    split = DTensor.from_local(rows.detach(), mesh, [Shard(0)], run_check=False)
+    shards = {"whole": ParamShard(nn.Parameter(torch.ones(5))), "split": ParamShard(rows, split)}
+    Histograms(rank, shards, 1, (lambda kind, **data: said.append(data)) if rank.first else None).look(1)
+    return said
+
+
+def test_whole_and_split_together(ranks: Any) -> None:
+    """What every rank holds counts once, what is split counts from all; a parameter without a gradient has an empty one."""
+    ((event,), _) = run(ranks, mixed, 2)
+    assert {name: h["counts"] for name, h in event["weights"].items()} == {"whole": [5], "split": [6, 0, 6]}
+    assert event["gradients"]["whole"]["counts"] == []
