@@ -30,7 +30,8 @@ _KINDS = {
 """The longest of these words that a name holds says what it is."""
 _BYTES = {
     "double": 8, "float64": 8, "long": 8, "int64": 8, "float": 4, "float32": 4, "int": 4, "int32": 4, "half": 2, "float16": 2,
-    "long int": 8, "short int": 2, "signed char": 1, "unsigned char": 1, "bfloat16": 2, "short": 2, "char": 1, "byte": 1, "int8": 1, "uint8": 1, "bool": 1,
+    "long int": 8, "short int": 2, "signed char": 1, "unsigned char": 1, "bfloat16": 2,
+    "short": 2, "char": 1, "byte": 1, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 _FSDP = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((.*)\))?")
 
