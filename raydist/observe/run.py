@@ -194,7 +194,8 @@ class RunMonitor:
         with self._lock:
             for row in rows:
                 if row.get("attempt", self._view.attempt) >= self._view.attempt:
-                    self._newest[row["kind"], row["node"], row.get("rank"), row.get("gpu")] = dict(row)
+                    which = row.get("gpu" if row["kind"] == "gpu" else "rank")
+                    self._newest[row["kind"], row["node"], which] = dict(row)
         self._outlets.samples(rows)
 
     # --- inside
