@@ -2,8 +2,8 @@
 
     python benchmarks/monitor.py [--ranks 1000] [--seconds 120]
 
-One process with a RunMonitor, as its actor has it, and its thread that writes Parquet every 2 s to a real disk and asks the rules of
-raydist.diagnosis. Each second it is given the rows of all nodes, of 8 GPUs and 8 ranks each: the values of a real row, made
+One process with a RunMonitor, as its actor has it, and its thread that writes Parquet every 2 s to a real disk and asks the rules
+of raydist.diagnosis. Each second it is given the rows of all nodes, of 8 GPUs and 8 ranks each: the values of a real row, made
 larger from row to row. Printed: the share of a core that this process takes for it, less what making the rows takes, the longest
 call, and how resident memory grew over the second half.
 """
@@ -27,7 +27,6 @@ from common import write
 from raydist.observe.run import RunMonitor
 from raydist.samplelog import is_counter, read_samples
 from raydist.samples import GPU, NODE, RANK
-
 
 A_NODE = 8
 
