@@ -1,11 +1,13 @@
-"""Writes docs/spec.schema.json and docs/spec.md from the models of raydist/spec: `make docs`."""
+"""Writes docs/spec.schema.json and docs/spec.md from the models of raydist/spec, and the tables of docs/observe.md: `make docs`."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+from raydist import samples
 from raydist.cli.schema import job_schema
 
 HERE = Path(__file__).parent
@@ -45,9 +47,10 @@ def rows(section: dict[str, Any], prefix: str, defs: dict[str, Any]) -> list[str
         lines.append(
             f"| `{prefix}{name}` | {kind(prop, defs)} | {f'`{default}`' if default else ''} | {said(prop, defs)} |"
         )
-        refs = [p["$ref"] for p in (prop, *prop.get("anyOf", [])) if "$ref" in p]
+        inside, dot = (prop["items"], "[].") if "anyOf" in prop.get("items", {}) else (prop, ".")
+        refs = [p["$ref"] for p in (inside, *inside.get("anyOf", [])) if "$ref" in p]
         for ref in refs:
-            lines += rows(defs[ref.rsplit("/", 1)[-1]], f"{prefix}{name}.", defs)
+            lines += rows(defs[ref.rsplit("/", 1)[-1]], f"{prefix}{name}{dot}", defs)
     return lines
 
 
@@ -71,6 +74,19 @@ def reference() -> str:
     return "\n".join(text) + "\n"
 
 
+def with_columns(page: str) -> str:
+    """A page with the tables between `<!-- columns: NAME -->` and `<!-- end -->` made anew from raydist/samples.py."""
+
+    def table(found: re.Match[str]) -> str:
+        columns = getattr(samples, found[1])
+        lines = [f"| `{name}` | {kind} | {text} |" for name, (kind, text) in columns.items()]
+        return "\n".join(
+            [f"<!-- columns: {found[1]} -->", "| column | type | meaning |", "|---|---|---|", *lines, "<!-- end -->"]
+        )
+
+    return re.sub(r"<!-- columns: (\w+) -->.*?<!-- end -->", table, page, flags=re.DOTALL)
+
+
 def _ref(prop: dict[str, Any]) -> str | None:
     refs = [p["$ref"] for p in (prop, *prop.get("anyOf", [])) if "$ref" in p]
     return refs[0].rsplit("/", 1)[-1] if refs else None
@@ -79,3 +95,5 @@ def _ref(prop: dict[str, Any]) -> str | None:
 if __name__ == "__main__":
     (HERE / "spec.schema.json").write_text(json.dumps(job_schema(), indent=1) + "\n")
     (HERE / "spec.md").write_text(reference())
+    observe = HERE / "observe.md"
+    observe.write_text(with_columns(observe.read_text()))

@@ -15,6 +15,7 @@ Runs anywhere. Imports nothing of raydist.
     │   ├── CheckpointCorrupt         a file is missing, cut short, or has another hash than its manifest says
     │   ├── CheckpointNotFound        nothing committed that can be read (also a LookupError)
     │   └── SpecChanged               2: a resumed run would compute other numbers than the one it continues
+    ├── TraceFailed                   3: a live run gave no trace, or not all of it
     ├── Rollback                      3: the attempt ended in order to go on from a checkpoint
     └── TrainingStopped               3: the run ended before its last step, and a restart would not help
         ├── NonFinite                 NaN or Inf in the loss or in the gradients (also an ArithmeticError)
@@ -102,6 +103,10 @@ class SpecChanged(CheckpointError):
     """The spec differs from the checkpoint's in what changes the numbers."""
 
     exit_code = 2
+
+
+class TraceFailed(RaydistError):
+    """A run that trains did not give the trace that it was asked for; its training goes on."""
 
 
 class Rollback(RaydistError):

@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 VERSION = 1
 
+EXPORTED_ONLY = frozenset({"histograms"})
+"""Kinds of events that exporters get and events.jsonl does not: large, and nothing that a reader of the run's story needs."""
+
 Status = Literal["running", "finished", "paused", "stopped", "interrupted", "lost"]
 """running; finished: its last step is done; paused: at `--until`; stopped: failed for good;
 interrupted: by a signal, after a checkpoint; lost: its driver is gone without a word."""
@@ -47,8 +50,9 @@ class Event:
     """Something that happened to a run: `kind` names it, `data` holds plain values, `at` is Unix time in seconds.
 
     Kinds: attempt_started, workers, resumed, first_step, checkpoint_saved, checkpoint_failed, checkpoint_rejected,
-    checkpoint_damaged, replica_saved, replica_failed, replica_used, eval, capacity, non_finite, loss_spike, data_stalled, fault,
-    failure, decision, note, ended. docs/records.md lists the data of each.
+    checkpoint_damaged, replica_saved, replica_failed, replica_used, eval, capacity, non_finite, loss_spike, replica_drift,
+    gradients, data_stalled, finding, fault, failure, decision, note, histograms,
+    ended. docs/records.md lists the data of each.
     """
 
     kind: str
@@ -67,3 +71,36 @@ class Event:
         """The inverse of `to_dict`; keys of later versions are kept in `data`."""
         rest = {k: v for k, v in raw.items() if k not in ("v", "kind", "at")}
         return cls(str(raw["kind"]), float(raw["at"]), rest)
+
+
+Severity = Literal["info", "warning", "critical"]
+"""info: could be better; warning: will end badly or wastes much; critical: the run is not what it was meant to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a rule of raydist.diagnosis has found: the data of an event `finding`.
+
+    `rule`: its name; `rank`: the one that it is about, None for all; `what`: one line, with the figures that matter; `figures`:
+    plain values by name, units in the names; `remedy`: what to do about it.
+    """
+
+    rule: str
+    rank: int | None
+    severity: Severity
+    what: str
+    figures: dict[str, Any]
+    remedy: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain, to cross processes and versions."""
+        return {"v": VERSION, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}}
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Finding:
+        """The inverse of `to_dict`; keys of later versions are dropped."""
+        return cls(**{f.name: raw[f.name] for f in dataclasses.fields(cls)})
+
+    def event(self, at: float) -> Event:
+        """As an event of a run, at Unix time `at`."""
+        return Event("finding", at, {name: value for name, value in self.to_dict().items() if name != "v"})

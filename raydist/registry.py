@@ -18,6 +18,8 @@ _ROOT = Path(__file__).parent
 FOLDERS = {
     "model": ("worker/model", "build"),
     "parallel": ("worker/parallel", "Strategy"),
+    "diagnosis": ("diagnosis", "check"),
+    "exporter": ("observe/exporters", "Exporter"),
 }
 """Kind of extension -> (its folder under raydist/, the attribute that a file of it must have)."""
 

@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raydist.errors import StorageError
-from raydist.records import Event
+from raydist.records import EXPORTED_ONLY, Event
 from raydist.rundir import EVENTS, METRICS, RunDir
 
 SCHEMA_VERSION = 1
@@ -148,7 +148,9 @@ class RunLog:
         return new
 
     def event(self, event: Event) -> None:
-        """One line of events.jsonl."""
+        """One line of events.jsonl; none for those kinds that only exporters get."""
+        if event.kind in EXPORTED_ONLY:
+            return
         line = json.dumps(plain(event.to_dict()), allow_nan=False).encode() + b"\n"
         with self._lock:
             self._events.append(line)

@@ -33,7 +33,7 @@ WHO: dict[str, tuple[pa.DataType, str]] = {
 
 RANK: dict[str, tuple[pa.DataType, str]] = {
     **{f"{phase}_seconds": (_F, f"total time in {phase}") for phase in PHASES},
-    "allocated_bytes": (_I, "held by tensors in torch's allocator; on a CPU null, as the next six"),
+    "allocated_bytes": (_I, "held by tensors in torch's allocator; on a CPU null, as the next five"),
     "reserved_bytes": (_I, "held by the allocator"),
     "peak_bytes": (_I, "most that was allocated at once since the row before"),
     "inactive_bytes": (_I, "split blocks that no tensor holds: fragmentation"),
@@ -44,6 +44,7 @@ RANK: dict[str, tuple[pa.DataType, str]] = {
     "optimizer_bytes": (_I, "this rank's optimizer state, wherever it lies"),
     "activations_bytes": (_I, "the peak, less parameters, gradients and optimizer on the device; null on a CPU"),
     "rss_bytes": (_I, "resident memory of the rank's process"),
+    "anon_bytes": (_I, "of it what no file backs: pages of a mapped dataset are in rss_bytes only"),
     "cpu_seconds": (_F, "total processor time of the rank's process"),
     **{
         f"{op}_{name}": (kind, f"total {text} of {op}")
@@ -59,13 +60,10 @@ RANK: dict[str, tuple[pa.DataType, str]] = {
 }
 
 NODE: dict[str, tuple[pa.DataType, str]] = {
-    "cpu_util": (_F, "share of all processors in use since the row before, 0 to 1"),
+    "cpu_util": (_F, "share of all processors in use since the row before, 0 to 1, by all that runs there"),
     "cpu_count": (_I, "processors"),
     "load": (_F, "load average of one minute"),
-    "memory_used_bytes": (
-        _I,
-        "memory in use that could not be freed: total less available, of the container if that is less",
-    ),
+    "memory_used_bytes": (_I, "in use and not to be freed: all less the available, of the container if it has less"),
     "memory_total_bytes": (_I, "memory of the node, or of the container if that is less"),
     "shm_used_bytes": (_I, "in use in /dev/shm"),
     "disk_free_bytes": (_I, "free where the run is stored, if that is a folder, else in the temporary folder"),
@@ -78,6 +76,8 @@ NODE: dict[str, tuple[pa.DataType, str]] = {
     "nic_out_packets": (_I, "total packets sent on it"),
     "nic_errors": (_I, "total errors and drops on it, both ways"),
     "nic_limit_bytes_per_second": (_F, "its speed by its own word, one way; null where it has none"),
+    "rdma_in_bytes": (_I, "total received by the node's RDMA ports, past the kernel; null without InfiniBand or RoCE"),
+    "rdma_out_bytes": (_I, "total sent by them"),
 }
 
 GPU: dict[str, tuple[pa.DataType, str]] = {
@@ -85,7 +85,7 @@ GPU: dict[str, tuple[pa.DataType, str]] = {
     "gpu_util": (_F, "share of time with a kernel running, 0 to 1, by NVML"),
     "gpu_memory_used_bytes": (_I, "in use on the GPU, by all processes"),
     "gpu_memory_total_bytes": (_I, "memory of the GPU"),
-    "gpu_process_bytes": (_I, "in use by the rank's process"),
+    "gpu_process_bytes": (_I, "in use by the rank's process; on a row of a GPU by all ranks of this run"),
     "gpu_other_bytes": (_I, "in use by processes that are no ranks of this run"),
     "gpu_power_watts": (_F, "power draw"),
     "gpu_power_limit_watts": (_F, "power limit"),
@@ -99,10 +99,10 @@ GPU: dict[str, tuple[pa.DataType, str]] = {
     "gpu_nvlink_out_bytes": (_I, "total sent over all NVLinks"),
     "gpu_xid_count": (_I, "total XID errors since the agent began"),
     "gpu_xid": (_I, "the newest of them"),
-    "gpu_ecc_errors": (_I, "total uncorrected memory errors"),
-    "gpu_sm_active": (_F, "share of multiprocessor cycles with a warp, 0 to 1, by GPM (Hopper and later)"),
-    "gpu_tensor_active": (_F, "share of cycles with the tensor cores busy, by GPM"),
-    "gpu_dram_active": (_F, "share of cycles with memory traffic, by GPM"),
+    "gpu_ecc_errors": (_I, "total uncorrected memory errors since the driver was loaded"),
+    "gpu_sm_active": (_F, "share of the multiprocessors that were busy, 0 to 1, by GPM (Hopper and later)"),
+    "gpu_tensor_active": (_F, "share of time with the tensor cores busy, by GPM"),
+    "gpu_dram_active": (_F, "share of the memory's peak bandwidth in use, by GPM"),
 }
 
 COLUMNS: dict[str, tuple[pa.DataType, str]] = {**WHO, **RANK, **NODE, **GPU}

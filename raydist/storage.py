@@ -95,7 +95,7 @@ class Storage:
 
     @contextmanager
     def _create_remote(self, path: str) -> Iterator[Sink]:
-        with self.fs.open_output_stream(path) as stream:
+        with self.fs.open_output_stream(path, compression=None) as stream:
             try:
                 yield stream
             except BaseException:
@@ -165,7 +165,7 @@ class Storage:
     def read(self, name: str) -> bytes:
         """A whole file. A missing one raises FileNotFoundError, which is for callers that expect it."""
         try:
-            with self.fs.open_input_stream(self.path(name)) as stream:
+            with self.fs.open_input_stream(self.path(name), compression=None) as stream:
                 return bytes(stream.read())
         except FileNotFoundError:
             raise

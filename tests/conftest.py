@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import multiprocessing as mp
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -167,6 +168,32 @@ def s3() -> Iterator[ObjectStore]:
     yield made
     made.process.kill()
     made.process.wait()
+
+
+@pytest.fixture(scope="session")
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a real MLflow tracking server on loopback, with SQLite behind it."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder)]
+    with (folder / "log").open("w") as log:
+        env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # a third of its start, and unused here
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=env, start_new_session=True)
+    deadline = time.monotonic() + 240
+    while True:
+        try:
+            urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+            break
+        except (URLError, OSError):
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < deadline, "the server does not answer"
+            time.sleep(0.1)
+    yield f"http://127.0.0.1:{port}"
+    os.killpg(process.pid, signal.SIGKILL)  # its workers too
+    process.wait()
 
 
 @pytest.fixture

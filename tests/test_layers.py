@@ -20,7 +20,7 @@ LAYERS = [
     {"data"},
     {"faults"},
     {"spec"},
-    {"rundir", "storage", "runlog", "samples", "samplelog", "runstate", "lease", "registry", "swapspace"},
+    {"rundir", "storage", "runlog", "samples", "samplelog", "runstate", "lease", "registry", "swapspace", "requests"},
     {"records", "errors", "__init__", "__version__"},
 ]
 MODULES = sorted(ROOT.rglob("*.py"))

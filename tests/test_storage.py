@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import pickle
 import threading
 from pathlib import Path
@@ -26,6 +27,9 @@ def test_files_come_and_go(tmp_path: Path, prefix: str) -> None:
     with storage.open("b/c.txt") as file:
         file.seek(1)
         assert file.read(3) == b"ell"
+    packed = gzip.compress(b"hello")
+    storage.write("b/c.gz", packed)
+    assert storage.read("b/c.gz") == packed, "a name changes nothing about the bytes"
     storage.delete("b")
     storage.delete("b")
     assert storage.files("", recursive=True) == {}

@@ -26,6 +26,7 @@ from raydist.cli import (
     sample,
     schema,
     submit,
+    trace,
     train,
     watch,
 )
@@ -44,6 +45,7 @@ submit.register(app)
 runs.register(app)
 watch.register(app)
 profile.register(app)
+trace.register(app)
 sample.register(app)
 schema.register(app)
 plan.register(app)

@@ -41,6 +41,8 @@ def job_schema() -> dict[str, Any]:
         definition.pop("required", None)
     for field, short in (("precision", ["fp32", "bf16", "fp16"]), ("schedule", None)):
         _allow_short_name(made, field, short)
+    exporters = made["$defs"]["ObserveSpec"]["properties"]["exporters"]
+    exporters |= {"items": {"anyOf": [{"type": "string"}, exporters["items"]]}, "default": ["tensorboard"]}
     return made
 
 

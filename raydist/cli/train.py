@@ -76,6 +76,7 @@ def train(
             "--resume and --fresh exclude one another", "give one of them, or none to resume what is there"
         )
     from raydist.lease import DriverLease
+    from raydist.observe.exporters import resolve
     from raydist.spec import load
 
     job = load(spec, overrides or [], deepspeed)
@@ -86,6 +87,7 @@ def train(
         raise RunNotFound(
             f"nothing to resume at {run.uri}", "leave out --resume to start it, or check --name and --storage"
         )
+    exporters = resolve([e.model_dump() for e in job.observe.exporters], run)
     dataset, total = _data(job, home)
     with DriverLease(run, wait_s=wait_for_driver) as lease:
         if fresh and run.exists():
@@ -93,7 +95,7 @@ def train(
         if message := _already(run, job, dataset.fingerprint, until, allow_spec_change):
             print(message, file=sys.stderr)
         else:
-            _train(job, run, dataset.uri, total, address, until, allow_spec_change, injected, lease)
+            _train(job, run, dataset.uri, total, address, until, allow_spec_change, injected, exporters, lease)
     from raydist.report.summary import show
 
     shown = show(run)
@@ -165,17 +167,20 @@ def _train(
     until: int | None,
     allow_spec_change: bool,
     faults: tuple[Fault, ...],
+    exporters: list[dict[str, Any]],
     lease: DriverLease,
 ) -> None:
     from raydist.cluster import preflight
     from raydist.cluster.session import open_session
     from raydist.cluster.supervisor import Request, Supervisor, raise_if_stopped, worker_env
+    from raydist.observe.exporters import metrics_port
     from raydist.report.console import Console
     from raydist.spec import dump
 
-    run.storage.write(SPEC, dump(job).encode())
     cwd = Path.cwd()
-    own_code = any(":" in n for n in (job.model.name, job.parallel.strategy))
+    run.storage.write(SPEC, dump(job).encode())
+    extensions = [job.model.name, job.parallel.strategy, *(e.name for e in job.observe.exporters)]
+    own_code = any(":" in name for name in extensions)
     place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
     with (
         _logs(run) as log_dir,
@@ -185,11 +190,12 @@ def _train(
             log_dir=log_dir,
             python_path=[str(cwd)] if place == "local" else [],
             working_dir=cwd if own_code else None,
+            metrics_port=metrics_port(exporters),
         ) as session,
     ):
         preflight.check(job, session, run.uri, dataset)
         gpus = preflight.gpus_per_worker(job, session.resources)
-        request = Request(job, run, dataset, gpus, until, allow_spec_change, faults)
+        request = Request(job, run, dataset, gpus, until, allow_spec_change, faults, exporters)
         with Console(total, run) as console:
             ending = Supervisor(request, session, console, lost=lease.lost).run()
     raise_if_stopped(ending, run)

@@ -36,13 +36,18 @@ _NOT_SERVED = -1  # what Ray's minimal install writes for a port that nobody lis
 
 
 class _Head(Node):
+    metrics = False
+
     def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
         """Nothing here asks the dashboard: a private Ray has no jobs API, and Ray Train's cleaner is left out."""
 
     def start_raylet(self, *args: Any, **kwargs: Any) -> None:
         # The raylet registers once its agents have written their ports, 0.5 s of imports later. Nobody here asks the
-        # dashboard's agent, and the other one gets its port from us: so the raylet need not wait for either.
-        for name in (METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME, DASHBOARD_AGENT_LISTEN_PORT_NAME):
+        # dashboard's agent, unless for metrics, and the other one gets its port from us: so the raylet need not wait for either.
+        names = [DASHBOARD_AGENT_LISTEN_PORT_NAME]
+        if not self.metrics:
+            names += [METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME]
+        for name in names:
             persist_port(self._session_dir, self._node_id, name, _NOT_SERVED)
         self._ray_params.runtime_env_agent_port = _free_port(self._node_ip_address)
         persist_port(
@@ -56,19 +61,26 @@ class _Head(Node):
             time.sleep(0.005)
 
 
+class _MeasuredHead(_Head):
+    metrics = True
+
+
 @contextlib.contextmanager
-def running(temp_dir: Path, *, object_store_bytes: int) -> Iterator[Any]:
+def running(temp_dir: Path, *, object_store_bytes: int, metrics_port: int | None = None) -> Iterator[Any]:
     """Start the processes, wait until the node has registered, and end them all with the block.
+
+    `metrics_port`: where metrics are served, 0 for any free port; None: nowhere.
 
     They also die with the thread that calls this (the kernel's doing), so call it in the main thread.
     """
     Config.initialize("")  # the token that os.environ holds by now
-    node = _Head(
+    node = (_Head if metrics_port is None else _MeasuredHead)(
         RayParams(
             no_monitor=True,
             include_log_monitor=False,
             include_dashboard=False,
             dashboard_agent_listen_port=0,  # Ray's default is a fixed one: a cluster on this host may need it
+            metrics_export_port=metrics_port,
             object_store_memory=object_store_bytes,
             temp_dir=str(temp_dir),
             resource_isolation_config=ResourceIsolationConfig(enable_resource_isolation=False),

@@ -34,10 +34,13 @@ _PRIVATE_RAY = {
     "RAY_raylet_client_num_connect_attempts": "500",
     # Ray gives its workers niceness 15, so that they never starve its own processes: 2% of a step on a full host.
     "RAY_worker_niceness": "0",
-    # What Ray gathers about itself is for its dashboard, state API and Prometheus, none of which a private Ray has.
-    "RAY_enable_metrics_collection": "0",
+    # What Ray gathers about itself is for its dashboard and state API, which a private Ray has not.
     "RAY_event_stats": "0",
     "RAY_task_events_report_interval_ms": "0",
+}
+_UNMEASURED = {
+    # The same, of Prometheus, which it has only for a run that exports to it.
+    "RAY_enable_metrics_collection": "0",
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
 _LEFT_BY_RAY = ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE", "RAY_ADDRESS")
@@ -81,6 +84,7 @@ def open_session(
     log_dir: Path,
     python_path: Sequence[str] = (),
     working_dir: Path | None = None,
+    metrics_port: int | None = None,
 ) -> Iterator[Session]:
     """Connect this process to Ray for the time of the `with` block. Open it in the main thread, before signal handlers.
 
@@ -90,6 +94,7 @@ def open_session(
 
     `env` reaches every worker: a private Ray inherits it, a cluster gets it by runtime_env. `python_path` goes in
     front of the workers' PYTHONPATH. `working_dir` is shipped to a cluster's nodes (unless a Ray job brought its own).
+    `metrics_port`: where a private Ray serves metrics to Prometheus, 0 for any free port; None: it gathers none.
 
     What Ray prints goes to files in `log_dir` (driver.log, and for a private Ray its logs in ray/).
     Raises UserError within seconds when there is no such cluster.
@@ -103,7 +108,7 @@ def open_session(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet(log_dir / "driver.log"))
         if address == "local":
-            yield stack.enter_context(_private(variables, log_dir))
+            yield stack.enter_context(_private(variables, log_dir, metrics_port))
         else:
             yield stack.enter_context(_attached(_find_cluster(address), variables, working_dir))
 
@@ -120,8 +125,9 @@ def _no_ray_but_this() -> None:
 
 
 @contextlib.contextmanager
-def _private(env: Mapping[str, str], log_dir: Path) -> Iterator[Session]:
-    variables = {**_PRIVATE_RAY, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN, **env}
+def _private(env: Mapping[str, str], log_dir: Path, metrics_port: int | None) -> Iterator[Session]:
+    unmeasured = _UNMEASURED if metrics_port is None else {}
+    variables = {**_PRIVATE_RAY, **unmeasured, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN, **env}
     with contextlib.ExitStack() as stack:
         temp = stack.enter_context(_temp_dir())
         stack.callback(_keep_logs, temp, log_dir / "ray")
@@ -134,7 +140,9 @@ def _private(env: Mapping[str, str], log_dir: Path) -> Iterator[Session]:
         _warm_up()
         from raydist.cluster import head
 
-        node = stack.enter_context(head.running(temp, object_store_bytes=_OBJECT_STORE_BYTES))
+        node = stack.enter_context(
+            head.running(temp, object_store_bytes=_OBJECT_STORE_BYTES, metrics_port=metrics_port)
+        )
         context = ray.init(address=node.address, log_to_driver=False, configure_logging=False)
         stack.callback(_shut_down)
         os.environ["RAY_ADDRESS"] = node.address

@@ -8,12 +8,13 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
 from raydist.cluster import nodes
+from raydist.cluster.agents import Agents
 from raydist.cluster.conductor import start_conductor
 from raydist.cluster.group import Group
 from raydist.cluster.injector import DriverInjector
@@ -23,7 +24,7 @@ from raydist.cluster.trainer import Attempt
 from raydist.cluster.vault import Vaults
 from raydist.errors import WorkerFailed
 from raydist.faults import Fault
-from raydist.observe.run import start_monitor
+from raydist.observe.run import DEFAULT_EXPORTERS, start_monitor
 from raydist.records import Event
 from raydist.rundir import RunDir, begin_attempt
 from raydist.runlog import last_attempt
@@ -68,6 +69,7 @@ class Request:
     until: int | None = None
     allow_spec_change: bool = False
     faults: Sequence[Fault] = ()
+    exporters: Sequence[Mapping[str, Any]] = DEFAULT_EXPORTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ class Supervisor:
         self._stop = threading.Event()
         self._running: Attempt | None = None
         self._vaults: Vaults | None = None
+        self._agents: Agents | None = None
         self._ending: Ending | None = None
         self._error: BaseException | None = None
         self._seen = 0
@@ -117,7 +120,9 @@ class Supervisor:
         """
         if not self._session.private:
             self._avoid = dict.fromkeys(nodes.unreachable(), time.monotonic())
-        self._monitor = start_monitor(self._request.run.uri)
+        self._monitor = start_monitor(
+            self._request.run.uri, exporters=self._request.exporters, spec=self._spec.model_dump(mode="json")
+        )
         self._conductor = start_conductor()
         if self._request.faults:
             self._injector = DriverInjector(self._request.run, self._push, self._monitor, self._session.address)
@@ -223,7 +228,16 @@ class Supervisor:
         run = self._request.run
         number, history = max(last_attempt(run), newest_attempt(run, self._spec.checkpoint.replicas)), History()
         if self._spec.snapshot_every is not None:
-            self._vaults = Vaults(run, private=self._session.private, note=lambda text: self._say("note", text=text))
+            self._vaults = Vaults(run, private=self._session.private, note=self._tell_note)
+        if self._spec.observe.interval_s is not None:
+            self._agents = Agents(
+                run,
+                self._monitor,
+                self._spec.observe.interval_s,
+                private=self._session.private,
+                env=worker_env(self._spec),
+                note=self._tell_note,
+            )
         incident: dict[str, Any] | None = None
         try:
             while True:
@@ -233,7 +247,10 @@ class Supervisor:
                 number += 1
                 begin_attempt(run, number)  # from now on no earlier one commits, wherever it may still be
                 self._announce(number)
-                copies = self._vaults.job(places) if self._vaults and (places := group.places(self._team)) else None
+                places = group.places(self._team)
+                copies = self._vaults.job(places) if self._vaults and places else None
+                if self._agents is not None:
+                    self._agents.watch(places.values())
                 resumed = max(_newest(run), copies["step"] or 0 if copies else 0)
                 result = group.attempt(number, self._job(number, incident, copies), self._team)
                 if result.failure is None:
@@ -258,6 +275,8 @@ class Supervisor:
                 self._group.end()
             if self._vaults is not None:
                 self._vaults.close()
+            if self._agents is not None:
+                self._agents.close()
 
     # --- with whom
 
@@ -419,6 +438,9 @@ class Supervisor:
                     cause=f"{who}{cause} ({because})",
                     traceback=failure.traceback,
                 )
+
+    def _tell_note(self, text: str) -> None:
+        self._say("note", text=text)
 
     def _say(self, kind: str, **data: Any) -> None:
         self._push(Event(kind, time.time(), data))

@@ -3,8 +3,8 @@
 Runs in: one zero-CPU actor, owned by the driver and on its node. Must not import torch or pandas. Imports ray in
 `start_monitor` only: `RunMonitor` is a plain class.
 
-    rank 0's side thread --push(records, events)--> RunMonitor --> metrics/*.parquet, events.jsonl, state.json, tensorboard/
-                         <------{"command"}-------      ^
+    rank 0's side thread --push(records, events)--> RunMonitor --> metrics/*.parquet, events.jsonl, state.json; exporters
+                         <--{"command", "traces"}-      ^   ^----- requests/*.json
     the nodes' agents    -------observe(rows)-----------|          samples/*.parquet
                                           driver: begin_attempt, command, snapshot, end
 
@@ -17,12 +17,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from raydist import requests
+from raydist.diagnosis import Diagnosis
 from raydist.errors import StorageError
 from raydist.observe.live import LiveView
-from raydist.observe.tensorboard import TensorBoard
-from raydist.records import Event, Status
+from raydist.observe.outlets import Outlets
+from raydist.records import EXPORTED_ONLY, Event, Status
 from raydist.rundir import RunDir
 from raydist.runlog import RunLog
 from raydist.runstate import last_word, this_process, write_state
@@ -31,14 +34,18 @@ from raydist.samplelog import SampleLog
 INTERVAL_S = 2.0
 _RETRY_S = 0.5
 _EVENTS_KEPT = 1000
-_CURVES_KEPT = 100_000
+_ROWS_KEPT = 100_000
+_SETTLE_S, _CLOSE_S = 5.0, 10.0
+"""How long the end of a run waits for exporters: before its last word, and after."""
+DEFAULT_EXPORTERS: Sequence[Mapping[str, Any]] = ({"name": "tensorboard", "options": {}},)
 
 
 class RunMonitor:
     """See the module. Its methods may be called from several threads at once.
 
-    `run_uri`: the run's folder. `driver`: what `this_process()` gives in the driver. The constructor writes the first state.json,
-    so that storage which cannot be written is known at once: StorageError.
+    `run_uri`: the run's folder. `driver`: what `this_process()` gives in the driver. `exporters`: as
+    `raydist.observe.exporters.resolve` gives them. `spec`: the resolved job, plain, which they are told.
+    The constructor writes the first state.json, so that storage which cannot be written is known at once: StorageError.
     """
 
     def __init__(
@@ -46,7 +53,8 @@ class RunMonitor:
         run_uri: str,
         driver: Mapping[str, Any] | None = None,
         interval_s: float = INTERVAL_S,
-        tensorboard: bool = True,
+        exporters: Sequence[Mapping[str, Any]] = DEFAULT_EXPORTERS,
+        spec: Mapping[str, Any] | None = None,
     ) -> None:
         self._run = RunDir(run_uri)
         self._driver = dict(driver or this_process())
@@ -56,9 +64,9 @@ class RunMonitor:
         self._view = LiveView()
         self._status: Status = "running"
         self._command: str | None = None
+        self._traces: list[tuple[int, int]] = []
         self._recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_EVENTS_KEPT)
         self._seen = 0
-        self._curves: deque[tuple[str, Any, float]] = deque(maxlen=_CURVES_KEPT)
         self._storage_error: str | None = None
         self._refused_since: float | None = None
 
@@ -71,11 +79,12 @@ class RunMonitor:
         self._log = RunLog(self._run)
         self._samples = SampleLog(self._run)
         self._newest: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._diagnosis = Diagnosis()
+        self._unjudged: deque[Mapping[str, Any]] = deque(maxlen=_ROWS_KEPT)
         self._storing = threading.Lock()
         """One writer of state.json at a time, so that an old word never follows a newer one."""
         self._store_state()
-        self._board_wanted = tensorboard
-        self._board: TensorBoard | None = None
+        self._outlets = Outlets(self._run, exporters, spec or {}, self._note)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._write, name="raydist-monitor", daemon=True)
         self._thread.start()
@@ -140,20 +149,22 @@ class RunMonitor:
             self._status = status
             step = self._view.step
         self._ended.set()
+        self._outlets.settle(_SETTLE_S)
         self._take(Event("ended", time.time(), {"status": status, "step": step, **data}))
         self.flush(timeout_s)
         self._retried(self._store_state, timeout_s)
         self._thread.join()
+        self._outlets.close(_CLOSE_S)
         try:
-            self._store_curves()
             self._samples.flush()
-        except Exception as error:  # the curves only mirror what is stored by now, and samples are no truth
+        except Exception as error:  # samples are no truth
             self._refused(error)
 
     # --- from rank 0
 
     def push(self, records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Steps (StepRecord.to_dict()) and events (Event.to_dict()), each in order. Gives {"command": None or "stop"}.
+        """Steps (StepRecord.to_dict()) and events (Event.to_dict()), each in order. Gives {"command": None or "stop"}, and while
+        somebody waits for traces (raydist/requests.py) "traces": their (number, steps), oldest first.
 
         Returns at once: nothing is durable before `flush`. KeyError where a record lacks a field.
         """
@@ -163,9 +174,9 @@ class RunMonitor:
         if new:
             with self._lock:
                 self._view.records(new)
-                self._curves.append(("steps", new, time.time()))
+            self._outlets.steps(new, time.time())
         with self._lock:
-            return {"command": self._command}
+            return {"command": self._command, **({"traces": self._traces} if self._traces else {})}
 
     def flush(self, timeout_s: float = 30.0) -> None:
         """Returns once all that was pushed before this call is durable. Rank 0 calls it before it commits a checkpoint.
@@ -179,10 +190,13 @@ class RunMonitor:
     def observe(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Readings: columns of raydist.samples, null ones left out. Returns at once."""
         self._samples.add(rows)
+        self._unjudged.extend(rows)
         with self._lock:
             for row in rows:
                 if row.get("attempt", self._view.attempt) >= self._view.attempt:
-                    self._newest[row["kind"], row["node"], row.get("rank"), row.get("gpu")] = dict(row)
+                    which = row.get("gpu" if row["kind"] == "gpu" else "rank")
+                    self._newest[row["kind"], row["node"], which] = dict(row)
+        self._outlets.samples(rows)
 
     # --- inside
 
@@ -194,16 +208,20 @@ class RunMonitor:
         with self._lock:
             self._view.event(event.kind, event.data)
         self._log.event(event)
+        self._outlets.event(event.to_dict())
+        if event.kind in EXPORTED_ONLY:
+            return
         with self._lock:
             self._seen += 1
             self._recent.append((self._seen, event.to_dict()))
-            if event.kind == "eval":
-                self._curves.append(("eval", event.data, event.at))
+
+    def _note(self, text: str) -> None:
+        self._take(Event("note", time.time(), {"text": text}))
 
     def _resume_at(self, number: int | None, step: int) -> None:
         with self._lock:
             number = self._view.attempt if number is None else number
-            self._curves.append(("attempt", step, time.time()))
+        self._outlets.attempt(number, step, time.time())
         self._log.attempt(number, step)
 
     def _retried(self, store: Any, timeout_s: float) -> None:
@@ -219,14 +237,28 @@ class RunMonitor:
 
     def _write(self) -> None:
         while not self._ended.wait(self._interval_s):
+            self._look_for_requests()
             try:
+                self._outlets.wake()  # first: they do without this storage
                 self._log.flush()
                 self._store_state()
-                self._store_curves()
                 self._samples.flush()
+                self._judge()
                 self._accepted()
             except Exception as error:  # a watcher must not die of what it watches; the next round tries again
                 self._refused(error)
+
+    def _judge(self) -> None:
+        """All rules over the rows that have come since."""
+        rows = [self._unjudged.popleft() for _ in range(len(self._unjudged))]
+        for finding in self._diagnosis.observe(rows):
+            self._take(finding.event(time.time()))
+
+    def _look_for_requests(self) -> None:
+        with suppress(StorageError):  # who waits for an answer says in the end that none came
+            found = [(request.number, request.steps) for request in requests.pending(self._run)]
+            with self._lock:
+                self._traces = found
 
     def _store_state(self) -> None:
         with self._storing:
@@ -245,22 +277,6 @@ class RunMonitor:
                 state["eval_loss"] = self._before.get("eval_loss")
             write_state(self._run, state)
 
-    def _store_curves(self) -> None:
-        if not self._board_wanted:
-            return
-        while self._curves:
-            # Imported and opened with the first point: a run that fails before it costs nothing.
-            self._board = self._board or TensorBoard(self._run)
-            kind, what, at = self._curves.popleft()
-            if kind == "steps":
-                self._board.steps(what, at)
-            elif kind == "attempt":
-                self._board.attempt(what, at)
-            else:
-                self._board.scalars(int(what["step"]), {"eval/loss": float(what["loss"])}, at)
-        if self._board:
-            self._board.flush(now=self._ended.is_set())
-
     def _refused(self, error: Exception) -> None:
         with self._lock:
             self._storage_error = f"{type(error).__name__}: {error}"
@@ -272,10 +288,16 @@ class RunMonitor:
                 return
             seconds, reason = time.monotonic() - self._refused_since, self._storage_error
             self._storage_error = self._refused_since = None
-        self._take(Event("note", time.time(), {"text": f"records could not be written for {seconds:.0f} s: {reason}"}))
+        self._note(f"records could not be written for {seconds:.0f} s: {reason}")
 
 
-def start_monitor(run_uri: str, *, interval_s: float = INTERVAL_S, tensorboard: bool = True) -> Any:
+def start_monitor(
+    run_uri: str,
+    *,
+    interval_s: float = INTERVAL_S,
+    exporters: Sequence[Mapping[str, Any]] = DEFAULT_EXPORTERS,
+    spec: Mapping[str, Any] | None = None,
+) -> Any:
     """The run's monitor as an actor: zero CPUs, on this process's node, gone with this process. Returns its handle at once.
 
     Ray is started. `ray.get(handle.snapshot.remote())` waits until it is up, and raises what its constructor raised.
@@ -292,4 +314,4 @@ def start_monitor(run_uri: str, *, interval_s: float = INTERVAL_S, tensorboard: 
         max_restarts=-1,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
     )
-    return actor.remote(run_uri, this_process(), interval_s, tensorboard)
+    return actor.remote(run_uri, this_process(), interval_s, exporters, spec)

@@ -108,6 +108,27 @@ def profile(found: list[dict[str, Any]], names: list[str], out: Console | None =
         out.print(f"nothing here has: {', '.join(missing)}", soft_wrap=True)
 
 
+def trace(told: dict[str, Any], out: Console | None = None) -> None:
+    """The object of `raydist.report.trace.merge`: what each rank's time went into, and how the hosts' clocks differ."""
+    out = out or Console(highlight=False)
+    table = _table("rank>", "host", "compute>", "comm>", "overlap>", "exposed>", "data wait>", "checkpoint>")
+    clocks: dict[str, str] = {}
+    for rank in told["ranks"]:
+        overlap = "-" if rank["overlap"] is None else f"{rank['overlap']:.0%}"
+        shares = [f"{rank[name]:.1%}" for name in ("compute", "communication")]
+        rest = [f"{rank[name]:.1%}" for name in ("exposed", "data_wait", "checkpoint")]
+        table.add_row(str(rank["rank"]), Text(rank["host"]), *shares, overlap, *rest)
+        error, lead = rank["clock_error_seconds"], rank["clock_offset_seconds"]
+        if error is None:
+            clocks[rank["host"]] = "not known"
+        elif error:
+            clocks[rank["host"]] = f"{lead * 1e3:+.3f} ms, ±{error * 1e3:.3f} at most"
+    out.print(table)
+    out.print("shares of the steps' time; overlap: of comm, what compute hides", style="dim", soft_wrap=True)
+    for host, lead in clocks.items():
+        out.print(f"clock of {host} against {told['ranks'][0]['host']}'s, and taken off: {lead}", soft_wrap=True)
+
+
 def _table(*columns: str) -> Table:
     """`>` behind a heading: numbers, on the right."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)

@@ -139,12 +139,21 @@ def _told(what: Event) -> str:
         case "loss_spike":
             told = f"step {data['step']}: loss {loss(data['loss'])}, the median before is {loss(data['median'])}"
             return f"{told}: {_ACTIONS[data['action']]}"
+        case "trace_started":
+            last = data["first_step"] + data["steps"] - 1
+            return f"trace {data['trace']}: steps {data['first_step']} to {last} on {data['world_size']} ranks"
+        case "trace_failed":
+            return f"trace {data['trace']} failed{_rank(data)}: {data['cause']}"
         case "replica_drift":
             more = f" and {data['count'] - len(data['tensors'])} more" if data["count"] > len(data["tensors"]) else ""
-            ranks = f"rank{'s' if len(data['ranks']) != 1 else ''} {', '.join(map(str, data['ranks']))}"
-            return (
-                f"step {data['step']}: {ranks} drifted in {', '.join(data['tensors'])}{more}: {_MENDS[data['action']]}"
-            )
+            drifted = f"{_ranks(data['ranks'])} drifted in {', '.join(data['tensors'])}{more}"
+            return f"step {data['step']}: {drifted}: {_MENDS[data['action']]}"
+        case "gradients":
+            more = data["count"] - len(data["problems"])
+            told = "; ".join(map(_gradient, data["problems"])) + (f"; and {more} more" if more else "")
+            return f"step {data['step']}: the gradient of {told}"
+        case "finding":
+            return f"{data['what']}: {data['remedy']}"
         case "data_stalled":
             where = data["where"].partition("\n")[0]
             then = "given up" if data["final"] else "its loader is started again"
@@ -159,6 +168,8 @@ def _told(what: Event) -> str:
             return f"decision: {data['action']}{micro}{wait}: {data['because']}"
         case "note":
             return str(data["text"])
+        case "histograms":
+            return f"histograms of step {data['step']}: {len(data['weights'])} parameters"
         case "ended":
             cause = f": {data['cause']}" if data.get("cause") else ""
             return f"{data['status']} at step {data['step']}{cause}"
@@ -177,6 +188,19 @@ _MENDS = {
     "rollback": "no majority says who is right, and the run goes back",
     "stop": "once too often on that hardware, and the run stops",
 }
+
+
+_PROBLEMS = {"missing": "is missing", "zero": "is all zero", "not_finite": "is not finite", "differs": "differs"}
+
+
+def _gradient(problem: dict[str, Any]) -> str:
+    """One problem of an event `gradients`."""
+    norms = f" (norms {problem['least']:.4g} to {problem['most']:.4g})" if "least" in problem else ""
+    return f"{problem['parameter']} {_PROBLEMS[problem['problem']]} on {_ranks(problem['ranks'])}{norms}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _asked(fault: dict[str, Any]) -> str:

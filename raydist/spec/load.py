@@ -259,7 +259,7 @@ def _paths(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
 def _where(field: str, origin: Mapping[str, str], source: str) -> str:
     parts = field.split(".")
     while parts:
-        if (place := origin.get(".".join(parts))) is not None:
+        if (place := origin.get(".".join(parts).partition("[")[0])) is not None:
             return place
         parts.pop()
     return source
@@ -278,7 +278,7 @@ def _line(detail: Any, origin: Mapping[str, str], source: str) -> str:
     place = _where(field, origin, source)
     if detail["type"] == "extra_forbidden":
         near = difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.5) or [
-            f for f in _everywhere() if f.rsplit(".", 1)[-1] == parts[-1]
+            f for f in _everywhere() if f.rsplit(".", 1)[-1] == parts[-1] and "[" not in field
         ]
         remedy = f'did you mean "{near[0]}"?' if near else f"fields here: {', '.join(known)}"
         return f"{place}: {field}: unknown field; {remedy}"
@@ -301,6 +301,9 @@ def _known_fields(loc: Sequence[Any]) -> tuple[list[str], list[str]]:
     for part in loc:
         if model is None:
             break
+        if isinstance(part, int):  # the place in a list of sections
+            parts[-1] += f"[{part}]"
+            continue
         parts.append(str(part))
         known = list(model.model_fields)
         info = model.model_fields.get(part)
@@ -313,6 +316,8 @@ def _section(annotation: Any) -> type[BaseModel] | None:
         return annotation
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, typing.Annotated):
         return next((s for a in typing.get_args(annotation) if (s := _section(a))), None)
+    if typing.get_origin(annotation) is list:
+        return _section(typing.get_args(annotation)[0])
     return None
 
 
@@ -356,8 +361,14 @@ def _unresolved(tree: Mapping[str, Any], origin: Mapping[str, str], source: str)
     """Names of extensions that nothing answers to."""
     values = flatten(dict(tree))
     problems = []
-    for kind, field in (("model", "model.name"), ("parallel", "parallel.strategy")):
-        name = values.get(field)
+    named = [
+        ("model", "model.name", values.get("model.name")),
+        ("parallel", "parallel.strategy", values.get("parallel.strategy")),
+    ]
+    exporters = values.get("observe.exporters")
+    for each in exporters if isinstance(exporters, list) else []:
+        named.append(("exporter", "observe.exporters", each.get("name") if isinstance(each, dict) else each))
+    for kind, field, name in named:
         if isinstance(name, str):
             try:
                 registry.check(kind, name)

@@ -112,6 +112,12 @@ class TrainSpec(Part):
         description="Steps between two looks at whether ranks that are to hold the same weights do, by hash; also before each "
         "checkpoint. 1: odd weights reach no update; null: never.",
     )
+    check_gradients: int | None = Field(
+        None,
+        ge=1,
+        description="Steps between two looks at each parameter's gradient, after the sync: does it differ between replicas, is it "
+        "missing, all zero, or not finite; told, and nothing else is done; null: never.",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> TrainSpec:
@@ -394,11 +400,40 @@ class RecoverySpec(Part):
         return self.timeout_s / 6 if self.data_timeout == "auto" else self.data_timeout
 
 
+def _short_exporter(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class ExporterSpec(Part):
+    """Where steps, events and samples go besides the run's folder."""
+
+    name: str = Field(
+        description="A built-in exporter (tensorboard, jsonl, prometheus, mlflow), or package.module:attribute of your own."
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="What that exporter is told; docs/exporters.md.")
+
+
 class ObserveSpec(Part):
     """What is watched beside the steps."""
 
     interval_s: float | None = Field(
         1.0, ge=0.1, description="Seconds between readings of memory, communication, GPUs and hosts; null: none."
+    )
+    memory_history: int = Field(
+        0,
+        ge=0,
+        description="GPUs: newest allocations and frees that torch remembers with their lines of code, for the snapshot after "
+        "running out of memory, about 2 us each; 0: the snapshot has blocks without lines.",
+    )
+    exporters: list[Annotated[ExporterSpec, BeforeValidator(_short_exporter)]] = Field(
+        default_factory=lambda: [ExporterSpec(name="tensorboard")],
+        description="Where steps, events and samples go besides the run's folder: names (tensorboard, jsonl, prometheus, mlflow, "
+        "package.module:attribute), or the fields below.",
+    )
+    histograms: int | None = Field(
+        None,
+        ge=1,
+        description="Steps between two histograms of every weight and gradient, for the exporters; null: none.",
     )
 
 
@@ -444,9 +479,9 @@ class JobSpec(Part):
     """One training job."""
 
     numbers_exclude: ClassVar[tuple[str, ...]] = (
-        "name", "train.micro_batch", "train.compile", "train.checkpoint_activations", "train.check_replicas", "parallel", "offload",
-        "checkpoint", "eval", "recovery", "observe", "cluster", "data.prefetch", "data.source", "data.path", "optim.fused",
-        "deepspeed",
+        "name", "train.micro_batch", "train.compile", "train.checkpoint_activations", "train.check_replicas",
+        "train.check_gradients", "parallel", "offload", "checkpoint", "eval", "recovery", "observe", "cluster", "data.prefetch",
+        "data.source", "data.path", "optim.fused", "deepspeed",
     )  # fmt: skip
     """Fields that leave the numbers alone, or change them within float tolerance only; the data counts by its fingerprint."""
 

@@ -20,6 +20,8 @@ from typing import Any
 import xxhash
 
 SHM = Path("/dev/shm")
+PRIVATE = ("pid", "gpu_uuid")
+"""What a row has here beside the columns of raydist.samples, for the agent: the rank's process, and on a GPU torch's UUID of it."""
 
 
 def folder(run_uri: str) -> Path:
@@ -41,7 +43,10 @@ class Board:
         self._path = place / f"{node}-{rank:05d}.json"
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Replaces what stands there. `row`: names and values of raydist.samples. Raises OSError."""
+        """Replaces what stands there. `row`: names and values of raydist.samples, at least `at` and `rank`, and of PRIVATE `pid`.
+
+        Raises OSError.
+        """
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text(json.dumps(row))
         temporary.replace(self._path)

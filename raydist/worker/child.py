@@ -85,9 +85,8 @@ def train(order: dict[str, Any], agent: Agent, probe: Probe, startup: Startup) -
         vault=VaultJob(**order["vault"]) if order["vault"] is not None else None,
     )
 
-    def push(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> str | None:
-        command = agent("push", records=records, events=events)["command"]
-        return str(command) if command else None
+    def push(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> dict[str, Any]:
+        return dict(agent("push", records=records, events=events))
 
     def durable() -> None:
         agent("durable")

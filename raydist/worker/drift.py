@@ -31,7 +31,7 @@ from raydist.errors import Rollback, StorageError, SuspectHardware
 from raydist.rundir import DRIFT, RunDir
 from raydist.worker import setup
 from raydist.worker.graph import plain_name
-from raydist.worker.parallel import ParamShard
+from raydist.worker.parallel import ParamShard, replicas
 from raydist.worker.reporter import Reporter
 from raydist.worker.setup import Rank
 
@@ -119,12 +119,7 @@ class DriftWatch:
         return {name: (tensor, ranks) for name, (tensor, ranks) in found.items() if len(ranks) > 1}
 
     def _holders(self, like: Tensor | None) -> Ranks:
-        if not isinstance(like, DTensor):
-            return tuple(range(self._rank.world_size))
-        at = like.device_mesh.get_coordinate()
-        assert at is not None, "every rank is in the mesh"
-        index = tuple(slice(None) if p.is_replicate() else at[d] for d, p in enumerate(like.placements))
-        return tuple(sorted(like.device_mesh.mesh[index].flatten().tolist()))
+        return next(group for group in replicas(like, self._rank.world_size) if self._rank.rank in group)
 
     def _mend(self, step: int, saved: bool) -> bool:
         held = self._held(saved)

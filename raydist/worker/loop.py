@@ -26,14 +26,17 @@ from raydist.errors import DataError
 from raydist.records import Event, StepRecord
 from raydist.rundir import RunDir, resume_attempt, step_folder
 from raydist.spec import JobSpec, spec_hash
-from raydist.worker import compute, flops, offload, optim, precision, setup
+from raydist.worker import compute, flops, memory, offload, optim, precision, setup
 from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint import vault as vaults
 from raydist.worker.checkpoint.replicas import Replicas
 from raydist.worker.checkpoint.save import RETRY_S, Saver
 from raydist.worker.checkpoint.vault import Vault, VaultJob
 from raydist.worker.drift import DriftWatch
+from raydist.worker.gradients import GradientCheck
 from raydist.worker.guard import Guard
+from raydist.worker.histograms import Histograms
+from raydist.worker.memory import MemoryMeter
 from raydist.worker.parallel import ParallelStrategy, ParamShard
 from raydist.worker.precision import Precision
 from raydist.worker.probe import Probe
@@ -42,8 +45,9 @@ from raydist.worker.schedule import lr_at
 from raydist.worker.setup import Rank
 from raydist.worker.startup import Startup
 from raydist.worker.state import TrainState
-from raydist.worker.step import TrainStep, evaluate, loss_sum
+from raydist.worker.step import MESSAGES, TrainStep, evaluate, loss_sum
 from raydist.worker.telemetry import Telemetry
+from raydist.worker.trace import Tracer
 
 if TYPE_CHECKING:
     from raydist.worker.injector import Injector
@@ -115,8 +119,12 @@ def train(
             reporter.say("note", text="; ".join(rank.notes))
         tell = reporter.event if reporter else tell
         probe = probe or Probe()
+        memory.keep_history(job.run, rank, job.attempt, job.spec.observe.memory_history)
         with Telemetry(job.run.uri, rank, job.attempt, probe, job.spec.observe.interval_s, tell) as telemetry:
             return _Run(job, rank, reporter, probe, startup or Startup(), tell, telemetry).train()
+    except torch.OutOfMemoryError:
+        tell(Event("note", time.time(), {"text": memory.after_oom(rank.rank, job.spec.observe.memory_history)}))
+        raise
     finally:
         if reporter:
             reporter.close()
@@ -145,6 +153,7 @@ class _Run:
         spec, self._tell = job.spec, tell
         self.job, self.spec, self.rank, self.reporter = job, spec, rank, reporter
         self.injector = _injector(job, rank) if job.faults else None
+        phases = probe
         probe = self.injector.watch(probe) if self.injector else probe
         self.probe, self.startup = probe, startup
         # Data: every rank opens it; nothing is sent.
@@ -180,6 +189,7 @@ class _Run:
         self.evaluated = 0
         self.state = TrainState(model, self.optimizer, shards)
         self.numbers = spec.numbers(dataset.fingerprint)
+        self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages)
         self.guard = Guard(spec, rank, job.run, job.attempt, model, reporter)
         startup.done("build")
         self._resume()
@@ -223,6 +233,12 @@ class _Run:
             )
         self.last = min(self.total, job.until or self.total)
         self.watch = self._drift_watch(model, shards) if spec.train.check_replicas else None
+        self.memory = MemoryMeter(rank.device, model, shards, self.optimizer)
+        telemetry.memory = self.memory.read
+        every = spec.train.check_gradients
+        self.gradients = GradientCheck(rank, shards, every, reporter) if every else None
+        every, say = spec.observe.histograms, reporter.say if reporter else None
+        self.histograms = Histograms(rank, shards, every, say) if every else None
         self.train_step = TrainStep(
             rank,
             self.strategy,
@@ -233,6 +249,7 @@ class _Run:
             before_update=self._before_update,
             judge=self.guard,
             watch=self.watch,
+            gradients=self.gradients,
             probe=probe,
             telemetry=telemetry,
         )
@@ -274,6 +291,7 @@ class _Run:
                         vote=self.vault.vote(self.step, self._due(self.spec.checkpoint.every, ending))
                         if self.vault
                         else 0.0,
+                        trace=self.tracer.asks(self.reporter.traces) if self.reporter else (0, 0),
                     )
                     report = self.guard.step(self.step, batch, train)  # every rank; not what the ledger leaves out
                     self.cursor, stop = batch.after, report.stop
@@ -307,17 +325,21 @@ class _Run:
                     elif self.vault and report.votes == 1.0:
                         self.probe.enter("save")
                         self.vault.start(self.step, *self._state())  # every rank: to memory
+                    self.tracer.step(self.step + 1, report.trace, ends=stop or ending)  # every rank, the same steps
                     begun = time.perf_counter()
                     self.probe.step(self.step + 1)
                     if stop:
                         break
             self.probe.enter("end")
+            if self.gradients:
+                self.gradients.close()
             while saving and not self.saver.wait():  # every rank
                 time.sleep(RETRY_S)  # the last one failed, and the run must not end without it
                 self._save(ending=True)  # every rank; raises after checkpoint.max_failures in a row
             if self.replicas:
                 self.replicas.close(self.spec.checkpoint.timeout_s)
         finally:
+            self.tracer.close()
             if self.replicas:
                 self.replicas.close(0.0)
             self.saver.close()
@@ -327,6 +349,10 @@ class _Run:
                 self.optimizer.close()
         status = "finished" if self.step >= self.total else "interrupted" if stop else "paused"
         return Outcome(status, self.step, self.loss, self.eval_loss)
+
+    def _messages(self) -> list[tuple[str, int, str]]:
+        """What ranks send in a step, as far as it is known by name."""
+        return [*MESSAGES, *getattr(self.strategy, "messages", list)()]
 
     def _stalled(self, stall: Stall) -> None:
         """Says that the loader gives no batch, while that goes on: on rank 0 as an event, on others by `tell`."""
@@ -444,9 +470,18 @@ class _Run:
 
     def _before_mending(self) -> None:
         self.probe.enter("save")  # no deadline of a step: the state may be large, and storage slow
-        self._before_update()
+        self._state_is_free()
 
     def _before_update(self) -> None:
+        self.memory.before_update()
+        if self.histograms:  # every rank: counts are summed
+            optimizer = self.optimizer
+            pending = optimizer.pending_factor if isinstance(optimizer, offload.OffloadedAdamW) else 1.0
+            self.histograms.look(self.step, pending)
+        self._state_is_free()
+
+    def _state_is_free(self) -> None:
+        """Waits until no copy of the state is being taken."""
         self.saver.before_update()
         if self.vault:
             self.vault.before_update()

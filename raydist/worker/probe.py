@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 PHASES = ("start", "data", "forward", "backward", "update", "eval", "save", "end")
@@ -44,6 +45,9 @@ class Probe:
     `timeout_s`: the limit of a step in seconds; None: from the steps themselves.
     """
 
+    on_phase: Callable[[str], None] | None = None
+    """Called with each phase that is entered, while somebody wants to know (raydist/worker/trace.py)."""
+
     def __init__(self, fd: int | None = None, timeout_s: float | None = None) -> None:
         self._numbers = memoryview(bytearray(BYTES)).cast("q") if fd is None else _numbers(fd)
         self._timeout_s = timeout_s
@@ -66,6 +70,8 @@ class Probe:
         self._spent[numbers[_PHASE]] += now - numbers[_SINCE]
         numbers[_PHASE] = PHASES.index(phase)
         numbers[_SINCE] = now
+        if self.on_phase is not None:
+            self.on_phase(phase)
 
     @property
     def number(self) -> int:

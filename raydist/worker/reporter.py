@@ -8,16 +8,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from raydist.records import Event, StepRecord
+from raydist.records import EXPORTED_ONLY, Event, StepRecord
 
-Push = Callable[[list[dict[str, Any]], list[dict[str, Any]]], str | None]
-"""(records, events) -> the driver's command, or None. May raise: what it was given is then sent again."""
+Push = Callable[[list[dict[str, Any]], list[dict[str, Any]]], Mapping[str, Any] | None]
+"""(records, events) -> what `RunMonitor.push` gives. May raise: what it was given is then sent again."""
 
 INTERVAL_S = 1.0
 CAPACITY = 100_000
+FIGURES = 4
+"""Large events (records.EXPORTED_ONLY) that wait at most: they are sent once, and again for nobody."""
 
 
 class Reporter:
@@ -27,11 +29,14 @@ class Reporter:
         self._push, self._durable = push, durable
         self._records: deque[dict[str, Any]] = deque(maxlen=CAPACITY)
         self._events: deque[dict[str, Any]] = deque(maxlen=CAPACITY)
+        self._figures: deque[dict[str, Any]] = deque(maxlen=FIGURES)
         self._wake = threading.Event()
         self._closed = False
         self._sending = threading.Lock()
         self.command: str | None = None
         """The driver's newest word: "stop", or None."""
+        self.traces: Sequence[Sequence[int]] = ()
+        """(number, steps) of the traces that somebody waits for, oldest first."""
         self._thread = threading.Thread(target=self._run, name="raydist-reporter", daemon=True)
         self._thread.start()
 
@@ -41,6 +46,9 @@ class Reporter:
 
     def event(self, event: Event) -> None:
         """Something happened. It is sent at once."""
+        if event.kind in EXPORTED_ONLY:
+            self._figures.append(event.to_dict())
+            return
         self._events.append(event.to_dict())
         self._wake.set()
 
@@ -88,12 +96,14 @@ class Reporter:
         with self._sending:
             records, events = _take(self._records), _take(self._events)
             try:
-                self.command = self._push(records, events) or self.command
+                answer = self._push(records, events + _take(self._figures)) or {}
             except Exception:
                 # Back in front of what came meanwhile; the next round tries again.
                 _restore(self._records, records)
                 _restore(self._events, events)
                 return False
+            self.command = answer.get("command") or self.command
+            self.traces = answer.get("traces", ())
             return True
 
 

@@ -15,11 +15,11 @@ from datetime import timedelta
 from typing import Generic, TypeVar
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 
 from raydist.errors import UserError
+from raydist.worker.interface import interface_of
 
 T = TypeVar("T")
 
@@ -76,14 +76,6 @@ def choose_backend(device: torch.device) -> Choice[str]:
     if device.type == "cuda":
         return Choice("cpu:gloo,cuda:nccl", f"NCCL for {device}, gloo for the CPU's tensors")
     return Choice("gloo", f"no CUDA device for {device}")
-
-
-def interface_of(ip: str) -> str | None:
-    """The name of the network interface that carries an address; None if none does."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(a.address.split("%")[0] == ip for a in addresses):
-            return name
-    return None
 
 
 def choose_interface(node_ip: str) -> Choice[str] | None:

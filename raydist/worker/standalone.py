@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Any
 
-from raydist import data
+from raydist import data, requests
 from raydist.errors import RaydistError, StorageError, TrainingStopped
 from raydist.lease import DriverLease
 from raydist.records import Event
@@ -46,9 +46,10 @@ class _Log:
             "workers": [],
         }
         self._stored = 0.0
+        self._traces: list[tuple[int, int]] = []
         self._store("running")
 
-    def push(self, records: list[dict[str, Any]], events: list[dict[str, Any]]) -> str | None:
+    def push(self, records: list[dict[str, Any]], events: list[dict[str, Any]]) -> dict[str, Any]:
         for raw in events:
             if raw["kind"] == "resumed":
                 self._log.attempt(raw["attempt"], int(raw["step"]))
@@ -68,7 +69,9 @@ class _Log:
         if time.monotonic() - self._stored > HEARTBEAT_S:
             self.durable()
             self._store("running")
-        return None
+            with contextlib.suppress(StorageError):
+                self._traces = [(request.number, request.steps) for request in requests.pending(self._run)]
+        return {"traces": self._traces}
 
     def durable(self) -> None:
         self._log.flush()

@@ -25,13 +25,20 @@ from raydist.worker.probe import Probe
 from raydist.worker.setup import Rank
 from raydist.worker.telemetry import Telemetry
 
+MESSAGES = (
+    ("all_reduce", 6, "sums of the step"),
+    ("all_reduce", 1, "gradient norm"),
+    ("all_reduce", 2, "sums of the evaluation"),
+)
+"""What a step sends beside the gradients, and an evaluation: (kind, elements, name), for traces."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """What a step did, the same on every rank: `loss` is the global mean; `stop` whether any rank wants to end here.
 
     `skipped`: nothing was updated; `bad`: for its numbers are, and its judge wants to go on. fp16's overflow is not bad.
-    `votes`: the sum of what the ranks gave as `vote`.
+    `votes`: the sum of what the ranks gave as `vote`; `trace` that of what they asked for: (number, steps).
     """
 
     loss: float
@@ -41,6 +48,7 @@ class StepReport:
     skipped: bool
     bad: Bad | None = None
     votes: float = 0.0
+    trace: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +106,14 @@ def loss_sum(module: nn.Module, batch: MicroBatch) -> torch.Tensor:
     )
 
 
+class Look(Protocol):
+    """Who looks at gradients: `raydist.worker.gradients.GradientCheck`."""
+
+    def look(self, step: int) -> None:
+        """Every rank: the gradients of `step` are summed, and not yet clipped."""
+        ...
+
+
 class TrainStep:
     """What a step needs of one step and the next: the modules, and how many tokens a full global batch has."""
 
@@ -113,6 +129,7 @@ class TrainStep:
         before_update: Callable[[], None],
         judge: Judge | None = None,
         watch: Watch | None = None,
+        gradients: Look | None = None,
         probe: Probe | None = None,
         telemetry: Telemetry | None = None,
     ) -> None:
@@ -122,21 +139,28 @@ class TrainStep:
         )
         self.rank, self.strategy, self.optimizer, self.precision = rank, strategy, optimizer, precision
         self._full_tokens, self._clip, self._before_update = full_tokens, clip, before_update
-        self._judge, self._watch = judge, watch
+        self._judge, self._watch, self._gradients = judge, watch, gradients
         self._scale_grads = strategy.scale_grads
         if isinstance(optimizer, OffloadedAdamW):  # which has fetched the gradients before the factor is known
             self._scale_grads = optimizer.scale_grads
 
     def __call__(
-        self, step: int, micro_batches: Sequence[MicroBatch], tokens: int, lr: float, want_stop: bool, vote: float = 0.0
+        self,
+        step: int,
+        micro_batches: Sequence[MicroBatch],
+        tokens: int,
+        lr: float,
+        want_stop: bool,
+        vote: float = 0.0,
+        trace: tuple[int, int] = (0, 0),
     ) -> StepReport:
-        """Runs step number `step`; `tokens` count in this rank's loss; `vote` is added up on the way. Raises what its judge does
-        about bad numbers, on every rank, before the update; without one NonFinite. Where replicas had drifted the passes run once
-        more, on the mended weights.
+        """Runs step number `step`; `tokens` count in this rank's loss; `vote` and `trace` are added up on the way. Raises what its
+        judge does about bad numbers, on every rank, before the update; without one NonFinite. Where replicas had drifted the passes
+        run once more, on the mended weights.
         """
         if self._watch is not None:
             self._watch.begin()
-        sums = torch.tensor([0.0, tokens, want_stop, vote], dtype=torch.float64, device=self.rank.device)
+        sums = torch.tensor([0.0, tokens, want_stop, vote, *trace], dtype=torch.float64, device=self.rank.device)
         pending = None
         for i, batch in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
@@ -157,23 +181,26 @@ class TrainStep:
                     scaled.backward()  # type: ignore[no-untyped-call]
         if pending is not None:
             pending.wait()
-        total_loss, all_tokens, stops, votes = sums.tolist()
+        total_loss, all_tokens, stops, votes, *asked = sums.tolist()
         counted, tokens = tokens, int(all_tokens)
         loss_mean = total_loss / max(tokens, 1)
         # From "per token of a full batch" and "times the loss scale" to the gradient of the mean loss.
         factor = self._full_tokens / max(tokens, 1) / self.precision.loss_scale
         grad_norm = float(self.strategy.grad_norm()) * factor
         finite = _finite(loss_mean) and _finite(grad_norm)
+        overflow = not finite and self.precision.scaled and _finite(loss_mean)
+        if self._gradients is not None and not overflow:
+            self._gradients.look(step)
         skipped = False
         bad = None
-        if not finite and not (self.precision.scaled and _finite(loss_mean)):
+        if not finite and not overflow:
             bad = self._non_finite(step, micro_batches, loss_mean)
         elif finite and self._judge is not None and (median := self._judge.spike(loss_mean)) is not None:
             cause = f"step {step}: a loss of {loss_mean:.4g}, where the median of those before it is {median:.4g}"
             bad = Bad(step, loss_mean, cause, median=median)
         if self._watch is not None and self._watch.mended(step, suspect=bad is not None):
             self.strategy.zero_grad()
-            return self(step, micro_batches, tokens=counted, lr=lr, want_stop=want_stop, vote=vote)
+            return self(step, micro_batches, tokens=counted, lr=lr, want_stop=want_stop, vote=vote, trace=trace)
         if bad is not None:
             if self._judge is None:
                 raise NonFinite(f"{bad.cause}; the update was not applied", bad.hint)
@@ -197,7 +224,8 @@ class TrainStep:
         self.strategy.zero_grad()
         if not skipped:
             self.strategy.updated()
-        return StepReport(loss_mean, grad_norm, tokens, stops > 0, skipped, votes=votes)
+        asked_for = (int(asked[0]), int(asked[1]))
+        return StepReport(loss_mean, grad_norm, tokens, stops > 0, skipped, votes=votes, trace=asked_for)
 
     def _non_finite(self, step: int, micro_batches: Sequence[MicroBatch], loss_mean: float) -> Bad:
         """Runs the step's passes once more to see on which rank a loss or a gradient is not finite."""

@@ -5,13 +5,16 @@ Runs in: each train worker, in a thread of its own. Torch, never ray. The loop n
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
+
+import torch
 
 from raydist.records import Event
 from raydist.samples import PHASES
@@ -38,13 +41,18 @@ class Telemetry:
     ) -> None:
         self._run_uri, self._rank, self._probe, self._tell = run_uri, rank, probe, tell
         self._interval_s = interval_s
-        self._who = {
+        self.memory: Callable[[], Mapping[str, int | None]] | None = None
+        """Columns of this rank's memory, once somebody knows."""
+        self._who: dict[str, Any] = {
             "kind": "rank",
             "host": socket.gethostname(),
             "node": rank.node_ip,
             "rank": rank.rank,
             "attempt": attempt,
+            "pid": os.getpid(),
         }
+        if rank.device.type == "cuda":
+            self._who["gpu_uuid"] = str(torch.cuda.get_device_properties(rank.device).uuid)
         self._comm = CommLog(rank.device) if interval_s is not None and rank.world_size > 1 else None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -72,7 +80,7 @@ class Telemetry:
         return self._comm.backward() if self._comm is not None else nullcontext()
 
     def row(self) -> dict[str, Any]:
-        """This rank now: columns of raydist.samples."""
+        """This rank now: columns of raydist.samples, and what its node's agent needs."""
         spent = self._probe.seconds()
         made: dict[str, Any] = {"at": time.time(), **self._who, "step": self._probe.number}
         made |= {f"{phase}_seconds": spent[phase] for phase in PHASES}
@@ -84,6 +92,8 @@ class Telemetry:
                 f"{op}_seconds": total.seconds,
                 f"{op}_exposed_seconds": total.exposed_seconds,
             }
+        if self.memory is not None:
+            made |= {name: value for name, value in self.memory().items() if value is not None}
         return made
 
     def _say(self) -> None:

@@ -182,6 +182,12 @@ class ZeroStrategy:
         self._last = last
         yield
 
+    def messages(self) -> list[tuple[str, int, str]]:
+        """For traces: a unit's gradients in backward, its rows in the forward pass after it."""
+        order = [(unit, _common(unit.names)) for unit in self._units]
+        out = [("reduce_scatter", unit.world * unit.size, name) for unit, name in reversed(order)]
+        return out + [("all_gather", unit.size, name) for unit, name in order]
+
     # --- backward: gradients out, this rank's rows of their sum back
 
     def _has_gradient(self, unit: Unit, parameter: Tensor) -> None:
@@ -288,6 +294,13 @@ def _rows(whole: Tensor, rank: int, world: int) -> Tensor:
     each = -(-whole.shape[0] // world)
     first = min(rank * each, whole.shape[0])
     return whole[first : min(first + each, whole.shape[0])]
+
+
+def _common(names: Sequence[str]) -> str:
+    """What to call parameters that travel together: by the module that holds them, if one does."""
+    parts = [name.split(".")[:-1] for name in names]
+    same = [piece[0] for piece in zip(*parts, strict=False) if len(set(piece)) == 1]
+    return ".".join(same) or f"{names[0]} and {len(names) - 1} more"
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

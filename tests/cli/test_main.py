@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +60,15 @@ def test_errors_become_a_message_and_a_code(
     err = capsys.readouterr().err
     assert err.startswith("raydist: ")
     assert "Traceback" not in err
+
+
+def test_an_exporter_s_option_is_checked_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`raydist train` with an option that the exporter has not: one message, exit code 2, and nothing was made."""
+    job = str(Path(__file__).parents[2] / "jobs" / "quickstart.yaml")
+    chosen = "observe.exporters=[{name: prometheus, options: {prot: 3}}]"
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", job, "--storage", str(tmp_path / "runs"), "--set", chosen])
+    assert caught.value.code == 2
+    told = capsys.readouterr().err
+    assert told == 'raydist: observe.exporters: prometheus: unknown option "prot"\n  did you mean "port"?\n'
+    assert list(tmp_path.iterdir()) == []

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from raydist import requests
 from raydist.errors import StorageError
 from raydist.observe.run import RunMonitor
 from raydist.records import Event
@@ -54,6 +55,16 @@ def test_a_run_from_start_to_end(run: RunDir, rows: Rows) -> None:
     assert (state["status"], state["step"], state["loss"], state["eval_loss"]) == ("finished", 3, 1 / 3, 2.5)
     assert (state["attempt"], state["world_size"], state["workers"][0]["pid"]) == (1, 2, 7)
     assert run.storage.files(TENSORBOARD)
+
+
+def test_what_somebody_asks_for_is_in_the_answer(run: RunDir) -> None:
+    """A request in the run's folder comes with the answer to a push while it is there, and no longer."""
+    watch = monitor(run, interval_s=0.01)
+    mine = requests.ask_trace(run, 3, 60.0)
+    until(lambda: watch.push([], []) == {"command": None, "traces": [(mine.number, 3)]})
+    requests.withdraw(run, mine.number)
+    until(lambda: watch.push([], []) == {"command": None})
+    watch.end("finished")
 
 
 def test_flush_makes_all_that_was_pushed_durable(run: RunDir, rows: Rows) -> None:

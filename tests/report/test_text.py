@@ -139,6 +139,11 @@ EVENTS: list[tuple[str, dict[str, Any], str]] = [
         },
         "step 5: rank 2 drifted in model/a, model/b and 1 more: mended from the other ranks",
     ),
+    (
+        "finding",
+        {"rule": "leak", "what": "rank 3: its memory grows", "remedy": "look for what grows", "severity": "warning"},
+        "rank 3: its memory grows: look for what grows",
+    ),
     ("note", {"text": "cpu: no CUDA device"}, "cpu: no CUDA device"),
     ("ended", {"status": "stopped", "step": 7, "cause": "NaN"}, "stopped at step 7: NaN"),
     ("ended", {"status": "finished", "step": 200}, "finished at step 200"),

@@ -99,6 +99,14 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
         ("data.source=null", "exactly one of them is needed"),
         ("name=a/b", "name: 'a/b'"),
         ("model.name=no_such_package:build", 'unknown "no_such_package:build"'),
+        ("observe.exporters=[jsonl,promtheus]", 'unknown "promtheus"; did you mean "prometheus"?'),
+        ("observe.exporters=[{name: mlfow}]", 'unknown "mlfow"; did you mean "mlflow"?'),
+        ("observe.exporters=[no_such_package:Exporter]", 'unknown "no_such_package:Exporter"'),
+        ("observe.exporters=jsonl", "observe.exporters: 'jsonl'"),
+        (
+            "observe.exporters=[{name: jsonl, path: x}]",
+            "observe.exporters[0].path: unknown field; fields here: name, options",
+        ),
         ("optim.lr=.nan", "optim.lr"),
         ("optim.lr", "no value"),
         ("optim.lr=[1", "is not YAML"),
@@ -144,6 +152,13 @@ def test_a_missing_file_suggests_its_neighbour() -> None:
     """A misspelt path names the file that was probably meant."""
     with pytest.raises(SpecError, match=r"did you mean .*quickstart\.yaml"):
         load(JOBS / "quikstart.yaml")
+
+
+def test_exporters_by_name_or_with_options() -> None:
+    """A name alone stands for itself with no options; TensorBoard is what a job gets that names none."""
+    spec = load(JOBS / "quickstart.yaml", ["observe.exporters=[jsonl, {name: mlflow, options: {uri: u}}]"])
+    assert [(e.name, e.options) for e in spec.observe.exporters] == [("jsonl", {}), ("mlflow", {"uri": "u"})]
+    assert [e.name for e in load(JOBS / "quickstart.yaml").observe.exporters] == ["tensorboard"]
 
 
 def test_extends_merges_deeply_and_lists_replace(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,6 +20,7 @@ from raydist.data.batches import MicroBatch
 from raydist.errors import UserError
 from raydist.spec import JobSpec
 from raydist.worker import compute, optim
+from raydist.worker.memory import Held, bytes_of
 from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.plan.advice import advise
 from raydist.worker.plan.estimate import STRATEGIES, batches, estimate, measured_pass, optimizer_bytes
@@ -175,13 +175,6 @@ def test_micro_batches_are_as_the_loader_deals_them(
 # --- against real ranks
 
 
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of their storages, each once."""
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-    found = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in local)}
-    return sum(found.values())
-
-
 class OneStep:
     """A model under a strategy on this rank, after a first step: optimizer state is there."""
 
@@ -212,23 +205,18 @@ class OneStep:
         self.strategy.zero_grad()
         self.strategy.updated()
 
-    def gradients(self) -> list[Tensor]:
-        held = [*self.model.parameters(), *(shard.local for shard in self.strategy.shards().values())]
-        return [p.grad for p in held if p.grad is not None]
-
-    def state(self) -> dict[str, int]:
-        """Bytes of parameters and of the optimizer's state."""
-        held = [*self.model.parameters(), *(shard.local for shard in self.strategy.shards().values())]
-        moments = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-        return {"parameters": bytes_of(held), "optimizer": bytes_of(moments)}
+    def held(self) -> Held:
+        """The bytes of its state, as the run's own watcher counts them."""
+        return Held.of(self.model, self.strategy.shards(), self.optimizer, torch.device("cpu"))
 
 
 def held_state(rank: Rank, spec: JobSpec) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer on this rank; of gradients the most after any backward pass of a step."""
     step = OneStep(rank, spec)
     most = [0]
-    step(lambda: most.append(bytes_of(step.gradients())))
-    return {**step.state(), "gradients": max(most)}
+    step(lambda: most.append(step.held().gradients))
+    held = step.held()
+    return {"parameters": held.parameters, "optimizer": held.optimizer, "gradients": max(most)}
 
 
 def job_on(strategy: str, world: int, **sections: Any) -> JobSpec:

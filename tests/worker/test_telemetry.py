@@ -33,7 +33,8 @@ def until(run_uri: str, node: str, rank: int, step: int) -> dict[str, Any]:
 def watched(rank: Rank, run_uri: str) -> Any:
     """Two steps of one all-reduce each: the row after each, and whether one is left at the end."""
     probe, rows = Probe(), []
-    with Telemetry(run_uri, rank, 3, probe, 0.1, lambda event: None):
+    with Telemetry(run_uri, rank, 3, probe, 0.1, lambda event: None) as telemetry:
+        telemetry.memory = lambda: {"rss_bytes": 7, "allocated_bytes": None}
         for step in (1, 2):
             probe.step(step)
             probe.enter("backward")
@@ -46,10 +47,13 @@ def watched(rank: Rank, run_uri: str) -> Any:
 def test_the_newest_reading_is_on_the_board(ranks: Any, tmp_path: Path) -> None:
     """Of each rank, with columns that there are; what counts grows; at the end nothing is left."""
     for rank, ((first, second), left) in enumerate(ranks.run(watched, 2, str(tmp_path))):
-        assert {*first, *second} <= COLUMNS.keys()
+        assert {*first, *second} - {"pid"} <= COLUMNS.keys()
+        assert Path(f"/proc/{first['pid']}").exists()
         assert (second["kind"], second["rank"], second["attempt"], second["step"]) == ("rank", rank, 3, 2)
         assert second["all_reduce_bytes"] == 8000
         assert second["all_reduce_count"] == 2
+        assert second["rss_bytes"] == 7
+        assert "allocated_bytes" not in second
         assert second["backward_seconds"] > first["backward_seconds"] > 0
         assert {f"{phase}_seconds" for phase in PHASES} <= second.keys()
         assert left == []

@@ -27,9 +27,10 @@ from raydist.rundir import BUCKETS, TUNED, RunDir
 from raydist.spec import JobSpec
 from raydist.worker.buckets.measure import Passes, all_reduce_line, passes
 from raydist.worker.buckets.model import WORTH, suggest
+from raydist.worker.interface import interface_of
 from raydist.worker.parallel import Example
 from raydist.worker.precision import DTYPES
-from raydist.worker.setup import Rank, interface_of
+from raydist.worker.setup import Rank
 
 Build = Callable[[], nn.Module]
 T = TypeVar("T")

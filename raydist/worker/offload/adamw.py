@@ -8,6 +8,7 @@ fused CPU AdamW together with its parameters and gradients, and written back (nv
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -147,6 +148,11 @@ class OffloadedAdamW(AdamW):
     def scale_grads(self, factor: float) -> None:
         """The next `step` multiplies all gradients by it, on the host: for those that are there, a scaled `grad` comes too late."""
         self._factors.append(factor)
+
+    @property
+    def pending_factor(self) -> float:
+        """What the next `step` multiplies the gradients by."""
+        return math.prod(self._factors)
 
     # --- the update
 

@@ -12,12 +12,16 @@ A strategy's file (or the user's `package.module:attribute`) has a class `Strate
     strategy.zero_grad()
     strategy.updated()                             # what other ranks hold of the old weights is stale
 
+A strategy may also have `messages() -> list[(kind, elements, name)]`: the collectives of a step, in the order in which it issues
+them, with the elements that a rank puts in. `raydist trace` gives them these names (docs/trace.md).
+
 The loop divides by the tokens of the global batch, so reduced gradients must be sums over the ranks, never means: a
 strategy whose reduction averages says so in `loss_factor`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -64,6 +68,18 @@ class ParamShard:
         spec = DTensorSpec(self.like.device_mesh, self.like.placements, tensor_meta=meta)
         # Not `from_local`, which would move a moment in host memory to the mesh's device.
         return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def replicas(like: torch.Tensor | None, world_size: int) -> tuple[tuple[int, ...], ...]:
+    """All ranks, in groups that hold the same of this tensor: a plain one is the same on all, a DTensor on those along the mesh
+    dimensions that replicate it."""
+    if not isinstance(like, DTensor):
+        return (tuple(range(world_size)),)
+    ranks, placements = like.device_mesh.mesh, like.placements
+    split = [d for d, p in enumerate(placements) if not p.is_replicate()]
+    kept = [d for d, p in enumerate(placements) if p.is_replicate()]
+    parts = math.prod(ranks.shape[d] for d in split)
+    return tuple(tuple(sorted(group)) for group in ranks.permute(*split, *kept).reshape(parts, -1).tolist())
 
 
 class ParallelStrategy(Protocol):

@@ -106,8 +106,27 @@ class Strategy:
     def updated(self) -> None:
         """See `ParallelStrategy.updated`: every rank has made the same update."""
 
+    def messages(self) -> list[tuple[str, int, str]]:
+        """For traces: the buckets, in the order in which backward sends them."""
+        if self._rank.world_size == 1:
+            return []
+        names = list(self._parameters)
+        told = self._ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        made = []
+        for i, indices in enumerate(_buckets(told)):
+            inside = [names[n] for n in indices]
+            what = inside[0] if len(inside) == 1 else f"{inside[0]} to {inside[-1]}"
+            made.append(("all_reduce", sum(self._parameters[n].numel() for n in inside), f"bucket {i}: {what}"))
+        return made
+
     def _grads(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters.values() if p.grad is not None]
+
+
+def _buckets(told: Mapping[str, Any]) -> list[list[int]]:
+    """Of each bucket the numbers of its parameters, as torch's private log has them; none where it does not."""
+    text = str(told.get("rebuilt_per_bucket_param_indices") or told.get("initial_per_bucket_param_indices") or "")
+    return [[int(n) for n in bucket.split()] for bucket in text.split(",") if bucket.strip()]
 
 
 def _sum_in(dtype: torch.dtype, bucket: Any) -> torch.futures.Future[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""raydist.observe.tensorboard: read back with TensorBoard's own reader."""
+"""raydist.observe.exporters.tensorboard: read back with TensorBoard's own reader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from raydist.errors import StorageError
-from raydist.observe.tensorboard import TensorBoard
+from raydist.observe.exporters import Facts
+from raydist.observe.exporters.tensorboard import Exporter
 from raydist.rundir import TENSORBOARD, RunDir
 
 Rows = Callable[..., list[dict[str, Any]]]
@@ -27,10 +28,10 @@ def curve(run: RunDir, tag: str) -> list[tuple[int, float]]:
 
 def test_curves(run: RunDir, rows: Rows) -> None:
     """Every field that makes a curve, at its step; and the eval loss."""
-    board = TensorBoard(run)
-    board.attempt(0, 1.0)
+    board = Exporter(Facts(run))
+    board.attempt(1, 0, 1.0)
     board.steps(rows(range(1, 4)), 2.0)
-    board.scalars(2, {"eval/loss": 0.25}, 2.5)
+    board.event({"kind": "eval", "at": 2.5, "step": 2, "loss": 0.25, "tokens": 9, "best": True})
     board.close()
     assert curve(run, "train/loss") == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     assert curve(run, "train/tokens_per_second") == [(s, pytest.approx(1000.0)) for s in (1, 2, 3)]
@@ -42,13 +43,13 @@ def test_curves(run: RunDir, rows: Rows) -> None:
 @pytest.mark.parametrize("same_driver", [True, False])
 def test_steps_trained_again_replace_the_old(run: RunDir, rows: Rows, same_driver: bool) -> None:
     """One point a step after a restart, in one driver or the next within the same second, and after a later restart too."""
-    board = TensorBoard(run)
+    board = Exporter(Facts(run))
     for attempt, (resume, end) in enumerate([(0, 10), (6, 8), (3, 12)], start=1):
-        board.attempt(resume, 1.0)
+        board.attempt(attempt, resume, 1.0)
         board.steps(rows(range(resume + 1, end + 1), attempt), 1.0)
         board.flush()
         if not same_driver:
-            board = TensorBoard(run)
+            board = Exporter(Facts(run))
     board.close()
     assert [step for step, _ in curve(run, "train/loss")] == list(range(1, 13))
 
@@ -59,11 +60,11 @@ def test_files_stay_small_and_whole(run: RunDir, rows: Rows, local: bool) -> Non
     Path(run.storage.path(TENSORBOARD)).mkdir(parents=True)
     if not local:
         run.storage.local = None
-    board = TensorBoard(run)
+    board = Exporter(Facts(run))
     for start in range(1, 12_001, 1_500):
         board.steps(rows(range(start, start + 1_500)), 1.0)
+        board.flush(now=True)
         board.flush()
-        board.flush(now=False)
     board.close()
     sizes = [size for name, size in run.storage.files(TENSORBOARD).items()]
     assert len(sizes) > 1
@@ -71,11 +72,36 @@ def test_files_stay_small_and_whole(run: RunDir, rows: Rows, local: bool) -> Non
     assert [step for step, _ in curve(run, "train/loss")] == list(range(1, 12_001))
 
 
+def test_histograms(run: RunDir) -> None:
+    """Edges, counts and sums come back as they were given, under the parameter's name; one without counts is left out."""
+    board = Exporter(Facts(run))
+    shown = {"edges": [-2.0, -1.0, 1.0, 1.5], "counts": [3, 0, 5], "sum": 1.25, "sum_squares": 20.0}
+    empty: dict[str, Any] = {"edges": [], "counts": [], "sum": 0.0, "sum_squares": 0.0}
+    board.event(
+        {"kind": "histograms", "at": 3.0, "step": 7, "weights": {"head.weight": shown}, "gradients": {"x": empty}}
+    )
+    board.close()
+    read = EventAccumulator(run.storage.path(TENSORBOARD))
+    read.Reload()
+    assert read.Tags()["histograms"] == ["weights/head.weight"]
+    (point,) = read.Histograms("weights/head.weight")
+    value = point.histogram_value
+    assert (point.step, value.min, value.max, value.num, value.sum, value.sum_squares) == (
+        7,
+        -2.0,
+        1.5,
+        8.0,
+        1.25,
+        20.0,
+    )
+    assert (value.bucket_limit, value.bucket) == ([-1.0, 1.0, 1.5], [3.0, 0.0, 5.0])
+
+
 def test_what_storage_refused_is_written_later(run: RunDir, rows: Rows) -> None:
     """StorageError while the folder cannot be made; nothing is lost or doubled once it can."""
     Path(run.storage.path()).mkdir(parents=True)
     obstacle = Path(run.storage.path(TENSORBOARD))
-    board = TensorBoard(run)
+    board = Exporter(Facts(run))
     obstacle.write_text("a file where the folder should be")
     board.steps(rows(range(1, 3)), 1.0)
     with pytest.raises(StorageError):

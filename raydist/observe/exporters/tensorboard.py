@@ -1,4 +1,4 @@
-"""A run's curves for TensorBoard, in RUN/tensorboard: train/loss, train/lr, ..., eval/loss.
+"""A run's curves for TensorBoard, in RUN/tensorboard: train/loss, train/lr, ..., eval/loss, and histograms.
 
 Runs in: the run's monitor. Must not import torch or TensorFlow: the protocol buffers and the framing are those of the
 tensorboard package, whose EventFileWriter is not used because it loads TensorFlow wherever that is installed.
@@ -14,11 +14,12 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
 from raydist.errors import StorageError
+from raydist.observe.exporters import BaseExporter, Facts, only
 from raydist.rundir import TENSORBOARD, RunDir
 
 _FILE = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
@@ -28,15 +29,13 @@ _UPLOAD_EVERY_S = 15.0
 _TAGS = ("loss", "lr", "grad_norm", "seconds", "data_seconds")
 
 
-class TensorBoard:
-    """The writer; not for several threads at once.
-
-    All but `flush` and `close` only buffer; those raise StorageError, and keep what was not written. A file ends at 1 MiB
+class Exporter(BaseExporter):
+    """All but `flush` and `close` only buffer; those raise StorageError, and keep what was not written. A file ends at 1 MiB
     and the next begins, so that on an object store, where a file cannot grow, each upload is small.
     """
 
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
+    def __init__(self, facts: Facts) -> None:
+        run = self._run = facts.run
         names = (_FILE.match(name.rsplit("/", 1)[-1]) for name in run.storage.files(TENSORBOARD))
         newest = max((int(match[1]) for match in names if match), default=0)
         # TensorBoard reads files by name, and the name begins with a time: never an earlier one than those that are there.
@@ -49,7 +48,13 @@ class TensorBoard:
         self._done: list[tuple[str, bytes]] = []
         self._open()
 
-    def attempt(self, resume_step: int, at: float) -> None:
+    @staticmethod
+    def resolve(options: Mapping[str, Any], run: RunDir) -> dict[str, Any]:
+        """It has no options."""
+        only(options, ())
+        return {}
+
+    def attempt(self, number: int, resume_step: int, at: float) -> None:
         """What was written of steps past `resume_step` is void. `at`, here and below: Unix time of the points."""
         from tensorboard.compat.proto import event_pb2
 
@@ -58,13 +63,22 @@ class TensorBoard:
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(event_pb2.Event(wall_time=at, step=resume_step + 1, session_log=start))
 
-    def steps(self, records: Iterable[Mapping[str, Any]], at: float) -> None:
+    def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
         """A point a step on each train curve. Dicts with the fields of StepRecord."""
-        for record in records:
+        for record in rows:
             values = {f"train/{tag}": record[tag] for tag in _TAGS}
             if record["seconds"] > 0:
                 values["train/tokens_per_second"] = record["tokens"] / record["seconds"]
             self.scalars(record["step"], values, at)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """The loss of an `eval`, and histograms."""
+        if event["kind"] == "eval":
+            self.scalars(int(event["step"]), {"eval/loss": float(event["loss"])}, event["at"])
+        elif event["kind"] == "histograms":
+            for what in ("weights", "gradients"):
+                for name, histogram in event[what].items():
+                    self._histogram(int(event["step"]), f"{what}/{name}", histogram, event["at"])
 
     def scalars(self, step: int, values: Mapping[str, float], at: float) -> None:
         """A point on each of some curves."""
@@ -73,7 +87,25 @@ class TensorBoard:
         points = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._add(event_pb2.Event(wall_time=at, step=step, summary=summary_pb2.Summary(value=points)))
 
-    def flush(self, *, now: bool = True) -> None:
+    def _histogram(self, step: int, tag: str, histogram: Mapping[str, Any], at: float) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+
+        edges, counts = histogram["edges"], histogram["counts"]
+        if not counts:
+            return
+        made = summary_pb2.HistogramProto(
+            min=edges[0],
+            max=edges[-1],
+            num=sum(counts),
+            sum=histogram["sum"],
+            sum_squares=histogram["sum_squares"],
+            bucket_limit=edges[1:],
+            bucket=counts,
+        )
+        value = summary_pb2.Summary.Value(tag=tag, histo=made)
+        self._add(event_pb2.Event(wall_time=at, step=step, summary=summary_pb2.Summary(value=[value])))
+
+    def flush(self, *, now: bool = False) -> None:
         """Brings what was given to storage. On an object store, unless `now`, only every 15 s."""
         due = now or time.monotonic() - self._uploaded_at >= _UPLOAD_EVERY_S
         if self._run.storage.local is None and not due:
@@ -89,7 +121,7 @@ class TensorBoard:
 
     def close(self) -> None:
         """The last flush."""
-        self.flush()
+        self.flush(now=True)
 
     def _open(self) -> None:
         from tensorboard.compat.proto import event_pb2

@@ -1,0 +1,118 @@
+"""`raydist trace`: what a run that trains is doing in its next steps, on every rank, in one file.
+
+Runs in: the user's shell, which needs nothing of the run but its folder. Never imports ray or torch.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raydist.errors import StorageError, TraceFailed, UsageError
+from raydist.requests import MOST_STEPS
+
+if TYPE_CHECKING:
+    from raydist.requests import TraceRequest
+    from raydist.rundir import RunDir
+
+POLL_S = 0.5
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(trace)
+
+
+def trace(
+    run: Annotated[str, typer.Argument(help="A run folder's path or URI, or a run's name.", show_default=False)],
+    storage: Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")] = None,
+    steps: Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="How many of the next steps.")] = 3,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Also write the file here; compressed if it ends in .gz.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for the ranks.")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Each rank's shares, as one object.")] = False,
+) -> None:
+    """Trace the next steps of a run that trains, on every rank, into one file for Perfetto or chrome://tracing."""
+    from raydist import requests
+    from raydist.report import tables
+    from raydist.report.trace import merge
+    from raydist.rundir import resolve
+    from raydist.runstate import read_state
+
+    place = resolve(run, storage)
+    status = read_state(place)["status"]
+    if status != "running":
+        raise UsageError(
+            f"run {place.name} is {status}", "only a run that trains can be traced: `raydist runs` lists them"
+        )
+    request = requests.ask_trace(place, steps, timeout)
+    try:
+        parts = wait(place, request, timeout, lambda line: print(f"raydist: {line}", file=sys.stderr))
+    finally:
+        requests.withdraw(place, request.number)
+    data, told = merge(place, parts)
+    name = requests.merged_name(request.number)
+    place.storage.write(name, data)
+    if out is not None:
+        write(out, data)
+    if as_json:
+        print(json.dumps({**told, "path": f"{place.uri}/{name}"}, allow_nan=False))
+        return
+    asked, traced = request.steps, told["last_step"] - told["first_step"] + 1
+    less = "" if traced == asked else f" of {asked} that were asked for: the run ended"
+    print(f"steps {told['first_step']} to {told['last_step']}{less}, {len(told['ranks'])} ranks: {place.uri}/{name}")
+    print("open it in https://ui.perfetto.dev or chrome://tracing")
+    tables.trace(told)
+
+
+def wait(place: RunDir, request: TraceRequest, timeout: float, say: Callable[[str], None]) -> list[str]:
+    """The ranks' parts, once all are there. `timeout`: what `ask_trace` was given. Raises TraceFailed with what kept them away."""
+    from raydist import requests
+    from raydist.runlog import read_events
+    from raydist.runstate import read_state
+
+    ask_again = f"ask again: raydist trace {place.uri} --steps {request.steps}"
+    told = ""
+    while True:
+        # The state first: a run that has ended leaves no part after its last word.
+        status = read_state(place)["status"]
+        late = time.time() > request.until
+        parts, missing = requests.parts(place, request.number)
+        if parts and not missing:
+            return parts
+        events = [e for e in read_events(place) if e.data.get("trace") == request.number]
+        started = [e.data for e in events if e.kind == "trace_started"]
+        failed = [e.data for e in events if e.kind == "trace_failed"]
+        if failed and failed[-1]["cause"] != "the attempt ended":
+            raise TraceFailed(f"rank {failed[-1]['rank']} could not be traced: {failed[-1]['cause']}", ask_again)
+        if started:
+            first, ranks = started[-1]["first_step"], started[-1]["world_size"]
+            line = f"tracing {request.steps} steps from step {first} on {ranks} ranks"
+            silent = missing or list(range(ranks))
+            whom = f"no trace from rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent[:8]))}"
+        else:
+            line = whom = f"run {place.name} has not begun to trace"
+        if status != "running":
+            raise TraceFailed(f"run {place.name} is {status} by now; {whom}", "only a run that trains can be traced")
+        if late:
+            raise TraceFailed(f"{whom} in {timeout:g} s", "its steps may take longer: give more with --timeout")
+        if line != told:
+            say(line)
+            told = line
+        time.sleep(POLL_S)
+
+
+def write(out: Path, data: bytes) -> None:
+    """The compressed trace to a file of the user's. Raises StorageError."""
+    try:
+        out.write_bytes(data if out.suffix == ".gz" else gzip.decompress(data))
+    except OSError as error:
+        raise StorageError(f"cannot write {out}: {error.strerror}", "") from error

@@ -1,0 +1,139 @@
+"""The agents that watch a run's nodes: started where it has ranks, kept over its attempts, gone with it.
+
+Runs in: the driver. Imports ray in functions only; never torch. What an agent is: raydist/observe/node.py.
+
+Training never waits for any of this, and goes on as before where none of it works.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+from raydist.observe.node import NodeAgent
+from raydist.rundir import RunDir
+
+_NOTE_S = 60.0
+_CLOSE_S = 3.0
+_NAMED = 3
+
+
+class Agents:
+    """All agents of a run. Nothing of it raises. `private`: all is on this host, and no actor is needed.
+
+    `monitor`: what the agents send their rows to; `env`: the ranks' environment. `note` is told, by a thread, what is not watched.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        monitor: Any,
+        interval_s: float,
+        *,
+        private: bool,
+        env: Mapping[str, str],
+        note: Callable[[str], None],
+    ) -> None:
+        self._run, self._monitor, self._interval_s = run, monitor, interval_s
+        self._private, self._env, self._note = private, dict(env), note
+        self._agents: dict[str, tuple[str, Any]] = {}
+        """Address -> Ray's id of the node, and its agent: one that was lost comes back with another id."""
+        self._noted: set[str] = set()
+        self._hearing: list[threading.Thread] = []
+        self._closed = False
+
+    def watch(self, nodes: Iterable[str]) -> None:
+        """From now on also these nodes, by Ray's ids. Returns at once."""
+        try:
+            self._start(set(nodes))
+        except Exception as error:
+            self._note(f"nodes are not watched: {type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """The run is over. An agent that does not answer in 3 s is ended all the same."""
+        self._closed = True
+        agents, self._agents = list(self._agents.values()), {}
+        if self._private:
+            for _, agent in agents:
+                agent.close()
+            return
+        import ray
+
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        closing = [agent.close.remote() for node, agent in agents if node in alive]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
+        for _, agent in agents:
+            ray.kill(agent)
+        for thread in self._hearing:
+            thread.join(_CLOSE_S)  # whom it has asked is gone; it must not use Ray while that is shut down
+
+    # --- inside
+
+    def _start(self, nodes: set[str]) -> None:
+        import ray
+
+        alive = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        local = self._run.storage.local
+        folder = tempfile.gettempdir() if local is None else str(local)
+        new = {}
+        for node in nodes & alive.keys():
+            address = alive[node]
+            if address in self._agents and self._agents[address][0] in alive:
+                continue  # on two of Ray's nodes on one host an agent sees the same
+            make = NodeAgent if self._private else _on(node)
+            new[address] = make(self._run.uri, address, self._handle(), self._interval_s, folder, self._env)
+            self._agents[address] = node, new[address]
+        if new:
+            self._hearing.append(threading.Thread(target=self._hear, args=(new,), name="raydist-agents", daemon=True))
+            self._hearing[-1].start()
+
+    def _handle(self) -> Any:
+        """The monitor's. For an actor as bytes: of handles Ray says that they might be gone at a restart (ray #53727)."""
+        if self._private:
+            return self._monitor
+        from ray import cloudpickle
+
+        return cloudpickle.dumps(self._monitor)
+
+    def _hear(self, agents: Mapping[str, Any]) -> None:
+        """Tells what the new ones cannot watch: each thing once, with the nodes that say so."""
+        said: dict[str, list[str]] = defaultdict(list)
+        for node, note in self._notes(agents):
+            if note is not None:
+                said[note].append(node)
+        for note, nodes in said.items():
+            if note not in self._noted and not self._closed:
+                self._noted.add(note)
+                more = f" and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else ""
+                self._note(f"{', '.join(sorted(nodes)[:_NAMED])}{more}: {note}")
+
+    def _notes(self, agents: Mapping[str, Any]) -> Iterable[tuple[str, str | None]]:
+        if self._private:
+            return [(node, agent.note()) for node, agent in agents.items()]
+        import ray
+        from ray.exceptions import RayError
+
+        asked = {agent.note.remote(): node for node, agent in agents.items()}
+        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_NOTE_S)
+        told = []
+        for ref in done:
+            try:
+                told.append((asked[ref], ray.get(ref)))
+            except RayError:  # killed, or its node is gone
+                continue
+        return told
+
+
+def _on(node: str) -> Callable[..., Any]:
+    """Makes an agent on that node; gone with this process. Comes back by itself if it is killed."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    # note() waits, close() must not.
+    actor = ray.remote(NodeAgent).options(num_cpus=0, max_restarts=-1, max_concurrency=2, scheduling_strategy=there)
+    return cast(Callable[..., Any], actor.remote)

@@ -1,0 +1,146 @@
+"""A run in MLflow: its job as params, its steps and evaluations as metrics. Needs `raydist[mlflow]`.
+
+Runs in: the run's monitor. A resumed run goes on in the same MLflow run, which RUN/mlflow.json names. MLflow takes nothing back:
+of a step that was trained again it has both points.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from raydist.errors import UserError
+from raydist.observe.exporters import BaseExporter, Facts, only
+from raydist.rundir import RunDir
+from raydist.spec.models import flatten
+
+FILE = "mlflow.json"
+EXPERIMENT = "raydist"
+_TAGS = ("loss", "lr", "grad_norm", "seconds", "data_seconds")
+_BATCH = 1000
+"""Metrics of one request, by MLflow's limits; params: 100, of 6000 characters."""
+_PARAMS, _LENGTH = 100, 6000
+_STATUS = {"finished": "FINISHED", "stopped": "FAILED"}
+_IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+"""Who calls tries again by itself: MLflow's own patience with a server that is away is minutes long."""
+
+
+class Exporter(BaseExporter):
+    """Options: `uri` of the tracking server or store (default: $MLFLOW_TRACKING_URI of the driver), `experiment`, `tags`."""
+
+    def __init__(self, facts: Facts) -> None:
+        for name, value in _IMPATIENT.items():
+            os.environ.setdefault(name, value)
+        from mlflow import MlflowClient
+
+        self._facts = facts
+        self._metrics: list[Any] = []
+        self._tags: dict[str, str] = {}
+        self._status = "KILLED"
+        self._client = MlflowClient(tracking_uri=facts.options["uri"])
+        self._run_id = self._resumed() or self._begun()
+        facts.note(f"mlflow: run {self._run_id} at {facts.options['uri']}")
+
+    @staticmethod
+    def resolve(options: Mapping[str, Any], run: RunDir) -> dict[str, Any]:
+        """With `uri` and `experiment` in place. Raises UserError where mlflow is missing, or no server is named."""
+        only(options, ("uri", "experiment", "tags"))
+        if find_spec("mlflow") is None:
+            raise UserError("mlflow is not installed", 'pip install "raydist[mlflow]"')
+        uri = options.get("uri") or os.environ.get("MLFLOW_TRACKING_URI")
+        if not isinstance(uri, str):
+            raise UserError(
+                "no tracking server is named", "give options: {uri: http://HOST:5000}, or set MLFLOW_TRACKING_URI"
+            )
+        tags = options.get("tags") or {}
+        if not isinstance(tags, Mapping):
+            raise UserError(f"tags: {tags!r} are no tags", "give names and values")
+        return {"uri": uri, "experiment": str(options.get("experiment") or EXPERIMENT), "tags": dict(tags)}
+
+    def attempt(self, number: int, resume_step: int, at: float) -> None:
+        """The newest, and where it went on from, as tags."""
+        self._tags |= {"raydist.attempt": str(number), "raydist.resume_step": str(resume_step)}
+
+    def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
+        """The curves of TensorBoard, by step."""
+        for row in rows:
+            for tag in _TAGS:
+                self._point(f"train/{tag}", row[tag], row["step"], at)
+            if row["seconds"] > 0:
+                self._point("train/tokens_per_second", row["tokens"] / row["seconds"], row["step"], at)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Evaluations, the cause of the newest failure, and the end."""
+        if event["kind"] == "eval":
+            self._point("eval/loss", event["loss"], event["step"], event["at"])
+        elif event["kind"] == "failure":
+            self._tags["raydist.failure"] = str(event["cause"])[:_LENGTH]
+        elif event["kind"] == "ended":
+            self._status = _STATUS.get(event["status"], "KILLED")
+
+    def flush(self) -> None:
+        """Sends what was given. Raises what MLflow does, and keeps what was not sent."""
+        from mlflow.entities import RunTag
+
+        while self._metrics or self._tags:
+            tags = [RunTag(name, value) for name, value in self._tags.items()]
+            self._client.log_batch(self._run_id, metrics=self._metrics[:_BATCH], tags=tags)
+            del self._metrics[:_BATCH]
+            self._tags.clear()
+
+    def close(self) -> None:
+        """The last flush, and the run's status."""
+        self.flush()
+        self._client.set_terminated(self._run_id, status=self._status)
+
+    def _point(self, name: str, value: float, step: int, at: float) -> None:
+        from mlflow.entities import Metric
+
+        if math.isfinite(value):  # stores refuse others, each in its own way
+            self._metrics.append(Metric(name, float(value), int(at * 1000), int(step)))
+
+    def _resumed(self) -> str | None:
+        """The MLflow run that this run was before; None if there was none on that server, or somebody deleted it."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            known = json.loads(self._facts.run.storage.read(FILE))
+        except FileNotFoundError:
+            return None
+        if known["uri"] != self._facts.options["uri"]:
+            return None
+        try:
+            found = self._client.get_run(known["run_id"])
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
+        if found.info.lifecycle_stage == "deleted":
+            return None
+        self._client.update_run(known["run_id"], status="RUNNING")
+        return str(known["run_id"])
+
+    def _begun(self) -> str:
+        """A new MLflow run, with the job as its params. Noted last: one without params is never gone on with."""
+        from mlflow.entities import Param
+
+        run, options = self._facts.run, self._facts.options
+        found = self._client.get_experiment_by_name(options["experiment"])
+        experiment = found.experiment_id if found else self._client.create_experiment(options["experiment"])
+        tags = {"raydist.run": run.uri, **{name: str(value) for name, value in options["tags"].items()}}
+        started = int(time.time() * 1000)
+        run_id = str(self._client.create_run(experiment, started, tags, run.name).info.run_id)
+        params = [
+            Param(name, str(value)[:_LENGTH])
+            for name, value in flatten(dict(self._facts.spec)).items()
+            if value not in (None, {}, [])
+        ]
+        for at in range(0, len(params), _PARAMS):
+            self._client.log_batch(run_id, params=params[at : at + _PARAMS])
+        run.storage.write(FILE, json.dumps({"uri": options["uri"], "run_id": run_id}).encode())
+        return run_id

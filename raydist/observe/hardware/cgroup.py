@@ -1,0 +1,85 @@
+"""The memory of this process's container: its limit, and what of it is in use. Control groups of version 1 and 2.
+
+Runs in: the agent of each node. Files only; of the kernel's own documentation: admin-guide/cgroup-v1/memory, cgroup-v2.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+
+class _Kind(NamedTuple):
+    """A version's files, and the entries of its memory.stat that the kernel frees before it kills."""
+
+    limit: str
+    used: str
+    reclaimable: frozenset[str]
+
+
+# Version 1 has entries without `total_` too, which leave the groups below out; of slabs it does not tell.
+_V1 = _Kind(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    frozenset({"total_active_file", "total_inactive_file"}),
+)
+_V2 = _Kind("memory.max", "memory.current", frozenset({"active_file", "inactive_file", "slab_reclaimable"}))
+
+
+class MemoryGroup:
+    """The control groups that hold this process, innermost first. `root`: where /proc and /sys are."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._levels: list[Path] = []
+        found = _find(root)
+        if found is not None:
+            self._kind, mount, innermost = found
+            while True:
+                if (innermost / self._kind.limit).exists():
+                    self._levels.append(innermost)
+                if innermost == mount:
+                    break
+                innermost = innermost.parent
+
+    def read(self) -> tuple[int, int] | None:
+        """(bytes in use that could not be freed, limit) of the group with the lowest limit; None where there is no limit."""
+        lowest: tuple[int, Path] | None = None
+        for level in self._levels:
+            text = (level / self._kind.limit).read_text().strip()
+            if text != "max" and (lowest is None or int(text) < lowest[0]):
+                lowest = int(text), level
+        if lowest is None:
+            return None
+        limit, level = lowest
+        used = int((level / self._kind.used).read_text())
+        for line in (level / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name in self._kind.reclaimable:
+                used -= int(value)
+        return max(used, 0), limit
+
+
+def _find(root: Path) -> tuple[_Kind, Path, Path] | None:
+    """The version that limits memory here, where it is mounted, and this process's group below that."""
+    own = root / "proc/self/cgroup"
+    if not own.exists():
+        return None  # a kernel without control groups
+    groups: dict[str, str] = {}
+    for line in own.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        groups.update(dict.fromkeys(controllers.split(","), path))
+    for line in (root / "proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        top, place = left.split()[3:5]
+        system, _, options = right.split()[:3]
+        if system == "cgroup" and "memory" in options.split(",") and "memory" in groups:
+            kind, path = _V1, groups["memory"]
+        elif system == "cgroup2" and "memory" not in groups and "" in groups:
+            kind, path = _V2, groups[""]
+        else:
+            continue
+        mount = root / place.lstrip("/")
+        # A container without a namespace for groups sees its path as the host does, and only its own part mounted.
+        inside = Path(path).relative_to(top) if Path(path).is_relative_to(top) else Path()
+        return kind, mount, mount / inside
+    return None

@@ -1,0 +1,195 @@
+"""What a node uses, as its kernel counts it: processors, memory, disks, the network interface that carries training.
+
+Runs in: the agent of each node. Files of /proc and /sys, read as they are: psutil takes several times as long for the same.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from raydist.observe.hardware.cgroup import MemoryGroup
+from raydist.worker.interface import interface_of
+
+_SPEED_READS = 60
+"""The interface's speed is asked for again after so many readings: some drivers take milliseconds, and it seldom changes."""
+_SECTOR_BYTES = 512  # of /proc/diskstats, whatever the disk's own is
+_LANES = 4  # InfiniBand counts data in units of four bytes
+_SPACE_S = 10.0
+
+
+class Host:
+    """Reads a node's row. `node_ip`: its address in the cluster; `folder`: where the run is stored, if that is one.
+
+    `env`: the ranks' environment, in which the user may have named the interface; `root`: where /proc and /sys are.
+    """
+
+    def __init__(self, node_ip: str, folder: str, env: Mapping[str, str] | None = None, root: Path = Path("/")) -> None:
+        self._root = root
+        self._ticks: tuple[int, int] | None = None
+        self._group = MemoryGroup(root)
+        self._space = FreeSpace(lambda: _free(folder))
+        self._nic = training_interface(node_ip, env or {})
+        self._limit: float | None = None
+        self._reads = 0
+        # A partition, a volume and a RAID count what their disks count once more; only disks have a device.
+        self._disks = {path.parent.name for path in (root / "sys/block").glob("*/device")}
+        self._rdma = sorted((root / "sys/class/infiniband").glob("*/ports/*/counters"))
+
+    def read(self) -> dict[str, Any]:
+        """Values of `raydist.samples.NODE`; what this kernel does not tell is left out."""
+        row: dict[str, Any] = {"cpu_count": os.cpu_count(), "disk_free_bytes": self._space.newest()}
+        for what in (self._cpu, self._load, self._memory, self._shm, self._disk, self._interface, self._remote):
+            with _as_far_as_told():
+                row.update(what())
+        self._reads += 1
+        return {name: value for name, value in row.items() if value is not None}
+
+    # --- inside
+
+    def _text(self, path: str) -> str:
+        return _text(f"{self._root}/{path}")
+
+    def _cpu(self) -> dict[str, Any]:
+        # cpu user nice system idle iowait irq softirq steal ...: what follows is part of user and nice.
+        ticks = [int(n) for n in self._text("proc/stat").partition("\n")[0].split()[1:9]]
+        before, self._ticks = self._ticks, (sum(ticks), ticks[3] + ticks[4])
+        if before is None or self._ticks[0] <= before[0]:
+            return {}
+        passed, idle = self._ticks[0] - before[0], self._ticks[1] - before[1]
+        return {"cpu_util": min(max(1 - idle / passed, 0.0), 1.0)}  # iowait may go back by a tick
+
+    def _load(self) -> dict[str, Any]:
+        return {"load": float(self._text("proc/loadavg").split()[0])}
+
+    def _memory(self) -> dict[str, Any]:
+        # The kernel's kB are of 1024 bytes.
+        lines = (line.split() for line in self._text("proc/meminfo").splitlines()[:5])
+        told = {line[0]: int(line[1]) * 1024 for line in lines}
+        total = told["MemTotal:"]
+        used = total - told["MemAvailable:"]
+        of_group = self._group.read()
+        if of_group is not None and of_group[1] < total:
+            used, total = of_group
+        return {"memory_used_bytes": used, "memory_total_bytes": total}
+
+    def _shm(self) -> dict[str, Any]:
+        told = os.statvfs(self._root / "dev/shm")
+        return {"shm_used_bytes": (told.f_blocks - told.f_bfree) * told.f_frsize}
+
+    def _disk(self) -> dict[str, Any]:
+        if not self._disks:
+            return {}
+        read = written = 0
+        for line in self._text("proc/diskstats").splitlines():
+            _, _, name, *counts = line.split()
+            if name in self._disks:
+                read, written = read + int(counts[2]), written + int(counts[6])
+        return {"disk_read_bytes": read * _SECTOR_BYTES, "disk_write_bytes": written * _SECTOR_BYTES}
+
+    def _interface(self) -> dict[str, Any]:
+        if self._nic is None:
+            return {}
+        for line in self._text("proc/net/dev").splitlines()[2:]:
+            name, _, rest = line.partition(":")
+            if name.strip() == self._nic:
+                n = [int(count) for count in rest.split()]
+                return {
+                    "nic": self._nic,
+                    "nic_in_bytes": n[0],
+                    "nic_in_packets": n[1],
+                    "nic_out_bytes": n[8],
+                    "nic_out_packets": n[9],
+                    "nic_errors": n[2] + n[3] + n[10] + n[11],
+                    "nic_limit_bytes_per_second": self._speed(),
+                }
+        return {}
+
+    def _speed(self) -> float | None:
+        if self._reads % _SPEED_READS == 0:
+            self._limit = None
+            with _as_far_as_told():  # a loopback has none, a link that is down does not know, a virtual one says -1
+                megabits = int(self._text(f"sys/class/net/{self._nic}/speed"))
+                self._limit = megabits * 1e6 / 8 if megabits > 0 else None
+        return self._limit
+
+    def _remote(self) -> dict[str, Any]:
+        if not self._rdma:
+            return {}
+        sums = [sum(int((port / name).read_text()) for port in self._rdma) * _LANES for name in _RDMA]
+        return dict(zip(("rdma_in_bytes", "rdma_out_bytes"), sums, strict=True))
+
+
+_RDMA = ("port_rcv_data", "port_xmit_data")
+
+
+class FreeSpace:
+    """The free bytes of a folder, asked for in a thread every 10 s: storage that hangs must not hold up the other readings."""
+
+    def __init__(self, ask: Callable[[], int]) -> None:
+        self._ask = ask
+        self._at, self._value = 0.0, 0
+        self._thread: threading.Thread | None = None
+
+    def newest(self) -> int | None:
+        """As of the last 30 s, else None."""
+        age = time.monotonic() - self._at
+        if (self._thread is None or not self._thread.is_alive()) and (age >= _SPACE_S or not self._at):
+            self._thread = threading.Thread(target=self._look, name="raydist-free", daemon=True)
+            self._thread.start()
+        return self._value if self._at and age < 3 * _SPACE_S else None
+
+    def _look(self) -> None:
+        with _as_far_as_told():
+            self._value = self._ask()
+            self._at = time.monotonic()
+
+
+def training_interface(node_ip: str, env: Mapping[str, str]) -> str | None:
+    """The interface that ranks on this node use: the one that the user named, else the one that carries `node_ip`.
+
+    As raydist.worker.setup chooses it. NCCL's patterns of names (`^docker`, `eth,ib`) name none.
+    """
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        name = env.get(variable, os.environ.get(variable, "")).removeprefix("=")
+        if name and Path("/sys/class/net", name).exists():
+            return name
+    return interface_of(node_ip)
+
+
+def process(pid: int, root: str = "") -> dict[str, Any]:
+    """`rss_bytes` and `cpu_seconds` of a process and its threads; {} if there is none of that id."""
+    try:
+        pages = int(_text(f"{root}/proc/{pid}/statm").split()[1])
+        # Its name, in parentheses, may hold anything: the numbers begin behind the last one, with the third field.
+        stat = _text(f"{root}/proc/{pid}/stat").rpartition(")")[2].split()
+    except (OSError, IndexError):
+        return {}
+    return {"rss_bytes": pages * _PAGE_BYTES, "cpu_seconds": (int(stat[11]) + int(stat[12])) / _TICKS_PER_S}
+
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def _text(path: str) -> str:
+    # No Path: what it costs is as much as the reading itself.
+    with open(path) as file:
+        return file.read()
+
+
+def _free(folder: str) -> int:
+    told = os.statvfs(folder)
+    return told.f_bavail * told.f_frsize
+
+
+@contextmanager
+def _as_far_as_told() -> Iterator[None]:
+    """What a kernel does not have, or a container may not see, stays empty."""
+    with suppress(OSError, ValueError, KeyError, IndexError):
+        yield

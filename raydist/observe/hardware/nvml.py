@@ -1,0 +1,320 @@
+"""What the GPUs of a node are doing, by NVIDIA's management library: load, memory, power, clocks, links, errors.
+
+Runs in: the agent of each node; makes no CUDA context. `pynvml` (nvidia-ml-py) loads the driver's own libnvidia-ml. What a GPU,
+its driver or this user's rights do not give is found out once, and stays empty from then on.
+
+Sources: NVML API reference (units, scopes of fields); GPM is of Hopper and later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pynvml
+
+_ALL_LINKS = 0xFFFFFFFF
+"""As a field's scope: the sum over all NVLinks."""
+_EVENTS_AT_ONCE = 1000
+_MIB = 1 << 20
+
+_THROTTLE = {
+    "nvmlClocksEventReasonApplicationsClocksSetting": "application_clocks",
+    "nvmlClocksEventReasonSwPowerCap": "power_cap",
+    "nvmlClocksEventReasonHwSlowdown": "hardware_slowdown",
+    "nvmlClocksEventReasonSyncBoost": "sync_boost",
+    "nvmlClocksEventReasonSwThermalSlowdown": "thermal",
+    "nvmlClocksEventReasonHwThermalSlowdown": "hardware_thermal",
+    "nvmlClocksEventReasonHwPowerBrakeSlowdown": "power_brake",
+    "nvmlClocksEventReasonDisplayClockSetting": "display_clocks",
+}
+"""Why a clock is held down; that there is nothing to do (GpuIdle) is no such reason."""
+
+_FIELDS = {
+    ("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX", _ALL_LINKS): ("gpu_nvlink_in_bytes", 1024),
+    ("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", _ALL_LINKS): ("gpu_nvlink_out_bytes", 1024),
+    ("NVML_FI_DEV_NVLINK_COUNT_RCV_BYTES", _ALL_LINKS): ("gpu_nvlink_in_bytes", 1),
+    ("NVML_FI_DEV_NVLINK_COUNT_XMIT_BYTES", _ALL_LINKS): ("gpu_nvlink_out_bytes", 1),
+    ("NVML_FI_DEV_PCIE_COUNT_RX_BYTES", 0): ("gpu_pcie_in_bytes_per_second", 1),
+    ("NVML_FI_DEV_PCIE_COUNT_TX_BYTES", 0): ("gpu_pcie_out_bytes_per_second", 1),
+}
+"""Field and scope -> column and factor. NVLinks up to Hopper count in the first two, later ones in the next (as DCGM reads them).
+
+PCIe's are for GPUs without GPM. nvmlDeviceGetPcieThroughput would have them too, but it waits 20 ms each way.
+"""
+
+_GPM: dict[str, tuple[str, float]] = {
+    "NVML_GPM_METRIC_SM_UTIL": ("gpu_sm_active", 0.01),
+    "NVML_GPM_METRIC_ANY_TENSOR_UTIL": ("gpu_tensor_active", 0.01),
+    "NVML_GPM_METRIC_DRAM_BW_UTIL": ("gpu_dram_active", 0.01),
+    "NVML_GPM_METRIC_PCIE_RX_PER_SEC": ("gpu_pcie_in_bytes_per_second", _MIB),
+    "NVML_GPM_METRIC_PCIE_TX_PER_SEC": ("gpu_pcie_out_bytes_per_second", _MIB),
+}
+"""Metric -> column and factor. They hold for the time since the sample before."""
+
+_VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+"""A field's value, by the number of its type: NVML_VALUE_TYPE_DOUBLE is 0, and so on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A GPU at one moment. `row`: values of raydist.samples.GPU, and `gpu`; what is not known is left out.
+
+    `processes`: pid -> bytes on it, None where NVML does not say; in a container these may be the host's pids.
+    """
+
+    row: dict[str, Any]
+    processes: dict[int, int | None]
+    uuid: str | None
+
+
+class Gpus:
+    """All GPUs of this node. `lib`: pynvml, or what stands in for it."""
+
+    def __init__(self, lib: Any = pynvml) -> None:
+        self._lib = lib
+        self._gpus: list[_Gpu] = []
+        self._events: Any = None
+        self._missing: list[str] = []
+        try:
+            lib.nvmlInit()
+            count = lib.nvmlDeviceGetCount()
+        except lib.NVMLError as error:
+            self._missing.append(_why_none(lib, error))
+            return
+        if not count:
+            self._missing.append("the NVIDIA driver shows no GPU here")
+        for index in range(count):
+            try:
+                self._gpus.append(_Gpu(lib, index))
+            except lib.NVMLError as error:
+                self._missing.append(f"GPU {index} is not watched: {error}")
+        self._listen()
+
+    def note(self) -> str | None:
+        """What of the GPUs is not watched, and why, in one line; None if all is. Complete after the first `read`."""
+        notes = list(self._missing)
+        if denied := {name for gpu in self._gpus for name in gpu.denied}:
+            notes.append(
+                f"NVML does not let this user read {', '.join(sorted(denied))}: "
+                "those columns stay empty, unless Ray runs as a user who may"
+            )
+        return "; ".join(notes) or None
+
+    def read(self) -> list[Reading]:
+        """One of each GPU."""
+        self._hear()
+        return [gpu.read() for gpu in self._gpus]
+
+    def close(self) -> None:
+        """Lets go of the library."""
+        if self._gpus:
+            self._lib.nvmlShutdown()
+
+    # --- errors that the driver reports: XIDs
+
+    def _listen(self) -> None:
+        xid = self._lib.nvmlEventTypeXidCriticalError
+        for gpu in self._gpus:
+            try:
+                if self._lib.nvmlDeviceGetSupportedEventTypes(gpu.handle) & xid:
+                    self._events = self._events or self._lib.nvmlEventSetCreate()
+                    self._lib.nvmlDeviceRegisterEvents(gpu.handle, xid, self._events)
+                    gpu.xids = 0
+            except self._lib.NVMLError as error:
+                if error.value == self._lib.NVML_ERROR_NO_PERMISSION:
+                    gpu.denied.add("XIDs")
+
+    def _hear(self) -> None:
+        if self._events is None:
+            return
+        for _ in range(_EVENTS_AT_ONCE):
+            try:
+                event = self._lib.nvmlEventSetWait_v2(self._events, 0)
+                index = self._lib.nvmlDeviceGetIndex(event.device)
+            except self._lib.NVMLError:
+                return  # NVML_ERROR_TIMEOUT: no more of them
+            for gpu in self._gpus:
+                if gpu.index == index:
+                    gpu.xids, gpu.xid = (gpu.xids or 0) + 1, int(event.eventData)
+
+
+class _Gpu:
+    """One GPU. Raises NVMLError where there is no handle for it."""
+
+    def __init__(self, lib: Any, index: int) -> None:
+        self._lib, self.index = lib, index
+        self.handle = lib.nvmlDeviceGetHandleByIndex(index)
+        self.xids: int | None = None
+        self.xid: int | None = None
+        self.denied: set[str] = set()
+        self._static: dict[str, Any] = {}
+        self._fields = dict(_FIELDS)
+        self._counted: dict[str, tuple[int, int]] = {}
+        self._samples: tuple[Any, Any] | None = None
+        self._sampled = False
+        self._never = {  # what to ask no more; the same for all GPUs of a driver, but not of all drivers
+            lib.NVML_ERROR_NOT_SUPPORTED,
+            lib.NVML_ERROR_NO_PERMISSION,
+            lib.NVML_ERROR_FUNCTION_NOT_FOUND,
+            lib.NVML_ERROR_INVALID_ARGUMENT,
+            lib.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
+            lib.NVML_ERROR_DEPRECATED,
+            lib.NVML_ERROR_VGPU_ECC_NOT_SUPPORTED,
+        }
+        self._readings: dict[str, Callable[[], dict[str, Any]]] = {
+            "utilisation": self._utilisation,
+            "memory": self._memory,
+            "processes": self._processes,
+            "power": self._power,
+            "the power limit": self._power_limit,
+            "temperature": self._temperature,
+            "clocks": self._clocks,
+            "throttle reasons": self._throttle,
+            "ECC errors": self._ecc,
+            "NVLink counters": self._links,
+            "GPM counters": self._gpm,
+        }
+
+    def read(self) -> Reading:
+        row: dict[str, Any] = {"gpu": self.index}
+        if not self._static:
+            row.update(self._asked("name", self._name))
+            row.update(self._asked("uuid", self._uuid))
+            self._static = dict(row)
+        for name in list(self._readings):
+            row.update(self._asked(name, self._readings[name]))
+        if self.xids is not None:
+            row["gpu_xid_count"] = self.xids
+            if self.xid is not None:
+                row["gpu_xid"] = self.xid
+        row = self._static | row
+        return Reading(row, row.pop("processes", {}), row.pop("uuid", None))
+
+    def _asked(self, name: str, reading: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            return reading()
+        except self._lib.NVMLError as error:
+            if error.value == self._lib.NVML_ERROR_NO_PERMISSION:
+                self.denied.add(name)
+            if error.value in self._never:
+                self._readings.pop(name, None)
+            return {}
+
+    # --- each of these may raise NVMLError
+
+    def _name(self) -> dict[str, Any]:
+        return {"gpu_name": _text(self._lib.nvmlDeviceGetName(self.handle))}
+
+    def _uuid(self) -> dict[str, Any]:
+        return {"uuid": _text(self._lib.nvmlDeviceGetUUID(self.handle))}
+
+    def _utilisation(self) -> dict[str, Any]:
+        return {"gpu_util": self._lib.nvmlDeviceGetUtilizationRates(self.handle).gpu / 100}
+
+    def _memory(self) -> dict[str, Any]:
+        told = self._lib.nvmlDeviceGetMemoryInfo(
+            self.handle, self._lib.nvmlMemory_v2
+        )  # version 1 counts the driver's as used
+        return {"gpu_memory_used_bytes": told.used, "gpu_memory_total_bytes": told.total}
+
+    def _processes(self) -> dict[str, Any]:
+        told = self._lib.nvmlDeviceGetComputeRunningProcesses_v3(self.handle)
+        return {"processes": {process.pid: process.usedGpuMemory for process in told}}
+
+    def _power(self) -> dict[str, Any]:
+        return {"gpu_power_watts": self._lib.nvmlDeviceGetPowerUsage(self.handle) / 1000}
+
+    def _power_limit(self) -> dict[str, Any]:
+        return {"gpu_power_limit_watts": self._lib.nvmlDeviceGetEnforcedPowerLimit(self.handle) / 1000}
+
+    def _temperature(self) -> dict[str, Any]:
+        sensor = self._lib.NVML_TEMPERATURE_GPU
+        return {"gpu_temperature_celsius": float(self._lib.nvmlDeviceGetTemperature(self.handle, sensor))}
+
+    def _clocks(self) -> dict[str, Any]:
+        megahertz = self._lib.nvmlDeviceGetClockInfo
+        return {
+            "gpu_sm_clock_hz": megahertz(self.handle, self._lib.NVML_CLOCK_SM) * 1e6,
+            "gpu_memory_clock_hz": megahertz(self.handle, self._lib.NVML_CLOCK_MEM) * 1e6,
+        }
+
+    def _throttle(self) -> dict[str, Any]:
+        bits = self._lib.nvmlDeviceGetCurrentClocksEventReasons(self.handle)
+        return {"gpu_throttle": ",".join(word for name, word in _THROTTLE.items() if bits & getattr(self._lib, name))}
+
+    def _ecc(self) -> dict[str, Any]:
+        lib = self._lib
+        kind, since = lib.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, lib.NVML_VOLATILE_ECC
+        return {"gpu_ecc_errors": lib.nvmlDeviceGetTotalEccErrors(self.handle, kind, since)}
+
+    def _links(self) -> dict[str, Any]:
+        names = list(self._fields)
+        asked = [(getattr(self._lib, name), scope) for name, scope in names]
+        row = {}
+        for name, told in zip(names, self._lib.nvmlDeviceGetFieldValues(self.handle, asked), strict=True):
+            column, factor = self._fields[name]
+            rate = column.endswith("_per_second")
+            # 32 bits are counted through in less than a second on a fast link.
+            narrow = rate and told.valueType == self._lib.NVML_VALUE_TYPE_UNSIGNED_INT
+            if told.nvmlReturn in self._never or (told.nvmlReturn == self._lib.NVML_SUCCESS and narrow):
+                del self._fields[name]
+            elif told.nvmlReturn == self._lib.NVML_SUCCESS:
+                value = getattr(told.value, _VALUES[told.valueType]) * factor
+                row.update(self._rate(column, value, told.timestamp) if rate else {column: value})
+        if not self._fields:
+            raise self._lib.NVMLError(self._lib.NVML_ERROR_NOT_SUPPORTED)
+        return row
+
+    def _rate(self, column: str, value: int, at_us: int) -> dict[str, Any]:
+        before, self._counted[column] = self._counted.get(column), (value, at_us)
+        if before is None or value < before[0] or at_us <= before[1]:
+            return {}
+        return {column: (value - before[0]) * 1e6 / (at_us - before[1])}
+
+    def _gpm(self) -> dict[str, Any]:
+        lib = self._lib
+        if self._samples is None:
+            if not lib.nvmlGpmQueryDeviceSupport(self.handle).isSupportedDevice:
+                raise lib.NVMLError(lib.NVML_ERROR_NOT_SUPPORTED)
+            self._samples = lib.nvmlGpmSampleAlloc(), lib.nvmlGpmSampleAlloc()
+        before, now = self._samples
+        had, self._sampled = self._sampled, False
+        lib.nvmlGpmSampleGet(self.handle, now)
+        self._samples, self._sampled = (now, before), True
+        if not had:
+            return {}
+        asked = lib.c_nvmlGpmMetricsGet_t()
+        asked.version, asked.numMetrics = lib.NVML_GPM_METRICS_GET_VERSION, len(_GPM)
+        asked.sample1, asked.sample2 = before, now
+        for place, name in enumerate(_GPM):
+            asked.metrics[place].metricId = getattr(lib, name)
+        lib.nvmlGpmMetricsGet(asked)
+        row = {}
+        for place, (column, factor) in enumerate(_GPM.values()):
+            if asked.metrics[place].nvmlReturn == lib.NVML_SUCCESS:
+                row[column] = asked.metrics[place].value * factor
+        self._fields = {name: field for name, field in self._fields.items() if field[0] not in row}
+        return row
+
+
+def _why_none(lib: Any, error: Any) -> str:
+    """Why NVML cannot be used at all."""
+    match error.value:
+        case lib.NVML_ERROR_LIBRARY_NOT_FOUND | lib.NVML_ERROR_DRIVER_NOT_LOADED:
+            return f"no GPU is watched: there is no NVIDIA driver ({error})"
+        case lib.NVML_ERROR_NO_PERMISSION:
+            return (
+                f"no GPU is watched: this user may not use NVML ({error}); Ray's processes need access to /dev/nvidia*"
+            )
+        case lib.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
+            return (
+                f"no GPU is watched: the NVIDIA driver was updated under a running system ({error}); reload it, or boot"
+            )
+        case _:
+            return f"no GPU is watched: NVML does not start ({error})"
+
+
+def _text(told: str | bytes) -> str:
+    return told.decode(errors="replace") if isinstance(told, bytes) else told

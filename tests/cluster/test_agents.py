@@ -1,0 +1,199 @@
+"""The nodes' agents on a real Ray: zero CPUs, pinned, back after a kill; nobody waits for them, and they for nobody."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from raydist.cluster.agents import Agents
+from raydist.cluster.session import open_session, worker_environment
+from raydist.observe import node as node_module
+from raydist.observe.hardware.nvml import Gpus
+from raydist.observe.node import NodeAgent
+from raydist.rundir import RunDir
+from raydist.worker import board
+
+ROOT = Path(__file__).parents[2]
+RANK = """
+import os, select, sys, time
+from raydist.worker.board import Board
+
+place, step = Board(sys.argv[1], sys.argv[2], 0), 0
+while not select.select([sys.stdin], [], [], 0.02)[0]:
+    step += 1
+    place.write({"at": time.time(), "rank": 0, "attempt": 1, "step": step, "pid": os.getpid()})
+print(step)
+"""
+
+
+class Monitor:
+    """Takes rows as the run's monitor does, and shows them; `hold` lets it answer nobody for a while."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self._free = threading.Event()
+        self._free.set()
+
+    def observe(self, rows: list[dict[str, Any]]) -> None:
+        self._free.wait()
+        self._rows += rows
+
+    def seen(self, kind: str) -> list[dict[str, Any]]:
+        return [row for row in self._rows if row["kind"] == kind]
+
+    def hold(self, yes: bool) -> None:
+        (self._free.clear if yes else self._free.set)()
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Ray's id of its only node."""
+    with open_session(
+        "local", env=worker_environment(), log_dir=tmp_path_factory.mktemp("logs"), python_path=[str(ROOT)]
+    ):
+        yield ray.get_runtime_context().get_node_id()
+
+
+@pytest.fixture
+def monitor(node: str) -> Iterator[Any]:
+    made = ray.remote(Monitor).options(num_cpus=0, max_restarts=-1, max_concurrency=4).remote()
+    yield made
+    ray.kill(made)
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that leaves a reading fifty times a second, as a rank does."""
+    command = [sys.executable, "-c", RANK, str(tmp_path), address()]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    if process.poll() is None:
+        process.communicate("\n")
+
+
+def address() -> str:
+    return ray.nodes()[0]["NodeManagerAddress"]
+
+
+def until(true: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    """Another process does it."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := true()):
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+    return found
+
+
+def pid_of(actor: Any) -> int:
+    """0 while it is not there."""
+    try:
+        return int(ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=10))
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        return 0
+
+
+def kill(actor: Any) -> int:
+    pid = pid_of(actor)
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_killed_agents_and_monitors_cost_rows_only(
+    node: str, monitor: Any, rank: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """Rows go on after a SIGKILL of either; the rank notices nothing; at the end nothing stays."""
+    told: list[str] = []
+    agents = Agents(RunDir(tmp_path), monitor, 0.1, private=False, env={}, note=told.append)
+    agents.watch([node, node])
+    agents.watch([node])
+    ((_, agent),) = agents._agents.values()
+    (row,) = until(lambda: ray.get(monitor.seen.remote("rank"))[:1])
+    assert row["rss_bytes"] > 1 << 20
+    assert (row["node"], row["rank"]) == (address(), 0)
+    assert ray.get(agent.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id())) == node
+    until(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"])  # it has none, though it runs
+
+    pid = kill(agent)
+    again = until(lambda: pid_of(agent) not in (pid, 0) and time.time())
+    until(lambda: any(row["at"] > again for row in ray.get(monitor.seen.remote("rank"))))
+    kill(monitor)
+    killed = time.time()
+
+    def back() -> bool:
+        try:
+            return any(row["at"] > killed for row in ray.get(monitor.seen.remote("node")))
+        except ray.exceptions.RayActorError:
+            return False
+
+    until(back)
+    out, _ = rank.communicate("\n")
+    assert int(out) > row["step"]
+    assert rank.returncode == 0
+    agents.close()
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(agent.note.remote())
+    assert not board.folder(str(tmp_path)).exists()
+    note = Gpus().note()  # of this machine
+    until(lambda: len(told) == (note is not None))
+    assert told == ([f"{address()}: {note}"] if note else [])
+
+
+def test_a_monitor_that_does_not_answer(monitor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readings go on and are kept, the newest so many; then they arrive at once, in order."""
+    monkeypatch.setattr(node_module, "_KEPT", 4)
+    ray.get(monitor.hold.remote(True))
+    agent = NodeAgent(str(tmp_path), address(), monitor, 0.02, str(tmp_path))
+    until(lambda: len(agent._unsent) == 4)
+    (oldest, *_) = agent._unsent
+    until(lambda: agent._unsent[0] is not oldest)
+    ray.get(monitor.hold.remote(False))
+    rows = until(lambda: len(seen := ray.get(monitor.seen.remote("node"))) > 6 and seen)
+    agent.close()
+    times = [row["at"] for row in rows]
+    assert times == sorted(set(times))
+    assert oldest[0]["at"] not in times
+    assert len(agent._unsent) <= 4
+
+
+def test_on_a_private_ray_the_driver_does_it(node: str, monitor: Any, tmp_path: Path) -> None:
+    """No actor, the same rows; once it is closed, no more of them."""
+    agents = Agents(RunDir(tmp_path), monitor, 0.05, private=True, env={}, note=lambda text: None)
+    agents.watch([node])
+    ((_, agent),) = agents._agents.values()
+    assert isinstance(agent, NodeAgent)
+    until(lambda: len(ray.get(monitor.seen.remote("node"))) > 1)
+    agents.close()
+    assert not agent._thread.is_alive()
+
+
+def test_a_node_that_is_gone(node: str, monitor: Any, tmp_path: Path) -> None:
+    """It has no agent, and the others have theirs."""
+    told: list[str] = []
+    agents = Agents(RunDir(tmp_path), monitor, 60.0, private=True, env={}, note=told.append)
+    agents.watch(["f" * 56, node])
+    assert [place for place, _ in agents._agents.values()] == [node]
+    # Its id is another one now: it was lost and is back.
+    lost = agents._agents[address()][1]
+    agents._agents[address()] = "f" * 56, lost
+    agents.watch([node])
+    assert [(place, agent is lost) for place, agent in agents._agents.values()] == [(node, False)]
+    lost.close()
+    agents.close()
+    assert not [text for text in told if "not watched: " in text]

@@ -1,0 +1,206 @@
+"""The prometheus exporter and deploy/grafana: a real Prometheus scrapes a real Ray, and every query of the dashboard is asked."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlencode
+from urllib.request import urlopen
+
+import pytest
+
+from raydist.cluster.recovery import Kind
+from raydist.cluster.session import open_session
+from raydist.observe.exporters import prometheus
+from raydist.observe.run import start_monitor
+from raydist.records import Event, StepRecord
+from raydist.rundir import RunDir
+from raydist.runlog import read_events
+from raydist.samples import OPS, PHASES
+
+DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "raydist.json"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Prometheus:
+    """One that scrapes `target` every 250 ms, with its data in `folder`."""
+
+    def __init__(self, folder: Path, target: str) -> None:
+        binary = shutil.which("prometheus")
+        assert binary, "the test needs Debian's package prometheus; .ci/run installs it"
+        config = folder / "prometheus.yml"
+        config.write_text(
+            "global: {scrape_interval: 250ms, scrape_timeout: 250ms}\n"
+            f"scrape_configs: [{{job_name: ray, static_configs: [{{targets: ['{target}']}}]}}]\n"
+        )
+        place = f"127.0.0.1:{free_port()}"
+        self._url = f"http://{place}/api/v1/"
+        flags = [f"--config.file={config}", f"--storage.tsdb.path={folder}/data", f"--web.listen-address={place}"]
+        with (folder / "prometheus.log").open("w") as log:
+            self.process = subprocess.Popen([binary, *flags], stdout=log, stderr=log)
+
+    def ask(self, expression: str) -> list[dict[str, Any]]:
+        """What the query gives now. Raises AssertionError with Prometheus's word if it is no query."""
+        try:
+            with urlopen(f"{self._url}query?{urlencode({'query': expression})}", timeout=10) as answer:
+                found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+                return found
+        except HTTPError as error:
+            if error.code == 503:
+                return []  # it still starts
+            raise AssertionError(f"{expression}: {error.read().decode()}") from None
+        except URLError:
+            assert self.process.poll() is None, "Prometheus ended"
+            return []
+
+    def until(self, expression: str, holds: Callable[[list[dict[str, Any]]], bool] = bool) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + 120
+        while not holds(found := self.ask(expression)):
+            assert time.monotonic() < deadline, f"{expression}: {found}"
+            time.sleep(0.1)
+        return found
+
+
+class Job:
+    """A run that trains, as its monitor sees it: two ranks, a step and two samples at a time."""
+
+    def __init__(self, run: RunDir) -> None:
+        import ray
+
+        self._get = ray.get
+        chosen = [{"name": "prometheus", "options": {}}]
+        self.monitor = start_monitor(run.uri, interval_s=0.1, exporters=chosen)
+        self.step = 0
+        failure = {"attempt": 1, "rank": 0, "cause": "x", "fault": "worker_died", "traceback": "", "echoes": 0}
+        capacity = {"flops_per_token": 1e6, "peak_flops": 1e10}
+        events = [Event("capacity", 1.0, capacity), Event("failure", 1.0, failure)]
+        self._get(self.monitor.push.remote([], [event.to_dict() for event in events]))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._train)
+        self._thread.start()
+
+    def _train(self) -> None:
+        while not self._stop.wait(0.1):
+            self.step += 1
+            row = StepRecord(self.step, 2.5, 1e-3, 0.5, 1000, 0.5, 0.01, 2, 1, "0").to_dict()
+            samples = [
+                {
+                    "kind": "rank", "rank": rank, "node": "10.0.0.1", "attempt": 1, "at": time.time(), "step": self.step,
+                    **{f"{phase}_seconds": 0.1 * self.step for phase in PHASES},
+                    **{f"{kind}_bytes": 1000 + rank for kind in prometheus.MEMORY},
+                    **{f"{op}_{what}": 3 * self.step for op in OPS for what in ("bytes", "seconds", "exposed_seconds")},
+                }
+                for rank in (0, 1)
+            ]  # fmt: skip
+            self._get(self.monitor.push.remote([row], []))
+            self._get(self.monitor.observe.remote(samples))
+
+    def end(self) -> None:
+        """Stops training; `step` is the last one."""
+        self._stop.set()
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, Job]]:
+    """A job on a private Ray that serves metrics, each second, and a Prometheus that has found it by the run's own note."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    run = RunDir(folder / "a-run")
+    env = {"RAY_metrics_report_interval_ms": "1000"}
+    root = str(Path(__file__).parents[2])
+    with open_session("local", env=env, log_dir=folder / "logs", python_path=[root], metrics_port=0):
+        job = Job(run)
+        try:
+            deadline, found = time.monotonic() + 120, None
+            while not found:
+                notes = [str(e.data["text"]) for e in read_events(run) if e.kind == "note"]
+                found = next(
+                    (m for text in notes if (m := re.search(r"metrics are at http://(\S+)/metrics", text))), None
+                )
+                assert time.monotonic() < deadline, notes
+                time.sleep(0.05)
+            made = Prometheus(folder, found[1])
+            try:
+                yield made, job
+            finally:
+                made.process.kill()
+                made.process.wait()
+        finally:
+            job.end()
+
+
+def queries() -> list[str]:
+    """All that the dashboard asks, with Grafana's variables filled in as it does."""
+    board = json.loads(DASHBOARD.read_text())
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked += [each["expr"] for each in board["annotations"]["list"]]
+    return [text.replace("$__rate_interval", "5s").replace("$run", ".*") for text in asked]
+
+
+def test_the_dashboard_shows_a_running_job(scraped: tuple[Prometheus, Job]) -> None:
+    """Every query is one, and every panel of it has data; the annotation of restarts has, once there is another one."""
+    prometheus, _ = scraped
+    *panels, restarts = queries()
+    assert len(panels) >= 10
+    for expression in panels:
+        prometheus.until(expression)
+    prometheus.ask(restarts)
+    variable = json.loads(DASHBOARD.read_text())["templating"]["list"][1]["definition"]
+    name = re.fullmatch(r"label_values\((\w+), run\)", variable)
+    assert name
+    assert {found["metric"]["run"] for found in prometheus.ask(name[1])} == {"a-run"}
+
+
+def test_the_figures_are_the_job_s(scraped: tuple[Prometheus, Job]) -> None:
+    """Names, labels and values as documented, once the job has stopped: sums of what it told, no series but its own."""
+    prometheus_, job = scraped
+    job.end()
+    tokens = prometheus_.until(
+        "ray_raydist_tokens_total", lambda found: [f["value"][1] for f in found] == [str(1000 * job.step)]
+    )
+    assert tokens[0]["metric"]["run"] == "a-run"
+    expected = {
+        "ray_raydist_step": {(): job.step},
+        "ray_raydist_step_seconds": {("0",): 0.5},
+        "ray_raydist_mfu_ratio": {(): 1000 / 0.5 * 1e6 / 1e10},
+        "ray_raydist_restarts_total": {("worker_died",): 1},
+        "ray_raydist_memory_bytes": {(str(rank), kind): 1000 + rank for rank in (0, 1) for kind in prometheus.MEMORY},
+        "ray_raydist_comm_bytes_total": {(str(rank), op): 3 * job.step for rank in (0, 1) for op in OPS},
+        "ray_raydist_comm_seconds_total": {(str(rank), op): 3 * job.step for rank in (0, 1) for op in OPS},
+        "ray_raydist_comm_exposed_seconds_total": {(str(rank),): 3 * job.step * len(OPS) for rank in (0, 1)},
+    }  # fmt: skip
+    labels = {f"ray_{name}": found[1:] for name, (_, found) in (prometheus.GAUGES | prometheus.COUNTERS).items()}
+    for name, right in expected.items():
+        made = prometheus_.ask(name)
+        got = {tuple(m["metric"][label] for label in labels[name]): float(m["value"][1]) for m in made}
+        assert got == pytest.approx(right), name
+        assert len(made) == len(right), name
+
+
+def test_causes_are_recovery_s() -> None:
+    """The label `cause` has the kinds of failures that there are, and `other`."""
+    assert set(prometheus.CAUSES) == set(get_args(Kind))
+
+
+def test_every_name_is_documented_and_shown() -> None:
+    """Each metric stands in docs/exporters.md as it is scraped, with its labels, and in a panel of the dashboard."""
+    text, asked = (DASHBOARD.parents[2] / "docs/exporters.md").read_text(), " ".join(queries())
+    for name, (_, labels) in (prometheus.GAUGES | prometheus.COUNTERS).items():
+        assert re.search(
+            rf"^\| `ray_{name}` \| {', '.join(f'`{label}`' for label in labels)} \|", text, re.MULTILINE
+        ), name
+        assert re.search(rf"\bray_{name}\b", asked), name

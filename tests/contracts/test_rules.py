@@ -1,0 +1,55 @@
+"""Every rule in diagnosis keeps the contract that stands in its `__init__`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from raydist import registry, samples
+from raydist.diagnosis import BINS, Window
+from raydist.records import Finding, Severity
+
+RULES = registry.names("diagnosis")
+
+
+def window(name: str, values: Any) -> Window:
+    """All that the rule wants to see has these values, [R, BINS], while steps go on."""
+    columns = import_module(f"raydist.diagnosis.{name}").COLUMNS
+    steps = np.broadcast_to(np.arange(BINS, dtype=float), values.shape)
+    return Window(30.0, 1e9, tuple(range(len(values))), {**{c: values for c in columns}, "step": steps})
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_it_asks_for_columns_of_ranks(name: str) -> None:
+    """COLUMNS are numbers that a rank's row has."""
+    columns = import_module(f"raydist.diagnosis.{name}").COLUMNS
+    assert columns
+    assert set(columns) <= set(samples.RANK)
+
+
+@pytest.mark.parametrize("values", [0.0, 2.0**34, np.nan], ids=["zero", "constant", "no reading"])
+@pytest.mark.parametrize("name", RULES)
+def test_nothing_happens_nothing_is_found(name: str, values: float) -> None:
+    """Numbers that stay as they are, are zero, or are missing: None, and no warning; also for one rank, and for none."""
+    check = registry.load("diagnosis", name)
+    for ranks in (0, 1, 5):
+        assert check(window(name, np.full((ranks, BINS), values))) is None
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_finding_crosses_processes(name: str) -> None:
+    """On numbers that grow, jump and fall, what is found, if anything, names the rule and a remedy, and comes back equal."""
+    check, t = registry.load("diagnosis", name), np.arange(BINS, dtype=float)
+    shapes = [t, -t, 40.0 * (t > BINS / 2), np.exp(t / 10), t % 7]
+    for shape in shapes:
+        finding = check(window(name, 2.0**34 * (2 + shape[None] / 40)))
+        if finding is not None:
+            assert finding.rule == name
+            assert finding.severity in get_args(Severity)
+            assert finding.what
+            assert finding.remedy
+            assert Finding.from_dict(finding.to_dict()) == finding
+            assert finding.event(7.0).to_dict()["rule"] == name

@@ -1,0 +1,68 @@
+"""Exporters that misbehave, for the tests of raydist.observe.outlets: `tests.observe.strange:Raises`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raydist.observe.exporters import BaseExporter, Facts
+
+SEEN: list[str] = []
+"""What `Told` was told, over all tests of a process."""
+LET_GO = threading.Event()
+"""Set: `Hangs` goes on."""
+
+
+class Told(BaseExporter):
+    def attempt(self, number: int, resume_step: int, at: float) -> None:
+        SEEN.append(f"attempt {number} from {resume_step}")
+
+    def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
+        SEEN.extend(f"step {row['step']}" for row in rows)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        SEEN.append(str(event["kind"]))
+
+    def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        SEEN.extend(f"sample {row['rank']}" for row in rows)
+
+    def flush(self) -> None:
+        SEEN.append("flush")
+
+    def close(self) -> None:
+        SEEN.append("close")
+
+
+class Hangs(BaseExporter):
+    """In its first flush, until it is let go."""
+
+    def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
+        SEEN.extend(f"step {row['step']}" for row in rows)
+
+    def flush(self) -> None:
+        LET_GO.wait(60)
+
+
+class Raises(BaseExporter):
+    """While it is made, the first time; and in `samples`; and in the first flush of each."""
+
+    made = 0
+
+    def __init__(self, facts: Facts) -> None:
+        Raises.made += 1
+        if Raises.made == 1:
+            raise ConnectionError("the other side is away\nand more lines")
+        self._flushed = False
+
+    def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
+        SEEN.extend(f"step {row['step']}" for row in rows)
+
+    def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        raise ValueError("no samples, please")
+
+    def flush(self) -> None:
+        if not self._flushed:
+            self._flushed = True
+            raise ConnectionError("away again")
+        SEEN.append("flush")

@@ -1,0 +1,218 @@
+"""The ranks' traces as one: shares with known answers, clocks set apart by a known time, names and lanes of hand-made parts."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist.errors import StorageError
+from raydist.report import clocks, tables
+from raydist.report.clocks import Offset
+from raydist.report.intervals import Shares, common, innermost, length, shares, union
+from raydist.report.trace import describe, merge
+from raydist.requests import part_name
+from raydist.rundir import RunDir
+
+BASE = 1_700_000_000_000_000_000
+
+
+def test_intervals() -> None:
+    """What runs twice at a time counts once; touching ones are one; empty ones go."""
+    assert union([(5, 7), (0, 2), (1, 3), (3, 4), (9, 9)]) == [(0, 4), (5, 7)]
+    assert common([(0, 4), (5, 7)], [(1, 2), (3, 6), (8, 9)]) == [(1, 2), (3, 4), (5, 6)]
+    assert length([(0, 4), (5, 7)]) == 6
+    assert innermost([(0, 10), (1, 4), (2, 3), (5, 9), (20, 21)]) == [(2, 3), (5, 9), (20, 21)]
+    assert innermost([(0, 1), (1, 2)]) == [(0, 1), (1, 2)]
+    assert innermost([]) == []
+
+
+def test_shares_with_a_known_answer() -> None:
+    """10 s: computing 0-4 and 6-7, communication 2-6 (by two at once) and 8-9: 2 s of 5 are hidden, 3 s exposed."""
+    found = shares((0, 10), [(0, 3), (2, 4), (6, 7)], [(2, 5), (4, 6), (8, 9)])
+    assert found == Shares(seconds=10, compute=0.5, communication=0.5, overlap=0.4, exposed=0.3)
+    assert shares((0, 10), [(-5, 5)], []) == Shares(10, 0.5, 0.0, None, 0.0)
+
+
+def test_a_clock_ahead_is_found_within_its_bounds() -> None:
+    """b's clock is 5 s ahead. Each entered one collective last, so the bounds are as narrow as that one took them."""
+    a = {1: (0.000, 0.101), 2: (1.000, 1.004), 3: (2.0, 2.010)}
+    b = {1: (5.100, 5.101), 2: (5.900, 6.004), 3: (7.0, 7.011)}
+    found = clocks.between([a], [b])
+    assert found is not None
+    assert found.seconds == pytest.approx(5.0, abs=1e-9)
+    assert found.error == pytest.approx(0.004)  # 5.100 - 0.101 <= 5.0 <= 6.004 - 1.000
+    # The median of 8 s and 0 says 4; the second collective allows 0.1 at most.
+    held = clocks.between([{1: (0.0, 1.0), 2: (2.0, 2.1)}], [{1: (0.0, 9.0), 2: (2.0, 2.1), 3: (1.0, 1.0)}])
+    assert held == Offset(pytest.approx(0.1), pytest.approx(0.2))  # type: ignore[arg-type]
+
+
+def test_clocks_with_nothing_in_common() -> None:
+    """One is compared by way of another; where there is no way, nothing is known."""
+    one, two, three = {"x": (0.0, 1.0)}, {"x": (3.0, 4.0), "y": (5.0, 6.0)}, {"y": (7.0, 8.0)}
+    found = clocks.offsets({"one": [one], "two": [two], "three": [three], "four": [{"z": (0.0, 1.0)}]})
+    assert [found[name].seconds for name in ("one", "two", "three")] == [0.0, 3.0, 5.0]
+    assert [found[name].error for name in ("one", "two", "three")] == [0.0, 1.0, 2.0]
+    assert found["four"] == Offset(0.0, None)
+
+
+def x(name: str, cat: str, tid: int, begin: float, end: float, pid: int = 100, **args: Any) -> dict[str, Any]:
+    """A range; times in ms."""
+    return {
+        "ph": "X", "name": name, "cat": cat, "pid": pid, "tid": tid, "ts": begin * 1e3, "dur": (end - begin) * 1e3, "args": args,
+    }  # fmt: skip
+
+
+def part(rank: int, events: list[dict[str, Any]], **about: Any) -> dict[str, Any]:
+    """As raydist/worker/trace.py leaves it."""
+    return {
+        "raydist": {
+            "v": 1, "run": "a-run", "trace": 1, "attempt": 1, "rank": rank, "world_size": 2, "first_step": 5, "last_step": 5,
+            "host": f"host{rank}", "clock": f"clock{rank}", "device": "cpu", "pid": 100, "thread": 7, "one_group": True,
+            "messages": [], **about,
+        },
+        "baseTimeNanoseconds": BASE,
+        "traceEvents": events,
+    }  # fmt: skip
+
+
+def on_cpu(ahead: float, late: float) -> list[dict[str, Any]]:
+    """One step of 100 ms by a clock `ahead` ms: 40 of computing, an all-reduce of 40 ms, half of it hidden; it starts `late` ms
+    after the other rank's could."""
+    return [
+        x("ProfilerStep#5", "user_annotation", 7, ahead, ahead + 100),
+        x("forward", "user_annotation", 7, ahead + 10, ahead + 30),
+        x("backward", "user_annotation", 7, ahead + 30, ahead + 90),
+        x("aten::linear", "cpu_op", 7, ahead + 10, ahead + 30),
+        x("aten::addmm", "cpu_op", 7, ahead + 11, ahead + 12),
+        x("autograd::engine::evaluate_function: AddmmBackward0", "cpu_op", 7, ahead + 30, ahead + 90),
+        x("aten::mm", "cpu_op", 7, ahead + 30, ahead + 50),
+        x("c10d::allreduce_", "cpu_op", 7, ahead + 50, ahead + 51),
+        x("gloo:all_reduce", "cpu_op", 9, ahead + 30 + late, ahead + 70, **{"Input Dims": [[1000]], "Input type": ["float"]}),
+        {"ph": "M", "name": "thread_name", "pid": 100, "tid": 11, "ts": 0, "args": {"name": "pt_data"}},
+        x("aten::copy_", "cpu_op", 11, ahead + 1, ahead + 2),
+        {"ph": "s", "id": 3, "cat": "fwdbwd", "name": "fwdbwd", "pid": 100, "tid": 7, "ts": ahead * 1e3},
+        {"ph": "i", "name": "Record Window End", "pid": "", "tid": "", "ts": 0, "s": "g"},
+        x("PyTorch Profiler (0)", "Trace", 0, 0, 1),
+    ]  # fmt: skip
+
+
+def stored(run: RunDir, parts: list[dict[str, Any]]) -> list[str]:
+    names = [part_name(1, 1, rank, len(parts)) for rank in range(len(parts))]
+    for name, made in zip(names, parts, strict=True):
+        run.storage.write(name, gzip.compress(json.dumps(made).encode()))
+    return names
+
+
+def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A process a rank, on one clock, with named lanes and collectives; the shares of hand-made steps."""
+    run = RunDir(tmp_path)
+    messages = [["all_reduce", 1000, "bucket 0"]]
+    second = part(1, on_cpu(250.0, 35.0), messages=messages)
+    names = stored(run, [part(0, on_cpu(0.0, 0.0), messages=messages), second])
+    data, told = merge(run, names)
+    made = json.loads(gzip.decompress(data))
+    assert made["raydist"] == told
+    events = made["traceEvents"]
+    assert {e["pid"] for e in events} == {0, 1}
+    for rank in (0, 1):
+        mine = [e for e in events if e["pid"] == rank and e["ph"] != "M"]
+        assert [e["ts"] for e in mine] == sorted(e["ts"] for e in mine)
+        lanes = {e["tid"]: e["args"]["name"] for e in events if e["pid"] == rank and e["name"] == "thread_name"}
+        where = {e["name"]: (e["ts"], e["ts"] + e["dur"], lanes[e["tid"]]) for e in mine if e["ph"] == "X"}
+        assert where["step 5"] == (0.0, 100_000.0, "training")
+        assert where["all_reduce bucket 0 (3.9 KiB)"] == (30_000.0 + rank * 35_000, 70_000.0, "collectives")
+        assert where["aten::copy_"][2] == "pt_data"
+        assert set(where) == {e["name"] for e in mine if e["ph"] == "X"}
+    assert len({e["id"] for e in events if e["ph"] == "s"}) == 2, "flows of two ranks are not one"
+    first, other = told["ranks"]
+    # Computing: the linear of 20 ms and the mm of 20 ms, not the node of 60 ms that waits. 30 to 50 ms hide half of the first's.
+    assert first == pytest.approx({
+        "rank": 0, "host": "host0", "device": "cpu", "seconds": 0.1, "compute": 0.4, "communication": 0.4, "overlap": 0.5,
+        "exposed": 0.2, "data_wait": 0.0, "checkpoint": 0.0, "clock_offset_seconds": 0.0, "clock_error_seconds": 0.0,
+    })  # fmt: skip
+    assert other["clock_offset_seconds"] == pytest.approx(0.25)
+    assert other["clock_error_seconds"] == pytest.approx(0.04)
+    assert (other["communication"], other["exposed"]) == pytest.approx((0.05, 0.05))
+    tables.trace(told)
+    out = capsys.readouterr().out
+    assert "clock of host1 against host0's, and taken off: +250.000 ms, ±40.000 at most" in out
+    assert "50%" in out
+
+
+def test_autograd_of_the_users_own_computes() -> None:
+    """A node with nothing recorded within is work; one that only holds others is not."""
+    step = x("ProfilerStep#5", "user_annotation", 7, 0, 100)
+    node = x("autograd::engine::evaluate_function: MineBackward", "cpu_op", 7, 10, 60)
+    found = describe(part(0, [step, node, x("MineBackward", "cpu_op", 7, 20, 40)]), "a part")
+    assert found.shares.compute == pytest.approx(0.2)
+
+
+def test_gpu_kernels_count_as_hta_has_them() -> None:
+    """Kernels compute, but for NCCL's; copies do neither; the CPU does not count. NCCL numbers its own."""
+    nccl = {
+        "Collective name": "_reduce_scatter_base",
+        "In msg nelems": 4096,
+        "dtype": "BFloat16",
+        "Seq": 12,
+        "stream": 20,
+    }
+    found = describe(
+        part(
+            0,
+            [
+                x("ProfilerStep#5", "user_annotation", 7, 0, 100),
+                x("aten::mm", "cpu_op", 7, 0, 100),
+                x("sm90_gemm", "kernel", 7, 10, 40, pid=0, stream=7),
+                x("vectorized_elementwise_kernel", "kernel", 8, 30, 50, pid=0, stream=8),
+                x("Memcpy DtoH", "gpu_memcpy", 7, 60, 70, pid=0, stream=7),
+                x("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "kernel", 20, 45, 65, pid=0,
+                  **nccl, **{"Process Group Name": "3"}),
+            ],
+            device="cuda:0",
+        ),
+        "a part",
+    )  # fmt: skip
+    assert found.shares == Shares(*map(pytest.approx, (0.1, 0.4, 0.2, 0.25, 0.15)))  # type: ignore[arg-type]
+    (one,) = found.collectives
+    assert (one.label, one.key, one.binds) == ("reduce_scatter (8.0 KiB)", ("3", 12, "reduce_scatter"), True)
+
+
+def test_who_launched_a_collective_says_what_it_is() -> None:
+    """gloo reduces all of what it scatters: the operator knows. FSDP2's range has the module. What did not end in time is last."""
+    events = [x("ProfilerStep#5", "user_annotation", 7, 0, 100)]
+    for i, (module, what, dims) in enumerate(
+        [
+            ("all_gather", "_allgather_base_", [[16], [8]]),
+            ("all_gather (layers.0)", "_allgather_base_", [[16], [8]]),
+            ("post_backward_reduce (layers.0)", "_reduce_scatter_base_", [[8], [16]]),
+            ("all_gather (layers.1)", "_allgather_base_", [[16], [8]]),
+        ]
+    ):
+        begin = 10.0 * i
+        events.append(x(f"FSDP::{module}", "user_annotation", 7, begin, begin + 5))
+        for inside in (0.0, 0.1):  # one call, as raydist/worker/commlog.py hands it on
+            events.append(
+                x(f"c10d::{what}", "cpu_op", 7, begin + 1 + inside, begin + 2 - inside, **{"Input Dims": dims})
+            )
+    for i, (what, size) in enumerate([("all_gather", 8), ("all_gather", 8), ("all_reduce", 16)]):
+        begin = 10.0 * i + 3
+        dims = {"Input Dims": [[size]], "Input type": ["float"]}
+        events.append(x(f"gloo:{what}", "user_annotation", 9, begin, begin + 5, **dims))
+    labels = [c.label for c in describe(part(0, events), "a part").collectives]
+    assert labels == ["all_gather root (32 B)", "all_gather layers.0 (32 B)", "reduce_scatter layers.0 (64 B)"]
+
+
+def test_a_part_that_is_none(tmp_path: Path) -> None:
+    """Cut short, or with no step in it: one error that names it."""
+    run = RunDir(tmp_path)
+    names = stored(run, [part(0, [])])
+    with pytest.raises(StorageError, match="no step is in it"):
+        merge(run, names)
+    path = tmp_path / names[0]
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(StorageError, match="cannot be read"):
+        merge(run, names)
