@@ -31,7 +31,7 @@ class Live:
     def __init__(self, folder: Path) -> None:
         self.run = RunDir(folder / "a-run")
         self.run.storage.write(SPEC, b"name: a-run\n")
-        self.monitor = RunMonitor(self.run.uri, interval_s=0.01, tensorboard=False)
+        self.monitor = RunMonitor(self.run.uri, interval_s=0.01, exporters=[])
         self._threads: list[threading.Thread] = []
 
     def play(self, answer: Callable[[int], None]) -> None:

@@ -116,7 +116,7 @@ def test_the_command(tmp_path: Path) -> None:
     """Of a run that trains: what was said while it measured. Of one that is over: nothing, with what to do instead."""
     run = RunDir(tmp_path / "a-run")
     run.storage.write(SPEC, b"train: {steps: 200}\n")
-    monitor = RunMonitor(run.uri, interval_s=0.05, tensorboard=False)
+    monitor = RunMonitor(run.uri, interval_s=0.05, exporters=[])
     monitor.begin_attempt(1, 1, 0)
     ended = threading.Event()
 

@@ -40,7 +40,7 @@ def monitor(tmp_path: Path) -> RunMonitor:
     """Of a run of two ranks, the second of which computes for twice as long."""
     run = RunDir(tmp_path / "a-run")
     run.storage.write(SPEC, b"train: {steps: 200}\n")
-    made = RunMonitor(run.uri, interval_s=60.0, tensorboard=False)
+    made = RunMonitor(run.uri, interval_s=60.0, exporters=[])
     made.begin_attempt(1, 2, 0)
     now = time.time()
     made.observe([reading(0, now - 10, 100, 50, 5), reading(1, now - 10, 150, 0, 5), node(0, now - 10, 1000)])
