@@ -8,8 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,8 +41,12 @@ class Clock(Protocol):
         """The collective is on its way: its end will be told. It has its work."""
         ...
 
-    def waiting(self, call: Call | None, training: bool) -> AbstractContextManager[None]:
-        """Around a wait for `call`, or where that is not known for the newest one. `training`: by the training thread."""
+    def wait(self, call: Call | None, training: bool) -> Any:
+        """A wait for `call` begins, or where that is not known for the newest one. `training`: of the training thread."""
+        ...
+
+    def waited(self, begun: Any) -> None:
+        """The wait is over for which `wait` gave this."""
         ...
 
     def backward(self, calls: Sequence[Call]) -> None:
@@ -87,16 +90,18 @@ class HostClock:
             return  # gloo's reduce-scatter, send and receive have none
         future.add_done_callback(lambda _: self._end(call))
 
-    @contextmanager
-    def waiting(self, call: Call | None, training: bool) -> Iterator[None]:
+    def wait(self, call: Call | None, training: bool) -> tuple[Call | None, str, int]:
         """See Clock."""
-        before = self.now()
-        yield
+        found = call or self._newest
+        return call, found.op if training and found is not None else "", self.now()
+
+    def waited(self, begun: tuple[Call | None, str, int]) -> None:
+        """See Clock."""
+        call, exposed, before = begun
         if call is not None:
             self._end(call)
-        found = call or self._newest
-        if training and found is not None:
-            self._expose(found.op, (self.now() - before) / 1e9)
+        if exposed:
+            self._expose(exposed, (self.now() - before) / 1e9)
 
     def backward(self, calls: Sequence[Call]) -> None:
         """See Clock."""
@@ -153,14 +158,15 @@ class DeviceClock:
         self._working.append(call)
         self.settle()  # with each call, for a work that is held holds its tensors
 
-    @contextmanager
-    def waiting(self, call: Call | None, training: bool) -> Iterator[None]:
+    def wait(self, call: Call | None, training: bool) -> tuple[str, torch.cuda.Event] | None:
         """See Clock."""
         op = call.op if call is not None else self._newest
-        before = self.now() if training and op else None
-        yield
-        if before is not None:
-            self._stalls.append((op, before, self.now()))
+        return (op, self.now()) if training and op else None
+
+    def waited(self, begun: tuple[str, torch.cuda.Event] | None) -> None:
+        """See Clock."""
+        if begun is not None:
+            self._stalls.append((*begun, self.now()))
 
     def backward(self, calls: Sequence[Call]) -> None:
         """See Clock."""

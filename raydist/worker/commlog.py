@@ -18,13 +18,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from raydist.worker.commclock import Call, Clock, DeviceClock, HostClock
+
+T = TypeVar("T")
 
 KEY = "ADInplaceOrView"
 """Where ours stands: below autograd, which functional collectives leave out, and above the backends."""
@@ -100,6 +102,8 @@ class CommLog:
         self._open: OrderedDict[int, Call] = OrderedDict()
         """Calls on the host's clock that nobody has waited for, by the id of their work: whoever may wait for it keeps it alive."""
         self._backward: list[tuple[Clock, Call]] | None = None
+        self.problem: str | None = None
+        """Why nothing is counted any more: what went wrong here, and cost the run nothing."""
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
@@ -131,44 +135,52 @@ class CommLog:
         finally:
             self._backward = None
         for clock in self._clocks.values():
-            clock.backward([call for its, call in issued if its is clock and not call.waited])
+            self._safely(clock.backward, [call for its, call in issued if its is clock and not call.waited])
 
     def totals(self) -> dict[str, Total]:
         """What there is so far, by kind. From any thread."""
         for clock in self._clocks.values():
-            clock.settle()
+            self._safely(clock.settle)
         with self._lock:
             return {op: replace(total) for op, total in self._totals.items()}
 
     def _counted(self, name: str) -> Callable[..., Any]:
         operator = getattr(torch.ops.c10d, name).default
-        op, sized, group, factor = OPERATORS[name]
 
         def counted(*args: Any) -> Any:
-            clock = self._clocks.get(_device(args[0]), self._clocks["cpu"])
-            pg: Any = dist.ProcessGroup.unbox(args[group])
-            if isinstance(clock, DeviceClock) and pg.group_name not in self._timed:
-                self._timed.add(pg.group_name)
-                pg._enable_collectives_timing()
-            call = Call(op, pg.group_name, clock.now())
+            begun = self._safely(self._begin, name, args)
             with torch._C._ExcludeDispatchKeyGuard(_BELOW):
                 made = operator(*args)
-            nbytes = _bytes(args[sized]) if sized is not None else 0
-            with self._lock:
-                total = self._totals.setdefault(op, Total())
-                total.count += 1
-                total.bytes += nbytes
-                if pg.size() > 1:
-                    # gloo's reduce-scatter is an all-reduce of which most is thrown away.
-                    twice = 2 if op == "reduce_scatter" and clock is self._clocks["cpu"] else 1
-                    total.wire_bytes += twice * nbytes * factor(pg.size())
-            work = made[-1] if isinstance(made, tuple) else made
-            if work is not None:  # else a coalescing manager has it
-                call.work = dist.Work.unbox(work)
-                self._follow(clock, call)
+            if begun is not None:
+                self._safely(self._count, name, args, made, *begun)
             return made
 
         return counted
+
+    def _begin(self, name: str, args: tuple[Any, ...]) -> tuple[Clock, Call, int]:
+        op, _, group, _ = OPERATORS[name]
+        clock = self._clocks.get(_device(args[0]), self._clocks["cpu"])
+        pg: Any = dist.ProcessGroup.unbox(args[group])
+        if isinstance(clock, DeviceClock) and pg.group_name not in self._timed:
+            self._timed.add(pg.group_name)
+            pg._enable_collectives_timing()
+        return clock, Call(op, pg.group_name, clock.now()), pg.size()
+
+    def _count(self, name: str, args: tuple[Any, ...], made: Any, clock: Clock, call: Call, size: int) -> None:
+        op, sized, _, factor = OPERATORS[name]
+        nbytes = _bytes(args[sized]) if sized is not None else 0
+        with self._lock:
+            total = self._totals.setdefault(op, Total())
+            total.count += 1
+            total.bytes += nbytes
+            if size > 1:
+                # gloo's reduce-scatter is an all-reduce of which most is thrown away.
+                twice = 2 if op == "reduce_scatter" and clock is self._clocks["cpu"] else 1
+                total.wire_bytes += twice * nbytes * factor(size)
+        work = made[-1] if isinstance(made, tuple) else made
+        if work is not None:  # else a coalescing manager has it
+            call.work = dist.Work.unbox(work)
+            self._follow(clock, call)
 
     def _follow(self, clock: Clock, call: Call) -> None:
         # Below autograd are the functional collectives, whose works nobody outside of C++ ever waits for.
@@ -183,8 +195,11 @@ class CommLog:
 
     def _wait_tensor(self, tensor: Tensor) -> Any:
         clock = self._clocks.get(tensor.device.type, self._clocks["cpu"])
-        with torch._C._ExcludeDispatchKeyGuard(_BELOW), clock.waiting(None, self._training()):
-            return torch.ops._c10d_functional.wait_tensor.default(tensor)
+        begun = self._safely(clock.wait, None, self._training())
+        with torch._C._ExcludeDispatchKeyGuard(_BELOW):
+            made = torch.ops._c10d_functional.wait_tensor.default(tensor)
+        self._safely(clock.waited, begun)
+        return made
 
     def _patch(self, owner: type, name: str) -> None:
         """Has `owner.name` measured: a wait for the call that its first argument is the work of, or on the device."""
@@ -197,11 +212,23 @@ class CommLog:
                 return original(first, *args, **kwargs)
             if call is not None:
                 call.waited = True
-            with clock.waiting(call, self._training()):
-                return original(first, *args, **kwargs)
+            begun = self._safely(clock.wait, call, self._training())
+            made = original(first, *args, **kwargs)
+            self._safely(clock.waited, begun)
+            return made
 
         setattr(owner, name, wait)
         self._undo.append(lambda: setattr(owner, name, original))
+
+    def _safely(self, what: Callable[..., T], *args: Any) -> T | None:
+        """`what(*args)`. One that raises is the last one: whoever counts must not be what a run fails of."""
+        if self.problem is not None:
+            return None
+        try:
+            return what(*args)
+        except Exception as error:
+            self.problem = f"{type(error).__name__}: {error}"
+            return None
 
     def _training(self) -> bool:
         return threading.get_ident() == self._thread

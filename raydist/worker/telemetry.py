@@ -54,6 +54,7 @@ class Telemetry:
         if rank.device.type == "cuda":
             self._who["gpu_uuid"] = str(torch.cuda.get_device_properties(rank.device).uuid)
         self._comm = CommLog(rank.device) if interval_s is not None and rank.world_size > 1 else None
+        self._complained = False
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -96,12 +97,19 @@ class Telemetry:
             made |= {name: value for name, value in self.memory().items() if value is not None}
         return made
 
+    def _complain(self) -> None:
+        if self._comm is not None and self._comm.problem is not None and not self._complained:
+            self._complained = True
+            text = f"rank {self._rank.rank} counts no more communication: {self._comm.problem}"
+            self._tell(Event("note", time.time(), {"text": text}))
+
     def _say(self) -> None:
         try:
             board = Board(self._run_uri, self._rank.node_ip, self._rank.rank)
             try:
                 while not self._ended.wait(self._interval_s):
                     board.write(self.row())
+                    self._complain()
             finally:
                 board.close()
         except OSError as error:

@@ -75,6 +75,30 @@ def test_a_board_that_cannot_be_written_costs_a_note(tmp_path: Path) -> None:
     assert "not this user's folder" in told[0].data["text"]
 
 
+def broken(rank: Rank, run_uri: str) -> Any:
+    """Three all-reduces, of which the second one's time cannot be taken: what they gave, and what was told."""
+    told: list[Event] = []
+    heard = threading.Event()
+    with Telemetry(run_uri, rank, 1, Probe(), 0.1, lambda e: (told.append(e), heard.set())[0]) as telemetry:
+        assert telemetry._comm is not None
+        x = torch.ones(10)
+        dist.all_reduce(x)
+        telemetry._comm._clocks["cpu"].now = lambda: 1 / 0  # type: ignore[method-assign]
+        dist.all_reduce(x)
+        dist.all_reduce(x)
+        assert heard.wait(30)
+        count = telemetry.row()["all_reduce_count"]
+    return x[0].item(), [e.data["text"] for e in told], count
+
+
+def test_a_meter_that_breaks_costs_a_note(ranks: Any, tmp_path: Path) -> None:
+    """The collectives are those of an unwatched run, and nothing is counted any more."""
+    for rank, (value, told, count) in enumerate(ranks.run(broken, 2, str(tmp_path))):
+        assert value == 8.0
+        assert told == [f"rank {rank} counts no more communication: ZeroDivisionError: division by zero"]
+        assert count == 1
+
+
 def test_nothing_is_measured_unless_it_is_asked_for(ranks: Any, tmp_path: Path) -> None:
     """`observe.interval_s: null` leaves torch as it is."""
     assert ranks.run(unwatched, 2, str(tmp_path)) == [(True, 0), (True, 0)]
