@@ -44,6 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=order)
 
 
+_THREADS = 100
+"""A rank's process with more of them makes room for a new one: torch's caches keep meshes, these keep gloo groups, and each of
+those has threads that wake 100 times a second.
+"""
+
+
 class Ranks:
     """`run(function, world, *args)` calls `function(rank, *args)` on `world` real ranks and gives what each returned.
 
@@ -75,18 +81,23 @@ class Ranks:
                 except EOFError:
                     process.join(5)
                     results.append(ChildProcessError(f"the rank's process ended with {process.exitcode}"))
-            dead = [child for child in self._children if not child[0].is_alive()]
-            for child in dead:
-                self._children.remove(child)
+            for child in list(self._children):
+                if not child[0].is_alive() or len(os.listdir(f"/proc/{child[0].pid}/task")) > _THREADS:
+                    self._end(child)
         return results
 
     def close(self) -> None:
-        for process, pipe in self._children:
-            pipe.close()
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for child in list(self._children):
+            self._end(child)
+
+    def _end(self, child: tuple[Any, Connection]) -> None:
+        self._children.remove(child)
+        process, pipe = child
+        pipe.close()
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 def _serve(pipe: Connection) -> None:

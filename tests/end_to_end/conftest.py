@@ -113,13 +113,15 @@ class Project:
 
 
 @pytest.fixture(scope="session")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+def project(tmp_path_factory: pytest.TempPathFactory, ranks: Any) -> Iterator[Project]:
     """One user's folder for the session. At the end nothing is left of what was started in it, orphans included."""
+    ranks.close()  # their threads would take a part of what is started here
     # Processes whose parent has died become ours instead of init's, so that none escapes the count.
     prctl = ctypes.CDLL(None).prctl
     assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     yield Project(tmp_path_factory.mktemp("project"))
+    ranks.close()
     left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
     names = {p.pid: p.cmdline() for p in left if p.status() != psutil.STATUS_ZOMBIE}
     _, alive = psutil.wait_procs(left, timeout=20)
