@@ -70,9 +70,10 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         self._grow(world)
-        with tempfile.NamedTemporaryFile() as store:
+        with tempfile.TemporaryDirectory() as folder:
+            store = f"{folder}/store"
             for rank, (_, pipe) in enumerate(self._children[:world]):
-                pipe.send((inspect.getfile(function), function.__name__, rank, world, store.name, args))
+                pipe.send((inspect.getfile(function), function.__name__, rank, world, store, args))
             results = []
             for process, pipe in self._children[:world]:
                 assert pipe.poll(120), "a rank does not answer"
@@ -81,9 +82,9 @@ class Ranks:
                 except EOFError:
                     process.join(5)
                     results.append(ChildProcessError(f"the rank's process ended with {process.exitcode}"))
-            for child in list(self._children):
-                if not child[0].is_alive() or len(os.listdir(f"/proc/{child[0].pid}/task")) > _THREADS:
-                    self._end(child)
+        for child in list(self._children):
+            if not child[0].is_alive() or len(os.listdir(f"/proc/{child[0].pid}/task")) > _THREADS:
+                self._end(child)
         return results
 
     def close(self) -> None:

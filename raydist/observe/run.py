@@ -144,14 +144,18 @@ class RunMonitor:
         Raises StorageError where storage still refuses after `timeout_s`.
         """
         with self._lock:
-            if self._status != "running":
+            if self._ended.is_set():
                 return
-            self._status = status
+            self._ended.set()
             step = self._view.step
-        self._ended.set()
         self._outlets.settle(_SETTLE_S)
         self._take(Event("ended", time.time(), {"status": status, "step": step, **data}))
-        self.flush(timeout_s)
+        try:
+            self.flush(timeout_s)
+        finally:
+            # Not before: the thread would store it as the last word, with events still to come.
+            with self._lock:
+                self._status = status
         self._retried(self._store_state, timeout_s)
         self._thread.join()
         self._outlets.close(_CLOSE_S)
