@@ -35,12 +35,15 @@ class Board:
 
     def __init__(self, run_uri: str, node: str, rank: int) -> None:
         """Raises OSError where that folder cannot be made, or is another user's."""
-        place = folder(run_uri)
+        self._path = folder(run_uri) / f"{node}-{rank:05d}.json"
+        self._make()
+
+    def _make(self) -> None:
+        place = self._path.parent
         place.mkdir(mode=0o700, exist_ok=True)
         found = place.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             raise OSError(f"{place} is not this user's folder")
-        self._path = place / f"{node}-{rank:05d}.json"
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Replaces what stands there. `row`: names and values of raydist.samples, at least `at` and `rank`, and of PRIVATE `pid`.
@@ -48,7 +51,11 @@ class Board:
         Raises OSError.
         """
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(row))
+        try:
+            temporary.write_text(json.dumps(row))
+        except FileNotFoundError:  # the last one to leave has just taken the folder away
+            self._make()
+            temporary.write_text(json.dumps(row))
         temporary.replace(self._path)
 
     def close(self) -> None:

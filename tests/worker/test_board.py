@@ -29,6 +29,18 @@ def test_an_agent_reads_its_own_node_s_ranks(tmp_path: Path) -> None:
     assert not board.folder(other).exists()
 
 
+def test_who_comes_while_the_last_one_leaves(tmp_path: Path) -> None:
+    """The folder that was taken away under it is made again."""
+    run = str(tmp_path)
+    leaves, comes = Board(run, "x", 0), Board(run, "x", 1)
+    leaves.write({"rank": 0})
+    leaves.close()
+    assert not board.folder(run).exists()
+    comes.write({"rank": 1})
+    assert list(board.read(run, "x")) == [{"rank": 1}]
+    comes.close()
+
+
 def test_what_another_user_could_have_put_there_is_not_written_to(tmp_path: Path) -> None:
     """The folder's name can be guessed, and /dev/shm is everybody's."""
     place = board.folder(str(tmp_path))
