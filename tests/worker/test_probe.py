@@ -148,7 +148,8 @@ def test_a_rank_that_waits(watched: Any) -> None:
 
 def test_a_rank_that_holds_the_gil(watched: Any) -> None:
     """In C code that keeps it: no thread answers, the stack comes all the same."""
-    rank = watched("ctypes.PyDLL(None).sleep(1000)")
+    # The signal that asks for the stack ends a sleep.
+    rank = watched("while True: ctypes.PyDLL(None).sleep(1000)")
     rank.until_at("user.py:10 in in_user_code")
     while rank.witness.collectives() is not None:
         time.sleep(0.01)  # its line begins a moment before it holds the GIL
