@@ -2,7 +2,7 @@
 
 Runs in: one zero-CPU actor, owned by the driver and on its node. Never imports torch; imports ray in `start_conductor` only.
 
-    driver:     open(group) . begin(attempt, size) . result(attempt) .................. leave
+    driver:     open(group) . begin(attempt, size) . result(attempt) . cancel ......... leave
     agents:     next ........ train, as rank r ..... ended(report) | late, look, seen | kill .. leave     beat, every second
     controller:                                      fallen(agent)
 
@@ -55,6 +55,8 @@ class Conductor:
         """Agent -> the environment of its rank in the present attempt, as torchrun would set it."""
         self._reports: dict[int, dict[str, Any]] = {}
         self._sights: dict[int, dict[str, Any]] = {}
+        self._told: set[int] = set()
+        """Agents that have taken the order to train."""
         self._late = False
 
     # --- from the driver
@@ -73,10 +75,15 @@ class Conductor:
         """Where each rank of an attempt of `size` would be: the id of its node."""
         return {rank: self._agents[number].offer["node"] for rank, number in enumerate(self._living()[:size])}
 
-    async def begin(self, attempt: int, job: Mapping[str, Any], size: int) -> None:
-        """Starts an attempt of `size` ranks; `job` is what they are given. With fewer living agents it has failed already."""
+    async def begin(self, attempt: int, job: Mapping[str, Any], size: int, monitor: Any = None) -> None:
+        """Starts an attempt of `size` ranks; `job` is what they are given. With fewer living agents it has failed already.
+
+        Attempts are counted over all runs of the group, upwards: what is said of an earlier one is not heard. `monitor`: the run's,
+        an actor's handle, to which the agents pass on what their ranks tell.
+        """
         chosen = self._living()[:size]
         self._attempt, self._reports, self._team = attempt, {}, _environments(chosen, self._agents)
+        self._told = set()
         if len(chosen) < size:
             self._team = {}
             why = next(agent.lost for agent in self._agents.values() if agent.lost is not None)
@@ -84,7 +91,7 @@ class Conductor:
             return
         first = self._agents[chosen[0]].offer
         meet = {"MASTER_ADDR": first["host"], "MASTER_PORT": str(first["port"])}
-        await self._command("train", attempt=attempt, job=dict(job), env=meet)
+        await self._command("train", attempt=attempt, job=dict(job), env=meet, monitor=monitor)
 
     async def result(self, attempt: int) -> dict[int, dict[str, Any]]:
         """Once it is over: every rank's report. The first failure ends it for all, as soon as its cause may be known.
@@ -104,13 +111,25 @@ class Conductor:
             if not self._over():
                 if not hung:
                     await self._until(lambda: self._over() or self._failed(but_echoes=True), CAUSE_S)
-                await self._command("kill", attempt=attempt)
+                await self._kill()
                 await self._until(self._over)
         finally:
             watch.cancel()
         if hung:  # the others ended because they were told to: no cause of anything
             return {rank: report for rank, report in self._reports.items() if "outcome" in report} | hung
         return self._reports
+
+    async def cancel(self) -> None:
+        """Ends the present attempt at once, and none of its agents: its ranks are killed. Nothing, if it is over."""
+        if not self._over():
+            await self._kill()
+
+    async def _kill(self) -> None:
+        """Not before every agent has heard that there is something to kill: only the newest order is heard."""
+        attempt = self._attempt
+        await self._until(lambda: all(a in self._told or int(e["RANK"]) in self._reports for a, e in self._team.items()))
+        if attempt == self._attempt:
+            await self._command("kill", attempt=attempt)
 
     async def _look(self, attempt: int) -> dict[int, dict[str, Any]]:
         """Asks all agents what they see of their ranks. The report of the one to blame, if there is one."""
@@ -169,6 +188,8 @@ class Conductor:
         if agent not in self._team:
             return {"number": self._order["number"], "do": "wait"}
         if self._order["do"] == "train":
+            self._told.add(agent)
+            await self._notify()
             return {**self._order, "env": {**self._order["env"], **self._team[agent]}}
         return self._order
 

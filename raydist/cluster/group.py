@@ -1,4 +1,4 @@
-"""A group of Ray Train workers: one agent a rank, and spares, below which attempt after attempt can run.
+"""A group of Ray Train workers: one agent a rank, and spares, below which attempt after attempt can run, of one run or several.
 
 Runs in: the driver, in the thread that runs the attempts; the group's own `fit()` waits in another. Never imports torch.
 
@@ -30,7 +30,6 @@ _groups = itertools.count(1)
 class Group:
     """Started as soon as it is made. `size` workers, each with those resources and `env`, on none of the nodes in `avoid`.
 
-    `on_started(handle)` is called once `handle.abort()` can end it; `look()` now and then while an attempt runs.
     `start_timeout_s`: how long to wait for the workers' resources.
     """
 
@@ -39,37 +38,40 @@ class Group:
         *,
         session: Session,
         conductor: Any,
-        monitor: Any,
         run_name: str,
         size: int,
         cpus: float,
         gpus: float,
         env: Mapping[str, str],
-        avoid: Collection[str],
+        avoid: Collection[str] = (),
         start_timeout_s: float,
-        on_started: Callable[[Attempt], None],
-        look: Callable[[], None],
     ) -> None:
         import ray
 
-        self._conductor, self._look = conductor, look
+        self._conductor = conductor
+        self.kind = (cpus, gpus, dict(env))
+        """What a worker is: a run that asks for the same can have the group of another."""
+        self.size = size
         self._handle: Attempt | None = None
-        self._nodes: list[tuple[str, bool]] = []
+        self._serial = 0
+        self._nodes: list[tuple[str, bool]] | None = None
         self._placement_group: str | None = None
         self.gone: set[str] = set()
         """Of the nodes on which the last attempt lost agents those that do not answer; on others it was the agent alone."""
+        self._aborted = False
         number = next(_groups)
         ray.get(conductor.open.remote(number, size))
         self._result: AttemptResult | None = None
 
         def started(handle: Attempt) -> None:
             self._handle = handle
-            on_started(handle)
+            if self._aborted:
+                handle.abort()
 
         def fit() -> None:
             self._result = run_attempt(
                 "raydist.worker.entry:agent",
-                {"conductor": conductor, "monitor": monitor, "group": number},
+                {"conductor": conductor, "group": number},
                 session=session,
                 run_name=run_name,
                 workers=size,
@@ -92,13 +94,17 @@ class Group:
 
     @property
     def living(self) -> int:
-        """Agents for the next attempt: none if the group has ended, or lost an agent on a node that still has others."""
-        return 0 if not self.alive or self.on.keys() & self.lost else sum(self.on.values())
+        """Agents for the next attempt: none if the group has ended, or lost an agent on a node that still has others; all, as long
+        as they have not come.
+        """
+        if not self.alive or self.on.keys() & self.lost:
+            return 0
+        return self.size if self._nodes is None else sum(self.on.values())
 
     @property
     def on(self) -> dict[str, int]:
         """Node id -> living agents there; as of the end of the last attempt."""
-        return Counter(node for node, lives in self._nodes if lives)
+        return Counter(node for node, lives in self._nodes or () if lives)
 
     @property
     def held(self) -> dict[str, int]:
@@ -108,26 +114,38 @@ class Group:
     @property
     def lost(self) -> set[str]:
         """Ids of the nodes on which agents were lost."""
-        return {node for node, lives in self._nodes if not lives}
+        return {node for node, lives in self._nodes or () if not lives}
 
-    def places(self, size: int) -> dict[int, str]:
-        """Rank -> Ray's id of its node, once all agents are there; {} if the group has ended."""
+    @property
+    def whole(self) -> bool:
+        """Whether all its agents are there for another attempt: none was lost or retired."""
+        return not self._aborted and self.living == self.size
+
+    def places(self, size: int, look: Callable[[], None] = lambda: None) -> dict[int, str]:
+        """Rank -> Ray's id of its node, once all agents are there; {} if the group has ended. `look()`: see `attempt`."""
         try:
-            self._wait(self._conductor.gathered.remote())
-            return dict(self._wait(self._conductor.places.remote(size)))
+            self._wait(self._conductor.gathered.remote(), look)
+            self._placement_group = self._wait(self._conductor.placement_group.remote(), look)
+            return dict(self._wait(self._conductor.places.remote(size), look))
         except _GroupEnded:
             return {}
 
-    def attempt(self, number: int, job: Mapping[str, Any], size: int) -> AttemptResult:
-        """One attempt: from the ranks' start until all of them have ended. `job` is plain. Never raises for a failed one."""
+    def attempt(
+        self, job: Mapping[str, Any], size: int, monitor: Any, look: Callable[[], None] = lambda: None
+    ) -> AttemptResult:
+        """One attempt: from the ranks' start until all of them have ended. `job` is plain. Never raises for a failed one.
+
+        `monitor`: the run's, to which the ranks' agents push. `look()` is called now and then.
+        """
+        self._serial += 1
         try:
-            self._wait(self._conductor.gathered.remote())
-            self._nodes = self._wait(self._conductor.nodes.remote())
-            self._placement_group = self._wait(self._conductor.placement_group.remote())
-            places = self._wait(self._conductor.places.remote(size))
-            self._wait(self._conductor.begin.remote(number, dict(job), size))
-            reports = self._wait(self._conductor.result.remote(number))
-            self._nodes = self._wait(self._conductor.nodes.remote())
+            self._wait(self._conductor.gathered.remote(), look)
+            self._nodes = self._wait(self._conductor.nodes.remote(), look)
+            self._placement_group = self._wait(self._conductor.placement_group.remote(), look)
+            places = self._wait(self._conductor.places.remote(size), look)
+            self._wait(self._conductor.begin.remote(self._serial, dict(job), size, monitor), look)
+            reports = self._wait(self._conductor.result.remote(self._serial), look)
+            self._nodes = self._wait(self._conductor.nodes.remote(), look)
         except _GroupEnded:
             return self._lost()
         self.gone = nodes.unreachable(self.lost)
@@ -145,20 +163,30 @@ class Group:
         import ray
 
         ray.get(self._conductor.retire.remote(list(leaving)))
-        self._nodes = [entry for entry in self._nodes if entry[0] not in leaving]
+        self._nodes = [entry for entry in self._nodes or () if entry[0] not in leaving]
+
+    def cancel(self) -> None:
+        """Ends the present attempt, which has then failed, but not the group. From any thread."""
+        self._conductor.cancel.remote()
+
+    def abort(self) -> None:
+        """Ends the group at once, and with it the present attempt, of the kind "aborted". From any thread."""
+        self._aborted = True
+        if self._handle is not None:
+            self._handle.abort()
 
     def end(self) -> None:
         """Lets all agents go; returns once Ray has their resources back. Those that do not go are ended."""
         if self.alive and not self.lost:
             self._conductor.leave.remote()
             self._thread.join(_LEAVE_S)
-        if self.alive and self._handle is not None:
-            self._handle.abort()
+        if self.alive:
+            self.abort()
         self._thread.join(_LEAVE_S)
         if self._placement_group:
             nodes.release(self._placement_group)  # a controller that had to be killed has not
 
-    def _wait(self, ref: Any) -> Any:
+    def _wait(self, ref: Any, look: Callable[[], None]) -> Any:
         import ray
 
         while True:
@@ -167,7 +195,7 @@ class Group:
                 return ray.get(ref)
             if not self.alive:
                 raise _GroupEnded
-            self._look()
+            look()
 
     def _lost(self) -> AttemptResult:
         """The group has ended in the middle of an attempt. A rank's own error explains that better than its worker's end."""
@@ -175,7 +203,7 @@ class Group:
 
         assert self._result is not None
         self.gone = nodes.unreachable(
-            {node for node, _ in self._nodes}
+            {node for node, _ in self._nodes or ()}
         )  # all agents have ended: no telling which were lost
         known = _cause(ray.get(self._conductor.reports.remote()), but_echoes=True)
         ended = self._result.failure or Failure("controller_died", None, "the workers left in the middle of an attempt")

@@ -26,8 +26,10 @@ from ray.train.v2._internal.constants import (
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.scaling_policy.fixed import FixedScalingPolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
 from ray.train.v2._internal.util import TrainingFramework
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.util.placement_group import placement_group
 
 from raydist.cluster.failures import rank_error
 from raydist.worker.rendezvous import hold_port, port_of
@@ -124,11 +126,21 @@ class _QuietScalingPolicy(FixedScalingPolicy):
 
 
 class _LeanWorkerGroup(WorkerGroup):
-    """Workers in processes that are ready, and no SynchronizationActor."""
+    """Workers in processes that are ready, no SynchronizationActor, and resources reserved under the run's name."""
 
     def _start_impl(self, worker_group_state_builder: Any) -> None:
         self._builder = worker_group_state_builder
         super()._start_impl(worker_group_state_builder)
+
+    def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Any:
+        asked = worker_group_context
+        made = placement_group(
+            bundles=[asked.resources_per_worker] * asked.num_workers,
+            strategy=asked.placement_strategy,
+            name=self._train_run_context.run_config.name,
+            bundle_label_selector=asked.label_selector,
+        )
+        return DefaultPlacementGroupHandle(made)
 
     def _create_workers(self, *args: Any, **kwargs: Any) -> Any:
         # The barrier behind ray.train.report(), which raydist never calls. It was asked for a moment ago: end it

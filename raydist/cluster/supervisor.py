@@ -9,18 +9,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
 from raydist.cluster import nodes
 from raydist.cluster.agents import Agents
-from raydist.cluster.conductor import start_conductor
+from raydist.cluster.crew import Crew
 from raydist.cluster.group import Group
 from raydist.cluster.injector import DriverInjector
 from raydist.cluster.recovery import Failure, History, Restart, Split, Stop, Team, Wait, decide, resize
 from raydist.cluster.session import Session, worker_environment
-from raydist.cluster.trainer import Attempt
 from raydist.cluster.vault import Vaults
 from raydist.errors import WorkerFailed
 from raydist.faults import Fault
@@ -93,10 +93,16 @@ class Supervisor:
         view: View,
         refresh_s: float = _REFRESH_S,
         lost: Callable[[], BaseException | None] = lambda: None,
+        crew: Crew | None = None,
     ) -> None:
-        """`lost`: the error to end with once another driver has taken the run over, else None; see `DriverLease.lost`."""
+        """`lost`: the error to end with once another driver has taken the run over, else None; see `DriverLease.lost`.
+
+        `crew`: whose workers the run has, if they fit, and leaves to the next run; None: its own, who end with it.
+        """
         self._request, self._session, self._view, self._refresh_s = request, session, view, refresh_s
         self._lost = lost
+        self._crew = crew or Crew(session)
+        self._keeps = crew is not None
         self._spec = request.spec  # of the present attempt
         self._group: Group | None = None
         self._team = 0
@@ -106,7 +112,7 @@ class Supervisor:
         self._grow, self._growing, self._looked = False, 0, 0.0
         self._signals: list[int] = []
         self._stop = threading.Event()
-        self._running: Attempt | None = None
+        self._cancelled = False
         self._vaults: Vaults | None = None
         self._agents: Agents | None = None
         self._ending: Ending | None = None
@@ -114,20 +120,20 @@ class Supervisor:
         self._seen = 0
         self._injector: DriverInjector | None = None
 
-    def run(self) -> Ending:
+    def run(self, signals: bool = True) -> Ending:
         """Trains until the run has an ending. The first SIGINT or SIGTERM asks the workers for a checkpoint and a clean
-        end; the second ends the attempt at once. Call it in the main thread.
+        end; the second ends the attempt at once. Call it in the main thread; or without `signals`, and give them to `stop`.
         """
         if not self._session.private:
             self._avoid = dict.fromkeys(nodes.unreachable(), time.monotonic())
         self._monitor = start_monitor(
             self._request.run.uri, exporters=self._request.exporters, spec=self._spec.model_dump(mode="json")
         )
-        self._conductor = start_conductor()
+        self._crew.ready()
         if self._request.faults:
             self._injector = DriverInjector(self._request.run, self._push, self._monitor, self._session.address)
         attempts = threading.Thread(target=self._attempts, name="raydist-attempts", daemon=True)
-        with handling(self._on_signal):
+        with handling(self._on_signal) if signals else nullcontext():
             attempts.start()
             acted = 0
             while attempts.is_alive():
@@ -137,8 +143,8 @@ class Supervisor:
                     self._act_on_signal(acted)
                 if (lost := self._lost()) is not None:
                     self._error = lost  # and not a word more into a folder that is another driver's
-                    if self._running is not None:
-                        self._running.abort()
+                    if self._group is not None:
+                        self._group.abort()
                 self._show()
             if self._error is not None:
                 raise self._error
@@ -155,17 +161,31 @@ class Supervisor:
             self._show()
         return self._ending
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # Only noted: a handler runs between any two lines of the main thread.
+    def stop(self, number: int) -> None:
+        """As if that signal had come. From any thread."""
         self._signals.append(number)
         self._stop.set()
 
+    def cancel(self, number: int) -> None:
+        """Ends the run at once, as interrupted by that signal: its ranks are killed, its workers stay for the next run. From any
+        thread, again until `run` returns: what starts just now cannot be ended yet.
+        """
+        self._cancelled = True
+        self.stop(number)
+        if (group := self._group) is not None:
+            group.cancel()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.stop(number)  # only notes it: a handler runs between any two lines of the main thread
+
     def _act_on_signal(self, count: int) -> None:
+        if self._cancelled:
+            return
         if count == 1:
             self._view.note("stopping: one checkpoint, then a clean end (again to end at once)")
             self._monitor.command.remote("stop")
-        elif self._running is not None:
-            self._running.abort()
+        elif self._group is not None:
+            self._group.abort()
 
     def _show(self) -> None:
         if self._injector is not None:
@@ -247,12 +267,12 @@ class Supervisor:
                 number += 1
                 begin_attempt(run, number)  # from now on no earlier one commits, wherever it may still be
                 self._announce(number)
-                places = group.places(self._team)
+                places = group.places(self._team, self._look)
                 copies = self._vaults.job(places) if self._vaults and places else None
                 if self._agents is not None:
                     self._agents.watch(places.values())
                 resumed = max(_newest(run), copies["step"] or 0 if copies else 0)
-                result = group.attempt(number, self._job(number, incident, copies), self._team)
+                result = group.attempt(self._job(number, incident, copies), self._team, self._monitor, self._look)
                 if result.failure is None:
                     value = result.value
                     if value["status"] != "interrupted" or self._signals:
@@ -272,7 +292,7 @@ class Supervisor:
                 incident = {"seen": result.seen, "silent_s": result.silent_s, "over": over, "last_step": last_step}
         finally:
             if self._group is not None:
-                self._group.end()
+                self._crew.leave(self._group, self._keeps)
             if self._vaults is not None:
                 self._vaults.close()
             if self._agents is not None:
@@ -284,6 +304,8 @@ class Supervisor:
         """The group of the next attempt, and in `_team` how many ranks it is to have; an Ending if there are too few."""
         cluster, begun = self._spec.cluster, time.monotonic()
         growing = self._asked_to_grow()
+        if self._group is None:
+            self._group = self._crew.take(*self._kind())
         while True:
             room = self._room()
             if self._group is None or growing:
@@ -301,7 +323,7 @@ class Supervisor:
                     self._say("decision", action="stop", because=because, after_s=0.0)
                     return Ending("stopped", _newest(self._request.run), cause=f"{cause} ({because})")
                 case Team(workers, anew, because):
-                    if workers != self._team and self._group is not None:
+                    if workers != self._team and self._team:
                         self._say("decision", action="resize", workers=workers, because=because)
                     self._team = workers
                     if anew:
@@ -314,20 +336,17 @@ class Supervisor:
         spec, old = self._spec, self._group
         if old is not None:
             old.end()
-        return Group(
-            session=self._session,
-            conductor=self._conductor,
-            monitor=self._monitor,
+        return self._crew.start(
+            size,
+            *self._kind(),
             run_name=self._request.run.name,
-            size=size,
-            cpus=spec.cluster.cpus_per_worker,
-            gpus=self._request.gpus,
-            env=worker_env(spec),
             avoid=self._avoid.keys() | self._excluded,
             start_timeout_s=_START_S if old is None else spec.recovery.wait_for_nodes,
-            on_started=self._started,
-            look=self._look,
         )
+
+    def _kind(self) -> tuple[float, float, dict[str, str]]:
+        """What a worker is: CPUs, GPUs, environment."""
+        return self._spec.cluster.cpus_per_worker, self._request.gpus, worker_env(self._spec)
 
     def _room(self, without: str | None = None) -> int:
         """Workers that the cluster can hold, ours with them. A lost node counts again once it answers; `without` does not count."""
@@ -370,9 +389,6 @@ class Supervisor:
             self._monitor.command.remote("stop" if self._signals else None)
         return grow
 
-    def _started(self, running: Attempt) -> None:
-        self._running = running
-
     def _last_step(self) -> int:
         snapshot = self._ask(self._monitor.snapshot, self._seen)
         record = snapshot["record"] if snapshot else None
@@ -397,7 +413,7 @@ class Supervisor:
 
     def _after(self, failure: Failure, number: int, history: History) -> Ending | None:
         """What to do after a failure: an Ending, or None to try again."""
-        if failure.kind == "aborted" and self._signals:
+        if self._cancelled or (failure.kind == "aborted" and self._signals):
             return Ending("interrupted", _newest(self._request.run), signal=self._signals[-1])
         if self._injector is not None:
             self._injector.look()  # what was done to it comes first

@@ -156,13 +156,13 @@ def run_attempt(
         return AttemptResult(root_cause(rank_errors(error)))
     finally:
         if session.private:
-            _free_placement_groups()
+            _free_placement_groups(name)
         shutil.rmtree(scratch / name, ignore_errors=True)
     return AttemptResult(None, result.return_value)
 
 
-def _free_placement_groups() -> None:
-    """A controller that was killed leaves its workers' CPUs reserved; on a Ray of our own all such are ours."""
+def _free_placement_groups(name: str) -> None:
+    """A controller that was killed leaves its workers' CPUs reserved, under its run's name: see `raytrain._LeanWorkerGroup`."""
     from ray.util.placement_group import (
         PlacementGroup,
         PlacementGroupID,
@@ -171,5 +171,5 @@ def _free_placement_groups() -> None:
     )
 
     for group, facts in placement_group_table().items():
-        if facts["state"] != "REMOVED":
+        if facts["name"] == name and facts["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(group)))

@@ -40,8 +40,8 @@ _ALONE_S = 15.0
 
 
 def agent(config: dict[str, Any]) -> None:
-    """Obeys the conductor until it says "leave". `config`: `conductor` and `monitor`, actors' handles, and `group`, a number."""
-    agent = _Agent(config["conductor"], config["monitor"], config["group"])
+    """Obeys the conductor until it says "leave". `config`: `conductor`, an actor's handle, and `group`, a number."""
+    agent = _Agent(config["conductor"], config["group"])
     threading.Thread(target=agent.beat, name="raydist-beat", daemon=True).start()
     try:
         agent.run()
@@ -50,8 +50,8 @@ def agent(config: dict[str, Any]) -> None:
 
 
 class _Agent:
-    def __init__(self, conductor: Any, monitor: Any, group: int) -> None:
-        self._conductor, self.monitor, self._group = conductor, monitor, group
+    def __init__(self, conductor: Any, group: int) -> None:
+        self._conductor, self._group = conductor, group
         self._number, self._local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         self._left = threading.Event()
         self.node_ip = ray.util.get_node_ip_address()
@@ -192,7 +192,7 @@ class _Attempt:
             "collectives": (collectives or [])[-_COLLECTIVES:],
         }
         storage = RunDir(self._order["job"]["run"]).storage
-        name = f"{LOGS}/attempt-{self._number:04d}/rank-{self._rank:05d}"
+        name = f"{LOGS}/attempt-{self._order['job']['attempt']:04d}/rank-{self._rank:05d}"
         with contextlib.suppress(StorageError):  # storage may be what everybody waits for
             storage.write(f"{name}.stacks.txt", stacks.encode())
             storage.write(f"{name}.collectives.json", json.dumps(collectives).encode())
@@ -200,7 +200,7 @@ class _Attempt:
 
     def _serve(self, connection: Connection) -> None:
         """Answers the rank's calls, until it is gone."""
-        monitor = self._agent.monitor
+        monitor = self._order["monitor"]  # the run's: the next attempt may be another run's
         with connection:
             while True:
                 try:

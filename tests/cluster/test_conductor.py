@@ -62,11 +62,11 @@ def test_an_attempt_that_ends_well() -> None:
         assert not gathered.done()
         second = asyncio.create_task(made.next(1, 1, 1, offer(1)))
         await gathered
-        await made.begin(5, {"a": 1}, 2)
+        await made.begin(5, {"a": 1}, 2, "m")
         env = {"MASTER_ADDR": "h0", "MASTER_PORT": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         for rank, order in enumerate([await first, await second]):
             mine = env | {"RANK": str(rank), "NODE_RANK": str(rank)}
-            assert order == {"number": 2, "do": "train", "attempt": 5, "job": {"a": 1}, "env": mine}
+            assert order == {"number": 2, "do": "train", "attempt": 5, "job": {"a": 1}, "env": mine, "monitor": "m"}
         result = asyncio.create_task(made.result(5))
         await made.ended(1, 0, 5, OUTCOME)
         await asyncio.sleep(0)
@@ -256,3 +256,30 @@ def test_reports_as_errors() -> None:
     raised = rank_error(0, error("no"))
     assert raised is not None
     assert (raised.kind, raised.cause, raised.bases) == ("user_error", "RuntimeError: no", ("RuntimeError",))
+
+
+def test_a_cancelled_attempt_costs_no_agent() -> None:
+    """Cancelled before an agent has heard of the attempt: it hears of it, then of its end; the next attempt has all agents.
+    Once it is over there is nothing to cancel."""
+
+    async def test() -> None:
+        made, _ = await ready(size=2)
+        await made.begin(1, {}, 2)
+        result = asyncio.create_task(made.result(1))
+        seen = [(await made.next(1, 0, 1, offer(0)))["number"]]
+        cancelled = asyncio.create_task(made.cancel())
+        await asyncio.sleep(0)
+        late = await made.next(1, 1, 1, offer(1))
+        assert late["do"] == "train"
+        await cancelled
+        for number, heard in enumerate([*seen, late["number"]]):
+            assert (await made.next(1, number, heard, offer(number)))["do"] == "kill"
+            await made.ended(1, number, 1, DIED)
+        assert await result == {0: DIED, 1: DIED}
+        await made.cancel()
+        assert await made.nodes() == [("node0", True), ("node1", True)]
+        again = [asyncio.create_task(made.next(1, number, 3, offer(number))) for number in (0, 1)]
+        await made.begin(2, {}, 2)
+        assert [(await order)["do"] for order in again] == ["train", "train"]
+
+    run(test())

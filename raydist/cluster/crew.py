@@ -1,0 +1,74 @@
+"""The workers that a run has, and may leave to the next one: a conductor, and a group that waits below it.
+
+Runs in: the driver, one thread at a time. Never imports torch; imports ray in functions only. A run that follows on another's
+workers has its first step about a second after it begins: no placement, no new process, no import of torch (docs/adr/0010).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from raydist.cluster.conductor import start_conductor
+from raydist.cluster.group import Group
+from raydist.cluster.session import Session
+
+
+class Crew:
+    """One group of workers at most. Made at once; its actor and its workers start when they are asked for."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._conductor: object | None = None
+        self._idle: Group | None = None
+
+    def ready(self) -> None:
+        """Starts what it can without knowing of which kind the workers are to be. Returns at once."""
+        if self._conductor is None:
+            self._conductor = start_conductor()
+
+    def start(
+        self,
+        size: int,
+        cpus: float,
+        gpus: float,
+        env: Mapping[str, str],
+        *,
+        run_name: str,
+        avoid: Collection[str] = (),
+        start_timeout_s: float,
+    ) -> Group:
+        """A new group: see `Group`. One that waits is ended first."""
+        self.end()
+        self.ready()
+        return Group(
+            session=self._session,
+            conductor=self._conductor,
+            run_name=run_name,
+            size=size,
+            cpus=cpus,
+            gpus=gpus,
+            env=env,
+            avoid=avoid,
+            start_timeout_s=start_timeout_s,
+        )
+
+    def take(self, cpus: float, gpus: float, env: Mapping[str, str]) -> Group | None:
+        """The group that waits, if its workers are of that kind and all there. Any other is ended."""
+        group, self._idle = self._idle, None
+        if group is not None and (group.kind != (cpus, gpus, dict(env)) or not group.whole):
+            group.end()
+            return None
+        return group
+
+    def leave(self, group: Group, keep: bool = True) -> None:
+        """A run is over: its group waits for the next one, if it may and is whole."""
+        if keep and group.whole:
+            self._idle = group
+        else:
+            group.end()
+
+    def end(self) -> None:
+        """Lets the group that waits go; returns once Ray has its resources back."""
+        if self._idle is not None:
+            self._idle.end()
+            self._idle = None
