@@ -263,10 +263,15 @@ def test_a_cancelled_attempt_costs_no_agent() -> None:
     Once it is over there is nothing to cancel."""
 
     async def test() -> None:
-        made, _ = await ready(size=2)
+        made = Conductor()
+        await made.open(1, 2)
+        waiting = asyncio.create_task(made.next(1, 0, 1, offer(0)))
+        away = asyncio.create_task(made.next(1, 1, 1, offer(1)))
+        await made.gathered()
+        away.cancel()
         await made.begin(1, {}, 2)
         result = asyncio.create_task(made.result(1))
-        seen = [(await made.next(1, 0, 1, offer(0)))["number"]]
+        seen = [(await waiting)["number"]]
         cancelled = asyncio.create_task(made.cancel())
         await asyncio.sleep(0)
         late = await made.next(1, 1, 1, offer(1))
@@ -276,7 +281,7 @@ def test_a_cancelled_attempt_costs_no_agent() -> None:
             assert (await made.next(1, number, heard, offer(number)))["do"] == "kill"
             await made.ended(1, number, 1, DIED)
         assert await result == {0: DIED, 1: DIED}
-        await made.cancel()
+        await made.cancel()  # there is nothing to end any more
         assert await made.nodes() == [("node0", True), ("node1", True)]
         again = [asyncio.create_task(made.next(1, number, 3, offer(number))) for number in (0, 1)]
         await made.begin(2, {}, 2)
