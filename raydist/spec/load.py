@@ -65,9 +65,7 @@ class Layer:
 
     def with_field(self, name: str, value: Any, place: str) -> Layer:
         """This one with a dotted field more, which was written at `place`."""
-        over: Any = value
-        for part in reversed(name.split(".")):
-            over = {part: over}
+        over = nest(name, value)
         return Layer(merge(self.tree, over), {**self.origin, **dict.fromkeys(_paths(over), place)}, self.folder)
 
 
@@ -236,6 +234,15 @@ def dump(spec: JobSpec) -> str:
 def spec_hash(spec: JobSpec) -> str:
     """sha256 (hex) of the resolved spec."""
     return hashlib.sha256(json.dumps(spec.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
+def nest(name: str, value: Any) -> dict[str, Any]:
+    """The fields of a file that says nothing but `value` at a dotted name."""
+    *sections, field = name.split(".")
+    tree = {field: value}
+    for section in reversed(sections):
+        tree = {section: tree}
+    return tree
 
 
 def _paths(tree: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from raydist.errors import SpecError
-from raydist.spec.load import Layer, merge, merged, resolve
+from raydist.spec.load import Layer, merge, merged, nest, resolve
 from raydist.spec.models import JobSpec
 from raydist.spec.sweep import names, space
 from raydist.spec.sweep.equal import adjusted, tokens
@@ -90,15 +90,8 @@ class Sweep:
         seed = (asked + repeat) % 2**63 if isinstance(asked, int) else self.base.train.seed
         made = cell_id(self.name, point, seed, repeats=self.spec.array.seeds > 1)
         fitted, notes = adjusted(self.base, point, self.spec.equal)
-        own = Layer({}, {})
-        for name, value in {
-            **point,
-            **fitted,
-            "train.seed": seed if isinstance(asked, int) else asked,
-            "name": made,
-        }.items():
-            own = own.with_field(name, value, self.source)
-        job, problems = self._job(own, point)
+        fields = {**point, **fitted, "train.seed": seed if isinstance(asked, int) else asked, "name": made}
+        job, problems = self._job(fields, point)
         if job is not None and self.spec.objective.metric == "eval_loss" and job.eval.every is None:
             problems.append(
                 f"{self.source}: eval.every: is null, so eval_loss is never reported; set it, or objective.metric: loss"
@@ -107,17 +100,22 @@ class Sweep:
             index, made, number, dict(point), seed, None if problems else job, fitted, tuple(notes), tuple(problems)
         )  # fmt: skip
 
-    def _job(self, own: Layer, point: space.Point) -> tuple[JobSpec | None, list[str]]:
+    def _job(self, fields: Mapping[str, Any], point: space.Point) -> tuple[JobSpec | None, list[str]]:
         if "deepspeed" not in self._tree and not any(name.startswith(_NAMED) for name in point):
             # Most sections are the base's: they are checked, and in memory, once. 10,000 cells take seconds and megabytes so.
-            changed = merge(self._tree, own.tree)
-            changed = {key: value for key, value in changed.items() if value is not self._tree.get(key)}
+            own: dict[str, Any] = {}
+            for name, value in fields.items():
+                own = merge(own, nest(name, value))
+            changed = {key: value for key, value in merge(self._tree, own).items() if value is not self._tree.get(key)}
             try:
                 return JobSpec.model_validate({**self._whole, **changed}), []
             except ValidationError:
                 pass  # all of it together tells better what is wrong
+        layer = Layer({}, {})
+        for name, value in fields.items():
+            layer = layer.with_field(name, value, self.source)
         try:
-            return resolve([*self._layers, own], self.source, warn=lambda line: None), []
+            return resolve([*self._layers, layer], self.source, warn=lambda line: None), []
         except SpecError as error:
             return None, error.message.splitlines()
 
@@ -130,7 +128,7 @@ def cell_id(sweep: str, point: space.Point, seed: int, repeats: bool) -> str:
     parts = [names.label(name) + _short(value) for name, value in point.items()]
     prefix = "-".join([*parts, f"seed{seed}"] if repeats else parts)
     prefix = re.sub(r"[^A-Za-z0-9._]+", "-", prefix.replace("+", "")).strip("-._")[:_PREFIX].strip("-._")
-    told = json.dumps([sweep, sorted((name, _canonical(value)) for name, value in point.items()), seed], default=str)
+    told = repr([sweep, sorted((name, _canonical(value)) for name, value in point.items()), seed])
     digest = hashlib.blake2b(told.encode(), digest_size=5).digest()
     return f"{prefix or 'cell'}-{base64.b32encode(digest).decode().lower()}"
 
@@ -146,7 +144,7 @@ def _canonical(value: Any) -> str:
         value = int(value)
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_canonical, value))}]"
-    return json.dumps(value, sort_keys=True, default=str)
+    return json.dumps(value, sort_keys=True, default=str) if isinstance(value, dict) else repr(value)
 
 
 def check(sweep: Sweep, cells: Iterable[Cell]) -> None:
