@@ -1,0 +1,70 @@
+"""A sweep in its folder: written before its first cell starts, and read when it is told or gone on with.
+
+Runs anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from raydist.errors import SpecError, StorageError
+from raydist.spec.load import dump, parse
+from raydist.spec.models import JobSpec
+from raydist.spec.sweep.cells import Cell, Sweep
+from raydist.spec.sweep.models import SweepSpec
+from raydist.sweepdir import BASE, SWEEP, CellNote, SweepDir
+
+
+def note(cell: Cell) -> CellNote:
+    """A valid cell as the folder has it."""
+    job = cell.job
+    return CellNote(
+        cell.index, cell.id, cell.point, dict(cell.parameters), cell.seed, job.train.steps, cell.tokens, job.cluster.most,
+        dict(cell.adjusted), cell.notes,
+    )  # fmt: skip
+
+
+def store(folder: SweepDir, sweep: Sweep, cells: Sequence[Cell]) -> None:
+    """Writes what the sweep is, or what has become of it: cells may come and go between two starts.
+
+    Raises SpecError where cells of the same id would train otherwise than those that are there; StorageError.
+    """
+    if folder.exists():
+        spec, base = read_stored(folder)
+        if changed := _changed(spec, base, sweep):
+            raise SpecError(
+                f"{sweep.source}: sweep {sweep.name} in {folder.uri} was started otherwise:\n" + "\n".join(changed),
+                "go on with it as it was, or give it another name to start anew",
+            )
+    told = {"name": sweep.name, **sweep.spec.model_dump(mode="json", exclude_defaults=True), "base": BASE}
+    text = yaml.safe_dump({**told, "name": sweep.name}, sort_keys=False, allow_unicode=True)
+    folder.write(text, dump(sweep.base), map(note, cells))
+
+
+def read_stored(folder: SweepDir) -> tuple[SweepSpec, JobSpec]:
+    """What a folder's sweep is, and its base. Raises StorageError where either is damaged."""
+    try:
+        spec = SweepSpec.model_validate(yaml.safe_load(folder.storage.read(SWEEP)))
+        return spec, parse(yaml.safe_load(folder.storage.read(BASE)), source=BASE)
+    except (ValueError, FileNotFoundError, yaml.YAMLError) as error:
+        raise StorageError(
+            f"{folder.uri}: {SWEEP} or {BASE} is damaged: {error}", "start the sweep under another name"
+        ) from error
+
+
+def _changed(spec: SweepSpec, base: JobSpec, sweep: Sweep) -> list[str]:
+    """What makes a cell another one, beside what its id tells."""
+    before, now = _told(spec, base), _told(sweep.spec, sweep.base)
+    return [
+        f"{name}: {before.get(name)!r} then, {now.get(name)!r} now"
+        for name in before | now
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _told(spec: SweepSpec, base: JobSpec) -> dict[str, Any]:
+    # Evaluation leaves a cell's weights alone, but not what it is compared by.
+    return {"equal": spec.equal, **base.numbers(""), "eval.batches": base.eval.batches}
