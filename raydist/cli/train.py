@@ -122,7 +122,7 @@ def _data(job: JobSpec, home: str) -> tuple[TokenDataset, int]:
     from raydist.data.batches import Batches
     from raydist.data.dataset import TokenDataset, Windows
 
-    dataset = TokenDataset(open_or_prepare(job.data, home, _progress))
+    dataset = TokenDataset(open_or_prepare(job.data, home, progress))
     windows = Windows(dataset.split("train"), job.model.context)
     return dataset, job.train.total(Batches(len(windows), job.train.global_batch, 0, "").steps_per_epoch)
 
@@ -183,7 +183,7 @@ def _train(
     own_code = any(":" in name for name in extensions)
     place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
     with (
-        _logs(run) as log_dir,
+        run_logs(run) as log_dir,
         open_session(
             place,
             env=worker_env(job),
@@ -204,13 +204,14 @@ def _train(
         raise typer.Exit(130 if ending.signal == signal.SIGINT else 143)
 
 
-def _progress(progress: object) -> None:
+def progress(progress: object) -> None:
+    """Shows how far the preparation of data has come, on a terminal."""
     if sys.stderr.isatty():
         print(f"\rpreparing the data: {progress}", end="", file=sys.stderr)
 
 
 @contextlib.contextmanager
-def _logs(run: RunDir) -> Iterator[Path]:
+def run_logs(run: RunDir) -> Iterator[Path]:
     """Where Ray's files of this run go: into its folder, at the end only where that is not a local one."""
     if run.storage.local is not None:
         yield run.storage.local / LOGS

@@ -127,7 +127,9 @@ class Conductor:
     async def _kill(self) -> None:
         """Not before every agent has heard that there is something to kill: only the newest order is heard."""
         attempt = self._attempt
-        await self._until(lambda: all(a in self._told or int(e["RANK"]) in self._reports for a, e in self._team.items()))
+        await self._until(
+            lambda: all(a in self._told or int(e["RANK"]) in self._reports for a, e in self._team.items())
+        )
         if attempt == self._attempt:
             await self._command("kill", attempt=attempt)
 

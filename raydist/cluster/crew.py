@@ -60,6 +60,16 @@ class Crew:
             return None
         return group
 
+    @property
+    def waiting(self) -> bool:
+        """Whether it has workers, who wait for a run."""
+        return self._idle is not None
+
+    def fits(self, size: int, cpus: float, gpus: float, env: Mapping[str, str]) -> bool:
+        """Whether a run of so many workers of that kind would find them waiting."""
+        group = self._idle
+        return group is not None and group.kind == (cpus, gpus, dict(env)) and group.size >= size and group.whole
+
     def leave(self, group: Group, keep: bool = True) -> None:
         """A run is over: its group waits for the next one, if it may and is whole."""
         if keep and group.whole:

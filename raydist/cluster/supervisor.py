@@ -145,6 +145,8 @@ class Supervisor:
                     self._error = lost  # and not a word more into a folder that is another driver's
                     if self._group is not None:
                         self._group.abort()
+                if self._cancelled and self._group is not None:
+                    self._group.cancel()  # once more: what had not begun when it was asked for has by now
                 self._show()
             if self._error is not None:
                 raise self._error
@@ -168,7 +170,7 @@ class Supervisor:
 
     def cancel(self, number: int) -> None:
         """Ends the run at once, as interrupted by that signal: its ranks are killed, its workers stay for the next run. From any
-        thread, again until `run` returns: what starts just now cannot be ended yet.
+        thread.
         """
         self._cancelled = True
         self.stop(number)

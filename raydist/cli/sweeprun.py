@@ -1,0 +1,77 @@
+"""What `raydist sweep FILE` does once the file and its cells are checked: trains them, on a private Ray or on a cluster.
+
+Runs in: the user's shell, or a Ray job's driver. Imports ray inside functions; never torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from raydist.cli.train import progress, run_logs
+from raydist.storage import Storage
+from raydist.sweepdir import SweepDir
+
+if TYPE_CHECKING:
+    from raydist.spec.sweep import Cell, Sweep
+
+
+def train_cells(sweep: Sweep, cells: Sequence[Cell], home: str, address: str | None) -> None:
+    """Trains the cells that are not done yet, each as a run of its own in HOME/NAME/runs. `home`: the folder that holds the sweep.
+
+    Ends the command with 130 or 143 if it is interrupted. Raises UserError if another driver has the sweep, or it cannot run here.
+    """
+    from raydist.cluster.session import open_session
+    from raydist.cluster.supervisor import worker_env
+    from raydist.cluster.sweep.plans import Datasets, Plans
+    from raydist.cluster.sweep.sweep import SweepRun
+    from raydist.lease import DriverLease
+    from raydist.report.sweeplive import SweepConsole
+    from raydist.rundir import RunDir
+    from raydist.spec.sweep import check, store
+
+    check(sweep, cells)
+    folder = SweepDir(Storage(home).at(sweep.name).uri)
+    datasets = Datasets(home, progress)
+    cwd, limits = Path.cwd(), sweep.spec.limits
+    names = {name for c in cells for name in (c.job.model.name, c.job.parallel.strategy)}
+    exporters = {e.name for c in cells for e in c.job.observe.exporters}
+    own_code = any(":" in name for name in names | exporters)
+    place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
+    with DriverLease(RunDir(folder.uri)) as lease:
+        store(folder, sweep, cells)
+        datasets.of(cells[0].job)
+        with (
+            run_logs(RunDir(folder.uri)) as log_dir,
+            open_session(
+                place,
+                env=worker_env(cells[0].job),
+                log_dir=log_dir,
+                python_path=[str(cwd)] if place == "local" else [],
+                working_dir=cwd if own_code else None,
+            ) as session,
+        ):
+            plans = Plans(cells, folder, datasets, session, sweep.spec.array.concurrent)
+            with SweepConsole(sweep.name, limits.cost_per_gpu_hour) as console:
+                ended = SweepRun(
+                    sweep.spec,
+                    folder,
+                    [cell.id for cell in cells],
+                    plans,
+                    session,
+                    console,
+                    tokens=plans.tokens,
+                    at_once=plans.at_once,
+                    lost=lease.lost,
+                ).run()
+    if ended.status == "paused":
+        print(f"paused: {ended.because}; the same command goes on from there", file=sys.stderr)
+    if ended.signal is not None:
+        print("interrupted; the same command goes on from there", file=sys.stderr)
+        raise typer.Exit(130 if ended.signal == signal.SIGINT else 143)

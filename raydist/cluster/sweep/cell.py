@@ -1,0 +1,254 @@
+"""One cell of a sweep while it trains: an ordinary run, tried again if it fails, whose progress Ray Tune is told.
+
+Runs in: the driver, in a thread for each cell. Imports ray in functions only; never torch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from raydist.cluster.crew import Crew
+from raydist.cluster.session import Session
+from raydist.cluster.supervisor import Ending, Request, Supervisor
+from raydist.errors import RaydistError
+from raydist.records import Event
+from raydist.report.sweep.figures import measure
+from raydist.rundir import SPEC
+from raydist.runstate import read_state
+from raydist.spec import JobSpec, dump
+from raydist.sweepdir import SweepLog
+
+_SIGNAL = 15
+"""What a run that is ended for another reason than a signal is told; nobody sees it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A cell, ready to train. `total`: its steps."""
+
+    id: str
+    request: Request
+    total: int
+
+    @property
+    def job(self) -> JobSpec:
+        """The resolved spec."""
+        return self.request.spec
+
+    @property
+    def workers(self) -> int:
+        """How many it has."""
+        return self.job.cluster.most
+
+    def tokens(self, step: int) -> int:
+        """Tokens trained on after `step` steps, as cells are compared: full global batches."""
+        return step * self.job.train.global_batch * self.job.model.context
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How a cell is to end before its last step, and why. `at_once`: without a checkpoint."""
+
+    how: Literal["stopped", "paused", "yielded"]
+    """stopped: for good; paused: goes on with the next start of the sweep; yielded: goes on later in this one."""
+    because: str
+    at_once: bool
+
+
+@dataclass(slots=True)
+class Live:
+    """What the display shows of a cell."""
+
+    id: str
+    state: str = "waiting for workers"
+    total: int = 0
+    workers: int = 0
+    snapshot: dict[str, Any] = field(default_factory=dict)
+
+
+class Crews(Protocol):
+    """Where crews come from: `raydist.cluster.sweep.floor.Pool`."""
+
+    def get(self, plan: Plan) -> Crew | None:
+        """One that nobody has, as soon as there is one; None if no cell is to start any more."""
+        ...
+
+    def put(self, crew: Crew) -> None:
+        """Back, for the next cell."""
+        ...
+
+
+class CellRun:
+    """Starts at once. `post` is given its reports: tokens, step, loss, eval_loss, done, and objective where it is known.
+
+    `metric`: what the objective is. `failures` of it so far, of which `allowed` are tried again. `micro_batch`: to start with.
+    `before`: an earlier stretch of the same cell, which must be over; `prepare` is called then.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        session: Session,
+        crews: Crews,
+        log: SweepLog,
+        post: Callable[[dict[str, Any]], None],
+        metric: str,
+        *,
+        failures: int = 0,
+        allowed: int = 0,
+        before: CellRun | None = None,
+        prepare: Callable[[], None] = lambda: None,
+        over: Callable[[str], None] = lambda status: None,
+    ) -> None:
+        self.plan, self._session, self._crews, self._log = plan, session, crews, log
+        self._post, self._metric = post, metric
+        self.failures, self._allowed = failures, allowed
+        self._before, self._prepare, self._on_over = before, prepare, over
+        self.live = Live(plan.id, total=plan.total, workers=plan.workers)
+        self.status: str | None = None
+        """How it ended: finished, stopped, paused, yielded or failed."""
+        self._lock = threading.Lock()
+        self.wish: Wish | None = None
+        self._supervisor: Supervisor | None = None
+        self._told: dict[str, Any] = {"tokens": 0, "step": 0, "loss": None, "eval_loss": None}
+        self._had: tuple[float, float | None] | None = None
+        self._thread = threading.Thread(target=self._run, name=f"raydist-cell-{plan.id}", daemon=True)
+        self._thread.start()
+
+    def end(self, wish: Wish) -> None:
+        """It is to end: after a checkpoint, or at once. The first wish says why, a later one may make it quicker."""
+        with self._lock:
+            self.wish = self.wish or wish
+            supervisor = self._supervisor
+        if supervisor is not None:
+            self._hurry(supervisor, wish)
+
+    @property
+    def hours(self) -> float:
+        """For how long it has had workers."""
+        if self._had is None:
+            return 0.0
+        since, until = self._had
+        return ((time.monotonic() if until is None else until) - since) / 3600.0
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Waits for its end; whether it has come."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # --- what the supervisor shows
+
+    def update(self, snapshot: dict[str, Any]) -> None:
+        """The run as it is now."""
+        self.live.snapshot = snapshot
+        record = snapshot["record"]
+        if record is None or record["step"] <= self._told["step"] or self._metric == "eval_loss":
+            return
+        value = record["loss"] if self._metric == "loss" else snapshot["tokens_per_second"]
+        self._report(record["step"], value, loss=record["loss"])
+
+    def event(self, event: Event) -> None:
+        """Something happened to the run."""
+        if event.kind == "eval":
+            self._told["eval_loss"] = event.data["loss"]
+            if self._metric == "eval_loss" and event.data["step"] > self._told["step"]:
+                record = self.live.snapshot.get("record")
+                self._report(event.data["step"], event.data["loss"], loss=record["loss"] if record else None)
+
+    def note(self, text: str) -> None:
+        """A word to the user; the sweep has its own."""
+
+    def _report(self, step: int, value: float | None, **told: Any) -> None:
+        self._told |= {"tokens": self.plan.tokens(step), "step": step, **told}
+        if value is not None:
+            self._told["objective"] = value
+            self._post({**self._told, "done": False})
+
+    # --- in its thread
+
+    def _run(self) -> None:
+        if self._before is not None:
+            self._before.join()
+        crew = self._crews.get(self.plan) if self.wish is None else None
+        if crew is None:
+            self._over("paused", wish=self.wish)
+            return
+        self._had = time.monotonic(), None
+        try:
+            ending = self._train(crew)
+        except BaseException as error:  # a bad cell never ends the sweep
+            ending = Ending("stopped", self._told["step"], cause=f"{type(error).__name__}: {error}")
+            self._log.event("failed", self.plan.id, cause=ending.cause, final=True)
+        finally:
+            self._had = self._had[0], time.monotonic()
+            self._crews.put(crew)
+        self._over({"stopped": "failed", "paused": "finished"}.get(ending.status, ending.status), wish=self.wish)
+
+    def _train(self, crew: Crew) -> Ending:
+        run, name = self.plan.request.run, self.plan.id
+        self._prepare()
+        if (
+            run.exists() and read_state(run)["status"] == "finished"
+        ):  # its driver was killed before it could write that down
+            self._note("finished")
+            return Ending("finished", self.plan.total)
+        run.storage.write(SPEC, dump(self.plan.job).encode())
+        self.live.state = "running"
+        while True:
+            gpus = self.plan.request.gpus * self.plan.workers
+            begun = run.committed()
+            tokens = self.plan.tokens(begun[-1]) if begun else 0
+            self._log.event("started", name, workers=self.plan.workers, gpus=gpus, tokens=tokens)
+            self._log.flush()
+            ending = self._attempt(crew)
+            wish = self.wish
+            if ending.status == "finished":
+                self._note("finished")
+            elif wish is not None:
+                self._note("stopped" if wish.how == "stopped" else "paused", because=wish.because)
+                return Ending("interrupted", ending.step)
+            elif ending.status == "stopped":
+                self.failures += 1
+                final = self.failures > self._allowed
+                self._note("failed", cause=ending.cause, final=final)
+                if not final:
+                    again = f"failure {self.failures} of {self._allowed} that are tried again"
+                    self._log.event("retried", name, because=again)
+                    continue
+            return ending
+
+    def _attempt(self, crew: Crew) -> Ending:
+        """The run, once: until it is finished, interrupted, or raydist gives it up."""
+        with self._lock:
+            wish = self.wish
+            supervisor = self._supervisor = Supervisor(self.plan.request, self._session, self, crew=crew)
+        if wish is not None:
+            self._hurry(supervisor, wish)
+        try:
+            return supervisor.run(signals=False)
+        except RaydistError as error:
+            return Ending("stopped", self._told["step"], cause=": ".join(filter(None, (error.message, error.hint))))
+        finally:
+            with self._lock:
+                self._supervisor = None
+
+    @staticmethod
+    def _hurry(supervisor: Supervisor, wish: Wish) -> None:
+        (supervisor.cancel if wish.at_once else supervisor.stop)(_SIGNAL)
+
+    def _note(self, kind: str, **data: Any) -> None:
+        """An event that ends a stretch, with what the run has come to."""
+        self._log.event(kind, self.plan.id, figures=measure(self.plan.request.run), **data)
+        self._log.flush()
+
+    def _over(self, status: str, wish: Wish | None) -> None:
+        self.status = wish.how if wish is not None and status in ("interrupted", "paused") else status
+        self.live.state = self.status
+        self._on_over(self.status)
+        if self.status != "yielded":
+            told: Mapping[str, Any] = self._told if self.status != "failed" else {"tokens": self._told["tokens"]}
+            self._post({**told, "done": True, "ended": self.status, "at": time.time()})

@@ -1,0 +1,181 @@
+"""The floor on which the cells of a sweep train: so many crews of workers, and never more cells than crews.
+
+Runs in: the driver; its methods in the thread of Ray Tune and in the main one. Imports ray in functions only; never torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raydist.cluster.crew import Crew
+from raydist.cluster.session import Session
+from raydist.cluster.supervisor import worker_env
+from raydist.cluster.sweep.cell import CellRun, Live, Plan, Wish
+from raydist.sweepdir import SweepLog
+from raydist.sweepstate import CellState
+
+_START_S = 120.0
+
+
+class Pool:
+    """`size` crews. One that is free goes to a cell, of those that wait the first; rather one whose workers are of its kind."""
+
+    def __init__(self, session: Session, size: int) -> None:
+        self._session = session
+        self._all = [Crew(session) for _ in range(size)]
+        self._free = list(self._all)
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def warm(self, plan: Plan) -> None:
+        """Starts workers for a cell that is to come, in a crew that has none yet."""
+        crew = next((crew for crew in self._free if not crew.waiting), None)
+        if crew is not None:
+            size, (cpus, gpus, env) = plan.workers, kind(plan)
+            crew.leave(crew.start(size, cpus, gpus, env, run_name=plan.id, start_timeout_s=_START_S))
+
+    def get(self, plan: Plan) -> Crew | None:
+        """A crew that nobody has, as soon as there is one; None once the pool is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._free)
+            if self._closed:
+                return None
+            # The one that came back last is the warmest.
+            chosen = next((c for c in reversed(self._free) if c.fits(plan.workers, *kind(plan))), None)
+            chosen = chosen or next((c for c in self._free if not c.waiting), self._free[0])
+            self._free.remove(chosen)
+            return chosen
+
+    def put(self, crew: Crew) -> None:
+        """Back, for the next cell."""
+        with self._changed:
+            self._free.append(crew)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """No cell gets one any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Lets all workers go. No cell trains any more."""
+        threads = [threading.Thread(target=crew.end, name="raydist-crew", daemon=True) for crew in self._all]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def kind(plan: Plan) -> tuple[float, float, dict[str, str]]:
+    """What a worker of that cell is: CPUs, GPUs, environment."""
+    return plan.job.cluster.cpus_per_worker, plan.request.gpus, worker_env(plan.job)
+
+
+def _hours(run: CellRun) -> tuple[float, float]:
+    """GPU-hours and worker-hours of it so far."""
+    workers = run.plan.workers
+    return run.hours * workers * run.plan.request.gpus, run.hours * workers
+
+
+class Floor:
+    """`plan` makes a cell ready to train, by its id. `states`: what became of cells before. `post(cell, report)`: see `CellRun`.
+
+    `metric`: the objective's; `allowed`: failures of a cell that are tried again. `over(cell, status)`: a cell has ended so.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        pool: Pool,
+        log: SweepLog,
+        plan: Callable[[str], Plan],
+        post: Callable[[str, dict[str, Any]], None],
+        states: Mapping[str, CellState],
+        *,
+        metric: str,
+        allowed: int,
+        over: Callable[[str, str], None] = lambda cell, status: None,
+    ) -> None:
+        self._session, self._pool, self._log, self._plan, self._post = session, pool, log, plan, post
+        self._states, self._metric, self._allowed, self._over = states, metric, allowed, over
+        self._gpu_hours = self._worker_hours = 0.0
+        self._lock = threading.Lock()
+        self._cells: dict[str, CellRun] = {}
+        """Those that train, or end just now."""
+        self._closed: Wish | None = None
+
+    def begin(self, cell: str, prepare: Callable[[], None] = lambda: None) -> None:
+        """The cell trains from now on, or as soon as it has workers. Nothing, if it does already. `prepare`: see `CellRun`."""
+        with self._lock:
+            before = self._cells.get(cell)
+            if before is not None and before.wish is None and before.status is None:
+                return
+            state = self._states.get(cell, CellState())
+            run = CellRun(
+                self._plan(cell),
+                self._session,
+                self._pool,
+                self._log,
+                lambda report: self._post(cell, report),
+                self._metric,
+                failures=state.failures if before is None else before.failures,
+                allowed=self._allowed,
+                before=before,
+                prepare=prepare,
+                over=lambda status: self._over(cell, status),
+            )
+            self._cells[cell] = run
+            if self._closed is not None:
+                run.end(self._closed)
+
+    def end(self, cell: str, wish: Wish) -> None:
+        """That cell is to end; nothing, if it has."""
+        with self._lock:
+            run = self._cells.get(cell)
+        if run is not None:
+            run.end(wish)
+
+    def close(self, because: str, at_once: bool = False) -> None:
+        """No cell begins any more; those that train make a checkpoint and end, or end at once."""
+        wish = Wish("paused", because, at_once)
+        with self._lock:
+            self._closed = wish
+            cells = list(self._cells.values())
+        self._pool.close()
+        for run in cells:
+            run.end(wish)
+
+    @property
+    def closed(self) -> bool:
+        """Whether no cell begins any more."""
+        return self._closed is not None
+
+    def live(self) -> list[Live]:
+        """The cells that train, in the order they began. Forgets those that have ended."""
+        with self._lock:
+            self._forget()
+            return [run.live for run in self._cells.values()]
+
+    def used(self) -> tuple[float, float]:
+        """GPU-hours and worker-hours of all cells so far."""
+        with self._lock:
+            self._forget()
+            now = [_hours(run) for run in self._cells.values()]
+            return self._gpu_hours + sum(gpu for gpu, _ in now), self._worker_hours + sum(all_ for _, all_ in now)
+
+    def _forget(self) -> None:
+        for name, run in list(self._cells.items()):
+            if run.join(0):
+                gpu, all_ = _hours(self._cells.pop(name))
+                self._gpu_hours += gpu
+                self._worker_hours += all_
+
+    def join(self) -> None:
+        """Returns once no cell trains any more."""
+        with self._lock:
+            cells = list(self._cells.values())
+        for run in cells:
+            run.join()

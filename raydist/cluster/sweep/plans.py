@@ -1,0 +1,107 @@
+"""Cells made ready to train: their data, how many workers each has, and how many train at once.
+
+Runs in: the driver, once it is connected to Ray. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from raydist.cluster import nodes, preflight
+from raydist.cluster.session import Session
+from raydist.cluster.supervisor import Request
+from raydist.cluster.sweep.capacity import Shape, at_once, places
+from raydist.cluster.sweep.cell import Plan
+from raydist.data import open_or_prepare
+from raydist.data.batches import Batches
+from raydist.data.dataset import TokenDataset, Windows
+from raydist.observe.exporters import resolve
+from raydist.spec import JobSpec
+from raydist.spec.sweep import Cell
+from raydist.sweepdir import SweepDir
+
+
+class Datasets:
+    """Those of the cells: each opened once, and prepared if need be. `home`: where prepared ones are kept."""
+
+    def __init__(self, home: str, progress: Callable[[object], None]) -> None:
+        self._home, self._progress = home, progress
+        self._open: dict[str, TokenDataset] = {}
+
+    def of(self, job: JobSpec) -> TokenDataset:
+        """The job's. Raises DataError."""
+        asked = job.data.model_dump_json()
+        if asked not in self._open:
+            self._open[asked] = TokenDataset(open_or_prepare(job.data, self._home, self._progress))
+        return self._open[asked]
+
+    def steps(self, job: JobSpec) -> int:
+        """Optimizer steps of the whole job."""
+        if job.train.steps is not None:
+            return job.train.steps
+        windows = Windows(self.of(job).split("train"), job.model.context)
+        return job.train.total(Batches(len(windows), job.train.global_batch, 0, "").steps_per_epoch)
+
+
+class Plans:
+    """`plans(cell_id)` is a cell, ready to train; `at_once` how many train at a time, `tokens` those of the longest cell.
+
+    Raises PreflightError where the cluster cannot run a cell: before anything starts.
+    """
+
+    def __init__(
+        self, cells: Sequence[Cell], folder: SweepDir, datasets: Datasets, session: Session, concurrent: int | None
+    ) -> None:
+        import ray
+
+        self._folder, self._datasets, self._session = folder, datasets, session
+        self._cells = {cell.id: cell for cell in cells}
+        gone = set() if session.private else nodes.unreachable()
+        self._nodes = [n["Resources"] for n in ray.nodes() if n["Alive"] and n["NodeID"] not in gone]
+        shapes = {self._asked(cell.job): cell for cell in cells}
+        self.at_once = at_once(self._nodes, shapes, concurrent)
+        checked: dict[str, JobSpec] = {}
+        for cell in cells:
+            checked.setdefault(_looked_at(cell.job), cell.job)
+        for job in checked.values():
+            preflight.check(self._fitted(job), session, folder.uri, datasets.of(job).uri)
+        self.tokens = max(self._tokens(cell.job) for cell in cells)
+
+    def __call__(self, cell: str) -> Plan:
+        """The cell of that id."""
+        job, run = self._fitted(self._cells[cell].job), self._folder.run(cell)
+        exporters = resolve([e.model_dump() for e in job.observe.exporters], run)
+        request = Request(job, run, self._datasets.of(job).uri, self._gpus(job), exporters=exporters)
+        return Plan(cell, request, self._datasets.steps(job))
+
+    def _tokens(self, job: JobSpec) -> int:
+        return self._datasets.steps(job) * job.train.global_batch * job.model.context
+
+    def _gpus(self, job: JobSpec) -> float:
+        return preflight.gpus_per_worker(job, self._session.resources)
+
+    def _asked(self, job: JobSpec) -> Shape:
+        """As many workers as it would have alone: the most it may have that fit."""
+        cluster = job.cluster
+        shape = Shape(cluster.most, cluster.cpus_per_worker, self._gpus(job))
+        fits = places(self._nodes, shape.each)
+        return shape if fits >= cluster.most else Shape(max(cluster.least, fits), shape.cpus, shape.gpus)
+
+    def _fitted(self, job: JobSpec) -> JobSpec:
+        """The job with a fixed number of workers, and no spares: a cell that grows would take the workers of another."""
+        cluster = job.cluster.model_copy(update={"workers": self._asked(job).workers, "spares": 0})
+        return job.model_copy(update={"cluster": cluster})
+
+
+def _looked_at(job: JobSpec) -> str:
+    """What a preflight looks at beside the resources: equal for jobs of which one check is enough."""
+    told: Mapping[str, Any] = {
+        "data": job.data.model_dump(mode="json"),
+        "model": job.model.name,
+        "strategy": job.parallel.strategy,
+        "offload": job.offload.path,
+        "snapshots": job.snapshot_every,
+    }
+    return json.dumps(told, sort_keys=True)

@@ -1,0 +1,188 @@
+"""A sweep, from its first cell to its last: what `raydist sweep` does once everything about it has been checked.
+
+Runs in: the driver. The main thread draws, minds signals and limits; Ray Tune has a thread, and so has every cell that trains.
+Imports ray in functions only; never torch.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol
+
+from raydist.cluster.session import Session
+from raydist.cluster.supervisor import handling
+from raydist.cluster.sweep.cell import Live, Plan
+from raydist.cluster.sweep.desk import start_desk
+from raydist.cluster.sweep.floor import Floor, Pool
+from raydist.cluster.sweep.limits import HOUR, Spent, before, reached
+from raydist.spec.sweep import SweepSpec
+from raydist.sweepdir import SweepDir, SweepLog
+from raydist.sweepstate import DONE, fold
+
+_REFRESH_S = 0.5
+_TUNE_S = 30.0
+"""How long Ray Tune may take to end once the last cell has."""
+
+
+class View(Protocol):
+    """What shows a sweep to the user: `raydist.report.sweeplive.SweepConsole`."""
+
+    def update(self, live: Sequence[Live], counts: Mapping[str, int], spent: Spent) -> None:
+        """The cells that train, how many there are of each status, and what it has cost."""
+        ...
+
+    def note(self, text: str) -> None:
+        """A word to the user."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a sweep ended: finished (every cell is finished, stopped or failed), paused by a limit, or interrupted by a signal."""
+
+    status: str
+    because: str = ""
+    signal: int | None = None
+
+
+class SweepRun:
+    """Use once: `SweepRun(...).run()`.
+
+    `cells`: ids, in order, of all cells; `plan` makes one of them ready to train; `tokens`: those of the longest cell. `at_once`:
+    how many train at a time. `lost`: see `DriverLease.lost`.
+    """
+
+    def __init__(
+        self,
+        spec: SweepSpec,
+        folder: SweepDir,
+        cells: Sequence[str],
+        plan: Callable[[str], Plan],
+        session: Session,
+        view: View,
+        *,
+        tokens: int,
+        at_once: int,
+        lost: Callable[[], BaseException | None] = lambda: None,
+    ) -> None:
+        self._spec, self._folder, self._cells, self._plan = spec, folder, cells, plan
+        self._session, self._view, self._tokens, self._at_once = session, view, tokens, at_once
+        self._lost = lost
+        self._signals: list[int] = []
+        self._error: BaseException | None = None
+
+    def run(self) -> Ended:
+        """Trains until every cell is done, a limit is reached, or somebody interrupts. Call it in the main thread.
+
+        The first SIGINT or SIGTERM asks all cells for a checkpoint and a clean end, the second ends them at once. Raises what Ray
+        Tune raises, and `lost()`.
+        """
+        from raydist.cluster.sweep import tuning
+
+        events = self._folder.events()
+        states = fold(events)
+        known = {cell: states[cell].status for cell in self._cells if cell in states}
+        self._done: dict[str, str] = {cell: status for cell, status in known.items() if status in DONE}
+        waiting = [cell for cell in self._cells if cell not in self._done]
+        spent = before(events, states)
+        if not waiting:
+            return Ended("finished")
+        log = SweepLog(self._folder)
+        log.event("began", driver=self._session.node_ip, cells=len(self._cells))
+        log.flush()
+        pool = Pool(self._session, min(self._at_once, len(waiting)))
+        desk = start_desk()
+        limits = self._spec.limits
+        floor = Floor(
+            self._session,
+            pool,
+            log,
+            self._plan,
+            lambda cell, report: desk.post.remote(cell, report),
+            states,
+            metric=self._spec.objective.metric,
+            allowed=limits.failures_per_cell,
+            over=self._over,
+        )
+        for cell in waiting[: self._at_once]:
+            pool.warm(self._plan(cell))  # while Ray Tune starts
+        scratch = self._session.temp_dir / f"tune-{self._session.job_id}"
+        queue = tuning.CellQueue(waiting, len(waiting), self._at_once, self._session.node_ip)
+        decisions = tuning.Decisions(tuning.scheduler(self._spec, self._tokens), floor, log, queue)
+
+        def decide() -> None:
+            try:
+                decisions.scheduler.set_search_properties(tuning.METRIC, self._spec.objective.better)
+                decisions.replay(events)
+                tuning.fit(queue, decisions, floor, scratch)
+            except BaseException as error:
+                self._error = error
+                floor.close("Ray Tune has failed")
+
+        thread = threading.Thread(target=decide, name="ray_tune", daemon=True)
+        self._began, self._before = time.monotonic(), spent
+        ended = Ended("finished")
+        try:
+            with handling(self._on_signal):
+                thread.start()
+                ended = self._watch(thread, floor, log, queue)
+                floor.join()
+                thread.join(_TUNE_S)
+                self._show(floor, log)
+        finally:
+            pool.end()
+            log.event("ended", status=ended.status, cause=ended.because)
+            log.flush()
+            shutil.rmtree(scratch, ignore_errors=True)
+        if self._error is not None:
+            raise self._error
+        return ended
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)  # only noted: a handler runs between any two lines of the main thread
+
+    def _watch(self, thread: threading.Thread, floor: Floor, log: SweepLog, queue: Any) -> Ended:
+        """Until no cell trains any more."""
+        ended, acted = Ended("finished"), 0
+        while thread.is_alive():
+            thread.join(_REFRESH_S)
+            if len(self._signals) > acted:
+                acted = len(self._signals)
+                again = " (again to end at once)" if acted == 1 else ""
+                self._view.note(f"stopping: a checkpoint of every cell that trains, then a clean end{again}")
+                ended = Ended("interrupted", "interrupted", self._signals[0])
+                floor.close("interrupted", at_once=acted > 1)
+            why = reached(self._spec.limits, self._spent(floor)) if not floor.closed else None
+            if why is not None:
+                self._view.note(f"{why}: a checkpoint of every cell that trains; the others wait")
+                ended = Ended("paused", why)
+                floor.close(why)
+            if self._error is None and (lost := self._lost()) is not None:
+                self._error = lost  # and not a word more into a folder that is another driver's
+                floor.close("another driver has taken over", at_once=True)
+            if floor.closed:
+                queue.set_finished()
+                if not floor.live():
+                    break
+            self._show(floor, log)
+        return ended
+
+    def _over(self, cell: str, status: str) -> None:
+        if status in DONE:
+            self._done[cell] = status
+
+    def _spent(self, floor: Floor) -> Spent:
+        return self._before + Spent((time.monotonic() - self._began) / HOUR, *floor.used())
+
+    def _show(self, floor: Floor, log: SweepLog) -> None:
+        log.flush()
+        live = floor.live()
+        counts = Counter(self._done.values())
+        counts |= {"running": len(live), "waiting": len(self._cells) - len(self._done) - len(live)}
+        self._view.update(live, counts, self._spent(floor))

@@ -1,0 +1,52 @@
+"""Models of a sweep's cells: a small GPT that is sound, or dies once, or has a bug, or waits to be told to go on.
+
+`model.options` has `marks`, a folder: each process notes in it who forked it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch import nn
+
+import faulty
+from raydist.spec import ModelSpec
+from raydist.worker.model import gpt
+
+_STEP = 4
+"""Forward passes of a step."""
+
+
+def _build(model: ModelSpec, vocab_size: int, kind: str, **options: object) -> nn.Module:
+    marks = Path(model.options["marks"])
+    (marks / f"{kind}-{os.getpid()}-below-{os.getppid()}").touch()
+    faults = faulty.Faults({"marks": str(marks), **options})
+    return faulty.Faulty(gpt.build(faulty.plain(model), vocab_size), faults, micro_batch=2)
+
+
+def sound(model: ModelSpec, vocab_size: int) -> nn.Module:
+    """Nothing happens to it."""
+    return _build(model, vocab_size, "sound")
+
+
+def dying(model: ModelSpec, vocab_size: int) -> nn.Module:
+    """Is killed in its eighth step, once."""
+    return _build(model, vocab_size, "dying", kill=[[0, "step", 8 * _STEP]])
+
+
+def waiting(model: ModelSpec, vocab_size: int) -> nn.Module:
+    """Waits in the eighth step of each of its processes until there is a file `go` among the marks."""
+    return _build(model, vocab_size, "waiting", hold=8 * _STEP)
+
+
+def broken(model: ModelSpec, vocab_size: int) -> nn.Module:
+    """Raises in its second step."""
+    made = _build(model, vocab_size, "broken")
+
+    def raising(*_: object) -> None:
+        if made.training and made.faults.seen["step"] > _STEP:  # type: ignore[union-attr]
+            raise KeyError("a bug in the user's model")
+
+    made.register_forward_pre_hook(raising)
+    return made

@@ -1,0 +1,188 @@
+"""`raydist sweep` with real cells: workers that serve one cell after another, deaths, bugs, a scheduler, and a driver that is killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from raydist.records import Event
+from raydist.sweepdir import SweepDir
+from raydist.sweepstate import fold
+from tests.end_to_end.conftest import Project
+
+BASE = {
+    "extends": "job.yaml",
+    "model": {"name": "cells:sound"},
+    "cluster": {"workers": 1},
+    "eval": {"every": 4, "batches": 1},
+    "checkpoint": {"every": 4},
+}
+"""12 steps of 8 samples of 16 tokens, one worker."""
+TOKENS = 8 * 16
+
+
+class Sweeps:
+    """Sweeps in a user's folder."""
+
+    def __init__(self, project: Project) -> None:
+        self.project = project
+
+    def write(self, name: str, cells: list[dict[str, Any]], concurrent: int, **sections: Any) -> None:
+        """NAME.yaml, of these cells; and the folder for what their processes note."""
+        marks = self.marks(name)
+        marks.mkdir(parents=True)
+        base = {**BASE, "model": {**BASE["model"], "options": {"marks": str(marks)}}}
+        (self.project.root / f"{name}-base.yaml").write_text(yaml.safe_dump(base))
+        array = {"type": "list", "parameters": cells, "concurrent": concurrent}
+        told = {"base": f"{name}-base.yaml", "array": array, **sections}
+        (self.project.root / f"{name}.yaml").write_text(yaml.safe_dump(told))
+
+    def marks(self, name: str) -> Path:
+        """Where its cells' processes note that they have begun."""
+        return self.project.root / "marks" / name
+
+    def folder(self, name: str) -> SweepDir:
+        """Its folder."""
+        return SweepDir(self.project.runs / name)
+
+    def cells(self, name: str) -> list[str]:
+        """Ids in order."""
+        return [cell.id for cell in self.folder(name).cells()]
+
+    def events(self, name: str, cell: str, *kinds: str) -> list[Event]:
+        """What happened to a cell."""
+        return [e for e in self.folder(name).events() if e.data.get("cell") == cell and e.kind in kinds]
+
+    def losses(self, name: str, cell: str) -> list[float]:
+        """Of every step of a cell."""
+        return [row["loss"] for row in self.project.steps(str(self.folder(name).run(cell).uri))]
+
+    def start(self, name: str) -> subprocess.Popen[str]:
+        """`raydist sweep NAME.yaml`, running."""
+        return self.project.start("sweep", f"{name}.yaml")
+
+    def run(self, name: str) -> None:
+        """The same, to its end."""
+        done = self.project.raydist("sweep", f"{name}.yaml")
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def sweeps(project: Project) -> Sweeps:
+    """Those of one user."""
+    return Sweeps(project)
+
+
+def until(process: subprocess.Popen[str], true: Any) -> None:
+    """Waits for something to be true while the process lives."""
+    while not true():
+        if process.poll() is not None:
+            raise AssertionError(f"exit code {process.returncode}\n{process.communicate()[1]}")
+        time.sleep(0.05)
+
+
+def test_one_cell_after_another(sweeps: Sweeps) -> None:
+    """Two at a time, on two crews of workers that are started once: a cell whose process is killed goes on inside its run and ends
+    with the bits of one that was not; a cell with a bug is tried twice, its cause is known, and the others are trained."""
+    cells = [
+        {"model.name": "cells:broken", "learning_rate": 1e-3},
+        {"model.name": "cells:dying", "learning_rate": 3e-3},
+        {"model.name": "cells:sound", "learning_rate": 3e-3},
+        {"model.name": "cells:sound", "learning_rate": 1e-2},
+    ]
+    sweeps.write("one", cells, 2, limits={"failures_per_cell": 1})
+    sweeps.run("one")
+    broken, dying, sound, last = sweeps.cells("one")
+    states = fold(sweeps.folder("one").events())
+    assert [states[cell].status for cell in (broken, dying, sound, last)] == ["failed", *["finished"] * 3]
+    assert "KeyError: " in str(states[broken].cause) and "a bug in the user's model" in str(states[broken].cause)
+    assert [e.data["final"] for e in sweeps.events("one", broken, "failed")] == [False, True]
+    assert len(sweeps.events("one", dying, "started")) == 1
+    run = sweeps.folder("one").run(dying)
+    attempts = [json.loads(line) for line in (run.storage.local / "events.jsonl").read_text().splitlines()]  # type: ignore[operator]
+    assert [e["attempt"] for e in attempts if e["kind"] == "attempt_started"] == [1, 2]
+    assert sweeps.losses("one", dying) == sweeps.losses("one", sound) != sweeps.losses("one", last)
+    assert len(sweeps.losses("one", dying)) == 12
+    below = {mark.name.rpartition("-")[2] for mark in sweeps.marks("one").glob("*-below-*")}
+    assert len(below) == 2, "each crew's ranks are forked by one process, whatever becomes of them"
+
+
+def test_a_scheduler_stops_a_cell(sweeps: Sweeps) -> None:
+    """asha: the second cell is worse at its rung, and is ended where it is, in a step that would last for ever; its worker trains the
+    third one."""
+    cells = [
+        {"model.name": "cells:sound", "learning_rate": 1e-2},
+        {"model.name": "cells:waiting", "learning_rate": 1e-8},
+        {"model.name": "cells:sound", "learning_rate": 1.1e-2},
+    ]
+    sweeps.write("asha", cells, 1, scheduler={"name": "asha", "rungs": [4 * TOKENS], "reduction": 2})
+    sweeps.run("asha")
+    first, stopped, last = sweeps.cells("asha")
+    states = fold(sweeps.folder("asha").events())
+    assert [states[cell].status for cell in (first, stopped)] == ["finished", "stopped"]
+    assert "asha" in str(states[stopped].cause)
+    assert [e.data["tokens"] for e in sweeps.events("asha", stopped, "report")] == [4 * TOKENS]
+    assert len(sweeps.losses("asha", stopped)) < 12
+    assert len(list(sweeps.marks("asha").glob("*-below-*"))) == 3
+    assert len({mark.name.rpartition("-")[2] for mark in sweeps.marks("asha").glob("*-below-*")}) == 1
+    assert states[last].status in ("finished", "stopped")
+
+
+def test_killed_and_started_again(sweeps: Sweeps) -> None:
+    """SIGKILL to the driver: the same command leaves the finished cell alone and goes on with the other from its checkpoint; an
+    interrupt then gives that one more checkpoint and exit code 130; in the end its losses are those of an undisturbed one."""
+    cells = [
+        {"model.name": "cells:sound", "learning_rate": 3e-3},
+        {"model.name": "cells:waiting", "learning_rate": 3e-3},
+    ]
+    sweeps.write("again", cells, 1)
+    marks = sweeps.marks("again")
+    process = sweeps.start("again")
+    until(process, lambda: sweeps.folder("again").exists())
+    first, second = sweeps.cells("again")
+    run = sweeps.folder("again").run(second)
+    until(process, lambda: run.committed() == [4])
+    assert len(list(marks.glob("waiting-*"))) == 1
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    psutil.wait_procs(children, timeout=60)
+    process.communicate(timeout=60)
+    before = tree(sweeps, "again", first)
+
+    process = sweeps.start("again")
+    until(process, lambda: len(list(marks.glob("waiting-*"))) == 2)
+    process.send_signal(signal.SIGINT)
+    (marks / "go").touch()
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    states = fold(sweeps.folder("again").events())
+    assert states[second].status == "paused"
+    assert run.committed()[-1] > 4
+
+    sweeps.run("again")
+    states = fold(sweeps.folder("again").events())
+    assert [states[cell].status for cell in (first, second)] == ["finished", "finished"]
+    assert tree(sweeps, "again", first) == before
+    assert len(sweeps.events("again", first, "started")) == 1
+    assert sweeps.losses("again", second) == sweeps.losses("again", first)
+    resumed = [json.loads(line) for line in (run.storage.local / "events.jsonl").read_text().splitlines()]  # type: ignore[operator]
+    assert [e["step"] for e in resumed if e["kind"] == "resumed"][0] == 4
+    assert sweeps.project.raydist("sweep", "again.yaml").returncode == 0
+    assert tree(sweeps, "again", second) == tree(sweeps, "again", second)
+
+
+def tree(sweeps: Sweeps, name: str, cell: str) -> dict[str, str]:
+    """Every file of a cell's run -> its hash."""
+    root = sweeps.project.runs / name / "runs" / cell
+    files = (path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
