@@ -171,7 +171,8 @@ def test_what_became_of_a_cell() -> None:
         "running",
         "finished",
     ]
-    assert states[3] is not None and (states[3].cause, states[3].failures) == ("out of memory", 1)
+    assert states[3] is not None
+    assert (states[3].cause, states[3].failures) == ("out of memory", 1)
     last = states[-1]
     assert last is not None
     assert (last.micro_batch, last.cause, last.figures, last.failures) == (4, None, {"loss": 2.0}, 1)
