@@ -17,7 +17,7 @@ from raydist.errors import StorageError, UsageError
 
 
 class _FileFirst(TyperGroup):
-    """`raydist sweep FILE` is `raydist sweep run FILE`: what is no command's name is the file; a file of such a name is ./results."""
+    """`raydist sweep FILE` is `raydist sweep run FILE`: what is no command is the file; one of such a name is ./results."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, "--help"):

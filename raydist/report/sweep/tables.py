@@ -36,17 +36,8 @@ def forecast(told: dict[str, Any], out: Console | None = None) -> None:
     cells, totals = told["cells"], told["totals"]
     if cells:
         fields = list(dict.fromkeys(name for cell in cells for name in cell["parameters"]))
-        heads = [
-            "cell",
-            *map(shortest, fields),
-            "seed>",
-            "workers>",
-            "steps>",
-            "tokens>",
-            "hours>",
-            "GPU-hours>",
-            "cost>",
-        ]
+        numbers = ["seed>", "workers>", "steps>", "tokens>", "hours>", "GPU-hours>", "cost>"]
+        heads = ["cell", *_heads(fields, cells), *numbers]
         rows = [
             [
                 cell["id"],
