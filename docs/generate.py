@@ -1,4 +1,4 @@
-"""Writes docs/spec.schema.json and docs/spec.md from the models of raydist/spec, and the tables of docs/observe.md: `make docs`."""
+"""Writes the references of jobs and sweeps from the models of raydist/spec, and the tables of docs/observe.md: `make docs`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from raydist import samples
-from raydist.cli.schema import job_schema
+from raydist.cli.schema import job_schema, sweep_schema
+from raydist.spec.sweep.names import SHORT
 
 HERE = Path(__file__).parent
 
@@ -56,22 +57,41 @@ def rows(section: dict[str, Any], prefix: str, defs: dict[str, Any]) -> list[str
 
 def reference() -> str:
     """docs/spec.md."""
-    schema = job_schema()
-    defs = schema["$defs"]
-    text = [
+    head = [
         "# The job file",
         "",
         "Written by `make docs` from the models in raydist/spec; `raydist schema` prints the same as JSON Schema. A file may say",
         "`extends: other.yaml` (deep merge, the nearer file wins, lists replace), and `--set field=value` overrides any field.",
         "Begin a file with `# yaml-language-server: $schema=PATH/docs/spec.schema.json`, and editors complete and check it.",
     ]
+    return "\n".join(head + tables(job_schema())) + "\n"
+
+
+def sweep_reference() -> str:
+    """docs/sweep-spec.md."""
+    head = [
+        "# The sweep's file",
+        "",
+        "Written by `make docs` from the models in raydist/spec/sweep; `raydist schema --sweep` prints the same as JSON Schema.",
+        "docs/sweeps.md says how cells are made and told. Begin a file with",
+        "`# yaml-language-server: $schema=PATH/docs/sweep-spec.schema.json`, and editors complete and check it.",
+    ]
+    names = ["", "## Short names", "", "Any other field of a job goes by its dotted name (docs/spec.md).", "",
+             "| name | field |", "|---|---|", *(f"| `{name}` | `{field}` |" for name, field in SHORT.items())]  # fmt: skip
+    return "\n".join(head + tables(sweep_schema()) + names) + "\n"
+
+
+def tables(schema: dict[str, Any]) -> list[str]:
+    """The fields of a whole file, section by section."""
+    defs = schema["$defs"]
+    text: list[str] = []
     table = ["", "| field | value | default | what it does |", "|---|---|---|---|"]
     top = {"properties": {k: v for k, v in schema["properties"].items() if not _ref(v)}}
     text += [*table, *rows(top, "", defs)]
     for name, prop in schema["properties"].items():
         if ref := _ref(prop):
             text += ["", f"## {name}", "", said(prop, defs), *table, *rows(defs[ref], f"{name}.", defs)]
-    return "\n".join(text) + "\n"
+    return text
 
 
 def with_columns(page: str) -> str:
@@ -95,5 +115,7 @@ def _ref(prop: dict[str, Any]) -> str | None:
 if __name__ == "__main__":
     (HERE / "spec.schema.json").write_text(json.dumps(job_schema(), indent=1) + "\n")
     (HERE / "spec.md").write_text(reference())
+    (HERE / "sweep-spec.schema.json").write_text(json.dumps(sweep_schema(), indent=1) + "\n")
+    (HERE / "sweep-spec.md").write_text(sweep_reference())
     observe = HERE / "observe.md"
     observe.write_text(with_columns(observe.read_text()))

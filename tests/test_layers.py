@@ -20,7 +20,20 @@ LAYERS = [
     {"data"},
     {"faults"},
     {"spec"},
-    {"rundir", "storage", "runlog", "samples", "samplelog", "runstate", "lease", "sweepdir", "sweepstate", "registry", "swapspace", "requests"},
+    {
+        "rundir",
+        "storage",
+        "runlog",
+        "samples",
+        "samplelog",
+        "runstate",
+        "lease",
+        "sweepdir",
+        "sweepstate",
+        "registry",
+        "swapspace",
+        "requests",
+    },
     {"records", "errors", "__init__", "__version__"},
 ]
 MODULES = sorted(ROOT.rglob("*.py"))

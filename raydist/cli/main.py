@@ -26,6 +26,7 @@ from raydist.cli import (
     sample,
     schema,
     submit,
+    sweep,
     trace,
     train,
     watch,
@@ -54,6 +55,7 @@ app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(convert.app, name="convert")
 app.add_typer(bench.app, name="bench")
+app.add_typer(sweep.app, name="sweep")
 
 
 def _version(wanted: bool) -> None:

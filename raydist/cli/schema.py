@@ -1,4 +1,4 @@
-"""`raydist schema`: the JSON Schema of a job file, for editors.
+"""`raydist schema`: the JSON Schema of a job file, or of a sweep's, for editors.
 
 Runs in: the user's shell.
 """
@@ -6,7 +6,7 @@ Runs in: the user's shell.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -16,9 +16,9 @@ def register(app: typer.Typer) -> None:
     app.command()(schema)
 
 
-def schema() -> None:
+def schema(sweep: Annotated[bool, typer.Option("--sweep", help="Of a sweep's file.")] = False) -> None:
     """Print the JSON Schema of a job file; editors complete and check with it."""
-    print(json.dumps(job_schema(), indent=2))
+    print(json.dumps(sweep_schema() if sweep else job_schema(), indent=2))
 
 
 def job_schema() -> dict[str, Any]:
@@ -43,6 +43,37 @@ def job_schema() -> dict[str, Any]:
         _allow_short_name(made, field, short)
     exporters = made["$defs"]["ObserveSpec"]["properties"]["exporters"]
     exporters |= {"items": {"anyOf": [{"type": "string"}, exporters["items"]]}, "default": ["tensorboard"]}
+    return made
+
+
+def sweep_schema() -> dict[str, Any]:
+    """The schema of a sweep's file: as SweepSpec, with the names that parameters may have."""
+    from raydist.spec.models import JobSpec
+    from raydist.spec.sweep.models import SweepSpec
+    from raydist.spec.sweep.names import OWN, SHORT
+    from raydist.spec.validate import everywhere
+
+    made = SweepSpec.model_json_schema()
+    made["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    made["title"] = "raydist sweep"
+    for name in ("scheduler", "search"):
+        section = made["$defs"][made["properties"][name].pop("$ref").rsplit("/", 1)[-1]]
+        names = next((p["enum"] for p in section["properties"]["name"].get("anyOf", []) if "enum" in p), None)
+        names = names or section["properties"]["name"]["enum"]
+        made["properties"][name].setdefault("description", section["description"])
+        made["properties"][name]["anyOf"] = [{"enum": names}, {"$ref": f"#/$defs/{name.capitalize()}Spec"}]
+    known = {name: {"description": field} for name, field in SHORT.items()}
+    known |= {name: {} for name in everywhere(JobSpec) if name not in (*OWN, *SHORT)}
+    entry = {
+        "type": "object",
+        "properties": known,
+        "patternProperties": {r"^(model\.options|cluster\.env)\..": {}},
+        "additionalProperties": False,
+    }
+    parameters = made["$defs"]["ArraySpec"]["properties"]["parameters"]
+    for key in ("items", "type", "minItems"):
+        parameters.pop(key, None)
+    parameters["anyOf"] = [{"type": "array", "items": entry, "minItems": 1}, {**entry, "minProperties": 1}]
     return made
 
 

@@ -111,6 +111,21 @@ class SchedulerSpec(Part):
             raise problem("rungs", self.rungs, "do not ascend", f"write {sorted(set(self.rungs))}")
         return self
 
+    def rungs_of(self, tokens: int) -> list[int]:
+        """asha, hyperband: tokens at which a cell of so many is judged, ascending."""
+        if self.rungs is not None:
+            return self.rungs
+        reduction = self.reduction or (4.0 if self.name == "asha" else 3.0)
+        return sorted({max(1, round(tokens / reduction**k)) for k in (1, 2, 3)})
+
+    def every_of(self, tokens: int) -> int:
+        """median, pbt: tokens between two decisions in a cell of so many."""
+        return self.every or max(1, tokens // 10)
+
+    def grace_of(self, tokens: int) -> int:
+        """median: tokens before which nothing is stopped in a cell of so many."""
+        return self.grace or tokens // 5
+
 
 class SearchSpec(Part):
     """In which order cells come, and whether what they gave decides on the next ones."""

@@ -42,7 +42,7 @@ _LABELS = {"optim.lr": "lr", "train.global_batch": "batch", "train.micro_batch":
            "optim.name": "optim", "optim.schedule": "schedule", "parallel.strategy": "", "precision": ""}  # fmt: skip
 _FREE = ("model.options.", "cluster.env.")
 """Sections whose fields are the user's own."""
-_OWN = ("name", "deepspeed")
+OWN = ("name", "deepspeed")
 """A cell's name is its id; and a file that sets other fields is no value."""
 
 
@@ -50,7 +50,7 @@ def field(name: str) -> str | None:
     """The dotted field of a parameter's name; None if there is none."""
     if name in SHORT:
         return SHORT[name]
-    known = name in everywhere(JobSpec) and name not in _OWN
+    known = name in everywhere(JobSpec) and name not in OWN
     return name if known or any(name.startswith(free) and name != free for free in _FREE) else None
 
 

@@ -18,7 +18,7 @@ from raydist.spec.sweep.models import ArraySpec, SweepSpec
 
 MOST_CELLS = 100_000
 DRAWS = ("uniform", "log_uniform", "int_uniform", "choice")
-_DIGITS = 4
+_DIGITS = 5
 """Of a drawn number: enough to tell cells apart, few enough to read, and the same on every libm."""
 
 
@@ -41,7 +41,7 @@ class Axis:
         return self.kind == "values" and len(self.values) == 1
 
     def at(self, u: float) -> Any:
-        """The value at `u` in [0, 1). Numbers that are not whole have 4 significant digits."""
+        """The value at `u` in [0, 1). Numbers that are not whole have 5 significant digits."""
         match self.kind:
             case "values":
                 return self.values[int(u * len(self.values))]

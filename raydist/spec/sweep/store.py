@@ -39,8 +39,8 @@ def store(folder: SweepDir, sweep: Sweep, cells: Sequence[Cell]) -> None:
                 f"{sweep.source}: sweep {sweep.name} in {folder.uri} was started otherwise:\n" + "\n".join(changed),
                 "go on with it as it was, or give it another name to start anew",
             )
-    told = {"name": sweep.name, **sweep.spec.model_dump(mode="json", exclude_defaults=True), "base": BASE}
-    text = yaml.safe_dump({**told, "name": sweep.name}, sort_keys=False, allow_unicode=True)
+    told = sweep.spec.model_dump(mode="json", exclude_defaults=True) | {"name": sweep.name, "base": BASE}
+    text = yaml.safe_dump(told, sort_keys=False, allow_unicode=True)
     folder.write(text, dump(sweep.base), map(note, cells))
 
 

@@ -1,0 +1,126 @@
+"""`raydist sweep FILE`, `raydist sweep results` and `raydist sweep best`: many jobs from one file, to one table.
+
+Runs in: the user's shell, or a Ray job's driver. Imports ray, pyarrow and rich inside the commands; never torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from raydist.errors import StorageError, UsageError
+
+
+class _FileFirst(TyperGroup):
+    """`raydist sweep FILE` is `raydist sweep run FILE`: what is no command is the file; one of such a name is ./results."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, "--help"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_FileFirst,
+    help="Train many jobs that differ in a few fields, as one file says: raydist sweep FILE.",
+    no_args_is_help=True,
+    subcommand_metavar="FILE | COMMAND [ARGS]...",
+)
+
+_Storage = Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")]
+_Name = Annotated[str, typer.Argument(help="A sweep's name, or its folder's path or URI.", show_default=False)]
+
+
+@app.command()
+def run(
+    file: Annotated[Path, typer.Argument(help="The sweep: a YAML file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the base job, such as train.steps=100."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the sweep. The same name and storage go on with it.")
+    ] = None,
+    storage: _Storage = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only check it, and show its cells and what they take.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object on stdout.")] = False,
+) -> None:
+    """Train a sweep. The same command again goes on with it."""
+    if not dry_run:
+        raise UsageError("a sweep is not trained here yet", "give --dry-run to check it")
+    from raydist.report.sweep import forecast, tables
+    from raydist.rundir import check_name, default_storage
+    from raydist.spec.sweep import check, load_sweep
+    from raydist.storage import Storage
+
+    sweep = load_sweep(file, overrides or [], check_name(name) if name else None)
+    cells = sweep.cells()
+    told = forecast.tell(sweep, cells, forecast.paces(Storage(storage or default_storage()), sweep, cells))
+    if as_json:
+        print(json.dumps(told, allow_nan=False))
+    else:
+        tables.forecast(told)
+    check(sweep, cells)
+
+
+@app.command()
+def results(
+    name: _Name,
+    storage: _Storage = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="A row a point, floats exact.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="A table for a page.")] = False,
+) -> None:
+    """Show a sweep's results, a row a point, while it runs and after; and write results.parquet into its folder."""
+    if as_json + as_csv + as_markdown > 1:
+        raise UsageError("--json, --csv and --markdown exclude one another", "give one of them, or none for a table")
+    from raydist.report.sweep import tables
+    from raydist.report.sweep.results import tell, write_parquet
+    from raydist.sweepdir import resolve_sweep
+
+    folder = resolve_sweep(name, storage)
+    told = tell(folder)
+    try:
+        write_parquet(folder, told)
+    except StorageError as error:
+        print(f"raydist: results.parquet is as it was: {error.message}", file=sys.stderr)
+    if as_json:
+        print(json.dumps(told, allow_nan=False))
+    elif as_csv:
+        print(tables.as_csv(told), end="")
+    elif as_markdown:
+        print(tables.markdown(told))
+    else:
+        tables.results(told)
+
+
+@app.command()
+def best(
+    name: _Name,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="File to write. Default: stdout.", show_default=False)
+    ] = None,
+    storage: _Storage = None,
+) -> None:
+    """Write the job of a sweep's best cell, ready to train."""
+    from raydist.report.sweep.results import best_job, tell
+    from raydist.spec import dump
+    from raydist.sweepdir import resolve_sweep
+
+    folder = resolve_sweep(name, storage)
+    job, told_by = best_job(folder, tell(folder))
+    written = "".join(f"# {line}\n" for line in told_by) + dump(job)
+    if out is None:
+        print(written, end="")
+        return
+    try:
+        out.write_text(written, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write {out}: {error.strerror}", "") from error

@@ -1,0 +1,12 @@
+"""What came out of a sweep: a row a point, the best one, and what can be said about it.
+
+Runs anywhere, from the sweep's folder alone. Must not import torch or ray.
+
+    forecast.py   before it runs: cells, and what they will take
+    figures.py    what one cell's run came to
+    results.py    a row a point; results.parquet; the best cell's job
+    stats.py      Student's t: intervals of means and of differences
+    analysis.py   noise, edges of the grid, the optimum in learning rate
+    words.py      the same in sentences
+    tables.py     all of it on stdout
+"""

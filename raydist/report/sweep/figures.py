@@ -1,0 +1,75 @@
+"""What a cell's run came to: a few figures of its records.
+
+Runs anywhere: in the sweep's driver when a cell ends, which notes them, so that nobody has to read ten thousand runs; and in a
+user's shell while a cell trains. Must not import torch or ray.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from raydist.observe.live import WINDOW, rates
+from raydist.records import Event
+from raydist.report.summary import evals
+from raydist.rundir import RunDir
+from raydist.runlog import read_events, read_steps
+from raydist.runstate import last_word
+from raydist.sweepstate import CellState
+
+LAST = 0.1
+"""Share of the steps that the training loss is the mean of: of one step alone it is noise."""
+
+
+def measure(run: RunDir) -> dict[str, Any]:
+    """{"steps", "tokens", "loss", "eval_loss", "tokens_per_second"} of a run; None where not reported. Raises StorageError.
+
+    `loss`: of the last tenth of its steps, by their tokens; `tokens_per_second`: of its newest attempt's last 50 steps.
+    """
+    return figures(read_steps(run), read_events(run))
+
+
+def figures(rows: pa.Table, events: Sequence[Event]) -> dict[str, Any]:
+    """The same of what was read already."""
+    held_out = {step: loss for step, loss in evals(events).items() if loss is not None and math.isfinite(loss)}
+    count = rows.num_rows
+    last = rows.slice(count - max(1, round(LAST * count))) if count else rows
+    loss, tokens = (np.asarray(last[name], dtype=np.float64) for name in ("loss", "tokens"))
+    trained = np.isfinite(loss) & (tokens > 0)
+    newest = rows.slice(max(0, count - WINDOW - 1)).to_pylist()
+    newest = [row for row in newest if row["attempt"] == newest[-1]["attempt"]]
+    return {
+        "steps": rows["step"][-1].as_py() if count else 0,
+        "tokens": int(np.sum(np.asarray(rows["tokens"], dtype=np.int64))),
+        "loss": float(np.average(loss[trained], weights=tokens[trained])) if trained.any() else None,
+        "eval_loss": held_out[max(held_out)] if held_out else None,
+        "tokens_per_second": rates(newest[1:] or newest)["tokens_per_second"],
+    }
+
+
+def spent(state: CellState, run: RunDir, now: float) -> tuple[float, float]:
+    """(seconds, GPU-hours) in which a cell had workers. Where its driver was killed, up to what its run last said. Unix time `now`.
+
+    Raises StorageError.
+    """
+    seconds = gpu_hours = 0.0
+    for number, stretch in enumerate(state.stretches):
+        end = stretch.end
+        if end is None:
+            later = state.stretches[number + 1].start if number + 1 < len(state.stretches) else now
+            end = min(later, _last_sign(run, later))
+        length = max(0.0, end - stretch.start)
+        seconds += length
+        gpu_hours += length * stretch.gpus / 3600
+    return seconds, gpu_hours
+
+
+def _last_sign(run: RunDir, before: float) -> float:
+    """Unix time of the last thing that a run wrote before then."""
+    state = last_word(run)
+    signs = [event.at for event in read_events(run)] + ([] if state is None else [state["heartbeat_at"]])
+    return max((at for at in signs if at <= before), default=0.0)

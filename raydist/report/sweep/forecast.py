@@ -1,0 +1,164 @@
+"""A sweep before it runs: its cells, and what they will take, as far as anybody has measured.
+
+Runs anywhere. Must not import torch or ray.
+
+Hours follow from tokens a second that were measured: in cells of this sweep that have run already, else in the base's own run,
+where there is one in the storage. They hold for cells of the same model, precision and workers; of the others nothing is known
+before they run. The time to start a cell is not in them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from raydist.errors import RaydistError
+from raydist.report.sweep.figures import measure
+from raydist.rundir import SPEC, RunDir
+from raydist.runlog import plain
+from raydist.spec import JobSpec, parse
+from raydist.spec.sweep import Cell, Sweep
+from raydist.storage import Storage
+from raydist.sweepdir import SweepDir
+from raydist.sweepstate import fold
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Tokens a second, measured, of jobs that compute alike."""
+
+    kind: str
+    tokens_per_second: float
+    where: str
+
+
+def kind(job: JobSpec) -> str:
+    """Equal for jobs whose tokens take the same time."""
+    return json.dumps(
+        [job.model.model_dump(mode="json"), job.precision.params, job.cluster.most, job.train.checkpoint_activations]
+    )
+
+
+def paces(storage: Storage, sweep: Sweep, cells: Iterable[Cell]) -> list[Pace]:
+    """What is known of the sweep's speed: of its own cells, the newest last, then of its base's run. Raises StorageError."""
+    found = []
+    folder = SweepDir(storage.at(sweep.name).uri)
+    if folder.exists():
+        states = fold(folder.events())
+        for cell in cells:
+            speed = states[cell.id].figures.get("tokens_per_second") if cell.id in states else None
+            if speed and cell.spec is not None:
+                found.append(Pace(kind(cell.spec), float(speed), f"cell {cell.id}"))
+    run = RunDir(storage.at(sweep.base.name).uri)
+    if not found and run.exists():
+        try:
+            ran, speed = parse(yaml.safe_load(run.storage.read(SPEC))), measure(run)["tokens_per_second"]
+        except (RaydistError, yaml.YAMLError):
+            return found  # a run of an older version, or a damaged one: then nothing is known
+        if speed:
+            found.append(Pace(kind(ran), float(speed), f"run {run.name}"))
+    return found
+
+
+def tell(sweep: Sweep, cells: Sequence[Cell], known: Sequence[Pace]) -> dict[str, Any]:
+    """{"v", "sweep", "source", "base", "cells", "totals", "limits", "over", "notes"}: docs/sweeps.md has the keys. Plain data."""
+    speeds = {pace.kind: pace for pace in known}
+    rate = sweep.spec.limits.cost_per_gpu_hour
+    rows = [_row(cell, speeds, rate) for cell in cells]
+    at_once = sweep.spec.array.concurrent
+    totals = {
+        "cells": len(rows),
+        "points": len({cell.point for cell in cells}),
+        "invalid": sum(bool(row["problems"]) for row in rows),
+        "at_once": at_once,
+        "tokens": _all([row["tokens"] for row in rows]),
+        "gpu_hours": _all([row["gpu_hours"] for row in rows]),
+        "hours": _clock([row["hours"] for row in rows], at_once),
+        "cost": _all([row["cost"] for row in rows]),
+    }
+    limits = sweep.spec.limits.model_dump()
+    over = [
+        f"limits.{name}: {limits[name]:g} will end the sweep before its last cell: it takes about {totals[name]:.3g}"
+        for name in ("gpu_hours", "hours")
+        if limits[name] is not None and totals[name] is not None and totals[name] > limits[name]
+    ]
+    return dict(
+        plain({
+            "v": 1, "sweep": sweep.name, "source": sweep.source, "base": sweep.base.name, "cells": rows, "totals": totals,
+            "limits": limits, "over": over, "notes": _notes(sweep, cells, known, totals),
+        })
+    )  # fmt: skip
+
+
+def _row(cell: Cell, speeds: dict[str, Pace], rate: float | None) -> dict[str, Any]:
+    job = cell.spec
+    row: dict[str, Any] = {
+        "index": cell.index,
+        "id": cell.id,
+        "point": cell.point,
+        "parameters": dict(cell.parameters),
+        "seed": cell.seed,
+    }
+    keys = ("workers", "steps", "tokens", "hours", "gpu_hours", "cost")
+    row |= dict.fromkeys(keys)
+    if job is not None:
+        hours = gpu_hours = None
+        pace = speeds.get(kind(job)) if speeds else None
+        if pace is not None and cell.tokens is not None:
+            hours = cell.tokens / pace.tokens_per_second / 3600
+            gpu_hours = hours * job.cluster.most * _gpus(job)
+        cost = gpu_hours * rate if gpu_hours is not None and rate is not None else None
+        row |= dict(zip(keys, (job.cluster.most, job.train.steps, cell.tokens, hours, gpu_hours, cost), strict=True))
+    return {**row, "adjusted": dict(cell.adjusted), "notes": list(cell.notes), "problems": list(cell.problems)}
+
+
+def _gpus(job: JobSpec) -> float:
+    each = job.cluster.gpus_per_worker
+    return 1.0 if isinstance(each, str) else each
+
+
+def _clock(hours: Sequence[float | None], at_once: int | None) -> float | None:
+    """Hours on the wall, cells started in their order as soon as one of `at_once` places is free."""
+    if at_once is None or not hours or any(h is None for h in hours):
+        return None
+    free = [0.0] * at_once
+    for h in hours:
+        heapq.heappush(free, heapq.heappop(free) + (h or 0.0))
+    return max(free)
+
+
+def _notes(sweep: Sweep, cells: Sequence[Cell], known: Sequence[Pace], totals: dict[str, Any]) -> list[str]:
+    notes = []
+    if sweep.spec.search.name == "optuna":
+        notes.append(f"search: optuna chooses the {sweep.spec.array.samples} points as it runs")
+    asked = (sweep.spec.array.samples or 0) * sweep.spec.array.seeds
+    if sweep.spec.array.type == "random" and sweep.spec.search.name != "optuna" and totals["cells"] < asked:
+        notes.append(f"{asked - totals['cells']} draws repeat others, and are left out")
+    if known:
+        of = known[-1] if known[-1].where.startswith("run") else known[0]
+        more = f" and {len(known) - 1} more cells" if len(known) > 1 else ""
+        notes.append(
+            f"hours: by {of.tokens_per_second:,.0f} tokens/s of {of.where}{more}; starting a cell comes on top"
+        )
+        if totals["gpu_hours"] is not None and any(
+            c.spec is not None and c.spec.cluster.gpus_per_worker == "auto" for c in cells
+        ):
+            notes.append("GPU-hours: one GPU a worker, for cluster.gpus_per_worker is auto")
+    elif cells:
+        notes.append("hours and cost: measured as it runs")
+    if at_once := totals["at_once"]:
+        notes.append(f"{at_once} cells at once")
+    return notes
+
+
+def _all(values: Sequence[Any]) -> Any:
+    """The sum, if all of them are known."""
+    if not values or any(v is None for v in values):
+        return None
+    return math.fsum(values) if any(isinstance(v, float) for v in values) else sum(values)

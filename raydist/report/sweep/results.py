@@ -1,0 +1,212 @@
+"""A sweep's results, a row a point: parameters, objective over its seeds, what it cost, and what became of it.
+
+Runs anywhere, while the sweep runs and after. Must not import torch or ray.
+
+Cells that have ended are told by the sweep's own log, so that a sweep of ten thousand is read in a second; only those that train
+now are looked up in their runs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from raydist.errors import StorageError, UsageError
+from raydist.report.sweep import analysis, stats
+from raydist.report.sweep.figures import measure, spent
+from raydist.report.sweep.words import analyse
+from raydist.rundir import SPEC
+from raydist.runlog import plain
+from raydist.runstate import read_state
+from raydist.spec import JobSpec, parse
+from raydist.spec.sweep import SweepSpec, read_stored
+from raydist.sweepdir import RESULTS, CellNote, SweepDir
+from raydist.sweepstate import CellState, fold
+
+STATUSES = ("running", "lost", "waiting", "paused", "failed", "stopped", "finished")
+"""Of a point whose cells differ: the first of these that one of them has."""
+
+
+def tell(folder: SweepDir, now: float | None = None) -> dict[str, Any]:
+    """{"v", "sweep", "path", "objective", "points", "counts", "totals", "best", "analysis"}: docs/sweeps.md has the keys.
+
+    `best` is the place of the best point in `points`, of those that have finished. Plain data for strict JSON. `now` is Unix time.
+    Raises UsageError where cells have finished and none has reported the objective; StorageError.
+    """
+    now = time.time() if now is None else now
+    spec, base = read_stored(folder)
+    events = folder.events()
+    states = fold(events)
+    rate = spec.limits.cost_per_gpu_hour
+    cells = [_cell(folder, note, states.get(note.id, CellState()), spec, rate, now) for note in folder.cells(events)]
+    _require(folder, spec, cells)
+    points: dict[int, list[dict[str, Any]]] = {}
+    for cell in cells:
+        points.setdefault(cell["point"], []).append(cell)
+    rows = [_row(number, points[number], rate) for number in sorted(points)]
+    told = {
+        "v": 1,
+        "sweep": folder.name,
+        "path": folder.uri,
+        "objective": {"metric": spec.objective.metric, "mode": spec.objective.better},
+        "points": rows,
+        "counts": {status: n for status in STATUSES if (n := sum(cell["status"] == status for cell in cells))},
+        "totals": {
+            name: _sum([row[name] for row in rows]) for name in ("tokens", "seconds", "gpu_hours", "cost", "failures")
+        },
+        "best": analysis.best(
+            [row["objective"] if row["status"] == "finished" else None for row in rows], spec.objective.better
+        ),
+    }
+    return dict(plain({**told, "analysis": analyse(told, spec, base)}))
+
+
+def _cell(
+    folder: SweepDir, note: CellNote, state: CellState, spec: SweepSpec, rate: float | None, now: float
+) -> dict[str, Any]:
+    """One cell: its note, its figures, and what it cost."""
+    run = folder.run(note.id)
+    status: str = state.status
+    if status == "running":
+        status = "lost" if run.exists() and read_state(run, now)["status"] == "lost" else status
+    known = (
+        state.figures
+        if state.figures and status not in ("running", "lost")
+        else measure(run)
+        if state.stretches
+        else {}
+    )
+    seconds, gpu_hours = spent(state, run, now)
+    value = known.get(spec.objective.metric)
+    return {
+        "point": note.point,
+        "id": note.id,
+        "parameters": dict(note.parameters),
+        "status": status,
+        "cause": state.cause,
+        "value": value if value is not None and math.isfinite(value) else None,
+        **{name: known.get(name) for name in ("tokens", "loss", "eval_loss", "tokens_per_second")},
+        "seconds": seconds,
+        "gpu_hours": gpu_hours,
+        "cost": None if rate is None else gpu_hours * rate,
+        "failures": state.failures,
+        "run": run.uri,
+        "lineage": state.lineage,
+    }
+
+
+def _row(number: int, cells: Sequence[dict[str, Any]], rate: float | None) -> dict[str, Any]:
+    """A point: its cells in one row. The objective is that of the finished ones, if any has finished."""
+    status = next(s for s in STATUSES if any(cell["status"] == s for cell in cells))
+    finished = [cell for cell in cells if cell["status"] == "finished"] or cells
+    values = [cell["value"] for cell in finished if cell["value"] is not None]
+    mean, low, high = stats.interval(values) if values else (None, None, None)
+    return {
+        "point": number,
+        "parameters": cells[0]["parameters"],
+        "seeds": len(cells),
+        "status": status,
+        "cause": next((cell["cause"] for cell in cells if cell["status"] == status and cell["cause"]), None),
+        "objective": mean,
+        "low": low,
+        "high": high,
+        "values": values,
+        **{name: _mean([cell[name] for cell in finished]) for name in ("loss", "eval_loss", "tokens_per_second")},
+        **{
+            name: _sum([cell[name] for cell in cells])
+            for name in ("tokens", "seconds", "gpu_hours", "cost", "failures")
+        },
+        "cells": [cell["id"] for cell in cells],
+        "runs": [cell["run"] for cell in cells],
+        "lineage": [cell["lineage"] for cell in cells],
+    }
+
+
+def _require(folder: SweepDir, spec: SweepSpec, cells: Sequence[dict[str, Any]]) -> None:
+    """Raises UsageError where cells have finished and none of them says what they are compared by."""
+    finished = [cell for cell in cells if cell["status"] == "finished"]
+    if finished and all(cell["value"] is None for cell in finished):
+        known = [m for m in ("eval_loss", "loss", "tokens_per_second") if any(cell[m] is not None for cell in finished)]
+        raise UsageError(
+            f"sweep {folder.name}: none of its {len(finished)} finished cells has reported {spec.objective.metric}",
+            f"set objective.metric in {folder.uri}/sweep.yaml to what they have: {', '.join(known)}"
+            if known
+            else f"look at one of them: raydist show {finished[0]['run']}",
+        )
+
+
+def best_job(folder: SweepDir, told: dict[str, Any]) -> tuple[JobSpec, list[str]]:
+    """The job of the best cell of the best point, as it was trained, under the sweep's name; and lines that say where it is from.
+
+    Raises UsageError where none has finished, StorageError where its run is gone.
+    """
+    if told["best"] is None:
+        counts = ", ".join(f"{n} {status}" for status, n in told["counts"].items())
+        raise UsageError(
+            f"sweep {folder.name}: no cell has finished ({counts})", "wait for one, or start the sweep again to go on"
+        )
+    row = told["points"][told["best"]]
+    sign = 1 if told["objective"]["mode"] == "min" else -1
+    which = min(range(len(row["values"])), key=lambda i: sign * row["values"][i])
+    cell = row["cells"][which]
+    run = folder.run(cell)
+    try:
+        job = parse(yaml.safe_load(run.storage.read(SPEC)), source=f"{run.uri}/{SPEC}")
+    except FileNotFoundError:
+        raise StorageError(
+            f"{run.uri} is gone: the best cell's job is not known", "start the sweep again under another name"
+        ) from None
+    told_by = [f"The best cell of sweep {folder.name}: {cell}.", *told["analysis"]["words"]]
+    for step in row["lineage"][which]:
+        changes = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in step["changes"].items())
+        told_by.append(f"At step {step['step']} it went on from {step['source']}'s checkpoint: {changes}.")
+    return job.model_copy(update={"name": f"{folder.name}-best"[:100]}), told_by
+
+
+def write_parquet(folder: SweepDir, told: dict[str, Any]) -> None:
+    """results.parquet: a row a point, a column a parameter; those that are no numbers as JSON. Raises StorageError."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    sink = pa.BufferOutputStream()
+    flat = flatten(told)
+    columns = {name: [row[name] for row in flat] for name in (flat[0] if flat else ())}
+    pq.write_table(pa.table({name: _column(values) for name, values in columns.items()}), sink)
+    folder.storage.write(RESULTS, sink.getvalue().to_pybytes())
+
+
+def flatten(told: dict[str, Any]) -> list[dict[str, Any]]:
+    """Points as flat rows, all with the same columns: parameters by their fields, then the rest; lists stay lists."""
+    fields = list(dict.fromkeys(name for row in told["points"] for name in row["parameters"]))
+    return [
+        {
+            "point": row["point"],
+            **{name: row["parameters"].get(name) for name in fields},
+            **{name: value for name, value in row.items() if name not in ("point", "parameters", "lineage", "values")},
+        }
+        for row in told["points"]
+    ]
+
+
+def _column(values: list[Any]) -> list[Any]:
+    """What Parquet takes: one type a column."""
+    kinds = {type(v) for v in values if v is not None}
+    if kinds <= {int, float} or len(kinds) <= 1:
+        return [float(v) if v is not None and kinds == {int, float} else v for v in values]
+    import json
+
+    return [None if v is None else json.dumps(v) for v in values]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    known = [v for v in values if v is not None]
+    return sum(known) if known else None

@@ -1,0 +1,340 @@
+"""A sweep's results are those of its cells' runs, whatever became of them, and say what can be said."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raydist.errors import StorageError, UsageError
+from raydist.report.sweep import forecast, stats, tables
+from raydist.report.sweep.figures import measure, spent
+from raydist.report.sweep.results import best_job, tell, write_parquet
+from raydist.spec import dump, load
+from raydist.storage import Storage
+from raydist.sweepdir import SweepDir
+from raydist.sweepstate import CellState, Stretch
+from tests.report.sweep.conftest import Swept, train
+
+Make = Callable[..., Swept]
+GRID = "array: {{parameters: {{lr: [1e-4, 1e-3, 1e-2], batch_size: [16, 32]}}, seeds: {}}}\nlimits: {{cost_per_gpu_hour: 3600}}"
+
+
+def strict(value: Any) -> Any:
+    return json.loads(json.dumps(value, allow_nan=False))
+
+
+def test_figures_of_a_run(swept: Make) -> None:
+    """The last eval loss; the training loss over the last tenth by tokens, NaN left out; pace and tokens of all its steps."""
+    made = swept("array: {parameters: {lr: [1]}}")
+    run = made.folder.run("r")
+    train(run, made.cells[0], [5.0] * 18 + [2.0, 3.0], 2.25)
+    assert measure(run) == {
+        "steps": 20,
+        "tokens": 2000,
+        "loss": 2.5,
+        "eval_loss": 2.25,
+        "tokens_per_second": pytest.approx(1000),
+    }
+    run = made.folder.run("q")
+    train(run, made.cells[0], [5.0] * 18 + [2.0, math.nan], None)
+    assert measure(run) | {"tokens_per_second": 0} == {
+        "steps": 20, "tokens": 2000, "loss": 2.0, "eval_loss": None, "tokens_per_second": 0,
+    }  # fmt: skip
+    assert measure(made.folder.run("never")) == {
+        "steps": 0, "tokens": 0, "loss": None, "eval_loss": None, "tokens_per_second": None,
+    }  # fmt: skip
+
+
+def test_a_row_a_point(swept: Make) -> None:
+    """Three seeds each: mean and Student's interval of the objective, sums of what it cost, all runs."""
+    made = swept(GRID.format(3))
+    for i in range(len(made.cells)):
+        made.finish(i, 2.0 + 0.1 * made.cells[i].point + 0.01 * made.cells[i].seed)
+    told = strict(tell(made.folder))
+    assert [row["parameters"] for row in told["points"]] == [dict(c.parameters) for c in made.cells[:6]]
+    row = told["points"][4]
+    values = [2.4 + 0.01 * seed for seed in (17, 18, 19)]
+    assert row["values"] == pytest.approx(values)
+    assert (row["objective"], row["low"], row["high"]) == pytest.approx(stats.interval(values))
+    assert (row["seeds"], row["tokens"], row["status"], row["failures"]) == (3, 3 * 12800, "finished", 0)
+    assert row["cells"] == [c.id for c in made.cells if c.point == 4]
+    assert row["runs"] == [made.folder.run(c).uri for c in row["cells"]]
+    assert row["cost"] == pytest.approx(row["gpu_hours"] * 3600)
+    assert row["gpu_hours"] == pytest.approx(2 * row["seconds"] / 3600)
+    assert told["best"] == 0
+    assert told["counts"] == {"finished": 18}
+    assert told["objective"] == {"metric": "eval_loss", "mode": "min"}
+
+
+def test_what_became_of_cells(swept: Make) -> None:
+    """Every status with its cause; a cell that trains is looked up in its run; the best is one that has finished."""
+    made = swept("array: {parameters: {lr: [1, 2, 3, 4, 5, 6, 7]}}\nlimits: {cost_per_gpu_hour: 1}")
+    made.finish(0, 2.5)
+    for cell in range(1, 6):
+        made.start(cell)
+    made.end(1, "stopped", because="at 100,000 tokens the 3rd of 4", figures={"eval_loss": 2.0, "tokens": 500})
+    made.end(2, "failed", cause="rank 1: killed by SIGKILL", final=True)
+    made.end(3, "paused", because="interrupted by SIGINT")
+    train(made.folder.run(made.cells[4].id), made.cells[4], [4.0] * 10, 1.5, "running")
+    train(made.folder.run(made.cells[5].id), made.cells[5], [4.0] * 10, 1.5, "running")
+    state = made.folder.run(made.cells[5].id).storage
+    body = json.loads(state.read("state.json"))
+    state.write("state.json", json.dumps({**body, "heartbeat_at": 1.0}).encode())
+    told = strict(tell(made.folder))
+    assert [(row["status"], row["cause"], row["objective"]) for row in told["points"]] == [
+        ("finished", None, 2.5),
+        ("stopped", "at 100,000 tokens the 3rd of 4", 2.0),
+        ("failed", "rank 1: killed by SIGKILL", None),
+        ("paused", "interrupted by SIGINT", None),
+        ("running", None, 1.5),
+        ("lost", None, 1.5),
+        ("waiting", None, None),
+    ]
+    assert told["best"] == 0
+    assert told["points"][4]["tokens"] == 1000
+    assert told["counts"] == dict.fromkeys(("running", "lost", "waiting", "paused", "failed", "stopped", "finished"), 1)
+
+
+def test_a_point_of_unlike_cells(swept: Make) -> None:
+    """While a seed is missing the point is not finished, and its objective that of the seeds that are."""
+    made = swept("array: {parameters: {lr: [1]}, seeds: 3}")
+    made.finish(0, 2.0)
+    made.finish(1, 3.0)
+    made.start(2)
+    made.end(2, "failed", cause="x", final=False)
+    told = tell(made.folder)
+    assert [(r["status"], r["cause"], r["objective"], r["failures"]) for r in told["points"]] == [
+        ("waiting", "x", 2.5, 1)
+    ]
+    assert told["best"] is None
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 1e4), st.integers(1, 8), st.floats(0, 8), st.floats(0, 1e4)), min_size=1, max_size=6
+    )
+)
+def test_what_a_cell_cost(stretches: list[tuple[float, int, float, float]]) -> None:
+    """Seconds and GPU-hours are those of all its stretches, whatever lay between."""
+    state, at = CellState(), 0.0
+    for length, workers, gpus, pause in stretches:
+        state.stretches.append(Stretch(at, workers, gpus, at + length))
+        at += length + pause
+    seconds, gpu_hours = spent(state, SweepDir("/nowhere").run("c"), at)
+    assert seconds == pytest.approx(sum(s[0] for s in stretches), abs=1e-6)
+    assert gpu_hours == pytest.approx(sum(s[0] * s[2] for s in stretches) / 3600, abs=1e-6)
+
+
+def test_a_killed_driver_is_paid_up_to_its_last_sign(swept: Make) -> None:
+    """Where a stretch has no end, its run's last event or heartbeat is it; never past the next stretch's begin."""
+    made = swept("array: {parameters: {lr: [1]}}")
+    run = made.folder.run("r")
+    train(run, made.cells[0], [4.0] * 3, 2.0, "running")
+    begin = time.time() - 1000
+    state = CellState(stretches=[Stretch(begin, 2, 2.0)])
+    seconds, gpu_hours = spent(state, run, begin + 5000)
+    assert 999 < seconds < 1100
+    assert gpu_hours == pytest.approx(seconds * 2 / 3600)
+    state.stretches = [Stretch(begin, 2, 2.0), Stretch(begin + 10, 2, 2.0, begin + 30)]
+    assert spent(state, run, begin + 5000)[0] == pytest.approx(20)
+
+
+def test_a_metric_that_is_never_reported(swept: Make) -> None:
+    """One clear error that says what there is instead; before anything has finished it is none."""
+    made = swept(GRID.format(1))
+    assert tell(made.folder)["analysis"]["words"] == ["no cell has finished yet"]
+    made.finish(0, None)
+    with pytest.raises(UsageError, match="none of its 1 finished cells has reported eval_loss") as caught:
+        tell(made.folder)
+    assert "loss, tokens_per_second" in caught.value.hint
+    assert caught.value.exit_code == 2
+    made.finish(1, 2.0)
+    assert tell(made.folder)["best"] == 1
+
+
+def test_words_of_a_grid(swept: Make) -> None:
+    """The best with its interval, what is as good, the edge with the value to try next, the optimum of each batch size."""
+    made = swept(GRID.format(3))
+    for i, cell in enumerate(made.cells):
+        lr, batch = cell.job.optim.lr, cell.job.train.global_batch
+        optimum = 1e-3 * (batch / 16) ** 0.5
+        made.finish(i, 2 + 0.1 * math.log(lr / optimum) ** 2 + 0.02 * (cell.seed - 18) + 0.001 * (batch - 16))
+    told = strict(tell(made.folder))
+    words = told["analysis"]["words"]
+    assert words[0].startswith(
+        "best: learning_rate 0.001, batch_size 16: eval_loss 2.0000 (95% interval 1.9503 to 2.0497 over 3"
+    )
+    assert words[1] == "within the noise of it: learning_rate 0.001, batch_size 32"
+    assert words[2] == "batch_size 16 is the lowest that was tried: try 8 before you trust it"
+    assert [(o["at"], o["inside"]) for o in told["analysis"]["optima"]] == [
+        ({"train.global_batch": 16}, True),
+        ({"train.global_batch": 32}, True),
+    ]
+    for one, true in zip(told["analysis"]["optima"], (1e-3, 1e-3 * 2**0.5), strict=True):
+        assert one["low"] < true < one["high"]
+        assert one["optimum"] == pytest.approx(true, rel=0.02)
+    assert words[3].startswith("optimum of learning_rate at batch_size 16: 0.001 (95% interval 0.000")
+    assert len(words) == 5
+
+
+def test_one_seed_says_that_noise_is_unknown(swept: Make) -> None:
+    """And no point is claimed to be as good, or not."""
+    made = swept(GRID.format(1))
+    for i in range(6):
+        made.finish(i, 2.0 + 0.1 * i)
+    told = tell(made.folder)
+    assert (told["analysis"]["as_good"], told["analysis"]["noise_known"]) == ([], False)
+    assert "one seed a point" in told["analysis"]["words"][1]
+
+
+def test_a_natural_end_is_no_edge(swept: Make) -> None:
+    """No dropout is best: less than none there is not. A drawn range is told by its outer tenth."""
+    made = swept("array: {parameters: {dropout: [0, 0.1, 0.2]}}")
+    for i in range(3):
+        made.finish(i, 2.0 + i)
+    assert tell(made.folder)["analysis"]["edges"] == []
+    made = swept("array: {type: random, samples: 40, parameters: {lr: {log_uniform: [1e-4, 1e-2]}}}", "r")
+    for i, cell in enumerate(made.cells):
+        made.finish(i, -cell.job.optim.lr)
+    (edge,) = tell(made.folder)["analysis"]["edges"]
+    assert (edge["field"], edge["side"], edge["spacing"], edge["next"]) == ("optim.lr", "highest", "log", 0.0316)
+
+
+def test_pbt_has_neither_edges_nor_optima(swept: Make) -> None:
+    """Its cells change their values as they train; the lineage stands in the row."""
+    made = swept("pbt.yaml")
+    for i in range(8):
+        made.start(i)
+    exploit = {"source": made.cells[0].id, "step": 20, "tokens": 81920, "changes": {"optim.lr": [0.001, 0.0008]}}
+    made.end(3, "exploited", **exploit)
+    for i in range(8):
+        made.finish(i, 2.0 + abs(i - 3))
+    told = strict(tell(made.folder))
+    assert told["best"] == 3
+    assert told["analysis"]["edges"] == []
+    assert "under pbt" in told["analysis"]["optima_refused"]
+    (lineage,) = told["points"][3]["lineage"]
+    assert [{k: v for k, v in step.items() if k != "at"} for step in lineage] == [exploit]
+    train(made.folder.run(made.cells[3].id), made.cells[3], [2.0], 2.0)
+    _, lines = best_job(made.folder, told)
+    assert lines[-1] == f"At step 20 it went on from {made.cells[0].id}'s checkpoint: optim.lr 0.001 -> 0.0008."
+
+
+def test_tables_say_the_same(swept: Make) -> None:
+    """CSV exact, in order; Markdown and the terminal with the best point first, and the causes of failures."""
+    made = swept(GRID.format(1))
+    for i in range(5):
+        made.finish(i, 2.0 - 0.1 * i)
+    made.start(5)
+    made.end(5, "failed", cause="rank 0: out of memory", final=True)
+    told = tell(made.folder)
+    rows = list(csv.DictReader(io.StringIO(tables.as_csv(told))))
+    assert [float(r["optim.lr"]) for r in rows] == [1e-4, 1e-4, 1e-3, 1e-3, 1e-2, 1e-2]
+    assert [r["objective"] and float(r["objective"]) for r in rows] == [2.0 - 0.1 * i for i in range(5)] + [""]
+    assert json.loads(rows[5]["cells"]) == [made.cells[5].id]
+    page = tables.markdown(told).splitlines()
+    assert page[0].startswith("| learning_rate | batch_size | eval_loss |")
+    assert page[2].startswith("| 0.01 | 16 | 1.6000 |")
+    assert "finished (best)" in page[2]
+    assert page[7].startswith("| 0.01 | 32 | - |")
+    assert page[9].startswith("- best: learning_rate 0.01, batch_size 16")
+    from rich.console import Console
+
+    sink = io.StringIO()
+    tables.results(told, Console(file=sink, width=40))
+    shown = sink.getvalue().splitlines()
+    assert shown[1].split()[:3] == ["0.01", "16", "1.6000"]
+    assert f"{made.cells[5].id}: failed: rank 0: out of memory" in shown
+
+
+def test_parquet_has_a_column_a_parameter(swept: Make) -> None:
+    """Numbers as numbers, what has several types as JSON, a row a point."""
+    text = "array: {type: list, parameters: [{lr: 1e-3, optim.schedule: wsd}, {lr: 2, optim.schedule: {name: cosine, floor: 0}}]}"
+    made = swept(text)
+    made.finish(0, 2.0)
+    made.finish(1, 1.0)
+    write_parquet(made.folder, tell(made.folder))
+    table = pq.read_table(Path(made.folder.uri) / "results.parquet")
+    assert table["optim.lr"].to_pylist() == [1e-3, 2.0]
+    assert [json.loads(v) for v in table["optim.schedule"].to_pylist()] == ["wsd", {"name": "cosine", "floor": 0}]
+    assert table["objective"].to_pylist() == [2.0, 1.0]
+    assert table["cells"].to_pylist() == [[c.id] for c in made.cells]
+
+
+def test_the_best_cell_s_job(swept: Make, tmp_path: Path) -> None:
+    """It is what the best seed of the best point was trained with, under a name of its own, and loads as a job."""
+    made = swept("array: {parameters: {lr: [1e-3, 2e-3]}, seeds: 2}")
+    with pytest.raises(UsageError, match=r"no cell has finished \(4 waiting\)"):
+        best_job(made.folder, tell(made.folder))
+    for i, value in enumerate((3.0, 2.0, 3.1, 2.2)):
+        made.finish(i, value)
+    with pytest.raises(StorageError, match="is gone"):
+        best_job(made.folder, tell(made.folder))
+    train(made.folder.run(made.cells[1].id), made.cells[1], [2.0], 2.0)
+    job, lines = best_job(made.folder, tell(made.folder))
+    path = tmp_path / "best.yaml"
+    path.write_text("".join(f"# {line}\n" for line in lines) + dump(job))
+    loaded = load(path)
+    assert (loaded.name, loaded.optim.lr, loaded.train.seed) == ("s-best", 2e-3, 17)
+    assert loaded.model_copy(update={"name": made.cells[1].id}) == made.cells[1].spec
+    assert lines[0] == f"The best cell of sweep s: {made.cells[1].id}."
+
+
+def test_the_forecast(swept: Make, tmp_path: Path) -> None:
+    """Hours and cost by the base's run, where there is one, then by the sweep's own cells; what cannot be known is not told."""
+    made = swept("array: {parameters: {width: [128, 64], batch_size: [32, 64]}, concurrent: 3}\n"
+                 "limits: {gpu_hours: 0.1, hours: 100, cost_per_gpu_hour: 2}")  # fmt: skip
+    storage = Storage(tmp_path / "storage")
+
+    def tell_it() -> dict[str, Any]:
+        return dict(strict(forecast.tell(made.sweep, made.cells, forecast.paces(storage, made.sweep, made.cells))))
+
+    told = tell_it()
+    assert [cell["hours"] for cell in told["cells"]] == [None] * 4
+    assert told["notes"] == ["hours and cost: measured as it runs", "3 cells at once"]
+    assert (told["totals"]["cells"], told["totals"]["tokens"], told["over"]) == (4, 4 * 819200, [])
+    base = made.sweep.base
+    run = SweepDir(storage.uri).storage.at(base.name)
+    from raydist.rundir import RunDir
+
+    train(RunDir(run.uri), made.sweep.cell({}, 0, 0), [4.0] * 5, 2.0)
+    told = tell_it()
+    assert [cell["hours"] for cell in told["cells"]] == [pytest.approx(819.2 / 3600)] * 2 + [None] * 2
+    assert told["totals"]["gpu_hours"] is None
+    made.finish(0, 2.0, tokens_per_second=2000.0)
+    made.finish(2, 2.0, tokens_per_second=4000.0)
+    told = tell_it()
+    each = [409.6 / 3600] * 2 + [204.8 / 3600] * 2
+    assert [cell["hours"] for cell in told["cells"]] == pytest.approx(each)
+    assert told["totals"]["gpu_hours"] == pytest.approx(2 * sum(each))
+    assert told["totals"]["cost"] == pytest.approx(4 * sum(each))
+    assert told["totals"]["hours"] == pytest.approx(409.6 / 3600)
+    assert told["over"] == ["limits.gpu_hours: 0.1 will end the sweep before its last cell: it takes about 0.683"]
+
+
+def test_ten_thousand_cells_are_read_from_the_log_alone(swept: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run of a cell that has ended is opened: a sweep of any size is a few files to read."""
+    made = swept("array: {type: random, samples: 300, parameters: {lr: {log_uniform: [1e-4, 1e-2]}}, seeds: 2}")
+    for i in range(len(made.cells)):
+        made.log.event("started", made.cells[i].id, workers=2, gpus=0.0)
+        made.log.event("finished", made.cells[i].id, figures={"eval_loss": 2.0 + i % 7, "tokens": 10})
+    made.log.flush()
+    opened: list[str] = []
+    read = Storage.read
+    monkeypatch.setattr(Storage, "read", lambda self, name: opened.append(f"{self.uri}/{name}") or read(self, name))
+    told = tell(made.folder)
+    assert told["counts"] == {"finished": len(made.cells)}
+    assert {name.removeprefix(made.folder.uri) for name in opened} == {
+        "/sweep.yaml", "/base.yaml", "/cells.jsonl", "/events/000001.jsonl", "/events/000002.jsonl",
+    }  # fmt: skip
