@@ -1,4 +1,4 @@
-"""`raydist submit`: a job or anything else `raydist train` takes, on a cluster, through Ray's Jobs API.
+"""`raydist submit`: a job or anything else `raydist train` takes, or a sweep, on a cluster, through Ray's Jobs API.
 
 Runs in: the user's shell. Imports ray inside the command; never torch.
 """
@@ -28,7 +28,9 @@ def register(app: typer.Typer) -> None:
 
 
 def submit(
-    spec: Annotated[Path, typer.Argument(help="The job: a YAML file under the working directory.", show_default=False)],
+    spec: Annotated[
+        Path, typer.Argument(help="The job, or a sweep: a YAML file under the working directory.", show_default=False)
+    ],
     address: Annotated[str, typer.Option(help="The cluster's Jobs API: http://HOST:8265.", show_default=False)],
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, such as optim.lr=3e-4.")
@@ -53,23 +55,23 @@ def submit(
     ] = 0,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Print the job's id and return.")] = False,
 ) -> None:
-    """Submit a job to a cluster, and follow its log. Ends with the job's exit code."""
+    """Submit a job or a sweep to a cluster, and follow its log. Ends with its exit code."""
     if no_wait and retries:
         raise UsageError(
             "--no-wait and --retries exclude one another", "somebody must stay to submit it again: leave out --no-wait"
         )
     root = working_dir.resolve()
     inside = _inside(spec, root)
-    from raydist.spec import load
-
-    job = load(
-        spec, overrides or [], deepspeed
-    )  # what is wrong with it is said here and now, not minutes later in a log
-    if faults is not None:
-        from raydist.faults import load as load_faults
-
-        load_faults(faults, job)
-    words = ["python", "-m", "raydist", "train", str(inside)]
+    # What is wrong with it is said here and now, not minutes later in a log.
+    swept = _is_sweep(spec)
+    if swept:
+        given = {"--deepspeed": deepspeed, "--until": until, "--faults": faults, "--fresh": fresh or None}
+        if unfit := [option for option, value in given.items() if value is not None]:
+            raise UsageError(f"{', '.join(unfit)}: not for a sweep", "leave it out, or set it in the sweep's base")
+        _check_sweep(spec, overrides or [])
+    else:
+        _check_job(spec, overrides or [], deepspeed, faults)
+    words = ["python", "-m", "raydist", "sweep" if swept else "train", str(inside)]
     for text in overrides or []:
         words += ["--set", text]
     config = None if deepspeed is None else _inside(deepspeed, root)
@@ -80,6 +82,31 @@ def submit(
             words += [option, str(value)]
     once = ["--fresh"] if fresh else []
     _submit(address, words, root, once=once, no_wait=no_wait, retries=retries)
+
+
+def _is_sweep(path: Path) -> bool:
+    """Whether a YAML file asks for a sweep rather than for one job."""
+    from raydist.spec.load import read_yaml
+
+    raw = read_yaml(path)
+    return isinstance(raw, dict) and "array" in raw
+
+
+def _check_job(path: Path, overrides: list[str], deepspeed: Path | None, faults: Path | None) -> None:
+    from raydist.spec import load
+
+    job = load(path, overrides, deepspeed)
+    if faults is not None:
+        from raydist.faults import load as load_faults
+
+        load_faults(faults, job)
+
+
+def _check_sweep(path: Path, overrides: list[str]) -> None:
+    from raydist.spec.sweep import check, load_sweep
+
+    sweep = load_sweep(path, overrides)
+    check(sweep, sweep.cells())
 
 
 def _inside(path: Path, root: Path) -> Path:

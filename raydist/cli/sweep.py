@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from raydist.errors import StorageError, UsageError
+
+if TYPE_CHECKING:
+    from raydist.spec.sweep import Cell, Sweep
 
 
 class _FileFirst(TyperGroup):
@@ -47,14 +50,26 @@ def run(
         str | None, typer.Option(help="Name of the sweep. The same name and storage go on with it.")
     ] = None,
     storage: _Storage = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="local: a private Ray; auto or HOST:PORT: a cluster. Default: auto in a Ray job, else local."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only check it, and show its cells and what they take.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object on stdout.")] = False,
+    wait_for_driver: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="How long to wait for another driver of this sweep to end, or to be missed, before it is refused.",
+        ),
+    ] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON on stdout.")] = False,
 ) -> None:
     """Train a sweep. The same command again goes on with it."""
-    if not dry_run:
-        raise UsageError("a sweep is not trained here yet", "give --dry-run to check it")
     from raydist.report.sweep import forecast, tables
     from raydist.rundir import check_name, default_storage
     from raydist.spec.sweep import check, load_sweep
@@ -62,12 +77,32 @@ def run(
 
     sweep = load_sweep(file, overrides or [], check_name(name) if name else None)
     cells = sweep.cells()
+    if not dry_run:
+        _train(sweep, cells, storage or default_storage(), address, wait_for_driver, as_json)
+        return
     told = forecast.tell(sweep, cells, forecast.paces(Storage(storage or default_storage()), sweep, cells))
     if as_json:
         print(json.dumps(told, allow_nan=False))
     else:
         tables.forecast(told)
     check(sweep, cells)
+
+
+def _train(
+    sweep: Sweep, cells: list[Cell], home: str, address: str | None, wait_for_driver: float, as_json: bool
+) -> None:
+    from raydist.cli.sweeprun import train_cells
+    from raydist.report.sweep import tables
+    from raydist.report.sweep.results import tell, write_parquet
+
+    folder, code = train_cells(sweep, cells, home, address, wait_for_driver)
+    told = tell(folder)
+    write_parquet(folder, told)
+    if as_json:
+        print(json.dumps(told, allow_nan=False))
+    else:
+        tables.results(told)
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from raydist.cli.train import progress, run_logs
 from raydist.storage import Storage
 from raydist.sweepdir import SweepDir
@@ -22,10 +20,13 @@ if TYPE_CHECKING:
     from raydist.spec.sweep import Cell, Sweep
 
 
-def train_cells(sweep: Sweep, cells: Sequence[Cell], home: str, address: str | None) -> None:
+def train_cells(
+    sweep: Sweep, cells: Sequence[Cell], home: str, address: str | None, wait_for_driver: float = 0.0
+) -> tuple[SweepDir, int]:
     """Trains the cells that are not done yet, each as a run of its own in HOME/NAME/runs. `home`: the folder that holds the sweep.
 
-    Ends the command with 130 or 143 if it is interrupted. Raises UserError if another driver has the sweep, or it cannot run here.
+    Returns its folder, and the command's exit code: 0, or 130 or 143 if it was interrupted. Raises UserError if another driver has
+    the sweep, or it cannot run here.
     """
     from raydist.cluster.session import open_session
     from raydist.cluster.supervisor import worker_env
@@ -44,7 +45,7 @@ def train_cells(sweep: Sweep, cells: Sequence[Cell], home: str, address: str | N
     exporters = {e.name for c in cells for e in c.job.observe.exporters}
     own_code = any(":" in name for name in names | exporters)
     place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
-    with DriverLease(RunDir(folder.uri)) as lease:
+    with DriverLease(RunDir(folder.uri), wait_s=wait_for_driver) as lease:
         store(folder, sweep, cells)
         datasets.of(cells[0].job)
         with (
@@ -72,6 +73,7 @@ def train_cells(sweep: Sweep, cells: Sequence[Cell], home: str, address: str | N
                 ).run()
     if ended.status == "paused":
         print(f"paused: {ended.because}; the same command goes on from there", file=sys.stderr)
-    if ended.signal is not None:
-        print("interrupted; the same command goes on from there", file=sys.stderr)
-        raise typer.Exit(130 if ended.signal == signal.SIGINT else 143)
+    if ended.signal is None:
+        return folder, 0
+    print("interrupted; the same command goes on from there", file=sys.stderr)
+    return folder, 130 if ended.signal == signal.SIGINT else 143

@@ -83,6 +83,8 @@ class SweepRun:
         The first SIGINT or SIGTERM asks all cells for a checkpoint and a clean end, the second ends them at once. Raises what Ray
         Tune raises, and `lost()`.
         """
+        # First what a thread of the session imports just now: two that import halves of Ray each would both be left with a half.
+        import raydist.cluster.raytrain  # noqa: F401
         from raydist.cluster.sweep import tuning
 
         events = self._folder.events()

@@ -144,6 +144,7 @@ class Decisions(_Unsaved, TrialScheduler):
         self.scheduler, self._floor, self._log, self._queue = scheduler, floor, log, queue
         self._logs = type(scheduler) is not FIFOScheduler
         self._replayed: dict[str, _Replayed] = {}
+        self._controller: Any = None
 
     @property
     def metric(self) -> str | None:
@@ -201,10 +202,23 @@ class Decisions(_Unsaved, TrialScheduler):
 
     def on_trial_complete(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> None:
         """Ray Tune's. A cell that gave no objective tells the scheduler nothing."""
+        self._controller = tune_controller
         if METRIC in result:
             self.scheduler.on_trial_complete(tune_controller, trial, result)
         else:
             self.scheduler.on_trial_remove(tune_controller, trial)
+
+    def forget(self, trials: list[Trial]) -> None:
+        """Takes the trials that are over from Ray Tune's own list, `trials`, and from its memory.
+
+        It goes through that list at every step, and would keep all of 10,000 cells until the end.
+        """
+        if any(trial.is_finished() for trial in trials):
+            trials[:] = [trial for trial in trials if not trial.is_finished()]
+        if self._controller is not None:
+            for kept in (self._controller._stopped_trials, self._controller._failed_trials):
+                self._controller._trials_to_cache -= kept
+                kept.clear()
 
     def on_trial_remove(self, tune_controller: Any, trial: Trial) -> None:
         """Ray Tune's."""
@@ -243,18 +257,16 @@ _NOBODY = _Nobody()
 
 
 class _Follow(_Unsaved, tune.Callback):
-    """Begins a cell when Ray Tune starts its trial, and keeps Ray Tune from remembering trials that are over."""
+    """Begins a cell when Ray Tune starts its trial, and has Ray Tune forget trials that are over."""
 
-    def __init__(self, floor: Floor) -> None:
-        self._floor = floor
+    def __init__(self, floor: Floor, decisions: Decisions) -> None:
+        self._floor, self._decisions = floor, decisions
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self._floor.begin(trial.trial_id)
 
     def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
-        if any(trial.is_finished() for trial in trials):
-            # Ray Tune's own list, which it goes through at every step: of 10,000 cells it would hold all until the end.
-            trials[:] = [trial for trial in trials if not trial.is_finished()]
+        self._decisions.forget(trials)
 
 
 def rungs(asked: SchedulerSpec, tokens: int) -> list[int]:
@@ -292,7 +304,9 @@ def fit(queue: CellQueue, decisions: Decisions, floor: Floor, scratch: Path) -> 
             CellTrial,
             # The metric is known to the scheduler already: it has had to hear of cells of earlier drivers.
             tune_config=tune.TuneConfig(search_alg=queue, scheduler=decisions, reuse_actors=True),
-            run_config=tune.RunConfig(name="cells", storage_path=str(scratch), verbose=0, callbacks=[_Follow(floor)]),
+            run_config=tune.RunConfig(
+                name="cells", storage_path=str(scratch), verbose=0, callbacks=[_Follow(floor, decisions)]
+            ),
         ).fit()
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import faulty
 from torch import nn
 
-import faulty
 from raydist.spec import ModelSpec
 from raydist.worker.model import gpt
 
