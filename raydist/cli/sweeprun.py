@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from raydist.cli.train import progress, run_logs
 from raydist.storage import Storage
 from raydist.sweepdir import SweepDir
+from raydist.sweepstate import DONE, fold
 
 if TYPE_CHECKING:
     from raydist.spec.sweep import Cell, Sweep
@@ -47,6 +48,9 @@ def train_cells(
     place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
     with DriverLease(RunDir(folder.uri), wait_s=wait_for_driver) as lease:
         store(folder, sweep, cells)
+        states = fold(folder.events())
+        if all(cell.id in states and states[cell.id].status in DONE for cell in cells):
+            return folder, 0
         datasets.of(cells[0].job)
         with (
             run_logs(RunDir(folder.uri)) as log_dir,
@@ -62,8 +66,9 @@ def train_cells(
             with SweepConsole(sweep.name, limits.cost_per_gpu_hour) as console:
                 ended = SweepRun(
                     sweep.spec,
+                    sweep.axes,
                     folder,
-                    [cell.id for cell in cells],
+                    {cell.id: cell.parameters for cell in cells},
                     plans,
                     session,
                     console,

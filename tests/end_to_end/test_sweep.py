@@ -140,8 +140,8 @@ def test_a_scheduler_stops_a_cell(sweeps: Sweeps) -> None:
 
 
 def test_killed_and_started_again(sweeps: Sweeps) -> None:
-    """SIGKILL to the driver: the same command leaves the finished cell alone and goes on with the other from its checkpoint; an
-    interrupt then gives that one more checkpoint and exit code 130; in the end its losses are those of an undisturbed one."""
+    """SIGKILL to the driver: the same command leaves the finished cell alone and goes on with the other from its checkpoint; two
+    interrupts end it at once, with exit code 130; in the end its losses are those of an undisturbed one."""
     cells = [
         {"model.name": "cells:sound", "learning_rate": 3e-3},
         {"model.name": "cells:waiting", "learning_rate": 3e-3},
@@ -163,12 +163,14 @@ def test_killed_and_started_again(sweeps: Sweeps) -> None:
     process = sweeps.start("again")
     until(process, lambda: len(list(marks.glob("waiting-*"))) == 2)
     process.send_signal(signal.SIGINT)
-    (marks / "go").touch()
+    assert process.stderr is not None
+    while "stopping" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
-    states = fold(sweeps.folder("again").events())
-    assert states[second].status == "paused"
-    assert run.committed()[-1] > 4
+    assert fold(sweeps.folder("again").events())[second].status == "paused"
+    (marks / "go").touch()
 
     sweeps.run("again")
     states = fold(sweeps.folder("again").events())
@@ -181,6 +183,49 @@ def test_killed_and_started_again(sweeps: Sweeps) -> None:
     before = tree(sweeps, "again", second)
     sweeps.run("again")
     assert tree(sweeps, "again", second) == before
+
+
+def test_an_interrupt(sweeps: Sweeps) -> None:
+    """SIGTERM: the cell that trains, and would for hours, makes a checkpoint and ends; the one that waits is left waiting."""
+    cells = [{"learning_rate": 1e-3}, {"learning_rate": 1e-4}]
+    sweeps.write("long", cells, 1)
+    process = sweeps.project.start("sweep", "long.yaml", "--set", "train.steps=100000")
+    until(process, lambda: sweeps.folder("long").exists())
+    first, second = sweeps.cells("long")
+    run = sweeps.folder("long").run(first)
+    until(process, run.committed)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 143, err
+    states = fold(sweeps.folder("long").events())
+    assert states[first].status == "paused"
+    assert second not in states
+    assert states[first].figures["steps"] == run.committed()[-1]
+
+
+def test_the_worse_goes_on_from_the_better(sweeps: Sweeps) -> None:
+    """pbt: of two cells that would train for hours the worse ends, and goes on from the other's checkpoint with another rate; after
+    an interrupt the same command goes on with that rate."""
+    array = {"type": "list", "parameters": [{"learning_rate": 1e-2}, {"learning_rate": 1e-8}], "concurrent": 2}
+    scheduler = {"name": "pbt", "every": 8 * TOKENS, "quantile": 0.5, "resample": 0}
+    sweeps.write("pbt", array["parameters"], 2, scheduler=scheduler)  # type: ignore[arg-type]
+    process = sweeps.project.start("sweep", "pbt.yaml", "--set", "train.steps=100000")
+    until(process, lambda: sweeps.folder("pbt").exists())
+    better, worse = sweeps.cells("pbt")
+    until(process, lambda: sweeps.events("pbt", worse, "exploited"))
+    told = sweeps.events("pbt", worse, "exploited")[0].data
+    assert told["source"] == better
+    assert told["changes"] == {"optim.lr": [1e-8, 1e-2]}
+    run = sweeps.folder("pbt").run(worse)
+    until(process, lambda: max(run.committed(), default=0) > told["step"])
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 143, err
+    events = [json.loads(line) for line in (run.storage.local / "events.jsonl").read_text().splitlines()]  # type: ignore[operator]
+    assert told["step"] in [e["step"] for e in events if e["kind"] == "resumed"]
+    assert yaml.safe_load((run.storage.local / "spec.yaml").read_text())["optim"]["lr"] == 1e-2  # type: ignore[operator]
+    states = fold(sweeps.folder("pbt").events())
+    assert states[worse].lineage[0]["source"] == better
 
 
 def tree(sweeps: Sweeps, name: str, cell: str) -> dict[str, str]:

@@ -81,7 +81,9 @@ def _hours(run: CellRun) -> tuple[float, float]:
 
 
 class Floor:
-    """`plan` makes a cell ready to train, by its id. `states`: what became of cells before. `post(cell, report)`: see `CellRun`.
+    """`plan(cell, changes)` makes a cell ready to train, by its id, with these values of fields in place of its own.
+
+    `states`: what became of cells before. `post(cell, report)`: see `CellRun`.
 
     `metric`: the objective's; `allowed`: failures of a cell that are tried again. `over(cell, status)`: a cell has ended so.
     """
@@ -91,7 +93,7 @@ class Floor:
         session: Session,
         pool: Pool,
         log: SweepLog,
-        plan: Callable[[str], Plan],
+        plan: Callable[[str, Mapping[str, Any]], Plan],
         post: Callable[[str, dict[str, Any]], None],
         states: Mapping[str, CellState],
         *,
@@ -106,16 +108,26 @@ class Floor:
         self._cells: dict[str, CellRun] = {}
         """Those that train, or end just now."""
         self._closed: Wish | None = None
+        self._changes = {
+            name: {field: values[1] for told in state.lineage for field, values in told["changes"].items()}
+            for name, state in states.items()
+            if state.lineage
+        }
+        """Cell -> the values that it has by now from others."""
+        self._sources: dict[str, tuple[str, Mapping[str, list[Any]]]] = {}
+        """Cell -> whose checkpoint it goes on from when it begins the next time, and what changes."""
 
-    def begin(self, cell: str, prepare: Callable[[], None] = lambda: None) -> None:
-        """The cell trains from now on, or as soon as it has workers. Nothing, if it does already. `prepare`: see `CellRun`."""
+    def begin(self, cell: str) -> None:
+        """The cell trains from now on, or as soon as it has workers. Nothing, if it does already."""
         with self._lock:
             before = self._cells.get(cell)
             if before is not None and before.wish is None and before.status is None:
                 return
             state = self._states.get(cell, CellState())
+            plan = self._plan(cell, self._changes.get(cell, {}))
+            source = self._sources.pop(cell, None)
             run = CellRun(
-                self._plan(cell),
+                plan,
                 self._session,
                 self._pool,
                 self._log,
@@ -124,7 +136,7 @@ class Floor:
                 failures=state.failures if before is None else before.failures,
                 allowed=self._allowed,
                 before=before,
-                prepare=prepare,
+                prepare=(lambda: self._adopt(plan, *source)) if source is not None else lambda: None,
                 over=lambda status: self._over(cell, status),
             )
             self._cells[cell] = run
@@ -137,6 +149,27 @@ class Floor:
             run = self._cells.get(cell)
         if run is not None:
             run.end(wish)
+
+    def ready(self, cell: str) -> bool:
+        """Whether the cell has a checkpoint that another could go on from."""
+        return bool(self._plan(cell, {}).request.run.committed())
+
+    def exploit(self, cell: str, source: str, changes: Mapping[str, list[Any]]) -> None:
+        """The cell ends where it is, and when it begins again it goes on from the newest checkpoint of `source`, with other values:
+        field -> [before, after].
+        """
+        with self._lock:
+            self._sources[cell] = source, changes
+            self._changes[cell] = self._changes.get(cell, {}) | {field: after for field, (_, after) in changes.items()}
+        self.end(cell, Wish("yielded", f"goes on from {source}", at_once=True))
+
+    def _adopt(self, plan: Plan, source: str, changes: Mapping[str, list[Any]]) -> None:
+        """In a cell's thread, before it trains."""
+        from raydist.cluster.sweep.pbt import adopt
+
+        step = adopt(self._plan(source, {}).request.run, plan.request.run)
+        told = {"source": source, "step": step, "tokens": plan.tokens(step)}
+        self._log.event("exploited", plan.id, **told, changes=dict(changes))
 
     def close(self, because: str, at_once: bool = False) -> None:
         """No cell begins any more; those that train make a checkpoint and end, or end at once."""

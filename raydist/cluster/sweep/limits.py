@@ -5,14 +5,14 @@ Runs anywhere. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raydist.records import Event
 from raydist.spec.sweep.models import LimitsSpec
-from raydist.sweepstate import CellState
 
 HOUR = 3600.0
+_OVER = ("finished", "stopped", "paused", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,23 +28,26 @@ class Spent:
         return Spent(self.hours + other.hours, self.gpu_hours + other.gpu_hours, self.worker_hours + other.worker_hours)
 
 
-def before(events: Iterable[Event], states: Mapping[str, CellState]) -> Spent:
-    """What drivers before this one have spent. One that was killed counts until the last thing it wrote."""
-    hours, began, last = 0.0, None, 0.0
+def before(events: Iterable[Event]) -> Spent:
+    """What drivers before this one have spent. One that was killed, and its cells, count until the last thing it wrote."""
+    spent, last, driving = Spent(), 0.0, False
+    training: dict[str, tuple[float, float]] = {}
+    """Cell -> its GPUs and workers."""
     for event in events:
         if event.kind == "began":
-            hours += (last - began) / HOUR if began is not None else 0.0
-            began = event.at
-        last = event.at
-    hours += (last - began) / HOUR if began is not None else 0.0
-    stretches = [
-        (s, (last if s.end is None else s.end) - s.start) for state in states.values() for s in state.stretches
-    ]
-    return Spent(
-        hours,
-        sum(stretch.gpus * seconds for stretch, seconds in stretches) / HOUR,
-        sum(stretch.workers * seconds for stretch, seconds in stretches) / HOUR,
-    )
+            driving, training = True, {}
+        elif driving:
+            hours = (event.at - last) / HOUR
+            gpus, workers = (sum(column) for column in zip((0.0, 0.0), *training.values(), strict=True))
+            spent += Spent(hours, hours * gpus, hours * workers)
+        last, cell = event.at, str(event.data.get("cell"))
+        if event.kind == "started":
+            training[cell] = float(event.data.get("gpus", 0)), float(event.data.get("workers", 1))
+        elif event.kind in _OVER:
+            training.pop(cell, None)
+        elif event.kind == "ended":
+            driving = False
+    return spent
 
 
 def reached(limits: LimitsSpec, spent: Spent) -> str | None:

@@ -18,7 +18,8 @@ from raydist.data import open_or_prepare
 from raydist.data.batches import Batches
 from raydist.data.dataset import TokenDataset, Windows
 from raydist.observe.exporters import resolve
-from raydist.spec import JobSpec
+from raydist.spec import JobSpec, parse
+from raydist.spec.load import merge, nest
 from raydist.spec.sweep import Cell
 from raydist.sweepdir import SweepDir
 
@@ -69,11 +70,17 @@ class Plans:
             preflight.check(self._fitted(job), session, folder.uri, datasets.of(job).uri)
         self.tokens = max(self._tokens(cell.job) for cell in cells)
 
-    def __call__(self, cell: str) -> Plan:
-        """The cell of that id."""
+    def __call__(self, cell: str, changes: Mapping[str, Any]) -> Plan:
+        """The cell of that id, with these values in place of its own: dotted field -> value. Its run goes on with them."""
         job, run = self._fitted(self._cells[cell].job), self._folder.run(cell)
+        if changes:
+            raw = job.model_dump(mode="json")
+            for field, value in changes.items():
+                raw = merge(raw, nest(field, value))
+            job = parse(raw, source=cell)
         exporters = resolve([e.model_dump() for e in job.observe.exporters], run)
-        request = Request(job, run, self._datasets.of(job).uri, self._gpus(job), exporters=exporters)
+        dataset, gpus = self._datasets.of(job).uri, self._gpus(job)
+        request = Request(job, run, dataset, gpus, allow_spec_change=bool(changes), exporters=exporters)
         return Plan(cell, request, self._datasets.steps(job))
 
     def _tokens(self, job: JobSpec) -> int:

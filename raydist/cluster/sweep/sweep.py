@@ -21,7 +21,7 @@ from raydist.cluster.sweep.cell import Live, Plan
 from raydist.cluster.sweep.desk import start_desk
 from raydist.cluster.sweep.floor import Floor, Pool
 from raydist.cluster.sweep.limits import HOUR, Spent, before, reached
-from raydist.spec.sweep import SweepSpec
+from raydist.spec.sweep import Axis, SweepSpec
 from raydist.sweepdir import SweepDir, SweepLog
 from raydist.sweepstate import DONE, fold
 
@@ -54,16 +54,17 @@ class Ended:
 class SweepRun:
     """Use once: `SweepRun(...).run()`.
 
-    `cells`: ids, in order, of all cells; `plan` makes one of them ready to train; `tokens`: those of the longest cell. `at_once`:
-    how many train at a time. `lost`: see `DriverLease.lost`.
+    `cells`: id -> parameters of all cells, in order; `plan` makes one of them ready to train, see `Floor`; `tokens`: those of the
+    longest cell. `at_once`: how many train at a time. `lost`: see `DriverLease.lost`.
     """
 
     def __init__(
         self,
         spec: SweepSpec,
+        axes: Sequence[Axis],
         folder: SweepDir,
-        cells: Sequence[str],
-        plan: Callable[[str], Plan],
+        cells: Mapping[str, Mapping[str, Any]],
+        plan: Callable[[str, Mapping[str, Any]], Plan],
         session: Session,
         view: View,
         *,
@@ -71,7 +72,7 @@ class SweepRun:
         at_once: int,
         lost: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
-        self._spec, self._folder, self._cells, self._plan = spec, folder, cells, plan
+        self._spec, self._axes, self._folder, self._cells, self._plan = spec, axes, folder, cells, plan
         self._session, self._view, self._tokens, self._at_once = session, view, tokens, at_once
         self._lost = lost
         self._signals: list[int] = []
@@ -92,7 +93,7 @@ class SweepRun:
         known = {cell: states[cell].status for cell in self._cells if cell in states}
         self._done: dict[str, str] = {cell: status for cell, status in known.items() if status in DONE}
         waiting = [cell for cell in self._cells if cell not in self._done]
-        spent = before(events, states)
+        spent = before(events)
         if not waiting:
             return Ended("finished")
         log = SweepLog(self._folder)
@@ -113,10 +114,11 @@ class SweepRun:
             over=self._over,
         )
         for cell in waiting[: self._at_once]:
-            pool.warm(self._plan(cell))  # while Ray Tune starts
+            pool.warm(self._plan(cell, {}))  # while Ray Tune starts
         scratch = self._session.temp_dir / f"tune-{self._session.job_id}"
-        queue = tuning.CellQueue(waiting, len(waiting), self._at_once, self._session.node_ip)
-        decisions = tuning.Decisions(tuning.scheduler(self._spec, self._tokens), floor, log, queue)
+        queue = tuning.CellQueue(waiting, self._at_once, self._session.node_ip, self._values)
+        scheduler = tuning.scheduler(self._spec, self._axes, self._tokens, floor)
+        decisions = tuning.Decisions(scheduler, floor, log, queue)
 
         def decide() -> None:
             try:
@@ -174,6 +176,10 @@ class SweepRun:
                     break
             self._show(floor, log)
         return ended
+
+    def _values(self, cell: str) -> Mapping[str, Any]:
+        """What Ray Tune is told of a cell: its parameters, where they change on the way."""
+        return self._cells[cell] if self._spec.scheduler.name == "pbt" else {}
 
     def _over(self, cell: str, status: str) -> None:
         if status in DONE:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from ray.tune.search.search_algorithm import SearchAlgorithm
 from raydist.cluster.sweep.cell import Wish
 from raydist.cluster.sweep.desk import NAME
 from raydist.cluster.sweep.floor import Floor
+from raydist.cluster.sweep.pbt import Population
 from raydist.records import Event
-from raydist.spec.sweep import SweepSpec
+from raydist.spec.sweep import Axis, SweepSpec
 from raydist.spec.sweep.models import SchedulerSpec
 from raydist.sweepdir import SweepLog
 
@@ -85,8 +86,14 @@ class CellTrial(tune.Trainable):
 class CellQueue(_Unsaved, SearchAlgorithm):
     """Gives the cells in their order, at most `at_once` at a time, each a trial of the same id, made when it is its turn."""
 
-    def __init__(self, cells: Iterable[str], count: int, at_once: int, node_ip: str) -> None:
-        self._cells, self._count, self._at_once = iter(cells), count, at_once
+    def __init__(
+        self,
+        cells: Sequence[str],
+        at_once: int,
+        node_ip: str,
+        values: Callable[[str], Mapping[str, Any]] = lambda cell: {},
+    ) -> None:
+        self._cells, self._count, self._at_once, self._values = iter(cells), len(cells), at_once, values
         self._busy: set[str] = set()
         # Ray Tune takes no trial without a resource. This one pins its actor to the driver's node, and takes nothing from cells.
         self._resources = tune.PlacementGroupFactory([{f"node:{node_ip}": 0.0001}])
@@ -113,7 +120,7 @@ class CellQueue(_Unsaved, SearchAlgorithm):
         self._busy.add(cell)
         return Trial(
             self._spec["run"],
-            config={"cell": cell},
+            config={"cell": cell, **self._values(cell)},
             trial_id=cell,
             experiment_tag=cell,
             storage=self._spec["storage"],
@@ -195,7 +202,7 @@ class Decisions(_Unsaved, TrialScheduler):
         decision = str(self.scheduler.on_trial_result(tune_controller, trial, result))
         if decision == TrialScheduler.STOP:
             self._floor.end(cell, Wish("stopped", f"{self._name} at {result[TIME]:,} tokens", at_once=True))
-        elif decision == TrialScheduler.PAUSE or trial.status == Trial.PAUSED:
+        elif decision in (TrialScheduler.PAUSE, TrialScheduler.NOOP):
             self._queue.paused(cell)
             self._floor.end(cell, Wish("yielded", f"{self._name} at {result[TIME]:,} tokens", at_once=False))
         return decision
@@ -256,6 +263,10 @@ class _Nobody:
 _NOBODY = _Nobody()
 
 
+class _Closed(Exception):
+    """No cell is to begin any more, and none trains."""
+
+
 class _Follow(_Unsaved, tune.Callback):
     """Begins a cell when Ray Tune starts its trial, and has Ray Tune forget trials that are over."""
 
@@ -264,6 +275,10 @@ class _Follow(_Unsaved, tune.Callback):
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self._floor.begin(trial.trial_id)
+
+    def on_step_begin(self, iteration: int, trials: list[Trial], **info: Any) -> None:
+        if self._floor.closed and not self._floor.live():
+            raise _Closed  # cells that have yielded their workers to others would be waited for
 
     def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
         self._decisions.forget(trials)
@@ -278,7 +293,7 @@ def rungs(asked: SchedulerSpec, tokens: int) -> list[int]:
     return sorted({n for n in found if n >= 1})
 
 
-def scheduler(spec: SweepSpec, tokens: int) -> TrialScheduler:
+def scheduler(spec: SweepSpec, axes: Sequence[Axis], tokens: int, floor: Floor) -> TrialScheduler:
     """What Ray Tune decides with, for cells that train on `tokens`."""
     asked = spec.scheduler
     match asked.name:
@@ -291,6 +306,8 @@ def scheduler(spec: SweepSpec, tokens: int) -> TrialScheduler:
             return made
         case "median":
             return MedianStoppingRule(time_attr=TIME, grace_period=asked.grace or tokens // _GRACE)
+        case "pbt":
+            return Population(asked, axes, tokens, TIME, floor.ready, floor.exploit)
         case _:
             return FIFOScheduler()
 
@@ -299,7 +316,7 @@ def fit(queue: CellQueue, decisions: Decisions, floor: Floor, scratch: Path) -> 
     """Runs all cells; returns once Ray Tune has no more of them. In a thread of its own, whose name begins with "ray_": what Ray
     Tune prints goes to its log then. `scratch`: a folder for Ray Tune's files, which nobody reads.
     """
-    with _quiet():
+    with _quiet(), suppress(_Closed):
         tune.Tuner(
             CellTrial,
             # The metric is known to the scheduler already: it has had to hear of cells of earlier drivers.
