@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,10 +36,9 @@ TIME, METRIC = "tokens", "objective"
 """What Ray Tune counts in, and judges by: keys of a cell's reports."""
 _ACTOR_FAILURES = 8
 """Of a trial's actor: the cell trains on meanwhile, and the next actor goes on with its reports."""
-_ASHA_REDUCTION, _RUNGS = 4.0, 3
-_GRACE = 5
+_REDUCTION, _RUNGS = {"asha": 4.0, "hyperband": 3.0}, 3
+_GRACE, _SLICES = 5, 10
 _ENDLESS = 2**62
-_NAMES = {"AsyncHyperBandScheduler": "asha", "MedianStoppingRule": "median", "HyperBandScheduler": "hyperband"}
 _QUIET = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # results in JSON, CSV and TensorBoard: each run of raydist has its own
     "TUNE_GLOBAL_CHECKPOINT_S": "1e9",  # of Ray Tune's own state: the sweep's event log is the truth
@@ -179,14 +179,14 @@ class Decisions(_Unsaved, TrialScheduler):
                 name = event.data["cell"]
                 if name not in self._replayed:
                     trial = self._replayed[name] = _Replayed(name)
-                    self.scheduler.on_trial_add(_NOBODY, trial)
+                    self.scheduler.on_trial_add(None, trial)
                 told = {TIME: event.data["tokens"], METRIC: event.data["value"]}
-                self.scheduler.on_trial_result(_NOBODY, self._replayed[name], told)
+                self.scheduler.on_trial_result(None, self._replayed[name], told)
 
     def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
         """Ray Tune's."""
         before = self._replayed.pop(trial.trial_id, None)
-        if before is not None and isinstance(self.scheduler, MedianStoppingRule):
+        if isinstance(self.scheduler, MedianStoppingRule) and before in self.scheduler._results:
             self.scheduler._results[trial] = self.scheduler._results.pop(before)
         self.scheduler.on_trial_add(tune_controller, trial)
 
@@ -241,7 +241,7 @@ class Decisions(_Unsaved, TrialScheduler):
 
     @property
     def _name(self) -> str:
-        return _NAMES.get(type(self.scheduler).__name__, "pbt")
+        return str(getattr(self.scheduler, "called", "pbt"))
 
 
 class _Replayed:
@@ -251,16 +251,6 @@ class _Replayed:
 
     def __init__(self, trial_id: str) -> None:
         self.trial_id = trial_id
-
-
-class _Nobody:
-    """Ray Tune, while there is none: no trial lives."""
-
-    def get_live_trials(self) -> list[Trial]:
-        return []
-
-
-_NOBODY = _Nobody()
 
 
 class _Closed(Exception):
@@ -284,11 +274,50 @@ class _Follow(_Unsaved, tune.Callback):
         self._decisions.forget(trials)
 
 
+class _Halving(AsyncHyperBandScheduler):
+    """Ray Tune's, with rungs as the file has them, for each bracket.
+
+    A cell's bracket follows from its id, so that it is the same for the next driver. One of k rungs has reduction^k / (k + 1) of
+    all cells, as in Hyperband (Li et al. 2018, algorithm 1).
+    """
+
+    def __init__(self, brackets: Sequence[Sequence[int]], reduction: float, called: str = "asha") -> None:
+        super().__init__(time_attr=TIME, max_t=_ENDLESS, reduction_factor=reduction, brackets=len(brackets))
+        self.called = called
+        for bracket, own in zip(self._brackets, brackets, strict=True):
+            bracket._rungs = [(n, {}) for n in reversed(own)]  # the last one first, as Ray Tune has them
+        self._weights = [reduction ** len(own) / (len(own) + 1) for own in brackets]
+
+    def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+        chance = random.Random(trial.trial_id)
+        (self._trial_info[trial.trial_id],) = chance.choices(self._brackets, self._weights)
+
+
+class _Median(MedianStoppingRule):
+    """Ray Tune's, which looks at a cell every so many tokens, and pauses none while there is too little to compare it with."""
+
+    called = "median"
+
+    def __init__(self, every: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._every = every
+        self._looked: dict[str, int] = {}
+
+    def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
+        if METRIC not in result or result[TIME] - self._looked.get(trial.trial_id, 0) < self._every:
+            return str(TrialScheduler.CONTINUE)
+        self._looked[trial.trial_id] = result[TIME]
+        return str(super().on_trial_result(tune_controller, trial, result))
+
+    def _on_insufficient_samples(self, tune_controller: Any, trial: Trial, time: float) -> str:
+        return str(TrialScheduler.CONTINUE)
+
+
 def rungs(asked: SchedulerSpec, tokens: int) -> list[int]:
-    """Tokens at which asha decides, ascending, for cells that train on `tokens`."""
+    """Tokens at which asha and hyperband decide, ascending, for cells that train on `tokens`."""
     if asked.rungs is not None:
         return list(asked.rungs)
-    factor = asked.reduction or _ASHA_REDUCTION
+    factor = asked.reduction or _REDUCTION[asked.name]
     found = (int(tokens / factor**k) for k in range(_RUNGS, 0, -1))
     return sorted({n for n in found if n >= 1})
 
@@ -298,14 +327,16 @@ def scheduler(spec: SweepSpec, axes: Sequence[Axis], tokens: int, floor: Floor) 
     asked = spec.scheduler
     match asked.name:
         case "asha":
-            made = AsyncHyperBandScheduler(
-                time_attr=TIME, max_t=_ENDLESS, reduction_factor=asked.reduction or _ASHA_REDUCTION
+            return _Halving([rungs(asked, tokens)], asked.reduction or _REDUCTION["asha"])
+        case "hyperband":
+            # From the one that halves most, at its first rung already, to the one that halves no cell.
+            whole = rungs(asked, tokens)
+            return _Halving(
+                [whole[n:] for n in range(len(whole) + 1)], asked.reduction or _REDUCTION["hyperband"], "hyperband"
             )
-            # Ray Tune's rungs are powers of the reduction; ours stand in the file. The last one first, as it has them.
-            made._brackets[0]._rungs = [(n, {}) for n in reversed(rungs(asked, tokens))]
-            return made
         case "median":
-            return MedianStoppingRule(time_attr=TIME, grace_period=asked.grace or tokens // _GRACE)
+            every = asked.every or tokens // _SLICES
+            return _Median(every, time_attr=TIME, grace_period=asked.grace or tokens // _GRACE)
         case "pbt":
             return Population(asked, axes, tokens, TIME, floor.ready, floor.exploit)
         case _:
