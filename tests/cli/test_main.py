@@ -23,6 +23,7 @@ def test_help_is_light() -> None:
     for command in (
         "train",
         "submit",
+        "sweep",
         "plan",
         "faults",
         "runs",

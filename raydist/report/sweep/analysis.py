@@ -58,10 +58,14 @@ def edge(field: str, tried: Sequence[Any], value: Any) -> Edge | None:
     end, neighbour = (points[0], points[1]) if low else (points[-1], points[-2])
     spacing = _spacing(points)
     further = end * end / neighbour if spacing == "log" else 2 * end - neighbour
-    whole = all(isinstance(v, int) for v in tried if _number(v))
-    further = float(round(further)) if whole else float(f"{further:.3g}")
-    if spacing == "log" and further <= 0:
-        return None  # there is no whole number below 1
+    if all(isinstance(v, int) for v in tried if _number(v)):
+        unit = math.gcd(*(int(v) for v in points))
+        # 16 below 32, 48 and 64, not 21: what is tried are multiples.
+        further = float(unit * round(further / unit) or round(further))
+        if spacing == "log" and further <= 0:
+            return None  # there is no whole number below 1
+    else:
+        further = float(f"{further:.3g}")
     return None if further == end else Edge(field, end, "lowest" if low else "highest", spacing, further)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from raydist.report import text
 from raydist.report.sweep.results import flatten
@@ -174,7 +175,7 @@ def _print(heads: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence
 
 
 def _say(out: Console, line: str, style: str = "") -> None:
-    out.print(line, style=style or None, soft_wrap=True, markup=False)
+    out.print(Text(line, style), soft_wrap=True)
 
 
 def _parameter(v: Any) -> str:

@@ -147,6 +147,8 @@ def test_groups_judge_their_noise_together() -> None:
         ([64, 128, 256], 64, ("lowest", "log", 32)),
         ([0.0, 0.1, 0.2], 0.2, ("highest", "linear", 0.3)),
         ([0.1, 0.2, 0.3], 0.3, ("highest", "linear", 0.4)),
+        ([32, 48, 64, 128], 32, ("lowest", "log", 16)),
+        ([32, 48, 64], 64, ("highest", "linear", 80)),
         ([2, 3], 3, ("highest", "linear", 4)),
         ([2, 4], 4, ("highest", "log", 8)),
         ([1, 2, 4], 1, ("lowest", "log", None)),

@@ -1,0 +1,35 @@
+"""docs/sweeps.md is the interface: what is told of a sweep stands there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from raydist.report.sweep import forecast
+from raydist.report.sweep.results import STATUSES, tell
+from raydist.sweepstate import fold
+from tests.report.sweep.conftest import Swept
+from tests.test_sweepdir import story
+
+DOCS = (Path(__file__).parents[3] / "docs/sweeps.md").read_text()
+
+
+def test_every_key_stands_in_the_docs(swept: Callable[..., Swept]) -> None:
+    """Of the forecast and the results, of their rows, totals and analysis; and every status."""
+    made = swept("array: {parameters: {lr: [1, 2]}, seeds: 2}")
+    for cell in range(4):
+        made.finish(cell, 2.0)
+    ahead, told = forecast.tell(made.sweep, made.cells, []), tell(made.folder)
+    keys = {*ahead, *ahead["cells"][0], *ahead["totals"], *told, *told["points"][0], *told["totals"], *told["analysis"]}
+    assert {key for key in keys if f"`{key}`" not in DOCS} == set()
+    assert all(status in DOCS for status in STATUSES)
+
+
+def test_every_documented_kind_is_understood() -> None:
+    """Each kind with a cell changes its state, or is known to change nothing."""
+    table = DOCS[DOCS.index("| kind | data |") :]
+    kinds = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    after = {kind: fold(story(("started", {}), (kind, {"note": {}})))["c"] for kind in kinds}
+    before = fold(story(("started", {})))["c"]
+    assert {kind for kind, state in after.items() if state == before} == {"queued", "added"}
