@@ -138,8 +138,8 @@ class SweepLog:
     queued; started: `workers`, `gpus` (of all of them together), `tokens` it goes on from; finished, stopped (by the scheduler:
     `because`) and paused (by the user or a limit: `because`): with `figures`, those of `raydist.report.sweep.figures.measure`;
     failed: `cause`, `final`; retried: `because`, `micro_batch` where that changed; exploited: `source`, the cell whose checkpoint
-    it goes on from, `step`, `tokens`, `changes` (field -> [before, after]); report: `tokens`, `step` and `value`, the objective that
-    its scheduler was told; added: `note`, a CellNote.
+    it goes on from, `step`, `tokens`, `changes` (field -> [before, after]); report: `tokens`, `step` and `value`, the objective
+    that its scheduler was told; added: `note`, a CellNote.
     Without a cell: began, with `driver` and `cells`; ended, with `status` and `cause`.
     """
 

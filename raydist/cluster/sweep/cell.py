@@ -166,7 +166,8 @@ class CellRun:
         self._told |= {"tokens": self.plan.tokens(step), "step": step, **told}
         if value is not None:
             self._told["objective"] = value
-            self._post({**self._told, "done": False})
+            if self.wish is None:  # else it has been decided on already
+                self._post({**self._told, "done": False})
 
     # --- in its thread
 

@@ -83,7 +83,8 @@ def _hours(run: CellRun) -> tuple[float, float]:
 class Floor:
     """`plan(cell, changes)` makes a cell ready to train, by its id, with these values of fields in place of its own.
 
-    `states`: what became of cells before. `post(cell, report)`: see `CellRun`.
+    `states`: what became of cells before. `post(cell, report)`: see `CellRun`; `forget(cell)`: what it has posted so far is of no
+    interest any more.
 
     `metric`: the objective's; `allowed`: failures of a cell that are tried again. `over(cell, status)`: a cell has ended so.
     """
@@ -95,13 +96,15 @@ class Floor:
         log: SweepLog,
         plan: Callable[[str, Mapping[str, Any]], Plan],
         post: Callable[[str, dict[str, Any]], None],
+        forget: Callable[[str], None],
         states: Mapping[str, CellState],
         *,
         metric: str,
         allowed: int,
         over: Callable[[str, str], None] = lambda cell, status: None,
     ) -> None:
-        self._session, self._pool, self._log, self._plan, self._post = session, pool, log, plan, post
+        self._session, self._pool, self._log, self._plan = session, pool, log, plan
+        self._post, self._forget_reports = post, forget
         self._states, self._metric, self._allowed, self._over = states, metric, allowed, over
         self._gpu_hours = self._worker_hours = 0.0
         self._lock = threading.Lock()
@@ -123,6 +126,8 @@ class Floor:
             before = self._cells.get(cell)
             if before is not None and before.wish is None and before.status is None:
                 return
+            if before is not None:
+                self._forget_reports(cell)
             state = self._states.get(cell, CellState())
             plan = self._plan(cell, self._changes.get(cell, {}))
             source = self._sources.pop(cell, None)
