@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raydist.cli.train import progress, run_logs
+from raydist.errors import UsageError
 from raydist.storage import Storage
 from raydist.sweepdir import SweepDir
 from raydist.sweepstate import DONE, fold
@@ -39,6 +40,11 @@ def train_cells(
     from raydist.spec.sweep import check, store
 
     check(sweep, cells)
+    if not cells:
+        raise UsageError(
+            f"{sweep.source}: search: {sweep.spec.search.name} has no cells before it begins, and cannot be trained yet",
+            "take search: random, and scheduler: asha to end the bad ones early",
+        )
     folder = SweepDir(Storage(home).at(sweep.name).uri)
     datasets = Datasets(home, progress)
     cwd, limits = Path.cwd(), sweep.spec.limits

@@ -13,6 +13,7 @@ from raydist.cluster.crew import Crew
 from raydist.cluster.session import Session
 from raydist.cluster.supervisor import worker_env
 from raydist.cluster.sweep.cell import CellRun, Live, Plan, Wish
+from raydist.errors import RaydistError
 from raydist.sweepdir import SweepLog
 from raydist.sweepstate import CellState
 
@@ -129,7 +130,13 @@ class Floor:
             if before is not None:
                 self._forget_reports(cell)
             state = self._states.get(cell, CellState())
-            plan = self._plan(cell, self._changes.get(cell, {}))
+            try:
+                plan = self._plan(cell, self._changes.get(cell, {}))
+            except RaydistError as error:  # a bad cell never ends the sweep
+                self._log.event("failed", cell, cause=str(error), final=True)
+                self._over(cell, "failed")
+                self._post(cell, {"tokens": 0, "done": True})
+                return
             source = self._sources.pop(cell, None)
             run = CellRun(
                 plan,

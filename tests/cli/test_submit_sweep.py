@@ -1,0 +1,47 @@
+"""`raydist submit` of a sweep: what is wrong is said here, and the cluster is told `raydist sweep`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raydist.cli import submit
+from raydist.errors import SpecError, UsageError
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """What would be submitted; in a folder with a sweep and its base."""
+    words: list[list[str]] = []
+    monkeypatch.setattr(submit, "_submit", lambda address, told, root, **_: words.append(told))
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(yaml.safe_dump({"name": "j", "data": {"path": "d"}, "train": {"steps": 5}}))
+    array = {"parameters": [{"learning_rate": [1e-3, 1e-2]}]}
+    Path("grid.yaml").write_text(yaml.safe_dump({"base": "job.yaml", "array": array}))
+    return words
+
+
+def submitted(path: str, **given: Any) -> None:
+    """`raydist submit PATH --address http://head:8265`."""
+    submit.submit(Path(path), "http://head:8265", **given)
+
+
+def test_a_sweep(sent: list[list[str]]) -> None:
+    """Its options reach the command; a job's stays `raydist train`."""
+    submitted("grid.yaml", overrides=["train.steps=7"], name="mine", storage="/runs", working_dir=Path())
+    submitted("job.yaml", working_dir=Path())
+    command = ["python", "-m", "raydist"]
+    options = ["--set", "train.steps=7", "--name", "mine", "--storage", "/runs"]
+    assert sent == [[*command, "sweep", "grid.yaml", *options], [*command, "train", "job.yaml"]]
+
+
+def test_what_a_sweep_has_not(sent: list[list[str]]) -> None:
+    """Options of one run alone, and a base that is no job, are refused before anything is sent."""
+    with pytest.raises(UsageError, match="--until, --fresh: not for a sweep"):
+        submitted("grid.yaml", until=3, fresh=True, working_dir=Path())
+    with pytest.raises(SpecError, match=r"model\.widht"):
+        submitted("grid.yaml", overrides=["model.widht=3"], working_dir=Path())
+    assert sent == []
