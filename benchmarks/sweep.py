@@ -3,7 +3,7 @@
     python benchmarks/sweep.py [--only sweep alone tune]
 
 sweep: `raydist sweep`. alone: nine times `raydist train`, as by hand. tune: a function trainable that calls `TorchTrainer.fit()`,
-as Ray's documentation shows it, with max_concurrent_trials and next to no CPU for the trial itself, without which it comes to a halt;
+as Ray's documentation shows it, with max_concurrent_trials and next to no CPU for the trial itself, without which it may halt;
 its training is a bare loop over the same model and batches, without checkpoints, evaluation or records. Wall clock of each command,
 from a cold start, and for `sweep` the seconds from a cell's end to the first step of the one that follows on its workers.
 """

@@ -71,10 +71,11 @@ class Sweeps:
         """`raydist sweep NAME.yaml`, running."""
         return self.project.start("sweep", f"{name}.yaml")
 
-    def run(self, name: str) -> None:
-        """The same, to its end."""
-        done = self.project.raydist("sweep", f"{name}.yaml")
+    def run(self, name: str) -> dict[str, Any]:
+        """The same, to its end: the object that it ends with, alone on stdout."""
+        done = self.project.raydist("sweep", f"{name}.yaml", "--json")
         assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,8 @@ def test_one_cell_after_another(sweeps: Sweeps) -> None:
         {"model.name": "cells:sound", "learning_rate": 1e-2},
     ]
     sweeps.write("one", cells, 2, limits={"failures_per_cell": 1})
-    sweeps.run("one")
+    told = sweeps.run("one")
+    assert {status: count for status, count in told["counts"].items() if count} == {"finished": 3, "failed": 1}
     broken, dying, sound, last = sweeps.cells("one")
     states = fold(sweeps.folder("one").events())
     assert [states[cell].status for cell in (broken, dying, sound, last)] == ["failed", *["finished"] * 3]

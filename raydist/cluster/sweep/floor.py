@@ -31,11 +31,16 @@ class Pool:
         self._closed = False
 
     def warm(self, plan: Plan) -> None:
-        """Starts workers for a cell that is to come, in a crew that has none yet."""
-        crew = next((crew for crew in self._free if not crew.waiting), None)
+        """Starts workers for a cell that is to come, in a crew that has none yet. Returns at once."""
+        threading.Thread(target=self._warm, args=(plan,), name="raydist-warm", daemon=True).start()
+
+    def _warm(self, plan: Plan) -> None:
+        crew = self.get(plan)
         if crew is not None:
-            size, (cpus, gpus, env) = plan.workers, kind(plan)
-            crew.leave(crew.start(size, cpus, gpus, env, run_name=plan.id, start_timeout_s=_START_S))
+            try:
+                crew.leave(crew.start(plan.workers, *kind(plan), run_name=plan.id, start_timeout_s=_START_S))
+            finally:
+                self.put(crew)
 
     def get(self, plan: Plan) -> Crew | None:
         """A crew that nobody has, as soon as there is one; None once the pool is closed."""
@@ -53,7 +58,7 @@ class Pool:
         """Back, for the next cell."""
         with self._changed:
             self._free.append(crew)
-            self._changed.notify()
+            self._changed.notify_all()
 
     def close(self) -> None:
         """No cell gets one any more."""
@@ -63,6 +68,8 @@ class Pool:
 
     def end(self) -> None:
         """Lets all workers go. No cell trains any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._free) == len(self._all))
         threads = [threading.Thread(target=crew.end, name="raydist-crew", daemon=True) for crew in self._all]
         for thread in threads:
             thread.start()
