@@ -8,13 +8,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from raydist.cluster.crew import Crew
 from raydist.cluster.session import Session
 from raydist.cluster.supervisor import Ending, Request, Supervisor
-from raydist.errors import RaydistError
+from raydist.errors import RaydistError, StorageError
 from raydist.records import Event
 from raydist.report.sweep.figures import measure
 from raydist.rundir import SPEC
@@ -181,9 +182,9 @@ class CellRun:
         self._had = time.monotonic(), None
         try:
             ending = self._train(crew)
-        except BaseException as error:  # a bad cell never ends the sweep
+        except BaseException as error:  # a bad cell never ends the sweep; the next start of it tries this one again
             ending = Ending("stopped", self._told["step"], cause=f"{type(error).__name__}: {error}")
-            self._log.event("failed", self.plan.id, cause=ending.cause, final=True)
+            self._log.event("failed", self.plan.id, cause=ending.cause, final=False)
         finally:
             self._had = self._had[0], time.monotonic()
             self._crews.put(crew)
@@ -192,10 +193,8 @@ class CellRun:
     def _train(self, crew: Crew) -> Ending:
         run, name = self.plan.request.run, self.plan.id
         self._prepare()
-        if (
-            run.exists() and read_state(run)["status"] == "finished"
-        ):  # its driver was killed before it could write that down
-            self._note("finished")
+        if run.exists() and read_state(run)["status"] == "finished":
+            self._note("finished")  # its driver was killed before it could write that down
             return Ending("finished", self.plan.total)
         run.storage.write(SPEC, dump(self.plan.job).encode())
         self.live.state = "running"
@@ -204,7 +203,6 @@ class CellRun:
             begun = run.committed()
             tokens = self.plan.tokens(begun[-1]) if begun else 0
             self._log.event("started", name, workers=self.plan.workers, gpus=gpus, tokens=tokens)
-            self._log.flush()
             ending = self._attempt(crew)
             wish = self.wish
             if ending.status == "finished":
@@ -239,12 +237,20 @@ class CellRun:
 
     @staticmethod
     def _hurry(supervisor: Supervisor, wish: Wish) -> None:
-        (supervisor.cancel if wish.at_once else supervisor.stop)(_SIGNAL)
+        if wish.how != "paused" and wish.at_once:
+            supervisor.cancel(_SIGNAL)  # its workers are for the next cell
+            return
+        for _ in range(1 + wish.at_once):
+            supervisor.stop(_SIGNAL)
 
     def _note(self, kind: str, **data: Any) -> None:
         """An event that ends a stretch, with what the run has come to."""
-        self._log.event(kind, self.plan.id, figures=measure(self.plan.request.run), **data)
-        self._log.flush()
+        figures: dict[str, Any] = {}
+        with suppress(StorageError):
+            figures = measure(self.plan.request.run)
+        self._log.event(kind, self.plan.id, figures=figures, **data)
+        with suppress(StorageError):  # what storage refuses is kept, and tried again
+            self._log.flush()
 
     def _over(self, status: str, wish: Wish | None) -> None:
         self.status = wish.how if wish is not None and status in ("interrupted", "paused") else status

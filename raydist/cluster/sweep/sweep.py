@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from raydist.cluster.sweep.cell import Live, Plan
 from raydist.cluster.sweep.desk import start_desk
 from raydist.cluster.sweep.floor import Floor, Pool
 from raydist.cluster.sweep.limits import HOUR, Spent, before, reached
+from raydist.errors import RaydistError, StorageError, TrainingStopped
 from raydist.spec.sweep import Axis, SweepSpec
 from raydist.sweepdir import SweepDir, SweepLog
 from raydist.sweepstate import DONE, fold
@@ -117,7 +119,8 @@ class SweepRun:
             over=self._over,
         )
         for cell in waiting[: self._at_once]:
-            pool.warm(self._plan(cell, {}))  # while Ray Tune starts
+            with suppress(RaydistError):  # of a cell that cannot train it is said when it is its turn
+                pool.warm(self._plan(cell, {}))  # while Ray Tune starts
         scratch = self._session.temp_dir / f"tune-{self._session.job_id}"
         queue = tuning.CellQueue(waiting, self._at_once, self._session.node_ip, self._values)
         scheduler = tuning.scheduler(self._spec, self._axes, self._tokens, floor)
@@ -128,8 +131,16 @@ class SweepRun:
                 decisions.scheduler.set_search_properties(tuning.METRIC, self._spec.objective.better)
                 decisions.replay(events)
                 tuning.fit(queue, decisions, floor, scratch)
-            except BaseException as error:
+            except RaydistError as error:
                 self._error = error
+            except BaseException as error:
+                line = (str(error).strip().splitlines() or [""])[-1]
+                self._error = TrainingStopped(
+                    f"sweep {self._folder.name}: Ray Tune has failed: {type(error).__name__}: {line}",
+                    f"the same command goes on; logs: {self._folder.uri}/logs",
+                )
+                self._error.__cause__ = error
+            if self._error is not None:
                 floor.close("Ray Tune has failed")
 
         thread = threading.Thread(target=decide, name="ray_tune", daemon=True)
@@ -142,6 +153,10 @@ class SweepRun:
                 floor.join()
                 thread.join(_TUNE_S)
                 self._show(floor, log)
+        except BaseException:
+            floor.close("the sweep's driver has failed", at_once=True)
+            floor.join()
+            raise
         finally:
             pool.end()
             log.event("ended", status=ended.status, cause=ended.because)
@@ -192,7 +207,8 @@ class SweepRun:
         return self._before + Spent((time.monotonic() - self._began) / HOUR, *floor.used())
 
     def _show(self, floor: Floor, log: SweepLog) -> None:
-        log.flush()
+        with suppress(StorageError):  # what storage refuses is kept, and tried again
+            log.flush()
         live = floor.live()
         counts = Counter(self._done.values())
         counts |= {"running": len(live), "waiting": len(self._cells) - len(self._done) - len(live)}
