@@ -360,9 +360,9 @@ def fit(queue: CellQueue, decisions: Decisions, floor: Floor, scratch: Path) -> 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    # To the "ray" logger above it, which the session sends to a file, not to the user's screen.
+    # It would tell the user of its own files, which nobody reads; what it decides stands in the sweep's log, and errors are raised.
     logger = logging.getLogger("ray.tune")
-    logger.handlers, logger.propagate = [], True
+    logger.handlers, logger.propagate = [logging.NullHandler()], False
     before = {name: os.environ.get(name) for name in _QUIET}
     os.environ.update(_QUIET)
     try:
