@@ -114,11 +114,9 @@ class GradientNoise:
         self.average.add(signal, noise * samples)
 
     def verdict(self, step: int) -> Finding | None:
-        """Once in a run: the global batch is far beyond the noise scale, and the first quarter of the run, in which that grows
-        fastest, is over.
-        """
+        """Once in a run: the global batch is far beyond the noise scale, in the second half, for in the first that grows fastest."""
         scale = self.scale
-        if self._told or scale is None or self.average.measured < SURE or 4 * step < self._total:
+        if self._told or scale is None or self.average.measured < SURE or 2 * step < self._total:
             return None
         scale = max(scale, 1.0)
         if self._batch <= FAR * scale:

@@ -225,9 +225,7 @@ def test_the_ratio_of_averages_not_the_average_of_ratios() -> None:
 
 
 def test_the_first_steps_are_forgotten() -> None:
-    """|G|^2 that is a thousand times larger in the first 10 of 100 measurements moves the last figure by less than 3%; weights add up
-    to one.
-    """
+    """|G|^2 that is a thousand times larger in the first 10 of 100 measurements moves the last figure by less than 3%."""
     average = Average()
     for i in range(100):
         average.add(1000.0 if i < 10 else 1.0, 50.0)
@@ -257,13 +255,13 @@ def measure(made: GradientNoise, times: int, scale: float) -> None:
 
 
 def test_a_batch_far_beyond_is_told_once() -> None:
-    """Not before enough was measured and a quarter of the run is over; then once, also by whoever takes up its state."""
+    """Not before enough was measured and half of the run is over; then once, also by whoever takes up its state."""
     made = meter()
     measure(made, noise.SURE - 1, 16.0)
     assert made.verdict(999) is None
     measure(made, 1, 16.0)
-    assert made.verdict(249) is None
-    told = made.verdict(250)
+    assert made.verdict(499) is None
+    told = made.verdict(500)
     assert told is not None
     assert (told.rule, told.severity, told.rank) == ("grad_noise", "info", None)
     assert told.figures == {"global_batch": 256, "grad_noise_scale": 16.0, "times": 16.0, "batch_that_fits": 16}
@@ -273,10 +271,10 @@ def test_a_batch_far_beyond_is_told_once() -> None:
     assert line.startswith(
         "the global batch of 256 sequences is 16.0 times the gradient noise scale, 16: lower train.global_batch"
     )
-    assert made.verdict(251) is None
+    assert made.verdict(501) is None
     after = meter()
     after.load(json.loads(json.dumps(made.state())))
-    assert after.verdict(251) is None
+    assert after.verdict(501) is None
     assert after.state() == made.state()
 
 
@@ -304,7 +302,7 @@ def scales(steps: list[dict[str, Any]]) -> list[float | None]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_resumed_run_has_the_same_records(ranks: Any, dataset: str, tmp_path: Path, world: int) -> None:
-    """Interrupted at step 12 of 16: every record and weight is that of the run that was not, bit for bit; None until LEAST steps."""
+    """Interrupted at step 12 of 16: every figure and weight is that of the run that was not, bit for bit; none until LEAST."""
     spec = observed(dataset, 1)
     whole, _, _ = run(ranks, trained, world, spec, str(tmp_path / "whole"))[0]
     first, _, _ = run(ranks, trained, world, spec, str(tmp_path / "cut"), 1, 12)[0]
