@@ -114,7 +114,7 @@ class GradientNoise:
         self.average.add(signal, noise * samples)
 
     def verdict(self, step: int) -> Finding | None:
-        """Once in a run: the global batch is far beyond the noise scale, in the second half, for in the first that grows fastest."""
+        """Once in a run: the global batch is far beyond the noise scale. In the second half: in the first that grows fastest."""
         scale = self.scale
         if self._told or scale is None or self.average.measured < SURE or 2 * step < self._total:
             return None

@@ -18,6 +18,7 @@ from raydist.records import Finding
 from raydist.report import text
 from raydist.spec import JobSpec
 from raydist.worker import noise
+from raydist.worker.graph import each_gradient
 from raydist.worker.noise import Average, GradientNoise, split
 from raydist.worker.setup import Rank
 from raydist.worker.step import StepReport, TrainStep, loss_sum
@@ -105,6 +106,7 @@ CASES: list[Any] = [
     pytest.param("ddp", {}, 1, 7, 2, id="one rank that accumulates"),
     pytest.param("zero3", {"train": {"checkpoint_activations": "full"}}, 2, 6, 3, id="computed again"),
     pytest.param("zero2", {"offload": {"optimizer": "cpu"}}, 2, 6, 2, id="offloaded"),
+    pytest.param("zero3", {"offload": {"parameters": "cpu"}}, 2, 6, 3, id="parameters offloaded"),
     pytest.param("ddp", {"precision": FP16}, 2, 6, 3, id="ddp fp16"),
     pytest.param("zero3", {"precision": FP16}, 2, 6, 3, id="zero3 fp16"),
     pytest.param("zero3", {"precision": {"params": "bf16", "reduce": "bf16"}}, 2, 6, 3, id="zero3 bf16"),
@@ -129,6 +131,19 @@ def test_every_strategy_measures_the_same(
         for (signal, variance), (right, right_variance) in zip(found, expected, strict=False):
             assert variance == pytest.approx(right_variance, rel=near)
             assert signal == pytest.approx(right, rel=near, abs=near * right_variance / n)
+
+
+def test_every_pass_is_looked_at_once() -> None:
+    """Of two passes within the block each brings each parameter's own gradient once, a tied weight's too; after it, none does."""
+    model, seen = Bigram(), []
+    model.head = model.table  # two names
+    tokens, targets = samples(3)
+    with each_gradient(model, lambda name, grad: seen.append((name, float(grad.norm())))):
+        for i in (0, 1):
+            loss_sum(model, MicroBatch(tokens[i : i + 1], targets[i : i + 1])).backward()  # type: ignore[no-untyped-call]
+    loss_sum(model, MicroBatch(tokens, targets)).backward()  # type: ignore[no-untyped-call]
+    assert sorted(name for name, _ in seen) == ["bias", "bias", "table.weight", "table.weight"]
+    assert len({norm for _, norm in seen}) == 4
 
 
 # --- a problem whose noise scale is known
