@@ -64,7 +64,9 @@ class Small:
     def send(self) -> None:
         """Every rank."""
         tokens = (self._batch.targets != MASKED).sum()
-        square = torch.stack(self._norms).double().square().sum()
+        # Nothing was seen where a strategy of the user's own never makes a parameter whole.
+        norms = self._norms or [torch.zeros((), device=self._rank.device)]
+        square = torch.stack(norms).double().square().sum()
         self._sums = torch.stack([square, tokens.double(), tokens.double().square()])
         if self._rank.world_size > 1:
             self._work = dist.all_reduce(self._sums, async_op=True)
@@ -107,7 +109,7 @@ class GradientNoise:
         `factor`: what makes the gradient that the strategy has reduced that mean.
         """
         square, counted, squared = small.sums()
-        if not counted or (share := squared / (tokens * counted)) > NEARLY_ALL:
+        if not square or not counted or (share := squared / (tokens * counted)) > NEARLY_ALL:
             return
         in_small = square * (factor / self._loss_factor) ** 2 * tokens / counted
         signal, noise = split(in_small, norm**2, share)
