@@ -48,13 +48,13 @@ def report(run: RunDir) -> Report:
     about = summary.show(run)
     steps = merge(segments)
     text = _spec(run)
-    spec = yaml.safe_load(text) or {}
+    spec = _parsed(text)
     spans = goodput.spans(events, segments, state.get("heartbeat_at") or (events[-1].at if events else made))
     start, end = (spans[0].start, spans[-1].end) if spans else (made, made)
     ranks = int(max(steps["world_size"].to_numpy(), default=0))
     readings = gather(parts(run, COLUMNS), end - start, ranks)
     slowness = grids.slowness(readings, about["steps"])
-    slow = [one | _when(readings, one["first_step"]) for one in (grids.slow(slowness, ranks) if slowness else [])]
+    slow = [one | _when(readings, one["first_step"]) for one in (grids.slow(slowness) if slowness else [])]
     divided = goodput.divided(spans, events, segments, readings)
     pace, capacity = about["tokens_per_second"], next((e.data for e in reversed(events) if e.kind == "capacity"), None)
     memory = grids.memory(readings, start, end)
@@ -94,6 +94,13 @@ def _spec(run: RunDir) -> str:
         return ""
 
 
+def _parsed(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return None  # it is shown as it is; what a report takes from it is not known
+
+
 def _get(spec: Any, *keys: str) -> Any:
     for key in keys:
         spec = spec.get(key) if isinstance(spec, Mapping) else None
@@ -110,7 +117,7 @@ def _why(spec: Any, status: str) -> str:
 
 
 def _when(readings: Readings, step: int) -> dict[str, Any]:
-    attempt, at = readings.when(step) or (None, 0.0)
+    attempt, at = readings.when(step)
     return {"attempt": attempt, "at": at}
 
 

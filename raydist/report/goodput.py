@@ -65,7 +65,7 @@ def spans(events: Sequence[Event], segments: Sequence[Segment], now: float) -> l
     attempts = _attempts(events, now)
     found: list[Span] = []
     newest = 0
-    for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
+    for attempt, following in zip(attempts, [*attempts[1:], None], strict=False):
         rows = trained.get(attempt.number)
         first = next((e for e in attempt.events if e.kind == "first_step"), None)
         live = min(attempt.idle, attempt.over)
@@ -134,7 +134,7 @@ def _attempts(events: Sequence[Event], now: float) -> list[_Attempt]:
     starts = [i for i, event in enumerate(events) if event.kind == "attempt_started"]
     found: list[_Attempt] = []
     after: What = "startup"
-    for start, stop in zip(starts, [*starts[1:], len(events)], strict=True):
+    for start, stop in zip(starts, [*starts[1:], len(events)], strict=False):
         own = list(events[start:stop])
         last = stop == len(events)
         ended = next((e for e in own if e.kind == "ended"), None)

@@ -28,18 +28,24 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Grid:
-    """values [rows, columns], NaN where nothing is known. Column j is from edges[j] to edges[j + 1]; `group` ranks share a row,
-    which has the highest of them.
-    """
+    """values [R, C], NaN where nothing is known. Column j is from edges[j] to edges[j + 1]; `rows` [R] names the ranks of each."""
 
     edges: Array
     values: Array
-    group: int
+    rows: list[str]
+    group: int = 1
+    """Ranks in a row, which has the highest of them."""
 
-    def label(self, row: int, ranks: int) -> str:
-        """`rank 3`, or `ranks 8-15`."""
-        first, last = row * self.group, min((row + 1) * self.group, ranks) - 1
-        return f"rank {first}" if first == last else f"ranks {first}-{last}"
+    def grouped(self) -> Grid:
+        """With ROWS rows at most."""
+        group = -(-len(self.values) // ROWS)
+        if group == 1:
+            return self
+        starts = range(0, len(self.values), group)
+        values = [np.fmax.reduce(self.values[i : i + group], axis=0) for i in starts]
+        ends = [min(i + group, len(self.values)) - 1 for i in starts]
+        names = [f"{i}" if i == end else f"{i}-{end}" for i, end in zip(starts, ends, strict=True)]
+        return Grid(self.edges, np.stack(values), names, group)
 
 
 def memory(readings: Readings, start: float, end: float) -> tuple[str, Grid] | None:
@@ -55,7 +61,7 @@ def memory(readings: Readings, start: float, end: float) -> tuple[str, Grid] | N
     for track in readings.tracks:
         column = np.clip(np.searchsorted(edges, track.at - start, side="right") - 1, 0, columns - 1)
         np.fmax.at(values[track.rank], column, track.values[name])
-    return name, _grouped(edges, values)
+    return name, _grid(edges, values)
 
 
 def slowness(readings: Readings, last_step: int) -> Grid | None:
@@ -88,20 +94,19 @@ def slowness(readings: Readings, last_step: int) -> Grid | None:
     with np.errstate(divide="ignore", invalid="ignore"):
         values = spent / middle
     values[~np.isfinite(values)] = np.nan
-    return _grouped(edges, values)
+    return _grid(edges, values)
 
 
-def slow(grid: Grid, ranks: int) -> list[dict[str, Any]]:
-    """Ranks that were clearly slower for a while: row, first_step, last_step, factor; the worst first, TOLD at most."""
+def slow(grid: Grid) -> list[dict[str, Any]]:
+    """Ranks that were clearly slower for a while: rank, first_step, last_step, factor; the worst first, TOLD at most."""
     found: list[dict[str, Any]] = []
-    for row, values in enumerate(grid.values):
+    for rank, values in enumerate(grid.values):
         over = np.flatnonzero(np.diff(np.concatenate([[0], (np.nan_to_num(values) >= SLOW).astype(int), [0]])))
         for start, stop in zip(over[::2], over[1::2], strict=True):
             if stop - start >= min(STRETCH, len(values)):
                 found.append(
                     {
-                        "who": grid.label(row, ranks),
-                        "rank": row if grid.group == 1 else None,
+                        "rank": rank,
                         "first_step": int(grid.edges[start]) + 1,
                         "last_step": int(grid.edges[stop]),
                         "factor": float(values[start:stop].mean()),
@@ -120,9 +125,5 @@ def _gap(tracks: Sequence[Track]) -> float:
     return max((float(np.median(np.diff(track.at))) for track in tracks if len(track.at) > 1), default=0.0)
 
 
-def _grouped(edges: Array, values: Array) -> Grid:
-    group = -(-len(values) // ROWS)
-    if group == 1:
-        return Grid(edges, values, 1)
-    rows = [values[i : i + group] for i in range(0, len(values), group)]
-    return Grid(edges, np.stack([np.fmax.reduce(row, axis=0) for row in rows]), group)
+def _grid(edges: Array, values: Array) -> Grid:
+    return Grid(edges, values, [str(rank) for rank in range(len(values))])

@@ -12,7 +12,7 @@ from raydist.records import Event
 from raydist.report import text
 
 _LOGS = "RUN/logs has what the ranks printed"
-_REMEDIES = {
+REMEDIES = {
     "user_error": "the traceback says where",
     "worker_died": f"{_LOGS}; a SIGKILL that nobody sent is the kernel's for lack of memory: its host's log (dmesg) says so",
     "node_died": "the run goes on without it; look at the host's own log",
@@ -25,7 +25,7 @@ _REMEDIES = {
 }
 _DRIVER = "the same command goes on; `raydist submit --retries 3` does so by itself"
 _RESIZES = {"leave": "node leaves", "grow": "more ranks"}
-_KINDS: dict[str, tuple[str, str]] = {
+KINDS: dict[str, tuple[str, str]] = {
     "non_finite": ("bad number", "a lower optim.lr, a tighter optim.clip, clean data; recovery.on_nan says what is done"),
     "loss_spike": ("loss spike", "look at the samples, lower optim.lr; recovery.spike says what is done"),
     "replica_drift": ("replicas drifted", "suspect the hardware of that rank; train.check_replicas finds it early"),
@@ -72,15 +72,15 @@ def found(
         elif event.kind == "finding":
             made = _one(event.at, data["rule"], attempt, None, data["rank"], data["what"], data["remedy"])
             told.append({**made, "severity": data["severity"]})
-        elif event.kind in _KINDS:
-            kind, remedy = _KINDS[event.kind]
+        elif event.kind in KINDS:
+            kind, remedy = KINDS[event.kind]
             ranks = data.get("ranks") or []
             rank = data.get("rank", _rank(ranks[0]) if len(ranks) == 1 else None)
             told.append(_one(event.at, kind, attempt, data.get("step"), rank, text.event(event), remedy))
     for one in slow:
         cause = (
-            f"{one['who']} computed {one['factor']:.2f} times as long as the median, "
-            f"steps {one['first_step']} to {one['last_step']}"
+            f"it computed {one['factor']:.2f} times as long as the median rank, "
+            f"steps {one['first_step']:,} to {one['last_step']:,}"
         )
         remedy = "look at its host: other load, a clock held down (gpu_throttle), memory that is swapped"
         told.append(_one(one["at"], "slow rank", one["attempt"], one["first_step"], one["rank"], cause, remedy))
@@ -113,7 +113,7 @@ def _one(
 
 def _failure(event: Event, step: int | None, rest: Sequence[Event]) -> dict[str, Any]:
     data = event.data
-    remedy = _REMEDIES.get(data["fault"])
+    remedy = REMEDIES.get(data["fault"])
     made = _one(
         event.at, data["fault"].replace("_", " "), data["attempt"], step, data.get("rank"), data["cause"], remedy
     )

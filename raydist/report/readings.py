@@ -91,12 +91,14 @@ class Readings:
             found[name] = max(0.0, float(np.mean(grew)))
         return found
 
-    def when(self, step: int) -> tuple[int, float] | None:
-        """(attempt, Unix time) in which `step` was trained, as near as the readings are; the newest attempt's, if it was twice."""
-        for track in sorted(self.tracks, key=lambda t: -t.attempt):
-            if len(track.at) and track.step[0] <= step <= track.step[-1]:
-                return track.attempt, float(np.interp(step, track.step, track.at))
-        return None
+    def when(self, step: int) -> tuple[int, float]:
+        """(attempt, Unix time) in which `step` was trained, as near as the readings are; the newest attempt's, if it was twice.
+
+        There are readings.
+        """
+        tracks = sorted(self.tracks, key=lambda t: -t.attempt)
+        track = next((t for t in tracks if t.step[0] <= step <= t.step[-1]), tracks[-1])
+        return track.attempt, float(np.interp(step, track.step, track.at))
 
     def memory(self) -> str | None:
         """The column of MEMORY that the run has."""

@@ -95,8 +95,8 @@ def short(value: float) -> str:
         if size >= limit:
             return f"{value / (1e3 if name == 'k' else limit):.4g}{name}"
     if size < 1e-3:
-        mantissa, power = f"{value:.1e}".split("e")
-        return f"{mantissa.removesuffix('.0')}e{int(power)}"
+        mantissa, power = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(power)}"
     return f"{value:.4g}"
 
 

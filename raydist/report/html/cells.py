@@ -17,7 +17,7 @@ from raydist.report.html.axes import Form, Scale
 from raydist.report.html.lines import LEFT, RIGHT, WIDTH, Mark, mark_lines, x_tick
 from raydist.report.html.svg import Markup, number, tag
 
-TOP = 18.0
+TOP = 20.0
 _HEIGHTS = (8.0, 26.0)
 """Of a row, at most where there are many and where there are few."""
 _TALLEST = 300.0
@@ -38,13 +38,14 @@ def chart(
     scale: Literal["even", "middle"] = "even",
     unit: str = "",
     x_name: str = "",
+    y_name: str = "",
     about: str = "",
     marks: Sequence[Mark] = (),
 ) -> Markup:
     """A figure of values [R, C]; NaN is an empty cell. Row 0 is on top; `rows` [R] and `columns` [C] are their names.
 
     `edges`: x of the grid's ends, in what `x_ticks` and `marks` are in. `limits`: values of the scale's ends. `legend`: values that
-    the scale is marked with, and their words. `scale`: even, or with a `middle` that is no colour.
+    the scale is marked with, and their words. `form` writes a value, without `|`. `scale`: even, or with a colourless `middle`.
     """
     count, wide = values.shape
     height = min(_HEIGHTS[1], max(_TALLEST / count, 2.0)) if count < 40 else max(2.0, _TALLEST / count)
@@ -72,13 +73,14 @@ def chart(
             for i in range(0, count, every)
         ],
         [x_tick(tick, across, x_form, bottom) for tick in x_ticks],
+        tag("text", y_name, class_="name", x=LEFT - 7, y=TOP - 8, text_anchor="end"),
         tag("text", x_name, class_="name", x=RIGHT, y=bottom + 34, text_anchor="end"),
         mark_lines(marks, across, TOP, bottom),
         _legend(letter, limits, legend, bottom + 28),
         tag("path", class_="cross", d=""),
         viewBox=f"0 0 {WIDTH:g} {number(round(bottom + 56, 1))}",
         role="img",
-        data_cells=_hover(values, form, rows, columns, bottom),
+        data_cells=_hover(values, form, [f"{y_name} {row}".strip() for row in rows], columns, bottom),
     )
     head = tag("figcaption", title, tag("span", f" {unit}", class_="unit"))
     return tag("figure", head, drawing, class_="chart")
@@ -109,6 +111,7 @@ def _legend(letter: str, limits: tuple[float, float], words: Sequence[tuple[floa
 
 
 def _hover(values: NDArray[np.float64], form: Form, rows: Sequence[str], columns: Sequence[str], bottom: float) -> str:
-    told = [["" if value != value else form(value) for value in row] for row in values.tolist()]
+    # One text a row: in an attribute each quotation mark takes six characters.
+    told = ["|".join("" if value != value else form(value) for value in row) for row in values.tolist()]
     data = {"box": [LEFT, TOP, RIGHT, round(bottom, 1)], "rows": list(rows), "columns": list(columns), "values": told}
-    return json.dumps(data, separators=(",", ":"))
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False)

@@ -15,7 +15,7 @@ from raydist.report.html.page import missing
 from raydist.report.html.svg import Markup, tag
 
 POINTS = 150
-"""Of the mean throughput, about."""
+"""Of means over some steps at a time, about."""
 
 
 def charts(report: Report) -> Markup | list[Markup]:
@@ -36,9 +36,15 @@ def charts(report: Report) -> Markup | list[Markup]:
     )
     each = np.divide(at["tokens"], at["seconds"], out=np.full(len(x), np.nan), where=at["seconds"] > 0)
     loss = [Series("training", x, at["loss"]), *([evals] if report.evals else [])]
-    pace, mean = _mean(x, at["tokens"], at["seconds"])
+    norms, read = (
+        np.nan_to_num(at["grad_norm"], posinf=0.0, neginf=0.0),
+        np.isfinite(at["grad_norm"]).astype(np.float64),
+    )
+    norm = [Series("", x, at["grad_norm"])]
+    if len(x) > lines.COLUMNS:
+        norm = [Series("each step", x, at["grad_norm"], "faint"), Series("mean", *_mean(x, norms, read))]
     throughput = (
-        [Series("each step", x, each, "faint"), Series("mean", pace, mean)]
+        [Series("each step", x, each, "faint"), Series("mean", *_mean(x, at["tokens"], at["seconds"]))]
         if len(x) > POINTS
         else [Series("", x, each)]
     )
@@ -51,7 +57,7 @@ def charts(report: Report) -> Markup | list[Markup]:
     drawn = [
         curve("Loss", loss, "nats a token", lines.wants_log(at["loss"])),
         curve("Throughput", throughput, "tokens/s, all ranks"),
-        curve("Gradient norm", [Series("", x, at["grad_norm"])], "before clipping", lines.wants_log(at["grad_norm"])),
+        curve("Gradient norm", norm, "before clipping", lines.wants_log(at["grad_norm"])),
         curve("Learning rate", [Series("", x, at["lr"])]),
     ]
     thinned = len(x) > lines.COLUMNS
@@ -76,11 +82,11 @@ def _marks(report: Report) -> list[Mark]:
 
 
 def _mean(
-    x: NDArray[np.float64], tokens: NDArray[np.float64], seconds: NDArray[np.float64]
+    x: NDArray[np.float64], amounts: NDArray[np.float64], weights: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Tokens over seconds of some steps at a time, at the middle one of them."""
+    """Amounts over weights of some steps at a time, at the middle one of them."""
     starts = np.arange(0, len(x), -(-len(x) // POINTS))
     ends = np.append(starts[1:], len(x))
-    spent = np.add.reduceat(seconds, starts)
-    made = np.add.reduceat(tokens, starts)
+    spent = np.add.reduceat(weights, starts)
+    made = np.add.reduceat(amounts, starts)
     return x[(starts + ends - 1) // 2], np.divide(made, spent, out=np.full(len(starts), np.nan), where=spent > 0)

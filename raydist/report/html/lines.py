@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,7 @@ def chart(
     log: bool = False,
     form: Form = axes.short,
     x_form: Form = axes.whole,
+    x_tick_form: Form = axes.short,
     x_ticks: Sequence[float] | None = None,
     marks: Sequence[Mark] = (),
 ) -> Markup:
@@ -74,7 +75,7 @@ def chart(
         tag("title", title),
         tag("desc", about or title),
         [_y_tick(tick, up, form) for tick in steps],
-        [x_tick(tick, across, x_form) for tick in (axes.whole_ticks(low, high) if x_ticks is None else x_ticks)],
+        [x_tick(tick, across, x_tick_form) for tick in (axes.whole_ticks(low, high) if x_ticks is None else x_ticks)],
         tag("text", x_name, class_="name", x=RIGHT, y=HEIGHT - 6, text_anchor="end"),
         mark_lines(marks, across),
         [one.drawn(i) for i, one in enumerate(shown)],
@@ -137,15 +138,11 @@ class _Shown:
         self.x, self.y = series.x[finite], series.y[finite]
         self.px, self.py = across(self.x), up(self.y)
         self.column = np.floor(self.px - LEFT).astype(int)
-        self.starts = (
-            np.flatnonzero(np.append(True, self.column[1:] != self.column[:-1])) if len(self.x) else self.column
-        )
-        self.ends = np.append(self.starts[1:], len(self.x)) - 1
+        self.starts = np.flatnonzero(_first(self.column))
+        self.ends = (np.append(self.starts[1:], len(self.x)) - 1)[: len(self.starts)]
 
     def vertices(self) -> NDArray[np.int64]:
         """Of each column the first, the least, the most and the last point; indices, ascending."""
-        if not len(self.x):
-            return np.zeros(0, dtype=np.int64)
         order = np.lexsort((self.y, self.column))
         return np.unique(np.concatenate([self.starts, self.ends, order[self.starts], order[self.ends]]))
 
@@ -154,13 +151,18 @@ class _Shown:
         if self.series.style == "dots":
             path = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in zip(self.px[at], self.py[at], strict=True))
         else:
-            new = np.append(True, self.gaps[at][1:] != self.gaps[at][:-1])
-            alone = new & np.append(new[1:], True)
+            new = _first(self.gaps[at])
+            alone = new & np.append(new[1:], True)[: len(at)]
             path = "".join(
                 f"{'M' if begins else 'L'}{x:.1f} {y:.1f}{'h0' if lone else ''}"
                 for begins, lone, x, y in zip(new, alone, self.px[at], self.py[at], strict=True)
             )
         return tag("path", class_=f"line s{index} {self.series.style}", d=path)
+
+
+def _first(values: NDArray[Any]) -> NDArray[np.bool_]:
+    """Where a value differs from the one before; the very first does."""
+    return np.append(True, values[1:] != values[:-1])[: len(values)]
 
 
 def _hover(shown: Sequence[_Shown], x_form: Form, form: Form, x_name: str) -> str:

@@ -56,19 +56,19 @@ def cards(figures: Sequence[tuple[str, str, str]]) -> Markup:
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Child]], *, id: str | None = None) -> Markup:
     """`>` behind a heading: numbers, on the right; `~`: words, which wrap. The first column names the row."""
+    tall = "tall" if any(name.endswith("~") for name in columns) else None  # on a phone each row becomes a paragraph
     looks = ["number" if name.endswith(">") else "words" if name.endswith("~") else None for name in columns]
     head = [tag("th", name.rstrip(">~"), class_=look, scope="col") for name, look in zip(columns, looks, strict=True)]
-    body = [
-        tag("tr", [_cell(cell, look, i) for i, (cell, look) in enumerate(zip(row, looks, strict=True))]) for row in rows
-    ]
-    whole = tag("table", tag("thead", tag("tr", head)), tag("tbody", body), id=id)
+    names = [name.rstrip(">~") for name in columns]
+    body = [tag("tr", [_cell(i, *each) for i, each in enumerate(zip(row, looks, names, strict=True))]) for row in rows]
+    whole = tag("table", tag("thead", tag("tr", head)), tag("tbody", body), id=id, class_=tall)
     return tag("div", whole, class_="wide", tabindex="0")
 
 
-def _cell(cell: Child, look: str | None, column: int) -> Markup:
+def _cell(column: int, cell: Child, look: str | None, name: str) -> Markup:
     if column == 0:
-        return tag("th", cell, class_=look, scope="row")
-    return tag("td", cell, class_=look)
+        return tag("th", cell, class_=look, scope="row", data_label=name)
+    return tag("td", cell, class_=look, data_label=name)
 
 
 def folded(title: str, text: str) -> Markup:

@@ -37,10 +37,9 @@ def memory(report: Report) -> Markup | list[Markup | None]:
             told["not_read"]
             or "No reading of a rank has its memory: its process is in another container than the agent."
         )
-    column, grid = report.memory
+    column, grid = report.memory[0], report.memory[1].grouped()
     low, high = float(np.nanmin(grid.values)), float(np.nanmax(grid.values))
     low = min(low, _NARROW * high)
-    count = told["world_size"] or 1
     begins = [(a.attempt, a.start) for a in report.spans if a.what in ("startup", "recovery")]
     seen: set[int] = set()
     marks = []
@@ -57,7 +56,8 @@ def memory(report: Report) -> Markup | list[Markup | None]:
         x_ticks=axes.time_ticks(0.0, float(grid.edges[-1])),
         x_form=axes.clock,
         x_name="since the first attempt's start",
-        rows=_names(grid, count),
+        rows=grid.rows,
+        y_name="rank",
         columns=[f"{axes.clock(a)} to {axes.clock(b)}" for a, b in zip(grid.edges[:-1], grid.edges[1:], strict=True)],
         form=text.size,
         legend=[(low, text.size(low)), (high, text.size(high))],
@@ -74,20 +74,20 @@ def memory(report: Report) -> Markup | list[Markup | None]:
         ],
     )
     title = "each rank" if len(rows) <= _LISTED else f"the {_LISTED} ranks with the most"
-    return [chart, tag("p", words, class_="quiet"), tag("details", tag("summary", title), named)]
+    return [chart, tag("p", words, class_="note"), tag("details", tag("summary", title), named)]
 
 
 def slowness(report: Report) -> Markup | list[Markup | None]:
     """The strip rank x step, and who was slow for a while."""
-    told, grid = report.told, report.slowness
+    told = report.told
     if told["not_read"]:
         return missing(told["not_read"])
-    if grid is None:
+    if report.slowness is None:
         return missing("There is nobody to compare with: it takes two ranks, and some readings of them.")
+    grid = report.slowness.grouped()
     with np.errstate(divide="ignore"):
         values = np.log2(grid.values)
     values[~np.isfinite(values)] = np.nan
-    count = told["world_size"] or 1
     last = float(grid.edges[-1])
     chart = cells.chart(
         "Slowness",
@@ -97,32 +97,32 @@ def slowness(report: Report) -> Markup | list[Markup | None]:
         limits=(-_SPREAD, _SPREAD),
         edges=(0.0, last),
         x_ticks=axes.whole_ticks(0.0, last),
-        x_form=axes.whole,
+        x_form=axes.short,
         x_name="step",
-        rows=_names(grid, count),
+        rows=grid.rows,
+        y_name="rank",
         columns=[
             f"steps {int(a) + 1:,} to {max(int(b), int(a) + 1):,}"
             for a, b in zip(grid.edges[:-1], grid.edges[1:], strict=True)
         ],
-        form=lambda value: f"{2**value:.2f} times the median",
-        legend=[(-_SPREAD, "half"), (0.0, "the median"), (_SPREAD, "twice and more")],
+        form=lambda value: f"{2**value:.2f} ×",
+        legend=[(-_SPREAD, "0.5"), (0.0, "1"), (_SPREAD, "2")],
         about="how long each rank computes for a step, against the median of all ranks in the same steps",
     )
     slow = [
-        f"{one['who']}: {one['factor']:.2f} times the median in steps {one['first_step']:,} to {one['last_step']:,}"
+        f"rank {one['rank']}: {one['factor']:.2f} times the median in steps {one['first_step']:,} to {one['last_step']:,}"
         for one in told["slow"]
     ]
-    found = "; ".join(slow) if slow else f"no rank computed for {SLOW:g} times as long as the median, for any while"
+    found = "; ".join(slow) if slow else f"No rank computed for {SLOW:g} times as long as the median, for any while"
     words = (
         "Orange ranks hold up the others, which wait for them in collectives; waiting does not count as computing. "
         f"Where the number of ranks is even, the median is the lower one of the two in the middle.{_shared(grid)}"
     )
-    return [chart, tag("p", tag("b", "Slow: " if slow else ""), found, "."), tag("p", words, class_="quiet")]
-
-
-def _names(grid: Grid, ranks: int) -> list[str]:
-    count = max(ranks, (len(grid.values) - 1) * grid.group + 1)
-    return [grid.label(row, count) for row in range(len(grid.values))]
+    return [
+        chart,
+        tag("p", tag("b", "Slow: ") if slow else None, found, ".", class_="note"),
+        tag("p", words, class_="note"),
+    ]
 
 
 def _shared(grid: Grid) -> str:

@@ -5,6 +5,7 @@ Runs anywhere. Pure: `raydist.report.figures` reads the run.
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,6 +15,7 @@ from raydist.report.html import axes, bars, curves, ranks
 from raydist.report.html.page import cards, folded, lines, missing, page, section, table
 from raydist.report.html.svg import Markup, tag
 
+_KEYS = re.compile(rb"://[^/\s\"'<>@]+@")
 _STATUS = {
     "running": "good",
     "finished": "good",
@@ -36,13 +38,13 @@ _PARTS = {
 
 
 def render(report: Report) -> bytes:
-    """The page, in UTF-8."""
+    """The page, in UTF-8. Keys that stand in URIs (`s3://KEY:SECRET@bucket`) are not in it: a page is passed on."""
     told = report.told
     made = _date(told["made_at"])
     heading = tag(
         "h1", told["run"], tag("span", told["status"], class_=f"status {_STATUS.get(told['status'], 'fair')}")
     )
-    return page(
+    made_of = page(
         f"{told['run']}: {told['status']}",
         heading,
         tag("p", f"{told['path']}, as it was on {made}", class_="path quiet"),
@@ -63,6 +65,7 @@ def render(report: Report) -> bytes:
             f"Made {made} by raydist {told['versions']['report']} from the run's folder. This file needs no network.",
         ),
     )
+    return _KEYS.sub(b"://", made_of)
 
 
 def _date(at: float) -> str:
@@ -97,7 +100,7 @@ def _goodput(report: Report) -> list[Markup | None]:
     if not told["wall_seconds"]:
         return [missing("No attempt of this run has begun, by its events: there is no time to divide.")]
     parts = [
-        bars.Part(_PARTS[name][0], seconds, name, text.span(seconds), _PARTS[name][1])
+        bars.Part(_PARTS[name][0], seconds, name, text.span(seconds) if seconds else "0 s", _PARTS[name][1])
         for name, seconds in told["parts"].items()
     ]
     looks = {"trained": "compute"}

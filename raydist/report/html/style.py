@@ -17,7 +17,7 @@ h1{font-size:26px;line-height:1.25;margin:0;overflow-wrap:anywhere}
 h2{font-size:17px;margin:0 0 4px}
 p{margin:0 0 12px;max-width:90ch}
 a{color:inherit}
-.quiet,.unit,.about,figure p,section>p{color:var(--quiet)}
+.quiet,.unit,.about,.note,section>p{color:var(--quiet)}
 .path{overflow-wrap:anywhere;margin:4px 0 0}
 .status{display:inline-block;vertical-align:4px;margin-left:10px;padding:1px 9px;border-radius:99px;font-size:13px;font-weight:600;
 border:1px solid currentColor}
@@ -34,7 +34,7 @@ dl{margin:0}
 figure{margin:0;min-width:0}
 figcaption{font-weight:600;font-size:14px}
 .unit{font-weight:400;font-size:13px}
-figure p{font-size:13px;margin:2px 0 0}
+.note{font-size:13px;margin:6px 0}
 .legend{display:flex;flex-wrap:wrap;gap:2px 16px;font-size:13px;color:var(--quiet)}
 .swatch{display:inline-block;width:16px;height:0;border-top:2.5px solid var(--own);vertical-align:4px;margin-right:6px}
 .swatch.dots{width:7px;height:7px;border:0;border-radius:50%;background:var(--own);vertical-align:1px}
@@ -65,7 +65,7 @@ thead th{color:var(--quiet);font-size:12.5px;white-space:nowrap;vertical-align:b
 tbody tr:last-child>*{border-bottom:0}
 tbody th{white-space:nowrap}
 .number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.words{min-width:200px;overflow-wrap:anywhere}
+td{white-space:nowrap}.about,.words{white-space:normal}.words{min-width:200px;overflow-wrap:anywhere}
 details summary{cursor:pointer;color:var(--quiet)}
 pre{margin:8px 0 0;padding:12px;background:var(--page);border-radius:6px;overflow:auto;
 font:12.5px/1.45 ui-monospace,"DejaVu Sans Mono",monospace;
@@ -77,7 +77,13 @@ font-size:13px;box-shadow:0 3px 12px #0003;font-variant-numeric:tabular-nums;max
 #tip[hidden]{display:none}#tip div{white-space:nowrap}#tip .head{color:var(--quiet)}
 footer{color:var(--quiet);font-size:12.5px;margin-top:18px}
 @media (max-width:640px){main{padding:16px 10px 32px}section{padding:14px 12px}svg text{font-size:17px}svg text.mark{font-size:15px}
-.about{min-width:220px}h1{font-size:22px}}
+h1{font-size:22px}
+.parts tr,.tall tr{display:grid;padding:5px 0;border-bottom:1px solid var(--line)}
+.parts th,.parts td,.tall th,.tall td{border:0;padding:1px 0}
+.parts tr{grid-template-columns:1fr 60px 64px}.parts .about{grid-column:1/-1;font-size:12.5px}
+.tall thead{display:none}.tall tr{grid-template-columns:1fr 1fr}.tall .words{grid-column:1/-1}
+.tall th,.tall td{text-align:left;white-space:normal}
+.tall [data-label]::before{content:attr(data-label) " ";color:var(--quiet);font-size:12px}}
 @media print{body{background:#fff;font-size:12px}
 main{max-width:none;padding:0}section{break-inside:avoid;border-color:#ccc}#tip{display:none}
 *{-webkit-print-color-adjust:exact;print-color-adjust:exact}.charts{grid-template-columns:1fr 1fr}pre{max-height:none}}
@@ -159,7 +165,7 @@ SCRIPT = """
       if (i < 0 || j < 0 || i >= count || j >= wide) return hide(svg);
       const w = (right - left) / wide, h = (bottom - top) / count;
       svg.querySelector(".cross").setAttribute("d", `M${left + j * w} ${top + i * h}h${w}v${h}h${-w}z`);
-      show(event, [line(`${told.rows[i]}, ${told.columns[j]}`, "head"), line(told.values[i][j] || "nothing is known")]);
+      show(event, [line(`${told.rows[i]}, ${told.columns[j]}`, "head"), line(told.values[i].split("|")[j] || "nothing is known")]);
     });
   }
   document.documentElement.dataset.ready = "yes";
