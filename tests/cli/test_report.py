@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +16,12 @@ from typer.testing import CliRunner
 from raydist.cli import report as command
 from raydist.errors import RunNotFound, StorageError, UsageError
 from raydist.report.figures import report
+from raydist.report.goodput import PARTS
 from raydist.rundir import RunDir
 from tests.conftest import ObjectStore
 from tests.report import story
 
+DOCS = Path(__file__).parents[2] / "docs" / "report.md"
 KEYS = [
     "run", "path", "status", "made_at", "steps", "total_steps", "loss", "eval_loss", "tokens_per_second", "mfu", "world_size",
     "versions", "started_at", "ended_at", "wall_seconds", "paused_seconds", "goodput", "parts", "attempts", "memory",
@@ -84,6 +87,13 @@ def test_json_is_one_object(run: RunDir) -> None:
         key: value for key, value in expected.items() if key != "made_at"
     }
     assert Path(found["report"]).exists()
+
+
+def test_every_figure_is_documented() -> None:
+    """docs/report.md has a line for each key, and for each part of the time."""
+    lines = [line.split("|")[1] for line in DOCS.read_text().splitlines() if line.startswith("| `")]
+    named = {name for line in lines for name in re.findall(r"`(\w+)`", line)}
+    assert named == {*KEYS, *PARTS}
 
 
 def test_what_cannot_be_done(run: RunDir, tmp_path: Path) -> None:
