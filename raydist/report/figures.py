@@ -21,7 +21,7 @@ from raydist.report.goodput import Span
 from raydist.report.grids import Grid
 from raydist.report.readings import COLUMNS, COMM, Readings, gather
 from raydist.rundir import SPEC, RunDir
-from raydist.runlog import Segment, merge, plain, read_events, read_segments
+from raydist.runlog import Segment, merge, read_events, read_segments
 from raydist.runstate import read_state
 from raydist.samplelog import parts
 from raydist.samples import OPS
@@ -84,7 +84,7 @@ def report(run: RunDir) -> Report:
         "incidents": incidents.found(events, _trained(segments), slow),
         "not_read": None if readings.tracks else _why(spec, about["status"]),
     }
-    return Report(plain(told), text, steps, _evals(events, about["steps"]), spans, memory, slowness)
+    return Report(told, text, steps, _evals(events, about["steps"]), spans, memory, slowness)
 
 
 def _spec(run: RunDir) -> str:

@@ -65,6 +65,15 @@ FIRST = [begun(0, 1), first(3, 1, 1, 3.0)]
           first(20, 3, 6, 3.5, again=5), event(30, "ended", status="finished", step=15)],
          [(1, 0, steps(1, 10, 1)), (2, 5, steps(6, 8, 2)), (3, 5, steps(6, 15, 3))],
          {"startup": 2, "data": 1.5, "unknown": 13.5, "recovery": 12, "other": 1}),
+        # Among the steps that were trained again is an evaluation of 4 s: it was done before, too.
+        ([*FIRST, failed(13, 1), begun(14, 2, 5), first(15, 2, 6, 3.0, again=5), event(21, "eval", step=8, loss=1.0, tokens=1),
+          event(28, "ended", status="finished", step=15)],
+         [(1, 0, steps(1, 10, 1)), (2, 5, steps(6, 15, 2))],
+         {"startup": 2, "data": 1.5, "unknown": 13.5, "recovery": 11}),
+        # The last two records of attempt 1 went with rank 0: its steps 9 and 10 are known from what repeats them.
+        ([*FIRST, failed(13, 1), begun(14, 2, 5), first(15, 2, 6, 3.0, again=5), event(24, "ended", status="finished", step=15)],
+         [(1, 0, steps(1, 8, 1)), (2, 5, steps(6, 15, 2))],
+         {"startup": 2, "data": 1.3, "unknown": 11.7, "other": 2, "recovery": 7}),
         # A node that was taken away: no fault, a new start.
         ([*FIRST, event(11, "decision", action="leave", because="a notice"), begun(14, 2, 10), first(16, 2, 11, 2.0),
           event(25, "ended", status="finished", step=20)],
@@ -74,7 +83,8 @@ FIRST = [begun(0, 1), first(3, 1, 1, 3.0)]
           event(15, "ended", status="finished", step=10)],
          [(1, 0, steps(1, 10, 1))], {"startup": 2, "data": 1, "unknown": 9, "checkpoint": 1.5, "other": 1.5}),
     ],
-    ids=["young", "never up", "paused", "driver lost", "stopped", "failed again", "left", "not watched"],
+    ids=["young", "never up", "paused", "driver lost", "stopped", "failed again", "evaluated again", "records lost", "left",
+         "not watched"],
 )  # fmt: skip
 def test_spans(
     tmp_path: Path, told: list[Event], attempts: list[tuple[int, int, list[dict[str, Any]]]], expected: dict[str, float]

@@ -142,6 +142,9 @@ SCRIPT = """
     return low > 0 && x - places[low - 1] < places[low] - x ? low - 1 : low;
   };
   const follow = (svg, look) => {
+    const title = svg.querySelector("title");  // its name still, but no second tip beside this one
+    svg.setAttribute("aria-label", title.textContent);
+    title.remove();
     const move = (event) => look(at(svg, event), event);
     svg.addEventListener("pointermove", move);
     svg.addEventListener("pointerdown", move);

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raydist.report.figures import report
-from raydist.report.html import page
+from raydist.report.html import lines, page
 from raydist.report.html.run import render
 from raydist.rundir import SPEC, RunDir
 from tests.report import story
@@ -128,15 +129,32 @@ def test_values_under_the_pointer(browser: Chromium, written: Path) -> None:
     assert much == "1.2 GiB"
     browser.point(*middle(browser, "svg[data-cells]", 66, 30))
     assert texts(browser, "#tip div")[1] == "nothing is known"
+    for x in (20, 595):
+        browser.point(*middle(browser, "svg[data-lines]", 300, 100))
+        assert browser.value("document.getElementById('tip').hidden") is False
+        browser.point(*middle(browser, "svg[data-lines]", x, 100))
+        assert browser.value("document.getElementById('tip').hidden") is True, "beside the plot there is no step"
+    browser.point(*middle(browser, "svg[data-lines]", 300, 100))
     browser.point(1.0, 1.0)
     assert browser.value("document.getElementById('tip').hidden") is True
 
 
+def test_names_under_the_pointer_are_text(browser: Chromium, tmp_path: Path) -> None:
+    """Whatever a series, or the number along, is called."""
+    chart = lines.chart(NAME, [lines.Series(NAME, np.arange(3.0), np.arange(3.0))], x_name=NAME)
+    (tmp_path / "a.html").write_bytes(page.page(NAME, chart))
+    browser.open(tmp_path / "a.html")
+    browser.point(*middle(browser, "svg[data-lines]", 326, 100))
+    assert texts(browser, "#tip div") == [f"{NAME} 1", f"{NAME} 1"]
+    assert browser.value("document.querySelectorAll('img').length") == 0
+    assert browser.value("document.title") == NAME
+
+
 def test_every_drawing_says_what_it_is(browser: Chromium, written: Path) -> None:
-    """To who cannot see it: a title and a description each, the bar in one sentence."""
+    """To who cannot see it: a name and a description each, the bar in one sentence."""
     browser.open(written)
     drawings = browser.value(
-        "[...document.querySelectorAll('svg')].map((one) => [one.getAttribute('role'), one.querySelector('title').textContent,"
+        "[...document.querySelectorAll('svg')].map((one) => [one.getAttribute('role'), one.getAttribute('aria-label'),"
         " one.querySelector('desc').textContent])"
     )
     assert len(drawings) == 6
