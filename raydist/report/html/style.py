@@ -38,12 +38,12 @@ figcaption{font-weight:600;font-size:14px}
 .legend{display:flex;flex-wrap:wrap;gap:2px 16px;font-size:13px;color:var(--quiet)}
 .swatch{display:inline-block;width:16px;height:0;border-top:2.5px solid var(--own);vertical-align:4px;margin-right:6px}
 .swatch.dots{width:7px;height:7px;border:0;border-radius:50%;background:var(--own);vertical-align:1px}
-.swatch.faint{opacity:.4}
+.swatch.faint{opacity:.55}
 svg{display:block;width:100%;height:auto;overflow:visible;touch-action:pan-y}
 svg text{fill:var(--quiet);font-size:12px;font-variant-numeric:tabular-nums}
 svg .grid{stroke:var(--line)}svg .tick{stroke:var(--quiet)}
 svg .line{fill:none;stroke:var(--own);stroke-width:1.6;stroke-linejoin:round;stroke-linecap:round}
-svg .faint{stroke-width:.8;opacity:.4}svg .dots{stroke-width:6}
+svg .faint{stroke-width:1;opacity:.55}svg .dots{stroke-width:6}
 svg path.mark{stroke:var(--quiet);stroke-dasharray:3 3;fill:none}svg path.mark.bad{stroke:var(--bad)}
 svg text.mark{font-size:11px}svg text.mark.bad{fill:var(--bad)}
 svg .cross{stroke:var(--ink);stroke-width:.8;fill:none;pointer-events:none}
