@@ -26,13 +26,9 @@ class Chromium:
         assert binary, "the test needs Debian's package chromium; .ci/run installs it"
         down, self._down = os.pipe()
         self._up, up = os.pipe()
-        # Numbers that are not in the way of 3 and 4, which are the ones that Chromium takes.
+        # Chromium takes 3 and 4; the ends get numbers that are not in the way of these.
         ends = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in (down, up)]
-
-        def place() -> None:
-            for end, fd in zip(ends, (3, 4), strict=True):
-                os.dup2(end, fd)
-
+        place = f'exec "$@" 3<&{ends[0]} 4>&{ends[1]} {ends[0]}<&- {ends[1]}>&-'
         flags = [
             "--headless",
             "--no-sandbox",
@@ -43,12 +39,21 @@ class Chromium:
         ]
         with (folder / "chromium.log").open("w") as log:
             self._process = subprocess.Popen(
-                [binary, *flags, "--remote-debugging-pipe", f"--user-data-dir={folder}", "about:blank"],
+                [
+                    "bash",
+                    "-c",
+                    place,
+                    "bash",
+                    binary,
+                    *flags,
+                    "--remote-debugging-pipe",
+                    f"--user-data-dir={folder}",
+                    "about:blank",
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=(3, 4),
-                preexec_fn=place,
+                pass_fds=ends,
             )
         for fd in (down, up, *ends):
             os.close(fd)
