@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +150,18 @@ def read_samples(run: RunDir, columns: Sequence[str] | None = None, since: float
             part = part.filter(pc.greater_equal(part["at"], since))
         parts.append(part)
     return pa.concat_tables(parts).sort_by("at").select(wanted)
+
+
+def parts(run: RunDir, columns: Sequence[str]) -> Iterator[pa.Table]:
+    """All rows, a segment at a time, each writer's in the order of writing: for who need not have them all at once. Raises
+    StorageError.
+    """
+    listed = _listed(run)
+    covered = _covered(listed)
+    for segment in sorted(listed, key=lambda segment: (segment.first, segment.writer)):
+        part = _read(run, segment, columns) if segment not in covered else None
+        if part is not None:
+            yield part
 
 
 def _thinned(rows: pa.Table) -> pa.Table:
