@@ -6,7 +6,7 @@ docs/records.md is the interface.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -29,7 +29,7 @@ def show(run: RunDir) -> dict[str, Any]:
     """
     state = read_state(run)
     events, segments = read_events(run), read_segments(run)
-    rows, evals = merge(segments), _evals(events)
+    rows, held_out = merge(segments), evals(events)
     status = _status(state, events)
     return {
         "run": run.name,
@@ -37,7 +37,7 @@ def show(run: RunDir) -> dict[str, Any]:
         "status": status,
         "steps": rows["step"][-1].as_py() if rows.num_rows else 0,
         "loss": plain(rows["loss"][-1].as_py()) if rows.num_rows else None,
-        "eval_loss": evals[max(evals)] if evals else None,
+        "eval_loss": held_out[max(held_out)] if held_out else None,
         "tokens_per_second": _pace(rows),
         "attempts": _attempts(segments, events, status),
         "checkpoints": [{key: row[key] for key in ("step", "bytes", "best")} for row in manifest.summary(run)],
@@ -97,7 +97,7 @@ def _pace(rows: pa.Table) -> float | None:
     return rates(newest[1:] or newest)["tokens_per_second"]
 
 
-def _evals(events: list[Event]) -> dict[int, float]:
+def evals(events: Sequence[Event]) -> dict[int, float]:
     """Eval loss by step, ascending; those past the step that a later attempt resumed from are void."""
     kept: dict[int, float] = {}
     for event in events:

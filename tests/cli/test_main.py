@@ -32,6 +32,7 @@ def test_help_is_light() -> None:
         "data",
         "checkpoint",
         "convert",
+        "report",
     ):
         assert f" {command} " in done.stdout
 
