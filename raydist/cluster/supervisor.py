@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from raydist.cluster import nodes
 from raydist.cluster.agents import Agents
 from raydist.cluster.crew import Crew
 from raydist.cluster.group import Group
+from raydist.cluster.headwatch import HeadWatch
 from raydist.cluster.injector import DriverInjector
 from raydist.cluster.recovery import Failure, History, Restart, Split, Stop, Team, Wait, decide, resize
 from raydist.cluster.session import Session, worker_environment
@@ -119,6 +120,8 @@ class Supervisor:
         self._error: BaseException | None = None
         self._seen = 0
         self._injector: DriverInjector | None = None
+        self._head = None if session.private else HeadWatch(session.address)
+        self._headless = False
 
     def run(self, signals: bool = True) -> Ending:
         """Trains until the run has an ending. The first SIGINT or SIGTERM asks the workers for a checkpoint and a clean
@@ -133,7 +136,10 @@ class Supervisor:
         if self._request.faults:
             self._injector = DriverInjector(self._request.run, self._push, self._monitor, self._session.address)
         attempts = threading.Thread(target=self._attempts, name="raydist-attempts", daemon=True)
-        with handling(self._on_signal) if signals else nullcontext():
+        with (
+            handling(self._on_signal) if signals else nullcontext(),
+            closing(self._head) if self._head else nullcontext(),
+        ):
             attempts.start()
             acted = 0
             while attempts.is_alive():
@@ -147,6 +153,8 @@ class Supervisor:
                         self._group.abort()
                 if self._cancelled and self._group is not None:
                     self._group.cancel()  # once more: what had not begun when it was asked for has by now
+                if self._head is not None and self._without_head(self._head):
+                    break
                 self._show()
             if self._error is not None:
                 raise self._error
@@ -162,6 +170,29 @@ class Supervisor:
                 self._view.note(f"the run's end could not be written down: {error}")  # its cause is what counts
             self._show()
         return self._ending
+
+    def _without_head(self, head: HeadWatch) -> bool:
+        """Whether the head is gone for good. Before it is, the ranks are asked for a checkpoint: they do not need it to train."""
+        silent, limit = head.silent_s, self._spec.recovery.head_timeout
+        if silent > limit:
+            self._headless = True
+            self._ending = self._ending or self._head_is_gone(head)
+            return True
+        if (silent > limit / 2) != self._headless:
+            self._headless = silent > limit / 2
+            text = "it answers again" if not self._headless else "one checkpoint, and the run ends unless it comes back"
+            self._view.note(f"Ray's head at {head.address} is silent: {text}")
+            self._monitor.command.remote("stop" if self._headless or self._signals else None)
+        return False
+
+    def _head_is_gone(self, head: HeadWatch) -> Ending:
+        cause = f"Ray's head at {head.address} has not answered for {head.silent_s:.0f} s; the same command goes on once it does"
+        return Ending("stopped", _newest(self._request.run), cause=cause)
+
+    @property
+    def headless(self) -> bool:
+        """Whether the cluster's head was silent when it was last looked at: the run's end is then no fault of its own."""
+        return self._headless
 
     def stop(self, number: int) -> None:
         """As if that signal had come. From any thread."""
@@ -280,6 +311,8 @@ class Supervisor:
                     if value["status"] != "interrupted" or self._signals:
                         interrupted = self._signals[0] if value["status"] == "interrupted" else None
                         return Ending(value["status"], value["step"], signal=interrupted)
+                    if self._headless and self._head is not None:
+                        return self._head_is_gone(self._head)
                     group.retire(self._leaving)
                     incident = None
                     continue

@@ -114,6 +114,8 @@ class CellRun:
         """How it ended: finished, stopped, paused, yielded or failed."""
         self._lock = threading.Lock()
         self.wish: Wish | None = None
+        self.gone: str | None = None
+        """Why the cluster is of no use any more, if that is what ended it."""
         self._supervisor: Supervisor | None = None
         self._told: dict[str, Any] = {"tokens": 0, "step": 0, "loss": None, "eval_loss": None}
         self._had: tuple[float, float | None] | None = None
@@ -203,8 +205,11 @@ class CellRun:
             begun = run.committed()
             tokens = self.plan.tokens(begun[-1]) if begun else 0
             self._log.event("started", name, workers=self.plan.workers, gpus=gpus, tokens=tokens)
-            ending = self._attempt(crew)
+            ending, headless = self._attempt(crew)
             wish = self.wish
+            if headless and ending.status == "stopped":
+                wish = self.wish = self.wish or Wish("paused", ending.cause, at_once=True)
+                self.gone = ending.cause
             if ending.status == "finished":
                 self._note("finished")
             elif wish is not None:
@@ -220,17 +225,18 @@ class CellRun:
                     continue
             return ending
 
-    def _attempt(self, crew: Crew) -> Ending:
-        """The run, once: until it is finished, interrupted, or raydist gives it up."""
+    def _attempt(self, crew: Crew) -> tuple[Ending, bool]:
+        """The run, once: until it is finished, interrupted, or raydist gives it up; and whether the cluster's head is gone."""
         with self._lock:
             wish = self.wish
             supervisor = self._supervisor = Supervisor(self.plan.request, self._session, self, crew=crew)
         if wish is not None:
             self._hurry(supervisor, wish)
         try:
-            return supervisor.run(signals=False)
+            return supervisor.run(signals=False), supervisor.headless
         except RaydistError as error:
-            return Ending("stopped", self._told["step"], cause=": ".join(filter(None, (error.message, error.hint))))
+            cause = ": ".join(filter(None, (error.message, error.hint)))
+            return Ending("stopped", self._told["step"], cause=cause), supervisor.headless
         finally:
             with self._lock:
                 self._supervisor = None

@@ -115,6 +115,7 @@ class Floor:
         self._post, self._forget_reports = post, forget
         self._states, self._metric, self._allowed, self._over = states, metric, allowed, over
         self._gpu_hours = self._worker_hours = 0.0
+        self._gone: str | None = None
         self._lock = threading.Lock()
         self._cells: dict[str, CellRun] = {}
         """Those that train, or end just now."""
@@ -205,6 +206,12 @@ class Floor:
         """Whether no cell begins any more."""
         return self._closed is not None
 
+    @property
+    def gone(self) -> str | None:
+        """Why the cluster is of no use any more, if a cell has found that."""
+        with self._lock:
+            return next((run.gone for run in self._cells.values() if run.gone is not None), self._gone)
+
     def live(self) -> list[Live]:
         """The cells that train, in the order they began. Forgets those that have ended."""
         with self._lock:
@@ -221,6 +228,7 @@ class Floor:
     def _forget(self) -> None:
         for name, run in list(self._cells.items()):
             if run.join(0):
+                self._gone = self._gone or run.gone
                 gpu, all_ = _hours(self._cells.pop(name))
                 self._gpu_hours += gpu
                 self._worker_hours += all_

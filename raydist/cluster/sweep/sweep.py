@@ -79,6 +79,7 @@ class SweepRun:
         self._lost = lost
         self._signals: list[int] = []
         self._error: BaseException | None = None
+        self._gone = False
 
     def run(self) -> Ended:
         """Trains until every cell is done, a limit is reached, or somebody interrupts. Call it in the main thread.
@@ -150,15 +151,17 @@ class SweepRun:
             with handling(self._on_signal):
                 thread.start()
                 ended = self._watch(thread, floor, log, queue)
-                floor.join()
-                thread.join(_TUNE_S)
+                if not self._gone:
+                    floor.join()
+                    thread.join(_TUNE_S)
                 self._show(floor, log)
         except BaseException:
             floor.close("the sweep's driver has failed", at_once=True)
             floor.join()
             raise
         finally:
-            pool.end()
+            if not self._gone:  # else nobody answers
+                pool.end()
             log.event("ended", status=ended.status, cause=ended.because)
             log.flush()
             shutil.rmtree(scratch, ignore_errors=True)
@@ -188,6 +191,13 @@ class SweepRun:
             if self._error is None and (lost := self._lost()) is not None:
                 self._error = lost  # and not a word more into a folder that is another driver's
                 floor.close("another driver has taken over", at_once=True)
+            if self._error is None and (gone := floor.gone) is not None:
+                self._gone = True
+                self._error = TrainingStopped(
+                    f"sweep {self._folder.name}: {gone}", "its cells are as of their last checkpoints"
+                )
+                floor.close(gone, at_once=True)
+                return Ended("paused", gone)
             if floor.closed:
                 queue.set_finished()
                 if not floor.live():
