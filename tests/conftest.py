@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib.util
 import inspect
 import multiprocessing as mp
@@ -129,6 +131,23 @@ def _serve(pipe: Connection) -> None:
         if world > 1 and dist.is_initialized():
             dist.destroy_process_group()
         pipe.send(result)
+        del result
+        if len(os.listdir("/proc/self/task")) > 40:
+            _forget_groups()
+
+
+def _forget_groups() -> None:
+    """Lets go of the process groups that torch's caches keep: each has threads that wake a hundred times a second."""
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    for cached in gc.get_objects():
+        # Not isinstance: among all objects there are proxies of some that are gone.
+        if type(cached) is functools._lru_cache_wrapper and cached.__module__.startswith("torch.distributed"):
+            cached.cache_clear()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

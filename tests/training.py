@@ -126,9 +126,9 @@ def alone() -> Rank:
 
 
 def run(ranks: Any, function: Any, world: int, *args: Any) -> list[Any]:
-    """On real ranks, or here if it is one. Raises what a rank raised."""
+    """On real ranks, or here if it is one. Raises what a rank raised: the cause, not that the others lost it."""
     results = [function(alone(), *args)] if world == 1 else ranks.run(function, world, *args)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    raised = [result for result in results if isinstance(result, BaseException)]
+    for error in sorted(raised, key=lambda error: "Connection closed by peer" in str(error)):
+        raise error
     return results

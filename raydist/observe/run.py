@@ -78,7 +78,6 @@ class RunMonitor:
             self._view.workers = self._before["workers"]
         self._log = RunLog(self._run)
         self._samples = SampleLog(self._run)
-        self._newest: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._diagnosis = Diagnosis()
         self._unjudged: deque[Mapping[str, Any]] = deque(maxlen=_ROWS_KEPT)
         self._storing = threading.Lock()
@@ -98,7 +97,6 @@ class RunMonitor:
         """
         with self._lock:
             self._view.begin_attempt(number, world_size, resume_step)
-            self._newest.clear()
         self._resume_at(number, resume_step)
         data = {"attempt": number, "world_size": world_size, "resume_step": resume_step}
         self._take(Event("attempt_started", time.time(), data))
@@ -132,11 +130,6 @@ class RunMonitor:
                 "events": [event for number, event in self._recent if number > after],
                 "next": self._seen,
             }
-
-    def observed(self) -> list[dict[str, Any]]:
-        """The newest row of each rank, node and GPU of this attempt: columns of raydist.samples."""
-        with self._lock:
-            return [dict(row) for row in self._newest.values()]
 
     def end(self, status: Status, timeout_s: float = 30.0, **data: Any) -> None:
         """The last word: event `ended`, everything durable, the terminal status in state.json. A second call does nothing.
@@ -195,11 +188,6 @@ class RunMonitor:
         """Readings: columns of raydist.samples, null ones left out. Returns at once."""
         self._samples.add(rows)
         self._unjudged.extend(rows)
-        with self._lock:
-            for row in rows:
-                if row.get("attempt", self._view.attempt) >= self._view.attempt:
-                    which = row.get("gpu" if row["kind"] == "gpu" else "rank")
-                    self._newest[row["kind"], row["node"], which] = dict(row)
         self._outlets.samples(rows)
 
     # --- inside

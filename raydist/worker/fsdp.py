@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from raydist.spec import JobSpec
-from raydist.worker.graph import blocks_of, check_graph, initialise, refuse_scalars
+from raydist.worker.graph import blocks_of, check_graph, initialise, refuse_scalars, weakly
 from raydist.worker.parallel import Example, ParamShard
 from raydist.worker.precision import DTYPES
 from raydist.worker.setup import Rank
@@ -70,7 +69,7 @@ class FullyShardedStrategy(ABC):
         if offload.optimizer != "none" and offload.parameters == "none":
             # FSDP calls it with the reduced gradient; with parameters in host memory it would wait for the copy before.
             for n, p in self._parameters.items():
-                p.register_post_accumulate_grad_hook(partial(self._has_gradient, n))  # type: ignore[no-untyped-call]
+                p.register_post_accumulate_grad_hook(weakly(self._has_gradient, n))  # type: ignore[no-untyped-call]
         self.zero_grad()
         return model
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,20 @@ def refuse_scalars(model: nn.Module) -> None:
             f"{', '.join(scalars)}: a parameter without dimensions cannot be split over the ranks",
             "give it the shape [1], or use parallel.strategy: ddp",
         )
+
+
+def weakly(method: Callable[..., None], *args: object) -> Callable[[Tensor], None]:
+    """`method(*args, parameter)`, as a hook of a parameter that does not keep the method's object alive.
+
+    Torch holds such hooks where the garbage collector cannot look: one with the model behind it would keep the model for ever.
+    """
+    weak = WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        if (alive := weak()) is not None:
+            alive(*args, parameter)
+
+    return hook
 
 
 @contextmanager

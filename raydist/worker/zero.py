@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard as Rows
 from torch.nn.utils import get_total_norm
 
 from raydist.spec import JobSpec
-from raydist.worker.graph import blocks_of, check_graph, refuse_scalars
+from raydist.worker.graph import blocks_of, check_graph, refuse_scalars, weakly
 from raydist.worker.parallel import Example, ParamShard
 from raydist.worker.precision import DTYPES
 from raydist.worker.setup import Rank
@@ -148,10 +148,10 @@ class ZeroStrategy:
             if not parameters:
                 continue
             unit = Unit(parameters, self._rank.rank, world)
-            self._units.append(unit)
             module.register_forward_pre_hook(partial(self._before_forward, unit))
             for p in parameters.values():
-                p.register_post_accumulate_grad_hook(partial(self._has_gradient, unit))  # type: ignore[no-untyped-call]
+                p.register_post_accumulate_grad_hook(weakly(self._has_gradient, len(self._units)))  # type: ignore[no-untyped-call]
+            self._units.append(unit)
         mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
         local = {n: own for unit in self._units for n, own in zip(unit.names, unit.own, strict=True)}
         self._shards = {
@@ -190,7 +190,8 @@ class ZeroStrategy:
 
     # --- backward: gradients out, this rank's rows of their sum back
 
-    def _has_gradient(self, unit: Unit, parameter: Tensor) -> None:
+    def _has_gradient(self, number: int, parameter: Tensor) -> None:
+        unit = self._units[number]
         unit.missing -= 1
         if unit.missing:
             return

@@ -225,17 +225,13 @@ def reading(rank: int, at: float, attempt: int = 1) -> dict[str, Any]:
     return {"at": at, "kind": "rank", "node": "10.0.0.1", "rank": rank, "attempt": attempt, "rss_bytes": 7}
 
 
-def test_readings_are_stored_and_the_newest_is_at_hand(run: RunDir) -> None:
-    """Of each rank of this attempt; a row of the attempt before, which comes late, is stored and not shown."""
+def test_readings_are_stored(run: RunDir) -> None:
+    """Of each rank; also one of the attempt before, which comes late."""
     watch = monitor(run)
     watch.begin_attempt(1, 2, 0)
     watch.observe([reading(0, 1.0), reading(1, 1.0)])
-    watch.observe([reading(0, 2.0)])
-    assert sorted((r["rank"], r["at"]) for r in watch.observed()) == [(0, 2.0), (1, 1.0)]
     watch.begin_attempt(2, 1, 0)
-    watch.observe([reading(1, 3.0)])
-    assert watch.observed() == []
-    watch.observe([reading(0, 4.0, attempt=2), {"at": 4.0, "kind": "node", "node": "10.0.0.1", "load": 0.5}])
-    assert sorted(r["kind"] for r in watch.observed()) == ["node", "rank"]
+    watch.observe([reading(1, 2.0)])
+    watch.observe([reading(0, 3.0, attempt=2), {"at": 3.0, "kind": "node", "node": "10.0.0.1", "load": 0.5}])
     watch.end("finished")
-    assert read_samples(run, ["at"])["at"].to_pylist() == [1.0, 1.0, 2.0, 3.0, 4.0, 4.0]
+    assert read_samples(run, ["at"])["at"].to_pylist() == [1.0, 1.0, 2.0, 3.0, 3.0]
