@@ -14,6 +14,7 @@ Runs anywhere.
         requests/trace-0001.json              what somebody asks of the run while it trains (raydist/requests.py)
         traces/0001.json.gz                   what `raydist trace` made of it; traces/0001/ has each rank's own
         buckets/*.json                        the size of DDP's buckets, for each number of ranks (parallel.bucket_mb: auto)
+        report.html                               what `raydist report` has made of it
         checkpoints/step-00000200/MANIFEST-0001.json and shards; 0001 is the attempt that saved it
         attempts/0002.json                        attempt 2 has begun: none before it commits any more
         attempts/0002-from-00000200.json          and where it went on from
@@ -45,7 +46,7 @@ SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER = (
     "spec.yaml", "state.json", "events.jsonl", "metrics", "logs", "tensorboard", "ledger",
 )  # fmt: skip
 CHECKPOINTS, ATTEMPTS, DRIVERS, FAULTS, DRIFT = "checkpoints", "attempts", "drivers", "faults", "drift"
-BUCKETS, SAMPLES, REQUESTS, TRACES = "buckets", "samples", "requests", "traces"
+BUCKETS, SAMPLES, REQUESTS, TRACES, REPORT = "buckets", "samples", "requests", "traces", "report.html"
 DATA = ".data"
 """Beside the runs: corpora that raydist prepared by itself."""
 TUNED = ".tuned"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -147,6 +147,16 @@ def read_samples(run: RunDir, columns: Sequence[str] | None = None, since: float
         else:
             parts.append(part)
     return pa.concat_tables(parts).sort_by("at").select(wanted)
+
+
+def parts(run: RunDir, columns: Sequence[str]) -> Iterator[pa.Table]:
+    """All rows, a segment at a time, in the order of writing: for who need not have them all at once. Raises StorageError."""
+    names = _listed(run)
+    covered = {n for kind, first, last, _ in names if kind == "thin" for n in range(first, last + 1)}
+    for _, name in sorted((first, name) for kind, first, _, name in names if kind == "thin" or first not in covered):
+        part = _read(run, name, columns)
+        if part is not None:
+            yield part
 
 
 def _thinned(rows: pa.Table) -> pa.Table:

@@ -22,6 +22,7 @@ from raydist.cli import (
     faults,
     plan,
     profile,
+    report,
     runs,
     sample,
     schema,
@@ -47,6 +48,7 @@ runs.register(app)
 watch.register(app)
 profile.register(app)
 trace.register(app)
+report.register(app)
 sample.register(app)
 schema.register(app)
 plan.register(app)

@@ -33,6 +33,7 @@ def test_help_is_light() -> None:
         "data",
         "checkpoint",
         "convert",
+        "report",
     ):
         assert f" {command} " in done.stdout
 

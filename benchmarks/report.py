@@ -1,0 +1,109 @@
+"""What `raydist report` takes for a long run of many ranks: processor time, memory, and the size of its page.
+
+    python benchmarks/report.py [--steps 1000000] [--ranks 1000] [--readings 240]
+
+The run is written by the project's own writers; each rank has so many readings. One loss is far above the others: it must be drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import write
+
+from raydist.records import Event, StepRecord
+from raydist.rundir import SPEC, RunDir
+from raydist.runlog import SEGMENT_ROWS, RunLog
+from raydist.runstate import this_process, write_state
+from raydist.samplelog import SEGMENT_ROWS as ROWS_AT_ONCE
+from raydist.samplelog import SampleLog
+
+SECONDS = 0.3
+"""Of a step."""
+SPIKE = 100.0
+
+
+def record(step: int, ranks: int, odd: int) -> dict[str, Any]:
+    """A loss that falls, but for one."""
+    loss = SPIKE if step == odd else 2 + 8 * math.exp(-step / 50_000) + 0.05 * math.sin(step)
+    return StepRecord(
+        step, loss, 1e-3, 1 + 0.3 * math.sin(3 * step), 4_000_000, SECONDS, 0.001, ranks, 1, "0" * 16
+    ).to_dict()
+
+
+def reading(at: float, rank: int, step: int) -> dict[str, Any]:
+    """Of a rank on a GPU that has done so many steps."""
+    return {
+        "at": at, "kind": "rank", "host": f"h{rank // 8}", "node": f"10.0.0.{rank // 8}", "rank": rank, "attempt": 1, "step": step,
+        "forward_seconds": 0.1 * step, "backward_seconds": 0.19 * step, "data_seconds": 0.001 * step, "all_reduce_count": step,
+        "all_reduce_bytes": step << 20, "all_reduce_seconds": 0.05 * step, "all_reduce_exposed_seconds": 0.02 * step,
+        "gpu_process_bytes": (40 << 30) + (rank * step) % (1 << 30),
+    }  # fmt: skip
+
+
+def make(run: RunDir, steps: int, ranks: int, readings: int) -> None:
+    """The run's folder."""
+    begun = time.time() - steps * SECONDS
+    run.storage.write(SPEC, f"train: {{steps: {steps}}}\n".encode())
+    log = RunLog(run)
+    log.event(Event("attempt_started", begun, {"attempt": 1, "world_size": ranks, "resume_step": 0}))
+    first = {"attempt": 1, "step": 1, "seconds": SECONDS, "stages": {}, "repeated_steps": 0}
+    log.event(Event("first_step", begun + SECONDS, first))
+    for start in range(1, steps + 1, SEGMENT_ROWS):
+        log.steps(record(step, ranks, steps // 3) for step in range(start, min(start + SEGMENT_ROWS, steps + 1)))
+        log.flush()
+    log.event(Event("ended", begun + steps * SECONDS, {"status": "finished", "step": steps}))
+    log.close()
+    samples = SampleLog(run)
+    samples._thinned_at = math.inf  # raw rows, all of them: more to read than a run ever has
+    rows: list[dict[str, Any]] = []
+    for i in range(1, readings + 1):
+        step = steps * i // readings
+        rows += [reading(begun + step * SECONDS, rank, step) for rank in range(ranks)]
+        if len(rows) >= ROWS_AT_ONCE or i == readings:
+            samples.add(rows)
+            samples.flush()
+            rows = []
+    write_state(run, {"status": "finished", "heartbeat_at": time.time(), "driver": this_process(), "step": steps})
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--ranks", type=int, default=1000)
+    parser.add_argument("--readings", type=int, default=240)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunDir(Path(folder) / "long")
+        make(run, options.steps, options.ranks, options.readings)
+        page = Path(folder) / "report.html"
+        begun = time.monotonic()
+        subprocess.run(
+            [sys.executable, "-m", "raydist", "report", run.uri, "-o", str(page)], check=True, stdout=subprocess.DEVNULL
+        )
+        wall, used = time.monotonic() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
+        text = page.read_text()
+    result = {
+        **vars(options),
+        "wall_s": round(wall, 2),
+        "cpu_s": round(used.ru_utime + used.ru_stime, 2),
+        "most_memory_mb": round(used.ru_maxrss / 1024),
+        "page_mb": round(len(text.encode()) / 1e6, 2),
+        "spike_drawn": f" to {SPIKE:g}" in text,
+    }
+    print(result)
+    print(write("report", result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Colours that most kinds of colour-blindness tell apart: of series and parts (Okabe and Ito 2008), and of scales.
+
+Runs anywhere. Pure. Scales are interpolated in sRGB between the stops here; `viridis` takes a few of the map of that name
+(van der Walt and Smith 2015, CC0), which grows evenly lighter.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+LEVELS = 25
+"""Of a scale."""
+
+_VIRIDIS = ("#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#fde725")
+_DIVERGING = {
+    "light": ("#0b5fa5", "#6fa8d6", "#e4e6ea", "#eda15e", "#a63c06"),
+    "dark": ("#59a9e8", "#3c6f99", "#34383f", "#b8682b", "#ff9b52"),
+}
+_PALETTE = {
+    "light": ("#0072b2", "#d55e00", "#009e73", "#b0568c", "#56b4e9", "#8a7a00"),
+    "dark": ("#5ab4ec", "#f08a3c", "#35c79b", "#dd92bd", "#9ad4f5", "#d8c84a"),
+}
+
+
+def level(value: float, low: float, high: float) -> int:
+    """Which of the LEVELS of a scale from `low` to `high`; what is outside takes the nearest."""
+    share = (value - low) / (high - low) if high > low else 0.5
+    return min(LEVELS - 1, max(0, round(share * (LEVELS - 1))))
+
+
+def css(mode: str) -> str:
+    """Custom properties for "light" or "dark": --s0 ... of series, --v0 ... of the even scale, --d0 ... of that with a middle."""
+    series = [f"--s{i}:{colour}" for i, colour in enumerate(_PALETTE[mode])]
+    even = [f"--v{i}:{_between(_VIRIDIS, i / (LEVELS - 1))}" for i in range(LEVELS)]
+    middle = [f"--d{i}:{_between(_DIVERGING[mode], i / (LEVELS - 1))}" for i in range(LEVELS)]
+    return ";".join([*series, *even, *middle])
+
+
+def rules() -> str:
+    """Classes that use them: stroke of `.s0` ..., fill of `.v0` ... and `.d0` ..."""
+    lines = [f".s{i}{{--own:var(--s{i})}}" for i in range(len(_PALETTE["light"]))]
+    cells = [f".{kind}{i}{{fill:var(--{kind}{i})}}" for kind in "vd" for i in range(LEVELS)]
+    return "".join([*lines, *cells])
+
+
+def _between(stops: Sequence[str], share: float) -> str:
+    places = [i / (len(stops) - 1) for i in range(len(stops))]
+    i = min(max(bisect.bisect_right(places, share) - 1, 0), len(stops) - 2)
+    part = (share - places[i]) / (places[i + 1] - places[i])
+    one, other = (_channels(stops[j]) for j in (i, i + 1))
+    return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(one, other, strict=True))
+
+
+def _channels(colour: str) -> list[int]:
+    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]

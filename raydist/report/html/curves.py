@@ -1,0 +1,92 @@
+"""The curves of a run over its steps: loss, learning rate, gradient norm, throughput.
+
+Runs anywhere. Pure.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raydist.report.figures import Report
+from raydist.report.html import lines
+from raydist.report.html.lines import Mark, Series
+from raydist.report.html.page import missing
+from raydist.report.html.svg import Markup, tag
+
+POINTS = 150
+"""Of means over some steps at a time, about."""
+
+
+def charts(report: Report) -> Markup | list[Markup]:
+    """The four of them."""
+    steps = report.steps
+    if not steps.num_rows:
+        return missing("No step is on storage yet: records are written every 2 seconds.")
+    at = {
+        name: steps[name].to_numpy().astype(np.float64)
+        for name in ("step", "loss", "lr", "grad_norm", "tokens", "seconds")
+    }
+    x, marks = at["step"], _marks(report)
+    evals = Series(
+        "eval",
+        np.array(sorted(report.evals), dtype=float),
+        np.array([report.evals[s] for s in sorted(report.evals)]),
+        "dots",
+    )
+    each = np.divide(at["tokens"], at["seconds"], out=np.full(len(x), np.nan), where=at["seconds"] > 0)
+    loss = [Series("training", x, at["loss"]), *([evals] if report.evals else [])]
+    norms, read = (
+        np.nan_to_num(at["grad_norm"], posinf=0.0, neginf=0.0),
+        np.isfinite(at["grad_norm"]).astype(np.float64),
+    )
+    norm = [Series("", x, at["grad_norm"])]
+    if len(x) > lines.COLUMNS:
+        norm = [Series("each step", x, at["grad_norm"], "faint"), Series("mean", *_mean(x, norms, read))]
+    throughput = (
+        [Series("each step", x, each, "faint"), Series("mean", *_mean(x, at["tokens"], at["seconds"]))]
+        if len(x) > POINTS
+        else [Series("", x, each)]
+    )
+    over = "over steps; a vertical line where an attempt begins or fails"
+
+    def curve(title: str, series: list[Series], unit: str = "", log: bool = False) -> Markup:
+        about = f"{title.lower()} {over}"
+        return lines.chart(title, series, unit=unit, about=about, log=log, marks=marks, x_name="step")
+
+    drawn = [
+        curve("Loss", loss, "nats a token", lines.wants_log(at["loss"])),
+        curve("Throughput", throughput, "tokens/s, all ranks"),
+        curve("Gradient norm", norm, "before clipping", lines.wants_log(at["grad_norm"])),
+        curve("Learning rate", [Series("", x, at["lr"])]),
+    ]
+    thinned = len(x) > lines.COLUMNS
+    words = (
+        "Steps that were trained twice count as they were the last time. "
+        + ("Where steps share a pixel, the line goes through the least and the most of them. " if thinned else "")
+        + ("A broken line is a step whose number is not finite. " if np.isnan(at["loss"]).any() else "")
+        + ("Red lines: an attempt failed there. " if any(mark.kind == "bad" for mark in marks) else "")
+    )
+    return [tag("p", words), tag("div", drawn, class_="charts")]
+
+
+def _marks(report: Report) -> list[Mark]:
+    attempts = report.told["attempts"]
+    found = [
+        Mark(row["first_step"] - 0.5, f"attempt {row['number']}")
+        for row in attempts[1:]
+        if row["first_step"] is not None
+    ]
+    failed = {one["attempt"]: one["step"] for one in report.told["incidents"] if one["severity"] == "critical"}
+    return found + [Mark(step + 0.5, "", "bad") for step in failed.values() if step is not None]
+
+
+def _mean(
+    x: NDArray[np.float64], amounts: NDArray[np.float64], weights: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Amounts over weights of some steps at a time, at the middle one of them."""
+    starts = np.arange(0, len(x), -(-len(x) // POINTS))
+    ends = np.append(starts[1:], len(x))
+    spent = np.add.reduceat(weights, starts)
+    made = np.add.reduceat(amounts, starts)
+    return x[(starts + ends - 1) // 2], np.divide(made, spent, out=np.full(len(starts), np.nan), where=spent > 0)

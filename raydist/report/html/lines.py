@@ -1,0 +1,192 @@
+"""Lines and points over a number: axes with round ticks, several series, a legend, marks, values under the pointer.
+
+Runs anywhere. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raydist.report.html import axes
+from raydist.report.html.axes import Form, Scale
+from raydist.report.html.svg import Markup, number, tag
+
+WIDTH, HEIGHT = 600.0, 230.0
+LEFT, RIGHT, TOP, BOTTOM = 64.0, 588.0, 18.0, 190.0
+"""Of the plot within the drawing."""
+COLUMNS = int(RIGHT - LEFT)
+"""A pixel each, about: points in one column become its first, its least, its most and its last."""
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Series:
+    """x [N] ascending, y [N]; NaN breaks the line. `style`: a line, a thin pale one, or points."""
+
+    name: str
+    x: Array
+    y: Array
+    style: Literal["line", "faint", "dots"] = "line"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line at x, with a word on top; `kind` names its look."""
+
+    x: float
+    label: str
+    kind: Literal["plain", "bad"] = "plain"
+
+
+def chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    unit: str = "",
+    x_name: str = "",
+    about: str = "",
+    log: bool = False,
+    form: Form = axes.short,
+    x_form: Form = axes.whole,
+    x_tick_form: Form = axes.short,
+    x_ticks: Sequence[float] | None = None,
+    marks: Sequence[Mark] = (),
+) -> Markup:
+    """A figure. `about`: what it shows, for who cannot see it. `log`: y by powers; what is not above 0 is left out.
+
+    However many points there are, each column keeps its least and its most: one odd point among a million stays visible.
+    """
+    y_low, y_high = axes.spread([one.y for one in series], log)
+    known = [one.x for one in series if len(one.x)]
+    low, high = (min(x[0] for x in known), max(x[-1] for x in known)) if known else (0.0, 1.0)
+    low, high = (low - 0.5, high + 0.5) if low == high else (low, high)
+    across, up = Scale(low, high, LEFT, RIGHT), Scale(y_low, y_high, BOTTOM, TOP, log)
+    shown = [_Shown(one, across, up) for one in series]
+    steps = axes.log_ticks(y_low, y_high) if log else axes.ticks(y_low, y_high)
+    drawing = tag(
+        "svg",
+        tag("title", title),
+        tag("desc", about or title),
+        [_y_tick(tick, up, form) for tick in steps],
+        [x_tick(tick, across, x_tick_form) for tick in (axes.whole_ticks(low, high) if x_ticks is None else x_ticks)],
+        tag("text", x_name, class_="name", x=RIGHT, y=HEIGHT - 6, text_anchor="end"),
+        mark_lines(marks, across),
+        [one.drawn(i) for i, one in enumerate(shown)],
+        tag("path", class_="cross", d=""),
+        viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}",
+        role="img",
+        data_lines=_hover(shown, x_form, form, x_name),
+    )
+    head = tag("figcaption", title, tag("span", f" {unit}{', log scale' if log else ''}", class_="unit"))
+    names = [
+        tag("span", tag("i", class_=f"swatch s{i} {one.style}"), one.name) for i, one in enumerate(series) if one.name
+    ]
+    return tag("figure", head, tag("div", names, class_="legend") if len(names) > 1 else None, drawing, class_="chart")
+
+
+def wants_log(values: Array) -> bool:
+    """Whether values range over so many powers of ten that a straight scale would hide most of them."""
+    known = values[np.isfinite(values) & (values > 0)]
+    return bool(len(known) and known.max() > 100 * np.median(known))
+
+
+def mark_lines(marks: Sequence[Mark], across: Scale, top: float = TOP, bottom: float = BOTTOM) -> list[Markup]:
+    """Vertical lines; a word only where the one before leaves room for it."""
+    drawn, free = [], LEFT
+    for mark in sorted(marks, key=lambda m: m.x):
+        x = float(across(mark.x))
+        if not LEFT - 1 <= x <= RIGHT + 1:
+            continue
+        drawn.append(tag("path", class_=f"mark {mark.kind}", d=f"M{number(round(x, 1))} {top - 4:g}V{bottom:g}"))
+        if x >= free and x < RIGHT - 7 * len(mark.label):
+            drawn.append(tag("text", mark.label, class_=f"mark {mark.kind}", x=round(x + 3, 1), y=top - 6))
+            free = x + 8.0 * len(mark.label) + 8
+    return drawn
+
+
+def x_tick(tick: float, across: Scale, form: Form, bottom: float = BOTTOM) -> list[Markup]:
+    """A tick below the plot."""
+    x = round(float(across(tick)), 1)
+    return [
+        tag("path", class_="tick", d=f"M{number(x)} {bottom:g}v4"),
+        tag("text", form(tick), x=x, y=bottom + 17, text_anchor="middle"),
+    ]
+
+
+def _y_tick(tick: float, up: Scale, form: Form) -> list[Markup]:
+    y = round(float(up(tick)), 1)
+    return [
+        tag("path", class_="grid", d=f"M{LEFT:g} {number(y)}H{RIGHT:g}"),
+        tag("text", form(tick), x=LEFT - 7, y=y + 4, text_anchor="end"),
+    ]
+
+
+class _Shown:
+    """A series as it is drawn: its finite points, and the column of each."""
+
+    def __init__(self, series: Series, across: Scale, up: Scale) -> None:
+        finite = np.isfinite(series.y) & ((series.y > 0) | (not up.log))
+        self.series = series
+        self.gaps = np.cumsum(~finite)[finite]  # how many breaks lie before each point
+        self.x, self.y = series.x[finite], series.y[finite]
+        self.px, self.py = across(self.x), up(self.y)
+        self.column = np.floor(self.px - LEFT).astype(int)
+        self.starts = np.flatnonzero(_first(self.column))
+        self.ends = (np.append(self.starts[1:], len(self.x)) - 1)[: len(self.starts)]
+
+    def vertices(self) -> NDArray[np.int64]:
+        """Of each column the first, the least, the most and the last point; indices, ascending."""
+        order = np.lexsort((self.y, self.column))
+        return np.unique(np.concatenate([self.starts, self.ends, order[self.starts], order[self.ends]]))
+
+    def drawn(self, index: int) -> Markup:
+        at = self.vertices()
+        if self.series.style == "dots":
+            path = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in zip(self.px[at], self.py[at], strict=True))
+        else:
+            new = _first(self.gaps[at])
+            alone = new & np.append(new[1:], True)[: len(at)]
+            path = "".join(
+                f"{'M' if begins else 'L'}{x:.1f} {y:.1f}{'h0' if lone else ''}"
+                for begins, lone, x, y in zip(new, alone, self.px[at], self.py[at], strict=True)
+            )
+        return tag("path", class_=f"line s{index} {self.series.style}", d=path)
+
+
+def _first(values: NDArray[Any]) -> NDArray[np.bool_]:
+    """Where a value differs from the one before; the very first does."""
+    return np.append(True, values[1:] != values[:-1])[: len(values)]
+
+
+def _hover(shown: Sequence[_Shown], x_form: Form, form: Form, x_name: str) -> str:
+    """What the script shows of each column: where it is, its x, and what each series has there. JSON."""
+    columns: dict[int, list[float]] = {}
+    told: list[dict[int, str]] = []
+    for one in shown:
+        values: dict[int, str] = {}
+        for start, end in zip(one.starts.tolist(), one.ends.tolist(), strict=True):
+            part = one.y[start : end + 1]
+            low, high = form(float(part.min())), form(float(part.max()))
+            values[int(one.column[start])] = low if low == high else f"{low} to {high}"
+            seen = columns.setdefault(int(one.column[start]), [np.inf, -np.inf, 0.0])
+            seen[0], seen[1] = min(seen[0], float(one.x[start])), max(seen[1], float(one.x[end]))
+            seen[2] = float(one.px[start] + one.px[end]) / 2
+        told.append(values)
+    order = sorted(columns)
+    labels = [(x_form(columns[c][0]), x_form(columns[c][1])) for c in order]
+    data = {
+        "box": [LEFT, TOP, RIGHT, BOTTOM],
+        "x": [round(columns[c][2], 1) for c in order],
+        "at": [f"{x_name} {first if first == last else f'{first} to {last}'}".strip() for first, last in labels],
+        "series": [
+            {"name": s.series.name, "values": [v.get(c, "") for c in order]} for s, v in zip(shown, told, strict=True)
+        ],
+    }
+    return json.dumps(data, separators=(",", ":"))

@@ -1,0 +1,148 @@
+"""A headless Chromium, driven by the DevTools protocol over a pipe: pages are opened as a reader does, with the network off."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+WAIT_S = 120.0
+"""For an answer: a browser that has hung must not hang the tests."""
+
+
+class Chromium:
+    """A context. `folder`: its profile."""
+
+    def __init__(self, folder: Path) -> None:
+        binary = shutil.which("chromium")
+        assert binary, "the test needs Debian's package chromium; .ci/run installs it"
+        down, self._down = os.pipe()
+        self._up, up = os.pipe()
+        # Chromium takes 3 and 4; the ends get numbers that are not in the way of these.
+        ends = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in (down, up)]
+        place = f'exec "$@" 3<&{ends[0]} 4>&{ends[1]} {ends[0]}<&- {ends[1]}>&-'
+        flags = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+            "--hide-scrollbars",
+        ]
+        with (folder / "chromium.log").open("w") as log:
+            self._process = subprocess.Popen(
+                [
+                    "bash",
+                    "-c",
+                    place,
+                    "bash",
+                    binary,
+                    *flags,
+                    "--remote-debugging-pipe",
+                    f"--user-data-dir={folder}",
+                    "about:blank",
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=ends,
+            )
+        for fd in (down, up, *ends):
+            os.close(fd)
+        self._rest, self._number = b"", 0
+        self.told: list[dict[str, Any]] = []
+        """Events of the page that is open, in their order."""
+
+    def __enter__(self) -> Chromium:
+        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.page(f"{domain}.enable")
+        self.page("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.ask("Browser.close")
+        self._process.wait(WAIT_S)
+        os.close(self._down)
+        os.close(self._up)
+
+    def ask(self, method: str, session: str | None = None, /, **parameters: Any) -> Any:
+        """The result of a command. AssertionError with what Chromium says if it is none."""
+        self._number += 1
+        message = {
+            "id": self._number,
+            "method": method,
+            "params": parameters,
+            **({"sessionId": session} if session else {}),
+        }
+        os.write(self._down, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._read()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, f"{method}: {answer['error']}"
+                return answer["result"]
+
+    def page(self, method: str, **parameters: Any) -> Any:
+        """`ask`, of the page that is open."""
+        return self.ask(method, self._session, **parameters)
+
+    def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False, media: str = "screen") -> None:
+        """Loads a file, until its script has run."""
+        self.page("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.page("Emulation.setEmulatedMedia", media=media, features=[scheme])
+        self.told.clear()
+        self.page("Page.navigate", url=path.as_uri())
+        while not any(event["method"] == "Page.loadEventFired" for event in self.told):
+            self._read()
+
+    def value(self, script: str) -> Any:
+        """What an expression gives in the page: plain data. AssertionError with what it throws."""
+        found = self.page("Runtime.evaluate", expression=script, returnByValue=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def point(self, x: float, y: float) -> None:
+        """Moves the pointer."""
+        self.page("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def picture(self, path: Path) -> None:
+        """All of the page as a PNG."""
+        shot = self.page("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+    @property
+    def complaints(self) -> list[str]:
+        """What the console has had to say, and scripts that failed."""
+        kinds = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
+        return [json.dumps(event["params"]) for event in self.told if event["method"] in kinds]
+
+    @property
+    def asked(self) -> list[str]:
+        """Addresses of all that the page has asked for, itself included."""
+        return [e["params"]["request"]["url"] for e in self.told if e["method"] == "Network.requestWillBeSent"]
+
+    def _read(self) -> dict[str, Any]:
+        deadline = time.monotonic() + WAIT_S
+        while b"\0" not in self._rest:
+            ready, _, _ = select.select([self._up], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"Chromium has not answered for {WAIT_S:g} s"
+            data = os.read(self._up, 1 << 20)
+            assert data, "Chromium has ended"
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\0")
+        message: dict[str, Any] = json.loads(line)
+        if "method" in message:
+            self.told.append(message)
+        return message

@@ -1,0 +1,279 @@
+"""The page of `raydist report` in a real browser: all that is promised is there, it looks after itself, and asks for nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raydist.report.figures import report
+from raydist.report.html import lines, page
+from raydist.report.html.run import render
+from raydist.rundir import SPEC, RunDir
+from tests.report import story
+from tests.report.html.chromium import Chromium
+from tests.report.story import GIB
+
+NAME = "<img src=x onerror=owned=1>"
+"""Of a run: what would be done if any text became HTML."""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    """One for all tests here."""
+    with Chromium(tmp_path_factory.mktemp("chromium")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of the story's run."""
+    folder = tmp_path_factory.mktemp("report")
+    run = story.story(RunDir(folder / NAME))
+    run.storage.write(SPEC, f"name: x\ntrain: {{steps: 200}}\nnote: '{NAME}'\n".encode())
+    path = folder / "report.html"
+    path.write_bytes(render(report(run)))
+    return path
+
+
+def texts(browser: Chromium, selector: str) -> list[str]:
+    """What a reader sees of each element."""
+    return list(browser.value(f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.innerText)"))
+
+
+def middle(browser: Chromium, selector: str, x: float, y: float) -> list[float]:
+    """Where a point of a drawing, in its own units, is on the screen."""
+    script = f"""(() => {{
+        const svg = document.querySelector({json.dumps(selector)});
+        svg.scrollIntoView({{block: "center"}});
+        const at = new DOMPoint({x}, {y}).matrixTransform(svg.getScreenCTM());
+        return [at.x, at.y];
+    }})()"""
+    return list(browser.value(script))
+
+
+def test_the_page_is_whole_and_asks_for_nothing(browser: Chromium, written: Path) -> None:
+    """Every section with its content, once the script has run; the console is silent, and no address was asked for but the file."""
+    browser.open(written)
+    assert browser.value("document.documentElement.dataset.ready") == "yes"
+    assert browser.complaints == []
+    assert browser.asked == [written.as_uri()]
+    assert texts(browser, "h1") == [f"{NAME}finished"]
+    assert browser.value("typeof owned") == "undefined"
+    assert texts(browser, "h2") == [
+        "Where the time went", "Training", "Ranks", "Communication", "Incidents", "Attempts", "Spec",
+    ]  # fmt: skip
+    assert texts(browser, "figcaption") == [
+        "Loss nats a token", "Throughput tokens/s, all ranks", "Gradient norm before clipping", "Learning rate",
+        "Memory rank by time: resident memory of the rank's process",
+        "Slowness rank by step: time of computing over the median rank's",
+    ]  # fmt: skip
+    cards = dict(zip(texts(browser, ".cards dt"), texts(browser, ".cards dd"), strict=True))
+    assert {name: value.split("\n")[0] for name, value in cards.items()} == {
+        "steps": "200", "loss": "1.0050", "eval loss": "2.5000", "tokens/s": "100", "MFU": "10.0%", "goodput": "79.1%",
+        "ranks": "2", "time": "4:13", "versions": "0.1.0",
+    }  # fmt: skip
+    assert cards["versions"].split("\n")[1] == "python 3.11.9, torch 2.13.0"
+    assert "of 200" in cards["steps"]
+
+
+def test_shares_incidents_and_tables(browser: Chromium, written: Path) -> None:
+    """As the figures have them, in the reader's words."""
+    browser.open(written)
+    shares = [row.split("\t")[:3] for row in texts(browser, ".parts tr")]
+    assert shares == [
+        ["compute", "55.3%", "2:20"], ["exposed communication", "15.8%", "0:40"], ["data wait", "7.9%", "0:20"],
+        ["evaluation", "1.6%", "4 s"], ["checkpoint", "0.4%", "1 s"], ["recovery", "14.4%", "0:36"], ["start-up", "3.6%", "9 s"],
+        ["other", "1.0%", "2.5 s"], ["unknown", "0.0%", "0 s"],
+    ]  # fmt: skip
+    widths = browser.value(
+        "[...document.querySelectorAll('.bar span')].map((one) => one.getBoundingClientRect().width)"
+    )
+    assert [width / sum(widths) for width in widths] == pytest.approx(
+        [seconds / 253 for seconds in story.PARTS.values() if seconds], abs=1e-3
+    )
+    assert len(texts(browser, ".timeline span")) == 5
+    incidents = [row.split("\t") for row in texts(browser, "#incidents tbody tr")]
+    assert [row[:5] for row in incidents] == [
+        ["10 s", "slow rank", "1", "1", "1"],
+        ["1:10", "leak", "1", "-", "1"],
+        ["1:34", "injected fault", "1", "81", "1"],
+        ["1:36", "worker died", "1", "80", "1"],
+        ["1:38", "checkpoint corrupt", "2", "60", "-"],
+    ]
+    assert incidents[3][5] == "killed by SIGKILL"
+    assert "then: restart: failure 1 (of 3); attempt 2 on 2 ranks" in incidents[3][6]
+    (row,) = texts(browser, "#communication tbody tr")
+    assert row.split("\t") == [
+        "all-reduce", "230", "1.0 MiB", "230.0 MiB", "1:55", "2.0 MiB/s", "2.0 MiB/s", "0:46", "19.6%", "rank 0, 1:09",
+    ]  # fmt: skip
+    assert "rank 1: 1.33 times the median in steps 1 to 200" in " ".join(texts(browser, "#ranks .note"))
+    assert [row.split("\t")[0] for row in texts(browser, "#attempts tbody tr")] == ["1", "2"]
+    browser.value("document.querySelector('#spec details').open = true")
+    assert NAME in texts(browser, "#spec pre")[0]
+
+
+def test_values_under_the_pointer(browser: Chromium, written: Path) -> None:
+    """Of a line its step and number, of a heat map the cell's; they go with the pointer."""
+    browser.open(written)
+    across = 64 + (588 - 64) * (150 - 1) / (200 - 1)
+    browser.point(*middle(browser, "svg[data-lines]", across, 100))
+    assert texts(browser, "#tip div") == ["step 150", "training 90"], "the spike of one step"
+    browser.point(*middle(browser, "svg[data-cells]", 500, 60))
+    rank, much = texts(browser, "#tip div")
+    assert rank.startswith("rank 1, 3:30 to ")
+    assert much == "1.2 GiB"
+    browser.point(*middle(browser, "svg[data-cells]", 66, 30))
+    assert texts(browser, "#tip div")[1] == "nothing is known"
+    for x in (20, 595):
+        browser.point(*middle(browser, "svg[data-lines]", 300, 100))
+        assert browser.value("document.getElementById('tip').hidden") is False
+        browser.point(*middle(browser, "svg[data-lines]", x, 100))
+        assert browser.value("document.getElementById('tip').hidden") is True, "beside the plot there is no step"
+    browser.point(*middle(browser, "svg[data-lines]", 300, 100))
+    browser.point(1.0, 1.0)
+    assert browser.value("document.getElementById('tip').hidden") is True
+
+
+def test_names_under_the_pointer_are_text(browser: Chromium, tmp_path: Path) -> None:
+    """Whatever a series, or the number along, is called."""
+    chart = lines.chart(NAME, [lines.Series(NAME, np.arange(3.0), np.arange(3.0))], x_name=NAME)
+    (tmp_path / "a.html").write_bytes(page.page(NAME, chart))
+    browser.open(tmp_path / "a.html")
+    browser.point(*middle(browser, "svg[data-lines]", 326, 100))
+    assert texts(browser, "#tip div") == [f"{NAME} 1", f"{NAME} 1"]
+    assert browser.value("document.querySelectorAll('img').length") == 0
+    assert browser.value("document.title") == NAME
+
+
+def test_every_drawing_says_what_it_is(browser: Chromium, written: Path) -> None:
+    """To who cannot see it: a name and a description each, the bar in one sentence."""
+    browser.open(written)
+    drawings = browser.value(
+        "[...document.querySelectorAll('svg')].map((one) => [one.getAttribute('role'), one.getAttribute('aria-label'),"
+        " one.querySelector('desc').textContent])"
+    )
+    assert len(drawings) == 6
+    assert all(role == "img" and title and about for role, title, about in drawings)
+    assert "compute 55.3%" in browser.value("document.querySelector('.bar').getAttribute('aria-label')")
+
+
+@pytest.mark.parametrize(
+    ("width", "dark", "media"),
+    [(1280, False, "screen"), (1280, True, "screen"), (380, False, "screen"), (900, True, "print")],
+)
+def test_light_dark_phone_paper(browser: Chromium, written: Path, width: int, dark: bool, media: str) -> None:
+    """Text stands out from what is behind it, nothing is wider than the page, and paper is light whatever the screen is."""
+    browser.open(written, width=width, dark=dark, media=media)
+    paper = media == "print"
+    contrast = """(() => {
+        const light = (colour) => {
+            const part = colour.match(/[\\d.]+/g).slice(0, 3).map((one) => one / 255)
+                .map((one) => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
+            return 0.2126 * part[0] + 0.7152 * part[1] + 0.0722 * part[2];
+        };
+        const sheet = light(getComputedStyle(document.querySelector("section")).backgroundColor);
+        const ratio = (one) => {
+            const ink = light(getComputedStyle(one).color);
+            return (Math.max(ink, sheet) + 0.05) / (Math.min(ink, sheet) + 0.05);
+        };
+        return [sheet, Math.min(...[...document.querySelectorAll("section p, section td, section th, section b.bad")].map(ratio))];
+    })()"""
+    sheet, least = browser.value(contrast)
+    assert sheet < 0.05 if dark and not paper else sheet > 0.9
+    assert least >= 4.5, "WCAG AA"
+    assert browser.value("document.documentElement.scrollWidth") <= width
+    assert browser.complaints == []
+
+
+def test_a_run_that_was_not_watched(browser: Chromium, tmp_path: Path) -> None:
+    """It has its report: what is missing is said in its place, with how to get it."""
+    attempts = [(1, 0, story.steps(1, 80, 1))]
+    run = story.write(RunDir(tmp_path / "a"), story.events()[:6], attempts, spec=b"observe: {interval_s: null}\n")
+    (tmp_path / "a.html").write_bytes(render(report(run)))
+    browser.open(tmp_path / "a.html")
+    said = texts(browser, ".missing")
+    assert len(said) == 4
+    assert all("observe.interval_s: 1.0" in line for line in said)
+    assert len(texts(browser, "svg[data-lines]")) == 4
+    assert browser.complaints == []
+
+
+@pytest.mark.parametrize("status", ["running", "lost"])
+def test_a_run_without_anything(browser: Chromium, tmp_path: Path, status: str) -> None:
+    """Nothing but its spec, and that is no YAML: a page that says so."""
+    run = story.write(RunDir(tmp_path / "a"), [], [], status=status, spec=b"a: [\xff")
+    (tmp_path / "a.html").write_bytes(render(report(run)))
+    browser.open(tmp_path / "a.html")
+    assert "No attempt of this run has begun" in texts(browser, "#goodput")[0]
+    assert browser.complaints == []
+
+
+def test_keys_do_not_leave_with_the_page(tmp_path: Path) -> None:
+    """A storage's URI may hold them; a page is for others."""
+    run = story.story(RunDir(tmp_path / "a"))
+    run.storage.write(SPEC, b"checkpoint: {replicas: ['s3://KEY:sec&ret@bucket/x']}\n")
+    data = render(report(run))
+    assert b"s3://bucket/x" in data
+    assert b"KEY" not in data
+
+
+def test_the_browser_would_tell(browser: Chromium, tmp_path: Path) -> None:
+    """Of a script of another's, and of what is fetched: the page forbids both, and the console says so."""
+    path = tmp_path / "x.html"
+    made = page.page("x", page.tag("p", "x")).decode()
+    path.write_text(made.replace("<p>x</p>", "<script>owned = 1</script><img src=http://127.0.0.1:9/x.png>"))
+    browser.open(path)
+    assert len(browser.complaints) == 2
+    assert browser.value("typeof owned") == "undefined"
+
+
+NUMBERS = {
+    "at",
+    "step",
+    "rank",
+    "attempt",
+    "seconds",
+    "count",
+    "bytes",
+    "busbw",
+    "least",
+    "most",
+    "factor",
+    "first_step",
+}
+
+
+def told(run: RunDir) -> dict[str, Any]:
+    """The figures, as they come out of strict JSON."""
+    return dict(json.loads(json.dumps(report(run).told, allow_nan=False)))
+
+
+def test_figures_are_plain(tmp_path: Path) -> None:
+    """No number has become a text on its way; what is not known is null."""
+    found = told(story.story(RunDir(tmp_path / "a")))
+
+    def numbers(value: Any, name: str = "") -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                numbers(item, key)
+        elif isinstance(value, list):
+            for item in value:
+                numbers(item, name)
+        elif name in NUMBERS:
+            assert value is None or isinstance(value, (int, float)), (name, value)
+
+    numbers(found)
+    assert found["memory"]["ranks"][1] == {
+        "rank": 1,
+        "host": "h1",
+        "least": GIB + (1 << 20),
+        "median": GIB + (171 << 19),
+        "most": GIB + (200 << 20),
+    }
+    assert found["communication"][0]["most_exposed"] == {"rank": 0, "seconds": pytest.approx(69.0)}
+    assert found["versions"] == {"report": "0.1.0", "python": "3.11.9", "torch": "2.13.0"}

@@ -1,0 +1,83 @@
+"""What went wrong in a run, with what was done and what to do about it."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from raydist.cluster.recovery import Kind
+from raydist.records import Event
+from raydist.report import incidents
+from tests.report import story
+from tests.report.story import T, begun, event, failed, first
+from tests.report.test_text import EVENTS
+
+
+def test_the_story() -> None:
+    """In the order of time, each with its attempt, step and rank, as far as they are known."""
+    found = incidents.found(story.events(), {1: 80, 2: 200})
+    assert [
+        (one["at"] - T, one["kind"], one["attempt"], one["step"], one["rank"], one["severity"]) for one in found
+    ] == [
+        (70.0, "leak", 1, None, 1, "warning"),
+        (94.5, "injected fault", 1, 81, 1, "info"),
+        (96.0, "worker died", 1, 80, 1, "critical"),
+        (98.0, "checkpoint corrupt", 2, 60, None, "warning"),
+    ]
+    leak, _, death, corrupt = found
+    assert (leak["cause"], leak["remedy"]) == (story.LEAK.what, story.LEAK.remedy)
+    assert death["cause"] == "killed by SIGKILL"
+    assert death["then"] == (
+        "restart: failure 1 (of 3); attempt 2 on 2 ranks; from step 50; first step after 7.5 s, 30 trained once more"
+    )
+    assert "dmesg" in death["remedy"]
+    assert "shard-0.bin" in corrupt["cause"]
+
+
+def test_a_driver_that_was_lost() -> None:
+    """Nobody wrote that down: the next one's attempt says it. One that ended by itself was not lost."""
+    told = [begun(0, 1), first(3, 1, 1, 3.0), event(5, "note", text="x"), begun(60, 2, 5), first(64, 2, 6, 4.0)]
+    (lost,) = incidents.found(told, {1: 9})
+    assert (lost["at"] - T, lost["kind"], lost["attempt"], lost["step"]) == (5.0, "driver lost", 1, 9)
+    assert lost["then"] == "attempt 2 on 2 ranks; first step after 4 s"
+    assert incidents.found([begun(0, 1), event(9, "ended", status="paused", step=5), begun(60, 2, 5)], {}) == []
+
+
+def test_a_node_that_left() -> None:
+    """It is told, and is no loss of the driver."""
+    told = [begun(0, 1), event(5, "decision", action="leave", because="a notice"), begun(9, 2, 50)]
+    assert [(one["kind"], one["severity"]) for one in incidents.found(told, {})] == [("node leaves", "info")]
+
+
+def test_a_failure_that_led_to_the_end() -> None:
+    """Says so, with its traceback."""
+    raised = failed(9, 1, "ValueError: no")
+    raised.data["traceback"] = "Traceback\n  line\n"
+    told = [begun(0, 1), raised, event(10, "decision", action="stop", because="it would fail again", after_s=0.0),
+            event(11, "ended", status="stopped", step=5, cause="ValueError: no")]  # fmt: skip
+    (found,) = incidents.found(told, {})
+    assert (found["detail"], found["then"]) == ("Traceback\n  line", "stop: it would fail again; the run was stopped")
+
+
+def test_slow_ranks_are_incidents() -> None:
+    """With what to look at."""
+    slow = [{"rank": 3, "first_step": 1000, "last_step": 2000, "factor": 1.5, "attempt": 2, "at": T + 80}]
+    found = incidents.found(story.events(), {}, slow)
+    assert [one["kind"] for one in found][1] == "slow rank"
+    assert found[1]["cause"] == "it computed 1.50 times as long as the median rank, steps 1,000 to 2,000"
+    assert "gpu_throttle" in found[1]["remedy"]
+
+
+@pytest.mark.parametrize(("kind", "data"), [(kind, data) for kind, data, _ in EVENTS if kind in incidents.KINDS])
+def test_every_kind_is_told(kind: str, data: dict[str, Any]) -> None:
+    """As every event looks that the project writes."""
+    (found,) = incidents.found([Event(kind, T, data)], {})
+    assert found["cause"]
+    assert found["remedy"]
+    assert found["rank"] is None or isinstance(found["rank"], int)
+
+
+def test_every_failure_has_a_remedy() -> None:
+    """Of those that are none of the run's own doing."""
+    assert set(get_args(Kind)) - {"rollback", "aborted"} == set(incidents.REMEDIES)
