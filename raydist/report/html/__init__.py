@@ -5,5 +5,6 @@
     lines.py    lines over a number                        colours.py  what is drawn in which colour
     cells.py    heat maps                                  bars.py     a whole and its parts
 
-These know nothing of runs. What `raydist report` says of one is in run.py, curves.py and ranks.py.
+These know nothing of runs. What `raydist report` says of one is in run.py, curves.py and ranks.py; sweep.py is the
+page of a sweep.
 """
