@@ -1,11 +1,15 @@
 """What a RunMonitor takes of a core to hold a large run: 1,000 simulated ranks that are read once a second.
 
-    python benchmarks/monitor.py [--ranks 1000] [--seconds 120]
+    python benchmarks/monitor.py [--ranks 1000] [--seconds 120] [--tree]
 
 One process with a RunMonitor, as its actor has it, and its thread that writes Parquet every 2 s to a real disk and asks the rules
 of raydist.diagnosis. Each second it is given the rows of all nodes, of 8 GPUs and 8 ranks each: the values of a real row, made
 larger from row to row. Printed: the share of a core that this process takes for it, less what making the rows takes, the longest
 call, and how resident memory grew over the second half.
+
+--tree: as on a cluster the first 64 nodes tell the monitor and every other 64 a gatherer, an actor among them. Measured one after
+the other: the monitor, which is handed the newest rows of all others every 10 s, and one such gatherer. What Ray takes to bring the
+rows is in neither.
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -24,6 +30,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write
 
+from raydist.observe.gather import HAND_ON_S, NODES, Gatherer
 from raydist.observe.run import RunMonitor
 from raydist.samplelog import is_counter, read_samples
 from raydist.samples import GPU, NODE, RANK
@@ -65,49 +72,83 @@ def batches(ranks: int, tick: int, at: float) -> Iterator[list[dict[str, Any]]]:
         yield rows
 
 
+@dataclass(frozen=True)
+class Held:
+    """What a process took for so many ranks: of a core; its longest call; resident memory, and what it grew in the second half."""
+
+    ranks: int
+    core_share: float
+    longest_call_s: float
+    rss_mib: float
+    rss_grown_mib: float
+
+    def __str__(self) -> str:
+        memory = f"resident {self.rss_mib:.0f} MiB, {self.rss_grown_mib:+.0f} MiB in the second half"
+        return f"{self.ranks} ranks: {self.core_share:.2f} of a core, longest call {1e3 * self.longest_call_s:.0f} ms; {memory}"
+
+
+def held(
+    give: Callable[[list[dict[str, Any]]], None],
+    ranks: int,
+    seconds: int,
+    beside: Callable[[int], float] = lambda tick: 0.0,
+) -> Held:
+    """`give` gets the rows of each node every second. `beside(tick)` does what else there is, and says how long making it took."""
+    me, rss = psutil.Process(), []
+    making, longest = 0.0, 0.0
+    begun, cpu = time.monotonic(), time.process_time()
+    for tick in range(seconds):
+        made_from = time.thread_time()
+        told = list(batches(ranks, tick, time.time()))
+        making += time.thread_time() - made_from + beside(tick)
+        for rows in told:
+            call = time.monotonic()
+            give(rows)
+            longest = max(longest, time.monotonic() - call)
+        rss.append(me.memory_info().rss / 2**20)
+        time.sleep(max(0.0, begun + tick + 1 - time.monotonic()))
+    share = (time.process_time() - cpu - making) / (time.monotonic() - begun)
+    return Held(ranks, share, longest, rss[-1], rss[-1] - rss[len(rss) // 2])
+
+
 def main() -> None:
-    """Runs, prints, writes results/monitor.json."""
+    """Runs, prints, writes results/monitor.json, or results/monitor_tree.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=1000)
     parser.add_argument("--seconds", type=int, default=120)
+    parser.add_argument("--tree", action="store_true")
     options = parser.parse_args()
-    me = psutil.Process()
+    near = min(options.ranks, NODES * A_NODE) if options.tree else options.ranks
+    far = options.ranks - near
+    found = {}
     with tempfile.TemporaryDirectory(dir=os.getcwd()) as folder:
         monitor = RunMonitor(f"{folder}/run", exporters=[])
         monitor.begin_attempt(1, options.ranks, 0)
-        making, longest, rss = 0.0, 0.0, []
-        begun, cpu = time.monotonic(), time.process_time()
-        for tick in range(options.seconds):
-            made_from = time.thread_time()
-            told = list(batches(options.ranks, tick, time.time()))
-            making += time.thread_time() - made_from
+
+        def hand_on(tick: int) -> float:
+            begun = time.thread_time()
+            told = list(batches(far, tick, time.time())) if far and tick % int(HAND_ON_S) == 0 else []
+            making = time.thread_time() - begun
             for rows in told:
-                call = time.monotonic()
-                monitor.observe(rows)
-                longest = max(longest, time.monotonic() - call)
-            rss.append(me.memory_info().rss)
-            time.sleep(max(0.0, begun + tick + 1 - time.monotonic()))
-        wall = time.monotonic() - begun
-        share = (time.process_time() - cpu - making) / wall
+                monitor.export(rows)
+            return making
+
+        found["monitor"] = held(monitor.observe, near, options.seconds, hand_on)
+        if far:
+            push, export = SimpleNamespace(remote=monitor.push), SimpleNamespace(remote=monitor.export)
+            gatherer = Gatherer(f"{folder}/run", 1, SimpleNamespace(push=push, export=export))
+            found["gatherer"] = held(gatherer.observe, NODES * A_NODE, options.seconds)
+            gatherer.close()
         monitor.end("finished")
         kept = read_samples(monitor._run, ["at"]).num_rows
-    given = options.seconds * (options.ranks * 2 + options.ranks // A_NODE)
-    grown = (rss[-1] - rss[len(rss) // 2]) / 2**20
-    result = {
-        "ranks": options.ranks,
-        "seconds": options.seconds,
-        "wall_s": wall,
-        "core_share": share,
-        "longest_call_s": longest,
-        "rows_given": given,
-        "rows_kept": kept,
-        "rss_mib": rss[-1] / 2**20,
-        "rss_grown_mib": grown,
-    }
-    print(f"{options.ranks} ranks, {given / options.seconds:.0f} rows a second for {wall:.0f} s: {share:.2f} of a core")
-    memory = f"resident {rss[-1] / 2**20:.0f} MiB, {grown:+.0f} MiB in the second half"
-    print(f"longest call {1e3 * longest:.0f} ms; {kept} of {given} rows stored; {memory}")
-    print(write("monitor", result))
+    given = sum(options.seconds * (each.ranks * 2 + each.ranks // A_NODE) for each in found.values())
+    for name, each in found.items():
+        print(f"{name}, {each}")
+    gatherers = -(-far // (NODES * A_NODE))
+    print(f"{options.ranks} ranks, {gatherers} gatherers; {kept} of {given} rows stored")
+    result = {"ranks": options.ranks, "seconds": options.seconds, "gatherers": gatherers}
+    result |= {"rows_given": given, "rows_kept": kept, **{name: asdict(each) for name, each in found.items()}}
+    print(write("monitor_tree" if options.tree else "monitor", result))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Runs anywhere: the writer in the run's monitor, the reader in a user's shell. Mu
 
     samples/raw-000000012.parquet              as they came; the newest one is replaced at each flush
     samples/thin-000000000-000000011.parquet   a row a minute and subject, in the place of raw 0 to 11
+    samples/raw-000000012.3.parquet            of writer 3, which numbers its own: a large run has several
 
 Raw rows become thin ones an hour later, so that a long run takes 60 times less than it said. The thin file is whole before the raw
 ones go: a raw one that a thin one stands for is not read. The writer holds the open segment in memory, and nothing older.
@@ -15,6 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -37,7 +39,7 @@ _AT_ONCE = 64
 _BUFFERED = 200_000
 """Rows that are kept while storage refuses them; then the oldest go."""
 
-_NAME = re.compile(r"(raw|thin)-(\d+)(?:-(\d+))?\.parquet")
+_NAME = re.compile(r"(raw|thin)-(\d+)(?:-(\d+))?(?:\.(\d+))?\.parquet")
 _SUBJECT = ("kind", "host", "node", "gpu", "rank", "attempt")
 
 
@@ -47,14 +49,14 @@ def is_counter(name: str) -> bool:
 
 
 class SampleLog:
-    """The writer; one for each driver, and one driver at a time. `add` only buffers, and may be called from any thread.
+    """Writer number `writer`; one at a time has that number. `add` only buffers, and may be called from any thread.
 
     Raises StorageError where storage cannot be listed.
     """
 
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
-        self._next = 1 + max((last for _, _, last, _ in _listed(run)), default=-1)
+    def __init__(self, run: RunDir, writer: int = 0) -> None:
+        self._run, self._writer = run, writer
+        self._next = 1 + max((s.last for s in _listed(run) if s.writer == writer), default=-1)
         self._lock = threading.Lock()
         self._rows: list[Mapping[str, Any]] = []
         self._given = self._dropped = 0
@@ -80,7 +82,7 @@ class SampleLog:
             rows, given, dropped = list(self._rows), self._given, self._dropped
             sealed = len(rows) >= SEGMENT_ROWS or time.monotonic() - self._since >= SEGMENT_S
         if rows and given != self._stored:
-            _write(self._run, f"raw-{self._next:09d}.parquet", table(rows))
+            _write(self._run, _Segment("raw", self._writer, self._next, self._next).file, table(rows))
             self._stored = given
         if rows and sealed:
             with self._lock:
@@ -89,7 +91,7 @@ class SampleLog:
             self._next += 1
         if time.monotonic() - self._thinned_at >= SEGMENT_S:
             self._thinned_at = time.monotonic()
-            thin(self._run, before=time.time() - RAW_S, below=self._next)
+            thin(self._run, before=time.time() - RAW_S, below=self._next, writer=self._writer)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
@@ -97,64 +99,67 @@ def table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     return pa.Table.from_pylist([dict(row) for row in rows], SCHEMA)
 
 
-def thin(run: RunDir, before: float, below: int) -> None:
-    """Makes raw segments that end before that Unix time, of numbers under `below`, into one thin one; some of them at a time.
+def thin(run: RunDir, before: float, below: int, writer: int = 0) -> None:
+    """Makes that writer's raw segments that end before that Unix time, of numbers under `below`, into one thin one; some of them
+    at a time.
 
     Of a minute and subject a thin row has: of what counts the last, of what is a peak the highest, of other numbers the mean.
     """
-    names = _listed(run)
-    covered = {n for kind, first, last, _ in names if kind == "thin" for n in range(first, last + 1)}
-    raw = sorted((first, name) for kind, first, _, name in names if kind == "raw")
-    done = [name for number, name in raw if number in covered]
+    listed = [segment for segment in _listed(run) if segment.writer == writer]
+    covered = _covered(listed)
+    raw = sorted((segment for segment in listed if segment.kind == "raw"), key=lambda segment: segment.first)
+    done = [segment for segment in raw if segment in covered]
     parts: list[pa.Table] = []
     numbers: list[int] = []
-    for number, name in raw[: _AT_ONCE + len(done)]:
-        if number in covered:
+    for segment in raw[: _AT_ONCE + len(done)]:
+        if segment in covered:
             continue
-        part = _read(run, name) if number < below else None
+        part = _read(run, segment) if segment.first < below else None
         if part is None or (part.num_rows and pc.max(part["at"]).as_py() >= before):
             break
-        if numbers and number != numbers[-1] + 1:
+        if numbers and segment.first != numbers[-1] + 1:
             break  # a file that stands for a range stands for all of it
         parts.append(part)
-        numbers.append(number)
-        done.append(name)
+        numbers.append(segment.first)
+        done.append(segment)
     if parts:
-        _write(run, f"thin-{numbers[0]:09d}-{numbers[-1]:09d}.parquet", _thinned(pa.concat_tables(parts)))
-    for name in done:
-        run.storage.delete(name)
+        _write(run, _Segment("thin", writer, numbers[0], numbers[-1]).file, _thinned(pa.concat_tables(parts)))
+    for segment in done:
+        run.storage.delete(segment.path)
 
 
 def read_samples(run: RunDir, columns: Sequence[str] | None = None, since: float | None = None) -> pa.Table:
     """All rows, in the order of their time; `columns`: only these; `since`: only those from that Unix time on, and no more is read
     than it takes. Works while the run is being written. Raises StorageError.
     """
-    names = _listed(run)
-    covered = {n for kind, first, last, _ in names if kind == "thin" for n in range(first, last + 1)}
-    chosen = [(first, name) for kind, first, _, name in names if kind == "thin" or first not in covered]
+    listed = _listed(run)
+    covered = _covered(listed)
     wanted = list(columns) if columns is not None else list(COLUMNS)
     asked = list(dict.fromkeys([*wanted, "at"]))
     parts = [pa.schema([SCHEMA.field(name) for name in asked]).empty_table()]
-    for _, name in sorted(chosen, reverse=True):
-        part = _read(run, name, asked)
+    read_up: set[int] = set()  # the writers whose older segments are older than asked for
+    for segment in sorted(listed, key=lambda segment: segment.first, reverse=True):
+        if segment in covered or segment.writer in read_up:
+            continue
+        part = _read(run, segment, asked)
         if part is None:
             continue
         if since is not None:
-            older = part.num_rows and pc.min(part["at"]).as_py() < since
-            parts.append(part.filter(pc.greater_equal(part["at"], since)))
-            if older:
-                break
-        else:
-            parts.append(part)
+            if part.num_rows and pc.min(part["at"]).as_py() < since:
+                read_up.add(segment.writer)
+            part = part.filter(pc.greater_equal(part["at"], since))
+        parts.append(part)
     return pa.concat_tables(parts).sort_by("at").select(wanted)
 
 
 def parts(run: RunDir, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """All rows, a segment at a time, in the order of writing: for who need not have them all at once. Raises StorageError."""
-    names = _listed(run)
-    covered = {n for kind, first, last, _ in names if kind == "thin" for n in range(first, last + 1)}
-    for _, name in sorted((first, name) for kind, first, _, name in names if kind == "thin" or first not in covered):
-        part = _read(run, name, columns)
+    """All rows, a segment at a time, each writer's in the order of writing: for who need not have them all at once. Raises
+    StorageError.
+    """
+    listed = _listed(run)
+    covered = _covered(listed)
+    for segment in sorted(listed, key=lambda segment: (segment.first, segment.writer)):
+        part = _read(run, segment, columns) if segment not in covered else None
         if part is not None:
             yield part
 
@@ -181,13 +186,38 @@ def _how(name: str) -> str:
     return "mean" if COLUMNS[name][0] != pa.string() else "max"
 
 
-def _listed(run: RunDir) -> list[tuple[str, int, int, str]]:
-    """(raw or thin, first number, last number, name) of each segment."""
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A file. `kind`: raw or thin; `first` to `last`: the numbers of the raw ones that it has the rows of."""
+
+    kind: str
+    writer: int
+    first: int
+    last: int
+
+    @property
+    def file(self) -> str:
+        numbers = f"{self.first:09d}" + (f"-{self.last:09d}" if self.kind == "thin" else "")
+        return f"{self.kind}-{numbers}{f'.{self.writer}' if self.writer else ''}.parquet"
+
+    @property
+    def path(self) -> str:
+        return f"{SAMPLES}/{self.file}"
+
+
+def _listed(run: RunDir) -> list[_Segment]:
     found = []
     for name in run.storage.files(SAMPLES):
         if match := _NAME.fullmatch(name.rsplit("/", 1)[-1]):
-            found.append((match[1], int(match[2]), int(match[3] or match[2]), name))
+            kind, first, last, writer = match.groups()
+            found.append(_Segment(kind, int(writer or 0), int(first), int(last or first)))
     return found
+
+
+def _covered(segments: Iterable[_Segment]) -> set[_Segment]:
+    """The raw ones for which a thin one stands, whether they are still there or not."""
+    thin = [segment for segment in segments if segment.kind == "thin"]
+    return {_Segment("raw", s.writer, number, number) for s in thin for number in range(s.first, s.last + 1)}
 
 
 def _write(run: RunDir, name: str, rows: pa.Table) -> None:
@@ -199,19 +229,19 @@ def _write(run: RunDir, name: str, rows: pa.Table) -> None:
             data = data[file.write(data) or len(data) :]
 
 
-def _read(run: RunDir, name: str, columns: Sequence[str] | None = None) -> pa.Table | None:
+def _read(run: RunDir, segment: _Segment, columns: Sequence[str] | None = None) -> pa.Table | None:
     """One segment; None if it has just been thinned."""
     wanted = list(columns) if columns is not None else list(COLUMNS)
     try:
         # In this thread, as in raydist.runlog: a pool's thread may outlive the interpreter.
-        file = pq.ParquetFile(pa.BufferReader(run.storage.read(name)), pre_buffer=False)
+        file = pq.ParquetFile(pa.BufferReader(run.storage.read(segment.path)), pre_buffer=False)
         there = [column for column in wanted if column in file.schema_arrow.names]
         found = file.read(there, use_threads=False)
     except FileNotFoundError:
         return None
     except (pa.ArrowException, KeyError) as error:
         raise StorageError(
-            f"cannot read {run.uri}/{name}: {error}", "move the file away to go on without its rows"
+            f"cannot read {run.uri}/{segment.path}: {error}", "move the file away to go on without its rows"
         ) from error
     schema = pa.schema([SCHEMA.field(column) for column in wanted])
     arrays = [found[f.name].cast(f.type) if f.name in there else pa.nulls(found.num_rows, f.type) for f in schema]

@@ -329,6 +329,11 @@ class Cluster:
         self._env = {**clean, **self.environment, "RAY_AUTH_MODE": "token", "PATH": path, **(env or {})}
         self._watch: Process | None = None
 
+    def restart(self) -> None:
+        """All hosts lose power, and make a cluster again."""
+        self.close()
+        self.__enter__()
+
     def __enter__(self) -> Cluster:
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)

@@ -96,6 +96,23 @@ def test_old_rows_are_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert names(run)[0] == "raw-000000004.parquet", "the open segment is not touched"
 
 
+def test_several_writers_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each numbers and thins its own segments; a reader sees the rows of all, also of those who are slow."""
+    run = RunDir(tmp_path / "a")
+    segments(run, monkeypatch, 2)
+    monkeypatch.setattr(samplelog, "SEGMENT_ROWS", 3)
+    other = SampleLog(run, 7)
+    for at in range(6):
+        other.add([row(float(at), rank=9)])
+        other.flush()
+    assert names(run)[:2] == ["raw-000000000.7.parquet", "raw-000000000.parquet"]
+    assert read_samples(run, ["at"], since=5.0)["at"].to_pylist()[:3] == [5.0] * 3
+    thin(run, before=1000.0, below=2, writer=7)
+    assert names(run) == ["raw-000000000.parquet", "raw-000000001.parquet", "thin-000000000-000000001.7.parquet"]
+    assert read_samples(run, ["at"]).num_rows == 241
+    assert SampleLog(run, 7)._next == 2
+
+
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_a_death_while_thinning_doubles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: int) -> None:
     """Killed after the thin file was written, with so many raw ones gone: read once each, and tidied by the next one."""

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
+from raydist.observe.gather import NODES, Gatherer
 from raydist.observe.node import NodeAgent
 from raydist.rundir import RunDir
 
@@ -41,6 +42,9 @@ class Agents:
         self._private, self._env, self._note = private, dict(env), note
         self._agents: dict[str, tuple[str, Any]] = {}
         """Address -> Ray's id of the node, and its agent: one that was lost comes back with another id."""
+        self._numbers: dict[str, int] = {}
+        """Address -> which of the run's nodes this was to be watched."""
+        self._gatherers: dict[int, Any] = {}
         self._noted: set[str] = set()
         self._hearing: list[threading.Thread] = []
         self._closed = False
@@ -63,11 +67,13 @@ class Agents:
         import ray
 
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        closing = [agent.close.remote() for node, agent in agents if node in alive]
-        if closing:
-            ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
-        for _, agent in agents:
-            ray.kill(agent)
+        gatherers, self._gatherers = list(self._gatherers.values()), {}
+        for those in ([agent for node, agent in agents if node in alive], gatherers):
+            closing = [actor.close.remote() for actor in those]
+            if closing:
+                ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
+        for actor in (*(agent for _, agent in agents), *gatherers):
+            ray.kill(actor)
         for thread in self._hearing:
             thread.join(_CLOSE_S)  # whom it has asked is gone; it must not use Ray while that is shut down
 
@@ -85,19 +91,22 @@ class Agents:
             if address in self._agents and self._agents[address][0] in alive:
                 continue  # on two of Ray's nodes on one host an agent sees the same
             make = NodeAgent if self._private else _on(node)
-            new[address] = make(self._run.uri, address, self._handle(), self._interval_s, folder, self._env)
+            number = self._numbers.setdefault(address, len(self._numbers))
+            teller = self._teller(number // NODES, node)
+            new[address] = make(self._run.uri, address, teller, self._interval_s, folder, self._env)
             self._agents[address] = node, new[address]
         if new:
             self._hearing.append(threading.Thread(target=self._hear, args=(new,), name="raydist-agents", daemon=True))
             self._hearing[-1].start()
 
-    def _handle(self) -> Any:
-        """The monitor's. For an actor as bytes: of handles Ray says that they might be gone at a restart (ray #53727)."""
-        if self._private:
-            return self._monitor
-        from ray import cloudpickle
-
-        return cloudpickle.dumps(self._monitor)
+    def _teller(self, group: int, node: str) -> Any:
+        """Whom the agents of a group of nodes tell their rows: of the first one the monitor, of the others a gatherer."""
+        if group == 0:
+            return _plain(self._monitor, self._private)
+        if group not in self._gatherers:
+            make = _on(node, Gatherer, stays=False)
+            self._gatherers[group] = make(self._run.uri, group, _plain(self._monitor, self._private))
+        return _plain(self._gatherers[group], self._private)
 
     def _hear(self, agents: Mapping[str, Any]) -> None:
         """Tells what the new ones cannot watch: each thing once, with the nodes that say so."""
@@ -128,12 +137,21 @@ class Agents:
         return told
 
 
-def _on(node: str) -> Callable[..., Any]:
-    """Makes an agent on that node; gone with this process. Comes back by itself if it is killed."""
+def _plain(actor: Any, private: bool) -> Any:
+    """An actor's handle; for another actor as bytes: of handles Ray says that they might be gone at a restart (ray #53727)."""
+    if private:
+        return actor
+    from ray import cloudpickle
+
+    return cloudpickle.dumps(actor)
+
+
+def _on(node: str, what: type = NodeAgent, stays: bool = True) -> Callable[..., Any]:
+    """Makes an agent on that node; gone with this process. Comes back by itself if it is killed; elsewhere, unless it `stays`."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    there = NodeAffinitySchedulingStrategy(node_id=node, soft=not stays)
     # note() waits, close() must not.
-    actor = ray.remote(NodeAgent).options(num_cpus=0, max_restarts=-1, max_concurrency=2, scheduling_strategy=there)
+    actor = ray.remote(what).options(num_cpus=0, max_restarts=-1, max_concurrency=2, scheduling_strategy=there)
     return cast(Callable[..., Any], actor.remote)

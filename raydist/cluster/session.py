@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 import threading
@@ -22,9 +21,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
+from raydist.cluster.headwatch import speaks_grpc
 from raydist.errors import UserError
 
-_CONNECT_S = 3.0
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
 _TEMP_PREFIX = "raydist-"
 _PRIVATE_RAY = {
@@ -42,6 +41,10 @@ _UNMEASURED = {
     # The same, of Prometheus, which it has only for a run that exports to it.
     "RAY_enable_metrics_collection": "0",
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
+}
+_DRIVER = {
+    # After 60 s without the head Ray would end this process in mid-sentence; cluster/headwatch.py minds the head.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
 }
 _LEFT_BY_RAY = ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE", "RAY_ADDRESS")
 _TOKEN = secrets.token_hex(32)  # of this process's private Ray: no other user of the host can run code in it
@@ -164,7 +167,7 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
     if working_dir is not None and not in_job:
         runtime_env["working_dir"] = str(working_dir)
     # Inside `ray job submit` both the job and we set variables: ours win, the job's working_dir stays.
-    with _environment({**token_mode(), "RAY_ADDRESS": address, "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}):
+    with _environment({**token_mode(), **_DRIVER, "RAY_ADDRESS": address, "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}):
         import ray
 
         _read_authentication()
@@ -237,19 +240,11 @@ def _find_cluster(address: str) -> str:
             f'"{address}" is no address of a Ray cluster', "use local, auto or HOST:PORT (port 6379 by default)"
         )
     try:
-        if not _speaks_grpc(host.strip("[]"), int(port)):
+        if not speaks_grpc(host.strip("[]"), int(port)):
             raise _unreachable(found, "something else answers there")
     except OSError as error:
         raise _unreachable(found, error.strerror or str(error)) from None
     return found
-
-
-def _speaks_grpc(host: str, port: int) -> bool:
-    """Whether an HTTP/2 server answers, as Ray's head does: ray.init() itself would try for a minute."""
-    with socket.create_connection((host, port), timeout=_CONNECT_S) as sock:
-        sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))  # preface, SETTINGS
-        head = sock.recv(9)
-    return len(head) == 9 and head[3] == 4  # the type of its first frame: SETTINGS
 
 
 def _unreachable(address: str, why: str) -> UserError:

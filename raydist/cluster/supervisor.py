@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from raydist.cluster import nodes
 from raydist.cluster.agents import Agents
 from raydist.cluster.conductor import start_conductor
 from raydist.cluster.group import Group
+from raydist.cluster.headwatch import HeadWatch
 from raydist.cluster.injector import DriverInjector
 from raydist.cluster.recovery import Failure, History, Restart, Split, Stop, Team, Wait, decide, resize
 from raydist.cluster.session import Session, worker_environment
@@ -113,6 +115,8 @@ class Supervisor:
         self._error: BaseException | None = None
         self._seen = 0
         self._injector: DriverInjector | None = None
+        self._head = None if session.private else HeadWatch(session.address)
+        self._headless = False
 
     def run(self) -> Ending:
         """Trains until the run has an ending. The first SIGINT or SIGTERM asks the workers for a checkpoint and a clean
@@ -127,7 +131,7 @@ class Supervisor:
         if self._request.faults:
             self._injector = DriverInjector(self._request.run, self._push, self._monitor, self._session.address)
         attempts = threading.Thread(target=self._attempts, name="raydist-attempts", daemon=True)
-        with handling(self._on_signal):
+        with handling(self._on_signal), closing(self._head) if self._head else nullcontext():
             attempts.start()
             acted = 0
             while attempts.is_alive():
@@ -139,6 +143,8 @@ class Supervisor:
                     self._error = lost  # and not a word more into a folder that is another driver's
                     if self._running is not None:
                         self._running.abort()
+                if self._head is not None and self._without_head(self._head):
+                    break
                 self._show()
             if self._error is not None:
                 raise self._error
@@ -154,6 +160,23 @@ class Supervisor:
                 self._view.note(f"the run's end could not be written down: {error}")  # its cause is what counts
             self._show()
         return self._ending
+
+    def _without_head(self, head: HeadWatch) -> bool:
+        """Whether the head is gone for good. Before it is, the ranks are asked for a checkpoint: they do not need it to train."""
+        silent, limit = head.silent_s, self._spec.recovery.head_timeout
+        if silent > limit:
+            self._ending = self._ending or self._head_is_gone(head)
+            return True
+        if (silent > limit / 2) != self._headless:
+            self._headless = silent > limit / 2
+            text = "it answers again" if not self._headless else "one checkpoint, and the run ends unless it comes back"
+            self._view.note(f"Ray's head at {head.address} is silent: {text}")
+            self._monitor.command.remote("stop" if self._headless or self._signals else None)
+        return False
+
+    def _head_is_gone(self, head: HeadWatch) -> Ending:
+        cause = f"Ray's head at {head.address} has not answered for {head.silent_s:.0f} s; the same command goes on once it does"
+        return Ending("stopped", _newest(self._request.run), cause=cause)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # Only noted: a handler runs between any two lines of the main thread.
@@ -258,6 +281,8 @@ class Supervisor:
                     if value["status"] != "interrupted" or self._signals:
                         interrupted = self._signals[0] if value["status"] == "interrupted" else None
                         return Ending(value["status"], value["step"], signal=interrupted)
+                    if self._headless and self._head is not None:
+                        return self._head_is_gone(self._head)
                     group.retire(self._leaving)
                     incident = None
                     continue

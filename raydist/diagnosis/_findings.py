@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from raydist import registry
+from raydist.diagnosis._gpu import GpuErrors
 from raydist.diagnosis._history import BIN_S, WARMUP_S, History, Window
 from raydist.records import Finding
 
@@ -24,12 +25,14 @@ class Diagnosis:
             self._rules.append(registry.load("diagnosis", name))
             columns += import_module(f"raydist.diagnosis.{name}").COLUMNS
         self._history = History(columns, bin_s, warmup_s)
+        self._gpus = GpuErrors()
         self._told: set[tuple[int, str, int | None, str]] = set()
         self._attempt = -1
 
     def observe(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
-        """What is new: in an attempt a rule's word on a rank and a kind is told once."""
+        """What is new: in an attempt a rule's word on a rank and a kind is told once; errors of a GPU as they come."""
         rows = list(rows)
+        yield from self._gpus.observe(rows)
         self._attempt = max([self._attempt, *(row["attempt"] for row in rows if row["kind"] == "rank")])
         self._history.add(rows)
         for window in self._history.windows():

@@ -5,7 +5,7 @@ Runs in: one zero-CPU actor, owned by the driver and on its node. Must not impor
 
     rank 0's side thread --push(records, events)--> RunMonitor --> metrics/*.parquet, events.jsonl, state.json; exporters
                          <--{"command", "traces"}-      ^   ^----- requests/*.json
-    the nodes' agents    -------observe(rows)-----------|          samples/*.parquet
+    the nodes' agents    -------observe(rows)-----------|          samples/*.parquet        (of more than 64 nodes: gather.py)
                                           driver: begin_attempt, command, snapshot, end
 
 No call waits for storage but `flush` and `end`: a thread writes every `interval_s`. What storage refuses is kept and tried again.
@@ -188,6 +188,10 @@ class RunMonitor:
         """Readings: columns of raydist.samples, null ones left out. Returns at once."""
         self._samples.add(rows)
         self._unjudged.extend(rows)
+        self._outlets.samples(rows)
+
+    def export(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Readings that a gatherer has stored: for exporters only."""
         self._outlets.samples(rows)
 
     # --- inside

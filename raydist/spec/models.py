@@ -358,6 +358,13 @@ class RecoverySpec(Part):
         ge=0,
         description="cluster.workers: [least, most]: seconds to wait for all workers before going on with fewer.",
     )
+    head_timeout: float = Field(
+        40.0,
+        gt=0,
+        le=55,
+        description="On a cluster: seconds that Ray's head may be silent before the run ends; after half of it the ranks are asked "
+        "for a checkpoint. Ray's own processes end after 60.",
+    )
     timeout_s: float = Field(1800.0, gt=0, description="Seconds that a collective may take before the attempt fails.")
     on_nan: Literal["stop", "skip", "rollback"] = Field(
         "stop",

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import ray
 
+from raydist.cluster import agents as agents_module
 from raydist.cluster.agents import Agents
 from raydist.cluster.session import open_session, worker_environment
 from raydist.observe import node as node_module
 from raydist.observe.hardware.nvml import Gpus
 from raydist.observe.node import NodeAgent
-from raydist.rundir import RunDir
+from raydist.rundir import SAMPLES, RunDir
+from raydist.samplelog import read_samples
 from raydist.worker import board
 
 ROOT = Path(__file__).parents[2]
@@ -41,12 +43,26 @@ class Monitor:
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
+        self._events: list[dict[str, Any]] = []
+        self._exported: list[dict[str, Any]] = []
         self._free = threading.Event()
         self._free.set()
 
     def observe(self, rows: list[dict[str, Any]]) -> None:
         self._free.wait()
         self._rows += rows
+
+    def push(self, records: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
+        self._events += events
+
+    def export(self, rows: list[dict[str, Any]]) -> None:
+        self._exported += rows
+
+    def exported(self) -> list[dict[str, Any]]:
+        return self._exported
+
+    def events(self) -> list[dict[str, Any]]:
+        return self._events
 
     def seen(self, kind: str) -> list[dict[str, Any]]:
         return [row for row in self._rows if row["kind"] == kind]
@@ -178,6 +194,30 @@ def test_a_monitor_that_does_not_answer(monitor: Any, tmp_path: Path, monkeypatc
     assert times == sorted(set(times))
     assert oldest[0]["at"] not in times
     assert len(agent._unsent) <= 4
+
+
+def test_nodes_past_the_first_ones_have_a_gatherer(
+    node: str, monitor: Any, rank: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rows are stored, in segments of their own, and go on after its SIGKILL; the monitor gets the newest ones at the end."""
+    monkeypatch.setattr(agents_module, "NODES", 1)
+    run = RunDir(tmp_path)
+    agents = Agents(run, monitor, 0.1, private=False, env={}, note=lambda text: None)
+    agents._numbers["10.9.9.9"] = 0  # the first node is another one
+    agents.watch([node])
+    (gatherer,) = agents._gatherers.values()
+    stored = until(lambda: (found := read_samples(run, ["at", "kind", "rank"]).to_pylist()) and found)
+    pid = kill(gatherer)
+    again = until(lambda: pid_of(gatherer) not in (pid, 0) and time.time())
+    until(lambda: any(row["at"] > again for row in read_samples(run, ["at"]).to_pylist()))
+    agents.close()
+    rows = read_samples(run, ["at", "kind", "rank"]).to_pylist()
+    assert rows[: len(stored)] == stored
+    assert {row["kind"] for row in rows} >= {"node", "rank"}
+    assert {path.name.split(".")[1] for path in (tmp_path / SAMPLES).iterdir()} == {"1"}
+    assert ray.get(monitor.seen.remote("node")) == []
+    newest = max(row["at"] for row in rows if row["kind"] == "node")
+    until(lambda: any(row["at"] == newest for row in ray.get(monitor.exported.remote())))
 
 
 def test_on_a_private_ray_the_driver_does_it(node: str, monitor: Any, tmp_path: Path) -> None:

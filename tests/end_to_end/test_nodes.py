@@ -41,8 +41,8 @@ def start(project: Any, cluster: Cluster) -> Iterator[Callable[..., Run]]:
     """start(name, *arguments): a Run, which ends with the test at the latest."""
     made: list[Run] = []
 
-    def start(*arguments: str) -> Run:
-        made.append(Run(project, cluster, *arguments))
+    def start(*arguments: str, on: int = 0) -> Run:
+        made.append(Run(project, cluster, *arguments, on=on))
         return made[-1]
 
     yield start
@@ -52,13 +52,13 @@ def start(project: Any, cluster: Cluster) -> Iterator[Callable[..., Run]]:
 
 
 class Run:
-    """`raydist train job.yaml` on the first host, whose ranks wait in their `HOLD`-th forward pass until `go`."""
+    """`raydist train job.yaml` on host `on`, whose ranks wait in their `HOLD`-th forward pass until `go`."""
 
-    def __init__(self, project: Any, cluster: Cluster, name: str, *arguments: str) -> None:
+    def __init__(self, project: Any, cluster: Cluster, name: str, *arguments: str, on: int = 0) -> None:
         self.project, self.cluster, self.name = project, cluster, name
         command = [str(BIN / "raydist"), "train", "job.yaml", "--name", name, "--json", "--address", cluster.address]
         sets = ["--set", "cluster.cpus_per_worker=1", "--set", "recovery.step_timeout=120", *arguments]
-        self.process = cluster.hosts[0].popen(
+        self.process = cluster.hosts[on].popen(
             [*command, *project.options(name, hold=HOLD), *sets],
             cwd=project.root,
             env=project.environment() | cluster.environment,
@@ -223,3 +223,20 @@ def test_a_node_that_has_just_gone_silent_keeps_no_run_from_starting(
     assert exact(run.finish()) == exact(undisturbed)
     (event,) = run.events("workers")
     assert silent.name not in {worker["host"] for worker in event["workers"]}
+
+
+def test_the_head_is_lost_and_comes_back(
+    start: Any, project: Any, cluster: Cluster, undisturbed: list[dict[str, Any]]
+) -> None:
+    """The driver elsewhere says so and ends, before Ray would end it; on the new head the same command goes on to the same bits."""
+    options = ("head-lost", "--set", "recovery.head_timeout=15")
+    run = start(*options, on=1)
+    run.until_held(1)
+    cluster.kill_node(cluster.hosts[0])
+    _, told = run.process.communicate(timeout=100)
+    assert run.process.returncode == 3, told
+    assert f"Ray's head at {cluster.address} has not answered for" in told.splitlines()[-2]
+    assert project.show("head-lost")["status"] == "stopped"
+    run.go()
+    cluster.restart()
+    assert exact(start(*options, on=1).finish()) == exact(undisturbed)
