@@ -13,7 +13,7 @@ import numpy as np
 
 from raydist.report import text
 from raydist.report.html import cells as heat
-from raydist.report.html import lines
+from raydist.report.html import lines, parallel
 from raydist.report.html.lines import Series
 from raydist.report.html.page import cards, missing, page, section, table
 from raydist.report.html.svg import Markup, tag
@@ -46,6 +46,7 @@ def render(told: Row, curves: Sequence[Curve]) -> bytes:
             tag("div", charts, class_="charts") if charts else missing("No cell has finished yet."),
             id="charts",
         ),
+        section("Parameters", _parallel(told, finished), id="parameters"),
         section("Lineage", _lineage(told), id="lineage")
         if any(any(row["lineage"]) for row in told["points"])
         else None,
@@ -139,6 +140,45 @@ def _rate(told: Row, finished: Sequence[Row]) -> Markup | None:
         x_name=shortest(RATE),
         marks=marks,
     )
+
+
+def _parallel(told: Row, finished: Sequence[Row]) -> Markup:
+    """Every parameter that was varied, and the objective: a line a point, of many the best ones."""
+    fields = [name for name in dict.fromkeys(n for row in finished for n in row["parameters"]) if _many(finished, name)]
+    sign = _sign(told)
+    rows = sorted(
+        (r for r in finished if all(n in r["parameters"] for n in fields)), key=lambda r: sign * r["objective"]
+    )[:ROWS]
+    if not fields or not rows:
+        return missing("No two points with different parameters have finished yet.")
+    columns = [_column(name, [row["parameters"][name] for row in rows]) for name in fields]
+    objective = np.array([row["objective"] for row in rows], dtype=np.float64)
+    columns.append(parallel.Axis(told["objective"]["metric"], objective, _measure))
+    metric = told["objective"]["metric"]
+    return parallel.chart(
+        f"{metric} and what it came of",
+        columns,
+        [f"{named(row['parameters'])}: {metric} {_measure(row['objective'])}" for row in rows],
+        best=0,
+        about="an axis a parameter, the objective on the right; a line a point, the thick one is the best",
+    )
+
+
+def _column(name: str, values: Sequence[Any]) -> parallel.Axis:
+    if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+        numbers = np.array(values, dtype=np.float64)
+        log = bool(numbers.min() > 0 and numbers.max() / numbers.min() >= 8)
+        few = sorted(set(numbers.tolist()))
+        return parallel.Axis(shortest(name), numbers, log=log, ticks=few if len(few) <= 8 else ())
+    words = [value(v) for v in values]
+    known = sorted(set(words))
+    return parallel.Axis(shortest(name), np.array([known.index(w) for w in words], dtype=np.float64), words=known)
+
+
+def _many(rows: Sequence[Row], name: str) -> bool:
+    """Whether it has two values at least."""
+    first = rows[0]["parameters"].get(name)
+    return any(row["parameters"].get(name) != first for row in rows)
 
 
 def _losses(curves: Sequence[Curve]) -> Markup | None:

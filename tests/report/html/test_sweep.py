@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,9 @@ def test_the_page_of_a_grid(swept: Callable[..., Swept], browser: Chromium, tmp_
         "learning_rate 0.0001",
     ]
     assert cells["values"][2].split("|") == [f"{told['points'][i]['objective']:.4f}" for i in (2, 3)]
+    lines = texts(browser, "#parameters svg g path title")
+    assert len(lines) == 8
+    assert lines[-1].startswith("learning_rate 0.0003, batch_size 16: eval_loss 2.0")
     assert len(texts(browser, "#points tbody tr")) == 8
     assert texts(browser, "#points tbody th")[0] == told["points"][told["best"]]["cells"][0]
     assert texts(browser, "#lineage") == []
@@ -79,6 +83,19 @@ def test_a_page_before_anything_has_finished(swept: Callable[..., Swept]) -> Non
     assert "No cell has finished yet." in written
     assert "<img" not in written
     assert "&lt;img src=x" in written
+
+
+def test_parallel_axes_take_words(swept: Callable[..., Swept]) -> None:
+    """What is no number stands on its axis as a word; a parameter with one value has no axis."""
+    made = swept("array: {parameters: {lr: [1e-4, 1e-3, 1e-2], schedule: [wsd, cosine], clip: 1}}")
+    for i in range(6):
+        made.finish(i, 2.0 + i)
+    written = render(tell(made.folder), []).decode()
+    drawing = written[written.index('class="chart parallel"') :]
+    drawing = drawing[: drawing.index("</figure>")]
+    assert re.findall(r'class="name"[^>]*>([^<]*)<', drawing) == ["learning_rate", "schedule", "eval_loss"]
+    assert ">cosine</text>" in drawing
+    assert drawing.count("<title>") == 6
 
 
 def test_lineage_stands_on_the_page(swept: Callable[..., Swept]) -> None:
