@@ -8,7 +8,8 @@ Runs anywhere. Must not import ray or torch.
           events/000001.jsonl   what happened to cells, a line each; 000001 counts up, and each driver begins a new one
           drivers/              who drives the sweep (raydist/lease.py)
           runs/CELL_ID/         an ordinary run folder (raydist/rundir.py)
-          results.parquet       `raydist sweep results`: a row a cell
+          results.parquet       `raydist sweep results`: a row a point
+          report.html           `raydist sweep report`
 
 A driver that is killed leaves a torn last line at most, in a segment to which nobody adds any more: readers leave it out.
 """

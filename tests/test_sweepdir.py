@@ -194,6 +194,12 @@ def test_how_a_cell_ends_early(kind: str, data: dict[str, object], status: str) 
     assert (state.status in DONE) is (status != "paused")
 
 
+def test_an_end_told_twice_is_the_first() -> None:
+    """What is said of a cell that has no workers any more costs nothing."""
+    state = fold(story(START, ("failed", {"cause": "x"}), ("stopped", {"because": "the sweep ends"})))["c"]
+    assert state.stretches == [Stretch(0, 2, 2.0, 1)]
+
+
 def test_lineage_and_later_kinds() -> None:
     """Exploits are kept in order; a kind of a later version changes nothing."""
     exploit = ("exploited", {"source": "d", "step": 5, "tokens": 640, "changes": {"optim.lr": [1, 2]}})

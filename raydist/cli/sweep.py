@@ -1,4 +1,4 @@
-"""`raydist sweep FILE`, `raydist sweep results` and `raydist sweep best`: many jobs from one file, to one table.
+"""`raydist sweep FILE`, and `results`, `best` and `report` of a sweep: many jobs from one file, to one table.
 
 Runs in: the user's shell, or a Ray job's driver. Imports ray, pyarrow and rich inside the commands; never torch.
 """
@@ -159,3 +159,35 @@ def best(
         out.write_text(written, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"cannot write {out}: {error.strerror}", "") from error
+
+
+@app.command()
+def report(
+    name: _Name,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--out", help="File to write. Default: report.html in the sweep's folder.", show_default=False
+        ),
+    ] = None,
+    storage: _Storage = None,
+) -> None:
+    """Write a page about a sweep, while it runs and after: one offline file."""
+    from raydist.report.html.sweep import MOST, render
+    from raydist.report.sweep.curves import curves
+    from raydist.report.sweep.results import tell
+    from raydist.rundir import REPORT
+    from raydist.sweepdir import resolve_sweep
+
+    folder = resolve_sweep(name, storage)
+    told = tell(folder)
+    written = render(told, curves(told, MOST))
+    if out is None:
+        folder.storage.write(REPORT, written)
+        print(folder.storage.at(REPORT).uri)
+        return
+    try:
+        out.write_bytes(written)
+    except OSError as error:
+        raise StorageError(f"cannot write {out}: {error.strerror}", "") from error
+    print(out)

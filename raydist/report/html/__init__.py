@@ -4,6 +4,8 @@
     svg.py      elements, with every text escaped          axes.py     scales, ticks, how numbers are written
     lines.py    lines over a number                        colours.py  what is drawn in which colour
     cells.py    heat maps                                  bars.py     a whole and its parts
+    parallel.py an axis a parameter, a line a point
 
-These know nothing of runs. What `raydist report` says of one is in run.py, curves.py and ranks.py.
+These know nothing of runs. What `raydist report` says of one is in run.py, curves.py and ranks.py; sweep.py is the
+page of a sweep.
 """

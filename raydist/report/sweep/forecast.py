@@ -153,7 +153,7 @@ def _notes(sweep: Sweep, cells: Sequence[Cell], known: Sequence[Pace], totals: d
     elif cells:
         notes.append("hours and cost: measured as it runs")
     if at_once := totals["at_once"]:
-        notes.append(f"{at_once} cells at once")
+        notes.append("one cell after another" if at_once == 1 else f"{at_once} cells at once")
     return notes
 
 

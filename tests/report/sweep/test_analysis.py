@@ -6,11 +6,13 @@ import math
 import random
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from raydist.report.sweep.analysis import Fit, Refusal, best, edge, fit, noise
+from raydist.report.sweep.stats import quantile
 
 LRS = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2]
 
@@ -25,6 +27,7 @@ def fits(*arguments: Any) -> list[Fit]:
     return found
 
 
+@settings(deadline=None)
 @given(
     optimum=st.floats(1e-5, 1e-1),
     curvature=st.floats(1e-3, 10),
@@ -48,6 +51,7 @@ def test_exact_parabolas_are_found(optimum: float, curvature: float, height: flo
             assert near_an_end or one.inside is (LRS[0] < true < LRS[-1])
 
 
+@settings(deadline=None)
 @given(
     scale=st.floats(0.1, 100),
     move=st.floats(0.01, 100),
@@ -89,6 +93,7 @@ def test_intervals_cover_the_optimum(spread: float) -> None:
         assert missed > 0.05 - 4 * error
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 10**6), curvature=st.floats(0.01, 1))
 def test_what_bends_the_wrong_way_is_refused(seed: int, curvature: float) -> None:
     """A hill has no minimum, whatever its noise."""
@@ -124,6 +129,34 @@ def test_too_little_is_refused(x: list[float], groups: list[int], because: str) 
     found = fit(x, [parabola(v, 1e-3) for v in x], groups, "min")
     assert isinstance(found, Refusal)
     assert because in found.because
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_the_fit_is_least_squares(seed: int) -> None:
+    """Against the normal equations of the whole model: optimum, and ends at which Fieller's quadratic is zero.
+
+    Of unlike groups: with every value twice, with three, with two, and with a single value, which tells of noise only.
+    """
+    draws = random.Random(seed)
+    x = [*LRS, *LRS, 2e-4, 1e-3, 5e-3, 1e-4, 1e-2, 1e-3, 1e-3, 1e-3]
+    groups = [0] * 10 + [1] * 3 + [2] * 2 + [3] * 3
+    y = [parabola(v, 1e-3 * 2**g) + draws.gauss(0, 0.05) for v, g in zip(x, groups, strict=True)]
+    found = fits(x, y, groups, "min")
+    z = np.log(x)
+    one = [np.array([g == k for g in groups], dtype=float) for k in range(4)]
+    design = np.stack([*one, *(column * z for column in one[:3]), z * z], axis=1)
+    inverse = np.linalg.inv(design.T @ design)
+    solved = inverse @ design.T @ y
+    covariance = inverse * float(np.sum((y - design @ solved) ** 2)) / (len(y) - 8)
+    c, t = solved[7], quantile(0.975, len(y) - 8)
+    assert [f.group for f in found] == [0, 1, 2]
+    for fitted in found:
+        b, i = solved[4 + fitted.group], 4 + fitted.group
+        assert math.log(fitted.optimum) == pytest.approx(-b / (2 * c), rel=1e-6)
+        for end in (math.log(fitted.low), math.log(fitted.high)):
+            variance = covariance[i, i] + 4 * end * covariance[i, 7] + 4 * end**2 * covariance[7, 7]
+            assert abs(b + 2 * c * end) == pytest.approx(t * math.sqrt(variance), rel=1e-5)
 
 
 def test_groups_judge_their_noise_together() -> None:

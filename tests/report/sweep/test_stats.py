@@ -7,7 +7,7 @@ import random
 import statistics
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raydist.report.sweep.stats import cdf, differ, interval, quantile
@@ -25,6 +25,7 @@ def test_quantiles_are_those_of_printed_tables(freedom: int, p: float, expected:
     assert quantile(p, freedom) == pytest.approx(expected, abs=6e-4)
 
 
+@settings(deadline=None)
 @given(t=st.floats(-50, 50))
 def test_closed_forms(t: float) -> None:
     """One degree of freedom is Cauchy's distribution, two have a formula of their own, very many are the normal one."""
@@ -33,6 +34,7 @@ def test_closed_forms(t: float) -> None:
     assert cdf(t, 1e6) == pytest.approx(statistics.NormalDist().cdf(t), abs=1e-6)
 
 
+@settings(deadline=None)
 @given(p=st.floats(0.001, 0.999), freedom=st.floats(0.5, 500))
 def test_quantile_inverts_cdf(p: float, freedom: float) -> None:
     """And is symmetric."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raydist.errors import SpecError
@@ -104,6 +104,12 @@ def test_a_draw_is_a_function_of_its_number(tmp_path: Path) -> None:
     assert not {v[0] for v in few} & {v[0] for v in map(values, cells(tmp_path, DRAWS.format(20, "", 1)))}
 
 
+def test_parameters_are_drawn_apart(tmp_path: Path) -> None:
+    """Two of the same range have values of their own."""
+    text = "array: {type: random, samples: 9, parameters: {lr: {uniform: [1, 2]}, clip: {uniform: [1, 2]}}}"
+    assert all(c.job.optim.lr != c.job.optim.clip for c in cells(tmp_path, text))
+
+
 def test_draws_have_their_distribution(tmp_path: Path) -> None:
     """Within their bounds, ends of whole numbers included, in 5 digits, spread evenly: in logarithm where that was asked."""
     found = [values(c) for c in cells(tmp_path, DRAWS.format(2000, "", 0))]
@@ -171,6 +177,7 @@ def test_a_base_with_a_deepspeed_file(tmp_path: Path) -> None:
     assert [(c.job.optim.clip, c.job.parallel.strategy) for c in found] == [(ours, "zero2"), (2, "zero2")]
 
 
+@settings(deadline=None)
 @given(
     steps=st.integers(1, 5000),
     batch=st.integers(1, 300),
@@ -203,6 +210,8 @@ def test_what_is_counted_in_steps_follows(tmp_path: Path) -> None:
     assert job.eval.batches == 4
     (cell,) = cells(tmp_path, "array: {parameters: {batch_size: [64], eval.every: 40, eval.batches: 3, warmup: 0.5}}")
     assert (cell.job.eval.every, cell.job.eval.batches, cell.job.optim.schedule.warmup) == (40, 3, 0.5)
+    (cell,) = cells(tmp_path, "array: {parameters: {batch_size: [64], schedule: wsd}}", "optim.schedule.warmup=20")
+    assert cell.job.optim.schedule.warmup == 0.1  # a schedule by name alone is all its own
     (cell,) = cells(tmp_path, text, "optim.schedule.warmup=0.1")
     assert cell.job.optim.schedule.warmup == 0.1
     (cell,) = cells(tmp_path, text + "\nequal: steps", "optim.schedule.warmup=20")

@@ -1,0 +1,89 @@
+"""Parallel coordinates: an axis a column, a line a row, in the colour of its last value.
+
+Runs anywhere. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raydist.report.html import axes, colours
+from raydist.report.html.axes import Form, Scale
+from raydist.report.html.svg import Markup, number, tag
+
+WIDTH, HEIGHT = 1220.0, 300.0
+LEFT, RIGHT, TOP, BOTTOM = 70.0, 1130.0, 34.0, 276.0
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A column: `values` [N], all finite; for words their places, with `words` named at each. `log`: by powers, all above 0.
+
+    `ticks`: where there are few values, they themselves; else round numbers.
+    """
+
+    name: str
+    values: NDArray[np.float64]
+    form: Form = axes.short
+    log: bool = False
+    words: Sequence[str] = ()
+    ticks: Sequence[float] = ()
+
+
+def chart(
+    title: str, columns: Sequence[Axis], names: Sequence[str], *, best: int | None = None, about: str = ""
+) -> Markup:
+    """A figure. `names` [N] are the rows', told where one is pointed at; the last column gives the colours; `best` is drawn thick.
+
+    Two columns at least, one row at least.
+    """
+    places = np.linspace(LEFT, RIGHT, len(columns))
+    scales = [_scale(axis) for axis in columns]
+    at = np.stack([scale(axis.values) for scale, axis in zip(scales, columns, strict=True)])
+    last = columns[-1].values
+    low, high = float(last.min()), float(last.max())
+    drawn = []
+    # The best one last, and so on top.
+    for i in sorted(range(len(names)), key=lambda i: i == best):
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in zip(places, at[:, i], strict=True))
+        look = f"fill:none;stroke:var(--v{colours.level(float(last[i]), low, high)});stroke-width:{4 if i == best else 1.4}"
+        drawn.append(tag("path", tag("title", names[i]), d=path, style=look))
+    drawing = tag(
+        "svg",
+        tag("desc", about or title),
+        [_axis(axis, scale, float(x)) for axis, scale, x in zip(columns, scales, places, strict=True)],
+        tag("g", drawn),
+        viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}",
+        role="img",
+        aria_label=title,
+    )
+    return tag("figure", tag("figcaption", title), drawing, class_="chart parallel")
+
+
+def _scale(axis: Axis) -> Scale:
+    low, high = float(axis.values.min()), float(axis.values.max())
+    if low == high:
+        low, high = (low / 2, high * 2) if axis.log else (low - 0.5, high + 0.5)
+    return Scale(low, high, BOTTOM, TOP, axis.log)
+
+
+def _axis(axis: Axis, scale: Scale, x: float) -> list[Markup]:
+    if axis.words:
+        ticks = [(float(i), word) for i, word in enumerate(axis.words)]
+    else:
+        found = axes.log_ticks(scale.low, scale.high) if axis.log else axes.ticks(scale.low, scale.high)
+        found = list(axis.ticks) or found
+        ticks = [(tick, axis.form(tick)) for tick in found]
+    heights = [(round(float(scale(tick)), 1), word) for tick, word in ticks]
+    # The last one's words stand outside, where no line crosses them.
+    side, anchor = (7, "start") if x >= RIGHT else (-7, "end")
+    return [
+        tag("path", class_="tick", d=f"M{number(round(x, 1))} {TOP:g}V{BOTTOM:g}"),
+        tag("text", axis.name, class_="name", x=round(x, 1), y=TOP - 16, text_anchor="middle"),
+        *(tag("path", class_="tick", d=f"M{number(round(x, 1))} {number(y)}h{side // 2}") for y, _ in heights),
+        *(tag("text", word, x=round(x + side, 1), y=y + 4, text_anchor=anchor) for y, word in heights),
+    ]

@@ -1,0 +1,291 @@
+"""What `raydist sweep report` says of a sweep, as a page.
+
+Runs anywhere. Pure: `raydist.report.sweep.results` tells the sweep, and `raydist.report.sweep.curves` reads the best cells' runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from raydist.report import text
+from raydist.report.html import cells as heat
+from raydist.report.html import lines, parallel
+from raydist.report.html.lines import Series
+from raydist.report.html.page import cards, missing, page, section, table
+from raydist.report.html.svg import Markup, tag
+from raydist.report.sweep.curves import Curve
+from raydist.report.sweep.words import named, value
+from raydist.spec.sweep.names import shortest
+
+RATE, BATCH = "optim.lr", "train.global_batch"
+MOST = 6
+"""Series of a chart: as many as there are colours."""
+ROWS = 500
+Row = Mapping[str, Any]
+
+
+def render(told: Row, curves: Sequence[Curve]) -> bytes:
+    """The page, in UTF-8."""
+    finished = [row for row in told["points"] if row["status"] == "finished" and row["objective"] is not None]
+    counts = ", ".join(f"{n:,} {status}" for status, n in told["counts"].items())
+    charts = [
+        part for part in (_map(told, finished), _rate(told, finished), _losses(curves), _front(told, finished)) if part
+    ]
+    return page(
+        f"{told['sweep']}: {counts}",
+        tag("h1", told["sweep"]),
+        tag("p", told["path"], class_="path quiet"),
+        cards(_cards(told)),
+        section("What it says", tag("ul", [tag("li", line) for line in told["analysis"]["words"]]), id="words"),
+        section(
+            "Charts",
+            tag("div", charts, class_="charts") if charts else missing("No cell has finished yet."),
+            id="charts",
+        ),
+        section("Parameters", _parallel(told, finished), id="parameters"),
+        section("Lineage", _lineage(told), id="lineage")
+        if any(any(row["lineage"]) for row in told["points"])
+        else None,
+        section("Points", _points(told), id="points"),
+        tag("footer", "Made by raydist from the sweep's folder. This file needs no network."),
+    )
+
+
+def _cards(told: Row) -> list[tuple[str, str, str]]:
+    totals, metric = told["totals"], told["objective"]["metric"]
+    best = None if told["best"] is None else told["points"][told["best"]]
+    spread = f"{_measure(best['low'])} to {_measure(best['high'])}" if best and best["low"] is not None else ""
+    shown = [
+        (metric, _measure(best["objective"]) if best else "-", spread or "of the best point"),
+        (
+            "points",
+            f"{len(told['points']):,}",
+            ", ".join(f"{n:,} cells {status}" for status, n in told["counts"].items()),
+        ),
+        ("tokens", f"{totals['tokens'] or 0:,}", "all cells together"),
+        ("time of cells", text.span(totals["seconds"] or 0.0), "those at once added up"),
+        ("GPU-hours", f"{totals['gpu_hours'] or 0:.3g}", ""),
+    ]
+    return [*shown, ("cost", f"{totals['cost']:.3g}", "")] if totals["cost"] is not None else shown
+
+
+def _map(told: Row, finished: Sequence[Row]) -> Markup | None:
+    """The objective over two parameters, learning rate and batch first; of more, the best over the others."""
+    fields = list(dict.fromkeys(name for row in finished for name in row["parameters"]))
+    varied = [name for name in fields if 1 < len(_values(finished, name)) <= 40]
+    varied.sort(key=lambda name: (name != RATE, name != BATCH))
+    if len(varied) < 2:
+        return None
+    down, across = varied[:2]
+    rows, columns = _values(finished, down)[::-1], _values(finished, across)
+    sign = _sign(told)
+    grid = np.full((len(rows), len(columns)), np.nan)
+    for row in finished:
+        if row["parameters"].get(down) is not None and row["parameters"].get(across) is not None:
+            at = rows.index(row["parameters"][down]), columns.index(row["parameters"][across])
+            grid[at] = (
+                row["objective"] if math.isnan(grid[at]) or sign * row["objective"] < sign * grid[at] else grid[at]
+            )
+    low, high = float(np.nanmin(grid)), float(np.nanmax(grid))
+    more = ", the best over the other parameters" if len(varied) > 2 else ""
+    return heat.chart(
+        f"{told['objective']['metric']} by {shortest(down)} and {shortest(across)}",
+        grid,
+        limits=(low, high),
+        edges=(0.0, float(len(columns))),
+        x_ticks=[i + 0.5 for i in range(0, len(columns), -(-len(columns) // 12))],
+        x_form=lambda x: value(columns[int(x)]),
+        rows=[value(v) for v in rows],
+        columns=[f"{shortest(across)} {value(v)}" for v in columns],
+        form=_measure,
+        legend=[(low, _measure(low)), (high, _measure(high))] if high > low else [(low, _measure(low))],
+        x_name=shortest(across),
+        y_name=shortest(down),
+        about=f"the objective of each point{more}; empty where none has finished",
+    )  # fmt: skip
+
+
+def _rate(told: Row, finished: Sequence[Row]) -> Markup | None:
+    """The objective over the learning rate, a line a setting of the others, marks where the fitted optima are."""
+    groups: dict[str, list[Row]] = {}
+    for row in finished:
+        others = {name: v for name, v in row["parameters"].items() if name != RATE}
+        groups.setdefault(named(others), []).append(row)
+    series = []
+    for name, rows in list(groups.items())[:MOST]:
+        known = sorted(
+            (math.log10(r["parameters"][RATE]), r["objective"]) for r in rows if r["parameters"].get(RATE, 0) > 0
+        )
+        if len(known) > 1:
+            x, y = (np.array(side) for side in zip(*known, strict=True))
+            series.append(Series(name, x, y))
+    if not series:
+        return None
+    fits = told["analysis"]["optima"]
+    marks = [lines.Mark(math.log10(one["optimum"]), f"{one['optimum']:.2g}") for one in fits[:MOST] if one["inside"]]
+    ticks = sorted({float(x) for one in series for x in one.x})
+    return lines.chart(
+        f"{told['objective']['metric']} over {shortest(RATE)}",
+        series,
+        unit="log scale",
+        about="a line a setting of the other parameters; a vertical line at each fitted optimum",
+        form=_measure,
+        x_form=lambda x: f"{10**x:.3g}",
+        x_tick_form=lambda x: f"{10**x:.2g}",
+        x_ticks=ticks[:: -(-len(ticks) // 8)],
+        x_name=shortest(RATE),
+        marks=marks,
+    )
+
+
+def _parallel(told: Row, finished: Sequence[Row]) -> Markup:
+    """Every parameter that was varied, and the objective: a line a point, of many the best ones."""
+    fields = [name for name in dict.fromkeys(n for row in finished for n in row["parameters"]) if _many(finished, name)]
+    sign = _sign(told)
+    rows = sorted(
+        (r for r in finished if all(n in r["parameters"] for n in fields)), key=lambda r: sign * r["objective"]
+    )[:ROWS]
+    if not fields or not rows:
+        return missing("No two points with different parameters have finished yet.")
+    columns = [_column(name, [row["parameters"][name] for row in rows]) for name in fields]
+    objective = np.array([row["objective"] for row in rows], dtype=np.float64)
+    columns.append(parallel.Axis(told["objective"]["metric"], objective, _measure))
+    metric = told["objective"]["metric"]
+    return parallel.chart(
+        f"{metric} and what it came of",
+        columns,
+        [f"{named(row['parameters'])}: {metric} {_measure(row['objective'])}" for row in rows],
+        best=0,
+        about="an axis a parameter, the objective on the right; a line a point, the thick one is the best",
+    )
+
+
+def _column(name: str, values: Sequence[Any]) -> parallel.Axis:
+    if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+        numbers = np.array(values, dtype=np.float64)
+        log = bool(numbers.min() > 0 and numbers.max() / numbers.min() >= 8)
+        few = sorted(set(numbers.tolist()))
+        return parallel.Axis(shortest(name), numbers, log=log, ticks=few if len(few) <= 8 else ())
+    words = [value(v) for v in values]
+    known = sorted(set(words))
+    return parallel.Axis(shortest(name), np.array([known.index(w) for w in words], dtype=np.float64), words=known)
+
+
+def _many(rows: Sequence[Row], name: str) -> bool:
+    """Whether it has two values at least."""
+    first = rows[0]["parameters"].get(name)
+    return any(row["parameters"].get(name) != first for row in rows)
+
+
+def _losses(curves: Sequence[Curve]) -> Markup | None:
+    series = [Series(one.name, one.tokens, one.losses) for one in curves[:MOST] if len(one.tokens)]
+    if not series:
+        return None
+    about = "loss of the best cells over the tokens they have trained"
+    return lines.chart("Loss over tokens", series, unit="the best cells", about=about, x_name="tokens")
+
+
+def _front(told: Row, finished: Sequence[Row]) -> Markup | None:
+    """Objective over what it took, and the front: points of which none that took less is as good."""
+    cost = "gpu_hours" if any(row["gpu_hours"] for row in finished) else "seconds"
+    known = sorted((float(row[cost]), float(row["objective"])) for row in finished if row[cost])
+    if len(known) < 2:
+        return None
+    sign, best = _sign(told), math.inf
+    front = []
+    for took, objective in known:
+        if sign * objective < best:
+            best = sign * objective
+            front.append((took, objective))
+    x, y = (np.array(side) for side in zip(*known, strict=True))
+    at, reached = (np.array(side) for side in zip(*front, strict=True))
+    low, high = float(x.min()), float(x.max())
+    return lines.chart(
+        f"{told['objective']['metric']} over {'GPU-hours' if cost == 'gpu_hours' else 'seconds'}",
+        [Series("points", x, y, "dots"), Series("front", at, reached)],
+        about="each point by what it took; the line joins those of which none that took less is as good",
+        form=_measure,
+        x_form=lambda v: f"{v:.3g}",
+        x_ticks=[low + (high - low) * i / 5 for i in range(6)],
+        x_tick_form=lambda v: f"{v:.3g}",
+        x_name=cost.replace("_", "-"),
+    )
+
+
+def _lineage(told: Row) -> Markup:
+    steps = [
+        (step["at"], cell, step)
+        for row in told["points"]
+        for cell, mine in zip(row["cells"], row["lineage"], strict=True)
+        for step in mine
+    ]
+    cells = [
+        (
+            cell,
+            f"{step['tokens']:,}",
+            step["source"],
+            ", ".join(f"{shortest(k)} {value(a)} -> {value(b)}" for k, (a, b) in step["changes"].items()),
+        )
+        for _, cell, step in sorted(steps, key=lambda one: one[0])
+    ]
+    return table(("cell", "tokens>", "went on from", "changes~"), cells)
+
+
+def _points(told: Row) -> list[Markup | None]:
+    fields = list(dict.fromkeys(name for row in told["points"] for name in row["parameters"]))
+    sign = _sign(told)
+    best = sorted(
+        told["points"],
+        key=lambda r: (r["status"] != "finished", r["objective"] is None, sign * (r["objective"] or 0.0)),
+    )
+    columns = (
+        "cell",
+        *map(shortest, fields),
+        f"{told['objective']['metric']}>",
+        "95% interval>",
+        "tokens>",
+        "time>",
+        "status",
+        "cause~",
+    )
+    rows = [
+        (
+            row["cells"][0],
+            *("-" if row["parameters"].get(name) is None else value(row["parameters"][name]) for name in fields),
+            _measure(row["objective"]),
+            "-" if row["low"] is None else f"{_measure(row['low'])} to {_measure(row['high'])}",
+            "-" if row["tokens"] is None else f"{row['tokens']:,}",
+            text.span(row["seconds"]) if row["seconds"] else "-",
+            row["status"],
+            row["cause"] or "",
+        )
+        for row in best[:ROWS]
+    ]
+    more = (
+        tag("p", f"The best {ROWS} of {len(best):,}; results.parquet has all.", class_="note")
+        if len(best) > ROWS
+        else None
+    )
+    return [table(columns, rows), more]
+
+
+def _values(rows: Sequence[Row], name: str) -> list[Any]:
+    """The different values of a parameter, numbers ascending."""
+    found: list[Any] = []
+    for row in rows:
+        v = row["parameters"].get(name)
+        if v is not None and v not in found and len(found) <= 40:
+            found.append(v)
+    return sorted(found, key=lambda v: (not isinstance(v, int | float), v if isinstance(v, int | float) else str(v)))
+
+
+def _sign(told: Row) -> int:
+    return 1 if told["objective"]["mode"] == "min" else -1
+
+
+def _measure(v: float | None) -> str:
+    return f"{v:,.0f}" if v is not None and abs(v) >= 1000 else text.loss(v)

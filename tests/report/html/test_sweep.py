@@ -1,0 +1,120 @@
+"""The page of `raydist sweep report` in a real browser: what was told of the sweep is on it, and it asks for nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist.cli import main as cli
+from raydist.report.html.sweep import render
+from raydist.report.sweep.curves import curves
+from raydist.report.sweep.results import tell
+from tests.report.html.chromium import Chromium
+from tests.report.sweep.conftest import Swept, swept, train
+
+__all__ = ["swept"]
+GRID = "array: {parameters: {lr: [1e-4, 3e-4, 1e-3, 3e-3], batch_size: [16, 32]}, seeds: 2}\nlimits: {cost_per_gpu_hour: 2}"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    """One for all tests here."""
+    with Chromium(tmp_path_factory.mktemp("chromium")) as made:
+        yield made
+
+
+def texts(browser: Chromium, selector: str) -> list[str]:
+    """What stands in each element."""
+    return list(browser.value(f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.textContent)"))
+
+
+def test_the_page_of_a_grid(swept: Callable[..., Swept], browser: Chromium, tmp_path: Path, capsys: Any) -> None:
+    """Sentences, heat map, optimum, curves and every point stand on the page that the command writes; the console is silent."""
+    made = swept(GRID, "a-sweep")
+    for i, cell in enumerate(made.cells):
+        lr, batch = cell.job.optim.lr, cell.job.train.global_batch
+        made.finish(i, 2 + 0.1 * math.log(lr / (4e-4 * (batch / 16) ** 0.5)) ** 2 + 0.01 * (cell.seed - 17))
+    train(made.folder.run(made.cells[2].id), made.cells[2], [5.0, 4.0, 3.0], 2.5)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["sweep", "report", made.folder.uri])
+    assert not caught.value.code
+    path = Path(capsys.readouterr().out.strip())
+    assert path == Path(made.folder.uri) / "report.html"
+    told = tell(made.folder)
+    browser.open(path)
+    assert texts(browser, "#words li") == told["analysis"]["words"]
+    assert [line.split(" (")[0] for line in texts(browser, "#words li")][-1].startswith(
+        "optimum of learning_rate at batch_size 32: 0.0005"
+    )
+    titles = texts(browser, "#charts figcaption")
+    assert [title.split("  ")[0] for title in titles[:3]] == [
+        "eval_loss by learning_rate and batch_size ",
+        "eval_loss over learning_rate log scale",
+        "Loss over tokens the best cells",
+    ]
+    cells = json.loads(browser.value("document.querySelector('svg[data-cells]').dataset.cells"))
+    assert cells["rows"] == [
+        "learning_rate 0.003",
+        "learning_rate 0.001",
+        "learning_rate 0.0003",
+        "learning_rate 0.0001",
+    ]
+    assert cells["values"][2].split("|") == [f"{told['points'][i]['objective']:.4f}" for i in (2, 3)]
+    lines = texts(browser, "#parameters svg g path title")
+    assert len(lines) == 8
+    assert lines[-1].startswith("learning_rate 0.0003, batch_size 16: eval_loss 2.0")
+    assert len(texts(browser, "#points tbody tr")) == 8
+    assert texts(browser, "#points tbody th")[0] == told["points"][told["best"]]["cells"][0]
+    assert texts(browser, "#lineage") == []
+    assert browser.complaints == []
+    assert {address.partition(":")[0] for address in browser.asked} <= {"file", "data"}
+
+
+def test_a_page_before_anything_has_finished(swept: Callable[..., Swept]) -> None:
+    """It says so, and what a user wrote into a value cannot become HTML."""
+    made = swept("array: {type: list, parameters: [{data.source: '<img src=x onerror=owned=1>'}, {data.source: y}]}")
+    written = render(tell(made.folder), []).decode()
+    assert "No cell has finished yet." in written
+    assert "<img" not in written
+    assert "&lt;img src=x" in written
+
+
+def test_parallel_axes_take_words(swept: Callable[..., Swept]) -> None:
+    """What is no number stands on its axis as a word; a parameter with one value has no axis."""
+    made = swept("array: {parameters: {lr: [1e-4, 1e-3, 1e-2], schedule: [wsd, cosine], clip: 1}}")
+    for i in range(6):
+        made.finish(i, 2.0 + i)
+    written = render(tell(made.folder), []).decode()
+    drawing = written[written.index('class="chart parallel"') :]
+    drawing = drawing[: drawing.index("</figure>")]
+    assert re.findall(r'class="name"[^>]*>([^<]*)<', drawing) == ["learning_rate", "schedule", "eval_loss"]
+    assert ">cosine</text>" in drawing
+    assert drawing.count("<title>") == 6
+
+
+def test_lineage_stands_on_the_page(swept: Callable[..., Swept]) -> None:
+    """Of pbt: which cell went on from which one's checkpoint, and with what."""
+    made = swept("pbt.yaml")
+    made.finish(0, 2.0)
+    made.end(1, "exploited", source=made.cells[0].id, step=20, tokens=81920, changes={"optim.lr": [0.001, 0.0008]})
+    written = render(tell(made.folder), []).decode()
+    assert "learning_rate 0.001 -&gt; 0.0008" in written
+    assert "81,920" in written
+
+
+def test_curves_are_over_tokens(swept: Callable[..., Swept]) -> None:
+    """Held-out losses where there are any, else those of training; a cell whose run is gone has none."""
+    made = swept("array: {parameters: {lr: [1, 2, 3]}}")
+    for i in range(3):
+        made.finish(i, 2.0 + i)
+    train(made.folder.run(made.cells[0].id), made.cells[0], [5.0, 4.0, 3.0], 2.5)
+    train(made.folder.run(made.cells[1].id), made.cells[1], [5.0, 4.0], None)
+    first, second = curves(tell(made.folder), 3)
+    assert (first.name, first.tokens.tolist(), first.losses.tolist()) == ("learning_rate 1", [300.0], [2.5])
+    assert (second.tokens.tolist(), second.losses.tolist()) == ([100.0, 200.0], [5.0, 4.0])
