@@ -26,7 +26,8 @@ class StepRecord:
     `step` counts from 1: after step s, s updates have been applied. `loss` is the mean over the tokens of the
     global batch, in nats; `grad_norm` the global norm before clipping; `tokens` those that count in the loss;
     `seconds` the whole step, `data_seconds` of it spent waiting for data; `samples_hash` the xxh64 (hex) of the
-    global batch's sample ids, in order, as little-endian int64.
+    global batch's sample ids, in order, as little-endian int64; `grad_noise_scale` the gradient noise scale so far, in
+    sequences (docs/noise.md), None where it is not known.
     """
 
     step: int
@@ -39,6 +40,7 @@ class StepRecord:
     world_size: int
     attempt: int
     samples_hash: str
+    grad_noise_scale: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict of the fields, in their order."""

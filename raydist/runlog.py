@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -45,8 +46,11 @@ FIELDS: dict[str, tuple[pa.DataType, str]] = {
     "world_size": (pa.int64(), "ranks that trained it"),
     "attempt": (pa.int64(), "attempt that trained it"),
     "samples_hash": (pa.string(), "xxh64, in hex, of the global batch's sample ids, in order"),
+    "grad_noise_scale": (pa.float64(), "gradient noise scale so far, in sequences; null where it is not known"),
 }
 """The columns of a segment: those of records.StepRecord, in its order."""
+NULLABLE = frozenset({"grad_noise_scale"})
+"""Those that a record, or a segment of an earlier version, may be without."""
 
 SCHEMA = pa.schema(
     [pa.field(name, kind, metadata={"description": text}) for name, (kind, text) in FIELDS.items()],
@@ -56,6 +60,7 @@ SCHEMA = pa.schema(
 _CASTS: dict[str, Callable[[Any], Any]] = {
     name: operator.index if kind == pa.int64() else float if kind == pa.float64() else str
     for name, (kind, _) in FIELDS.items()
+    if name not in NULLABLE
 }
 _SEGMENT = re.compile(r"attempt-(\d+)-(\d+)\.parquet")
 _HEAD = b"raydist.segment"
@@ -124,7 +129,7 @@ class RunLog:
         again), and so are those of an attempt before the present one (they come late, from a worker that was given up).
         """
         # Cast before anything changes: a bad record is refused whole, and leaves what was given before as it was.
-        rows = [{name: cast(record[name]) for name, cast in _CASTS.items()} for record in records]
+        rows = [_row(record) for record in records]
         new: list[dict[str, Any]] = []
         with self._lock:
             begun = 0
@@ -275,6 +280,8 @@ def read_segments(run: RunDir) -> list[Segment]:
             # interpreter is gone already; the process then aborts after all its work is done.
             table = pq.ParquetFile(pa.BufferReader(run.storage.read(name)), pre_buffer=False).read(use_threads=False)
             head = json.loads(table.schema.metadata[_HEAD])
+            for name in NULLABLE.difference(table.column_names):
+                table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
             rows = table.select(list(FIELDS)).cast(SCHEMA)
             found.append(Segment(number, int(head["attempt"]), int(head["after_step"]), rows))
         except (pa.ArrowException, KeyError, TypeError, FileNotFoundError) as error:
@@ -343,14 +350,24 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
+def _row(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record as a row, each value of its column's type."""
+    row = {name: cast(record[name]) for name, cast in _CASTS.items()}
+    return row | {name: None if record.get(name) is None else float(record[name]) for name in NULLABLE}
+
+
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
     """As `pa.array(values, kind)`, which imports pandas where that is installed: 0.2 s and 40 MB of a light process."""
     if kind == pa.string():
         texts = [value.encode() for value in values]
         ends = array.array("i", itertools.accumulate(map(len, texts), initial=0))
         return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(texts))])
+    there = None
+    if None in values:
+        there = pa.py_buffer(np.packbits([value is not None for value in values], bitorder="little").tobytes())
+        values = [value or 0 for value in values]
     data = array.array("q" if kind == pa.int64() else "d", values)
-    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(data)])
+    return pa.Array.from_buffers(kind, len(values), [there, pa.py_buffer(data)])
 
 
 def _segment_names(run: RunDir) -> list[tuple[int, str]]:

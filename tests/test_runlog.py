@@ -92,6 +92,28 @@ def test_floats_and_hashes_come_back_bit_for_bit(
     assert set(table["samples_hash"].to_pylist()) == {f"{digest:016x}"}
 
 
+def test_what_is_not_known_is_null(run: RunDir) -> None:
+    """A noise scale that is None, or that a worker of an earlier version did not send, comes back as None; others bit for bit; also
+    from a segment whose writer had no such column, and merged with it.
+    """
+    log = RunLog(run)
+    scales = [None, 1 / 3, None, 0.0, *(None if s % 3 else s / 7 for s in range(20))]
+    rows = [record(s, grad_noise_scale=scale) for s, scale in enumerate(scales, 1)]
+    del rows[2]["grad_noise_scale"]
+    log.steps(rows)
+    log.close()
+    assert read_steps(run)["grad_noise_scale"].to_pylist() == scales
+    path = run.storage.path(f"{METRICS}/attempt-0001-000000.parquet")
+    pq.write_table(pq.read_table(path).drop_columns("grad_noise_scale"), path)
+    assert read_steps(run)["grad_noise_scale"].to_pylist() == [None] * len(scales)
+    log = RunLog(run)
+    log.attempt(2, 10)
+    log.steps([record(11, 2, grad_noise_scale=8.0)])
+    log.close()
+    assert read_steps(run)["grad_noise_scale"].to_pylist() == [None] * 10 + [8.0]
+    assert read_steps(run).schema.equals(SCHEMA)
+
+
 def test_a_new_run_has_nothing(run: RunDir) -> None:
     """Readers of a run that has written nothing give empty answers of the right shape."""
     assert read_steps(run).schema.equals(SCHEMA)

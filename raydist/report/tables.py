@@ -80,13 +80,25 @@ def show(told: dict[str, Any], out: Console | None = None) -> None:
 def steps(rows: Iterable[dict[str, Any]], out: Console | None = None) -> None:
     """The steps of `summary.steps`, a line each, as they come: a long run is never held whole."""
     out = out or Console(highlight=False)
-    form = "{:>9}  {:>10}  {:>9}  {:>9}  {:>9}  {:>8}  {:>8}  {:>7}  {:>7}  {}"
-    names = ("step", "loss", "lr", "grad norm", "tokens", "seconds", "data s", "workers", "attempt", "samples hash")
+    form = "{:>9}  {:>10}  {:>9}  {:>9}  {:>9}  {:>9}  {:>8}  {:>8}  {:>7}  {:>7}  {}"
+    names = (
+        "step",
+        "loss",
+        "lr",
+        "grad norm",
+        "noise",
+        "tokens",
+        "seconds",
+        "data s",
+        "workers",
+        "attempt",
+        "samples hash",
+    )
     out.print(form.format(*names), style="bold", soft_wrap=True)
     for row in rows:
-        norm = "-" if row["grad_norm"] is None else f"{row['grad_norm']:.3g}"
+        norm, noise = ("-" if row[key] is None else f"{row[key]:.3g}" for key in ("grad_norm", "grad_noise_scale"))
         times = (f"{row['seconds']:.4f}", f"{row['data_seconds']:.4f}")
-        head = (row["step"], text.loss(row["loss"]), f"{row['lr']:.2e}", norm, row["tokens"])
+        head = (row["step"], text.loss(row["loss"]), f"{row['lr']:.2e}", norm, noise, row["tokens"])
         line = form.format(*head, *times, row["world_size"], row["attempt"], row["samples_hash"])
         out.print(line, soft_wrap=True, markup=False)
 

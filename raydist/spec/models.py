@@ -442,6 +442,12 @@ class ObserveSpec(Part):
         ge=1,
         description="Steps between two histograms of every weight and gradient, for the exporters; null: none.",
     )
+    grad_noise: int | None = Field(
+        10,
+        ge=1,
+        description="Steps between two measurements of the gradient noise scale, the batch size beyond which more of it adds "
+        "little; null: none.",
+    )
 
 
 class ClusterSpec(Part):

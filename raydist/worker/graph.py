@@ -82,38 +82,48 @@ def weakly(method: Callable[..., None], *args: object) -> Callable[[Tensor], Non
 
 
 @contextmanager
-def watch_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Within the block: name of each parameter that a backward pass reached -> whether its gradient was finite (bool, 0-dim).
+def each_gradient(model: nn.Module, look: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Within the block a backward pass calls `look(name, gradient)` for each parameter that it reaches, with that pass's own.
 
-    It sees this rank's own gradient, before any reduction, and works on sharded modules too: their parameters are whole
-    from the module's forward on, which is when they are looked at.
+    It sees this rank's gradient, before it is added to anything or reduced, and works on sharded modules too: their
+    parameters are whole from the module's forward on, which is when they are found.
     """
-    seen: dict[str, Tensor] = {}
+    found: set[Tensor] = set()
     handles: list[torch.utils.hooks.RemovableHandle] = []
 
-    def note(name: str, grad: Tensor) -> None:
-        finite = torch.isfinite(grad).all()
-        seen[name] = finite & seen[name] if name in seen else finite
-
-    def look(prefix: str) -> Callable[[nn.Module, object], None]:
+    def find(prefix: str) -> Callable[[nn.Module, object], None]:
         def before(module: nn.Module, args: object) -> None:
             if not torch.is_grad_enabled():
                 return
             for name, p in module.named_parameters(prefix):
-                if p.requires_grad and not isinstance(p, DTensor):
-                    handles.append(p.register_hook(partial(note, plain_name(name))))  # type: ignore[no-untyped-call]
+                if p.requires_grad and not isinstance(p, DTensor) and p not in found:
+                    found.add(p)
+                    handles.append(p.register_hook(partial(look, plain_name(name))))  # type: ignore[no-untyped-call]
 
         return before
 
     for name, module in model.named_modules():
         if name == "" or isinstance(module, FSDPModule):
             assert isinstance(module, nn.Module)
-            handles.append(module.register_forward_pre_hook(look(name)))
+            handles.append(module.register_forward_pre_hook(find(name)))
     try:
-        yield seen
+        yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def watch_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Within the block: name of each parameter that a backward pass reached -> whether its gradient was finite (bool, 0-dim)."""
+    seen: dict[str, Tensor] = {}
+
+    def note(name: str, grad: Tensor) -> None:
+        finite = torch.isfinite(grad).all()
+        seen[name] = finite & seen[name] if name in seen else finite
+
+    with each_gradient(model, note):
+        yield seen
 
 
 def check_graph(model: nn.Module, loss: Callable[[], Tensor], rank: Rank) -> None:

@@ -37,6 +37,7 @@ from raydist.worker.gradients import GradientCheck
 from raydist.worker.guard import Guard
 from raydist.worker.histograms import Histograms
 from raydist.worker.memory import MemoryMeter
+from raydist.worker.noise import GradientNoise
 from raydist.worker.parallel import ParallelStrategy, ParamShard
 from raydist.worker.precision import Precision
 from raydist.worker.probe import Probe
@@ -191,6 +192,7 @@ class _Run:
         self.numbers = spec.numbers(dataset.fingerprint)
         self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages)
         self.guard = Guard(spec, rank, job.run, job.attempt, model, reporter)
+        self.noise = self._noise()
         startup.done("build")
         self._resume()
         startup.done("load")
@@ -250,6 +252,7 @@ class _Run:
             judge=self.guard,
             watch=self.watch,
             gradients=self.gradients,
+            noise=self.noise,
             probe=probe,
             telemetry=telemetry,
         )
@@ -292,6 +295,7 @@ class _Run:
                         if self.vault
                         else 0.0,
                         trace=self.tracer.asks(self.reporter.traces) if self.reporter else (0, 0),
+                        samples=len(batch.ids),
                     )
                     report = self.guard.step(self.step, batch, train)  # every rank; not what the ledger leaves out
                     self.cursor, stop = batch.after, report.stop
@@ -299,6 +303,9 @@ class _Run:
                     ended = time.perf_counter()
                     self.probe.stepped(ended - begun - batch.wait_seconds)
                     self._record(batch, lr, report.loss, report.grad_norm, report.tokens, ended - begun)
+                    found = self.noise.verdict(self.step) if self.noise else None
+                    if found and self.reporter:
+                        self.reporter.event(found.event(time.time()))
                     if self.vault:
                         self.vault.stepped(ended - before, unusual or self.saver.busy)
                         before, unusual = ended, False
@@ -391,6 +398,7 @@ class _Run:
                     world_size=self.rank.world_size,
                     attempt=self.job.attempt,
                     samples_hash=batch.samples_hash,
+                    grad_noise_scale=self.noise.scale if self.noise else None,
                 )
             )
 
@@ -446,6 +454,13 @@ class _Run:
         if self.reporter:
             self.reporter.say("eval", step=self.step, loss=self.eval_loss, tokens=tokens, best=best)
 
+    def _noise(self) -> GradientNoise | None:
+        every = self.spec.observe.grad_noise
+        if every is None:
+            return None
+        batch, factor = self.spec.train.global_batch, self.strategy.loss_factor
+        return GradientNoise(self.rank, self.strategy.module, factor, every=every, batch=batch, total=self.total)
+
     def _drift_watch(self, model: nn.Module, shards: Mapping[str, ParamShard]) -> DriftWatch | None:
         """None where no two ranks hold the same."""
         every, saved = self.spec.train.check_replicas or 1, self.spec.checkpoint.every
@@ -499,6 +514,7 @@ class _Run:
             "best_eval": self.best_eval,
             "precision": self.precision.state(),
             "dataset": self.job.dataset,
+            "noise": self.noise.state() if self.noise else {},
             **self.guard.state(self.step),
         }
         return tensors, rank_tensors, plain
@@ -544,6 +560,8 @@ class _Run:
         self.loss, self.eval_loss = manifest.plain["loss"], manifest.plain["eval_loss"]
         self.best_eval = manifest.plain["best_eval"]
         self.precision.load(manifest.plain["precision"])
+        if self.noise:
+            self.noise.load(manifest.plain.get("noise", {}))
         if not exact:  # another world size: each rank draws from a stream of its own, never one that was used before
             setup.seed_all(self.spec.train.seed, "dropout", rank.rank, rank.world_size, self.step)
         if self.reporter:

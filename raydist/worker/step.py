@@ -18,6 +18,7 @@ from torch import nn
 from raydist.data.batches import MASKED, MicroBatch
 from raydist.errors import NonFinite
 from raydist.worker.graph import watch_gradients
+from raydist.worker.noise import GradientNoise
 from raydist.worker.offload import OffloadedAdamW
 from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.precision import Precision
@@ -28,6 +29,7 @@ from raydist.worker.telemetry import Telemetry
 MESSAGES = (
     ("all_reduce", 6, "sums of the step"),
     ("all_reduce", 1, "gradient norm"),
+    ("all_reduce", 3, "gradient noise"),
     ("all_reduce", 2, "sums of the evaluation"),
 )
 """What a step sends beside the gradients, and an evaluation: (kind, elements, name), for traces."""
@@ -130,6 +132,7 @@ class TrainStep:
         judge: Judge | None = None,
         watch: Watch | None = None,
         gradients: Look | None = None,
+        noise: GradientNoise | None = None,
         probe: Probe | None = None,
         telemetry: Telemetry | None = None,
     ) -> None:
@@ -139,7 +142,7 @@ class TrainStep:
         )
         self.rank, self.strategy, self.optimizer, self.precision = rank, strategy, optimizer, precision
         self._full_tokens, self._clip, self._before_update = full_tokens, clip, before_update
-        self._judge, self._watch, self._gradients = judge, watch, gradients
+        self._judge, self._watch, self._gradients, self._noise = judge, watch, gradients, noise
         self._scale_grads = strategy.scale_grads
         if isinstance(optimizer, OffloadedAdamW):  # which has fetched the gradients before the factor is known
             self._scale_grads = optimizer.scale_grads
@@ -153,20 +156,23 @@ class TrainStep:
         want_stop: bool,
         vote: float = 0.0,
         trace: tuple[int, int] = (0, 0),
+        samples: int = 0,
     ) -> StepReport:
-        """Runs step number `step`; `tokens` count in this rank's loss; `vote` and `trace` are added up on the way. Raises what its
-        judge does about bad numbers, on every rank, before the update; without one NonFinite. Where replicas had drifted the passes
-        run once more, on the mended weights.
+        """Runs step number `step`; `tokens` count in this rank's loss; `vote` and `trace` are added up on the way; `samples`: all
+        ranks', for the noise scale. Raises what its judge does about bad numbers, on every rank, before the update; without
+        one NonFinite. Where replicas had drifted the passes run once more, on the mended weights.
         """
         if self._watch is not None:
             self._watch.begin()
         sums = torch.tensor([0.0, tokens, want_stop, vote, *trace], dtype=torch.float64, device=self.rank.device)
         pending = None
+        small = self._noise.listen(step, micro_batches) if self._noise is not None else None
         for i, batch in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
             if last and isinstance(self.optimizer, OffloadedAdamW):
                 self.optimizer.prefetch()
-            with self.strategy.accumulate(last):
+            listening = small.listening() if small is not None and i == 0 else nullcontext()
+            with listening, self.strategy.accumulate(last):
                 self._probe.enter("forward")
                 with self.precision.autocast():
                     loss = loss_sum(self.strategy.module, batch)
@@ -179,6 +185,8 @@ class TrainStep:
                 scaled = self.precision.scale(loss * (self.strategy.loss_factor / self._full_tokens))
                 with self._around_backward():
                     scaled.backward()  # type: ignore[no-untyped-call]
+        if small is not None:
+            small.send()  # its milliseconds hide behind the norm
         if pending is not None:
             pending.wait()
         total_loss, all_tokens, stops, votes, *asked = sums.tolist()
@@ -200,7 +208,7 @@ class TrainStep:
             bad = Bad(step, loss_mean, cause, median=median)
         if self._watch is not None and self._watch.mended(step, suspect=bad is not None):
             self.strategy.zero_grad()
-            return self(step, micro_batches, tokens=counted, lr=lr, want_stop=want_stop, vote=vote, trace=trace)
+            return self(step, micro_batches, counted, lr, want_stop, vote, trace, samples)
         if bad is not None:
             if self._judge is None:
                 raise NonFinite(f"{bad.cause}; the update was not applied", bad.hint)
@@ -208,6 +216,8 @@ class TrainStep:
             self.strategy.zero_grad()
             return StepReport(loss_mean, grad_norm, tokens, stops > 0, skipped=True, bad=bad)
         if finite:
+            if small is not None and self._noise is not None:
+                self._noise.add(small, grad_norm, factor, tokens, samples)
             if self._clip and grad_norm > self._clip:
                 factor *= self._clip / (grad_norm + 1e-6)
             if factor != 1.0:

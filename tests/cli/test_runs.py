@@ -40,14 +40,18 @@ def call(*arguments: str) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A finished run of 3 steps; the second one's gradient norm is infinite."""
+    """A finished run of 3 steps; the second one's gradient norm is infinite, the last one knows its noise scale."""
     run = RunDir(tmp_path / "a-run")
     run.storage.write(SPEC, b"name: a-run\n")
     watch = RunMonitor(run.uri, interval_s=60.0)
     watch.begin_attempt(1, 2, 0)
-    norms = (0.5, math.inf, 0.25)
+    known = ((0.5, None), (math.inf, None), (0.25, 41.5))
     watch.push(
-        [StepRecord(s, 1 / s, 1e-3, norms[s - 1], 100, 0.1, 0.0, 2, 1, f"{s:016x}").to_dict() for s in (1, 2, 3)], []
+        [
+            StepRecord(s, 1 / s, 1e-3, norm, 100, 0.1, 0.0, 2, 1, f"{s:016x}", scale).to_dict()
+            for s, (norm, scale) in enumerate(known, 1)
+        ],
+        [],
     )
     watch.push([], [Event("eval", time.time(), {"step": 3, "loss": 2.5, "tokens": 64}).to_dict()])
     watch.end("finished")
@@ -76,6 +80,7 @@ def test_show_steps_json_is_an_object_a_line(run: RunDir) -> None:
     assert [list(row) for row in rows] == [[f.name for f in dataclasses.fields(StepRecord)]] * 3
     assert [row["loss"] for row in rows] == [1.0, 0.5, 1 / 3]
     assert [row["grad_norm"] for row in rows] == [0.5, None, 0.25]
+    assert [row["grad_noise_scale"] for row in rows] == [None, None, 41.5]
 
 
 def test_runs_json_is_a_list(run: RunDir) -> None:
@@ -104,6 +109,7 @@ def test_tables(run: RunDir) -> None:
     steps = call("show", run.uri, "--steps").splitlines()
     assert steps[0].split()[:2] == ["step", "loss"]
     assert [line.split()[0] for line in steps[1:]] == ["1", "2", "3"]
+    assert [line.split()[4] for line in steps] == ["norm", "-", "-", "41.5"]
     assert "no runs in" in call("runs", "--storage", f"{run.uri}/nothing")
 
 

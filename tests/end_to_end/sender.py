@@ -1,45 +1,74 @@
-"""A rank on one of two hosts: what its commlog has of each collective, beside what its network interface has sent."""
+"""A rank on one of two hosts: what its commlog has of each collective and strategy, beside what its network interface has sent."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from raydist import registry
 from raydist.worker.commlog import CommLog
+from raydist.worker.setup import Rank
+from tests.training import CONTEXT, MODEL, VARIANTS, Trainer, counted, job, mine, samples
 
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 N, TIMES = 1 << 20, 4
+WIDTH = 256
+"""Of a model whose gradients are megabytes: beside them a step's few small messages do not count."""
+
+
+def steps(rank: Rank, strategy: str) -> Callable[[], object]:
+    """Runs a step of two micro-batches, and a forward pass, behind which nothing is on its way any more."""
+    trainer = Trainer(rank, job(strategy, {**MODEL, "width": WIDTH}), full=4 * CONTEXT)
+    trainer.before_update = lambda: None
+    batches = mine(rank, *samples(4), 1)
+
+    def step() -> None:
+        trainer.step(1, batches, counted(batches), 1e-3, want_stop=False)
+        with torch.no_grad():
+            trainer.strategy.module(batches[0].tokens)
+
+    return step
+
+
+def wire(log: CommLog) -> float:
+    """What has been sent, by the log."""
+    dist.barrier()  # whoever has come by here has nothing left in its sockets' buffers
+    return sum(total.wire_bytes for total in log.totals().values())
 
 
 def main(rank: int, head: str) -> None:
-    """Prints {kind: [bytes on the wire by the commlog, bytes that the interface sent]}."""
+    """Prints {kind or strategy: [bytes on the wire by the commlog, bytes that the interface sent]}."""
     os.environ |= {"MASTER_ADDR": head, "MASTER_PORT": "29500", "RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    control = dist.new_group(backend="gloo")
+    me = Rank(rank, 2, 0, torch.device("cpu"), "gloo", head, control, ())
+    # With one rank to a copy, hsdp sends sums between the hosts; with two it would be zero3 once more.
+    VARIANTS["hsdp"] = {"strategy": "hsdp", "shard": 1}
     x, whole = torch.ones(N), torch.ones(2 * N)
-    collectives = {
+    log = CommLog(torch.device("cpu"))
+    log.install()
+    sending: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(x),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, x),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(x, whole),
         "all_to_all": lambda: dist.all_to_all_single(whole, whole.clone()),
         "send_recv": lambda: dist.send(x, 1) if rank == 0 else dist.recv(x, 0),
+        **{strategy: steps(me, strategy) for strategy in registry.names("parallel")},
     }
-    log = CommLog(torch.device("cpu"))
-    log.install()
     found = {}
-    for op, collective in collectives.items():
-        collective()
-        dist.barrier()  # whoever has come by here has nothing left in its sockets' buffers
-        before, sent = log.totals()[op].wire_bytes, int(SENT.read_text())
+    for name, send in sending.items():
+        send()
+        before, sent = wire(log), int(SENT.read_text())
         for _ in range(TIMES):
-            collective()
-        dist.barrier()
-        found[op] = [log.totals()[op].wire_bytes - before, int(SENT.read_text()) - sent]
+            send()
+        found[name] = [wire(log) - before, int(SENT.read_text()) - sent]
     print(json.dumps(found))
     log.close()
     dist.destroy_process_group()

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from raydist import registry
 from tests.end_to_end import sender
 from tests.hosts import Hosts
 
 
 def test_bytes_are_those_of_the_interface() -> None:
-    """Within 5%, of each kind of collective and rank: headers and acknowledgements are what is between."""
+    """Within 5%, of each kind of collective, strategy and rank: headers and acknowledgements are what is between."""
     root = str(Path(__file__).parents[2])
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     with Hosts(2) as hosts:
@@ -29,6 +30,8 @@ def test_bytes_are_those_of_the_interface() -> None:
     for rank, (out, _) in enumerate(told):
         found = json.loads(out)
         assert found["all_reduce"][0] == sender.TIMES * 4 * sender.N
+        assert set(found) > set(registry.names("parallel"))
+        assert all(found[strategy][0] > sender.TIMES * 4 * sender.N for strategy in registry.names("parallel"))
         for op, (ours, theirs) in found.items():
             if op == "send_recv" and rank == 1:
                 assert ours == 0

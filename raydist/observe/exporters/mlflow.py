@@ -21,7 +21,7 @@ from raydist.spec.models import flatten
 
 FILE = "mlflow.json"
 EXPERIMENT = "raydist"
-_TAGS = ("loss", "lr", "grad_norm", "seconds", "data_seconds")
+_TAGS = ("loss", "lr", "grad_norm", "seconds", "data_seconds", "grad_noise_scale")
 _BATCH = 1000
 """Metrics of one request, by MLflow's limits; params: 100, of 6000 characters."""
 _PARAMS, _LENGTH = 100, 6000
@@ -70,7 +70,8 @@ class Exporter(BaseExporter):
         """The curves of TensorBoard, by step."""
         for row in rows:
             for tag in _TAGS:
-                self._point(f"train/{tag}", row[tag], row["step"], at)
+                if row.get(tag) is not None:
+                    self._point(f"train/{tag}", row[tag], row["step"], at)
             if row["seconds"] > 0:
                 self._point("train/tokens_per_second", row["tokens"] / row["seconds"], row["step"], at)
 

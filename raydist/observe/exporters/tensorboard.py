@@ -26,7 +26,7 @@ _FILE = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
 _ROLL_BYTES = 1 << 20
 _KEPT_FILES = 32
 _UPLOAD_EVERY_S = 15.0
-_TAGS = ("loss", "lr", "grad_norm", "seconds", "data_seconds")
+_TAGS = ("loss", "lr", "grad_norm", "seconds", "data_seconds", "grad_noise_scale")
 
 
 class Exporter(BaseExporter):
@@ -66,7 +66,7 @@ class Exporter(BaseExporter):
     def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
         """A point a step on each train curve. Dicts with the fields of StepRecord."""
         for record in rows:
-            values = {f"train/{tag}": record[tag] for tag in _TAGS}
+            values = {f"train/{tag}": record[tag] for tag in _TAGS if record.get(tag) is not None}
             if record["seconds"] > 0:
                 values["train/tokens_per_second"] = record["tokens"] / record["seconds"]
             self.scalars(record["step"], values, at)

@@ -30,12 +30,14 @@ def test_curves(run: RunDir, rows: Rows) -> None:
     """Every field that makes a curve, at its step; and the eval loss."""
     board = Exporter(Facts(run))
     board.attempt(1, 0, 1.0)
-    board.steps(rows(range(1, 4)), 2.0)
+    known = {1: None, 2: None, 3: 41.5}
+    board.steps([{**row, "grad_noise_scale": known[row["step"]]} for row in rows(range(1, 4))], 2.0)
     board.event({"kind": "eval", "at": 2.5, "step": 2, "loss": 0.25, "tokens": 9, "best": True})
     board.close()
     assert curve(run, "train/loss") == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     assert curve(run, "train/tokens_per_second") == [(s, pytest.approx(1000.0)) for s in (1, 2, 3)]
     assert curve(run, "eval/loss") == [(2, 0.25)]
+    assert curve(run, "train/grad_noise_scale") == [(3, 41.5)]
     for tag in ("lr", "grad_norm", "seconds", "data_seconds"):
         assert len(curve(run, f"train/{tag}")) == 3
 
