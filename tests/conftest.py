@@ -23,6 +23,7 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
+import hypothesis
 import pytest
 
 from tests.hosts import Cluster, Hosts
@@ -30,6 +31,11 @@ from tests.hosts import Cluster, Hosts
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A cluster of the developer's own must not be what the tests run on.
 os.environ.pop("RAY_ADDRESS", None)
+# How fast the machine is decides on no test: neither how long an example takes, nor how long it takes to make one.
+hypothesis.settings.register_profile(
+    "any-machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any-machine")
 
 SLOW = ("observe/test_monitor_actor", "cluster", "faults", "cli/test_train", "end_to_end")
 """Files and folders that start Ray or groups of processes: they come last, in this order."""

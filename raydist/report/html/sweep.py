@@ -18,10 +18,9 @@ from raydist.report.html.lines import Series
 from raydist.report.html.page import cards, missing, page, section, table
 from raydist.report.html.svg import Markup, tag
 from raydist.report.sweep.curves import Curve
-from raydist.report.sweep.words import named, value
+from raydist.report.sweep.words import BATCH, RATE, named, value
 from raydist.spec.sweep.names import shortest
 
-RATE, BATCH = "optim.lr", "train.global_batch"
 MOST = 6
 """Series of a chart: as many as there are colours."""
 ROWS = 500
@@ -106,7 +105,21 @@ def _map(told: Row, finished: Sequence[Row]) -> Markup | None:
         x_name=shortest(across),
         y_name=shortest(down),
         about=f"the objective of each point{more}; empty where none has finished",
+        marks=_critical(finished, columns) if across == BATCH else (),
     )  # fmt: skip
+
+
+def _critical(finished: Sequence[Row], columns: Sequence[Any]) -> list[lines.Mark]:
+    """Where the gradient noise scale, the median of the points', lies among the batches: between columns by logarithm."""
+    scales = [row["grad_noise_scale"] for row in finished if row["grad_noise_scale"]]
+    if not scales:
+        return []
+    scale = float(np.median(scales))
+    place = float(
+        np.interp(math.log(scale), np.log(np.array(columns, dtype=np.float64)), np.arange(len(columns)) + 0.5)
+    )
+    side = "" if columns[0] <= scale <= columns[-1] else ", below" if scale < columns[0] else ", beyond"
+    return [lines.Mark(place, f"noise scale {scale:.3g}{side}")]
 
 
 def _rate(told: Row, finished: Sequence[Row]) -> Markup | None:

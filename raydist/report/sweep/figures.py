@@ -26,9 +26,10 @@ LAST = 0.1
 
 
 def measure(run: RunDir) -> dict[str, Any]:
-    """{"steps", "tokens", "loss", "eval_loss", "tokens_per_second"} of a run; None where not reported. Raises StorageError.
+    """{"steps", "tokens", "loss", "eval_loss", "tokens_per_second", "grad_noise_scale"} of a run; None where not reported.
 
-    `loss`: of the last tenth of its steps, by their tokens; `tokens_per_second`: of its newest attempt's last 50 steps.
+    `loss`: of the last tenth of its steps, by their tokens; `tokens_per_second`: of its newest attempt's last 50 steps;
+    `grad_noise_scale`: the last known one, in sequences. Raises StorageError.
     """
     return figures(read_steps(run), read_events(run))
 
@@ -40,6 +41,7 @@ def figures(rows: pa.Table, events: Sequence[Event]) -> dict[str, Any]:
     last = rows.slice(count - max(1, round(LAST * count))) if count else rows
     loss, tokens = (np.asarray(last[name], dtype=np.float64) for name in ("loss", "tokens"))
     trained = np.isfinite(loss) & (tokens > 0)
+    noise = rows["grad_noise_scale"].drop_null()
     newest = rows.slice(max(0, count - WINDOW - 1)).to_pylist()
     newest = [row for row in newest if row["attempt"] == newest[-1]["attempt"]]
     return {
@@ -48,6 +50,7 @@ def figures(rows: pa.Table, events: Sequence[Event]) -> dict[str, Any]:
         "loss": float(np.average(loss[trained], weights=tokens[trained])) if trained.any() else None,
         "eval_loss": held_out[max(held_out)] if held_out else None,
         "tokens_per_second": rates(newest[1:] or newest)["tokens_per_second"],
+        "grad_noise_scale": noise[-1].as_py() if len(noise) else None,
     }
 
 

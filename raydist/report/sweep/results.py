@@ -89,7 +89,7 @@ def _cell(
         "status": status,
         "cause": state.cause,
         "value": value if value is not None and math.isfinite(value) else None,
-        **{name: known.get(name) for name in ("tokens", "loss", "eval_loss", "tokens_per_second")},
+        **{name: known.get(name) for name in ("tokens", "loss", "eval_loss", "tokens_per_second", "grad_noise_scale")},
         "seconds": seconds,
         "gpu_hours": gpu_hours,
         "cost": None if rate is None else gpu_hours * rate,
@@ -115,7 +115,10 @@ def _row(number: int, cells: Sequence[dict[str, Any]], rate: float | None) -> di
         "low": low,
         "high": high,
         "values": values,
-        **{name: _mean([cell[name] for cell in finished]) for name in ("loss", "eval_loss", "tokens_per_second")},
+        **{
+            name: _mean([cell[name] for cell in finished])
+            for name in ("loss", "eval_loss", "tokens_per_second", "grad_noise_scale")
+        },
         **{
             name: _sum([cell[name] for cell in cells])
             for name in ("tokens", "seconds", "gpu_hours", "cost", "failures")

@@ -21,7 +21,9 @@ from raydist.spec.sweep.models import SweepSpec
 from raydist.spec.sweep.names import shortest
 from raydist.spec.sweep.space import Axis, axes
 
-RATE = "optim.lr"
+RATE, BATCH = "optim.lr", "train.global_batch"
+_FAR = 4
+"""Times the noise scale from which on a batch is far beyond it, as in docs/noise.md."""
 _SHOWN = 5
 
 
@@ -50,6 +52,7 @@ def analyse(told: Mapping[str, Any], spec: SweepSpec, base: JobSpec) -> dict[str
         _noise([told["points"][i] for i in as_good], known, len(finished)),
     ]
     words += [_edge(one) for one in edges]
+    words.append(_critical(best, int(best["parameters"].get(BATCH, base.train.global_batch))))
     if isinstance(fits, Refusal):
         words.append(f"no optimum of {shortest(RATE)} is told: {fits.because}")
     else:
@@ -148,6 +151,17 @@ def _noise(rows: Sequence[Mapping[str, Any]], known: bool, count: int) -> str:
         return "no other point is within the noise of it"
     more = f"; and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
     return f"within the noise of it: {'; '.join(named(row['parameters']) for row in rows[:_SHOWN])}{more}"
+
+
+def _critical(best: Mapping[str, Any], batch: int) -> str:
+    """The best point's batch beside its gradient noise scale, both in sequences."""
+    scale = best["grad_noise_scale"]
+    if scale is None:
+        return ""
+    told = f"gradient noise scale of the best: {scale:.3g} sequences, its global batch has {batch}"
+    return (
+        f"{told}: far beyond it, most of the batch says nothing new (docs/noise.md)" if batch > _FAR * scale else told
+    )
 
 
 def _edge(one: Edge) -> str:

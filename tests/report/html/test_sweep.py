@@ -39,7 +39,11 @@ def test_the_page_of_a_grid(swept: Callable[..., Swept], browser: Chromium, tmp_
     made = swept(GRID, "a-sweep")
     for i, cell in enumerate(made.cells):
         lr, batch = cell.job.optim.lr, cell.job.train.global_batch
-        made.finish(i, 2 + 0.1 * math.log(lr / (4e-4 * (batch / 16) ** 0.5)) ** 2 + 0.01 * (cell.seed - 17))
+        made.finish(
+            i,
+            2 + 0.1 * math.log(lr / (4e-4 * (batch / 16) ** 0.5)) ** 2 + 0.01 * (cell.seed - 17),
+            grad_noise_scale=24.0,
+        )
     train(made.folder.run(made.cells[2].id), made.cells[2], [5.0, 4.0, 3.0], 2.5)
     with pytest.raises(SystemExit) as caught:
         cli.main(["sweep", "report", made.folder.uri])
@@ -65,6 +69,7 @@ def test_the_page_of_a_grid(swept: Callable[..., Swept], browser: Chromium, tmp_
         "learning_rate 0.0003",
         "learning_rate 0.0001",
     ]
+    assert texts(browser, "svg[data-cells] text.mark") == ["noise scale 24"]
     assert cells["values"][2].split("|") == [f"{told['points'][i]['objective']:.4f}" for i in (2, 3)]
     lines = texts(browser, "#parameters svg g path title")
     assert len(lines) == 8

@@ -19,14 +19,21 @@ from raydist.sweepdir import SweepDir, SweepLog
 ROOT = Path(__file__).parents[3]
 
 
-def train(run: RunDir, cell: Cell, losses: Sequence[float], eval_loss: float | None, status: str = "finished") -> None:
+def train(
+    run: RunDir,
+    cell: Cell,
+    losses: Sequence[float],
+    eval_loss: float | None,
+    status: str = "finished",
+    noise: Sequence[float | None] = (),
+) -> None:
     """A run's records: a step a loss, of 100 tokens in 0.1 s, and an evaluation at the end."""
     run.storage.write(SPEC, dump(cell.job).encode())
     watch = RunMonitor(run.uri, interval_s=60.0)
     watch.begin_attempt(1, 2, 0)
     watch.push(
         [
-            StepRecord(s, v, 1e-3, 1.0, 100, 0.1, 0.0, 2, 1, f"{s:016x}").to_dict()
+            StepRecord(s, v, 1e-3, 1.0, 100, 0.1, 0.0, 2, 1, f"{s:016x}", noise[s - 1] if noise else None).to_dict()
             for s, v in enumerate(losses, start=1)
         ],
         [],

@@ -35,25 +35,21 @@ def strict(value: Any) -> Any:
 
 
 def test_figures_of_a_run(swept: Make) -> None:
-    """The last eval loss; the training loss over the last tenth by tokens, NaN left out; pace and tokens of all its steps."""
+    """The last eval loss and noise scale; the training loss over the last tenth by tokens, NaN left out; pace and tokens of all."""
     made = swept("array: {parameters: {lr: [1]}}")
-    run = made.folder.run("r")
-    train(run, made.cells[0], [5.0] * 18 + [2.0, 3.0], 2.25)
-    assert measure(run) == {
-        "steps": 20,
-        "tokens": 2000,
-        "loss": 2.5,
-        "eval_loss": 2.25,
-        "tokens_per_second": pytest.approx(1000),
-    }
-    run = made.folder.run("q")
-    train(run, made.cells[0], [5.0] * 18 + [2.0, math.nan], None)
-    assert measure(run) | {"tokens_per_second": 0} == {
-        "steps": 20, "tokens": 2000, "loss": 2.0, "eval_loss": None, "tokens_per_second": 0,
-    }  # fmt: skip
-    assert measure(made.folder.run("never")) == {
-        "steps": 0, "tokens": 0, "loss": None, "eval_loss": None, "tokens_per_second": None,
-    }  # fmt: skip
+    keys = ("steps", "tokens", "loss", "eval_loss", "grad_noise_scale")
+
+    def told(name: str) -> list[Any]:
+        found = measure(made.folder.run(name))
+        assert list(found) == ["steps", "tokens", "loss", "eval_loss", "tokens_per_second", "grad_noise_scale"]
+        assert found["tokens_per_second"] == (pytest.approx(1000) if found["steps"] else None)
+        return [found[key] for key in keys]
+
+    train(made.folder.run("r"), made.cells[0], [5.0] * 18 + [2.0, 3.0], 2.25, noise=[None] * 18 + [40.0, None])
+    assert told("r") == [20, 2000, 2.5, 2.25, 40.0]
+    train(made.folder.run("q"), made.cells[0], [5.0] * 18 + [2.0, math.nan], None)
+    assert told("q") == [20, 2000, 2.0, None, None]
+    assert told("never") == [0, 0, None, None, None]
 
 
 def test_a_row_a_point(swept: Make) -> None:
@@ -187,6 +183,17 @@ def test_words_of_a_grid(swept: Make) -> None:
         assert one["optimum"] == pytest.approx(true, rel=0.02)
     assert words[3].startswith("optimum of learning_rate at batch_size 16: 0.001 (95% interval 0.000")
     assert len(words) == 5
+
+
+@pytest.mark.parametrize(("scale", "far"), [(40.0, False), (3.0, True)])
+def test_a_batch_far_beyond_the_noise_scale(swept: Make, scale: float, far: bool) -> None:
+    """The best point's batch stands beside it, and what is far beyond it is told."""
+    made = swept(GRID.format(1))
+    for i in range(6):
+        made.finish(i, 2.0 + i, grad_noise_scale=scale)
+    (line,) = [line for line in tell(made.folder)["analysis"]["words"] if "noise scale" in line]
+    assert line.startswith(f"gradient noise scale of the best: {scale:g} sequences, its global batch has 16")
+    assert ("far beyond" in line) is far
 
 
 def test_one_seed_says_that_noise_is_unknown(swept: Make) -> None:
