@@ -35,13 +35,18 @@ class Live:
         self._threads: list[threading.Thread] = []
 
     def play(self, answer: Callable[[int], None]) -> None:
+        before = self._asked()  # the monitor may not have seen yet that a request has gone
+
         def wait() -> None:
-            while "traces" not in (told := self.monitor.push([], [])):
+            while not (new := self._asked() - before):
                 time.sleep(0.01)
-            answer(told["traces"][0][0])
+            answer(min(new))
 
         self._threads.append(threading.Thread(target=wait))
         self._threads[-1].start()
+
+    def _asked(self) -> set[int]:
+        return {number for number, _ in self.monitor.push([], []).get("traces", [])}
 
     def say(self, kind: str, **data: Any) -> None:
         self.monitor.push([], [Event(kind, time.time(), data).to_dict()])
