@@ -32,6 +32,7 @@ from raydist.cli import (
     train,
     watch,
 )
+from raydist.cluster.headwatch import leave
 from raydist.errors import RaydistError
 
 app = typer.Typer(
@@ -84,7 +85,11 @@ def main(arguments: list[str] | None = None) -> None:
         app(arguments)
     except RaydistError as error:
         print(f"raydist: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        leave(error.exit_code)
+    except SystemExit as ended:
+        if isinstance(ended.code, int):
+            leave(ended.code)
+        raise
     except KeyboardInterrupt:
         print("raydist: interrupted", file=sys.stderr)
         sys.exit(130)

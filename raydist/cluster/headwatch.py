@@ -5,10 +5,14 @@ Runs in: the driver, in a thread. Never imports torch or ray: it only connects, 
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import threading
 import time
 
+lost = False
+"""Whether a session ended without its head. Ray's client must not be asked to disconnect then: it ends the process, with code 1."""
 _LOOK_S = 1.0
 _CONNECT_S = 3.0
 
@@ -32,14 +36,19 @@ class HeadWatch:
         self._closed.set()
 
     def _watch(self) -> None:
-        host, _, port = self.address.rpartition(":")
         while not self._closed.wait(_LOOK_S):
             asked = time.monotonic()
-            try:
-                if speaks_grpc(host.strip("[]"), int(port)):
-                    self._heard = asked
-            except OSError:
-                continue
+            if answers(self.address):
+                self._heard = asked
+
+
+def answers(address: str) -> bool:
+    """Whether the head at HOST:PORT does, within seconds."""
+    host, _, port = address.rpartition(":")
+    try:
+        return speaks_grpc(host.strip("[]"), int(port))
+    except OSError:
+        return False
 
 
 def speaks_grpc(host: str, port: int) -> bool:
@@ -48,3 +57,12 @@ def speaks_grpc(host: str, port: int) -> bool:
         sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))  # preface, SETTINGS
         head = sock.recv(9)
     return len(head) == 9 and head[3] == 4  # the type of its first frame: SETTINGS
+
+
+def leave(code: int) -> None:
+    """Ends the process with that exit code: where the head is lost at once, for the interpreter's end has Ray's client disconnect."""
+    if lost:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    sys.exit(code)

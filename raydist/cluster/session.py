@@ -21,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
+from raydist.cluster import headwatch
 from raydist.cluster.headwatch import speaks_grpc
 from raydist.errors import UserError
 
@@ -180,7 +181,10 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
             info = context.address_info
             yield _session(info, private=False, temp=Path(info["session_dir"]).parent)
         finally:
-            _shut_down()
+            if headwatch.answers(address):
+                _shut_down()
+            else:
+                headwatch.lost = True
 
 
 def _read_authentication() -> None:
