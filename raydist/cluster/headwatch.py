@@ -60,7 +60,7 @@ def speaks_grpc(host: str, port: int) -> bool:
 
 
 def leave(code: int) -> None:
-    """Ends the process with that exit code: where the head is lost at once, before the interpreter's end has Ray's client disconnect."""
+    """Ends the process with that exit code: where the head is lost at once, for at its end Python has Ray's client disconnect."""
     if lost:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
