@@ -105,8 +105,8 @@ class Lineage:
         return Lineage(begun)
 
 
-class RunDir:
-    """The folder of one run, by path or URI. Opening it neither creates nor checks anything."""
+class Folder:
+    """A folder by path or URI. Opening it neither creates nor checks anything."""
 
     def __init__(self, uri: str | os.PathLike[str]) -> None:
         self.storage = Storage(uri)
@@ -120,6 +120,10 @@ class RunDir:
     def name(self) -> str:
         """The folder's last part."""
         return str(self.storage.root).rstrip("/").rsplit("/", 1)[-1]
+
+
+class RunDir(Folder):
+    """The folder of one run."""
 
     @property
     def home(self) -> Storage:

@@ -29,7 +29,7 @@ from typing import Any
 
 from raydist.errors import RunNotFound, StorageError
 from raydist.records import Event
-from raydist.rundir import RunDir, check_name, default_storage
+from raydist.rundir import Folder, RunDir, check_name, default_storage
 from raydist.runlog import plain
 from raydist.storage import Storage
 
@@ -69,21 +69,8 @@ class CellNote:
         return cls(**{**known, "notes": tuple(raw.get("notes", ()))})
 
 
-class SweepDir:
-    """The folder of one sweep, by path or URI. Opening it neither creates nor checks anything."""
-
-    def __init__(self, uri: str | os.PathLike[str]) -> None:
-        self.storage = Storage(uri)
-
-    @property
-    def uri(self) -> str:
-        """Path or URI of the folder."""
-        return self.storage.uri
-
-    @property
-    def name(self) -> str:
-        """The folder's last part."""
-        return str(self.storage.root).rstrip("/").rsplit("/", 1)[-1]
+class SweepDir(Folder):
+    """The folder of one sweep."""
 
     def exists(self) -> bool:
         """Whether a sweep was ever started here."""

@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from raydist.errors import SpecError, UserError
+from raydist.cli.output import write
+from raydist.errors import SpecError
 
 app = typer.Typer(help="Turn another trainer's configuration into a job file.", no_args_is_help=True)
 
@@ -63,7 +64,4 @@ def deepspeed(
     if output is None:
         print(text, end="")
         return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{output}: cannot be written: {error}", "check the folder of -o") from None
+    write(output, text)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from raydist.cli import output
 from raydist.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -155,10 +156,7 @@ def best(
     if out is None:
         print(written, end="")
         return
-    try:
-        out.write_text(written, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot write {out}: {error.strerror}", "") from error
+    output.write(out, written)
 
 
 @app.command()
@@ -186,8 +184,5 @@ def report(
         folder.storage.write(REPORT, written)
         print(folder.storage.at(REPORT).uri)
         return
-    try:
-        out.write_bytes(written)
-    except OSError as error:
-        raise StorageError(f"cannot write {out}: {error.strerror}", "") from error
+    output.write(out, written)
     print(out)

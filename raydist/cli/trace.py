@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raydist.errors import StorageError, TraceFailed, UsageError
+from raydist.cli import output
+from raydist.errors import TraceFailed, UsageError
 from raydist.requests import MOST_STEPS
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def trace(
     name = requests.merged_name(request.number)
     place.storage.write(name, data)
     if out is not None:
-        write(out, data)
+        output.write(out, data if out.suffix == ".gz" else gzip.decompress(data))
     if as_json:
         print(json.dumps({**told, "path": f"{place.uri}/{name}"}, allow_nan=False))
         return
@@ -108,11 +109,3 @@ def wait(place: RunDir, request: TraceRequest, timeout: float, say: Callable[[st
             say(line)
             told = line
         time.sleep(POLL_S)
-
-
-def write(out: Path, data: bytes) -> None:
-    """The compressed trace to a file of the user's. Raises StorageError."""
-    try:
-        out.write_bytes(data if out.suffix == ".gz" else gzip.decompress(data))
-    except OSError as error:
-        raise StorageError(f"cannot write {out}: {error.strerror}", "") from error
