@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 LAYERS, WIDTH, HEADS, SEQUENCE, BATCH, VOCAB = 4, 256, 4, 128, 8, 512
-WARM, STEPS = 6, 30
+WARM, STEPS = 6, 100
 
 
 class Block(nn.Module):

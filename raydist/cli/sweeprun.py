@@ -66,6 +66,7 @@ def train_cells(
                 log_dir=log_dir,
                 python_path=[str(cwd)] if place == "local" else [],
                 working_dir=cwd if own_code else None,
+                ranks=True,
             ) as session,
         ):
             plans = Plans(cells, folder, datasets, session, sweep.spec.array.concurrent)

@@ -191,6 +191,7 @@ def _train(
             python_path=[str(cwd)] if place == "local" else [],
             working_dir=cwd if own_code else None,
             metrics_port=metrics_port(exporters),
+            ranks=True,
         ) as session,
     ):
         preflight.check(job, session, run.uri, dataset)

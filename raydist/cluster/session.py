@@ -24,6 +24,7 @@ from typing import Any, TextIO
 from raydist.cluster import headwatch
 from raydist.cluster.headwatch import speaks_grpc
 from raydist.errors import UserError
+from raydist.worker.forkserver import start_nursery
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
 _TEMP_PREFIX = "raydist-"
@@ -89,6 +90,7 @@ def open_session(
     python_path: Sequence[str] = (),
     working_dir: Path | None = None,
     metrics_port: int | None = None,
+    ranks: bool = False,
 ) -> Iterator[Session]:
     """Connect this process to Ray for the time of the `with` block. Open it in the main thread, before signal handlers.
 
@@ -99,6 +101,7 @@ def open_session(
     `env` reaches every worker: a private Ray inherits it, a cluster gets it by runtime_env. `python_path` goes in
     front of the workers' PYTHONPATH. `working_dir` is shipped to a cluster's nodes (unless a Ray job brought its own).
     `metrics_port`: where a private Ray serves metrics to Prometheus, 0 for any free port; None: it gathers none.
+    `ranks`: whether models will be trained on it; a private Ray then has a nursery for them (raydist/worker/nursery.py).
 
     What Ray prints goes to files in `log_dir` (driver.log, and for a private Ray its logs in ray/).
     Raises UserError within seconds when there is no such cluster.
@@ -112,7 +115,7 @@ def open_session(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet(log_dir / "driver.log"))
         if address == "local":
-            yield stack.enter_context(_private(variables, log_dir, metrics_port))
+            yield stack.enter_context(_private(variables, log_dir, metrics_port, env if ranks else None))
         else:
             yield stack.enter_context(_attached(_find_cluster(address), variables, working_dir))
 
@@ -129,12 +132,18 @@ def _no_ray_but_this() -> None:
 
 
 @contextlib.contextmanager
-def _private(env: Mapping[str, str], log_dir: Path, metrics_port: int | None) -> Iterator[Session]:
+def _private(
+    env: Mapping[str, str], log_dir: Path, metrics_port: int | None, ranks: Mapping[str, str] | None
+) -> Iterator[Session]:
     unmeasured = _UNMEASURED if metrics_port is None else {}
     variables = {**_PRIVATE_RAY, **unmeasured, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN, **env}
     with contextlib.ExitStack() as stack:
         temp = stack.enter_context(_temp_dir())
         stack.callback(_keep_logs, temp, log_dir / "ray")
+        if ranks is not None:
+            nursery = start_nursery(temp, ranks)  # first, for it has most to import
+            stack.callback(nursery.close)
+            variables |= nursery.variables
         stack.callback(_read_authentication)  # as it was before, once the environment is
         # RAY_ADDRESS of an outer cluster would win over our own wherever Ray looks for "the" cluster.
         stack.enter_context(_environment(variables, without=("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")))

@@ -30,6 +30,7 @@ from raydist.rundir import RunDir
 from raydist.runlog import RunLog
 from raydist.runstate import last_word, this_process, write_state
 from raydist.samplelog import SampleLog
+from raydist.worker import rest
 
 INTERVAL_S = 2.0
 _RETRY_S = 0.5
@@ -95,6 +96,7 @@ class RunMonitor:
 
         Numbers ascend within a run, over its drivers too: go on from `runlog.last_attempt(run)`.
         """
+        rest.end()
         with self._lock:
             self._view.begin_attempt(number, world_size, resume_step)
         self._resume_at(number, resume_step)
@@ -136,6 +138,7 @@ class RunMonitor:
 
         Raises StorageError where storage still refuses after `timeout_s`.
         """
+        rest.end()
         with self._lock:
             if self._ended.is_set():
                 return
@@ -169,6 +172,7 @@ class RunMonitor:
             self._take(Event.from_dict(dict(event)))
         new = self._log.steps(records)
         if new:
+            rest.begin()
             with self._lock:
                 self._view.records(new)
             self._outlets.steps(new, time.time())

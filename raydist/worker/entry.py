@@ -24,6 +24,7 @@ from ray.exceptions import RayError
 from raydist.errors import StorageError
 from raydist.rundir import LOGS, RunDir
 from raydist.worker import probe as probing
+from raydist.worker import rest
 from raydist.worker.child import facts
 from raydist.worker.forkserver import ForkServer, Process
 from raydist.worker.oom import MemoryWatch
@@ -138,9 +139,11 @@ class _Attempt:
                     process = self._process = self._start(stack)
                 finally:
                     self._started.set()
-                again, memory = 0.0, MemoryWatch(process.pid)
+                again, memory, begun = 0.0, MemoryWatch(process.pid), time.monotonic()
                 while not process.ended.wait(_WATCH_S):
                     memory.look()
+                    if time.monotonic() - begun > rest.STRIDE_S:
+                        rest.begin()
                     if self._reader.look().late and time.monotonic() > again:
                         agent.tell("late", self._number)
                         again = time.monotonic() + _LATE_AGAIN_S
@@ -156,6 +159,7 @@ class _Attempt:
         except Exception as error:
             seen, silent = time.time(), 0.0
             self._told["error"] = facts(error, self._rank)
+        rest.end()
         agent.tell("ended", self._rank, self._number, {**self._told, "at": seen, "silent_s": silent})
 
     def _start(self, stack: contextlib.ExitStack) -> Process:

@@ -1,20 +1,19 @@
 """Ranks as processes that start in milliseconds: a server that has torch and the loop imported forks one for each attempt.
 
-`ForkServer` runs in: each Ray Train worker (the rank's agent). `main` runs in: a process of its own below it, which holds no
+`ForkServer` runs in: each Ray Train worker (the rank's agent). `serve` runs in: a process of its own, which holds no
 CUDA context, no threads and no Ray, so that a fork of it is a sound process. Never imports ray; torch in the server only.
 
     agent --Popen--> fork server --fork--> rank of attempt 1        (killed, crashed: the agent hears how)
                                  --fork--> rank of attempt 2 ...
 
 Whichever ends takes those below it along: the server ends with the agent's end of its socket, the ranks with the server
-(PR_SET_PDEATHSIG), a stopped one too.
+(PR_SET_PDEATHSIG), a stopped one too. Where there is a nursery (nursery.py), the server is forked from that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import json
 import os
 import selectors
@@ -25,14 +24,29 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
+from pathlib import Path
+
+from raydist.worker import nursery
 
 MESSAGE = 1 << 16
 _FDS = 8
 """The most that a rank is given."""
 PRELOAD = ("raydist.worker.child", "raydist.worker.loop", "torch.distributed.fsdp", "torch._dynamo")
 """What a rank would import anyway, the last one in DDP's constructor."""
+VARIABLES = {
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # tensors in huge pages: a step on the CPU takes 2 to 3% less
+    # CUDA may not be initialised before a fork. NVML tells torch whether there is a GPU without doing so.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+"""What a server has beside its agent's environment; the agent's own words win."""
+AGENT = "RAYDIST_AGENT"
+"""The variable that tells a rank the pid of its agent, who need not be an ancestor."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def start_nursery(folder: Path, env: Mapping[str, str]) -> nursery.Nursery:
+    """See `Nursery`: for the fork servers of a private Ray's agents, who find it by its `variables` in their environment."""
+    return nursery.Nursery(folder, env, VARIABLES, f"{__name__}:serve", PRELOAD)
 
 
 @dataclass(slots=True)
@@ -58,16 +72,12 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # CUDA may not be initialised before a fork. NVML tells torch whether there is a GPU without doing so.
-        env = {
-            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # tensors in huge pages: a step on the CPU takes 2 to 3% less
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        }
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), AGENT: str(os.getpid())}
+        env = {**VARIABLES, **os.environ, **path}
         code = f"from {__name__} import main; main({theirs.fileno()}, {list(preload)!r})"
         with theirs:
-            self._server = subprocess.Popen([sys.executable, "-c", code], env=env, pass_fds=[theirs.fileno()])
+            forked = nursery.fork(theirs, env, preload)
+            self._server = forked or subprocess.Popen([sys.executable, "-c", code], env=env, pass_fds=[theirs.fileno()])
         self._socket = ours
         self._processes: dict[int, Process] = {}
         self._forked: list[Process] = []
@@ -85,7 +95,9 @@ class ForkServer:
                 socket.send_fds(self._socket, [json.dumps({"env": dict(env)}).encode()], list(fds))
             self._changed.wait_for(lambda: len(self._forked) > before or self._failure or self._gone)
             if len(self._forked) == before:
-                raise ChildProcessError(self._failure or f"the fork server is gone: exit code {self._server.wait()}")
+                status = None if self._failure else self._server.wait()
+                known = f": exit code {status}" if status is not None else ""
+                raise ChildProcessError(self._failure or f"the fork server is gone{known}")
             return self._forked[-1]
 
     def kill(self, process: Process) -> None:
@@ -130,20 +142,20 @@ def _receive(sock: socket.socket) -> bytes:
 
 
 def main(fd: int, preload: Sequence[str]) -> None:
-    """The server. Returns when the agent's end of the socket is closed."""
+    """The server, in a process that the agent has started."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's business
+    serve(fd, nursery.load(preload))
+
+
+def serve(fd: int, failure: str) -> None:
+    """Forks ranks for the agent that has the other end of that socket; returns when it is closed. `failure`: of the imports."""
     with socket.socket(fileno=fd) as agent:
-        try:
-            for name in preload:
-                import_module(name)
-        except Exception as error:
-            agent.send(json.dumps({"failure": f"{type(error).__name__}: {error}"}).encode())
-            while agent.recv(MESSAGE):  # what is not read when the socket is closed would cost the agent the message
-                pass
-            raise
-        gc.collect()
-        gc.freeze()  # so that a child's collector does not write to the pages that it shares
-        _Server(agent).serve()
+        if not failure:
+            _Server(agent).serve()
+            return
+        agent.send(json.dumps({"failure": failure}).encode())
+        while agent.recv(MESSAGE):  # what is not read when the socket is closed would cost the agent the message
+            pass
 
 
 class _Server:

@@ -27,6 +27,7 @@ from raydist.data.batches import Batches, StepBatch
 from raydist.faults import Fault
 from raydist.rundir import RunDir
 from raydist.worker.checkpoint import manifest
+from raydist.worker.forkserver import AGENT
 from raydist.worker.graph import plain_name
 from raydist.worker.illstorage import Illness, ill_storage
 from raydist.worker.probe import Probe
@@ -291,16 +292,15 @@ def _hog(limit_mb: int | None) -> NoReturn:
 
 
 def _agent() -> psutil.Process:
-    """The process that started the fork server that started this rank."""
-    server = psutil.Process(os.getppid())
-    agent = server.parent()
-    if agent is None or not any("forkserver" in word for word in server.cmdline()):
+    """The process that asked for the fork server that started this rank."""
+    if AGENT not in os.environ:
         raise InjectedError("kill_agent: this rank has no agent")
-    return agent
+    return psutil.Process(int(os.environ[AGENT]))
 
 
 def _kill_node() -> None:
-    raylet = next((p for p in psutil.Process().parents() if p.name() == "raylet"), None)
+    above = _agent().parents() if AGENT in os.environ else []
+    raylet = next((p for p in above if p.name() == "raylet"), None)
     if raylet is None:
         raise InjectedError("kill_node: this rank is below no raylet")
     for process in (raylet, *raylet.children(recursive=True)):

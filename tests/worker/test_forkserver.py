@@ -1,4 +1,4 @@
-"""Ranks that are forked: how they end is known, and nothing of them outlives those above them."""
+"""Ranks that are forked: how they end is known, and nothing of them outlives those above them. With a nursery and without."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from raydist.worker.forkserver import ForkServer, Process
+from raydist.worker.forkserver import VARIABLES, ForkServer, Process
+from raydist.worker.nursery import Nursery
 
 HERE = str(Path(__file__).parents[2])
 
@@ -40,7 +41,23 @@ def run(fd):
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """nursery(): one that imports `preload`, where this process finds it."""
+    made: list[Nursery] = []
+
+    def start(preload: str = "preload") -> Nursery:
+        made.append(Nursery(tmp_path, {"THREADS": "1"}, VARIABLES, "raydist.worker.forkserver:serve", [preload]))
+        for name, value in {**made[-1].variables, "THREADS": "1"}.items():
+            monkeypatch.setenv(name, value)
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(params=["alone", "nursery"])
+def server(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: Any) -> Iterator[Any]:
     """server(end): a fork server whose ranks end so, in a tenth of the time that torch's import takes."""
     made: list[ForkServer] = []
 
@@ -49,6 +66,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         (tmp_path / "stand_in.py").write_text(child(end))
         (tmp_path / "preload.py").write_text("import sys, stand_in\nsys.modules['raydist.worker.child'] = stand_in\n")
         monkeypatch.syspath_prepend(str(tmp_path))
+        if request.param == "nursery":
+            nursery()
         made.append(ForkServer(["preload"]))
         return made[-1]
 
@@ -124,7 +143,7 @@ def test_the_server_takes_its_ranks_along(server: Any) -> None:
     assert process.how == "its fork server is gone"
     gone(told["pid"])
     os.kill(told["helper"], signal.SIGKILL)
-    with pytest.raises(ChildProcessError, match="fork server is gone: exit code -9"):
+    with pytest.raises(ChildProcessError, match="fork server is gone"):
         fork(ranks)
 
 
@@ -132,13 +151,13 @@ def test_a_killed_agent_takes_all_along(server: Any, tmp_path: Path) -> None:
     """Whoever started the server is killed: server and ranks end, a stopped rank too."""
     server("time.sleep(1000)").close()  # for the files
     code = """
-import os, signal, sys
+import os, psutil, signal, sys
 from tests.worker.test_forkserver import fork
 from raydist.worker.forkserver import ForkServer
 server = ForkServer(["preload"])
 (one, told), (two, _) = fork(server), fork(server)
 os.kill(two.pid, signal.SIGSTOP)
-print(server._server.pid, one.pid, two.pid, flush=True)
+print(psutil.Process(one.pid).ppid(), one.pid, two.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     path = os.pathsep.join([str(tmp_path), HERE])
@@ -153,6 +172,98 @@ def test_a_preload_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     """A broken installation: what the import said, not that a server is gone."""
     (tmp_path / "broken.py").write_text("raise RuntimeError('libtorch is not there')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    server = ForkServer(["broken"])
+    with pytest.raises(ChildProcessError, match="RuntimeError: libtorch is not there"):
+        fork(server)
+    server.close()
+
+
+def counting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes the modules for ranks that return at once; the file that gets a line for each process that imports them."""
+    (folder / "stand_in.py").write_text(child("print('a word', os.getcwd(), flush=True)"))
+    told = folder / "imports"
+    (folder / "preload.py").write_text(
+        f"import os, sys, stand_in\nsys.modules['raydist.worker.child'] = stand_in\nopen({str(told)!r}, 'a').write('.')\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    return told
+
+
+def test_one_import_for_all_servers_of_a_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: Any, capfd: Any
+) -> None:
+    """Each server has its own agent's environment, folder and output; one goes with its agent, not with the nursery."""
+    imports = counting(tmp_path, monkeypatch)
+    shared = nursery()
+    servers = []
+    for number in range(2):
+        place = tmp_path / f"agent-{number}"
+        place.mkdir()
+        monkeypatch.chdir(place)
+        monkeypatch.setenv("GLIBC_TUNABLES", f"agent.{number}")
+        servers.append(ForkServer(["preload"]))
+        process, told = fork(servers[-1])
+        assert told["malloc"] == f"agent.{number}"
+        assert process.ended.wait(20)
+        assert capfd.readouterr().out == f"a word {place}\n"
+    shared.close()
+    assert shared._process.returncode == 0
+    process, _ = fork(servers[0])
+    assert process.ended.wait(20)
+    assert process.how == "exit code 0"
+    assert imports.read_text() == "."
+    for one in servers:
+        one.close()
+
+
+def test_a_server_of_its_own_where_the_nursery_will_not_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: Any
+) -> None:
+    """Other variables, which libraries read once; other modules; a nursery that was killed."""
+    imports = counting(tmp_path, monkeypatch)
+    (tmp_path / "another.py").write_text("import preload\n")
+    shared = nursery()
+    fork_once(["preload"])
+    assert imports.read_text() == "."
+    fork_once(["another"])
+    assert imports.read_text() == ".."
+    monkeypatch.setenv("THREADS", "2")
+    fork_once(["preload"])
+    assert imports.read_text() == "..."
+    monkeypatch.setenv("THREADS", "1")
+    shared._process.kill()
+    shared._process.wait()
+    fork_once(["preload"])
+    assert imports.read_text() == "...."
+
+
+def fork_once(preload: list[str]) -> None:
+    """A server that lives for one rank."""
+    server = ForkServer(preload)
+    process, _ = fork(server)
+    assert process.ended.wait(20)
+    server.close()
+
+
+def test_a_killed_driver_takes_its_nursery_along(tmp_path: Path) -> None:
+    """However the driver ends: the kernel closes its end of the socket."""
+    code = f"""
+import os, pathlib, signal
+from raydist.worker.nursery import Nursery
+made = Nursery(pathlib.Path({str(tmp_path)!r}), {{}}, {{}}, "raydist.worker.forkserver:serve", [])
+print(made._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == -signal.SIGKILL
+    gone(int(done.stdout))
+
+
+def test_a_nursery_whose_imports_fail_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: Any) -> None:
+    """As a server of its own would."""
+    (tmp_path / "broken.py").write_text("raise RuntimeError('libtorch is not there')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    nursery("broken")
     server = ForkServer(["broken"])
     with pytest.raises(ChildProcessError, match="RuntimeError: libtorch is not there"):
         fork(server)
