@@ -23,8 +23,10 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write
+from peer_model import ENDLESS
 
 PEERS = Path(__file__).parent / "peers"
 BIN = Path(sys.executable).parent
@@ -40,8 +42,8 @@ DEEPSPEED = ["DeepSpeed zero2", "DeepSpeed zero3"]
 SCRIPTS = {"torchrun": "torchrun_ddp.py", "torchrun FSDP2": "torchrun_fsdp.py", "DeepSpeed": "deepspeed_zero.py"}
 
 
-def command(peer: str, out: str, t0: float, storage: str, python: str = sys.executable) -> list[str]:
-    """The shell command of one run; `python`: of a peer that is a script under torchrun."""
+def command(peer: str, out: str, t0: float | str, storage: str, python: str = sys.executable) -> list[str]:
+    """The shell command of one run; `t0`: its start, or ENDLESS; `python`: of a peer that is a script under torchrun."""
     name, _, strategy = peer.rpartition(" zero")
     if script := SCRIPTS.get(name or peer):
         with socket.socket() as sock:
@@ -54,7 +56,7 @@ def command(peer: str, out: str, t0: float, storage: str, python: str = sys.exec
     extra = ["--set", "optim.fused=false"] if "plain" in peer else []
     strategy = next((word for word in peer.split() if word.startswith("zero")), "ddp")
     extra += ["--set", f"parallel.strategy={strategy}"]
-    options = f"model.options={{out: {out}, t0: {t0}}}"
+    options = f"model.options={{out: {out}}}" if t0 == ENDLESS else f"model.options={{out: {out}, t0: {t0}}}"
     raydist = [str(BIN / "raydist"), "train", "job.yaml", "--fresh", "--storage", storage, "--address", "local"]
     return [*raydist, "--set", options, *extra]
 

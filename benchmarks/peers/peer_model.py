@@ -6,6 +6,7 @@ asks for; plain scripts call it too.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -17,6 +18,8 @@ from torch.nn import functional as F
 
 LAYERS, WIDTH, HEADS, SEQUENCE, BATCH, VOCAB = 4, 256, 4, 128, 8, 512
 WARM, STEPS = 6, 100
+ENDLESS = "-"
+"""In place of t0: no meter, forwards are only noted, for as many steps as nobody waits for."""
 
 
 class Block(nn.Module):
@@ -95,7 +98,7 @@ class Meter:
 
 
 class Trace:
-    """For benchmarks/recovery.py: a line with time and pid for each forward, in OUT.RANK.forwards."""
+    """For benchmarks/steady.py and recovery.py: a line with time and pid for each forward, in OUT.RANK.forwards."""
 
     def __init__(self, out: str) -> None:
         self.fd = os.open(f"{out}.{os.environ.get('RANK', '0')}.forwards", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -112,17 +115,24 @@ def build(model: Any, vocab_size: int) -> GPT:
     return GPT(Meter(model.options["out"], float(model.options["t0"])))
 
 
-def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def meter(out: str, t0: str) -> Meter | Trace:
+    """For plain scripts, by their arguments."""
+    return Trace(out) if t0 == ENDLESS else Meter(out, float(t0))
+
+
+def batches(rank: int, steps: int = WARM + STEPS + 2) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Tokens and targets of every step, made up front."""
     g = torch.Generator().manual_seed(99 + rank)
-    texts = [torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=g) for _ in range(WARM + STEPS + 2)]
+    texts = [torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=g) for _ in range(steps)]
     return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in texts]
 
 
 def train(model: nn.Module, rank: int) -> None:
     """The plain loop: forward, backward, AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.01)
-    for tokens_BT, targets_BT in batches(rank):
+    made = batches(rank)
+    endless = any(isinstance(getattr(module, "meter", None), Trace) for module in model.modules())
+    for tokens_BT, targets_BT in itertools.cycle(made) if endless else made:
         loss = F.cross_entropy(model(tokens_BT).flatten(0, 1), targets_BT.flatten())
         loss.backward()
         optimizer.step()

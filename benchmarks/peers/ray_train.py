@@ -1,4 +1,4 @@
-"""Plain Ray Train, as its documentation shows: TorchTrainer and prepare_model. Arguments: out, t0."""
+"""Plain Ray Train, as its documentation shows: TorchTrainer and prepare_model. Arguments: out, t0 (see peer_model.meter)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def loop(config: dict[str, Any]) -> None:
     sys.path.insert(0, config["here"])
     import ray.train
     import torch
-    from peer_model import GPT, Meter, train
+    from peer_model import GPT, meter, train
     from ray.train.torch import prepare_model
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    train(prepare_model(GPT(Meter(config["out"], config["t0"]))), ray.train.get_context().get_world_rank())
+    train(prepare_model(GPT(meter(config["out"], config["t0"]))), ray.train.get_context().get_world_rank())
     ray.train.report({"done": 1})
 
 
@@ -41,7 +41,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as storage:
         TorchTrainer(
             loop,
-            train_loop_config={"here": HERE, "out": sys.argv[1], "t0": float(sys.argv[2])},
+            train_loop_config={"here": HERE, "out": sys.argv[1], "t0": sys.argv[2]},
             torch_config=TorchConfig(backend="gloo"),
             scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
             run_config=RunConfig(name="peer", storage_path=storage),

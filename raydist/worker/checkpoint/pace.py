@@ -3,7 +3,8 @@
 Runs in: each train worker, on rank 0, which decides for all. Pure: no clock, no torch.
 
 A copy costs what the steps beside it take longer than the calm ones: where the loop stood for it, and what it took of the
-processors, the memory and the network until it was committed.
+processors, the memory and the network until it was committed. One such difference is as noisy as a step. So at first a copy is
+believed to cost the processor time that it took, which is right where ranks fill all cores; several differences overrule that.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Literal
 
 SHARE = 0.01
 """Of the time of all steps: what copies may cost where `every` is auto."""
-_CALM, _COSTS = 50, 5
+_CALM, _COSTS = 50, 32
+_BELIEF = 4
+"""As many differences as the processor time counts for."""
 _BETWEEN = 3
 """Calm steps before a copy, at least: they are what its cost is measured against."""
 
@@ -30,15 +33,18 @@ class Pace:
         self._every, self._newest = every, newest
         self._calm: deque[float] = deque(maxlen=_CALM)
         self._costs: deque[float] = deque(maxlen=_COSTS)
+        self._cpu: deque[float] = deque(maxlen=_COSTS)
         self._between = 0
         self._beside: list[float] | None = None
-        self._spoilt = self._warm = False
-        self._failures = 0
+        self._spoilt = False
+        self._failures = self._copies = 0
 
     @property
     def cost(self) -> float | None:
         """Seconds that a copy costs; None until it is known."""
-        return statistics.median(self._costs) if self._costs else None
+        if not self._cpu:
+            return None
+        return max(0.0, statistics.median([*self._costs, *[statistics.median(self._cpu)] * _BELIEF]))
 
     @property
     def base(self) -> float | None:
@@ -77,13 +83,17 @@ class Pace:
         if not checkpoint:
             self._beside, self._spoilt = [], False
 
-    def ended(self, committed: bool) -> None:
-        """The copy is there, or has failed; the step before was the last one beside it."""
+    def ended(self, committed: bool, cpu_seconds: float) -> None:
+        """The copy is there, or has failed; the step before was the last one beside it. `cpu_seconds`: of processor time."""
         assert self._beside is not None, "taken() comes first"
         beside, self._beside, self._between = self._beside, None, 0
         self._failures = 0 if committed else self._failures + 1
         base = self.base
-        # The first copy touches memory and connections for the first time.
-        if committed and self._warm and not self._spoilt and base is not None:
-            self._costs.append(max(0.0, sum(beside) - base * len(beside)))
-        self._warm |= committed
+        if not committed:
+            return
+        self._copies += 1
+        if self._copies == 2:
+            self._cpu.clear()  # the first copy touched memory and connections for the first time
+        self._cpu.append(cpu_seconds)
+        if self._copies > 1 and not self._spoilt and base is not None:
+            self._costs.append(sum(beside) - base * len(beside))

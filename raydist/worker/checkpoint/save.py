@@ -59,7 +59,8 @@ _SAVED, _FAILED, _WAITING, _WRITING, _FENCED = range(5)
 class SaveResult:
     """How a save ended; true if it was committed. `cause`: what failed, and `failed_rank` where; else None.
 
-    `bytes` of all shards (rank 0 knows; 0 elsewhere), `seconds` from start to commit, `stalled` of them the loop stood.
+    `bytes` of all shards (rank 0 knows; 0 elsewhere), `seconds` from start to commit, `stalled` of them the loop stood;
+    `cpu_seconds` of this rank's side thread.
     """
 
     step: int
@@ -67,6 +68,7 @@ class SaveResult:
     bytes: int = 0
     seconds: float = 0.0
     stalled: float = 0.0
+    cpu_seconds: float = 0.0
     failed_rank: int | None = None
     cause: str | None = None
 
@@ -308,6 +310,7 @@ class Saver:
 
     def _work(self, save: _Save, stage: Stage) -> None:
         failure: BaseException | None = None
+        before = time.thread_time()
         try:
             if self._warm is not None:
                 self._warm.join()
@@ -322,7 +325,8 @@ class Saver:
             failure = error
         try:
             self._write(save, stage, failure)
-            result = SaveResult(save.step, True, save.bytes, time.perf_counter() - save.begun, save.stalled)
+            cpu, seconds = time.thread_time() - before, time.perf_counter() - save.begun
+            result = SaveResult(save.step, True, save.bytes, seconds, save.stalled, cpu)
         except BaseException as error:  # DCP's CheckpointException is no Exception
             rank, first = _first(error, self._rank)
             self._fenced = first if isinstance(first, Fenced) else None

@@ -387,7 +387,7 @@ class Vault:
         self._pace.step(seconds, unusual)
         result = self._saver.poll()
         if result is not None:
-            self._pace.ended(result.committed)
+            self._pace.ended(result.committed, result.cpu_seconds)
             self._tell_pace()
 
     def checkpoint(self, step: int) -> None:

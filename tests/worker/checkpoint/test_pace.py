@@ -10,8 +10,12 @@ import pytest
 from raydist.worker.checkpoint.pace import SHARE, Pace
 
 
-def drive(pace: Pace, steps: int, base: float, cost: float, beside: int, noise: float = 0.0) -> tuple[list[int], float]:
-    """(steps after which a copy was taken, seconds that they cost) of a run whose copies take `beside` steps."""
+def drive(
+    pace: Pace, steps: int, base: float, cost: float, beside: int, noise: float = 0.0, cpu: float | None = None
+) -> tuple[list[int], float]:
+    """(steps after which a copy was taken, seconds that they cost) of a run whose copies take `beside` steps, and `cpu` seconds
+    of processor time: as much as they cost, unless given.
+    """
     choose = random.Random(1)
     taken, left = [], 0
     for step in range(1, steps + 1):
@@ -19,7 +23,7 @@ def drive(pace: Pace, steps: int, base: float, cost: float, beside: int, noise: 
         if left:
             left -= 1
             if not left:
-                pace.ended(True)
+                pace.ended(True, cost if cpu is None else cpu)
         if pace.due(step):
             pace.taken(step)
             taken.append(step)
@@ -39,6 +43,20 @@ def test_auto_costs_its_share(cost: float, beside: int, noise: float) -> None:
     assert share <= SHARE * (1.6 if noise else 1.001)
     if beside + 3 < cost / 0.001:
         assert share >= SHARE * (0.4 if noise else 0.9)
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.3])
+def test_noise_does_not_make_copies_cheap(noise: float) -> None:
+    """Where steps scatter by more than a copy costs, the first hundred hold no more than their share of copies, and one or two."""
+    taken, spent = drive(Pace("auto"), 100, 0.3, 0.02, 1, noise)
+    assert spent <= SHARE * 100 * 0.3 + 2 * 0.02, taken
+
+
+def test_what_runs_beside_costs_nothing() -> None:
+    """With cores to spare copies come as often as their differences allow, whatever processor time they take."""
+    taken, _ = drive(Pace("auto"), 2000, 0.1, 0.0005, 1, 0.001, cpu=0.05)
+    assert taken[-1] - taken[-2] <= 2 * 4, "no sooner than after three calm steps"
+    assert len(taken) > 300
 
 
 def test_a_number_of_steps_is_kept() -> None:
@@ -61,5 +79,5 @@ def test_failures_make_it_wait() -> None:
         if pace.due(step):
             tried.append(step)
             pace.taken(step)
-            pace.ended(committed=len(tried) == 4)
+            pace.ended(committed=len(tried) == 4, cpu_seconds=0.1)
     assert tried[:6] == [2, 6, 14, 30, 32, 36]
