@@ -4,8 +4,8 @@
 
 peers.py compares runs, one after another, each some 30 s long: on a machine whose speed drifts by more than the difference that
 is looked for, that takes many rounds. Here two peers are alive at the same time, and in turn one trains while all processes of
-the other are stopped (SIGSTOP): a window of torchrun and one of the peer, five seconds apart, make a ratio. The model, batch
-and threads are those of peers.py; each peer is paired with a torchrun of its own. A window's first 0.6 s are left out.
+the other are stopped (SIGSTOP): a window of the peer over the mean of torchrun's before and after it is a ratio. The model,
+batch and threads are those of peers.py; each peer is paired with a torchrun of its own. A window's first 0.6 s are left out.
 
 A run of raydist is stopped for less time than it takes it to call a worker lost (8 s).
 """
@@ -13,13 +13,14 @@ A run of raydist is stopped for less time than it takes it to call a worker lost
 from __future__ import annotations
 
 import argparse
+import math
 import os
-import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
@@ -88,16 +89,15 @@ class Peer:
 
 
 def pair(name: str, rounds: int) -> list[tuple[float, float]]:
-    """(torchrun's, the peer's) steps a second, round by round; who begins is drawn."""
-    order = random.Random(17)
+    """(torchrun's, the peer's) steps a second, round by round; at the end torchrun's alone."""
     with tempfile.TemporaryDirectory() as folder:
         peers = [Peer("torchrun", Path(folder)), Peer(name, Path(folder))]
         found = []
         try:
             for _ in range(rounds):
-                turn = order.sample((0, 1), 2)
-                rates = {i: peers[i].window() for i in turn}
-                found.append((rates[0], rates[1]))
+                # Always in this order: twice in a row, and the other would be stopped for too long.
+                found.append((peers[0].window(), peers[1].window()))
+            found.append((peers[0].window(), math.nan))
         finally:
             for peer in reversed(peers):
                 peer.end()
@@ -114,9 +114,9 @@ def main() -> None:
     print(f"{'':24s} {'tokens/s':>9s} {'/torchrun':>9s} {'mean':>9s} {'+-':>9s}")
     for name in [options.only] if options.only else BESIDE:
         found = pair(name, options.rounds)
-        ratios = [theirs / ours for ours, theirs in found]
+        ratios = [2 * theirs / (before + after) for (before, theirs), (after, _) in pairwise(found)]
         row = {
-            "tokens_per_second": statistics.median(theirs for _, theirs in found) * TOKENS,
+            "tokens_per_second": statistics.median(theirs for _, theirs in found[:-1]) * TOKENS,
             "over_torchrun": statistics.median(ratios),
             "mean": statistics.mean(ratios),
             "standard_error": statistics.stdev(ratios) / len(ratios) ** 0.5,
