@@ -31,8 +31,11 @@ from raydist.rundir import RunDir, begin_attempt
 from raydist.runlog import last_attempt
 from raydist.spec import JobSpec
 from raydist.worker.checkpoint.replicas import newest_attempt
+from raydist.worker.rest import STRIDE_S
 
 _REFRESH_S = 0.5
+_CALM_REFRESH_S = 1.0
+"""Once the run is in its stride: each look takes a millisecond from ranks that fill all cores."""
 _MONITOR_TIMEOUT_S = 30.0
 _LOOK_S = 1.0
 _START_S = 120.0
@@ -119,6 +122,7 @@ class Supervisor:
         self._ending: Ending | None = None
         self._error: BaseException | None = None
         self._seen = 0
+        self._begun = self._shown = time.monotonic()
         self._injector: DriverInjector | None = None
         self._head = None if session.private else HeadWatch(session.address)
         self._headless = False
@@ -168,7 +172,7 @@ class Supervisor:
                 if self._ending.status != "stopped":
                     raise
                 self._view.note(f"the run's end could not be written down: {error}")  # its cause is what counts
-            self._show()
+            self._show(last=True)
         return self._ending
 
     def _without_head(self, head: HeadWatch) -> bool:
@@ -220,9 +224,13 @@ class Supervisor:
         elif self._group is not None:
             self._group.abort()
 
-    def _show(self) -> None:
+    def _show(self, last: bool = False) -> None:
         if self._injector is not None:
             self._injector.look()
+        now = time.monotonic()
+        if not last and now - self._begun > STRIDE_S and now - self._shown < _CALM_REFRESH_S:
+            return
+        self._shown = now
         snapshot = self._ask(self._monitor.snapshot, self._seen)
         if snapshot is None:
             return

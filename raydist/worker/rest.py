@@ -19,7 +19,7 @@ import threading
 import time
 from types import CodeType, FrameType
 
-NAP_S = 0.1
+NAP_S = 0.25
 STRIDE_S = 10.0
 """An attempt that has lasted so long is in its stride: nothing is to be done in a hurry until a rank ends."""
 _SOON_S = 1e-3

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +58,21 @@ def test_views_are_not_copies(dataset: TokenDataset) -> None:
     first, second = split.read(10, 60), split.read(40, 90)
     assert np.shares_memory(first, second)
     assert not first.flags.writeable
+
+
+def test_reading_imports_no_pandas(dataset: TokenDataset, tmp_path: Path) -> None:
+    """Which pyarrow does by itself where there is one, a second in every rank that starts."""
+    (tmp_path / "pandas.py").write_text("raise SystemExit('somebody imports pandas')\n")
+    script = "import sys; from raydist.data.dataset import TokenDataset; print(TokenDataset(sys.argv[1]).split('train').read(0, 9))"
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", script, dataset.uri],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == str(dataset.split("train").read(0, 9)).split()
 
 
 def test_text_comes_back(dataset: TokenDataset, corpus: Path) -> None:
