@@ -46,6 +46,7 @@ bench: $(VENV)/.run
 	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python benchmarks/steady.py
 
 clean:
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache

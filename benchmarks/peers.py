@@ -1,6 +1,9 @@
 """Steady tokens/s and seconds to the first step: `raydist train` beside plain torchrun + DDP and plain Ray Train.
 
-    python benchmarks/peers.py [--rounds 5] [--sharded [--deepspeed PYTHON]]
+    [PEER_STEPS=100] python benchmarks/peers.py [--rounds 5] [--sharded [--deepspeed PYTHON]]
+
+What Ray's own processes take of the speed is less than what the speed of a shared machine drifts by from one run to the next:
+steady.py measures that. For the seconds to the first step alone few steps will do.
 
 With --sharded: zero2 and zero3 beside plain torchrun + FSDP2 at the same reshard setting; and beside DeepSpeed, if an
 interpreter is given that has it (0.19.8 and ninja, on the same torch).
@@ -26,7 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write
-from peer_model import ENDLESS
+from peer_model import ENDLESS, STEPS, WARM
 
 PEERS = Path(__file__).parent / "peers"
 BIN = Path(sys.executable).parent
@@ -55,7 +58,7 @@ def command(peer: str, out: str, t0: float | str, storage: str, python: str = sy
         return [sys.executable, "ray_train.py", out, str(t0)]
     extra = ["--set", "optim.fused=false"] if "plain" in peer else []
     strategy = next((word for word in peer.split() if word.startswith("zero")), "ddp")
-    extra += ["--set", f"parallel.strategy={strategy}"]
+    extra += ["--set", f"parallel.strategy={strategy}", "--set", f"train.steps={WARM + STEPS + 2}"]
     options = f"model.options={{out: {out}}}" if t0 == ENDLESS else f"model.options={{out: {out}, t0: {t0}}}"
     raydist = [str(BIN / "raydist"), "train", "job.yaml", "--fresh", "--storage", storage, "--address", "local"]
     return [*raydist, "--set", options, *extra]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 LAYERS, WIDTH, HEADS, SEQUENCE, BATCH, VOCAB = 4, 256, 4, 128, 8, 512
-WARM, STEPS = 6, 100
+WARM, STEPS = 6, int(os.environ.get("PEER_STEPS", "100"))
 ENDLESS = "-"
 """In place of t0: no meter, forwards are only noted, for as many steps as nobody waits for."""
 

@@ -112,6 +112,9 @@ class Conductor:
             if not self._over():
                 if not hung:
                     await self._until(lambda: self._over() or self._failed(but_echoes=True), CAUSE_S)
+                    if self._raised():
+                        # Perhaps on rank 0 as well, whose last records are then on their way.
+                        await self._until(lambda: 0 in self._reports, CAUSE_S)
                 await self._kill()
                 await self._until(self._over)
         finally:
@@ -271,6 +274,11 @@ class Conductor:
 
     def _over(self) -> bool:
         return len(self._reports) >= len(self._team)
+
+    def _raised(self) -> bool:
+        """Whether a rank has ended with an exception of its own."""
+        errors = [rank_error(rank, report) for rank, report in self._reports.items() if "error" in report]
+        return any(error is not None and not is_echo(error) for error in errors)
 
     def _failed(self, but_echoes: bool = False) -> bool:
         errors = [error for rank, report in self._reports.items() if (error := rank_error(rank, report)) is not None]

@@ -70,6 +70,7 @@ class RunMonitor:
         self._seen = 0
         self._storage_error: str | None = None
         self._refused_since: float | None = None
+        self._begun = time.monotonic()
 
         self._before = last_word(self._run) or {}
         if self._before.get("driver") == self._driver:
@@ -97,6 +98,7 @@ class RunMonitor:
         Numbers ascend within a run, over its drivers too: go on from `runlog.last_attempt(run)`.
         """
         rest.end()
+        self._begun = time.monotonic()
         with self._lock:
             self._view.begin_attempt(number, world_size, resume_step)
         self._resume_at(number, resume_step)
@@ -172,7 +174,8 @@ class RunMonitor:
             self._take(Event.from_dict(dict(event)))
         new = self._log.steps(records)
         if new:
-            rest.begin()
+            if time.monotonic() - self._begun > rest.STRIDE_S:
+                rest.begin()
             with self._lock:
                 self._view.records(new)
             self._outlets.steps(new, time.time())

@@ -177,6 +177,26 @@ def test_a_death_ends_the_others_at_once() -> None:
     run(test())
 
 
+def test_rank_0_may_finish_what_it_has_to_say() -> None:
+    """Where an exception has ended a rank it is not killed before its own report; the others are, once that is there."""
+
+    async def test() -> None:
+        made, waiting = await ready(size=3)
+        await made.begin(1, {}, 3)
+        await asyncio.gather(*waiting)
+        result = asyncio.create_task(made.result(1))
+        orders = [asyncio.create_task(made.next(1, number, 2, offer(number))) for number in (0, 2)]
+        await made.ended(1, 1, 1, error("storage takes nothing"))
+        await asyncio.sleep(0.1)
+        assert not any(order.done() for order in orders)
+        await made.ended(1, 0, 1, error("storage takes nothing"))
+        assert [(await order)["do"] for order in orders] == ["kill", "kill"]
+        await made.ended(1, 2, 1, DIED)
+        assert len(await result) == 3
+
+    run(test())
+
+
 def test_lost_peers_are_no_cause_to_stop_looking(monkeypatch: Any) -> None:
     """Rank 0 lost a peer: the others have time to say why; then, or when that is up, all are killed."""
 
