@@ -120,10 +120,10 @@ def meter(out: str, t0: str) -> Meter | Trace:
     return Trace(out) if t0 == ENDLESS else Meter(out, float(t0))
 
 
-def batches(rank: int, steps: int = WARM + STEPS + 2) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Tokens and targets of every step, made up front."""
     g = torch.Generator().manual_seed(99 + rank)
-    texts = [torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=g) for _ in range(steps)]
+    texts = [torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=g) for _ in range(WARM + STEPS + 2)]
     return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in texts]
 
 

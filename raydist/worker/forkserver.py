@@ -228,7 +228,4 @@ def _become_rank(fds: list[int], env: Mapping[str, str]) -> None:
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)  # without the interpreter's end, where native threads of a sound run may still abort
+        nursery.leave(status)

@@ -24,6 +24,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 VARIABLE = "RAYDIST_NURSERY"
 """Tells workers where it is, which variables it was started with, and what it imports: {"path", "env", "preload"}."""
@@ -54,14 +55,15 @@ class Nursery:
                 env={**defaults, **os.environ, **env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is the driver's business
+                start_new_session=True,  # no Ctrl-C before it can ignore one
             )
         self.variables = {VARIABLE: json.dumps({"path": str(path), "env": dict(env), "preload": list(preload)})}
 
     def close(self) -> None:
-        """Ends it. What was forked goes on, until its agent ends."""
-        self._ours.close()
+        """Ends it at once, in the midst of its imports too. What was forked goes on, until its agent ends."""
+        self._process.kill()
         self._process.wait()
+        self._ours.close()
 
 
 class Forked:
@@ -120,6 +122,7 @@ def load(preload: Sequence[str]) -> str:
 
 def main(listener_fd: int, owner_fd: int, serve: str, preload: Sequence[str]) -> None:
     """The nursery. Returns when the driver's end of the socket is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for those that are forked: Ctrl-C is the driver's business
     module, _, name = serve.partition(":")
     server: Callable[[int, str], None] = getattr(importlib.import_module(module), name)
     failure = load(preload)
@@ -174,7 +177,12 @@ def _become_server(order: Mapping[str, object], fds: Sequence[int], serve: Calla
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
+        leave(status)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends a forked process without the interpreter's end, where native threads of a sound run may still abort."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)

@@ -143,7 +143,8 @@ def test_the_server_takes_its_ranks_along(server: Any) -> None:
     assert process.how == "its fork server is gone"
     gone(told["pid"])
     os.kill(told["helper"], signal.SIGKILL)
-    with pytest.raises(ChildProcessError, match="fork server is gone"):
+    known = ": exit code -9" if isinstance(ranks._server, subprocess.Popen) else ""  # else it is nobody's child
+    with pytest.raises(ChildProcessError, match=f"fork server is gone{known}$"):
         fork(ranks)
 
 
@@ -207,7 +208,6 @@ def test_one_import_for_all_servers_of_a_host(
         assert process.ended.wait(20)
         assert capfd.readouterr().out == f"a word {place}\n"
     shared.close()
-    assert shared._process.returncode == 0
     process, _ = fork(servers[0])
     assert process.ended.wait(20)
     assert process.how == "exit code 0"
