@@ -1,11 +1,20 @@
-"""Steady tokens/s of `raydist train` and of plain Ray Train over plain torchrun + DDP, side by side in windows of 5 s.
+"""Steady tokens/s of one command over another's, side by side in windows of 5 s.
 
-    python benchmarks/steady.py [--rounds 25]
+    python benchmarks/steady.py [--rounds 16] [--group plain|sharded|own] [--only NAME] [--deepspeed PYTHON]
+
+plain: `raydist train` and plain Ray Train over plain torchrun + DDP. sharded: zero2 and zero3 over plain torchrun + FSDP2 at the
+same reshard setting, and over DeepSpeed, if an interpreter is given that has it (0.19.8 and ninja, on the same torch). own:
+`raydist train` as it is over the same with nothing that watches (observe.interval_s: null), and over the same without copies in
+memory (recovery.snapshot_every: null).
 
 peers.py compares runs, one after another, each some 30 s long: on a machine whose speed drifts by more than the difference that
 is looked for, that takes many rounds. Here two peers are alive at the same time, and in turn one trains while all processes of
-the other are stopped (SIGSTOP): a window of the peer over the mean of torchrun's before and after it is a ratio. The model,
-batch and threads are those of peers.py; each peer is paired with a torchrun of its own. A window's first 0.6 s are left out.
+the other are stopped (SIGSTOP): a window of the peer over the mean of its base's before and after it is a ratio. The model,
+batch and threads are those of peers.py; each peer is paired with a base of its own. A window's first 0.6 s are left out.
+
+Of the ratios the median counts, with its 95% interval from their order alone: on a shared machine single windows are far off.
+Where that leaves too much open, the processor time of all of a peer's processes a step says more: whoever else runs on the
+machine takes time, but only little of that.
 
 A run of raydist is stopped for less time than it takes it to call a worker lost (8 s).
 """
@@ -20,8 +29,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 import psutil
@@ -29,103 +41,147 @@ from common import write
 from peer_model import ENDLESS
 from peers import PEERS, TOKENS, command
 
+T = TypeVar("T")
 WINDOW_S, SETTLE_S, WARM = 5.0, 0.6, 25
-BESIDE = ["ray train", "raydist", "raydist (plain AdamW)"]
+GROUPS = {
+    "plain": [("ray train", "torchrun"), ("raydist", "torchrun"), ("raydist (plain AdamW)", "torchrun")],
+    "sharded": [
+        ("raydist zero2", "torchrun FSDP2 zero2"),
+        ("raydist zero3", "torchrun FSDP2 zero3"),
+        ("raydist zero2", "DeepSpeed zero2"),
+        ("raydist zero3", "DeepSpeed zero3"),
+    ],
+    "own": [("raydist", "raydist unwatched"), ("raydist", "raydist without copies")],
+}
+"""Peers, each with its base."""
+SET = {"unwatched": "observe.interval_s=null", "without copies": "recovery.snapshot_every=null"}
+RESULTS = {"plain": "steady", "sharded": "steady_sharded", "own": "steady_own"}
+
+
+class Window(NamedTuple):
+    """Steps a second of rank 0, and the processor seconds of all processes a step."""
+
+    pace: float
+    processor: float
 
 
 class Peer:
     """One peer, alive and, but in its windows, stopped."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self._out = folder / name.replace(" ", "-")
-        asked = command(name, str(self._out), ENDLESS, str(folder), sys.executable)
+    def __init__(self, name: str, folder: Path, python: str) -> None:
+        self._name, self._out = name, folder / name.replace(" ", "-")
+        asked = command(name, str(self._out), ENDLESS, str(self._out), python)
         if "raydist" in name:
             asked += ["--set", "train.steps=1000000"]
+            asked += [part for words, field in SET.items() if words in name for part in ("--set", field)]
         env = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
         env.pop("RAY_ADDRESS", None)
         self._log = (folder / f"{self._out.name}.log").open("w")
         self._process = subprocess.Popen(asked, cwd=PEERS, env=env, stdout=self._log, stderr=self._log)
+
+    def warm(self) -> None:
+        """Returns once it trains."""
         while len(self._forwards()) < WARM:
             if self._process.poll() is not None:
-                sys.exit(f"{name} has ended:\n{Path(self._log.name).read_text()[-3000:]}")
+                sys.exit(f"{self._name} has ended:\n{Path(self._log.name).read_text()[-3000:]}")
             time.sleep(0.2)
-        self._stop()
 
-    def window(self) -> float:
-        """Steps a second of rank 0, in one window."""
-        self._signal(psutil.Process.resume)
+    def window(self) -> Window:
+        """Lets it train for as long."""
+        self._each(psutil.Process.resume)
         time.sleep(SETTLE_S)
-        begin = time.time()
+        begin, spent = time.time(), self._spent()
         time.sleep(WINDOW_S - SETTLE_S)
-        end = time.time()
-        self._stop()
+        end, spent = time.time(), self._spent() - spent
+        self.stop()
         inside = [at for at in self._forwards() if begin <= at <= end]
-        return (len(inside) - 1) / (inside[-1] - inside[0])
+        pace = (len(inside) - 1) / (inside[-1] - inside[0])
+        return Window(pace, spent / (pace * (end - begin)))
+
+    def stop(self) -> None:
+        """Until its next window."""
+        self._each(psutil.Process.suspend)
 
     def end(self) -> None:
         """All its processes are killed."""
-        self._signal(psutil.Process.kill)
+        self._each(psutil.Process.kill)
         self._process.wait()
         self._log.close()
 
-    def _stop(self) -> None:
-        self._signal(psutil.Process.suspend)
-
-    def _signal(self, method: object) -> None:
-        try:
+    def _each(self, method: Callable[[psutil.Process], T]) -> list[T]:
+        found = []
+        with suppress(psutil.NoSuchProcess):
             top = psutil.Process(self._process.pid)
-            processes = [top, *top.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return
-        for process in processes:
-            try:
-                method(process)  # type: ignore[operator]
-            except psutil.NoSuchProcess:
-                continue
+            for process in [top, *top.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):
+                    found.append(method(process))
+        return found
+
+    def _spent(self) -> float:
+        return sum(times.user + times.system for times in self._each(psutil.Process.cpu_times))
 
     def _forwards(self) -> list[float]:
         path = Path(f"{self._out}.0.forwards")
         return [float(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def pair(name: str, rounds: int) -> list[tuple[float, float]]:
-    """(torchrun's, the peer's) steps a second, round by round; at the end torchrun's alone."""
+def pair(name: str, base: str, rounds: int, python: str) -> tuple[list[Window], list[Window]]:
+    """Windows of the base and of the peer in turn; the base has the first and the last one."""
     with tempfile.TemporaryDirectory() as folder:
-        peers = [Peer("torchrun", Path(folder)), Peer(name, Path(folder))]
-        found = []
+        peers = [Peer(each, Path(folder), python if "DeepSpeed" in each else sys.executable) for each in (base, name)]
+        bases: list[Window] = []
+        others: list[Window] = []
         try:
+            for peer in peers:  # both train until both do: none is stopped for as long as the other takes to start
+                peer.warm()
+            for peer in peers:
+                peer.stop()
             for _ in range(rounds):
                 # Always in this order: twice in a row, and the other would be stopped for too long.
-                found.append((peers[0].window(), peers[1].window()))
-            found.append((peers[0].window(), math.nan))
+                bases.append(peers[0].window())
+                others.append(peers[1].window())
+            bases.append(peers[0].window())
         finally:
             for peer in reversed(peers):
                 peer.end()
-    return found
+    return bases, others
+
+
+def told(ratios: list[float]) -> dict[str, Any]:
+    """The median, and the 95% interval that their order gives it, whatever their distribution."""
+    ordered, n = sorted(ratios), len(ratios)
+    below = [
+        sum(math.comb(n, i) for i in range(k + 1)) / 2**n for k in range(n)
+    ]  # k of n or fewer are less than the median
+    cut = max((k for k in range(n // 2) if below[k] <= 0.025), default=0)
+    return {"ratio": statistics.median(ratios), "low": ordered[cut], "high": ordered[-1 - cut], "ratios": ratios}
 
 
 def main() -> None:
-    """Runs, prints the table, writes results/steady.json."""
+    """Runs, prints the table, writes the group's file in results/."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--only", choices=BESIDE, help="this one only; nothing is written")
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--group", choices=GROUPS, default="plain")
+    parser.add_argument("--only", metavar="NAME", help="this peer, or this base, only; nothing is written")
+    parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has DeepSpeed")
     options = parser.parse_args()
     result = {}
-    print(f"{'':24s} {'tokens/s':>9s} {'/torchrun':>9s} {'mean':>9s} {'+-':>9s}")
-    for name in [options.only] if options.only else BESIDE:
-        found = pair(name, options.rounds)
-        ratios = [2 * theirs / (before + after) for (before, theirs), (after, _) in pairwise(found)]
+    print(f"{'':40s} {'tokens/s':>9s} {'ratio':>27s} {'processor time a step':>27s}")
+    for name, base in GROUPS[options.group]:
+        if (options.only and options.only not in (name, base)) or ("DeepSpeed" in base and not options.deepspeed):
+            continue
+        bases, others = pair(name, base, options.rounds, options.deepspeed)
+        beside = list(zip(others, pairwise(bases), strict=True))
         row = {
-            "tokens_per_second": statistics.median(theirs for _, theirs in found[:-1]) * TOKENS,
-            "over_torchrun": statistics.median(ratios),
-            "mean": statistics.mean(ratios),
-            "standard_error": statistics.stdev(ratios) / len(ratios) ** 0.5,
+            "tokens_per_second": statistics.median(window.pace for window in others) * TOKENS,
+            "pace": told([2 * own.pace / (before.pace + after.pace) for own, (before, after) in beside]),
+            "processor": told([2 * own.processor / (a.processor + b.processor) for own, (a, b) in beside]),
         }
-        figures = [row["over_torchrun"], row["mean"], row["standard_error"]]
-        print(f"{name:24s} {row['tokens_per_second']:9.0f} " + " ".join(f"{x:9.4f}" for x in figures), flush=True)
-        result[name] = {**row, "ratios": ratios}
+        shown = [f"{x['ratio']:.3f} ({x['low']:.3f} to {x['high']:.3f})" for x in (row["pace"], row["processor"])]
+        print(f"{name + ' / ' + base:40s} {row['tokens_per_second']:9.0f} {shown[0]:>27s} {shown[1]:>27s}", flush=True)
+        result[f"{name} / {base}"] = row
     if not options.only:
-        print(write("steady", {"window_s": WINDOW_S, "rounds": options.rounds, "peers": result}))
+        print(write(RESULTS[options.group], {"window_s": WINDOW_S, "rounds": options.rounds, "pairs": result}))
 
 
 if __name__ == "__main__":

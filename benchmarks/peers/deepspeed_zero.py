@@ -1,10 +1,12 @@
-"""DeepSpeed under torchrun, on its CPU accelerator and gloo. Arguments: out, t0, and zero2 or zero3.
+"""DeepSpeed under torchrun, on its CPU accelerator and gloo. Arguments: out, t0 (see peer_model.meter), and zero2 or
+zero3.
 
 With torch's AdamW, so that no operator is compiled, and without clipping, which is 1.0 unless it is said to be 0.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 
@@ -13,13 +15,13 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
 import torch
 import torch.distributed as dist
-from peer_model import BATCH, GPT, Meter, batches
+from peer_model import BATCH, ENDLESS, GPT, batches, meter
 from torch.nn import functional as F
 
 torch.set_num_threads(1)
 deepspeed.init_distributed(dist_backend="gloo")
 torch.manual_seed(0)
-model = GPT(Meter(sys.argv[1], float(sys.argv[2])))
+model = GPT(meter(*sys.argv[1:3]))
 config = {
     "train_micro_batch_size_per_gpu": BATCH,
     "gradient_accumulation_steps": 1,
@@ -31,7 +33,8 @@ config = {
 }
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.01)
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-for tokens_BT, targets_BT in batches(dist.get_rank()):
+made = batches(dist.get_rank())
+for tokens_BT, targets_BT in itertools.cycle(made) if sys.argv[2] == ENDLESS else made:
     loss = F.cross_entropy(engine(tokens_BT).flatten(0, 1), targets_BT.flatten())
     engine.backward(loss)
     engine.step()

@@ -65,6 +65,7 @@ def report(run: RunDir) -> Report:
         "made_at": made,
         "steps": about["steps"],
         "total_steps": _get(spec, "train", "steps"),
+        "global_batch": _get(spec, "train", "global_batch"),
         "loss": about["loss"],
         "eval_loss": about["eval_loss"],
         "tokens_per_second": pace,

@@ -14,25 +14,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from raydist import registry
-from raydist.data.batches import Batches, Cursor, Loader, MicroBatch, Stall, StepBatch, eval_batches, share
-from raydist.data.dataset import TokenDataset, Windows
-from raydist.errors import DataError
+from raydist.data.batches import Batches, Cursor, Loader, Stall, StepBatch
+from raydist.data.dataset import TokenDataset
 from raydist.records import Event, StepRecord
 from raydist.rundir import RunDir, resume_attempt, step_folder
 from raydist.spec import JobSpec, spec_hash
-from raydist.worker import compute, flops, memory, offload, optim, precision, setup
+from raydist.worker import build, compute, memory, offload, optim, precision, setup
 from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint import vault as vaults
 from raydist.worker.checkpoint.replicas import Replicas
 from raydist.worker.checkpoint.save import RETRY_S, Saver
 from raydist.worker.checkpoint.vault import Vault, VaultJob
 from raydist.worker.drift import DriftWatch
+from raydist.worker.feed import Feed
 from raydist.worker.gradients import GradientCheck
 from raydist.worker.guard import Guard
 from raydist.worker.histograms import Histograms
@@ -159,27 +158,29 @@ class _Run:
         self.probe, self.startup = probe, startup
         # Data: every rank opens it; nothing is sent.
         dataset = TokenDataset(job.dataset)
-        self.windows = Windows(dataset.split("train"), spec.model.context)
-        self.batches = Batches(len(self.windows), spec.train.global_batch, spec.train.seed, dataset.fingerprint)
+        self.feed = Feed(spec, rank, dataset)
+        self.batches = Batches(len(self.feed.windows), spec.train.global_batch, spec.train.seed, dataset.fingerprint)
         self.total = spec.train.total(self.batches.steps_per_epoch)
-        self.eval_set = self._eval_set(dataset) if spec.eval.every else []
+        self.eval_set = self.feed.eval_set() if spec.eval.every else []
         # Model, strategy, optimizer: the same on every rank, from the same seed.
         if spec.train.deterministic:
             setup.be_deterministic()
         precision.refuse(spec.precision, rank.device)
         self.precision = Precision(spec.precision, rank.device)
-        settled = self._settled(dataset.vocab_size)
+        settled = build.settled(spec, rank, job.run, dataset.vocab_size, self._example, self._note)
         self.strategy = cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(settled, rank))
-        model = self._build(dataset.vocab_size, self.strategy.takes_meta)
+        model = build.build_model(spec, dataset.vocab_size, self.strategy.takes_meta)
         if self.injector:
             self.injector.attach(model)
-        self._tell_capacity(model)
-        if reporter and rank.world_size == 1 and spec.parallel.strategy != "ddp":
-            reporter.say("note", text=f"parallel.strategy: {spec.parallel.strategy} on one worker: nothing is split")
+        capacity = build.capacity(spec, rank, model)
+        if reporter and capacity:
+            reporter.say("capacity", **capacity)
+        if rank.world_size == 1 and spec.parallel.strategy != "ddp":
+            self._note(f"parallel.strategy: {spec.parallel.strategy} on one worker: nothing is split")
         self.strategy.wrap(model, self._example)
         compute.prepare(model, spec.train)
         shards = self.strategy.shards()
-        self.optimizer = self._optimizer(shards)
+        self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards)
         setup.seed_all(spec.train.seed, "dropout", rank.rank)
         self.peak_lr = optim.peak_lr(spec.optim, spec.train.global_batch)
         # State: from the newest good checkpoint, which all ranks agree on.
@@ -260,9 +261,8 @@ class _Run:
     def train(self) -> Outcome:
         """The loop. Each line that has `rank` in its comment is a collective: every rank comes by."""
         first, stop, saving = self.step + 1, False, False
-        made = _to_torch(pin=self.rank.device.type == "cuda")
         loader = Loader(
-            self.windows,
+            self.feed.windows,
             self.batches,
             self.cursor,
             rank=self.rank.rank,
@@ -271,7 +271,7 @@ class _Run:
             pack=self.spec.data.pack,
             prefetch=self.spec.data.prefetch,
             steps=max(self.last - self.step, 0),
-            transform=self.injector.data(self.batches, made) if self.injector else made,
+            transform=self.injector.data(self.batches, self.feed.to_torch) if self.injector else self.feed.to_torch,
             timeout_s=self.spec.recovery.data_patience,
             on_stall=self._stalled,
         )
@@ -287,7 +287,7 @@ class _Run:
                     train = partial(  # every rank: gradients and loss are summed
                         self.train_step,
                         self.step,
-                        [self._to_device(m) for m in batch.micro_batches],
+                        [self.feed.to_device(m) for m in batch.micro_batches],
                         batch.tokens,
                         lr,
                         want_stop=bool(self.reporter and self.reporter.command == "stop"),
@@ -357,6 +357,11 @@ class _Run:
         status = "finished" if self.step >= self.total else "interrupted" if stop else "paused"
         return Outcome(status, self.step, self.loss, self.eval_loss)
 
+    def _note(self, text: str) -> None:
+        """A word to the user; rank 0's."""
+        if self.reporter:
+            self.reporter.say("note", text=text)
+
     def _messages(self) -> list[tuple[str, int, str]]:
         """What ranks send in a step, as far as it is known by name."""
         return [*MESSAGES, *getattr(self.strategy, "messages", list)()]
@@ -367,7 +372,7 @@ class _Run:
             "step": self.step + 1,
             "rank": self.rank.rank,
             "seconds": round(stall.seconds, 3),
-            "files": self.windows.files(stall.ids),
+            "files": self.feed.windows.files(stall.ids),
             "where": stall.at,
             "restarts": stall.restarts,
             "final": stall.final,
@@ -402,50 +407,6 @@ class _Run:
                 )
             )
 
-    def _settled(self, vocab_size: int) -> JobSpec:
-        """The spec, with a size in place of `parallel.bucket_mb: auto`; every rank. What is tried leaves no trace in the run."""
-        parallel = self.spec.parallel
-        if parallel.bucket_mb != "auto" or parallel.strategy != "ddp" or self.rank.world_size == 1:
-            return self.spec
-        from raydist.worker.buckets import choose
-
-        build = partial(self._build, vocab_size)
-        chosen = choose.settle(self.spec, self.rank, self.job.run, vocab_size, build, self._example)
-        if self.reporter:
-            self.reporter.say("note", text=f"parallel.bucket_mb: auto: {chosen.because}")
-        return self.spec.model_copy(update={"parallel": parallel.model_copy(update={"bucket_mb": chosen.bucket_mb})})
-
-    def _build(self, vocab_size: int, meta: bool = False) -> nn.Module:
-        """The model; without weights, which wrapping it will make, if the strategy (`meta`) and the model can do so."""
-        build = registry.load("model", self.spec.model.name)
-        if meta:
-            with torch.device("meta"):
-                model = build(self.spec.model, vocab_size)
-            if hasattr(model, "init_module"):
-                setup.seed_all(self.spec.train.seed, "init")
-                return cast(nn.Module, model)
-        setup.seed_all(self.spec.train.seed, "init")
-        return cast(nn.Module, build(self.spec.model, vocab_size))
-
-    def _optimizer(self, shards: Mapping[str, ParamShard]) -> torch.optim.Optimizer:
-        """Where the shards are, or with its state in host memory or in a file."""
-        device = next(iter(shards.values())).local.device
-        if self.spec.offload.optimizer == "none":
-            return optim.build(shards, self.spec.optim, device)
-        made = offload.build(shards, self.spec.optim, self.spec.offload, device, tag=f"rank{self.rank.rank}")
-        self.strategy.on_final = made.gradients_final
-        if self.rank.world_size == 1:
-            made.watch_backward()
-        return made
-
-    def _tell_capacity(self, model: nn.Module) -> None:
-        """For the display's MFU: what a token costs, and what all devices together could do, where that is known."""
-        if self.reporter and self.rank.device.type == "cuda":
-            peak = flops.peak_flops(torch.cuda.get_device_name(self.rank.device))
-            if peak is not None:
-                cost = flops.flops_per_token(model, self.spec.model.context)
-                self.reporter.say("capacity", flops_per_token=cost, peak_flops=peak * self.rank.world_size)
-
     def _evaluate(self) -> None:
         self.eval_loss, tokens = evaluate(self.rank, self.strategy, self.precision, self.eval_set, self.probe)
         self.evaluated = self.step
@@ -477,10 +438,10 @@ class _Run:
         )
         if made.compares:
             return made
-        if self.reporter:
-            where = f"parallel.strategy: {self.spec.parallel.strategy} on {self.rank.world_size} workers"
-            text = f"train.check_replicas: {every}: no two ranks hold the same weights with {where}, so there is nothing to compare"
-            self.reporter.say("note", text=text)
+        where = f"parallel.strategy: {self.spec.parallel.strategy} on {self.rank.world_size} workers"
+        self._note(
+            f"train.check_replicas: {every}: no two ranks hold the same weights with {where}, so there is nothing to compare"
+        )
         return None
 
     def _before_mending(self) -> None:
@@ -574,56 +535,10 @@ class _Run:
                 world_size=rank.world_size,
             )
 
-    # --- data
-
-    def _eval_set(self, dataset: TokenDataset) -> list[MicroBatch]:
-        """This rank's part of the held-out batches, on its device: the same ones at each evaluation."""
-        windows = Windows(dataset.split("eval"), self.spec.model.context)
-        if not len(windows):
-            raise DataError(
-                f"{dataset.uri}: the eval split is empty, but eval.every is {self.spec.eval.every}",
-                "prepare with a larger eval_fraction, or set eval.every: null",
-            )
-        made = []
-        for ids in eval_batches(len(windows), self.spec.eval.batches, self.spec.train.global_batch):
-            for part in share(ids, self.rank.rank, self.rank.world_size, self.spec.train.micro_batch):
-                made.append(self._to_device(_tensors(MicroBatch(*windows.batch(part, self.spec.data.pack)), pin=False)))
-        return made
-
     def _example(self, module: nn.Module, samples: int = 1) -> torch.Tensor:
         """The loss of the first sample, so many times: what a strategy needs to see the graph."""
-        batch = _tensors(MicroBatch(*self.windows.batch(np.zeros(samples, np.int64), self.spec.data.pack)), pin=False)
         with self.precision.autocast():
-            return loss_sum(module, self._to_device(batch))
-
-    def _to_device(self, batch: MicroBatch) -> MicroBatch:
-        if self.rank.device.type == "cpu":
-            return batch
-        move = {"device": self.rank.device, "non_blocking": True}
-        documents = None if batch.documents is None else batch.documents.to(**move)
-        return MicroBatch(batch.tokens.to(**move), batch.targets.to(**move), documents)
-
-
-def _tensors(batch: MicroBatch, pin: bool) -> MicroBatch:
-    """The same batch as tensors that share the arrays' memory; in pinned memory for CUDA."""
-
-    def make(array: Any) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory() if pin else tensor
-
-    return MicroBatch(
-        make(batch.tokens), make(batch.targets), None if batch.documents is None else make(batch.documents)
-    )
-
-
-def _to_torch(pin: bool) -> Callable[[StepBatch], StepBatch]:
-    """For the loader's thread: every micro-batch as tensors."""
-
-    def transform(batch: StepBatch) -> StepBatch:
-        batch.micro_batches = [_tensors(m, pin) for m in batch.micro_batches]
-        return batch
-
-    return transform
+            return loss_sum(module, self.feed.example(samples))
 
 
 def _gather(mine: dict[str, Any], rank: Rank) -> list[dict[str, Any]]:

@@ -86,6 +86,8 @@ class _Slot:
         self._mine = torch.zeros(size, dtype=dtype, device=device)
         self.unit: Unit | None = None
         self.work: dist.Work | None = None
+        self.last = False
+        """Whether it is of a step's last micro-batch."""
 
     def room(self, unit: Unit) -> tuple[Tensor, Tensor]:
         """([W, S], [S])."""
@@ -207,6 +209,7 @@ class ZeroStrategy:
             for p in unit.parameters:
                 p.grad = None
         slot.unit, slot.work = unit, dist.reduce_scatter_tensor(mine, packed.view(-1), async_op=True)
+        slot.last = self._last
 
     def _take_sum(self, slot: _Slot) -> None:
         unit = slot.wait()
@@ -222,7 +225,7 @@ class ZeroStrategy:
             if not self.reduce_each:  # the sum takes the place of this rank's rows in the whole gradient
                 part = _rows(_gradient(p), self._rank.rank, unit.world).copy_(part)
             self._shards[name].local.grad = part
-        if self._last and self.on_final is not None:
+        if slot.last and self.on_final is not None:
             self.on_final([self._shards[name].local for name in unit.names])
 
     def grad_norm(self) -> Tensor:

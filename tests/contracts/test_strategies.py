@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,40 @@ def test_offloaded_state_changes_no_bit(ranks: Any, tmp_path: Path, variant: str
         assert reports == reports_away
         assert all(torch.equal(w, weights_away[n]) for n, w in weights.items())
     assert list(tmp_path.iterdir()) == []
+
+
+def told_early(rank: Rank, spec: JobSpec) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Of a step of two micro-batches: the gradients that the strategy said were final, as they were then, and as they are."""
+    trainer = Trainer(rank, spec, full=7 * CONTEXT)
+    shards = trainer.strategy.shards()
+    names = {id(shard.local): name for name, shard in shards.items()}
+    early: dict[str, torch.Tensor] = {}
+
+    def final(parameters: Sequence[torch.Tensor]) -> None:
+        for p in parameters:
+            assert p.grad is not None
+            assert names[id(p)] not in early, "told twice"
+            early[names[id(p)]] = p.grad.clone()
+
+    trainer.strategy.on_final = final
+    batches = mine(rank, *samples(7), 1)
+    for number, batch in enumerate(batches, start=1):
+        with trainer.strategy.accumulate(last=number == len(batches)):
+            loss_sum(trainer.strategy.module, batch).backward()  # type: ignore[no-untyped-call]
+            assert number == len(batches) or not early
+    trainer.strategy.grad_norm()
+    late = {name: shard.local.grad.clone() for name, shard in shards.items() if shard.local.grad is not None}
+    assert isinstance(trainer.optimizer, offload.OffloadedAdamW)
+    trainer.optimizer.close()
+    return early, late
+
+
+@pytest.mark.parametrize("variant", registry.names("parallel"))
+def test_gradients_that_are_said_to_be_final_are(ranks: Any, variant: str) -> None:
+    """On 3 ranks each gradient is told of once, in the last micro-batch, with the bits that the update sees."""
+    for early, late in run(ranks, told_early, 3, job(variant, offload={"optimizer": "cpu"})):
+        assert early.keys() == late.keys()
+        assert all(torch.equal(early[name], gradient) for name, gradient in late.items())
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])

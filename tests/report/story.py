@@ -83,12 +83,16 @@ def events() -> list[Event]:
 
 
 def steps(first: int, last: int, attempt: int, **values: Any) -> list[dict[str, Any]]:
-    """A second and 100 tokens each; the loss of step 150 is far above the others, and that of step 160 no number."""
+    """A second and 100 tokens each; the loss of step 150 is far above the others, and that of step 160 no number.
+
+    The gradient noise scale is known from step 100 on, at every tenth step.
+    """
     losses = {150: 90.0, 160: math.nan}
     return [
         StepRecord(
             s, losses.get(s, 1 + 1 / s), 1e-3, 0.5, 100, **{"seconds": 1.0, "data_seconds": 0.1, **values},
             world_size=2, attempt=attempt, samples_hash=f"{s:016x}",
+            grad_noise_scale=s / 10 if s >= 100 and s % 10 == 0 else None,
         ).to_dict()
         for s in range(first, last + 1)
     ]  # fmt: skip
@@ -123,7 +127,7 @@ def write(
     attempts: Iterable[tuple[int, int, list[dict[str, Any]]]],
     rows: Iterable[dict[str, Any]] = (),
     status: str = "finished",
-    spec: bytes = b"train: {steps: 200}\nobserve: {interval_s: 1.0}\n",
+    spec: bytes = b"train: {steps: 200, global_batch: 16}\nobserve: {interval_s: 1.0}\n",
 ) -> RunDir:
     """A run's folder. `attempts`: number, the step it goes on from, and its steps."""
     run.storage.write(SPEC, spec)

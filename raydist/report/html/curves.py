@@ -1,4 +1,4 @@
-"""The curves of a run over its steps: loss, learning rate, gradient norm, throughput.
+"""The curves of a run over its steps: loss, learning rate, gradient norm, throughput, gradient noise scale.
 
 Runs anywhere. Pure.
 """
@@ -19,7 +19,7 @@ POINTS = 150
 
 
 def charts(report: Report) -> Markup | list[Markup]:
-    """The four of them."""
+    """All of them; that of the noise scale once it is known."""
     steps = report.steps
     if not steps.num_rows:
         return missing("No step is on storage yet: records are written every 2 seconds.")
@@ -60,6 +60,12 @@ def charts(report: Report) -> Markup | list[Markup]:
         curve("Gradient norm", norm, "before clipping", lines.wants_log(at["grad_norm"])),
         curve("Learning rate", [Series("", x, at["lr"])]),
     ]
+    noise = steps["grad_noise_scale"].cast("float64").to_numpy()
+    if (known := np.isfinite(noise)).any():
+        batch = report.told["global_batch"]
+        beside = [Series("global batch", x[[0, -1]], np.full(2, float(batch)), "faint")] if batch else []
+        scale = Series("noise scale", x[known], noise[known])
+        drawn.append(curve("Gradient noise scale", [scale, *beside], "sequences", lines.wants_log(noise[known])))
     thinned = len(x) > lines.COLUMNS
     words = (
         "Steps that were trained twice count as they were the last time. "

@@ -35,7 +35,7 @@ class Strategy:
 
     module: nn.Module
     takes_meta = False
-    on_final: Callable[[Sequence[torch.Tensor]], None] | None = None  # DDP tells nobody when a bucket is back
+    on_final: Callable[[Sequence[torch.Tensor]], None] | None = None
 
     def __init__(self, spec: JobSpec, rank: Rank) -> None:
         self._spec, self._rank = spec, rank
@@ -61,11 +61,9 @@ class Strategy:
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=None if bucket_mb == "auto" else bucket_mb,
             )
-            if self._spec.precision.reduce != "fp32":
+            if self._spec.precision.reduce != "fp32" or self._spec.offload.optimizer == "cpu":
                 # Through a lambda, for torch compares annotations, and ours are strings.
-                ddp.register_comm_hook(
-                    DTYPES[self._spec.precision.reduce], lambda dtype, bucket: _sum_in(dtype, bucket)
-                )
+                ddp.register_comm_hook(None, lambda _, bucket: self._sum(bucket))
             self._settle_buckets(ddp, example)
             self.module = self._ddp = ddp
         for name, b in model.named_buffers():
@@ -79,6 +77,27 @@ class Strategy:
         # same step of a run that was never stopped. After this no step is a first one.
         example(ddp).backward()  # type: ignore[no-untyped-call]
         ddp.zero_grad(set_to_none=True)
+
+    def _sum(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """DDP's hook, for a sum in fewer bits, and to tell when a bucket is back. In fp32 the bits are those of DDP without one.
+
+        torch's own hook for fewer bits refuses gloo, which can do it. Divided before the cast, as there, so that fp16 does not
+        overflow in the sum.
+        """
+        grads, parameters, dtype = bucket.buffer(), bucket.parameters(), DTYPES[self._spec.precision.reduce]
+        grads.mul_(1 / self._rank.world_size)
+        sent = grads.to(dtype)
+
+        def back(done: torch.futures.Future[Any]) -> torch.Tensor:
+            if sent is not grads:
+                grads.copy_(done.value()[0])
+            if self.on_final is not None:
+                self.on_final(parameters)
+            return grads
+
+        work = dist.all_reduce(sent, async_op=True)
+        assert work is not None
+        return work.get_future().then(back)
 
     def shards(self) -> Mapping[str, ParamShard]:
         """See `ParallelStrategy.shards`: every parameter, whole."""
@@ -127,19 +146,3 @@ def _buckets(told: Mapping[str, Any]) -> list[list[int]]:
     """Of each bucket the numbers of its parameters, as torch's private log has them; none where it does not."""
     text = str(told.get("rebuilt_per_bucket_param_indices") or told.get("initial_per_bucket_param_indices") or "")
     return [[int(n) for n in bucket.split()] for bucket in text.split(",") if bucket.strip()]
-
-
-def _sum_in(dtype: torch.dtype, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """DDP's hook for a sum in fewer bits: torch's own refuses gloo, which can do it.
-
-    Divided before the cast, as torch's is, so that fp16 does not overflow in the sum.
-    """
-    grads = bucket.buffer()
-    few = (grads / dist.get_world_size()).to(dtype)
-
-    def back(done: torch.futures.Future[Any]) -> torch.Tensor:
-        return grads.copy_(done.value()[0])
-
-    work = dist.all_reduce(few, async_op=True)
-    assert work is not None
-    return work.get_future().then(back)

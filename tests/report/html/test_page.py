@@ -34,7 +34,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of the story's run."""
     folder = tmp_path_factory.mktemp("report")
     run = story.story(RunDir(folder / NAME))
-    run.storage.write(SPEC, f"name: x\ntrain: {{steps: 200}}\nnote: '{NAME}'\n".encode())
+    run.storage.write(SPEC, f"name: x\ntrain: {{steps: 200, global_batch: 16}}\nnote: '{NAME}'\n".encode())
     path = folder / "report.html"
     path.write_bytes(render(report(run)))
     return path
@@ -69,6 +69,7 @@ def test_the_page_is_whole_and_asks_for_nothing(browser: Chromium, written: Path
     ]  # fmt: skip
     assert texts(browser, "figcaption") == [
         "Loss nats a token", "Throughput tokens/s, all ranks", "Gradient norm before clipping", "Learning rate",
+        "Gradient noise scale sequences",
         "Memory rank by time: resident memory of the rank's process",
         "Slowness rank by step: time of computing over the median rank's",
     ]  # fmt: skip
@@ -157,7 +158,7 @@ def test_every_drawing_says_what_it_is(browser: Chromium, written: Path) -> None
         "[...document.querySelectorAll('svg')].map((one) => [one.getAttribute('role'), one.getAttribute('aria-label'),"
         " one.querySelector('desc').textContent])"
     )
-    assert len(drawings) == 6
+    assert len(drawings) == 7
     assert all(role == "img" and title and about for role, title, about in drawings)
     assert "compute 55.3%" in browser.value("document.querySelector('.bar').getAttribute('aria-label')")
 
