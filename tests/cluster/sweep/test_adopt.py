@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from raydist.cluster.sweep.pbt import adopt
+from raydist.cluster.sweep.adopt import adopt
 from raydist.errors import CheckpointNotFound
 from raydist.rundir import RunDir, begin_attempt, manifest_name, resume_attempt
 from raydist.worker.checkpoint import manifest
