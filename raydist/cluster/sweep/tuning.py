@@ -1,10 +1,11 @@
-"""Ray Tune's side of a sweep: a trial a cell, the cells in their order, and what the sweep's rule decides, for the floor to carry out.
+"""Ray Tune's side of a sweep: a trial a cell, the cells in their order, and what the rule decides, for the floor to carry out.
 
 Runs in: the driver's thread of Ray Tune, and `CellTrial` in one light actor of Ray Tune's for each cell that trains. Imports
 ray.tune (1 s); never torch.
 
-Ray Tune asks for trials, stops and pauses them, and trains nothing itself: its actors only hand on the reports of cells. So a cell's workers outlive Ray Tune's
-actors and trials, and what Ray Tune counts in is tokens, as the cell's own checkpoints do: a resumed cell goes on counting.
+Ray Tune asks for trials, stops and pauses them, and trains nothing itself: its actors only hand on the reports of cells. So a
+cell's workers outlive Ray Tune's actors and trials, and what is counted in is tokens, as the cell's own checkpoints do: a resumed
+cell goes on counting.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ray.tune.search.search_algorithm import SearchAlgorithm
 from raydist.cluster.sweep.cell import Wish
 from raydist.cluster.sweep.desk import NAME
 from raydist.cluster.sweep.floor import Floor
-from raydist.cluster.sweep.rules import Copy, Rule, Stop, Turn, replay, score
+from raydist.cluster.sweep.rules import GO, Copy, Rule, Stop, Turn, replay, score
 from raydist.records import Event
 from raydist.sweepdir import SweepLog
 
@@ -149,7 +150,7 @@ def _dirname(trial: Trial) -> str:
 
 
 class Turns:
-    """Trials that are paused until it is their turn: the one trained on the fewest tokens first, of equal ones the one that came first."""
+    """Trials that are paused until it is their turn: that of the cell trained least, of equal ones the one that came first."""
 
     def __init__(self) -> None:
         self._order: list[tuple[int, int, Trial]] = []
@@ -175,7 +176,7 @@ class Turns:
 
 
 class Decisions(_Unsaved, TrialScheduler):
-    """A scheduler to Ray Tune: what the sweep's rule decides it has the floor carry out. The rule is told what the log has, to `replay`.
+    """A scheduler to Ray Tune: what the rule decides it has the floor carry out, and the rule is told what the log has (`replay`).
 
     `better`: which objective is, min or max. Without a rule every cell trains to its end.
     """
@@ -213,7 +214,9 @@ class Decisions(_Unsaved, TrialScheduler):
             self._rule.copied(copied["cell"], copied["tokens"], copied["changes"])
         self._log.event("report", cell, tokens=tokens, step=result["step"], value=value)
         because = f"{self._rule.name} at {tokens:,} tokens"
-        match self._rule.report(cell, tokens, score(value, self._better)):
+        decision = self._rule.report(cell, tokens, score(value, self._better))
+        # A cell that has come to its end is neither stopped there nor kept from it.
+        match GO if result.get("last") else decision:
             case Stop():
                 self._floor.end(cell, Wish("stopped", because, at_once=True))
                 return str(TrialScheduler.STOP)

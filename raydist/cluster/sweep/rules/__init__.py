@@ -9,8 +9,8 @@ Runs anywhere: no ray, no clock, no I/O. `raydist.cluster.sweep.tuning.Decisions
     ordered.py     numbers in order, one added at a time
 
 A rule's state follows from what it was told, and from nothing else: not from what it decided, nor from what came of that. So the
-sweep's event log makes the same rule again (`replay`), and it decides on as if nothing had been between. What it is told of one cell
-changes what it knows of that cell alone, so that it makes no difference in which order the log has things of different cells.
+sweep's event log makes the same rule again (`replay`), and it decides on as if nothing had been between. What it is told of one
+cell changes what it knows of that cell alone, so that it makes no difference in which order the log has things of different cells.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class Rule(ABC):
         A cell that went back to a checkpoint reports again what it has reported before: nothing is decided twice.
         """
 
-    def copied(self, cell: str, tokens: int, changes: Mapping[str, Sequence[Any]]) -> None:
+    def copied(  # noqa: B027  # only pbt copies: the others have nothing to remember
+        self, cell: str, tokens: int, changes: Mapping[str, Sequence[Any]]
+    ) -> None:
         """The cell stands now where another one's checkpoint was, at so many tokens, with values as `Copy` has them."""
 
     @abstractmethod

@@ -29,7 +29,7 @@ class Asha(Rule):
         """Cell -> how many rungs are behind it."""
 
     def report(self, cell: str, tokens: int, score: float) -> Decision:
-        """Judged at the highest rung that it has come to, once. A rung that it passed between two reports has none of its scores."""
+        """Judged at the highest rung that it has come to, once. One that it passed between two reports has none of its scores."""
         passed = bisect_right(self._tokens, tokens)
         if passed <= self._passed.get(cell, 0):
             return GO

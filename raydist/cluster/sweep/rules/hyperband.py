@@ -19,8 +19,8 @@ from raydist.spec.sweep.space import uniform
 class Hyperband(Rule):
     """`rungs`, `reduction`: see `Asha`. Bracket n has all rungs but the first n.
 
-    A bracket with k rungs has reduction^k / (k + 1) of all cells (algorithm 1 of the paper), and a cell belongs to it by its id: the
-    same one for every driver.
+    A bracket with k rungs has reduction^k / (k + 1) of all cells (algorithm 1 of the paper), and a cell belongs to it by its id:
+    the same one for every driver.
     """
 
     name = "hyperband"

@@ -35,7 +35,9 @@ class _Seen:
 
 
 class Median(Rule):
-    """Looks at a cell every `every` tokens, at most `MOST_LOOKS` times in `tokens`; stops none before `grace`, from when on means count."""
+    """Looks at a cell every `every` tokens, at most `MOST_LOOKS` times in `tokens`. Before `grace` it stops none, and no score
+    counts in a mean.
+    """
 
     name = "median"
 

@@ -1,4 +1,4 @@
-"""Population based training (Jaderberg et al. 2017): a cell of the worst goes on as one of the best, with values a little different.
+"""Population based training (Jaderberg et al. 2017): one of the worst goes on as one of the best, its values a little different.
 
 Runs anywhere. Pure: what is drawn is a function of the sweep's seed, the cell, and how many copies it has made.
 """
@@ -18,10 +18,11 @@ from raydist.spec.sweep.space import DIGITS, uniform
 
 @dataclass(slots=True)
 class _Member:
-    """A cell of the population. `interval`: the last one that it was judged in; `score`: then, None if it has copied since."""
+    """A cell of the population. `interval`: the last one that it was judged in; `score`: then. `moved`: it has copied since."""
 
     interval: int = 0
     score: float | None = None
+    moved: bool = False
     copies: int = 0
     values: dict[str, Any] = field(default_factory=dict)
     """Those that it has from others."""
@@ -61,16 +62,15 @@ class Population(Rule):
             return GO
         member.interval = tokens // self._every
         self._unrank(cell, member)
-        member.score = score
+        member.score, member.moved = score, False
         insort(self._ranking, (score, cell))
-        source = self._source(cell, member)
+        source = self._source(cell, member, score)
         return TURN if source is None else Copy(source, self._explored(cell, member, source))
 
     def copied(self, cell: str, tokens: int, changes: Mapping[str, Sequence[Any]]) -> None:
-        """It is judged again in the next interval, and copied by nobody until then: its score was another one's."""
+        """Judged again in the next interval. Until then it keeps its place, lest others were the worst, but nobody copies it."""
         member = self._members.setdefault(cell, _Member())
-        self._unrank(cell, member)
-        member.interval, member.copies = tokens // self._every, member.copies + 1
+        member.interval, member.copies, member.moved = tokens // self._every, member.copies + 1, True
         member.values |= {name: after for name, (_, after) in changes.items()}
 
     def over(self, cell: str) -> None:
@@ -81,17 +81,15 @@ class Population(Rule):
     def _unrank(self, cell: str, member: _Member) -> None:
         if member.score is not None:
             del self._ranking[bisect_left(self._ranking, (member.score, cell))]
-            member.score = None
 
-    def _source(self, cell: str, member: _Member) -> str | None:
+    def _source(self, cell: str, member: _Member, score: float) -> str | None:
         """Whom the cell is to copy; None if it is not one of the worst, or nobody is better."""
         count = len(self._ranking)
         share = min(math.ceil(count * self._quantile), count // 2)
-        own = (member.score or 0.0, cell)
-        if bisect_left(self._ranking, own) >= share:
+        if bisect_left(self._ranking, (score, cell)) >= share:
             return None
         best, source = self._ranking[count - share + int(self._draw(cell, member, "source") * share)]
-        return source if best > own[0] else None
+        return source if best > score and not self._members[source].moved else None
 
     def _explored(self, cell: str, member: _Member, source: str) -> dict[str, list[Any]]:
         """Field -> the cell's value, and the one that it is to have: the source's, perturbed inside of what the file has."""
