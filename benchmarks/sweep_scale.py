@@ -1,32 +1,60 @@
-"""A simulated sweep of 10,000 cells: how long each decision takes, and what is kept of cells that are over.
+"""A simulated sweep of 10,000 cells: how long each decision takes, and what is kept in memory.
 
     python benchmarks/sweep_scale.py [--cells 10000] [--at-once 16]
 
-The queue, asha and the log are those of `raydist sweep`, the trials Ray Tune's own; workers and Ray are left out. Each cell reports
-four times. A decision is all that happens between a report and what is done about it: the rung, the log, the next cell.
+The queue, the turns, the rules and the log are those of `raydist sweep`, the trials Ray Tune's own; workers and Ray are left out.
+Each cell reports four times. A decision is all that happens between a report and what is done about it: the rule, the log, the next
+cell. With pbt all cells are one population, and take turns: cells are paused by the thousand, and every one of them is ranked.
+
+Each decision is measured twice: by the clock on the wall, and in processor time of this thread. On a machine that others use the
+latter is what a decision costs; the former also has what they took in between. Python's garbage collector is a part of both, and
+its longest pause is told: what it looks at is mostly what was imported, so `frozen` has the same sweep after `gc.freeze()`.
+
+`beside_ray_tune`: one decision with all cells known, by our rule and by Ray Tune's scheduler in turn: the rule alone, without log
+and queue; and the memory of ours.
+
+Memory is Python's own, in a second pass of the same sweep, for tracing it takes time. Writes results/sweep_scale.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import resource
 import tempfile
 import time
 import tracemalloc
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
+from common import write
 from ray.tune.experiment import Trial
-from ray.tune.schedulers import TrialScheduler
+from ray.tune.schedulers import (
+    AsyncHyperBandScheduler,
+    MedianStoppingRule,
+    PopulationBasedTraining,
+    TrialScheduler,
+)
+from ray.tune.schedulers.pbt import _PBTTrialState
 
-from raydist.cluster.sweep import tuning
+from raydist.cluster.sweep import rules, tuning
 from raydist.cluster.sweep.floor import Floor
-from raydist.spec.sweep import SweepSpec
+from raydist.spec.sweep import Axis, SweepSpec
 from raydist.sweepdir import SweepDir, SweepLog
 
 REPORTS, TOKENS = 4, 4096
+RULES: dict[str, dict[str, Any]] = {
+    "asha": {"name": "asha"},
+    "hyperband": {"name": "hyperband"},
+    "median": {"name": "median", "every": TOKENS // REPORTS},
+    "pbt": {"name": "pbt", "every": TOKENS // REPORTS},
+}
+RATE = Axis("lr", "optim.lr", "log_uniform", low=1e-4, high=1e-2)
+MEMORY_AT = (0.2, 1.0)
+"""Shares of the cells after which memory is looked at."""
 
 
 class _Trial(Trial):
@@ -35,8 +63,31 @@ class _Trial(Trial):
 
 
 class _Floor:
+    """Nobody trains: a copy is made at once."""
+
+    def __init__(self) -> None:
+        self.copies: list[Mapping[str, Any]] = []
+        self.count = 0
+
+    def begin(self, cell: str) -> None:
+        """Nothing."""
+
     def end(self, cell: str, wish: object) -> None:
-        """Nobody trains."""
+        """Nothing."""
+
+    def ready(self, cell: str) -> bool:
+        """Every cell has checkpoints."""
+        return True
+
+    def exploit(self, cell: str, source: str, changes: Mapping[str, Any]) -> None:
+        """The rule hears of it with the next report."""
+        self.copies.append({"cell": cell, "tokens": 0, "changes": changes})
+        self.count += 1
+
+    def adopted(self) -> Iterator[Mapping[str, Any]]:
+        """Once each."""
+        while self.copies:
+            yield self.copies.pop()
 
 
 class _Controller:
@@ -49,68 +100,232 @@ class _Controller:
         self._trials_to_cache: set[Trial] = set()
 
 
+class Sweep:
+    """One sweep: `run()` takes it to its end, `wall` and `cpu` have nanoseconds of every decision."""
+
+    def __init__(self, name: str, cells: int, at_once: int, folder: str, memory: bool) -> None:
+        told = {"base": "b", "array": {"parameters": [{"lr": [1]}]}, "scheduler": RULES[name]}
+        spec = SweepSpec.model_validate(told)
+        ids = [f"cell-{number:06d}" for number in range(cells)]
+        self.own = {cell: {"optim.lr": 1e-3} for cell in ids}
+        self.cells, self.chance, self.memory = cells, random.Random(1), memory
+        self.log, self.floor, self.controller = SweepLog(SweepDir(folder)), _Floor(), _Controller()
+        self.queue = tuning.CellQueue(ids, at_once, "10.0.0.1")
+        self.queue.add_configurations([SimpleNamespace(spec={"run": "x", "storage": None, "checkpoint_config": None})])
+        rule = rules.make(spec, [RATE], TOKENS, self.own.__getitem__)
+        self.decisions = tuning.Decisions(rule, "min", cast(Floor, self.floor), self.log, self.queue)
+        self.busy: list[Trial] = []
+        self.reports: dict[Trial, int] = {}
+        self.done = self.stopped = self.paused = 0
+        self.wall: list[int] = []
+        self.cpu: list[int] = []
+        self.mib: dict[int, float] = {}
+
+    def run(self) -> None:
+        """Until every cell is over."""
+        while self.done < self.cells:
+            wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
+            self.decide()
+            if not self.memory:
+                self.cpu.append(time.thread_time_ns() - cpu)
+                self.wall.append(time.perf_counter_ns() - wall)
+            elif self.done in {int(self.cells * share) for share in MEMORY_AT} - set(self.mib):
+                self.mib[self.done] = tracemalloc.get_traced_memory()[0] / 2**20
+            if (self.done + self.paused) % 100 == 0:
+                self.log.flush()  # another thread's work
+
+    def decide(self) -> None:
+        """What Ray Tune asks at a step, and one report."""
+        while (trial := self.queue.next_trial()) is not None:
+            self.controller.trials.append(trial)
+            self.controller._trials_to_cache.add(trial)
+            self.decisions.on_trial_add(self.controller, trial)
+            self.start(trial)
+        while (trial := self.decisions.choose_trial_to_run(self.controller)) is not None:
+            self.start(trial)
+        place = self.chance.randrange(len(self.busy))
+        trial = self.busy[place]
+        count = self.reports[trial] = self.reports.get(trial, 0) + 1
+        told = {tuning.TIME: count * TOKENS // REPORTS, tuning.METRIC: self.chance.random(), "step": count}
+        last = count == REPORTS
+        decision = TrialScheduler.STOP if last else self.decisions.on_trial_result(self.controller, trial, told)
+        if decision != TrialScheduler.CONTINUE:
+            self.busy[place] = self.busy[-1]
+            self.busy.pop()
+        if decision == TrialScheduler.PAUSE:
+            self.paused += 1
+            trial.set_status(Trial.PAUSED)
+        elif decision == TrialScheduler.STOP:
+            self.done, self.stopped = self.done + 1, self.stopped + (not last)
+            del self.reports[trial]
+            self.decisions.on_trial_complete(self.controller, trial, told)
+            self.queue.on_trial_complete(trial.trial_id)
+            trial.set_status(Trial.TERMINATED)
+            self.controller._stopped_trials.add(trial)
+            if not self.paused:  # with thousands of them that is Ray Tune's own work, at each of its steps
+                self.decisions.forget(self.controller.trials)
+
+    def start(self, trial: Trial) -> None:
+        """Ray Tune starts it."""
+        self.decisions.started(trial)
+        trial.set_status(Trial.RUNNING)
+        self.busy.append(trial)
+
+
+class Pauses:
+    """Milliseconds that each garbage collection took."""
+
+    def __init__(self) -> None:
+        self.ms: list[float] = []
+        self._begun = 0.0
+
+    def __call__(self, phase: str, info: Mapping[str, int]) -> None:
+        """Python's."""
+        if phase == "start":
+            self._begun = time.thread_time()
+        else:
+            self.ms.append((time.thread_time() - self._begun) * 1e3)
+
+
+def spread(nanoseconds: list[int]) -> dict[str, float]:
+    """In milliseconds."""
+    found = sorted(nanoseconds)
+    shares = (("median", 0.5), ("p99", 0.99), ("max", 1.0))
+    return {name: round(found[int(share * (len(found) - 1))] / 1e6, 3) for name, share in shares}
+
+
+def timed(name: str, cells: int, at_once: int) -> dict[str, Any]:
+    """What decisions take."""
+    pauses = Pauses()
+    with tempfile.TemporaryDirectory() as folder:
+        sweep = Sweep(name, cells, at_once, folder, memory=False)
+        gc.collect()
+        gc.callbacks.append(pauses)
+        sweep.run()
+        gc.callbacks.remove(pauses)
+    return {
+        "decisions": len(sweep.wall),
+        "stopped_early": sweep.stopped,
+        "copies": sweep.floor.count,
+        "turns": sweep.paused - sweep.floor.count,
+        "cpu_ms": spread(sweep.cpu),
+        "wall_ms": spread(sweep.wall),
+        "gc": {"collections": len(pauses.ms), "longest_cpu_ms": round(max(pauses.ms, default=0.0), 3)},
+    }
+
+
+def traced(name: str, cells: int, at_once: int) -> dict[str, float]:
+    """MiB of Python's after a fifth and after all of the cells, over what there was when the sweep began."""
+    with tempfile.TemporaryDirectory() as folder:
+        tracemalloc.start()
+        sweep = Sweep(name, cells, at_once, folder, memory=True)
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0] / 2**20
+        sweep.run()
+        tracemalloc.stop()
+    return {str(count): round(mib - before, 2) for count, mib in sweep.mib.items()}
+
+
+class Theirs:
+    """Ray Tune's scheduler for a rule of ours, which knows of so many cells."""
+
+    def __init__(self, name: str, cells: int) -> None:
+        chance = random.Random(1)
+        self.trials = [Trial("x", stub=True, trial_id=f"cell-{number:06d}") for number in range(cells)]
+        match name:
+            case "asha":
+                self.scheduler = AsyncHyperBandScheduler("tokens", "score", "max", max_t=10**9)
+                self.scheduler._brackets[0]._rungs = [
+                    (TOKENS // REPORTS, {t.trial_id: chance.random() for t in self.trials})
+                ]
+            case "median":
+                self.scheduler = MedianStoppingRule("tokens", "score", "max", grace_period=1)
+                for trial in self.trials:
+                    told = [{"tokens": n * TOKENS // REPORTS, "score": chance.random()} for n in range(1, REPORTS)]
+                    self.scheduler._results[trial] = told
+            case "pbt":
+                mutations = {"lr": [1, 2]}
+                self.scheduler = PopulationBasedTraining(
+                    "tokens", "score", "max", TOKENS // REPORTS, hyperparam_mutations=mutations
+                )
+                for trial in self.trials:
+                    trial.set_status(Trial.RUNNING)
+                    state = self.scheduler._trial_state[trial] = _PBTTrialState(trial)
+                    state.last_score, state.last_perturbation_time = chance.random(), TOKENS // REPORTS
+        # It saves what nobody reads, so that no cell copies: that would take longer still.
+        self.controller = SimpleNamespace(
+            get_trials=lambda: self.trials, _schedule_trial_save=lambda *_, **__: None, search_alg=None
+        )
+
+    def report(self, name: str, number: int, tokens: int, score: float) -> None:
+        """Of a cell that is new, but for pbt, where all train at the same time."""
+        trial = self.trials[number] if name == "pbt" else Trial("x", stub=True, trial_id=f"new-{number}")
+        if name == "asha":
+            self.scheduler.on_trial_add(self.controller, trial)
+        self.scheduler.on_trial_result(self.controller, trial, {"tokens": tokens, "score": score})
+
+
+def known(name: str, cells: int) -> rules.Rule:
+    """Our rule, which knows of so many cells."""
+    told = {"base": "b", "array": {"parameters": [{"lr": [1]}]}, "scheduler": {**RULES[name]}}
+    if name == "asha":
+        told["scheduler"] |= {"rungs": [TOKENS // REPORTS]}
+    own = {"optim.lr": 1e-3}
+    rule = rules.make(SweepSpec.model_validate(told), [RATE], TOKENS, lambda cell: own)
+    assert rule is not None
+    chance = random.Random(1)
+    for number in range(cells):
+        for report in range(1, REPORTS if name == "median" else 2):
+            rule.report(f"cell-{number:06d}", report * TOKENS // REPORTS, chance.random())
+    return rule
+
+
+def beside(name: str, cells: int, count: int = 100) -> dict[str, Any]:
+    """Of so many decisions."""
+    theirs = Theirs(name, cells)
+    tracemalloc.start()
+    ours = known(name, cells)
+    mine = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    chance, cpu = random.Random(2), {"ours": list[int](), "ray_tunes": list[int]()}
+    tokens = (REPORTS - 1 if name == "median" else 2 if name == "pbt" else 1) * TOKENS // REPORTS
+    for number in range(count):
+        score = chance.random()
+        begun = time.thread_time_ns()
+        ours.report(f"cell-{number:06d}" if name == "pbt" else f"new-{number}", tokens, score)
+        between = time.thread_time_ns()
+        theirs.report(name, number, tokens, score)
+        cpu["ours"].append(between - begun)
+        cpu["ray_tunes"].append(time.thread_time_ns() - between)
+    return {"cpu_ms": {whose: spread(found) for whose, found in cpu.items()}, "our_mib": round(mine / 2**20, 2)}
+
+
 def main() -> None:
-    """Prints one JSON object: milliseconds a decision, and MiB after a tenth and after all of the cells."""
+    """Prints what it writes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cells", type=int, default=10_000)
     parser.add_argument("--at-once", type=int, default=16)
     asked = parser.parse_args()
-    chance, times, sizes = random.Random(1), [], {}
     setattr(tuning, "Trial", _Trial)  # noqa: B010  # without Ray's registry of trainables
-    spec = SweepSpec.model_validate(
-        {"base": "b", "array": {"parameters": [{"lr": [1]}]}, "scheduler": {"name": "asha"}}
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        log = SweepLog(SweepDir(folder))
-        cells = [f"cell-{number:06d}" for number in range(asked.cells)]
-        queue = tuning.CellQueue(cells, asked.at_once, "10.0.0.1")
-        queue.add_configurations([SimpleNamespace(spec={"run": "x", "storage": None, "checkpoint_config": None})])
-        floor, controller = cast(Floor, _Floor()), _Controller()
-        scheduler = tuning.scheduler(spec, [], TOKENS, floor)
-        scheduler.set_search_properties(tuning.METRIC, "min")
-        decisions = tuning.Decisions(scheduler, floor, log, queue)
-        done, stopped, busy = 0, 0, {}
-        tracemalloc.start()
-        while done < asked.cells:
-            begun = time.perf_counter()
-            while (trial := queue.next_trial()) is not None:
-                controller.trials.append(trial)
-                controller._trials_to_cache.add(trial)
-                decisions.on_trial_add(controller, trial)
-                busy[trial] = 0
-            trial = chance.choice(list(busy))
-            busy[trial] += 1
-            told = {tuning.TIME: busy[trial] * TOKENS // REPORTS, tuning.METRIC: chance.random(), "step": busy[trial]}
-            last = busy[trial] == REPORTS
-            decision = TrialScheduler.STOP if last else decisions.on_trial_result(controller, trial, told)
-            if decision == TrialScheduler.STOP:
-                done, stopped = done + 1, stopped + (not last)
-                del busy[trial]
-                decisions.on_trial_complete(controller, trial, told)
-                queue.on_trial_complete(trial.trial_id)
-                trial.set_status(Trial.TERMINATED)
-                controller._stopped_trials.add(trial)
-                decisions.forget(controller.trials)
-                if done in (asked.cells // 10, asked.cells):
-                    sizes[done] = tracemalloc.get_traced_memory()[0] / 2**20
-            times.append(time.perf_counter() - begun)
-            if len(times) % 100 == 0:
-                log.flush()
-        kept = len(controller.trials) + len(controller._stopped_trials) + len(controller._trials_to_cache)
-    times.sort()
-    told = {
+    result: dict[str, Any] = {
         "cells": asked.cells,
-        "stopped_early": stopped,
-        "decisions": len(times),
-        "decide_ms": {
-            name: round(times[int(share * (len(times) - 1))] * 1000, 3)
-            for name, share in (("median", 0.5), ("p99", 0.99), ("max", 1.0))
-        },
-        "python_mib_after_cells": {str(count): round(size, 2) for count, size in sizes.items()},
-        "trials_kept": kept,
+        "at_once": asked.at_once,
+        "counts": "cpu_ms, processor time of the deciding thread: wall_ms also has what other processes took on a shared machine",
+    }
+    besides = {name: beside(name, asked.cells) for name in ("asha", "median", "pbt")}
+    kinds = {name: {"not_frozen": timed(name, asked.cells, asked.at_once)} for name in RULES}
+    gc.collect()
+    gc.freeze()
+    for name in RULES:
+        kinds[name]["frozen"] = timed(name, asked.cells, asked.at_once)
+        kinds[name]["python_mib_after_cells"] = traced(name, asked.cells, asked.at_once)
+    result |= {
+        "rules": kinds,
+        "beside_ray_tune": besides,
         "rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
     }
-    print(json.dumps(told, indent=1))
+    write("sweep_scale", result)
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ import psutil
 import pytest
 import yaml
 
+from raydist.cluster.sweep.rules.hyperband import Hyperband
 from raydist.records import Event
+from raydist.spec.sweep.cells import cell_id
 from raydist.sweepdir import SweepDir
 from raydist.sweepstate import fold
 from tests.end_to_end.conftest import Project
@@ -28,7 +30,7 @@ BASE = {
     "checkpoint": {"every": 4},
 }
 """12 steps of 8 samples of 16 tokens, one worker."""
-TOKENS = 8 * 16
+TOKENS, SEED = 8 * 16, 3
 
 
 class Sweeps:
@@ -141,6 +143,39 @@ def test_a_scheduler_stops_a_cell(sweeps: Sweeps) -> None:
     assert states[last].status in ("finished", "stopped")
 
 
+def test_brackets(sweeps: Sweeps) -> None:
+    """hyperband: of the cells of the bracket that halves the second is worse at its rung, and is ended in a step that would last
+    for ever; the third is as bad, in the bracket that halves no cell, and is trained to its end."""
+    brackets = Hyperband([4 * TOKENS], 2)
+
+    def of(bracket: int, model: str, rate: float) -> dict[str, Any]:
+        """A cell of that bracket, with about that rate."""
+        points = ({"model.name": model, "optim.lr": rate * (1 + n / 1000)} for n in range(100))
+        return next(p for p in points if brackets.bracket(cell_id("hyperband", p, SEED, False)) == bracket)
+
+    cells = [of(0, "cells:sound", 1e-2), of(0, "cells:waiting", 1e-8), of(1, "cells:sound", 1e-8)]
+    sweeps.write("hyperband", cells, 1, scheduler={"name": "hyperband", "rungs": [4 * TOKENS], "reduction": 2})
+    sweeps.run("hyperband")
+    assert [brackets.bracket(cell) for cell in sweeps.cells("hyperband")] == [0, 0, 1]
+    states = fold(sweeps.folder("hyperband").events())
+    assert [states[cell].status for cell in sweeps.cells("hyperband")] == ["finished", "stopped", "finished"]
+    assert states[sweeps.cells("hyperband")[1]].cause == "hyperband at 512 tokens"
+
+
+def test_worse_than_the_median(sweeps: Sweeps) -> None:
+    """median: the fourth cell is worse than the others were at its first look, and is ended in a step that would last for ever."""
+    cells: list[dict[str, Any]] = [{"learning_rate": rate} for rate in (1e-2, 1.1e-2, 1.2e-2)]
+    cells.append({"model.name": "cells:waiting", "learning_rate": 1e-8})
+    for cell in cells[:3]:
+        cell["model.name"] = "cells:sound"
+    sweeps.write("median", cells, 1, scheduler={"name": "median", "every": 4 * TOKENS, "grace": 4 * TOKENS})
+    sweeps.run("median")
+    states = fold(sweeps.folder("median").events())
+    *others, last = (states[cell] for cell in sweeps.cells("median"))
+    assert [other.status for other in others] == ["finished"] * 3
+    assert (last.status, last.cause) == ("stopped", "median at 512 tokens")
+
+
 def test_killed_and_started_again(sweeps: Sweeps) -> None:
     """SIGKILL to the driver: the same command leaves the finished cell alone and goes on with the other from its checkpoint; two
     interrupts end it at once, with exit code 130; in the end its losses are those of an undisturbed one."""
@@ -205,6 +240,35 @@ def test_an_interrupt(sweeps: Sweeps) -> None:
     assert states[first].figures["steps"] == run.committed()[-1]
 
 
+def test_a_limit(sweeps: Sweeps) -> None:
+    """limits.hours, over all starts: the cell that trains, and would for hours, makes a checkpoint and ends; the other waits; exit
+    code 0, and the same command has nothing to do."""
+    cells = [{"learning_rate": 1e-3}, {"learning_rate": 1e-4}]
+    sweeps.write("hours", cells, 1)
+    process = sweeps.project.start("sweep", "hours.yaml", "--set", "train.steps=100000")
+    until(process, lambda: sweeps.folder("hours").exists())
+    first, second = sweeps.cells("hours")
+    run = sweeps.folder("hours").run(first)
+    until(process, run.committed)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 143, err
+    reached, events = run.committed()[-1], sweeps.folder("hours").events()
+    # Three times what a start takes on this machine, to its first checkpoint and its end: of that one is over.
+    limit = float(f"{(3 * (events[-1].at - events[0].at) + 5) / 3600:.3g}")
+    file = sweeps.project.root / "hours.yaml"
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), "limits": {"hours": limit}}))
+    for _ in range(2):
+        done = sweeps.project.raydist("sweep", "hours.yaml", "--set", "train.steps=100000", "--json")
+        assert done.returncode == 0, done.stderr
+        states = fold(sweeps.folder("hours").events())
+        assert (states[first].status, states[first].cause) == ("paused", f"limits.hours is {limit:g}")
+        assert states[first].figures["steps"] == run.committed()[-1] > reached
+        assert second not in states
+        ended = [event for event in sweeps.folder("hours").events() if event.kind == "ended"]
+        assert (ended[-1].data["status"], ended[-1].data["cause"]) == ("paused", f"limits.hours is {limit:g}")
+
+
 def test_the_worse_goes_on_from_the_better(sweeps: Sweeps) -> None:
     """pbt: of two cells that would train for hours the worse ends where it is, and its run goes on from the other's checkpoint,
     with a rate that is the other's or next to it."""
@@ -230,6 +294,28 @@ def test_the_worse_goes_on_from_the_better(sweeps: Sweeps) -> None:
     assert [rate] == newest.data["changes"]["optim.lr"][1:]
     states = fold(sweeps.folder("pbt").events())
     assert states[worse].lineage[0]["source"] == better
+
+
+def test_cells_take_turns(sweeps: Sweeps) -> None:
+    """pbt: two cells that would train for hours, where one fits. Each makes room for the other after an interval, whether or not it is
+    to copy it, and goes on from a checkpoint when it is its turn again."""
+    scheduler = {"name": "pbt", "every": 4 * TOKENS, "resample": 0}
+    sweeps.write("turns", [{"learning_rate": 1e-2}, {"learning_rate": 1.1e-2}], 1, scheduler=scheduler)
+    process = sweeps.project.start("sweep", "turns.yaml", "--set", "train.steps=100000")
+    until(process, lambda: sweeps.folder("turns").exists())
+
+    def started() -> list[Event]:
+        return [event for event in sweeps.folder("turns").events() if event.kind == "started"]
+
+    until(process, lambda: len(started()) >= 4)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 143, err
+    one, two = sweeps.cells("turns")
+    assert [event.data["cell"] for event in started()[:4]] == [one, two, one, two]
+    assert [event.data["tokens"] > 0 for event in started()[:4]] == [False, False, True, True]
+    yields = [event.data["because"] for event in sweeps.events("turns", one, "paused")]
+    assert yields[0].startswith("pbt at ")
 
 
 def tree(sweeps: Sweeps, name: str, cell: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Sweeps as they run: Ray Tune says which cell is next and which one stops; every cell is an ordinary run of raydist.
+"""Sweeps as they run: a rule says which cells stop, Ray Tune keeps the cells' trials; every cell is an ordinary run of raydist.
 
 Runs in: the driver, and one light actor of Ray Tune for each cell that trains. Never imports torch.
 
@@ -6,8 +6,9 @@ Runs in: the driver, and one light actor of Ray Tune for each cell that trains. 
     floor.py      the crews of workers, and the cells that train on them
     cell.py       one cell: its run, tried again if it fails, and what Ray Tune is told of it
     desk.py       where cells leave their reports for Ray Tune's actors
-    tuning.py     Ray Tune's side: its trials, the cells' order, the schedulers
-    pbt.py        population based training: another cell's checkpoint, and perturbed values
+    tuning.py     Ray Tune's side: its trials, the cells' order, what the rule decides
+    rules/        which cells stop early, and which go on from another's checkpoint: one rule a file (pure)
+    adopt.py      another cell's checkpoint becomes one of a cell's own run
     limits.py     what has been spent, and whether that is enough (pure)
     sweep.py      the whole, from the first cell to the last
 """

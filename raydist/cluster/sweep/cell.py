@@ -84,7 +84,8 @@ class Crews(Protocol):
 
 
 class CellRun:
-    """Starts at once. `post` is given its reports: tokens, step, loss, eval_loss, done, and objective where it is known.
+    """Starts at once. `post` is given its reports: tokens, step, loss, eval_loss, done, and objective where it is known; `last`: of
+    its last step, after which it ends by itself.
 
     `metric`: what the objective is. `failures` of it so far, of which `allowed` are tried again. `micro_batch`: to start with.
     `before`: an earlier stretch of the same cell, which must be over; `prepare` is called then.
@@ -170,7 +171,7 @@ class CellRun:
         if value is not None:
             self._told["objective"] = value
             if self.wish is None:  # else it has been decided on already
-                self._post({**self._told, "done": False})
+                self._post({**self._told, "done": False, "last": step >= self.plan.total})
 
     # --- in its thread
 

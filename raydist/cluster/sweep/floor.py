@@ -6,7 +6,9 @@ Runs in: the driver; its methods in the thread of Ray Tune and in the main one. 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from raydist.cluster.crew import Crew
@@ -128,6 +130,7 @@ class Floor:
         """Cell -> the values that it has by now from others."""
         self._sources: dict[str, tuple[str, Mapping[str, list[Any]]]] = {}
         """Cell -> whose checkpoint it goes on from when it begins the next time, and what changes."""
+        self._adopted: SimpleQueue[Mapping[str, Any]] = SimpleQueue()
 
     def begin(self, cell: str) -> None:
         """The cell trains from now on, or as soon as it has workers. Nothing, if it does already."""
@@ -185,11 +188,17 @@ class Floor:
 
     def _adopt(self, plan: Plan, source: str, changes: Mapping[str, list[Any]]) -> None:
         """In a cell's thread, before it trains."""
-        from raydist.cluster.sweep.pbt import adopt
+        from raydist.cluster.sweep.adopt import adopt
 
         step = adopt(self._plan(source, {}).request.run, plan.request.run)
-        told = {"source": source, "step": step, "tokens": plan.tokens(step)}
-        self._log.event("exploited", plan.id, **told, changes=dict(changes))
+        told = {"source": source, "step": step, "tokens": plan.tokens(step), "changes": dict(changes)}
+        self._adopted.put(self._log.event("exploited", plan.id, **told).data)
+
+    def adopted(self) -> Iterator[Mapping[str, Any]]:
+        """Data of the events `exploited` that nobody has asked for yet."""
+        with suppress(Empty):
+            while True:
+                yield self._adopted.get_nowait()
 
     def close(self, because: str, at_once: bool = False) -> None:
         """No cell begins any more; those that train make a checkpoint and end, or end at once."""

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from raydist.cluster.session import Session
 from raydist.cluster.supervisor import handling
+from raydist.cluster.sweep import rules
 from raydist.cluster.sweep.cell import Live, Plan
 from raydist.cluster.sweep.desk import start_desk
 from raydist.cluster.sweep.floor import Floor, Pool
@@ -123,13 +124,12 @@ class SweepRun:
             with suppress(RaydistError):  # of a cell that cannot train it is said when it is its turn
                 pool.warm(self._plan(cell, {}))  # while Ray Tune starts
         scratch = self._session.temp_dir / f"tune-{self._session.job_id}"
-        queue = tuning.CellQueue(waiting, self._at_once, self._session.node_ip, self._values)
-        scheduler = tuning.scheduler(self._spec, self._axes, self._tokens, floor)
-        decisions = tuning.Decisions(scheduler, floor, log, queue)
+        queue = tuning.CellQueue(waiting, self._at_once, self._session.node_ip)
+        rule = rules.make(self._spec, self._axes, self._tokens, self._cells.__getitem__)
+        decisions = tuning.Decisions(rule, self._spec.objective.better, floor, log, queue)
 
         def decide() -> None:
             try:
-                decisions.scheduler.set_search_properties(tuning.METRIC, self._spec.objective.better)
                 decisions.replay(events)
                 tuning.fit(queue, decisions, floor, scratch)
             except RaydistError as error:
@@ -204,10 +204,6 @@ class SweepRun:
                     break
             self._show(floor, log)
         return ended
-
-    def _values(self, cell: str) -> Mapping[str, Any]:
-        """What Ray Tune is told of a cell: its parameters, where they change on the way."""
-        return self._cells[cell] if self._spec.scheduler.name == "pbt" else {}
 
     def _over(self, cell: str, status: str) -> None:
         if status in DONE:

@@ -1,44 +1,41 @@
-"""Ray Tune's side of a sweep: a trial a cell, the cells in their order, and the scheduler, whose decisions the floor carries out.
+"""Ray Tune's side of a sweep: a trial a cell, the cells in their order, and what the rule decides, for the floor to carry out.
 
 Runs in: the driver's thread of Ray Tune, and `CellTrial` in one light actor of Ray Tune's for each cell that trains. Imports
 ray.tune (1 s); never torch.
 
-Ray Tune decides, and trains nothing itself: its actors only hand on the reports of cells. So a cell's workers outlive Ray Tune's
-actors and trials, and what Ray Tune counts in is tokens, as the cell's own checkpoints do: a resumed cell goes on counting.
+Ray Tune asks for trials, stops and pauses them, and trains nothing itself: its actors only hand on the reports of cells. So a
+cell's workers outlive Ray Tune's actors and trials, and what is counted in is tokens, as the cell's own checkpoints do: a resumed
+cell goes on counting.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray import tune
 from ray.tune.experiment import Trial
-from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
+from ray.tune.schedulers import TrialScheduler
 from ray.tune.search.search_algorithm import SearchAlgorithm
 
 from raydist.cluster.sweep.cell import Wish
 from raydist.cluster.sweep.desk import NAME
 from raydist.cluster.sweep.floor import Floor
-from raydist.cluster.sweep.pbt import Population
+from raydist.cluster.sweep.rules import GO, Copy, Rule, Stop, Turn, replay, score
 from raydist.records import Event
-from raydist.spec.sweep import Axis, SweepSpec
-from raydist.spec.sweep.models import SchedulerSpec
 from raydist.sweepdir import SweepLog
 
 TIME, METRIC = "tokens", "objective"
 """What Ray Tune counts in, and judges by: keys of a cell's reports."""
 _ACTOR_FAILURES = 8
 """Of a trial's actor: the cell trains on meanwhile, and the next actor goes on with its reports."""
-_REDUCTION, _RUNGS = {"asha": 4.0, "hyperband": 3.0}, 3
-_GRACE, _SLICES = 5, 10
-_ENDLESS = 2**62
 _QUIET = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # results in JSON, CSV and TensorBoard: each run of raydist has its own
     "TUNE_GLOBAL_CHECKPOINT_S": "1e9",  # of Ray Tune's own state: the sweep's event log is the truth
@@ -86,14 +83,10 @@ class CellTrial(tune.Trainable):
 class CellQueue(_Unsaved, SearchAlgorithm):
     """Gives the cells in their order, at most `at_once` at a time, each a trial of the same id, made when it is its turn."""
 
-    def __init__(
-        self,
-        cells: Sequence[str],
-        at_once: int,
-        node_ip: str,
-        values: Callable[[str], Mapping[str, Any]] = lambda cell: {},
-    ) -> None:
-        self._cells, self._count, self._at_once, self._values = iter(cells), len(cells), at_once, values
+    def __init__(self, cells: Sequence[str], at_once: int, node_ip: str) -> None:
+        self._cells, self._count, self._at_once = iter(cells), len(cells), at_once
+        self.left = len(cells)
+        """Cells that have no trial yet."""
         self._busy: set[str] = set()
         # Ray Tune takes no trial without a resource. This one pins its actor to the driver's node, and takes nothing from cells.
         self._resources = tune.PlacementGroupFactory([{f"node:{node_ip}": 0.0001}])
@@ -111,16 +104,17 @@ class CellQueue(_Unsaved, SearchAlgorithm):
 
     def next_trial(self) -> Trial | None:
         """Ray Tune's: the next cell, None if there is no room for one."""
-        if len(self._busy) >= self._at_once or self.is_finished():
+        if self.room <= 0 or self.is_finished():
             return None
         cell = next(self._cells, None)
         if cell is None:
             self.set_finished()
             return None
+        self.left -= 1
         self._busy.add(cell)
         return Trial(
             self._spec["run"],
-            config={"cell": cell, **self._values(cell)},
+            config={"cell": cell},
             trial_id=cell,
             experiment_tag=cell,
             storage=self._spec["storage"],
@@ -134,86 +128,118 @@ class CellQueue(_Unsaved, SearchAlgorithm):
         """Ray Tune's: there is room again."""
         self._busy.discard(trial_id)
 
+    @property
+    def room(self) -> int:
+        """For so many cells more."""
+        return self._at_once - len(self._busy)
+
     def paused(self, cell: str) -> None:
-        """It has given its workers back, for a while."""
+        """It gives its workers back, for a while."""
         self._busy.discard(cell)
+
+    def resumes(self, cell: str) -> bool:
+        """Whether there is room for it to train again; if so it is kept for it."""
+        if cell not in self._busy and self.room <= 0:
+            return False
+        self._busy.add(cell)
+        return True
 
 
 def _dirname(trial: Trial) -> str:
     return str(trial.trial_id)
 
 
+class Turns:
+    """Trials that are paused until it is their turn: that of the cell trained least, of equal ones the one that came first."""
+
+    def __init__(self) -> None:
+        self._order: list[tuple[int, int, Trial]] = []
+        self._entries: dict[Trial, tuple[int, int, Trial]] = {}
+        self._count = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def wait(self, trial: Trial, tokens: int) -> None:
+        """The trial is to be paused."""
+        self._entries[trial] = tokens, next(self._count), trial
+        insort(self._order, self._entries[trial])
+
+    def first(self) -> Trial | None:
+        """The first that Ray Tune could start: while it pauses a trial it cannot."""
+        return next((trial for *_, trial in self._order if trial.status in (Trial.PAUSED, Trial.PENDING)), None)
+
+    def leave(self, trial: Trial) -> None:
+        """It has started, or never will. Nothing, if it does not wait."""
+        if (entry := self._entries.pop(trial, None)) is not None:
+            del self._order[bisect_left(self._order, entry)]
+
+
 class Decisions(_Unsaved, TrialScheduler):
-    """A scheduler of Ray Tune's, whose decisions the floor carries out. What it decides on is in the sweep's log, to `replay`."""
+    """A scheduler to Ray Tune: what the rule decides it has the floor carry out, and the rule is told what the log has (`replay`).
 
-    def __init__(self, scheduler: TrialScheduler, floor: Floor, log: SweepLog, queue: CellQueue) -> None:
+    `better`: which objective is, min or max. Without a rule every cell trains to its end.
+    """
+
+    def __init__(
+        self, rule: Rule | None, better: Literal["min", "max"], floor: Floor, log: SweepLog, queue: CellQueue
+    ) -> None:
         super().__init__()
-        self.scheduler, self._floor, self._log, self._queue = scheduler, floor, log, queue
-        self._logs = type(scheduler) is not FIFOScheduler
-        self._replayed: dict[str, _Replayed] = {}
+        self._rule, self._better, self._floor, self._log, self._queue = rule, better, floor, log, queue
+        self._turns = Turns()
         self._controller: Any = None
-
-    @property
-    def metric(self) -> str | None:
-        """Ray Tune's."""
-        return self.scheduler.metric
 
     @property
     def supports_buffered_results(self) -> bool:
         """Ray Tune's."""
         return False
 
-    def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
-        """Ray Tune's."""
-        return self.scheduler.set_search_properties(metric, mode, **spec)
-
     def replay(self, events: Iterable[Event]) -> None:
-        """Tells the scheduler what cells have reported before, so that it decides on as if nothing had been between.
-
-        Only for those that judge a report by those before it (asha, median): the others need all their cells at the same time.
-        """
-        if not isinstance(self.scheduler, AsyncHyperBandScheduler | MedianStoppingRule):
-            return
-        for event in events:
-            if event.kind == "report":
-                name = event.data["cell"]
-                if name not in self._replayed:
-                    trial = self._replayed[name] = _Replayed(name)
-                    self.scheduler.on_trial_add(None, trial)
-                told = {TIME: event.data["tokens"], METRIC: event.data["value"]}
-                self.scheduler.on_trial_result(None, self._replayed[name], told)
+        """Tells the rule what was before, so that it decides on as if nothing had been between."""
+        if self._rule is not None:
+            replay(self._rule, events, self._better)
 
     def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
-        """Ray Tune's."""
-        before = self._replayed.pop(trial.trial_id, None)
-        if isinstance(self.scheduler, MedianStoppingRule) and before in self.scheduler._results:
-            self.scheduler._results[trial] = self.scheduler._results.pop(before)
-        self.scheduler.on_trial_add(tune_controller, trial)
+        """Ray Tune's: a trial that is new starts by itself."""
 
     def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
-        """Ray Tune's."""
-        self.scheduler.on_trial_error(tune_controller, trial)
+        """Ray Tune's: of a trial's actor, not of the cell."""
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
         """Ray Tune's: whether the cell goes on, stops or makes room for others."""
-        cell = trial.trial_id
-        if METRIC in result and self._logs:
-            self._log.event("report", cell, tokens=result[TIME], step=result["step"], value=result[METRIC])
-        decision = str(self.scheduler.on_trial_result(tune_controller, trial, result))
-        if decision == TrialScheduler.STOP:
-            self._floor.end(cell, Wish("stopped", f"{self._name} at {result[TIME]:,} tokens", at_once=True))
-        elif decision in (TrialScheduler.PAUSE, TrialScheduler.NOOP):
-            self._queue.paused(cell)
-            self._floor.end(cell, Wish("yielded", f"{self._name} at {result[TIME]:,} tokens", at_once=False))
-        return decision
+        if self._rule is None or METRIC not in result:
+            return str(TrialScheduler.CONTINUE)
+        cell, tokens, value = trial.trial_id, result[TIME], result[METRIC]
+        for copied in self._floor.adopted():
+            self._rule.copied(copied["cell"], copied["tokens"], copied["changes"])
+        self._log.event("report", cell, tokens=tokens, step=result["step"], value=value)
+        because = f"{self._rule.name} at {tokens:,} tokens"
+        decision = self._rule.report(cell, tokens, score(value, self._better))
+        # A cell that has come to its end is neither stopped there nor kept from it.
+        match GO if result.get("last") else decision:
+            case Stop():
+                self._floor.end(cell, Wish("stopped", because, at_once=True))
+                return str(TrialScheduler.STOP)
+            case Copy(source, changes) if self._floor.ready(source):
+                self._floor.exploit(cell, source, changes)
+            case Turn() | Copy() if self._queue.left + len(self._turns) > self._queue.room:
+                self._floor.end(cell, Wish("yielded", because, at_once=False))
+            case _:
+                return str(TrialScheduler.CONTINUE)
+        self._queue.paused(cell)
+        self._turns.wait(trial, tokens)
+        return str(TrialScheduler.PAUSE)
 
     def on_trial_complete(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> None:
-        """Ray Tune's. A cell that gave no objective tells the scheduler nothing."""
+        """Ray Tune's: the cell is over."""
         self._controller = tune_controller
-        if METRIC in result:
-            self.scheduler.on_trial_complete(tune_controller, trial, result)
-        else:
-            self.scheduler.on_trial_remove(tune_controller, trial)
+        if self._rule is not None:
+            self._rule.over(trial.trial_id)
+
+    def on_trial_remove(self, tune_controller: Any, trial: Trial) -> None:
+        """Ray Tune's: the same of one that waited."""
+        self._turns.leave(trial)
+        self.on_trial_complete(tune_controller, trial, {})
 
     def forget(self, trials: list[Trial]) -> None:
         """Takes the trials that are over from Ray Tune's own list, `trials`, and from its memory.
@@ -227,30 +253,19 @@ class Decisions(_Unsaved, TrialScheduler):
                 self._controller._trials_to_cache -= kept
                 kept.clear()
 
-    def on_trial_remove(self, tune_controller: Any, trial: Trial) -> None:
-        """Ray Tune's."""
-        self.scheduler.on_trial_remove(tune_controller, trial)
-
     def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
-        """Ray Tune's."""
-        return self.scheduler.choose_trial_to_run(tune_controller)
+        """Ray Tune's: of the trials that were paused, while there is room, that of the cell trained least."""
+        trial = self._turns.first()
+        return trial if trial is not None and self._queue.resumes(trial.trial_id) else None
+
+    def started(self, trial: Trial) -> None:
+        """Its cell begins."""
+        self._turns.leave(trial)
+        self._floor.begin(trial.trial_id)
 
     def debug_string(self) -> str:
         """Ray Tune's."""
-        return str(self.scheduler.debug_string())
-
-    @property
-    def _name(self) -> str:
-        return str(getattr(self.scheduler, "called", "pbt"))
-
-
-class _Replayed:
-    """A trial of a driver before this one, as far as schedulers look at it."""
-
-    status = Trial.TERMINATED
-
-    def __init__(self, trial_id: str) -> None:
-        self.trial_id = trial_id
+        return "none" if self._rule is None else self._rule.name
 
 
 class _Closed(Exception):
@@ -264,7 +279,7 @@ class _Follow(_Unsaved, tune.Callback):
         self._floor, self._decisions = floor, decisions
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self._floor.begin(trial.trial_id)
+        self._decisions.started(trial)
 
     def on_step_begin(self, iteration: int, trials: list[Trial], **info: Any) -> None:
         if self._floor.closed and not self._floor.live():
@@ -272,75 +287,6 @@ class _Follow(_Unsaved, tune.Callback):
 
     def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
         self._decisions.forget(trials)
-
-
-class _Halving(AsyncHyperBandScheduler):
-    """Ray Tune's, with rungs as the file has them, for each bracket.
-
-    A cell's bracket follows from its id, so that it is the same for the next driver. One of k rungs has reduction^k / (k + 1) of
-    all cells, as in Hyperband (Li et al. 2018, algorithm 1).
-    """
-
-    def __init__(self, brackets: Sequence[Sequence[int]], reduction: float, called: str = "asha") -> None:
-        super().__init__(time_attr=TIME, max_t=_ENDLESS, reduction_factor=reduction, brackets=len(brackets))
-        self.called = called
-        for bracket, own in zip(self._brackets, brackets, strict=True):
-            bracket._rungs = [(n, {}) for n in reversed(own)]  # the last one first, as Ray Tune has them
-        self._weights = [reduction ** len(own) / (len(own) + 1) for own in brackets]
-
-    def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        chance = random.Random(trial.trial_id)
-        (self._trial_info[trial.trial_id],) = chance.choices(self._brackets, self._weights)
-
-
-class _Median(MedianStoppingRule):
-    """Ray Tune's, which looks at a cell every so many tokens, and pauses none while there is too little to compare it with."""
-
-    called = "median"
-
-    def __init__(self, every: int, **options: Any) -> None:
-        super().__init__(**options)
-        self._every = every
-        self._looked: dict[str, int] = {}
-
-    def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
-        if METRIC not in result or result[TIME] - self._looked.get(trial.trial_id, 0) < self._every:
-            return str(TrialScheduler.CONTINUE)
-        self._looked[trial.trial_id] = result[TIME]
-        return str(super().on_trial_result(tune_controller, trial, result))
-
-    def _on_insufficient_samples(self, tune_controller: Any, trial: Trial, time: float) -> str:
-        return str(TrialScheduler.CONTINUE)
-
-
-def rungs(asked: SchedulerSpec, tokens: int) -> list[int]:
-    """Tokens at which asha and hyperband decide, ascending, for cells that train on `tokens`."""
-    if asked.rungs is not None:
-        return list(asked.rungs)
-    factor = asked.reduction or _REDUCTION[asked.name]
-    found = (int(tokens / factor**k) for k in range(_RUNGS, 0, -1))
-    return sorted({n for n in found if n >= 1})
-
-
-def scheduler(spec: SweepSpec, axes: Sequence[Axis], tokens: int, floor: Floor) -> TrialScheduler:
-    """What Ray Tune decides with, for cells that train on `tokens`."""
-    asked = spec.scheduler
-    match asked.name:
-        case "asha":
-            return _Halving([rungs(asked, tokens)], asked.reduction or _REDUCTION["asha"])
-        case "hyperband":
-            # From the one that halves most, at its first rung already, to the one that halves no cell.
-            whole = rungs(asked, tokens)
-            return _Halving(
-                [whole[n:] for n in range(len(whole) + 1)], asked.reduction or _REDUCTION["hyperband"], "hyperband"
-            )
-        case "median":
-            every = asked.every or tokens // _SLICES
-            return _Median(every, time_attr=TIME, grace_period=asked.grace or tokens // _GRACE)
-        case "pbt":
-            return Population(asked, axes, tokens, TIME, floor.ready, floor.exploit)
-        case _:
-            return FIFOScheduler()
 
 
 def fit(queue: CellQueue, decisions: Decisions, floor: Floor, scratch: Path) -> None:

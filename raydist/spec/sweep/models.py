@@ -115,8 +115,12 @@ class SchedulerSpec(Part):
         """asha, hyperband: tokens at which a cell of so many is judged, ascending."""
         if self.rungs is not None:
             return self.rungs
-        reduction = self.reduction or (4.0 if self.name == "asha" else 3.0)
-        return sorted({max(1, round(tokens / reduction**k)) for k in (1, 2, 3)})
+        return sorted({max(1, round(tokens / self.reduction_of**k)) for k in (1, 2, 3)})
+
+    @property
+    def reduction_of(self) -> float:
+        """asha, hyperband: of so many cells one goes on."""
+        return self.reduction or (4.0 if self.name == "asha" else 3.0)
 
     def every_of(self, tokens: int) -> int:
         """median, pbt: tokens between two decisions in a cell of so many."""

@@ -18,7 +18,7 @@ from raydist.spec.sweep.models import ArraySpec, SweepSpec
 
 MOST_CELLS = 100_000
 DRAWS = ("uniform", "log_uniform", "int_uniform", "choice")
-_DIGITS = 5
+DIGITS = 5
 """Of a drawn number: enough to tell cells apart, few enough to read, and the same on every libm."""
 
 
@@ -51,7 +51,7 @@ class Axis:
                 value = self.low + u * (self.high - self.low)
             case "log_uniform":
                 value = self.low * (self.high / self.low) ** u
-        return min(max(float(f"{value:.{_DIGITS}g}"), self.low), self.high)
+        return min(max(float(f"{value:.{DIGITS}g}"), self.low), self.high)
 
 
 Point = Mapping[str, Any]

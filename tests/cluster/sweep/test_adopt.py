@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import xxhash
 
-from raydist.cluster.sweep.pbt import adopt
+from raydist.cluster.session import Session
+from raydist.cluster.sweep.adopt import adopt
+from raydist.cluster.sweep.floor import Floor, Pool
 from raydist.errors import CheckpointNotFound
 from raydist.rundir import RunDir, begin_attempt, manifest_name, resume_attempt
+from raydist.sweepdir import SweepDir, SweepLog
 from raydist.worker.checkpoint import manifest
 from raydist.worker.checkpoint.manifest import FileEntry, Manifest
 
@@ -57,3 +62,28 @@ def test_nothing_to_adopt(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="no checkpoint to go on from"):
         adopt(source, target)
     assert target.committed() == [4]
+
+
+def test_a_copy_is_told(tmp_path: Path) -> None:
+    """Once: to the log, and to whoever asks the floor what has been adopted, with the tokens of the checkpoint."""
+    sweep = SweepDir(tmp_path)
+    for name in ("source", "target"):
+        begin_attempt(sweep.run(name), 1)
+        resume_attempt(sweep.run(name), 1, 0)
+    commit(sweep.run("source"), 8, 1, b"weights")
+    log = SweepLog(sweep)
+
+    def plan(cell: str, changes: Any) -> Any:
+        request = SimpleNamespace(run=sweep.run(cell))
+        return SimpleNamespace(id=cell, request=request, tokens=lambda step: step * 100)
+
+    nothing: Any = lambda *_: None  # noqa: E731
+    pool, session = cast(Pool, None), cast(Session, None)
+    floor = Floor(session, pool, log, plan, nothing, nothing, {}, metric="loss", allowed=0)
+    changes = {"optim.lr": [1e-3, 2e-3]}
+    floor._adopt(plan("target", {}), "source", changes)
+    told = {"cell": "target", "source": "source", "step": 8, "tokens": 800, "changes": changes}
+    assert list(floor.adopted()) == [told]
+    assert list(floor.adopted()) == []
+    log.flush()
+    assert [(event.kind, event.data) for event in sweep.events()] == [("exploited", told)]

@@ -1,159 +1,257 @@
-"""What Ray Tune is given: cells in their order, rungs in tokens, and what cells reported to an earlier driver."""
+"""Ray Tune's side: cells in their order, turns, and what a rule decides carried out and written down."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from ray.tune.experiment import Trial
-from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
+from ray.tune.schedulers import TrialScheduler
 
 from raydist.cluster.sweep.cell import Wish
 from raydist.cluster.sweep.floor import Floor
-from raydist.cluster.sweep.pbt import Population
-from raydist.cluster.sweep.tuning import METRIC, TIME, CellQueue, CellTrial, Decisions, rungs, scheduler
+from raydist.cluster.sweep.rules import GO, STOP, TURN, Copy, Decision, Rule
+from raydist.cluster.sweep.tuning import METRIC, TIME, CellQueue, CellTrial, Decisions, Turns
 from raydist.records import Event
-from raydist.spec.sweep import Axis, SweepSpec
 from raydist.sweepdir import SweepDir, SweepLog
 
-
-def spec(**scheduler: Any) -> SweepSpec:
-    """A sweep with that scheduler."""
-    array = {"parameters": [{"learning_rate": [1e-3]}]}
-    return SweepSpec.model_validate({"base": "b.yaml", "array": array, "scheduler": scheduler})
+CONTINUE, PAUSE = TrialScheduler.CONTINUE, TrialScheduler.PAUSE
+CHANGES = {"optim.lr": [1e-3, 2e-3]}
 
 
 class Noted:
     """A floor that only notes what it is told."""
 
-    closed = False
-
     def __init__(self) -> None:
         self.wishes: list[tuple[str, Wish]] = []
         self.exploited: list[tuple[str, str, Any]] = []
+        self.begun: list[str] = []
+        self.without: set[str] = set()
+        """Cells that have no checkpoint."""
+        self.copies: list[Mapping[str, Any]] = []
+
+    def begin(self, cell: str) -> None:
+        self.begun.append(cell)
 
     def end(self, cell: str, wish: Wish) -> None:
         self.wishes.append((cell, wish))
 
     def ready(self, cell: str) -> bool:
-        return True
+        return cell not in self.without
 
     def exploit(self, cell: str, source: str, changes: Any) -> None:
         self.exploited.append((cell, source, changes))
 
-
-def decisions(asked: SweepSpec, tmp_path: Path) -> tuple[Decisions, Noted, SweepLog, CellQueue]:
-    """The scheduler, wired to a floor that notes, and to a real log."""
-    floor, log = Noted(), SweepLog(SweepDir(tmp_path))
-    queue = CellQueue([], 1, "10.0.0.1")
-    made = scheduler(asked, [], 6400, cast(Floor, floor))
-    made.set_search_properties(METRIC, "min")
-    return Decisions(made, cast(Floor, floor), log, queue), floor, log, queue
+    def adopted(self) -> Iterator[Mapping[str, Any]]:
+        while self.copies:
+            yield self.copies.pop()
 
 
-def trial(name: str) -> Any:
-    """A cell's trial, as far as asha looks at it."""
-    return SimpleNamespace(trial_id=name, status=Trial.RUNNING)
+class Told(Rule):
+    """Decides what it is told to, once for each cell, and notes what it hears."""
+
+    name = "told"
+
+    def __init__(self, **decisions: Decision) -> None:
+        self.decisions = decisions
+        self.heard: list[tuple[Any, ...]] = []
+
+    def report(self, cell: str, tokens: int, score: float) -> Decision:
+        self.heard.append(("report", cell, tokens, score))
+        return self.decisions.pop(cell, GO)
+
+    def copied(self, cell: str, tokens: int, changes: Any) -> None:
+        self.heard.append(("copied", cell, tokens, changes))
+
+    def over(self, cell: str) -> None:
+        self.heard.append(("over", cell))
+
+
+class Sweep:
+    """Decisions between a rule, a floor that notes, and a real log."""
+
+    def __init__(self, folder: Path, rule: Rule | None, left: int = 0, room: int = 0) -> None:
+        self.folder, self.floor, self.log = SweepDir(folder), Noted(), SweepLog(SweepDir(folder))
+        self.queue = CellQueue([f"new-{n}" for n in range(left)], room, "10.0.0.1")
+        self.decisions = Decisions(rule, "min", cast(Floor, self.floor), self.log, self.queue)
+
+    def report(self, name: str, tokens: int, value: float | None = None) -> str:
+        """Of a cell that trains."""
+        told = {TIME: tokens, "step": 1} | ({} if value is None else {METRIC: value})
+        return self.decisions.on_trial_result(None, trial(name), told)
+
+    def events(self) -> list[Event]:
+        self.log.flush()
+        return self.folder.events()
+
+
+def trial(name: str, status: str = Trial.RUNNING) -> Any:
+    """A cell's trial, as far as it is looked at."""
+    return SimpleNamespaceWithHash(trial_id=name, status=status)
+
+
+class SimpleNamespaceWithHash(SimpleNamespace):
+    """By what it is, as Ray Tune's trials."""
+
+    __hash__ = object.__hash__
 
 
 def test_cells_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two at a time, each made when it is its turn, by its id; one that is over, or has yielded, makes room."""
-    queue = CellQueue(["a", "b", "c", "d"], 2, "10.0.0.1")
+    """Two at a time, each made when it is its turn, by its id; one that is over, or is paused, makes room, and it is known how many
+    are left."""
+    queue = CellQueue(["a", "b", "c", "d", "e"], 2, "10.0.0.1")
     made: list[str] = []
     monkeypatch.setattr("raydist.cluster.sweep.tuning.Trial", lambda *_, **told: made.append(told["trial_id"]) or told)
     queue.add_configurations([SimpleNamespace(spec={"run": "x", "storage": None, "checkpoint_config": None})])
     assert [queue.next_trial() is not None for _ in range(3)] == [True, True, False]
+    assert (queue.left, queue.room) == (3, 0)
     queue.on_trial_complete("a")
     queue.next_trial()
     queue.paused("c")
     queue.next_trial()
     assert made == ["a", "b", "c", "d"]
+    assert not queue.resumes("c")
     queue.on_trial_complete("b")
+    assert queue.resumes("c")
+    assert queue.resumes("c"), "the room is kept for it"
+    assert queue.next_trial() is None
+    queue.on_trial_complete("c")
+    assert queue.next_trial() is not None
+    queue.on_trial_complete("d")
     assert queue.next_trial() is None
     assert queue.is_finished()
+    assert queue.left == 0
 
 
-def test_rungs() -> None:
-    """Those of the file; else the cell's tokens over the reduction, three times at most, never less than one token."""
-    assert rungs(spec(name="asha", rungs=[10, 20]).scheduler, 100) == [10, 20]
-    assert rungs(spec(name="asha").scheduler, 6400) == [100, 400, 1600]
-    assert rungs(spec(name="asha", reduction=10).scheduler, 50) == [5]
-    made = scheduler(spec(name="asha", rungs=[128, 300]), [], 6400, cast(Floor, Noted()))
-    assert isinstance(made, AsyncHyperBandScheduler)
-    assert [[n for n, _ in bracket._rungs] for bracket in made._brackets] == [[300, 128]]
-    assert type(scheduler(spec(name="none"), [], 6400, cast(Floor, Noted()))) is FIFOScheduler
-
-
-def test_hyperband_has_brackets() -> None:
-    """One that halves at every rung, one that halves no cell; cells are spread over them as Hyperband does, by their ids alone."""
-    made = [scheduler(spec(name="hyperband", rungs=[100, 300]), [], 900, cast(Floor, Noted())) for _ in range(2)]
-    for scheduled in made:
-        assert isinstance(scheduled, AsyncHyperBandScheduler)
-        for number in range(3000):
-            scheduled.on_trial_add(None, trial(f"cell-{number}"))
-    first, second = cast(Any, made)
-    assert [[n for n, _ in bracket._rungs] for bracket in first._brackets] == [[300, 100], [300], []]
-    where = [[s._brackets.index(s._trial_info[f"cell-{n}"]) for n in range(3000)] for s in (first, second)]
-    assert where[0] == where[1]
-    counts = [where[0].count(n) for n in range(3)]
-    assert counts == pytest.approx([3000 * w / 5.5 for w in (3.0, 1.5, 1.0)], rel=0.15)
+def test_turns() -> None:
+    """The one trained least goes on first, of equal ones the one that came first; one that Ray Tune still pauses is passed over."""
+    turns = Turns()
+    a, b, c, d = (trial(name, Trial.PAUSED) for name in "abcd")
+    for waiting, tokens in ((a, 200), (b, 100), (c, 100)):
+        turns.wait(waiting, tokens)
+    assert turns.first() is b
+    b.status = Trial.RUNNING
+    assert turns.first() is c
+    turns.leave(c)
+    turns.leave(d)
+    assert turns.first() is a
+    b.status = Trial.PENDING
+    assert turns.first() is b
+    turns.leave(b)
+    turns.leave(a)
+    assert (turns.first(), len(turns)) == (None, 0)
 
 
 def test_a_stop_is_carried_out_and_written_down(tmp_path: Path) -> None:
-    """The worse of two at a rung is ended at once, for good; each report on the way is in the log."""
-    made, floor, log, _ = decisions(spec(name="asha", rungs=[100], reduction=2), tmp_path)
-    good, bad = trial("good"), trial("bad")
-    for cell, tokens, value in ((good, 100, 1.0), (bad, 50, 9.0), (bad, 100, 2.0)):
-        if tokens != 100 or cell is good:
-            made.on_trial_add(None, cell)
-        told = {TIME: tokens, METRIC: value, "step": 1}
-        decision = made.on_trial_result(None, cell, told)
-    assert decision == TrialScheduler.STOP
-    assert floor.wishes == [("bad", Wish("stopped", "asha at 100 tokens", at_once=True))]
-    log.flush()
-    reports = [(e.data["cell"], e.data["tokens"], e.data["value"]) for e in SweepDir(tmp_path).events()]
-    assert reports == [("good", 100, 1.0), ("bad", 50, 9.0), ("bad", 100, 2.0)]
+    """The cell is ended at once, for good; every report is in the log, and the rule has its score: more is better."""
+    rule = Told(bad=STOP)
+    sweep = Sweep(tmp_path, rule)
+    assert [sweep.report("good", 1100, 1.0), sweep.report("bad", 1200, 2.0)] == [CONTINUE, TrialScheduler.STOP]
+    assert sweep.floor.wishes == [("bad", Wish("stopped", "told at 1,200 tokens", at_once=True))]
+    assert rule.heard == [("report", "good", 1100, -1.0), ("report", "bad", 1200, -2.0)]
+    reports = [(e.kind, e.data["cell"], e.data["tokens"], e.data["value"]) for e in sweep.events()]
+    assert reports == [("report", "good", 1100, 1.0), ("report", "bad", 1200, 2.0)]
 
 
-def test_a_driver_that_takes_over_decides_alike(tmp_path: Path) -> None:
-    """What cells reported to the driver before counts at the rungs; a cell that had passed one is not judged there again."""
-    made, floor, _, _ = decisions(spec(name="asha", rungs=[100], reduction=2), tmp_path)
-    told = [("good", 100, 1.0), ("also", 100, 0.5)]
-    made.replay([Event("report", 0.0, {"cell": c, "tokens": t, "value": v}) for c, t, v in told])
-    back, bad = trial("good"), trial("bad")
-    for cell in (back, bad):
-        made.on_trial_add(None, cell)
-    assert made.on_trial_result(None, back, {TIME: 120, METRIC: 3.0, "step": 1}) == TrialScheduler.CONTINUE
-    assert made.on_trial_result(None, bad, {TIME: 100, METRIC: 0.9, "step": 1}) == TrialScheduler.STOP
-    assert [cell for cell, _ in floor.wishes] == ["bad"]
+def test_without_a_rule(tmp_path: Path) -> None:
+    """Every cell goes on, and its reports are nobody's business; nor is one that does not know the objective yet."""
+    sweep = Sweep(tmp_path, None)
+    sweep.decisions.replay([Event("report", 0.0, {"cell": "a", "tokens": 1, "value": 1.0})])
+    assert sweep.report("a", 100, 1.0) == CONTINUE
+    sweep.decisions.on_trial_complete(None, trial("a"), {})
+    rule = Told(a=STOP)
+    assert Sweep(tmp_path, rule).report("a", 100) == CONTINUE
+    assert (sweep.events(), rule.heard) == ([], [])
 
 
-def test_median_takes_over_too(tmp_path: Path) -> None:
-    """Three replayed cells are the median that a fourth is worse than; one of them goes on under its own name."""
-    made, floor, _, _ = decisions(spec(name="median", grace=10, every=20), tmp_path)
-    made.replay([Event("report", 0.0, {"cell": c, "tokens": 100, "value": 1.0}) for c in "abc"])
-    back, bad = Trial("x", trial_id="a", stub=True), Trial("x", trial_id="d", stub=True)
-    for cell in (back, bad):
-        made.on_trial_add(None, cell)
-    assert made.on_trial_result(None, back, {TIME: 120, METRIC: 1.0, "step": 1}) == TrialScheduler.CONTINUE
-    assert made.on_trial_result(None, bad, {TIME: 19, METRIC: 5.0, "step": 1}) == TrialScheduler.CONTINUE
-    assert made.on_trial_result(None, bad, {TIME: 100, METRIC: 5.0, "step": 1}) == TrialScheduler.STOP
-    assert [cell for cell, _ in floor.wishes] == ["d"]
+def test_turns_are_taken_where_others_wait(tmp_path: Path) -> None:
+    """A cell yields its workers, after a checkpoint, to one that has not begun or that waits; not while there is room for all."""
+    for left, room, expected in ((0, 0, CONTINUE), (1, 0, PAUSE), (1, 1, CONTINUE), (2, 1, PAUSE)):
+        sweep = Sweep(tmp_path, Told(a=TURN), left=left, room=room)
+        assert sweep.report("a", 100, 1.0) == expected, (left, room)
+        yields = [("a", Wish("yielded", "told at 100 tokens", at_once=False))]
+        assert sweep.floor.wishes == (yields if expected == PAUSE else [])
+    sweep = Sweep(tmp_path, Told(a=TURN, b=TURN, c=TURN), left=1)
+    cells = {name: trial(name) for name in "abc"}
+    for name, tokens in (("a", 200), ("b", 100)):
+        sweep.decisions.on_trial_result(None, cells[name], {TIME: tokens, METRIC: 1.0, "step": 1})
+        cells[name].status = Trial.PAUSED
+    assert sweep.decisions.choose_trial_to_run(None) is None, "there is no room"
+    sweep.queue._at_once = 1
+    assert sweep.decisions.choose_trial_to_run(None) is cells["b"]
+    assert sweep.decisions.choose_trial_to_run(None) is cells["b"], "until it has started"
+    sweep.decisions.started(cells["b"])
+    assert sweep.floor.begun == ["b"]
+    assert sweep.decisions.choose_trial_to_run(None) is None
+    sweep.decisions.on_trial_remove(None, cells["a"])
+    sweep.queue.on_trial_complete("b")
+    assert sweep.decisions.choose_trial_to_run(None) is None
 
 
-def test_perturbed_values_stay_inside() -> None:
-    """pbt: a value times 1.25 ends at the range's edge, whole numbers stay whole, and the trial stays its own cell's."""
-    axes = [Axis("lr", "optim.lr", "log_uniform", low=1e-4, high=1e-2), Axis("n", "n", "int_uniform", low=1, high=8)]
-    asked = spec(name="pbt", perturb=[1.25, 1.25], resample=0).scheduler
-    made = Population(asked, axes, 1000, TIME, lambda cell: True, lambda *_: None)
-    config = {"cell": "best", "optim.lr": 9e-3, "n": 3}
-    found, _ = made._get_new_config(
-        cast(Trial, SimpleNamespace(trial_id="worst")), cast(Trial, SimpleNamespace(config=config))
-    )
-    assert found == {"cell": "worst", "optim.lr": 1e-2, "n": 4}
-    assert made._perturbation_interval == 100
+def test_a_copy(tmp_path: Path) -> None:
+    """The floor has the cell go on from the other, and the rule hears of it once it has been done, before the next report."""
+    rule = Told(worse=Copy("better", CHANGES))
+    sweep = Sweep(tmp_path, rule, room=1)
+    assert sweep.report("worse", 100, 9.0) == PAUSE
+    assert sweep.floor.exploited == [("worse", "better", CHANGES)]
+    assert sweep.floor.wishes == []
+    sweep.floor.copies.append({"cell": "worse", "source": "better", "step": 2, "tokens": 90, "changes": CHANGES})
+    sweep.report("worse", 120, 1.0)
+    assert rule.heard[1:] == [("copied", "worse", 90, CHANGES), ("report", "worse", 120, -1.0)]
+
+
+def test_the_last_report_decides_nothing(tmp_path: Path) -> None:
+    """A cell that ends by itself is neither stopped, nor paused, nor sent back to another's checkpoint; the rule hears of it."""
+    rule = Told(a=STOP, b=TURN, c=Copy("a", CHANGES))
+    sweep = Sweep(tmp_path, rule, left=1)
+    for name in "abc":
+        told = {TIME: 100, METRIC: 1.0, "step": 1, "last": True}
+        assert sweep.decisions.on_trial_result(None, trial(name), told) == CONTINUE
+    assert (sweep.floor.wishes, sweep.floor.exploited) == ([], [])
+    assert [heard[1] for heard in rule.heard] == ["a", "b", "c"]
+    assert len(sweep.events()) == 3
+
+
+def test_a_copy_of_nothing(tmp_path: Path) -> None:
+    """Where the other has no checkpoint yet the cell goes on as it is, or takes its turn."""
+    for left, expected in ((0, CONTINUE), (1, PAUSE)):
+        sweep = Sweep(tmp_path, Told(worse=Copy("better", CHANGES)), left=left)
+        sweep.floor.without.add("better")
+        assert sweep.report("worse", 100, 9.0) == expected
+        assert sweep.floor.exploited == []
+
+
+def test_a_cell_that_is_over(tmp_path: Path) -> None:
+    """The rule hears of it, whether or not it had an objective."""
+    rule = Told()
+    sweep = Sweep(tmp_path, rule)
+    sweep.decisions.on_trial_complete(None, trial("a"), {})
+    assert rule.heard == [("over", "a")]
+
+
+def test_a_driver_that_takes_over(tmp_path: Path) -> None:
+    """The rule is told the log: reports, copies, and last which cells are over."""
+    rule = Told()
+    events = [
+        Event("finished", 0.0, {"cell": "a"}),
+        Event("report", 0.0, {"cell": "a", "tokens": 100, "value": None}),
+        Event("exploited", 0.0, {"cell": "b", "source": "a", "step": 1, "tokens": 90, "changes": CHANGES}),
+        Event("failed", 0.0, {"cell": "c", "final": False}),
+        Event("failed", 0.0, {"cell": "d", "final": True}),
+        Event("stopped", 0.0, {"cell": "e"}),
+        Event("paused", 0.0, {"cell": "f"}),
+    ]
+    Sweep(tmp_path, rule).decisions.replay(events)
+    assert rule.heard == [
+        ("report", "a", 100, float("-inf")),
+        ("copied", "b", 90, CHANGES),
+        ("over", "a"),
+        ("over", "d"),
+        ("over", "e"),
+    ]
 
 
 def test_trials_are_the_cells_reports() -> None:
