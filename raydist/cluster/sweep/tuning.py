@@ -27,6 +27,7 @@ from raydist.cluster.sweep.cell import Wish
 from raydist.cluster.sweep.desk import NAME
 from raydist.cluster.sweep.floor import Floor
 from raydist.cluster.sweep.pbt import Population
+from raydist.cluster.sweep.search import Search
 from raydist.records import Event
 from raydist.spec.sweep import Axis, SweepSpec
 from raydist.spec.sweep.models import SchedulerSpec
@@ -84,7 +85,10 @@ class CellTrial(tune.Trainable):
 
 
 class CellQueue(_Unsaved, SearchAlgorithm):
-    """Gives the cells in their order, at most `at_once` at a time, each a trial of the same id, made when it is its turn."""
+    """Gives the cells in their order, at most `at_once` at a time, each a trial of the same id, made when it is its turn.
+
+    After them those that `search` chooses.
+    """
 
     def __init__(
         self,
@@ -92,8 +96,10 @@ class CellQueue(_Unsaved, SearchAlgorithm):
         at_once: int,
         node_ip: str,
         values: Callable[[str], Mapping[str, Any]] = lambda cell: {},
+        search: Search | None = None,
     ) -> None:
-        self._cells, self._count, self._at_once, self._values = iter(cells), len(cells), at_once, values
+        self._cells, self._at_once, self._values, self._search = iter(cells), at_once, values, search
+        self._count = len(cells) + (search.left if search is not None else 0)
         self._busy: set[str] = set()
         # Ray Tune takes no trial without a resource. This one pins its actor to the driver's node, and takes nothing from cells.
         self._resources = tune.PlacementGroupFactory([{f"node:{node_ip}": 0.0001}])
@@ -114,6 +120,10 @@ class CellQueue(_Unsaved, SearchAlgorithm):
         if len(self._busy) >= self._at_once or self.is_finished():
             return None
         cell = next(self._cells, None)
+        if cell is None and self._search is not None:
+            cell = self._search.next(wait=not self._busy)  # while others train, Ray Tune hears what they report
+            if cell is None and not self._search.over:
+                return None
         if cell is None:
             self.set_finished()
             return None

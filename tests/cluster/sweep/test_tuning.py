@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 from ray.tune.experiment import Trial
@@ -13,6 +13,7 @@ from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialSch
 from raydist.cluster.sweep.cell import Wish
 from raydist.cluster.sweep.floor import Floor
 from raydist.cluster.sweep.pbt import Population
+from raydist.cluster.sweep.search import Search
 from raydist.cluster.sweep.tuning import METRIC, TIME, CellQueue, CellTrial, Decisions, rungs, scheduler
 from raydist.records import Event
 from raydist.spec.sweep import Axis, SweepSpec
@@ -71,6 +72,35 @@ def test_cells_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     queue.next_trial()
     assert made == ["a", "b", "c", "d"]
     queue.on_trial_complete("b")
+    assert queue.next_trial() is None
+    assert queue.is_finished()
+
+
+def test_cells_of_a_search_come_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were chosen before first. While one is being chosen there is no trial, and that is no end; Ray Tune waits for it
+    only if nothing trains."""
+
+    class Chosen:
+        left, over = 2, False
+        answers: ClassVar = [None, "b", None, "c"]
+        waited: ClassVar[list[bool]] = []
+
+        def next(self, wait: bool) -> str | None:
+            self.waited.append(wait)
+            answer = self.answers.pop(0) if self.answers else None
+            self.over = not self.answers
+            return answer
+
+    monkeypatch.setattr("raydist.cluster.sweep.tuning.Trial", lambda *_, **told: told["trial_id"])
+    queue = CellQueue(["a"], 2, "10.0.0.1", search=cast(Search, Chosen()))
+    queue.add_configurations([SimpleNamespace(spec={"run": "x", "storage": None, "checkpoint_config": None})])
+    assert queue.total_samples == 3
+    assert [queue.next_trial() for _ in range(4)] == ["a", None, "b", None]
+    queue.on_trial_complete("a")
+    queue.on_trial_complete("b")
+    assert [queue.next_trial() for _ in range(2)] == [None, "c"]
+    assert Chosen.waited == [False, False, True, True]
+    assert not queue.is_finished()
     assert queue.next_trial() is None
     assert queue.is_finished()
 
