@@ -22,7 +22,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -120,8 +120,8 @@ class SweepDir(Folder):
 class SweepLog:
     """The writer of a sweep's events; one driver at a time (raydist/lease.py), and each makes its own.
 
-    `event` only buffers, and may be called from any thread; `flush` makes durable what was given before. Kinds and their data, each
-    with the id of its `cell`:
+    `event` only buffers, and may be called from any thread; `flush` makes durable what was given before. `heard` is called with
+    each event in the order of the file, and logs nothing itself. Kinds and their data, each with the id of its `cell`:
 
     queued; started: `workers`, `gpus` (of all of them together), `tokens` it goes on from; finished, stopped (by the scheduler:
     `because`) and paused (by the user or a limit: `because`): with `figures`, those of `raydist.report.sweep.figures.measure`;
@@ -131,8 +131,8 @@ class SweepLog:
     Without a cell: began, with `driver` and `cells`; ended, with `status` and `cause`.
     """
 
-    def __init__(self, sweep: SweepDir) -> None:
-        self._storage = sweep.storage
+    def __init__(self, sweep: SweepDir, heard: Callable[[Event], None] = lambda event: None) -> None:
+        self._storage, self._heard = sweep.storage, heard
         self._number = max((number for number, _ in sweep._segments()), default=0) + 1
         self._stored: list[bytes] = []
         self._waiting: list[bytes] = []
@@ -148,6 +148,7 @@ class SweepLog:
         line = _line(event.to_dict()).encode()
         with self._lock:
             self._waiting.append(line)
+            self._heard(event)
         return event
 
     def flush(self) -> None:

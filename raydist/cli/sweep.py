@@ -87,6 +87,10 @@ def run(
     else:
         tables.forecast(told)
     check(sweep, cells)
+    if sweep.spec.search.chooses:
+        from raydist.cluster.sweep.search import require
+
+        require(sweep.spec.search)
 
 
 def _train(

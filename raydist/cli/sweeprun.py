@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raydist.cli.train import progress, run_logs
-from raydist.errors import UsageError
 from raydist.storage import Storage
 from raydist.sweepdir import SweepDir
 from raydist.sweepstate import DONE, fold
@@ -27,12 +26,15 @@ def train_cells(
 ) -> tuple[SweepDir, int]:
     """Trains the cells that are not done yet, each as a run of its own in HOME/NAME/runs. `home`: the folder that holds the sweep.
 
+    Of a search that chooses its cells there are none here: those that it has chosen before, and will choose, come from the folder.
+
     Returns its folder, and the command's exit code: 0, or 130 or 143 if it was interrupted. Raises UserError if another driver has
     the sweep, or it cannot run here.
     """
     from raydist.cluster.session import open_session
     from raydist.cluster.supervisor import worker_env
     from raydist.cluster.sweep.plans import Datasets, Plans
+    from raydist.cluster.sweep.search import Search, require
     from raydist.cluster.sweep.sweep import SweepRun
     from raydist.lease import DriverLease
     from raydist.report.sweeplive import SweepConsole
@@ -40,36 +42,40 @@ def train_cells(
     from raydist.spec.sweep import check, store
 
     check(sweep, cells)
-    if not cells:
-        raise UsageError(
-            f"{sweep.source}: search: {sweep.spec.search.name} has no cells before it begins, and cannot be trained yet",
-            "take search: random, and scheduler: asha to end the bad ones early",
-        )
+    able = [cell for cell in sweep.scouts() if not cell.problems] if sweep.spec.search.chooses else cells
+    if sweep.spec.search.chooses:
+        require(sweep.spec.search)
     folder = SweepDir(Storage(home).at(sweep.name).uri)
     datasets = Datasets(home, progress)
     cwd, limits = Path.cwd(), sweep.spec.limits
-    names = {name for c in cells for name in (c.job.model.name, c.job.parallel.strategy)}
-    exporters = {e.name for c in cells for e in c.job.observe.exporters}
+    names = {name for c in able for name in (c.job.model.name, c.job.parallel.strategy)}
+    exporters = {e.name for c in able for e in c.job.observe.exporters}
     own_code = any(":" in name for name in names | exporters)
     place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
     with DriverLease(RunDir(folder.uri), wait_s=wait_for_driver) as lease:
         store(folder, sweep, cells)
-        states = fold(folder.events())
-        if all(cell.id in states and states[cell.id].status in DONE for cell in cells):
+        events = folder.events()
+        search = Search(sweep, events) if sweep.spec.search.chooses else None
+        if search is not None:
+            cells = search.cells
+        states = fold(events)
+        done = all(cell.id in states and states[cell.id].status in DONE for cell in cells)
+        if done and (search is None or search.over):
             return folder, 0
-        datasets.of(cells[0].job)
+        datasets.of(able[0].job)
         with (
             run_logs(RunDir(folder.uri)) as log_dir,
             open_session(
                 place,
-                env=worker_env(cells[0].job),
+                env=worker_env(able[0].job),
                 log_dir=log_dir,
                 python_path=[str(cwd)] if place == "local" else [],
                 working_dir=cwd if own_code else None,
                 ranks=True,
             ) as session,
         ):
-            plans = Plans(cells, folder, datasets, session, sweep.spec.array.concurrent)
+            known = cells if search is None else [*(cell for cell in cells if not cell.problems), *able]
+            plans = Plans(known, folder, datasets, session, sweep.spec.array.concurrent)
             with SweepConsole(sweep.name, limits.cost_per_gpu_hour) as console:
                 ended = SweepRun(
                     sweep.spec,
@@ -81,6 +87,8 @@ def train_cells(
                     console,
                     tokens=plans.tokens,
                     at_once=plans.at_once,
+                    search=search,
+                    keep=plans.add,
                     lost=lease.lost,
                 ).run()
     if ended.status == "paused":

@@ -44,4 +44,13 @@ def test_what_a_sweep_has_not(sent: list[list[str]]) -> None:
         submitted("grid.yaml", until=3, fresh=True, working_dir=Path())
     with pytest.raises(SpecError, match=r"model\.widht"):
         submitted("grid.yaml", overrides=["model.widht=3"], working_dir=Path())
+    Path("search.yaml").write_text(
+        yaml.safe_dump({
+            "base": "job.yaml",
+            "array": {"type": "random", "samples": 3, "parameters": {"heads": {"choice": [3, 7]}}},
+            "search": "optuna",
+        })
+    )  # fmt: skip
+    with pytest.raises(SpecError, match=r"model\.heads: 3 does not divide"):
+        submitted("search.yaml", working_dir=Path())
     assert sent == []

@@ -14,8 +14,8 @@ import pytest
 from raydist.cli import main as cli
 from raydist.rundir import SPEC
 from raydist.spec import dump, load
-from raydist.spec.sweep import load_sweep, store
-from raydist.sweepdir import SweepDir, SweepLog
+from raydist.spec.sweep import load_sweep, note, store
+from raydist.sweepdir import CellNote, SweepDir, SweepLog
 
 ROOT = Path(__file__).parents[2]
 LR_BATCH = str(ROOT / "tune_sweeps/lr-batch.yaml")
@@ -93,6 +93,76 @@ def test_bad_cells_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     told = strict(call(capsys, "sweep", str(path), "--dry-run", "--json", "--storage", str(tmp_path))[1])
     assert [len(cell["problems"]) for cell in told["cells"]] == [0, 1]
     assert told["totals"]["invalid"] == 1
+
+
+def test_a_dry_run_of_a_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No cells yet: how many, from what, their tokens at most, what may fail; and what is missing here, with exit code 2."""
+    path = tmp_path / "s.yaml"
+    path.write_text(
+        f"base: {ROOT / 'jobs/quickstart.yaml'}\narray: {{type: random, samples: 20, seeds: 2, parameters: "
+        "{heads: {choice: [5, 4, 2]}, layers: {int_uniform: [1, 2]}}}\nsearch: bayes"
+    )
+    code, out, err = call(capsys, "sweep", str(path), "--dry-run", "--storage", str(tmp_path / "runs"))
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "12 cells, 6 points; 9,830,400 tokens",
+        "search: bayes chooses 6 points as results come, each with 2 seeds: tokens, hours and cost are at most these",
+        "from heads 2, 4, 5; layers 1 to 2, whole",
+        "there are no more than 6 points, array.samples is 20",
+        f"{path}: model.heads: 5 does not divide width 128; try 2 or 4 or 8 (in heads5-layers2-seed17-gnguxsyw): such cells "
+        "fail when they are chosen",
+        "hours and cost: measured as it runs",
+    ]
+    told = strict(call(capsys, "sweep", str(path), "--dry-run", "--json", "--storage", str(tmp_path))[1])
+    assert (told["cells"], told["totals"]["cells"], told["totals"]["tokens"]) == ([], 12, 12 * 819_200)
+    monkeypatch.setattr("raydist.cluster.sweep.search.find_spec", lambda name: None)
+    for options in (["--dry-run"], []):
+        code, _, err = call(capsys, "sweep", str(path), *options, "--storage", str(tmp_path / "runs"))
+        assert (code, err.splitlines()[0]) == (
+            2, "raydist: search.name: bayes needs optuna and scipy, which the driver has not",
+        )  # fmt: skip
+        assert 'pip install "raydist[optuna]"' in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_search_that_has_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells are in the results from the log: those that train, those that failed and those that are no jobs."""
+    sweep = load_sweep(ROOT / "tune_sweeps/optuna.yaml")
+    folder = SweepDir(tmp_path / "optuna")
+    store(folder, sweep, [])
+    assert strict(call(capsys, "sweep", "results", folder.uri, "--json")[1])["points"] == []
+    log = SweepLog(folder)
+    for number, rate in enumerate((1e-3, 1e-2, -1.0)):
+        point = {"optim.lr": rate, "optim.weight_decay": 0.1, "train.global_batch": 32}
+        cell = sweep.cell(point, number, number)
+        valid = CellNote(number, cell.id, number, point, cell.seed)
+        log.event("added", cell.id, note=valid.to_dict() if cell.problems else note(cell).to_dict())
+        if cell.problems:
+            log.event("failed", cell.id, cause="; ".join(cell.problems), final=True)
+        else:
+            log.event("started", cell.id, workers=2, gpus=0.0)
+            log.event(
+                "finished",
+                cell.id,
+                figures={"eval_loss": 3.0 - number, "tokens": 819200, "tokens_per_second": 819200.0},
+            )
+            folder.run(cell.id).storage.write(SPEC, dump(cell.job).encode())
+    log.flush()
+    told = strict(call(capsys, "sweep", "results", folder.uri, "--json")[1])
+    assert [(row["status"], row["objective"]) for row in told["points"]] == [
+        ("finished", 3.0), ("finished", 2.0), ("failed", None),
+    ]  # fmt: skip
+    assert "optim.lr: -1.0: input should be greater than 0" in told["points"][2]["cause"]
+    out = tmp_path / "best.yaml"
+    assert call(capsys, "sweep", "best", folder.uri, "-o", str(out))[0] == 0
+    assert load(out).optim.lr == 1e-2
+    assert call(capsys, "sweep", "report", folder.uri)[0] == 0
+    shown = call(
+        capsys, "sweep", str(ROOT / "tune_sweeps/optuna.yaml"), "--dry-run", "--json", "--storage", str(tmp_path)
+    )
+    assert strict(shown[1])["totals"]["hours"] == pytest.approx(24 / 2 / 3600, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,12 @@ class Sweeps:
         self.project = project
 
     def write(self, name: str, cells: list[dict[str, Any]], concurrent: int, **sections: Any) -> None:
-        """NAME.yaml, of these cells; and the folder for what their processes note."""
+        """NAME.yaml, of these cells, or parameters of another `array`; and the folder for what their processes note."""
         marks = self.marks(name)
         marks.mkdir(parents=True)
         base = {**BASE, "model": {**BASE["model"], "options": {"marks": str(marks)}}}
         (self.project.root / f"{name}-base.yaml").write_text(yaml.safe_dump(base))
-        array = {"type": "list", "parameters": cells, "concurrent": concurrent}
+        array = {"type": "list", "parameters": cells, "concurrent": concurrent, **sections.pop("array", {})}
         told = {"base": f"{name}-base.yaml", "array": array, **sections}
         (self.project.root / f"{name}.yaml").write_text(yaml.safe_dump(told))
 
@@ -220,6 +220,37 @@ def test_killed_and_started_again(sweeps: Sweeps) -> None:
     before = tree(sweeps, "again", second)
     sweeps.run("again")
     assert tree(sweeps, "again", second) == before
+
+
+def test_a_search_that_is_killed(sweeps: Sweeps) -> None:
+    """optuna chooses four points. SIGKILL to the driver while the second trains: the same command leaves the first one alone, goes
+    on with the second, and chooses two more; the four are in the results, the best is ready to train."""
+    ranges = [{"learning_rate": {"log_uniform": [1e-4, 1e-1]}}]
+    sweeps.write("search", ranges, 1, array={"type": "random", "samples": 4}, search="optuna")
+    process = sweeps.start("search")
+    until(process, lambda: sweeps.folder("search").exists() and len(sweeps.cells("search")) == 2)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    psutil.wait_procs(children, timeout=60)
+    process.communicate(timeout=60)
+    first, second = sweeps.cells("search")
+    before = tree(sweeps, "search", first)
+
+    told = sweeps.run("search")
+    cells = sweeps.cells("search")
+    assert cells[:2] == [first, second]
+    assert len(set(cells)) == 4
+    assert tree(sweeps, "search", first) == before
+    assert len(sweeps.events("search", first, "started")) == 1
+    assert told["counts"] == {"finished": 4}
+    assert sorted(row["cells"][0] for row in told["points"]) == sorted(cells)
+    losses = {cell: sweeps.losses("search", cell) for cell in cells}
+    assert all(len(steps) == 12 for steps in losses.values())
+    assert len({row["parameters"]["optim.lr"] for row in told["points"]}) == 4
+    done = sweeps.project.raydist("sweep", "best", "search")
+    assert yaml.safe_load(done.stdout)["optim"]["lr"] == told["points"][told["best"]]["parameters"]["optim.lr"]
+    sweeps.run("search")
+    assert sweeps.cells("search") == cells
 
 
 def test_an_interrupt(sweeps: Sweeps) -> None:

@@ -70,6 +70,10 @@ class Plans:
             preflight.check(self._fitted(job), session, folder.uri, datasets.of(job).uri)
         self.tokens = max(self._tokens(cell.job) for cell in cells)
 
+    def add(self, cell: Cell) -> None:
+        """One that a search has chosen: between those that were checked."""
+        self._cells[cell.id] = cell
+
     def __call__(self, cell: str, changes: Mapping[str, Any]) -> Plan:
         """The cell of that id, with these values in place of its own: dotted field -> value. Its run goes on with them."""
         job, run = self._fitted(self._cells[cell].job), self._folder.run(cell)

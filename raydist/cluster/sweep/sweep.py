@@ -23,8 +23,10 @@ from raydist.cluster.sweep.cell import Live, Plan
 from raydist.cluster.sweep.desk import start_desk
 from raydist.cluster.sweep.floor import Floor, Pool
 from raydist.cluster.sweep.limits import HOUR, Spent, before, reached
+from raydist.cluster.sweep.sampler import start_sampler
+from raydist.cluster.sweep.search import Search, asker
 from raydist.errors import RaydistError, StorageError, TrainingStopped
-from raydist.spec.sweep import Axis, SweepSpec
+from raydist.spec.sweep import Axis, Cell, SweepSpec
 from raydist.sweepdir import SweepDir, SweepLog
 from raydist.sweepstate import DONE, fold
 
@@ -58,7 +60,8 @@ class SweepRun:
     """Use once: `SweepRun(...).run()`.
 
     `cells`: id -> parameters of all cells, in order; `plan` makes one of them ready to train, see `Floor`; `tokens`: those of the
-    longest cell. `at_once`: how many train at a time. `lost`: see `DriverLease.lost`.
+    longest cell. `at_once`: how many train at a time. `search` chooses the cells after those; `keep` is given each. `lost`: see
+    `DriverLease.lost`.
     """
 
     def __init__(
@@ -73,11 +76,13 @@ class SweepRun:
         *,
         tokens: int,
         at_once: int,
+        search: Search | None = None,
+        keep: Callable[[Cell], None] = lambda cell: None,
         lost: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
         self._spec, self._axes, self._folder, self._cells, self._plan = spec, axes, folder, cells, plan
         self._session, self._view, self._tokens, self._at_once = session, view, tokens, at_once
-        self._lost = lost
+        self._search, self._keep, self._lost = search, keep, lost
         self._signals: list[int] = []
         self._error: BaseException | None = None
         self._gone = False
@@ -100,12 +105,19 @@ class SweepRun:
         self._done: dict[str, str] = {cell: status for cell, status in known.items() if status in DONE}
         waiting = [cell for cell in self._cells if cell not in self._done]
         spent = before(events)
-        if not waiting:
+        search = self._search
+        to_come = search.left if search is not None else 0
+        self._count = len(self._cells) + to_come
+        if not waiting and not to_come:
             return Ended("finished")
-        log = SweepLog(self._folder)
-        log.event("began", driver=self._session.node_ip, cells=len(self._cells))
+        log = SweepLog(self._folder, search.note) if search is not None else SweepLog(self._folder)
+        log.event("began", driver=self._session.node_ip, cells=self._count)
         log.flush()
-        pool = Pool(self._session, min(self._at_once, len(waiting)))
+        if search is not None:
+            sampler = start_sampler(self._axes, self._spec.search, self._spec.objective.better)
+            search.begin(log, asker(sampler), self._keep, self._over)
+            waiting = [cell for cell in waiting if cell not in self._done]
+        pool = Pool(self._session, min(self._at_once, len(waiting) + to_come))
         desk = start_desk()
         limits = self._spec.limits
         floor = Floor(
@@ -120,11 +132,14 @@ class SweepRun:
             allowed=limits.failures_per_cell,
             over=self._over,
         )
-        for cell in waiting[: self._at_once]:
+        first = waiting[: self._at_once]
+        if search is not None:
+            first += [search.like] * (min(self._at_once, len(waiting) + to_come) - len(first))
+        for cell in first:
             with suppress(RaydistError):  # of a cell that cannot train it is said when it is its turn
                 pool.warm(self._plan(cell, {}))  # while Ray Tune starts
         scratch = self._session.temp_dir / f"tune-{self._session.job_id}"
-        queue = tuning.CellQueue(waiting, self._at_once, self._session.node_ip)
+        queue = tuning.CellQueue(waiting, self._at_once, self._session.node_ip, search)
         rule = rules.make(self._spec, self._axes, self._tokens, self._cells.__getitem__)
         decisions = tuning.Decisions(rule, self._spec.objective.better, floor, log, queue)
 
@@ -167,6 +182,8 @@ class SweepRun:
             shutil.rmtree(scratch, ignore_errors=True)
         if self._error is not None:
             raise self._error
+        if search is not None and search.because:
+            self._view.note(search.because)
         return ended
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -217,5 +234,5 @@ class SweepRun:
             log.flush()
         live = floor.live()
         counts = Counter(self._done.values())
-        counts |= {"running": len(live), "waiting": len(self._cells) - len(self._done) - len(live)}
+        counts |= {"running": len(live), "waiting": self._count - len(self._done) - len(live)}
         self._view.update(live, counts, self._spent(floor))

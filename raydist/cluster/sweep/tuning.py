@@ -29,6 +29,7 @@ from raydist.cluster.sweep.cell import Wish
 from raydist.cluster.sweep.desk import NAME
 from raydist.cluster.sweep.floor import Floor
 from raydist.cluster.sweep.rules import GO, Copy, Rule, Stop, Turn, replay, score
+from raydist.cluster.sweep.search import Search
 from raydist.records import Event
 from raydist.sweepdir import SweepLog
 
@@ -81,12 +82,16 @@ class CellTrial(tune.Trainable):
 
 
 class CellQueue(_Unsaved, SearchAlgorithm):
-    """Gives the cells in their order, at most `at_once` at a time, each a trial of the same id, made when it is its turn."""
+    """Gives the cells in their order, at most `at_once` at a time, each a trial of the same id, made when it is its turn.
 
-    def __init__(self, cells: Sequence[str], at_once: int, node_ip: str) -> None:
-        self._cells, self._count, self._at_once = iter(cells), len(cells), at_once
-        self.left = len(cells)
-        """Cells that have no trial yet."""
+    After them those that `search` chooses.
+    """
+
+    def __init__(self, cells: Sequence[str], at_once: int, node_ip: str, search: Search | None = None) -> None:
+        self._cells, self._at_once, self._search = iter(cells), at_once, search
+        self._known = len(cells)
+        """Of the first kind, those that have no trial yet."""
+        self._count = self.left
         self._busy: set[str] = set()
         # Ray Tune takes no trial without a resource. This one pins its actor to the driver's node, and takes nothing from cells.
         self._resources = tune.PlacementGroupFactory([{f"node:{node_ip}": 0.0001}])
@@ -107,10 +112,15 @@ class CellQueue(_Unsaved, SearchAlgorithm):
         if self.room <= 0 or self.is_finished():
             return None
         cell = next(self._cells, None)
+        if cell is not None:
+            self._known -= 1
+        elif self._search is not None:
+            cell = self._search.next(wait=not self._busy)  # while others train, Ray Tune hears what they report
+            if cell is None and not self._search.over:
+                return None
         if cell is None:
             self.set_finished()
             return None
-        self.left -= 1
         self._busy.add(cell)
         return Trial(
             self._spec["run"],
@@ -127,6 +137,11 @@ class CellQueue(_Unsaved, SearchAlgorithm):
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
         """Ray Tune's: there is room again."""
         self._busy.discard(trial_id)
+
+    @property
+    def left(self) -> int:
+        """Cells that have no trial yet: so many, or at most so many of a search."""
+        return self._known + (self._search.left if self._search is not None else 0)
 
     @property
     def room(self) -> int:

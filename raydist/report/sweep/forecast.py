@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from raydist.errors import RaydistError
+from raydist.report.sweep import unchosen
 from raydist.report.sweep.figures import measure
 from raydist.rundir import SPEC, RunDir
 from raydist.runlog import plain
@@ -51,7 +52,7 @@ def paces(storage: Storage, sweep: Sweep, cells: Iterable[Cell]) -> list[Pace]:
     folder = SweepDir(storage.at(sweep.name).uri)
     if folder.exists():
         states = fold(folder.events())
-        for cell in cells:
+        for cell in unchosen.chosen(sweep, folder) if sweep.spec.search.chooses else cells:
             speed = states[cell.id].figures.get("tokens_per_second") if cell.id in states else None
             if speed and cell.spec is not None:
                 found.append(Pace(kind(cell.spec), float(speed), f"cell {cell.id}"))
@@ -71,16 +72,22 @@ def tell(sweep: Sweep, cells: Sequence[Cell], known: Sequence[Pace]) -> dict[str
     speeds = {pace.kind: pace for pace in known}
     rate = sweep.spec.limits.cost_per_gpu_hour
     rows = [_row(cell, speeds, rate) for cell in cells]
-    at_once = sweep.spec.array.concurrent
+    points, at_once = len({cell.point for cell in cells}), sweep.spec.array.concurrent
+    scouts: list[Cell] = []
+    taken = rows
+    if sweep.spec.search.chooses:  # those at the ends of the space stand for the others
+        scouts, points = sweep.scouts(), sweep.most()
+        able = [_row(cell, speeds, rate) for cell in scouts if not cell.problems]
+        taken = [unchosen.longest(able, ("tokens", "gpu_hours", "hours", "cost"))] * (points * sweep.spec.array.seeds)
     totals = {
-        "cells": len(rows),
-        "points": len({cell.point for cell in cells}),
+        "cells": len(taken),
+        "points": points,
         "invalid": sum(bool(row["problems"]) for row in rows),
         "at_once": at_once,
-        "tokens": _all([row["tokens"] for row in rows]),
-        "gpu_hours": _all([row["gpu_hours"] for row in rows]),
-        "hours": _clock([row["hours"] for row in rows], at_once),
-        "cost": _all([row["cost"] for row in rows]),
+        "tokens": _all([row["tokens"] for row in taken]),
+        "gpu_hours": _all([row["gpu_hours"] for row in taken]),
+        "hours": _clock([row["hours"] for row in taken], at_once),
+        "cost": _all([row["cost"] for row in taken]),
     }
     limits = sweep.spec.limits.model_dump()
     over = [
@@ -91,7 +98,7 @@ def tell(sweep: Sweep, cells: Sequence[Cell], known: Sequence[Pace]) -> dict[str
     return dict(
         plain({
             "v": 1, "sweep": sweep.name, "source": sweep.source, "base": sweep.base.name, "cells": rows, "totals": totals,
-            "limits": limits, "over": over, "notes": _notes(sweep, cells, known, totals),
+            "limits": limits, "over": over, "notes": _notes(sweep, [*cells, *scouts], known, totals),
         })
     )  # fmt: skip
 
@@ -135,10 +142,10 @@ def _clock(hours: Sequence[float | None], at_once: int | None) -> float | None:
 
 def _notes(sweep: Sweep, cells: Sequence[Cell], known: Sequence[Pace], totals: dict[str, Any]) -> list[str]:
     notes = []
-    if sweep.spec.search.name == "optuna":
-        notes.append(f"search: optuna chooses the {sweep.spec.array.samples} points as it runs")
+    if sweep.spec.search.chooses:
+        notes += unchosen.notes(sweep, cells)
     asked = (sweep.spec.array.samples or 0) * sweep.spec.array.seeds
-    if sweep.spec.array.type == "random" and sweep.spec.search.name != "optuna" and totals["cells"] < asked:
+    if sweep.spec.array.type == "random" and not sweep.spec.search.chooses and totals["cells"] < asked:
         notes.append(f"{asked - totals['cells']} draws repeat others, and are left out")
     if known:
         of = known[-1] if known[-1].where.startswith("run") else known[0]

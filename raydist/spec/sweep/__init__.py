@@ -5,6 +5,7 @@ Runs anywhere.
     models.py   what the file may say
     names.py    short names of parameters
     space.py    axes and points: grids, zips, lists, draws
+    extent.py   how far a space reaches: how many points it has, and its ends
     equal.py    what makes cells comparable: steps by tokens, held-out batches, micro-batches
     cells.py    a point and a seed -> a whole job spec with an id
     load.py     the file, checked as a whole

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from raydist.errors import SpecError
 from raydist.spec.load import Layer, merge, merged, nest, resolve
 from raydist.spec.models import JobSpec
-from raydist.spec.sweep import names, space
+from raydist.spec.sweep import extent, names, space
 from raydist.spec.sweep.equal import adjusted, tokens
 from raydist.spec.sweep.models import SweepSpec
 
@@ -74,7 +74,7 @@ class Sweep:
     def cells(self) -> list[Cell]:
         """All cells in their order: every point with the first seed, then with the second. Of points that come twice, the first.
 
-        For `search: optuna` there are none yet: `cell` makes them.
+        For `search: optuna` and `bayes` there are none yet: `cell` makes them, and `scouts` are those that can be looked at before.
         """
         found: dict[str, Cell] = {}
         points = list(space.points(self.spec, self.axes))
@@ -83,6 +83,16 @@ class Sweep:
                 cell = self.cell(point, len(found), number, repeat)
                 found.setdefault(cell.id, cell)
         return list(found.values())
+
+    def scouts(self) -> list[Cell]:
+        """Cells from the ends of the space, of which a search may choose any: what holds for them holds for those between."""
+        return [self.cell(point, i, i) for i, point in enumerate(extent.extremes(self.axes))]
+
+    def most(self, chosen: Iterable[space.Point] = ()) -> int:
+        """Points that a search may choose in all, those `chosen` included: `array.samples`, or as many as there are."""
+        size, samples = extent.size(self.axes), self.spec.array.samples or 0
+        elsewhere = sum(not extent.holds(self.axes, point) for point in chosen)
+        return samples if size is None else min(samples, size + elsewhere)
 
     def cell(self, point: space.Point, index: int, number: int, repeat: int = 0) -> Cell:
         """The cell of a point: field -> value. `number` is the point's, `repeat` that of its seed, both from 0."""
@@ -148,8 +158,15 @@ def _canonical(value: Any) -> str:
 
 
 def check(sweep: Sweep, cells: Iterable[Cell]) -> None:
-    """Raises SpecError if a cell is no valid job, or the scheduler's rungs are not on its way: a line for each problem."""
-    lines = _problems(cells := list(cells))
+    """Raises SpecError if a cell is no valid job, or the scheduler's rungs are not on its way: a line for each problem.
+
+    For `search: optuna` and `bayes`: if no cell that can come is one. Single ones that are none fail when they come.
+    """
+    cells = list(cells)
+    if sweep.spec.search.chooses:
+        scouts = sweep.scouts()
+        cells += [cell for cell in scouts if not cell.problems] or scouts
+    lines = _problems(cells)
     known = [cell.tokens for cell in cells if cell.tokens is not None]
     rungs = sweep.spec.scheduler.rungs
     if rungs and known and rungs[-1] >= min(known):

@@ -42,7 +42,9 @@ class ArraySpec(Part):
         "{uniform: [a, b]}, {log_uniform: [a, b]}, {int_uniform: [a, b]} (both ends included), {choice: [...]}.",
     )
     samples: int | None = Field(
-        None, ge=1, description="random: how many draws; search: random or optuna: how many of the grid's cells."
+        None,
+        ge=1,
+        description="random: how many draws; search: random, optuna or bayes: how many points of the grid are taken.",
     )
     concurrent: int | None = Field(
         None, ge=1, description="Cells that train at the same time; null: as many as the cluster has room for."
@@ -134,12 +136,23 @@ class SchedulerSpec(Part):
 class SearchSpec(Part):
     """In which order cells come, and whether what they gave decides on the next ones."""
 
-    name: Literal["grid", "random", "optuna"] | None = Field(
+    name: Literal["grid", "random", "optuna", "bayes"] | None = Field(
         None,
-        description="grid: all cells, in their order; random: `array.samples` of them, drawn; optuna: `array.samples` cells, each "
-        "chosen by the results so far (raydist[optuna]); null: grid, and for array.type: random its draws.",
+        description="grid: all cells, in their order; random: `array.samples` of them, drawn; optuna: `array.samples` points, each "
+        "chosen by the results so far, by tree-structured Parzen estimators; bayes: the same by a Gaussian process, for few and "
+        "costly cells (both need raydist[optuna]); null: grid, and for array.type: random its draws.",
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="All draws come from it: draw i is a function of it and i alone.")
+    seed: int = Field(
+        0,
+        ge=0,
+        lt=2**63,
+        description="All draws come from it: draw i is a function of it and i alone; under optuna and bayes of the results, too.",
+    )
+
+    @property
+    def chooses(self) -> bool:
+        """Whether points are chosen as results come, so that there are none before."""
+        return self.name in ("optuna", "bayes")
 
 
 METRICS = {"eval_loss": "min", "loss": "min", "tokens_per_second": "max"}
@@ -217,21 +230,19 @@ class SweepSpec(Part):
             raise problem(
                 "search.name", "grid", "has no grid to go through: array.type is random", "leave it out, or optuna"
             )
-        if samples is None and (kind == "random" or search in ("random", "optuna")):
+        if samples is None and (kind == "random" or search == "random" or self.search.chooses):
             asking = "array.type: random" if kind == "random" else f"search.name: {search}"
             raise problem("array.samples", None, f"is needed by {asking}", "say how many cells are drawn")
         if samples is not None and kind != "random" and search in (None, "grid"):
             raise problem(
                 "array.samples", samples, f"says nothing: a {kind} has its cells", "leave it out, or search: random"
             )
-        if search == "optuna" and kind in ("zip", "list"):
-            raise problem(
-                "search.name", "optuna", f"cannot choose in a {kind}", "array.type: random or parameter_sweep"
-            )
+        if self.search.chooses and kind in ("zip", "list"):
+            raise problem("search.name", search, f"cannot choose in a {kind}", "array.type: random or parameter_sweep")
         if self.scheduler.name == "pbt" and self.array.seeds > 1:
             raise problem("array.seeds", self.array.seeds, "do not go with pbt, whose cells mix", "leave it out")
-        if self.scheduler.name == "pbt" and search == "optuna":
-            raise problem("search.name", "optuna", "and pbt both choose values", "take one of them")
+        if self.scheduler.name == "pbt" and self.search.chooses:
+            raise problem("search.name", search, "and pbt both choose values", "take one of them")
         return self
 
 

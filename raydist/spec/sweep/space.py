@@ -51,6 +51,12 @@ class Axis:
                 value = self.low + u * (self.high - self.low)
             case "log_uniform":
                 value = self.low * (self.high / self.low) ** u
+        return self.tidy(value)
+
+    def tidy(self, value: float) -> Any:
+        """A value of the range, as cells have it: whole, or of 5 significant digits."""
+        if self.kind == "int_uniform":
+            return int(value)
         return min(max(float(f"{value:.{DIGITS}g}"), self.low), self.high)
 
 
@@ -145,9 +151,9 @@ def _range(name: str, dotted: str, kind: Any, bounds: Any) -> Axis | str:
 
 
 def points(spec: SweepSpec, space: list[Axis]) -> Iterator[Point]:
-    """The points of the array in their order; for `search: optuna` none, for results choose them."""
+    """The points of the array in their order; for `search: optuna` and `bayes` none, for results choose them."""
     array, seed = spec.array, spec.search.seed
-    if spec.search.name == "optuna":
+    if spec.search.chooses:
         return
     fields = [axis.field for axis in space]
     if array.type == "random":

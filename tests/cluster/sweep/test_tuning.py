@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 from ray.tune.experiment import Trial
@@ -14,6 +14,7 @@ from ray.tune.schedulers import TrialScheduler
 from raydist.cluster.sweep.cell import Wish
 from raydist.cluster.sweep.floor import Floor
 from raydist.cluster.sweep.rules import GO, STOP, TURN, Copy, Decision, Rule
+from raydist.cluster.sweep.search import Search
 from raydist.cluster.sweep.tuning import METRIC, TIME, CellQueue, CellTrial, Decisions, Turns
 from raydist.records import Event
 from raydist.sweepdir import SweepDir, SweepLog
@@ -143,6 +144,35 @@ def test_turns() -> None:
     turns.leave(b)
     turns.leave(a)
     assert (turns.first(), len(turns)) == (None, 0)
+
+
+def test_cells_of_a_search_come_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were chosen before first. While one is being chosen there is no trial, and that is no end; Ray Tune waits for it
+    only if nothing trains."""
+
+    class Chosen:
+        left, over = 2, False
+        answers: ClassVar = [None, "b", None, "c"]
+        waited: ClassVar[list[bool]] = []
+
+        def next(self, wait: bool) -> str | None:
+            self.waited.append(wait)
+            answer = self.answers.pop(0) if self.answers else None
+            self.over = not self.answers
+            return answer
+
+    monkeypatch.setattr("raydist.cluster.sweep.tuning.Trial", lambda *_, **told: told["trial_id"])
+    queue = CellQueue(["a"], 2, "10.0.0.1", search=cast(Search, Chosen()))
+    queue.add_configurations([SimpleNamespace(spec={"run": "x", "storage": None, "checkpoint_config": None})])
+    assert queue.total_samples == 3
+    assert [queue.next_trial() for _ in range(4)] == ["a", None, "b", None]
+    queue.on_trial_complete("a")
+    queue.on_trial_complete("b")
+    assert [queue.next_trial() for _ in range(2)] == [None, "c"]
+    assert Chosen.waited == [False, False, True, True]
+    assert not queue.is_finished()
+    assert queue.next_trial() is None
+    assert queue.is_finished()
 
 
 def test_a_stop_is_carried_out_and_written_down(tmp_path: Path) -> None:

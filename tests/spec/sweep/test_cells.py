@@ -139,10 +139,11 @@ def test_some_of_a_grid(tmp_path: Path) -> None:
     assert found[99] != sorted(found[99])
 
 
-def test_optuna_chooses_its_own_points(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["optuna", "bayes"])
+def test_a_search_chooses_its_own_points(tmp_path: Path, name: str) -> None:
     """There is no cell before it has; the sweep makes one of each point that it chooses."""
     path = tmp_path / "s.yaml"
-    path.write_text(f"base: {QUICKSTART}\n{DRAWS.format(5, '', 0)}".replace("search: {", "search: {name: optuna, "))
+    path.write_text(f"base: {QUICKSTART}\n{DRAWS.format(5, '', 0)}".replace("search: {", f"search: {{name: {name}, "))
     sweep = load_sweep(path)
     assert sweep.cells() == []
     assert [axis.kind for axis in sweep.axes] == ["log_uniform", "uniform", "int_uniform", "values"]
@@ -151,6 +152,20 @@ def test_optuna_chooses_its_own_points(tmp_path: Path) -> None:
     assert sweep.cell({"optim.lr": -1}, 0, 0).problems == (
         f"{path}: optim.lr: -1: input should be greater than 0; see `raydist schema` or docs/spec.md",
     )
+
+
+def test_the_ends_of_a_search_are_looked_at(tmp_path: Path) -> None:
+    """If cells at some end are no jobs, those may fail when they come; if all are none, nothing starts."""
+    path = tmp_path / "s.yaml"
+    text = "base: {}\narray: {{samples: 9, parameters: {{heads: {}, lr: [1, 2, 3]}}}}\nsearch: optuna"
+    path.write_text(text.format(QUICKSTART, "[2, 5]"))
+    sweep = load_sweep(path)
+    check(sweep, sweep.cells())
+    assert [bool(cell.problems) for cell in sweep.scouts()] == [False, True, True, False]
+    assert (sweep.most(), sweep.most([{"optim.clip": 1}])) == (6, 7)
+    path.write_text(text.format(QUICKSTART, "[5, 7]"))
+    with pytest.raises(SpecError, match="5 does not divide width"):
+        check(load_sweep(path), [])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tune_sweeps").glob("*.yaml")), ids=lambda p: p.name)

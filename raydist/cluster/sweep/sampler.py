@@ -1,0 +1,194 @@
+"""Which point a search tries next, by what those before it gave: optuna's Parzen estimators, or its Gaussian process.
+
+Runs in: one zero-CPU actor on the driver's node, made only for `search: optuna` and `bayes`. optuna is imported in functions, and
+`bayes` has it import torch: hence the actor, for the driver never has torch. Imports ray in `start_sampler` only.
+
+Nothing is kept from one question to the next: the study is made anew from all that was told, with a sampler seeded by search.seed
+and the number of points. So the answer is a function of the question, whatever has been restarted in between.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from raydist.spec.sweep import Axis, Point
+from raydist.spec.sweep.extent import holds, ordered, size
+from raydist.spec.sweep.models import SearchSpec
+from raydist.spec.sweep.space import MOST_CELLS, draw, uniform
+
+NAME = "raydist-sampler"
+_AGAIN = 4
+"""Questions to optuna for one point, where it answers with one that there is; after that it is drawn from those that are left."""
+_DRAWS = 64
+_STARTUP = 10
+"""Points that are drawn before the first is chosen: optuna's own number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A point that was chosen, and what has become of it. `value` is the objective's, of a stopped one after `tokens`."""
+
+    point: Mapping[str, Any]
+    state: Literal["running", "finished", "stopped", "failed"] = "running"
+    value: float | None = None
+    tokens: int = 0
+
+
+class Sampler:
+    """Of a space, for a `search` that chooses: optuna or bayes. `better`: the objective's mode."""
+
+    def __init__(self, axes: Sequence[Axis], search: SearchSpec, better: Literal["min", "max"]) -> None:
+        self._fixed = {axis.field: axis.values[0] for axis in axes if axis.fixed}
+        self._fields = [axis.field for axis in axes]
+        self._axes = [_Scale(axis) for axis in axes if not axis.fixed]
+        self._space = list(axes)
+        self._gaussian, self._seed, self._better = search.name == "bayes", search.seed, better
+
+    def ask(self, told: Sequence[Told]) -> Point | None:
+        """The next point: none that is among `told`, all of them that there have been, in order. None if there is no other."""
+        places = [self._place(one.point) for one in told]
+        taken = {place for place in places if place is not None}
+        count = size(self._space)
+        if count is not None and len(taken) >= count:
+            return None
+        if not self._axes:
+            return None if told else dict(self._fixed)
+        known = [(place, one) for place, one in zip(places, told, strict=True) if place is not None]
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # of what is experimental in it: constraints.txt has the version that was tested
+            for place in itertools.chain(self._asked(known, len(told)), self._left(taken, len(told), count)):
+                if place not in taken:
+                    return self._point(place)
+        return None
+
+    def _asked(self, known: Sequence[tuple[tuple[Any, ...], Told]], number: int) -> Iterator[tuple[Any, ...]]:
+        """What optuna answers, again and again: it knows of its answers before, as of points that are being tried."""
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        distributions = {scale.field: scale.distribution() for scale in self._axes}
+        direction = "minimize" if self._better == "min" else "maximize"
+        study = optuna.create_study(direction=direction, sampler=self._sampler(number))
+        for place, one in self._fit_to_tell(known):
+            study.add_trial(self._trial(place, one, distributions))
+        for _ in range(_AGAIN):
+            params = study.ask(distributions).params
+            yield tuple(scale.tidy(params[scale.field]) for scale in self._axes)
+
+    def _sampler(self, number: int) -> Any:
+        import optuna
+
+        seed = int(uniform(self._seed, number, "sampler") * 2**32)
+        if self._gaussian:
+            return optuna.samplers.GPSampler(seed=seed, n_startup_trials=_STARTUP)
+        return optuna.samplers.TPESampler(
+            seed=seed, n_startup_trials=_STARTUP, multivariate=True, constant_liar=True, warn_independent_sampling=False
+        )
+
+    def _fit_to_tell(self, known: Sequence[tuple[tuple[Any, ...], Told]]) -> Iterator[tuple[tuple[Any, ...], Told]]:
+        """optuna tells its Gaussian process of no point that was stopped. Here such one has finished, no worse than the worst."""
+        values = [one.value for _, one in known if one.state == "finished" and one.value is not None]
+        worst = (max if self._better == "min" else min)(values, default=None)
+        for place, one in known:
+            if self._gaussian and one.state == "stopped":
+                ends = [v for v in (one.value, worst) if v is not None]
+                value = (min if self._better == "min" else max)(ends, default=None)
+                one = replace(one, state="finished" if value is not None else "failed", value=value)
+            yield place, one
+
+    @staticmethod
+    def _trial(place: tuple[Any, ...], one: Told, distributions: Mapping[str, Any]) -> Any:
+        from optuna.trial import TrialState, create_trial
+
+        states = {
+            "running": TrialState.RUNNING,
+            "finished": TrialState.COMPLETE,
+            "stopped": TrialState.PRUNED,
+            "failed": TrialState.FAIL,
+        }
+        return create_trial(
+            state=states[one.state],
+            value=one.value if one.state == "finished" else None,
+            params=dict(zip(distributions, place, strict=True)),
+            distributions=dict(distributions),
+            # TPE ranks those that were stopped by how far they came, and then by what they had there.
+            intermediate_values={one.tokens: one.value} if one.state == "stopped" and one.value is not None else {},
+        )
+
+    def _left(self, taken: set[tuple[Any, ...]], number: int, count: int | None) -> Iterator[tuple[Any, ...]]:
+        """Points that are drawn: of a small space from those that are left."""
+        if count is not None and count <= MOST_CELLS:
+            left = [place for place in itertools.product(*(s.all() for s in self._axes)) if place not in taken]
+            yield left[int(uniform(self._seed, number, "left") * len(left))]
+            return
+        for attempt in range(_DRAWS):
+            point = draw(self._space, self._seed, number * _DRAWS + attempt)
+            yield tuple(scale.place(point[scale.field]) for scale in self._axes)
+
+    def _place(self, point: Point) -> tuple[Any, ...] | None:
+        """The point in optuna's terms; None where it is not in this space: the file has had another one."""
+        return tuple(scale.place(point[scale.field]) for scale in self._axes) if holds(self._space, point) else None
+
+    def _point(self, place: tuple[Any, ...]) -> Point:
+        varied = {scale.field: scale.value(inner) for scale, inner in zip(self._axes, place, strict=True)}
+        return {name: self._fixed[name] if name in self._fixed else varied[name] for name in self._fields}
+
+
+class _Scale:
+    """An axis in optuna's terms: a range as it is, a list by the places of its values; ascending, where they are numbers."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis, self.field = axis, axis.field
+        self._numbers = ordered(axis)
+        self._values = self._numbers or list(axis.values)
+
+    def distribution(self) -> Any:
+        """optuna's."""
+        from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+        match self._axis.kind:
+            case "values" if self._numbers is None:
+                return CategoricalDistribution(list(range(len(self._values))))
+            case "values":
+                return IntDistribution(0, len(self._values) - 1)
+            case "int_uniform":
+                return IntDistribution(int(self._axis.low), int(self._axis.high))
+            case kind:
+                return FloatDistribution(self._axis.low, self._axis.high, log=kind == "log_uniform")
+
+    def all(self) -> range:
+        """Of a list, or of whole numbers."""
+        if self._axis.kind == "values":
+            return range(len(self._values))
+        return range(int(self._axis.low), int(self._axis.high) + 1)
+
+    def tidy(self, inner: Any) -> Any:
+        """What optuna has answered, as cells have it."""
+        return inner if self._axis.kind == "values" else self._axis.tidy(inner)
+
+    def place(self, value: Any) -> Any:
+        """A cell's value in optuna's terms."""
+        return self._values.index(value) if self._axis.kind == "values" else value
+
+    def value(self, inner: Any) -> Any:
+        """The inverse of `place`."""
+        return self._values[inner] if self._axis.kind == "values" else inner
+
+
+def start_sampler(axes: Sequence[Axis], search: SearchSpec, better: Literal["min", "max"]) -> Any:
+    """The sampler as an actor: zero CPUs, on this process's node, gone with this process. Returns its handle at once.
+
+    One that dies is started again, and asked again: it has nothing to lose.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"name": NAME, "num_cpus": 0, "max_restarts": -1, "max_task_retries": 3, "scheduling_strategy": here}
+    return ray.remote(Sampler).options(**options).remote(list(axes), search, better)

@@ -1,0 +1,301 @@
+"""Cells that are chosen as results come: written down before they train, and the same after a driver was killed anywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raydist.cluster.sweep import search as module
+from raydist.cluster.sweep.sampler import Sampler, Told
+from raydist.cluster.sweep.search import Search, require
+from raydist.errors import SpecError, StorageError, TrainingStopped, UserError
+from raydist.records import Event
+from raydist.spec.sweep import Cell, Point, Sweep, load_sweep
+from raydist.spec.sweep.models import SearchSpec
+from raydist.sweepdir import SweepDir, SweepLog
+from raydist.sweepstate import fold
+
+QUICKSTART = Path(__file__).parents[3] / "jobs/quickstart.yaml"
+RATES = {"learning_rate": {"log_uniform": [1e-4, 1e-1]}}
+Answers = Callable[[Sequence[Told]], "Point | None"]
+
+
+def sweep(
+    folder: Path, parameters: dict[str, Any] = RATES, samples: int = 6, kind: str = "random", **more: Any
+) -> Sweep:
+    """A search over those parameters."""
+    array = {"type": kind, "samples": samples, "parameters": parameters, **more}
+    path = folder / "s.yaml"
+    path.write_text(yaml.safe_dump({"base": str(QUICKSTART), "array": array, "search": "optuna"}))
+    return load_sweep(path)
+
+
+def rate(told: Sequence[Told]) -> Point:
+    """A rate that follows from everything that was told."""
+    digest = hashlib.sha256(repr(told).encode()).digest()
+    return {"optim.lr": float(f"{1e-3 * (1 + digest[0] / 256 + len(told)):.5g}")}
+
+
+def completed(answers: Answers) -> Any:
+    """What answers at once."""
+
+    def ask(told: Sequence[Told]) -> Future[Point | None]:
+        future: Future[Point | None] = Future()
+        try:
+            future.set_result(answers(told))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    return ask
+
+
+class Driver:
+    """One start of a sweep: cells train one after another, and give a loss that follows from their rate."""
+
+    def __init__(self, asked: Sweep, folder: SweepDir, answers: Answers = rate, ask: Any = None) -> None:
+        self.folder = folder
+        events = folder.events()
+        self.search = Search(asked, events)
+        self.log = SweepLog(folder, self.search.note)
+        self.kept: list[Cell] = []
+        self.over: list[tuple[str, str]] = []
+        self.search.begin(
+            self.log, ask or completed(answers), self.kept.append, lambda cell, how: self.over.append((cell, how))
+        )
+        done = {
+            cell for cell, state in fold(folder.events()).items() if state.status in ("finished", "failed", "stopped")
+        }
+        self.waiting = [cell.id for cell in self.search.cells if cell.id not in done and not cell.problems]
+
+    def next(self) -> str | None:
+        """The cell that trains now."""
+        return self.waiting.pop(0) if self.waiting else self.search.next(wait=True)
+
+    def finish(self, cell: str, loss: float | None = None, kind: str = "finished", **data: Any) -> None:
+        """Its end."""
+        found = next(note for note in self.folder.cells() if note.id == cell)
+        value = found.parameters["optim.lr"] if loss is None else loss
+        self.log.event(kind, cell, figures={"eval_loss": value, "tokens": 640}, **data)
+
+    def train(self) -> list[str]:
+        """To the last cell."""
+        trained = []
+        while cell := self.next():
+            trained.append(cell)
+            self.finish(cell)
+        self.log.flush()
+        return trained
+
+
+def lines(folder: SweepDir) -> list[bytes]:
+    """Of its log."""
+    return [line for _, name in folder._segments() for line in folder.storage.read(name).splitlines(keepends=True)]
+
+
+def started(path: Path) -> SweepDir:
+    """A sweep's folder that has no cells yet."""
+    folder = SweepDir(path)
+    folder.write("", "", [])
+    return folder
+
+
+def test_it_is_on_storage_before_it_trains(tmp_path: Path) -> None:
+    """The log has a cell when it is handed out; the plan of it was made ready; no more come than the file says."""
+    driver = Driver(sweep(tmp_path), started(tmp_path / "s"))
+    for number in range(6):
+        assert driver.search.left == 6 - number
+        cell = driver.next()
+        added = [e.data["note"] for e in driver.folder.events() if e.kind == "added"]
+        assert [added[-1]["id"], added[-1]["index"], added[-1]["point"]] == [cell, number, number]
+        assert driver.kept[-1].id == cell
+        assert driver.kept[-1].job.optim.lr == added[-1]["parameters"]["optim.lr"]
+        driver.finish(str(cell))
+    assert (driver.next(), driver.search.over, driver.search.because) == (None, True, "")
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_killed_after_any_line(tmp_path: Path, seeds: int) -> None:
+    """Whatever line of the log is the last one, torn or whole, the next driver chooses the very cells that the first one would
+    have, and trains none again that has finished."""
+    asked = sweep(tmp_path, seeds=seeds)
+    whole = Driver(asked, started(tmp_path / "whole"))
+    ids = whole.train()
+    assert len(ids) == len(set(ids)) == 6 * seeds
+    written = lines(whole.folder)
+    for cut in range(len(written)):
+        folder = started(tmp_path / f"cut-{cut}")
+        folder.storage.write("events/000001.jsonl", b"".join(written[:cut]) + written[cut][:9])
+        before = {e.data["cell"] for e in folder.events() if e.kind == "finished"}
+        trained = Driver(asked, folder).train()
+        assert [note.id for note in folder.cells()] == ids
+        assert sorted([*before, *trained]) == sorted(ids)
+        assert Search(asked, folder.events()).over
+
+
+def test_a_real_sampler_goes_on_alike(tmp_path: Path) -> None:
+    """The same with optuna: a study that is rebuilt from the log asks for the next point that the undisturbed one asked for."""
+    asked = sweep(tmp_path, samples=14)
+
+    def answers(told: Sequence[Told]) -> Point | None:
+        return Sampler(asked.axes, asked.spec.search, "min").ask(told)
+
+    whole = Driver(asked, started(tmp_path / "whole"), answers)
+    ids = whole.train()
+    folder = started(tmp_path / "cut")
+    folder.storage.write("events/000001.jsonl", b"".join(lines(whole.folder)[:-3]))  # the last cell was never chosen
+    assert Driver(asked, folder, answers).train() == ids[-2:]
+
+
+def test_what_the_sampler_is_told(tmp_path: Path) -> None:
+    """Of every point in order: its end, once all of its seeds have one; the mean of those that finished; a point of which one seed
+    was stopped is stopped, with what it had and how far it had come; one that waits to be tried again has not ended."""
+    questions: list[Sequence[Told]] = []
+
+    def answers(told: Sequence[Told]) -> Point:
+        questions.append(told)
+        return rate(told)
+
+    driver = Driver(sweep(tmp_path, seeds=2, samples=5), started(tmp_path / "s"), answers)
+    cells = [str(driver.next()) for _ in range(8)]
+    driver.finish(cells[0], 2.0)
+    driver.finish(cells[1], 4.0)
+    driver.finish(cells[2], 2.0)
+    driver.finish(cells[3], 7.0, "stopped", because="asha")
+    driver.finish(cells[4], 1.0)
+    driver.log.event("failed", cells[5], cause="x", final=True)
+    driver.log.event("failed", cells[6], cause="x", final=False)
+    driver.finish(cells[7], float("nan"))
+    driver.next()
+    points = [note.parameters for note in driver.folder.cells()][::2]
+    assert questions[-1] == [
+        Told(points[0], "finished", 3.0, 640),
+        Told(points[1], "stopped", 7.0, 640),
+        Told(points[2], "finished", 1.0, 640),
+        Told(points[3], "running"),
+    ]
+    driver.log.event("failed", cells[6], cause="x", final=True)
+    assert driver.search._history.told(2)[3] == Told(points[3], "failed")
+
+
+def test_a_cell_that_is_no_job(tmp_path: Path) -> None:
+    """It is in the log with what is wrong, it counts, and the others come."""
+    heads = iter([4, 5, 2])
+    driver = Driver(
+        sweep(tmp_path, {"heads": [2, 4, 5]}, 3, "parameter_sweep"), started(tmp_path / "s"),
+        lambda told: {"model.heads": next(heads)},
+    )  # fmt: skip
+    assert [driver.search.next(wait=True) for _ in range(3)][2] is None
+    notes = driver.folder.cells()
+    assert [note.parameters["model.heads"] for note in notes] == [4, 5, 2]
+    state = fold(driver.folder.events())[notes[1].id]
+    assert (state.status, "does not divide width" in str(state.cause)) == ("failed", True)
+    assert driver.over == [(notes[1].id, "failed")]
+    assert [cell.parameters["model.heads"] for cell in driver.kept] == [4, 2]
+
+
+def test_a_cell_that_is_no_job_and_a_kill(tmp_path: Path) -> None:
+    """Its driver was killed before it could say what is wrong: the next one does."""
+    asked, folder = sweep(tmp_path, {"heads": [2, 5]}, 1, "parameter_sweep"), started(tmp_path / "s")
+    Driver(asked, folder, lambda told: {"model.heads": 5}).search.next(wait=True)
+    folder.storage.write("events/000001.jsonl", lines(folder)[0])
+    driver = Driver(asked, folder)
+    driver.log.flush()
+    (note,) = folder.cells()
+    assert fold(folder.events())[note.id].status == "failed"
+    assert driver.over == [(note.id, "failed")]
+
+
+def test_nobody_waits_while_others_train(tmp_path: Path) -> None:
+    """A question is asked once; until it is answered there is no cell, and that is no end."""
+    pending: list[Future[Point | None]] = []
+
+    def ask(told: Sequence[Told]) -> Future[Point | None]:
+        pending.append(Future())
+        return pending[-1]
+
+    driver = Driver(sweep(tmp_path, samples=1), started(tmp_path / "s"), ask=ask)
+    assert [driver.search.next(wait=False) for _ in range(3)] == [None] * 3
+    assert (len(pending), driver.search.over) == (1, False)
+    pending[0].set_result({"optim.lr": 0.5})
+    assert driver.search.next(wait=False) is not None
+    assert driver.search.over
+
+
+def test_storage_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cell is handed out before the log has it; it comes once storage takes it."""
+    driver = Driver(sweep(tmp_path), started(tmp_path / "s"))
+    with monkeypatch.context() as full:
+
+        def refuse(*_: object) -> None:
+            raise StorageError("no space left", "")
+
+        full.setattr(driver.log, "_write", refuse)
+        assert [driver.search.next(wait=True) for _ in range(2)] == [None, None]
+        assert driver.search.left == 6
+    cell = driver.search.next(wait=True)
+    assert [note.id for note in driver.folder.cells()] == [cell]
+
+
+def test_all_points_have_been_tried(tmp_path: Path) -> None:
+    """A grid of three ends after three, and says so: known before anything starts, or found by the sampler."""
+    values = iter([1e-3, 1e-4, 1e-2])
+    grid = Driver(
+        sweep(tmp_path, {"lr": [1e-4, 1e-3, 1e-2]}, 9, "parameter_sweep"), started(tmp_path / "grid"),
+        lambda told: {"optim.lr": next(values)},
+    )  # fmt: skip
+    assert grid.search.left == 3
+    assert len(grid.train()) == 3
+    assert grid.search.because == "search: all 3 points that there are have been tried, array.samples is 9"
+    drawn = Driver(sweep(tmp_path), started(tmp_path / "drawn"), lambda told: rate(told) if len(told) < 2 else None)
+    assert (len(drawn.train()), drawn.search.over) == (2, True)
+    assert drawn.search.because == "search: all 2 points that there are have been tried, array.samples is 6"
+
+
+def test_the_file_may_change(tmp_path: Path) -> None:
+    """More samples go on, fewer leave the rest alone, more seeds are made up for; what would be other cells is refused."""
+    folder = started(tmp_path / "s")
+    first = Driver(sweep(tmp_path, samples=3, seeds=2), folder)
+    ids = first.train()
+    assert len(Driver(sweep(tmp_path, samples=5, seeds=2), folder).train()) == 4
+    assert [cell.id for cell in Search(sweep(tmp_path, samples=2, seeds=2), folder.events()).cells] == ids[:4]
+    assert len(Driver(sweep(tmp_path, samples=5, seeds=3), folder).train()) == 5
+    assert len({note.id for note in folder.cells()}) == 15
+    with pytest.raises(SpecError, match=r"was chosen when the sweep was started otherwise"):
+        Search(sweep(tmp_path, samples=5), folder.events())
+
+
+def test_a_sampler_that_fails(tmp_path: Path) -> None:
+    """The sweep ends with what it said, and can be gone on with."""
+
+    def broken(told: Sequence[Told]) -> Point:
+        raise RuntimeError("out of memory")
+
+    driver = Driver(sweep(tmp_path), started(tmp_path / "s"), broken)
+    with pytest.raises(TrainingStopped, match="its sampler has failed: RuntimeError: out of memory"):
+        driver.search.next(wait=True)
+    assert len(Driver(sweep(tmp_path), driver.folder).train()) == 6
+
+
+def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One error that says what to install, before anything starts."""
+    monkeypatch.setattr(module, "find_spec", lambda name: None if name == "scipy" else object())
+    require(SearchSpec(name="optuna"))
+    with pytest.raises(UserError, match="search.name: bayes needs scipy") as caught:
+        require(SearchSpec(name="bayes"))
+    assert (caught.value.exit_code, caught.value.hint) == (2, 'pip install "raydist[optuna]"')
+
+
+def test_events_are_plain(tmp_path: Path) -> None:
+    """A line `added` reads back as the note of its cell."""
+    driver = Driver(sweep(tmp_path), started(tmp_path / "s"))
+    driver.next()
+    (line,) = lines(driver.folder)
+    assert Event.from_dict(json.loads(line)).data["note"]["tokens"] == 819_200

@@ -1,0 +1,50 @@
+"""How far a space reaches: how many points it has, whether one is in it, and which ones are looked at before anything starts."""
+
+from __future__ import annotations
+
+from raydist.spec.sweep import Axis
+from raydist.spec.sweep.extent import extremes, holds, ordered, size
+
+RATE = Axis("lr", "optim.lr", "log_uniform", low=1e-4, high=1e-1)
+LAYERS = Axis("layers", "model.layers", "int_uniform", low=2, high=5)
+BATCH = Axis("batch", "train.global_batch", "values", (64, 8, 32))
+WORKERS = Axis("workers", "cluster.workers", "values", (2, 1, 4))
+CPUS = Axis("cpus", "cluster.cpus_per_worker", "values", (1, 2))
+NAMES = Axis("optimizer", "optim.name", "values", ("adamw", "sgd", "muon"))
+
+
+def test_how_many_points() -> None:
+    """Lists and whole numbers have so many values; other ranges are endless."""
+    assert size([LAYERS, BATCH]) == 12
+    assert size([RATE, BATCH]) is None
+
+
+def test_a_point_is_in_a_space() -> None:
+    """With a value for every axis and for no other, each on its axis."""
+    axes = [RATE, BATCH]
+    assert holds(axes, {"optim.lr": 1e-4, "train.global_batch": 8})
+    assert not holds(axes, {"optim.lr": 1e-4})
+    assert not holds(axes, {"optim.lr": 0.2, "train.global_batch": 8})
+    assert not holds(axes, {"optim.lr": 1e-4, "train.global_batch": 16})
+    assert not holds(axes, {"optim.lr": 1e-4, "train.global_batch": 8, "optim.clip": 1})
+
+
+def test_numbers_have_an_order() -> None:
+    """Those of a list; neither words nor true and false."""
+    assert ordered(BATCH) == [8, 32, 64]
+    assert ordered(NAMES) is None
+    assert ordered(Axis("x", "x", "values", (True, False))) is None
+
+
+def test_the_ends_of_a_space() -> None:
+    """The least and the most of everything together, each end and each word once, and of what a cluster is checked for all."""
+    found = extremes([RATE, LAYERS, BATCH, NAMES])
+    assert found[0] == {"optim.lr": 1e-4, "model.layers": 2, "train.global_batch": 8, "optim.name": "adamw"}
+    assert found[1] == {"optim.lr": 1e-1, "model.layers": 5, "train.global_batch": 64, "optim.name": "muon"}
+    assert {**found[0], "optim.name": "sgd"} in found
+    assert {**found[0], "train.global_batch": 64} in found
+    assert len(found) == 7
+    placed = extremes([WORKERS, CPUS])
+    assert {(p["cluster.workers"], p["cluster.cpus_per_worker"]) for p in placed} == {
+        (w, c) for w in (1, 2, 4) for c in (1, 2)
+    }
