@@ -13,7 +13,7 @@ from raydist.records import Event
 
 CellStatus = Literal["waiting", "running", "finished", "stopped", "failed", "paused"]
 """waiting: not started, or to be tried again; stopped: by the scheduler, for good; failed: for good; paused: goes on when the
-sweep is started again."""
+sweep is started again. One whose driver was killed is running here: `raydist.report.sweep.results` tells it as lost."""
 DONE: frozenset[CellStatus] = frozenset({"finished", "stopped", "failed"})
 
 
