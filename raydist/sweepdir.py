@@ -8,6 +8,7 @@ Runs anywhere. Must not import ray or torch.
           events/000001.jsonl   what happened to cells, a line each; 000001 counts up, and each driver begins a new one
           drivers/              who drives the sweep (raydist/lease.py)
           runs/CELL_ID/         an ordinary run folder (raydist/rundir.py)
+          hparams/CELL_ID/      its row for TensorBoard (raydist/observe/rows/)
           results.parquet       `raydist sweep results`: a row a point
           report.html           `raydist sweep report`
 
@@ -22,7 +23,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -33,8 +34,8 @@ from raydist.rundir import Folder, RunDir, check_name, default_storage
 from raydist.runlog import plain
 from raydist.storage import Storage
 
-SWEEP, BASE, CELLS, EVENTS, RUNS, RESULTS = (
-    "sweep.yaml", "base.yaml", "cells.jsonl", "events", "runs", "results.parquet",
+SWEEP, BASE, CELLS, EVENTS, RUNS, RESULTS, HPARAMS = (
+    "sweep.yaml", "base.yaml", "cells.jsonl", "events", "runs", "results.parquet", "hparams",
 )  # fmt: skip
 SEGMENT_LINES = 1000
 """Of events/: on an object store, which cannot append, each flush sends the open segment again."""
@@ -120,8 +121,8 @@ class SweepDir(Folder):
 class SweepLog:
     """The writer of a sweep's events; one driver at a time (raydist/lease.py), and each makes its own.
 
-    `event` only buffers, and may be called from any thread; `flush` makes durable what was given before. Kinds and their data, each
-    with the id of its `cell`:
+    `event` only buffers, and may be called from any thread; `flush` makes durable what was given before. `heard` is called with
+    each event in the order of the file, and logs nothing itself. Kinds and their data, each with the id of its `cell`:
 
     queued; started: `workers`, `gpus` (of all of them together), `tokens` it goes on from; finished, stopped (by the scheduler:
     `because`) and paused (by the user or a limit: `because`): with `figures`, those of `raydist.report.sweep.figures.measure`;
@@ -131,8 +132,8 @@ class SweepLog:
     Without a cell: began, with `driver` and `cells`; ended, with `status` and `cause`.
     """
 
-    def __init__(self, sweep: SweepDir) -> None:
-        self._storage = sweep.storage
+    def __init__(self, sweep: SweepDir, heard: Callable[[Event], None] = lambda event: None) -> None:
+        self._storage, self._heard = sweep.storage, heard
         self._number = max((number for number, _ in sweep._segments()), default=0) + 1
         self._stored: list[bytes] = []
         self._waiting: list[bytes] = []
@@ -148,6 +149,7 @@ class SweepLog:
         line = _line(event.to_dict()).encode()
         with self._lock:
             self._waiting.append(line)
+            self._heard(event)
         return event
 
     def flush(self) -> None:

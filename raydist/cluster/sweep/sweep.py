@@ -23,6 +23,7 @@ from raydist.cluster.sweep.desk import start_desk
 from raydist.cluster.sweep.floor import Floor, Pool
 from raydist.cluster.sweep.limits import HOUR, Spent, before, reached
 from raydist.errors import RaydistError, StorageError, TrainingStopped
+from raydist.records import Event
 from raydist.spec.sweep import Axis, SweepSpec
 from raydist.sweepdir import SweepDir, SweepLog
 from raydist.sweepstate import DONE, fold
@@ -57,7 +58,7 @@ class SweepRun:
     """Use once: `SweepRun(...).run()`.
 
     `cells`: id -> parameters of all cells, in order; `plan` makes one of them ready to train, see `Floor`; `tokens`: those of the
-    longest cell. `at_once`: how many train at a time. `lost`: see `DriverLease.lost`.
+    longest cell. `at_once`: how many train at a time. `lost`: see `DriverLease.lost`. `heard`: see `SweepLog`.
     """
 
     def __init__(
@@ -73,10 +74,11 @@ class SweepRun:
         tokens: int,
         at_once: int,
         lost: Callable[[], BaseException | None] = lambda: None,
+        heard: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self._spec, self._axes, self._folder, self._cells, self._plan = spec, axes, folder, cells, plan
         self._session, self._view, self._tokens, self._at_once = session, view, tokens, at_once
-        self._lost = lost
+        self._lost, self._heard = lost, heard
         self._signals: list[int] = []
         self._error: BaseException | None = None
         self._gone = False
@@ -101,7 +103,7 @@ class SweepRun:
         spent = before(events)
         if not waiting:
             return Ended("finished")
-        log = SweepLog(self._folder)
+        log = SweepLog(self._folder, self._heard)
         log.event("began", driver=self._session.node_ip, cells=len(self._cells))
         log.flush()
         pool = Pool(self._session, min(self._at_once, len(waiting)))
