@@ -120,6 +120,21 @@ def test_one_cell_after_another(sweeps: Sweeps) -> None:
     assert len(below) == 2, "each crew's ranks are forked by one process, whatever becomes of them"
 
 
+def test_a_lack_of_memory(sweeps: Sweeps) -> None:
+    """Memory runs out once in the whole sweep: the cell that it meets goes on with half the micro-batch, and has it too when it is tried
+    again after a bug; the next cell, which is like it, begins with it."""
+    cells = [{"model.name": "cells:hungry", "learning_rate": rate} for rate in (3e-3, 1e-2)]
+    sweeps.write("memory", cells, 1, limits={"failures_per_cell": 1})
+    told = sweeps.run("memory")
+    assert told["counts"] == {"finished": 2}
+    first, second = sweeps.cells("memory")
+    assert [e.data["micro_batch"] for e in sweeps.events("memory", first, "retried")] == [1]
+    assert [e.data.get("micro_batch") for e in sweeps.events("memory", first, "started")] == [None, 1]
+    assert [e.data.get("micro_batch") for e in sweeps.events("memory", second, "started")] == [1]
+    causes = {cell: [e["fault"] for e in run_events(sweeps, "memory", cell, "failure")] for cell in (first, second)}
+    assert causes == {first: ["out_of_memory", *["user_error"] * 3], second: []}
+
+
 def test_a_scheduler_stops_a_cell(sweeps: Sweeps) -> None:
     """asha: the second cell is worse at its rung, and is ended where it is, in a step that would last for ever; its worker
     trains the third one."""
@@ -230,6 +245,12 @@ def test_the_worse_goes_on_from_the_better(sweeps: Sweeps) -> None:
     assert [rate] == newest.data["changes"]["optim.lr"][1:]
     states = fold(sweeps.folder("pbt").events())
     assert states[worse].lineage[0]["source"] == better
+
+
+def run_events(sweeps: Sweeps, name: str, cell: str, kind: str) -> list[dict[str, Any]]:
+    """What happened to a cell's run."""
+    path = sweeps.project.runs / name / "runs" / cell / "events.jsonl"
+    return [e for e in map(json.loads, path.read_text().splitlines()) if e["kind"] == kind]
 
 
 def tree(sweeps: Sweeps, name: str, cell: str) -> dict[str, str]:

@@ -5,9 +5,11 @@ Runs in: the driver, and one light actor of Ray Tune for each cell that trains. 
     capacity.py   how many cells at once, so that none ever waits for another (pure)
     floor.py      the crews of workers, and the cells that train on them
     cell.py       one cell: its run, tried again if it fails, and what Ray Tune is told of it
+    fitting.py    the micro-batch that it begins with, after a lack of memory
     desk.py       where cells leave their reports for Ray Tune's actors
     tuning.py     Ray Tune's side: its trials, the cells' order, the schedulers
     pbt.py        population based training: another cell's checkpoint, and perturbed values
     limits.py     what has been spent, and whether that is enough (pure)
+    rows.py       a row for each cell that is over, in TensorBoard and MLflow
     sweep.py      the whole, from the first cell to the last
 """

@@ -13,6 +13,7 @@ from raydist.cluster.crew import Crew
 from raydist.cluster.session import Session
 from raydist.cluster.supervisor import worker_env
 from raydist.cluster.sweep.cell import CellRun, Live, Plan, Wish
+from raydist.cluster.sweep.fitting import MicroBatches
 from raydist.errors import RaydistError
 from raydist.sweepdir import SweepLog
 from raydist.sweepstate import CellState
@@ -114,6 +115,7 @@ class Floor:
         self._session, self._pool, self._log, self._plan = session, pool, log, plan
         self._post, self._forget_reports = post, forget
         self._states, self._metric, self._allowed, self._over = states, metric, allowed, over
+        self._fits = MicroBatches()
         self._gpu_hours = self._worker_hours = 0.0
         self._gone: str | None = None
         self._lock = threading.Lock()
@@ -156,6 +158,8 @@ class Floor:
                 failures=state.failures if before is None else before.failures,
                 allowed=self._allowed,
                 before=before,
+                fits=self._fits,
+                micro_batch=state.micro_batch,
                 prepare=(lambda: self._adopt(plan, *source)) if source is not None else lambda: None,
                 over=lambda status: self._over(cell, status),
             )
