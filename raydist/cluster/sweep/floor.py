@@ -15,6 +15,7 @@ from raydist.cluster.supervisor import worker_env
 from raydist.cluster.sweep.cell import CellRun, Live, Plan, Wish
 from raydist.cluster.sweep.fitting import MicroBatches
 from raydist.errors import RaydistError
+from raydist.observe.standby import Monitors
 from raydist.sweepdir import SweepLog
 from raydist.sweepstate import CellState
 
@@ -24,15 +25,18 @@ _START_S = 120.0
 class Pool:
     """`size` crews. One that is free goes to a cell, of those that wait the first; rather one whose workers are of its kind."""
 
-    def __init__(self, session: Session, size: int) -> None:
+    def __init__(self, session: Session, size: int, more: Callable[[], bool] = lambda: True) -> None:
+        """`more`: whether there are cells that have not begun."""
         self._session = session
-        self._all = [Crew(session) for _ in range(size)]
+        self._monitors = Monitors(session.temp_dir / f"monitors-{session.job_id}", more)
+        self._all = [Crew(session, self._monitors) for _ in range(size)]
         self._free = list(self._all)
         self._changed = threading.Condition()
         self._closed = False
 
     def warm(self, plan: Plan) -> None:
-        """Starts workers for a cell that is to come, in a crew that has none yet. Returns at once."""
+        """Starts workers for a cell that is to come, in a crew that has none yet, and a monitor. Returns at once."""
+        self._monitors.prepare()
         threading.Thread(target=self._warm, args=(plan,), name="raydist-warm", daemon=True).start()
 
     def _warm(self, plan: Plan) -> None:
@@ -76,6 +80,7 @@ class Pool:
             thread.start()
         for thread in threads:
             thread.join()
+        self._monitors.end()
 
 
 def kind(plan: Plan) -> tuple[float, float, dict[str, str]]:

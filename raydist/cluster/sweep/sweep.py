@@ -106,7 +106,8 @@ class SweepRun:
         log = SweepLog(self._folder, self._heard)
         log.event("began", driver=self._session.node_ip, cells=len(self._cells))
         log.flush()
-        pool = Pool(self._session, min(self._at_once, len(waiting)))
+        self._left = len(waiting)
+        pool = Pool(self._session, min(self._at_once, len(waiting)), lambda: self._left > 0)
         desk = start_desk()
         limits = self._spec.limits
         floor = Floor(
@@ -223,5 +224,6 @@ class SweepRun:
             log.flush()
         live = floor.live()
         counts = Counter(self._done.values())
-        counts |= {"running": len(live), "waiting": len(self._cells) - len(self._done) - len(live)}
+        self._left = len(self._cells) - len(self._done) - len(live)
+        counts |= {"running": len(live), "waiting": self._left}
         self._view.update(live, counts, self._spent(floor))
