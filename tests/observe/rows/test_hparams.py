@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
@@ -73,12 +72,9 @@ def test_a_row_a_cell(folder: SweepDir, row: Make) -> None:
     assert (told["lr0.1-c"]["metrics"], told["lr0.1-c"]["status"]) == ({"seconds": 12.5}, "STATUS_FAILURE")
 
 
-@pytest.mark.parametrize("local", [True, False])
-def test_written_again_it_is_the_same(folder: SweepDir, row: Make, local: bool) -> None:
+def test_written_again_it_is_the_same(folder: SweepDir, row: Make) -> None:
     """A driver that follows one that was killed knows which rows there are; writing one again changes nothing."""
     rows = Rows(Facts(folder))
-    if not local:
-        folder.storage.local = None
     assert rows.known() == set()
     rows.write(row("a"))
     before = {name: folder.storage.read(name) for name in folder.storage.files(recursive=True)}
