@@ -1,4 +1,4 @@
-"""Who drives a run, or a sweep: a lease in its folder, renewed while the driver lives, which ends with it. The second driver is refused.
+"""Who drives a run, or a sweep: a lease in its folder, renewed while the driver lives, gone with it. A second driver is refused.
 
 Runs in: the driver. Must not import ray or torch.
 

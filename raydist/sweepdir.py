@@ -124,12 +124,11 @@ class SweepLog:
     `event` only buffers, and may be called from any thread; `flush` makes durable what was given before. `heard` is called with
     each event in the order of the file, and logs nothing itself. Kinds and their data, each with the id of its `cell`:
 
-    queued; started: `workers`, `gpus` (of all of them together), `tokens` it goes on from, `micro_batch` where it is not its spec's;
-    finished, stopped (by the scheduler: `because`) and paused (by the user or a limit: `because`): with `figures`, those of
-    `raydist.report.sweep.figures.measure`;
-    failed: `cause`, `final`; retried: `because`, `micro_batch` where that changed; exploited: `source`, the cell whose checkpoint
-    it goes on from, `step`, `tokens`, `changes` (field -> [before, after]); report: `tokens`, `step` and `value`, the objective
-    that its scheduler was told; added: `note`, a CellNote.
+    queued; started: `workers`, `gpus` (of all of them together), `tokens` it goes on from, `micro_batch` where it is not the
+    spec's; finished, stopped (by the scheduler: `because`) and paused (by the user or a limit: `because`): with `figures`, those
+    of `raydist.report.sweep.figures.measure`; failed: `cause`, `final`; retried: `because`, `micro_batch` where that changed;
+    exploited: `source`, the cell whose checkpoint it goes on from, `step`, `tokens`, `changes` (field -> [before, after]); report:
+    `tokens`, `step` and `value`, the objective that its scheduler was told; added: `note`, a CellNote.
     Without a cell: began, with `driver` and `cells`; ended, with `status` and `cause`.
     """
 

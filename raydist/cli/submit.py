@@ -21,7 +21,7 @@ _AWAY_S = 600.0
 """How long a cluster may be out of reach: its head restarts."""
 _AGAIN_S = 2.0
 _STOP_S = 120
-"""How long `ray job stop` waits for a driver, which makes a checkpoint of what trains, before it kills it; Ray's own 3 s are too short."""
+"""How long `ray job stop` waits for the driver, which makes a checkpoint of what trains, before it kills it; by itself 3 s."""
 
 
 def register(app: typer.Typer) -> None:

@@ -55,7 +55,9 @@ def train_cells(
     exporters = {e.name for c in cells for e in c.job.observe.exporters}
     own_code = any(":" in name for name in names | exporters)
     place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
-    rows = RowBook(folder, choose([e.model_dump() for e in sweep.base.observe.exporters], folder), sweep.spec.objective.metric)
+    rows = RowBook(
+        folder, choose([e.model_dump() for e in sweep.base.observe.exporters], folder), sweep.spec.objective.metric
+    )
     with DriverLease(RunDir(folder.uri), wait_s=wait_for_driver) as lease, closing(rows):
         store(folder, sweep, cells)
         events = folder.events()

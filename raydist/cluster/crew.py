@@ -17,8 +17,9 @@ from raydist.observe.standby import Monitors
 
 
 class Crew:
-    """One group of workers at most. Made at once; its actor and its workers start when they are asked for. `monitors`: where its runs
-    have theirs from.
+    """One group of workers at most. Made at once; its actor and its workers start when they are asked for.
+
+    `monitors`: where its runs have theirs from.
     """
 
     def __init__(self, session: Session, monitors: Monitors | None = None) -> None:

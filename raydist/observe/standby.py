@@ -2,9 +2,9 @@
 
 Runs in: `Monitors` in the driver, `Standby` in a zero-CPU actor beside it. Must not import torch. Imports ray in functions only.
 
-A monitor is one run's alone, as ever: what ranks of an earlier run still push goes to that run's. So a monitor that is ready is a new
-actor, which does nothing until it is told its run. Ray starts one that was killed anew with the arguments it had; whose it is by then
-stands in a file beside it, its slot.
+A monitor is one run's alone: what ranks of an earlier run still push goes to that run's. So one that is ready is a new actor,
+which does nothing until it is told its run. Ray starts an actor that was killed anew with the arguments it had; whose it is by
+then stands in a file beside it, its slot.
 """
 
 from __future__ import annotations

@@ -157,7 +157,12 @@ def submitted(project: Any, cluster: dict[str, str], folder: Path, arguments: li
     """`raydist submit sweep.yaml`, running."""
     command = [sys.executable, "-m", "raydist", "submit", "sweep.yaml", "--address", cluster["jobs"], *arguments]
     return subprocess.Popen(
-        command, cwd=folder, env=project.environment() | TOKEN, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        cwd=folder,
+        env=project.environment() | TOKEN,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
@@ -176,8 +181,8 @@ def test_raydist_submit_of_a_sweep(project: Any, cluster: dict[str, str]) -> Non
 
 
 def test_a_sweep_that_is_left_and_then_stopped(project: Any, cluster: dict[str, str]) -> None:
-    """Ctrl-C of `raydist submit` ends the following alone, and says how to end the job: `ray job stop` lets the cell that trains make a
-    checkpoint."""
+    """Ctrl-C of `raydist submit` ends the following alone, and says how to end the job: `ray job stop` lets the cell that trains
+    make a checkpoint."""
     folder, arguments = working_dir(project, "stopped")
     sweep_of(folder, 100_000)
     process = submitted(project, cluster, folder, arguments)

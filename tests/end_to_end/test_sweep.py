@@ -121,8 +121,8 @@ def test_one_cell_after_another(sweeps: Sweeps) -> None:
 
 
 def test_a_lack_of_memory(sweeps: Sweeps) -> None:
-    """Memory runs out once in the whole sweep: the cell that it meets goes on with half the micro-batch, and has it too when it is tried
-    again after a bug; the next cell, which is like it, begins with it."""
+    """Memory runs out once in the whole sweep: the cell that it meets goes on with half the micro-batch, and has it too when it
+    is tried again after a bug; the next cell, which is like it, begins with it."""
     cells = [{"model.name": "cells:hungry", "learning_rate": rate} for rate in (3e-3, 1e-2)]
     sweeps.write("memory", cells, 1, limits={"failures_per_cell": 1})
     told = sweeps.run("memory")

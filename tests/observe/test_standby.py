@@ -38,8 +38,8 @@ def pid(actor: Any) -> int:
 
 
 def test_one_is_ready_and_becomes_the_run_s(tmp_path: Path, rows: Rows) -> None:
-    """The actor that was started ahead takes the run: its folder, exporters and driver; only one waits at a time, and none is started
-    while none is wanted; the next run has another one."""
+    """The actor that was started ahead takes the run: its folder, exporters and driver; only one waits at a time, and none is
+    started while none is wanted; the next run has another one."""
     wanted = [False]
     monitors = Monitors(tmp_path / "slots", lambda: wanted[0])
     monitors.prepare()

@@ -87,8 +87,8 @@ class Crews(Protocol):
 class CellRun:
     """Starts at once. `post` is given its reports: tokens, step, loss, eval_loss, done, and objective where it is known.
 
-    `metric`: what the objective is. `failures` of it so far, of which `allowed` are tried again. `fits`: what the sweep's cells know of
-    micro-batches; `micro_batch`: what this one was last started with, if that was not its spec's.
+    `metric`: what the objective is. `failures` of it so far, of which `allowed` are tried again. `fits`: what the sweep's cells
+    know of micro-batches; `micro_batch`: what this one was last started with, if that was not its spec's.
     `before`: an earlier stretch of the same cell, which must be over; `prepare` is called then.
     """
 

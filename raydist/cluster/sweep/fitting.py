@@ -2,9 +2,9 @@
 
 Runs in: the driver; from the threads of cells. Imports neither ray nor torch.
 
-A run that is out of memory goes on with half the micro-batch, by itself (`recovery.on_oom`), and its events say so. A cell that begins
-again, after a failure, a restart of the driver or an exploit, begins with what its run's events say last. A cell whose step needs the
-same memory begins with it too.
+A run that is out of memory goes on with half the micro-batch, by itself (`recovery.on_oom`), and its events say so. A cell that
+begins again, after a failure, a restart of the driver or an exploit, begins with what its run's events say last. So does a cell
+whose passes need the same memory.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Runs in: the driver; each place has a thread. Imports neither ray nor torch.
 
     the sweep's log --heard--> RowBook --a cell is over, for good--> queue of each place --its thread--> known? else write
 
-Nothing waits for it but the end of the sweep, and that not long. What a place refuses is tried again, and told once, at the end. Rows
-that a driver did not come to write are written by the next one: they come from the sweep's events, so they are the same.
+Nothing waits for it but the end of the sweep, and that not long. What a place refuses is tried again, and told once, at the end.
+Rows that a driver did not come to write are written by the next one: they come from the sweep's events, so they are the same.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class RowBook:
         if not self._shelves or event.kind in _OF_NO_ROW:
             return
         if event.kind == "added":
-            note = CellNote.from_dict(event.data["note"])
-            self._notes[note.id] = note
+            added = CellNote.from_dict(event.data["note"])
+            self._notes[added.id] = added
         cell = event.data.get("cell")
         if cell is None:
             return
@@ -145,8 +145,8 @@ class _Shelf:
         if not missing:
             return None
         return (
-            f"rows for {self._place.exporter}: {missing:,} cell{'s have' if missing > 1 else ' has'} none ({self._error}); the same "
-            "command writes them"
+            f"rows for {self._place.exporter}: {missing:,} cell{'s have' if missing > 1 else ' has'} none ({self._error}); "
+            "the same command writes them"
         )
 
     def _run(self) -> None:

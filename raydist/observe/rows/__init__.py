@@ -2,13 +2,13 @@
 
 Runs in: the sweep's driver, in a thread (raydist/cluster/sweep/rows.py). Must not import torch or ray.
 
-A place is chosen by the exporter of the base job that goes to the same tool (`PLACES`). Its file has a class `Rows`, made when there
-is the first row to write:
+A place is chosen by the exporter of the base job that goes to the same tool (`PLACES`). Its file has a class `Rows`, made when
+there is the first row to write:
 
     Rows(facts)        may connect, and raise: it is tried again
     .known()           cells that have their row already: of an earlier driver
-    .write(row)        the cell is over, for good. Whoever was killed in the middle of it is followed by one who calls it again: what
-                       is there of the row then is completed, never doubled
+    .write(row)        the cell is over, for good. One that was killed in the middle of it is followed by one that calls it again:
+                       what there is of the row then is completed, never doubled
 
 What they raise is told once; rows that could not be written wait for the next try.
 """
@@ -103,9 +103,12 @@ def choose(exporters: Iterable[Mapping[str, Any]], folder: SweepDir) -> list[Pla
 
 
 def of_sweep(exporters: Iterable[Mapping[str, Any]], folder: SweepDir) -> list[dict[str, Any]]:
-    """The exporters of a sweep's cell, not resolved yet: in MLflow its runs are in the sweep's experiment, unless the job names one."""
+    """The exporters of a cell, not resolved yet: in MLflow its run is in the sweep's experiment, unless the job names one."""
     return [
-        {"name": each["name"], "options": {**each["options"], "experiment": each["options"].get("experiment") or folder.name}}
+        {
+            "name": each["name"],
+            "options": {**each["options"], "experiment": each["options"].get("experiment") or folder.name},
+        }
         if each["name"] == "mlflow"
         else dict(each)
         for each in exporters

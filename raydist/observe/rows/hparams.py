@@ -1,9 +1,9 @@
 """A sweep's cells in TensorBoard's tab HPARAMS: a row a cell, in SWEEP/hparams/CELL, for `tensorboard --logdir SWEEP`.
 
-Runs in: the sweep's driver. Must not import torch or TensorFlow: the messages are those of the tensorboard package, whose own functions
-for them (tensorboard.plugins.hparams.summary) load TensorFlow.
+Runs in: the sweep's driver. Must not import torch or TensorFlow: the messages are those of the tensorboard package, whose own
+functions for them (tensorboard.plugins.hparams.summary) load TensorFlow.
 
-A file a cell, written whole and at once, and the same whoever writes it: a driver that follows one that was killed may write it again.
+A file a cell, written whole, and the same whoever writes it: a driver that follows one that was killed may write it again.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Runs in: the sweep's driver. Must not import torch or ray.
 
-The MLflow run of a cell is the one that has its curves already (raydist/observe/exporters/mlflow.py), as far as there is one: it gets what
-the cell has come to. A cell that never trained gets a run of its own.
+The MLflow run of a cell is the one that has its curves already (raydist/observe/exporters/mlflow.py), if there is one: it gets
+what the cell has come to. A cell that never trained gets a run of its own.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def _cell(
     since: float | None,
     now: float,
 ) -> dict[str, Any]:
-    """One cell: its note, its figures, and what it cost. `since`: from when on the present driver has the sweep; None: there is none."""
+    """One cell: its note, its figures, and what it cost. `since`: from when on a driver has the sweep; None if none has it now."""
     run = folder.run(note.id)
     status: str = state.status
     if status == "running" and (since is None or state.stretches[-1].start < since):

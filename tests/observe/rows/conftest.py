@@ -11,7 +11,14 @@ import pytest
 from raydist.observe.rows import Row
 from raydist.sweepdir import SweepDir
 
-FIGURES = {"steps": 40, "tokens": 5120, "loss": 2.5, "eval_loss": 2.25, "tokens_per_second": 9.0, "grad_noise_scale": None}
+FIGURES = {
+    "steps": 40,
+    "tokens": 5120,
+    "loss": 2.5,
+    "eval_loss": 2.25,
+    "tokens_per_second": 9.0,
+    "grad_noise_scale": None,
+}
 
 
 @pytest.fixture
@@ -26,7 +33,12 @@ def row() -> Callable[..., Row]:
 
     def make(cell: str, lr: float = 1e-3, status: str = "finished", **other: Any) -> Row:
         told = {"cause": None, "seconds": 12.5, "figures": FIGURES, **other}
-        parameters = {"optim.lr": lr, "optim.schedule": {"name": "wsd"}, "train.compile": True, "parallel.strategy": "ddp"}
+        parameters = {
+            "optim.lr": lr,
+            "optim.schedule": {"name": "wsd"},
+            "train.compile": True,
+            "parallel.strategy": "ddp",
+        }
         return Row(cell, 3, 17, parameters, status, started=100.0, at=200.0, **told)
 
     return make

@@ -38,8 +38,8 @@ def runs(uri: str, experiment: str) -> dict[str, Any]:
 
 
 def test_the_run_with_the_curves_gets_the_row(folder: SweepDir, row: Make, mlflow_server: str) -> None:
-    """One MLflow run a cell, in the sweep's experiment: its exporter's, whose params stay, with what the cell has come to; a cell that
-    never trained has one all the same."""
+    """One MLflow run a cell, in the sweep's experiment: its exporter's, whose params stay, with what the cell has come to; a cell
+    that never trained has one all the same."""
     run = folder.run("a")
     (mine, _) = resolve(of_sweep(exporters(mlflow_server), folder), run)
     curves = Exporter(RunFacts(run, mine["options"], {"optim": {"lr": 0.001}, "model": {"layers": 4}}))
