@@ -164,7 +164,8 @@ def _start(address: str, entrypoint: str, root: Path, wait_s: float = 0.0) -> st
     while True:
         try:
             job = JobSubmissionClient(address).submit_job(
-                entrypoint=entrypoint,
+                # Without a shell between: Ray sees the driver end, and need not wait for somebody else to reap it.
+                entrypoint=f"exec {entrypoint}",
                 runtime_env={
                     "working_dir": str(root),
                     "excludes": [".git", ".venv", "**/__pycache__"],
