@@ -23,26 +23,27 @@ _START_S = 120.0
 
 
 class Pool:
-    """`size` crews. One that is free goes to a cell, of those that wait the first; rather one whose workers are of its kind."""
+    """`size` crews. One that is free goes to a cell, of those that wait the first; rather one whose workers are of its kind.
 
-    def __init__(self, session: Session, size: int, more: Callable[[], bool] = lambda: True) -> None:
-        """`more`: whether there are cells that have not begun."""
+    `monitors`: see `Crew`.
+    """
+
+    def __init__(self, session: Session, size: int, monitors: Monitors | None = None) -> None:
         self._session = session
-        self._monitors = Monitors(session.temp_dir / f"monitors-{session.job_id}", more)
-        self._all = [Crew(session, self._monitors) for _ in range(size)]
+        self._all = [Crew(session, monitors) for _ in range(size)]
         self._free = list(self._all)
         self._changed = threading.Condition()
         self._closed = False
 
     def warm(self, plan: Plan) -> None:
         """Starts workers for a cell that is to come, in a crew that has none yet, and a monitor. Returns at once."""
-        self._monitors.prepare()
         threading.Thread(target=self._warm, args=(plan,), name="raydist-warm", daemon=True).start()
 
     def _warm(self, plan: Plan) -> None:
         crew = self.get(plan)
         if crew is not None:
             try:
+                crew.foresee()
                 crew.leave(crew.start(plan.workers, *kind(plan), run_name=plan.id, start_timeout_s=_START_S))
             finally:
                 self.put(crew)
@@ -80,7 +81,6 @@ class Pool:
             thread.start()
         for thread in threads:
             thread.join()
-        self._monitors.end()
 
 
 def kind(plan: Plan) -> tuple[float, float, dict[str, str]]:

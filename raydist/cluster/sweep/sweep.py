@@ -23,6 +23,7 @@ from raydist.cluster.sweep.desk import start_desk
 from raydist.cluster.sweep.floor import Floor, Pool
 from raydist.cluster.sweep.limits import HOUR, Spent, before, reached
 from raydist.errors import RaydistError, StorageError, TrainingStopped
+from raydist.observe.standby import Monitors
 from raydist.records import Event
 from raydist.spec.sweep import Axis, SweepSpec
 from raydist.sweepdir import SweepDir, SweepLog
@@ -107,7 +108,8 @@ class SweepRun:
         log.event("began", driver=self._session.node_ip, cells=len(self._cells))
         log.flush()
         self._left = len(waiting)
-        pool = Pool(self._session, min(self._at_once, len(waiting)), lambda: self._left > 0)
+        monitors = Monitors(self._session.temp_dir / f"monitors-{self._session.job_id}", lambda: self._left > 0)
+        pool = Pool(self._session, min(self._at_once, len(waiting)), monitors)
         desk = start_desk()
         limits = self._spec.limits
         floor = Floor(
@@ -165,6 +167,7 @@ class SweepRun:
         finally:
             if not self._gone:  # else nobody answers
                 pool.end()
+                monitors.end()
             log.event("ended", status=ended.status, cause=ended.because)
             log.flush()
             shutil.rmtree(scratch, ignore_errors=True)
