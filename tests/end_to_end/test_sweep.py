@@ -94,7 +94,8 @@ def until(process: subprocess.Popen[str], true: Any) -> None:
 
 def test_one_cell_after_another(sweeps: Sweeps) -> None:
     """Two at a time, on two crews of workers that are started once: a cell whose process is killed goes on inside its run and ends
-    with the bits of one that was not; a cell with a bug is tried twice, its cause is known, and the others are trained."""
+    with the bits of one that was not; a cell with a bug is tried twice, its cause is known, and the others are trained. Each has
+    its row for TensorBoard, and the sweep its page."""
     cells = [
         {"model.name": "cells:broken", "learning_rate": 1e-3},
         {"model.name": "cells:dying", "learning_rate": 3e-3},
@@ -116,6 +117,9 @@ def test_one_cell_after_another(sweeps: Sweeps) -> None:
     assert [e["attempt"] for e in attempts if e["kind"] == "attempt_started"] == [1, 2]
     assert sweeps.losses("one", dying) == sweeps.losses("one", sound) != sweeps.losses("one", last)
     assert len(sweeps.losses("one", dying)) == 12
+    folder = sweeps.folder("one").storage
+    assert folder.folders("hparams") == sorted(sweeps.cells("one"))
+    assert folder.size("report.html")
     below = {mark.name.rpartition("-")[2] for mark in sweeps.marks("one").glob("*-below-*")}
     assert len(below) == 2, "each crew's ranks are forked by one process, whatever becomes of them"
 
@@ -157,8 +161,8 @@ def test_a_scheduler_stops_a_cell(sweeps: Sweeps) -> None:
 
 
 def test_killed_and_started_again(sweeps: Sweeps) -> None:
-    """SIGKILL to the driver: the same command leaves the finished cell alone and goes on with the other from its checkpoint; two
-    interrupts end it at once, with exit code 130; in the end its losses are those of an undisturbed one."""
+    """SIGKILL to the driver: the cell that trained is lost; the same command leaves the finished one alone and goes on with it
+    from its checkpoint; two interrupts end it at once, with exit code 130; in the end its losses are those of an undisturbed one."""
     cells = [
         {"model.name": "cells:sound", "learning_rate": 3e-3},
         {"model.name": "cells:waiting", "learning_rate": 3e-3},
@@ -176,6 +180,8 @@ def test_killed_and_started_again(sweeps: Sweeps) -> None:
     psutil.wait_procs(children, timeout=60)
     process.communicate(timeout=60)
     before = tree(sweeps, "again", first)
+    told = json.loads(sweeps.project.raydist("sweep", "results", "again", "--json").stdout)
+    assert told["counts"] == {"finished": 1, "lost": 1}
 
     process = sweeps.start("again")
     until(process, lambda: len(list(marks.glob("waiting-*"))) == 2)
