@@ -1,4 +1,4 @@
-"""Who drives a run: a lease in its folder, renewed while the driver lives, which ends with it. The second driver is refused.
+"""Who drives a run, or a sweep: a lease in its folder, renewed while the driver lives, gone with it. A second driver is refused.
 
 Runs in: the driver. Must not import ray or torch.
 
@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from raydist.errors import Fenced, StorageError, UsageError
-from raydist.rundir import DRIVERS, RunDir
+from raydist.rundir import DRIVERS, Folder, RunDir
 from raydist.runstate import LOST_AFTER_S, gone, this_process
 
 RENEW_S = 5.0
@@ -96,14 +96,7 @@ class DriverLease:
                     self._run.storage.write(self._name(self._number), self._dumps())
 
     def _newest(self) -> tuple[int, dict[str, Any] | None]:
-        """The highest number, 0 if there is none, and what stands there; None if that cannot be read."""
-        name = max((n for n in self._run.storage.files(DRIVERS) if n.endswith(".json")), default=None)
-        if name is None:
-            return 0, None
-        holder: dict[str, Any] | None = None
-        with suppress(FileNotFoundError, ValueError):
-            holder = json.loads(self._run.storage.read(name))
-        return int(name.rsplit("/", 1)[-1].removesuffix(".json")), holder
+        return _newest(self._run)
 
     def _own(self, number: int, holder: dict[str, Any] | None) -> bool:
         return number == self._number and holder is not None and holder["key"] == self._body["key"]
@@ -124,5 +117,26 @@ class DriverLease:
         return f"{DRIVERS}/{number:06d}.json"
 
 
-def _alive(holder: dict[str, Any]) -> bool:
-    return not holder["ended"] and time.time() - holder["renewed_at"] <= LOST_AFTER_S and not gone(holder["driver"])
+def driven_since(folder: Folder, now: float | None = None) -> float | None:
+    """Since when the driver that has that run, or sweep, has it, in Unix time; None if at `now` nobody has.
+
+    A driver that died on another host is missed after LOST_AFTER_S. Raises StorageError.
+    """
+    _, holder = _newest(folder)
+    return float(holder["driver"]["since"]) if holder is not None and _alive(holder, now) else None
+
+
+def _newest(folder: Folder) -> tuple[int, dict[str, Any] | None]:
+    """The highest number, 0 if there is none, and what stands there; None if that cannot be read."""
+    name = max((n for n in folder.storage.files(DRIVERS) if n.endswith(".json")), default=None)
+    if name is None:
+        return 0, None
+    holder: dict[str, Any] | None = None
+    with suppress(FileNotFoundError, ValueError):
+        holder = json.loads(folder.storage.read(name))
+    return int(name.rsplit("/", 1)[-1].removesuffix(".json")), holder
+
+
+def _alive(holder: dict[str, Any], now: float | None = None) -> bool:
+    now = time.time() if now is None else now
+    return not holder["ended"] and now - holder["renewed_at"] <= LOST_AFTER_S and not gone(holder["driver"])

@@ -8,6 +8,7 @@ Runs anywhere. Must not import ray or torch.
           events/000001.jsonl   what happened to cells, a line each; 000001 counts up, and each driver begins a new one
           drivers/              who drives the sweep (raydist/lease.py)
           runs/CELL_ID/         an ordinary run folder (raydist/rundir.py)
+          hparams/CELL_ID/      its row for TensorBoard (raydist/observe/rows/)
           results.parquet       `raydist sweep results`: a row a point
           report.html           `raydist sweep report`
 
@@ -33,8 +34,8 @@ from raydist.rundir import Folder, RunDir, check_name, default_storage
 from raydist.runlog import plain
 from raydist.storage import Storage
 
-SWEEP, BASE, CELLS, EVENTS, RUNS, RESULTS = (
-    "sweep.yaml", "base.yaml", "cells.jsonl", "events", "runs", "results.parquet",
+SWEEP, BASE, CELLS, EVENTS, RUNS, RESULTS, HPARAMS = (
+    "sweep.yaml", "base.yaml", "cells.jsonl", "events", "runs", "results.parquet", "hparams",
 )  # fmt: skip
 SEGMENT_LINES = 1000
 """Of events/: on an object store, which cannot append, each flush sends the open segment again."""
@@ -120,18 +121,18 @@ class SweepDir(Folder):
 class SweepLog:
     """The writer of a sweep's events; one driver at a time (raydist/lease.py), and each makes its own.
 
-    `event` only buffers, and may be called from any thread; `flush` makes durable what was given before. `heard` is called with
-    each event in the order of the file, and logs nothing itself. Kinds and their data, each with the id of its `cell`:
+    `event` only buffers, and may be called from any thread; `flush` makes durable what was given before. Each of `heard` is called
+    with every event in the order of the file, and logs nothing itself. Kinds and their data, each with the id of its `cell`:
 
-    queued; started: `workers`, `gpus` (of all of them together), `tokens` it goes on from; finished, stopped (by the scheduler:
-    `because`) and paused (by the user or a limit: `because`): with `figures`, those of `raydist.report.sweep.figures.measure`;
-    failed: `cause`, `final`; retried: `because`, `micro_batch` where that changed; exploited: `source`, the cell whose checkpoint
-    it goes on from, `step`, `tokens`, `changes` (field -> [before, after]); report: `tokens`, `step` and `value`, the objective
-    that its scheduler was told; added: `note`, a CellNote.
+    queued; started: `workers`, `gpus` (of all of them together), `tokens` it goes on from, `micro_batch` where it is not the
+    spec's; finished, stopped (by the scheduler: `because`) and paused (by the user or a limit: `because`): with `figures`, those
+    of `raydist.report.sweep.figures.measure`; failed: `cause`, `final`; retried: `because`, `micro_batch` where that changed;
+    exploited: `source`, the cell whose checkpoint it goes on from, `step`, `tokens`, `changes` (field -> [before, after]); report:
+    `tokens`, `step` and `value`, the objective that its scheduler was told; added: `note`, a CellNote.
     Without a cell: began, with `driver` and `cells`; ended, with `status` and `cause`.
     """
 
-    def __init__(self, sweep: SweepDir, heard: Callable[[Event], None] = lambda event: None) -> None:
+    def __init__(self, sweep: SweepDir, *heard: Callable[[Event], None]) -> None:
         self._storage, self._heard = sweep.storage, heard
         self._number = max((number for number, _ in sweep._segments()), default=0) + 1
         self._stored: list[bytes] = []
@@ -148,7 +149,8 @@ class SweepLog:
         line = _line(event.to_dict()).encode()
         with self._lock:
             self._waiting.append(line)
-            self._heard(event)
+            for hears in self._heard:
+                hears(event)
         return event
 
     def flush(self) -> None:

@@ -13,7 +13,7 @@ from raydist.records import Event
 
 CellStatus = Literal["waiting", "running", "finished", "stopped", "failed", "paused"]
 """waiting: not started, or to be tried again; stopped: by the scheduler, for good; failed: for good; paused: goes on when the
-sweep is started again."""
+sweep is started again. One whose driver was killed is running here: `raydist.report.sweep.results` tells it as lost."""
 DONE: frozenset[CellStatus] = frozenset({"finished", "stopped", "failed"})
 
 
@@ -56,6 +56,7 @@ def fold(events: Iterable[Event]) -> dict[str, CellState]:
             case "started":
                 cell.status, cell.cause = "running", None
                 cell.stretches.append(Stretch(event.at, int(data.get("workers", 1)), float(data.get("gpus", 0))))
+                cell.micro_batch = data.get("micro_batch", cell.micro_batch)
             case "finished":
                 cell.status, cell.cause = "finished", None
             case "stopped" | "paused":

@@ -15,7 +15,7 @@ import pytest
 
 from raydist import lease as leases
 from raydist.errors import Fenced, UsageError
-from raydist.lease import DriverLease
+from raydist.lease import DriverLease, driven_since
 from raydist.rundir import RunDir, begin_attempt, fenced, resume_attempt, start_anew
 from raydist.runstate import LOST_AFTER_S, this_process
 
@@ -226,3 +226,15 @@ def test_starting_anew_keeps_the_numbers(tmp_path: Path) -> None:
 def test_the_heartbeat_leaves_room(tmp_path: Path) -> None:
     """Several renewals may fail before the lease is taken for expired."""
     assert 4 * leases.RENEW_S < LOST_AFTER_S
+
+
+def test_since_when_it_is_driven(tmp_path: Path) -> None:
+    """Since the lease was taken; by nobody before and after, nor once it is not renewed any more."""
+    run, before = RunDir(tmp_path), time.time()
+    assert driven_since(run) is None
+    with DriverLease(run):
+        since = driven_since(run)
+        assert since is not None
+        assert before <= since <= time.time()
+        assert driven_since(run, time.time() + LOST_AFTER_S + 1) is None
+    assert driven_since(run) is None

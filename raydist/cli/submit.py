@@ -20,6 +20,8 @@ from raydist.errors import UsageError, UserError, WorkerFailed
 _AWAY_S = 600.0
 """How long a cluster may be out of reach: its head restarts."""
 _AGAIN_S = 2.0
+_STOP_S = 120
+"""How long `ray job stop` waits for the driver, which makes a checkpoint of what trains, before it kills it; by itself 3 s."""
 
 
 def register(app: typer.Typer) -> None:
@@ -55,7 +57,7 @@ def submit(
     ] = 0,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Print the job's id and return.")] = False,
 ) -> None:
-    """Submit a job or a sweep to a cluster, and follow its log. Ends with its exit code."""
+    """Submit a job or a sweep to a cluster, and follow its log. Ends with its exit code. Ctrl-C ends the following alone."""
     if no_wait and retries:
         raise UsageError(
             "--no-wait and --retries exclude one another", "somebody must stay to submit it again: leave out --no-wait"
@@ -131,11 +133,22 @@ def _submit(address: str, words: list[str], root: Path, *, once: list[str], no_w
         print(job)
         return
     for left in range(retries, -1, -1):
-        status, code, message = _ended(address, job)
+        try:
+            status, code, message = _ended(address, job)
+        except KeyboardInterrupt:
+            print(
+                f"\njob {job} goes on; its log: ray job logs {job} --follow --address {address}; a checkpoint, and its end: "
+                f"ray job stop {job} --address {address}",
+                file=sys.stderr,
+            )
+            raise typer.Exit(130) from None
         if status == "SUCCEEDED":
             return
         if code in (2, 130, 143):
             raise typer.Exit(code)
+        if status == "STOPPED":  # somebody asked for it, and does not want it again
+            print(f"job {job} was stopped", file=sys.stderr)
+            raise typer.Exit(143)
         if code == WorkerFailed.exit_code or not left:
             raise WorkerFailed(f"job {job} ended as {status}", message)
         print(f"job {job} ended as {status}: {message or 'its driver is gone'}; submitting it again", file=sys.stderr)
@@ -151,8 +164,13 @@ def _start(address: str, entrypoint: str, root: Path, wait_s: float = 0.0) -> st
     while True:
         try:
             job = JobSubmissionClient(address).submit_job(
-                entrypoint=entrypoint,
-                runtime_env={"working_dir": str(root), "excludes": [".git", ".venv", "**/__pycache__"]},
+                # Without a shell between: Ray sees the driver end, and need not wait for somebody else to reap it.
+                entrypoint=f"exec {entrypoint}",
+                runtime_env={
+                    "working_dir": str(root),
+                    "excludes": [".git", ".venv", "**/__pycache__"],
+                    "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_S)},
+                },
             )
             break
         except (ConnectionError, RuntimeError, ValueError) as error:

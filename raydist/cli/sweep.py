@@ -96,18 +96,11 @@ def run(
 def _train(
     sweep: Sweep, cells: list[Cell], home: str, address: str | None, wait_for_driver: float, as_json: bool
 ) -> None:
+    from raydist.cli.sweepend import finish
     from raydist.cli.sweeprun import train_cells
-    from raydist.report.sweep import tables
-    from raydist.report.sweep.results import tell, write_parquet
 
     folder, code = train_cells(sweep, cells, home, address, wait_for_driver)
-    told = tell(folder)
-    write_parquet(folder, told)
-    if as_json:
-        print(json.dumps(told, allow_nan=False))
-    else:
-        tables.results(told)
-    raise typer.Exit(code)
+    raise typer.Exit(finish(folder, code, as_json))
 
 
 @app.command()
@@ -175,18 +168,16 @@ def report(
     storage: _Storage = None,
 ) -> None:
     """Write a page about a sweep, while it runs and after: one offline file."""
-    from raydist.report.html.sweep import MOST, render
-    from raydist.report.sweep.curves import curves
+    from raydist.cli.sweepend import page, write_page
     from raydist.report.sweep.results import tell
     from raydist.rundir import REPORT
     from raydist.sweepdir import resolve_sweep
 
     folder = resolve_sweep(name, storage)
     told = tell(folder)
-    written = render(told, curves(told, MOST))
     if out is None:
-        folder.storage.write(REPORT, written)
+        write_page(folder, told)
         print(folder.storage.at(REPORT).uri)
         return
-    output.write(out, written)
+    output.write(out, page(folder, told))
     print(out)

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,9 +35,11 @@ def train_cells(
     from raydist.cluster.session import open_session
     from raydist.cluster.supervisor import worker_env
     from raydist.cluster.sweep.plans import Datasets, Plans
+    from raydist.cluster.sweep.rows import RowBook
     from raydist.cluster.sweep.search import Search, require
     from raydist.cluster.sweep.sweep import SweepRun
     from raydist.lease import DriverLease
+    from raydist.observe.rows import choose
     from raydist.report.sweeplive import SweepConsole
     from raydist.rundir import RunDir
     from raydist.spec.sweep import check, store
@@ -52,12 +55,16 @@ def train_cells(
     exporters = {e.name for c in able for e in c.job.observe.exporters}
     own_code = any(":" in name for name in names | exporters)
     place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
-    with DriverLease(RunDir(folder.uri), wait_s=wait_for_driver) as lease:
+    rows = RowBook(
+        folder, choose([e.model_dump() for e in sweep.base.observe.exporters], folder), sweep.spec.objective.metric
+    )
+    with DriverLease(RunDir(folder.uri), wait_s=wait_for_driver) as lease, closing(rows):
         store(folder, sweep, cells)
         events = folder.events()
         search = Search(sweep, events) if sweep.spec.search.chooses else None
         if search is not None:
             cells = search.cells
+        rows.begin(folder.cells(events), events)
         states = fold(events)
         done = all(cell.id in states and states[cell.id].status in DONE for cell in cells)
         if done and (search is None or search.over):
@@ -90,6 +97,7 @@ def train_cells(
                     search=search,
                     keep=plans.add,
                     lost=lease.lost,
+                    heard=rows.heard,
                 ).run()
     if ended.status == "paused":
         print(f"paused: {ended.because}; the same command goes on from there", file=sys.stderr)

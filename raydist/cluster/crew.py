@@ -1,4 +1,4 @@
-"""The workers that a run has, and may leave to the next one: a conductor, and a group that waits below it.
+"""What a run has and may leave to the next one: a conductor, and a group of workers that waits below it; and its monitor.
 
 Runs in: the driver, one thread at a time. Never imports torch; imports ray in functions only. A run that follows on another's
 workers has its first step about a second after it begins: no placement, no new process, no import of torch (docs/adr/0010).
@@ -6,18 +6,24 @@ workers has its first step about a second after it begins: no placement, no new 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from raydist.cluster.conductor import start_conductor
 from raydist.cluster.group import Group
 from raydist.cluster.session import Session
+from raydist.observe.run import start_monitor
+from raydist.observe.standby import Monitors
 
 
 class Crew:
-    """One group of workers at most. Made at once; its actor and its workers start when they are asked for."""
+    """One group of workers at most. Made at once; its actor and its workers start when they are asked for.
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    `monitors`: where its runs have theirs from.
+    """
+
+    def __init__(self, session: Session, monitors: Monitors | None = None) -> None:
+        self._session, self._monitors = session, monitors
         self._conductor: object | None = None
         self._idle: Group | None = None
 
@@ -25,6 +31,17 @@ class Crew:
         """Starts what it can without knowing of which kind the workers are to be. Returns at once."""
         if self._conductor is None:
             self._conductor = start_conductor()
+
+    def monitor(self, run_uri: str, exporters: Sequence[Mapping[str, Any]], spec: Mapping[str, Any]) -> Any:
+        """The monitor of a run that begins: its actor's handle."""
+        if self._monitors is not None:
+            return self._monitors.get(run_uri, exporters, spec)
+        return start_monitor(run_uri, exporters=exporters, spec=spec)
+
+    def foresee(self) -> None:
+        """The run is on its way: starts what the next one would have to wait for. Returns at once; call it as often as you like."""
+        if self._monitors is not None:
+            self._monitors.prepare()
 
     def start(
         self,

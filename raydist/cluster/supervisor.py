@@ -25,7 +25,7 @@ from raydist.cluster.session import Session, worker_environment
 from raydist.cluster.vault import Vaults
 from raydist.errors import WorkerFailed
 from raydist.faults import Fault
-from raydist.observe.run import DEFAULT_EXPORTERS, start_monitor
+from raydist.observe.run import DEFAULT_EXPORTERS
 from raydist.records import Event
 from raydist.rundir import RunDir, begin_attempt
 from raydist.runlog import last_attempt
@@ -133,8 +133,8 @@ class Supervisor:
         """
         if not self._session.private:
             self._avoid = dict.fromkeys(nodes.unreachable(), time.monotonic())
-        self._monitor = start_monitor(
-            self._request.run.uri, exporters=self._request.exporters, spec=self._spec.model_dump(mode="json")
+        self._monitor = self._crew.monitor(
+            self._request.run.uri, self._request.exporters, self._spec.model_dump(mode="json")
         )
         self._crew.ready()
         if self._request.faults:
@@ -238,6 +238,8 @@ class Supervisor:
         for raw in snapshot["events"]:
             self._view.event(Event.from_dict(raw))
         self._view.update(snapshot)
+        if snapshot["record"] is not None:
+            self._crew.foresee()
 
     def _ask(self, method: Any, *args: Any) -> Any:
         """What the monitor answers; None if it does not: training goes on without it."""

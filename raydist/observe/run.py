@@ -1,7 +1,7 @@
 """The run's monitor: gathers steps and events, stores them, keeps the heartbeat, and hands the driver's word to rank 0.
 
 Runs in: one zero-CPU actor, owned by the driver and on its node. Must not import torch or pandas. Imports ray in
-`start_monitor` only: `RunMonitor` is a plain class.
+`placed` only: `RunMonitor` is a plain class.
 
     rank 0's side thread --push(records, events)--> RunMonitor --> metrics/*.parquet, events.jsonl, state.json; exporters
                          <--{"command", "traces"}-      ^   ^----- requests/*.json
@@ -305,11 +305,16 @@ def start_monitor(
 
     Ray is started. `ray.get(handle.snapshot.remote())` waits until it is up, and raises what its constructor raised.
     """
+    return placed(RunMonitor).remote(run_uri, this_process(), interval_s, exporters, spec)
+
+
+def placed(monitor: type[RunMonitor]) -> Any:
+    """That class as a monitor's actor: `.remote(...)` starts it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     node = ray.get_runtime_context().get_node_id()
-    actor = ray.remote(RunMonitor).options(
+    return ray.remote(monitor).options(
         num_cpus=0,
         # flush may wait for storage: pushes and snapshots go on beside it.
         max_concurrency=8,
@@ -317,4 +322,3 @@ def start_monitor(
         max_restarts=-1,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
     )
-    return actor.remote(run_uri, this_process(), interval_s, exporters, spec)

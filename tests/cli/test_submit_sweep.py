@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
 from raydist.cli import submit
@@ -54,3 +55,30 @@ def test_what_a_sweep_has_not(sent: list[list[str]]) -> None:
     with pytest.raises(SpecError, match=r"model\.heads: 3 does not divide"):
         submitted("search.yaml", working_dir=Path())
     assert sent == []
+
+
+def test_ctrl_c_leaves_the_job_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The following ends, with the commands to go on with it and to end the job; it is not submitted again."""
+
+    def interrupted(address: str, job: str) -> None:
+        raise KeyboardInterrupt
+
+    started: list[str] = []
+    monkeypatch.setattr(submit, "_start", lambda address, words, root, **_: started.append(words) or "job-7")
+    monkeypatch.setattr(submit, "_ended", interrupted)
+    with pytest.raises(typer.Exit) as caught:
+        submit._submit("http://head:8265", ["raydist"], Path(), once=[], no_wait=False, retries=3)
+    assert caught.value.exit_code == 130
+    assert "ray job stop job-7 --address http://head:8265" in capsys.readouterr().err
+    assert started == ["raydist"]
+
+
+def test_a_job_that_was_stopped_is_not_submitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever stopped it meant it, whatever `--retries` says."""
+    started: list[str] = []
+    monkeypatch.setattr(submit, "_start", lambda address, words, root, **_: started.append(words) or "job-7")
+    monkeypatch.setattr(submit, "_ended", lambda address, job: ("STOPPED", None, "stopped"))
+    with pytest.raises(typer.Exit) as caught:
+        submit._submit("http://head:8265", ["raydist"], Path(), once=[], no_wait=False, retries=3)
+    assert caught.value.exit_code == 143
+    assert len(started) == 1

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +21,9 @@ from typing import Any
 
 import psutil
 import pytest
+
+from raydist.sweepdir import SweepDir
+from raydist.sweepstate import fold
 
 RAY = str(Path(sys.executable).with_name("ray"))
 REPOSITORY = Path(__file__).parents[2]
@@ -137,6 +143,69 @@ def test_train_by_address_and_what_a_cluster_refuses(project: Any, cluster: dict
     )
     assert done.returncode == 2
     assert "8 workers of 1 CPU, the cluster has 1 node with 2 CPUs in all: 2 would fit" in done.stderr
+
+
+def sweep_of(folder: Path, steps: int) -> None:
+    """Writes sweep.yaml: two cells of the job, one after the other."""
+    array = {"type": "list", "parameters": [{"learning_rate": 1e-3}, {"learning_rate": 1e-2}], "concurrent": 1}
+    job = {"extends": "job.yaml", "train": {"steps": steps}}
+    (folder / "base.yaml").write_text(json.dumps(job))
+    (folder / "sweep.yaml").write_text(json.dumps({"base": "base.yaml", "array": array}))
+
+
+def submitted(project: Any, cluster: dict[str, str], folder: Path, arguments: list[str]) -> subprocess.Popen[str]:
+    """`raydist submit sweep.yaml`, running."""
+    command = [sys.executable, "-m", "raydist", "submit", "sweep.yaml", "--address", cluster["jobs"], *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=project.environment() | TOKEN,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_raydist_submit_of_a_sweep(project: Any, cluster: dict[str, str]) -> None:
+    """It runs as a Ray job, with its cells on the cluster; the log that is followed has its end, and its results are there."""
+    folder, arguments = working_dir(project, "swept")
+    sweep_of(folder, 12)
+    process = submitted(project, cluster, folder, arguments)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert "the whole on one page: " in err
+    done = project.raydist("sweep", "results", "swept", "--json")
+    told = json.loads(done.stdout)
+    assert told["counts"] == {"finished": 2}, done.stderr
+    assert [row["tokens"] for row in told["points"]] == [12 * 8 * 16] * 2
+
+
+def test_a_sweep_that_is_left_and_then_stopped(project: Any, cluster: dict[str, str]) -> None:
+    """Ctrl-C of `raydist submit` ends the following alone, and says how to end the job: `ray job stop` lets the cell that trains
+    make a checkpoint."""
+    folder, arguments = working_dir(project, "stopped")
+    sweep_of(folder, 100_000)
+    process = submitted(project, cluster, folder, arguments)
+    sweep = SweepDir(project.runs / "stopped")
+    deadline = time.monotonic() + 180
+    while not (sweep.exists() and sweep.run(sweep.cells()[0].id).committed()):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "no checkpoint"
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    (job,) = re.findall(r"^job (\S+) goes on; .* ray job stop \1 --address", err, re.MULTILINE)
+    first, second = (cell.id for cell in sweep.cells())
+    assert fold(sweep.events())[first].status == "running"
+    env = project.environment() | TOKEN | {"RAY_AUTH_MODE": "token"}
+    stop = [RAY, "job", "stop", job, "--address", cluster["jobs"]]
+    done = subprocess.run(stop, env=env, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    states = fold(sweep.events())
+    assert states[first].status == "paused"
+    assert states[first].figures["steps"] == sweep.run(first).committed()[-1]
+    assert second not in states
 
 
 def test_a_job_that_fails_ends_submit_with_its_code(project: Any, cluster: dict[str, str]) -> None:

@@ -96,7 +96,8 @@ def until(process: subprocess.Popen[str], true: Any) -> None:
 
 def test_one_cell_after_another(sweeps: Sweeps) -> None:
     """Two at a time, on two crews of workers that are started once: a cell whose process is killed goes on inside its run and ends
-    with the bits of one that was not; a cell with a bug is tried twice, its cause is known, and the others are trained."""
+    with the bits of one that was not; a cell with a bug is tried twice, its cause is known, and the others are trained. Each has
+    its row for TensorBoard, and the sweep its page."""
     cells = [
         {"model.name": "cells:broken", "learning_rate": 1e-3},
         {"model.name": "cells:dying", "learning_rate": 3e-3},
@@ -118,8 +119,26 @@ def test_one_cell_after_another(sweeps: Sweeps) -> None:
     assert [e["attempt"] for e in attempts if e["kind"] == "attempt_started"] == [1, 2]
     assert sweeps.losses("one", dying) == sweeps.losses("one", sound) != sweeps.losses("one", last)
     assert len(sweeps.losses("one", dying)) == 12
+    folder = sweeps.folder("one").storage
+    assert folder.folders("hparams") == sorted(sweeps.cells("one"))
+    assert folder.size("report.html")
     below = {mark.name.rpartition("-")[2] for mark in sweeps.marks("one").glob("*-below-*")}
     assert len(below) == 2, "each crew's ranks are forked by one process, whatever becomes of them"
+
+
+def test_a_lack_of_memory(sweeps: Sweeps) -> None:
+    """Memory runs out once in the whole sweep: the cell that it meets goes on with half the micro-batch, and has it too when it
+    is tried again after a bug; the next cell, which is like it, begins with it."""
+    cells = [{"model.name": "cells:hungry", "learning_rate": rate} for rate in (3e-3, 1e-2)]
+    sweeps.write("memory", cells, 1, limits={"failures_per_cell": 1})
+    told = sweeps.run("memory")
+    assert told["counts"] == {"finished": 2}
+    first, second = sweeps.cells("memory")
+    assert [e.data["micro_batch"] for e in sweeps.events("memory", first, "retried")] == [1]
+    assert [e.data.get("micro_batch") for e in sweeps.events("memory", first, "started")] == [None, 1]
+    assert [e.data.get("micro_batch") for e in sweeps.events("memory", second, "started")] == [1]
+    causes = {cell: [e["fault"] for e in run_events(sweeps, "memory", cell, "failure")] for cell in (first, second)}
+    assert causes == {first: ["out_of_memory", *["user_error"] * 3], second: []}
 
 
 def test_a_scheduler_stops_a_cell(sweeps: Sweeps) -> None:
@@ -177,8 +196,8 @@ def test_worse_than_the_median(sweeps: Sweeps) -> None:
 
 
 def test_killed_and_started_again(sweeps: Sweeps) -> None:
-    """SIGKILL to the driver: the same command leaves the finished cell alone and goes on with the other from its checkpoint; two
-    interrupts end it at once, with exit code 130; in the end its losses are those of an undisturbed one."""
+    """SIGKILL to the driver: the cell that trained is lost; the same command leaves the finished one alone and goes on with it
+    from its checkpoint; two interrupts end it at once, exit code 130; in the end its losses are those of an undisturbed one."""
     cells = [
         {"model.name": "cells:sound", "learning_rate": 3e-3},
         {"model.name": "cells:waiting", "learning_rate": 3e-3},
@@ -196,6 +215,8 @@ def test_killed_and_started_again(sweeps: Sweeps) -> None:
     psutil.wait_procs(children, timeout=60)
     process.communicate(timeout=60)
     before = tree(sweeps, "again", first)
+    told = json.loads(sweeps.project.raydist("sweep", "results", "again", "--json").stdout)
+    assert told["counts"] == {"finished": 1, "lost": 1}
 
     process = sweeps.start("again")
     until(process, lambda: len(list(marks.glob("waiting-*"))) == 2)
@@ -328,7 +349,7 @@ def test_the_worse_goes_on_from_the_better(sweeps: Sweeps) -> None:
 
 
 def test_cells_take_turns(sweeps: Sweeps) -> None:
-    """pbt: two cells that would train for hours, where one fits. Each makes room for the other after an interval, whether or not it is
+    """pbt: two cells that would train for hours; one fits. Each makes room for the other after an interval, whether or not it is
     to copy it, and goes on from a checkpoint when it is its turn again."""
     scheduler = {"name": "pbt", "every": 4 * TOKENS, "resample": 0}
     sweeps.write("turns", [{"learning_rate": 1e-2}, {"learning_rate": 1.1e-2}], 1, scheduler=scheduler)
@@ -347,6 +368,12 @@ def test_cells_take_turns(sweeps: Sweeps) -> None:
     assert [event.data["tokens"] > 0 for event in started()[:4]] == [False, False, True, True]
     yields = [event.data["because"] for event in sweeps.events("turns", one, "paused")]
     assert yields[0].startswith("pbt at ")
+
+
+def run_events(sweeps: Sweeps, name: str, cell: str, kind: str) -> list[dict[str, Any]]:
+    """What happened to a cell's run."""
+    path = sweeps.project.runs / name / "runs" / cell / "events.jsonl"
+    return [e for e in map(json.loads, path.read_text().splitlines()) if e["kind"] == kind]
 
 
 def tree(sweeps: Sweeps, name: str, cell: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 from raydist.cluster.crew import Crew
 from raydist.cluster.session import Session
 from raydist.cluster.supervisor import Ending, Request, Supervisor
+from raydist.cluster.sweep.fitting import MicroBatches, shrunk
 from raydist.errors import RaydistError, StorageError
 from raydist.records import Event
 from raydist.report.sweep.figures import measure
@@ -87,7 +88,8 @@ class CellRun:
     """Starts at once. `post` is given its reports: tokens, step, loss, eval_loss, done, and objective where it is known; `last`: of
     its last step, after which it ends by itself.
 
-    `metric`: what the objective is. `failures` of it so far, of which `allowed` are tried again. `micro_batch`: to start with.
+    `metric`: what the objective is. `failures` of it so far, of which `allowed` are tried again. `fits`: what the sweep's cells
+    know of micro-batches; `micro_batch`: what this one was last started with, if that was not its spec's.
     `before`: an earlier stretch of the same cell, which must be over; `prepare` is called then.
     """
 
@@ -103,6 +105,8 @@ class CellRun:
         failures: int = 0,
         allowed: int = 0,
         before: CellRun | None = None,
+        fits: MicroBatches | None = None,
+        micro_batch: int | None = None,
         prepare: Callable[[], None] = lambda: None,
         over: Callable[[str], None] = lambda status: None,
     ) -> None:
@@ -110,6 +114,9 @@ class CellRun:
         self._post, self._metric = post, metric
         self.failures, self._allowed = failures, allowed
         self._before, self._prepare, self._on_over = before, prepare, over
+        self._fits, self._micro_batch = fits or MicroBatches(), micro_batch
+        self._request = plan.request
+        """As it is trained just now: with a micro-batch that fits."""
         self.live = Live(plan.id, total=plan.total, workers=plan.workers)
         self.status: str | None = None
         """How it ended: finished, stopped, paused, yielded or failed."""
@@ -157,6 +164,8 @@ class CellRun:
 
     def event(self, event: Event) -> None:
         """Something happened to the run."""
+        if (micro_batch := shrunk([event])) is not None:
+            self._fits.learn(self.plan.job, micro_batch)
         if event.kind == "eval":
             self._told["eval_loss"] = event.data["loss"]
             if self._metric == "eval_loss" and event.data["step"] > self._told["step"]:
@@ -199,13 +208,9 @@ class CellRun:
         if run.exists() and read_state(run)["status"] == "finished":
             self._note("finished")  # its driver was killed before it could write that down
             return Ending("finished", self.plan.total)
-        run.storage.write(SPEC, dump(self.plan.job).encode())
         self.live.state = "running"
         while True:
-            gpus = self.plan.request.gpus * self.plan.workers
-            begun = run.committed()
-            tokens = self.plan.tokens(begun[-1]) if begun else 0
-            self._log.event("started", name, workers=self.plan.workers, gpus=gpus, tokens=tokens)
+            self._begin()
             ending, headless = self._attempt(crew)
             wish = self.wish
             if headless and ending.status == "stopped":
@@ -221,16 +226,31 @@ class CellRun:
                 final = self.failures > self._allowed
                 self._note("failed", cause=ending.cause, final=final)
                 if not final:
+                    before, self._request = self._request, self._fits.fitted(self._request)
+                    changed = {"micro_batch": _micro_batch(self._request)} if self._request != before else {}
                     again = f"failure {self.failures} of {self._allowed} that are tried again"
-                    self._log.event("retried", name, because=again)
+                    self._log.event("retried", name, because=again, **changed)
                     continue
             return ending
+
+    def _begin(self) -> None:
+        """Notes that it has workers, with what it begins."""
+        run = self.plan.request.run
+        self._request = self._fits.fitted(self.plan.request, self._micro_batch)
+        run.storage.write(SPEC, dump(self._request.spec).encode())
+        begun = run.committed()
+        told: dict[str, Any] = {"tokens": self.plan.tokens(begun[-1]) if begun else 0}
+        if self._request != self.plan.request:
+            told["micro_batch"] = self._micro_batch = _micro_batch(self._request)
+            self._fits.learn(self.plan.job, self._micro_batch)
+        gpus = self.plan.request.gpus * self.plan.workers
+        self._log.event("started", self.plan.id, workers=self.plan.workers, gpus=gpus, **told)
 
     def _attempt(self, crew: Crew) -> tuple[Ending, bool]:
         """The run, once: until it is finished, interrupted, or raydist gives it up; and whether the cluster's head is gone."""
         with self._lock:
             wish = self.wish
-            supervisor = self._supervisor = Supervisor(self.plan.request, self._session, self, crew=crew)
+            supervisor = self._supervisor = Supervisor(self._request, self._session, self, crew=crew)
         if wish is not None:
             self._hurry(supervisor, wish)
         try:
@@ -266,3 +286,7 @@ class CellRun:
         if self.status != "yielded":
             told: Mapping[str, Any] = self._told if self.status != "failed" else {"tokens": self._told["tokens"]}
             self._post({**told, "done": True, "ended": self.status, "at": time.time()})
+
+
+def _micro_batch(request: Request) -> int:
+    return request.spec.train.micro_batch

@@ -15,7 +15,9 @@ from raydist.cluster.crew import Crew
 from raydist.cluster.session import Session
 from raydist.cluster.supervisor import worker_env
 from raydist.cluster.sweep.cell import CellRun, Live, Plan, Wish
+from raydist.cluster.sweep.fitting import MicroBatches
 from raydist.errors import RaydistError
+from raydist.observe.standby import Monitors
 from raydist.sweepdir import SweepLog
 from raydist.sweepstate import CellState
 
@@ -23,23 +25,27 @@ _START_S = 120.0
 
 
 class Pool:
-    """`size` crews. One that is free goes to a cell, of those that wait the first; rather one whose workers are of its kind."""
+    """`size` crews. One that is free goes to a cell, of those that wait the first; rather one whose workers are of its kind.
 
-    def __init__(self, session: Session, size: int) -> None:
+    `monitors`: see `Crew`.
+    """
+
+    def __init__(self, session: Session, size: int, monitors: Monitors | None = None) -> None:
         self._session = session
-        self._all = [Crew(session) for _ in range(size)]
+        self._all = [Crew(session, monitors) for _ in range(size)]
         self._free = list(self._all)
         self._changed = threading.Condition()
         self._closed = False
 
     def warm(self, plan: Plan) -> None:
-        """Starts workers for a cell that is to come, in a crew that has none yet. Returns at once."""
+        """Starts workers for a cell that is to come, in a crew that has none yet, and a monitor. Returns at once."""
         threading.Thread(target=self._warm, args=(plan,), name="raydist-warm", daemon=True).start()
 
     def _warm(self, plan: Plan) -> None:
         crew = self.get(plan)
         if crew is not None:
             try:
+                crew.foresee()
                 crew.leave(crew.start(plan.workers, *kind(plan), run_name=plan.id, start_timeout_s=_START_S))
             finally:
                 self.put(crew)
@@ -116,6 +122,7 @@ class Floor:
         self._session, self._pool, self._log, self._plan = session, pool, log, plan
         self._post, self._forget_reports = post, forget
         self._states, self._metric, self._allowed, self._over = states, metric, allowed, over
+        self._fits = MicroBatches()
         self._gpu_hours = self._worker_hours = 0.0
         self._gone: str | None = None
         self._lock = threading.Lock()
@@ -159,6 +166,8 @@ class Floor:
                 failures=state.failures if before is None else before.failures,
                 allowed=self._allowed,
                 before=before,
+                fits=self._fits,
+                micro_batch=state.micro_batch,
                 prepare=(lambda: self._adopt(plan, *source)) if source is not None else lambda: None,
                 over=lambda status: self._over(cell, status),
             )

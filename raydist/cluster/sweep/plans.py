@@ -18,6 +18,7 @@ from raydist.data import open_or_prepare
 from raydist.data.batches import Batches
 from raydist.data.dataset import TokenDataset, Windows
 from raydist.observe.exporters import resolve
+from raydist.observe.rows import of_sweep
 from raydist.spec import JobSpec, parse
 from raydist.spec.load import merge, nest
 from raydist.spec.sweep import Cell
@@ -82,7 +83,7 @@ class Plans:
             for field, value in changes.items():
                 raw = merge(raw, nest(field, value))
             job = parse(raw, source=cell)
-        exporters = resolve([e.model_dump() for e in job.observe.exporters], run)
+        exporters = resolve(of_sweep([e.model_dump() for e in job.observe.exporters], self._folder), run)
         dataset, gpus = self._datasets.of(job).uri, self._gpus(job)
         request = Request(job, run, dataset, gpus, allow_spec_change=bool(changes), exporters=exporters)
         return Plan(cell, request, self._datasets.steps(job))

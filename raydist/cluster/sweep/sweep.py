@@ -26,6 +26,8 @@ from raydist.cluster.sweep.limits import HOUR, Spent, before, reached
 from raydist.cluster.sweep.sampler import start_sampler
 from raydist.cluster.sweep.search import Search, asker
 from raydist.errors import RaydistError, StorageError, TrainingStopped
+from raydist.observe.standby import Monitors
+from raydist.records import Event
 from raydist.spec.sweep import Axis, Cell, SweepSpec
 from raydist.sweepdir import SweepDir, SweepLog
 from raydist.sweepstate import DONE, fold
@@ -61,7 +63,7 @@ class SweepRun:
 
     `cells`: id -> parameters of all cells, in order; `plan` makes one of them ready to train, see `Floor`; `tokens`: those of the
     longest cell. `at_once`: how many train at a time. `search` chooses the cells after those; `keep` is given each. `lost`: see
-    `DriverLease.lost`.
+    `DriverLease.lost`. `heard`: see `SweepLog`.
     """
 
     def __init__(
@@ -79,10 +81,11 @@ class SweepRun:
         search: Search | None = None,
         keep: Callable[[Cell], None] = lambda cell: None,
         lost: Callable[[], BaseException | None] = lambda: None,
+        heard: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self._spec, self._axes, self._folder, self._cells, self._plan = spec, axes, folder, cells, plan
         self._session, self._view, self._tokens, self._at_once = session, view, tokens, at_once
-        self._search, self._keep, self._lost = search, keep, lost
+        self._search, self._keep, self._lost, self._heard = search, keep, lost, heard
         self._signals: list[int] = []
         self._error: BaseException | None = None
         self._gone = False
@@ -110,14 +113,16 @@ class SweepRun:
         self._count = len(self._cells) + to_come
         if not waiting and not to_come:
             return Ended("finished")
-        log = SweepLog(self._folder, search.note) if search is not None else SweepLog(self._folder)
+        log = SweepLog(self._folder, self._heard, *([search.note] if search is not None else []))
         log.event("began", driver=self._session.node_ip, cells=self._count)
         log.flush()
         if search is not None:
             sampler = start_sampler(self._axes, self._spec.search, self._spec.objective.better)
             search.begin(log, asker(sampler), self._keep, self._over)
             waiting = [cell for cell in waiting if cell not in self._done]
-        pool = Pool(self._session, min(self._at_once, len(waiting) + to_come))
+        self._left = len(waiting) + to_come
+        monitors = Monitors(self._session.temp_dir / f"monitors-{self._session.job_id}", lambda: self._left > 0)
+        pool = Pool(self._session, min(self._at_once, self._left), monitors)
         desk = start_desk()
         limits = self._spec.limits
         floor = Floor(
@@ -134,7 +139,7 @@ class SweepRun:
         )
         first = waiting[: self._at_once]
         if search is not None:
-            first += [search.like] * (min(self._at_once, len(waiting) + to_come) - len(first))
+            first += [search.like] * (min(self._at_once, self._left) - len(first))
         for cell in first:
             with suppress(RaydistError):  # of a cell that cannot train it is said when it is its turn
                 pool.warm(self._plan(cell, {}))  # while Ray Tune starts
@@ -177,6 +182,7 @@ class SweepRun:
         finally:
             if not self._gone:  # else nobody answers
                 pool.end()
+                monitors.end()
             log.event("ended", status=ended.status, cause=ended.because)
             log.flush()
             shutil.rmtree(scratch, ignore_errors=True)
@@ -234,5 +240,6 @@ class SweepRun:
             log.flush()
         live = floor.live()
         counts = Counter(self._done.values())
-        counts |= {"running": len(live), "waiting": self._count - len(self._done) - len(live)}
+        self._left = self._count - len(self._done) - len(live)
+        counts |= {"running": len(live), "waiting": self._left}
         self._view.update(live, counts, self._spent(floor))

@@ -24,9 +24,9 @@ EXPERIMENT = "raydist"
 _TAGS = ("loss", "lr", "grad_norm", "seconds", "data_seconds", "grad_noise_scale")
 _BATCH = 1000
 """Metrics of one request, by MLflow's limits; params: 100, of 6000 characters."""
-_PARAMS, _LENGTH = 100, 6000
+_PARAMS, LENGTH = 100, 6000
 _STATUS = {"finished": "FINISHED", "stopped": "FAILED"}
-_IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 """Who calls tries again by itself: MLflow's own patience with a server that is away is minutes long."""
 
 
@@ -34,7 +34,7 @@ class Exporter(BaseExporter):
     """Options: `uri` of the tracking server or store (default: $MLFLOW_TRACKING_URI of the driver), `experiment`, `tags`."""
 
     def __init__(self, facts: Facts) -> None:
-        for name, value in _IMPATIENT.items():
+        for name, value in IMPATIENT.items():
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient
 
@@ -80,7 +80,7 @@ class Exporter(BaseExporter):
         if event["kind"] == "eval":
             self._point("eval/loss", event["loss"], event["step"], event["at"])
         elif event["kind"] == "failure":
-            self._tags["raydist.failure"] = str(event["cause"])[:_LENGTH]
+            self._tags["raydist.failure"] = str(event["cause"])[:LENGTH]
         elif event["kind"] == "ended":
             self._status = _STATUS.get(event["status"], "KILLED")
 
@@ -106,25 +106,11 @@ class Exporter(BaseExporter):
             self._metrics.append(Metric(name, float(value), int(at * 1000), int(step)))
 
     def _resumed(self) -> str | None:
-        """The MLflow run that this run was before; None if there was none on that server, or somebody deleted it."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            known = json.loads(self._facts.run.storage.read(FILE))
-        except FileNotFoundError:
-            return None
-        if known["uri"] != self._facts.options["uri"]:
-            return None
-        try:
-            found = self._client.get_run(known["run_id"])
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return None
-            raise
-        if found.info.lifecycle_stage == "deleted":
-            return None
-        self._client.update_run(known["run_id"], status="RUNNING")
-        return str(known["run_id"])
+        """The MLflow run that this run was before, if it is there; it goes on."""
+        found = living(self._client, self._facts.run, self._facts.options["uri"])
+        if found is not None:
+            self._client.update_run(found, status="RUNNING")
+        return found
 
     def _begun(self) -> str:
         """A new MLflow run, with the job as its params. Noted last: one without params is never gone on with."""
@@ -137,7 +123,7 @@ class Exporter(BaseExporter):
         started = int(time.time() * 1000)
         run_id = str(self._client.create_run(experiment, started, tags, run.name).info.run_id)
         params = [
-            Param(name, str(value)[:_LENGTH])
+            Param(name, str(value)[:LENGTH])
             for name, value in flatten(dict(self._facts.spec)).items()
             if value not in (None, {}, [])
         ]
@@ -145,3 +131,22 @@ class Exporter(BaseExporter):
             self._client.log_batch(run_id, params=params[at : at + _PARAMS])
         run.storage.write(FILE, json.dumps({"uri": options["uri"], "run_id": run_id}).encode())
         return run_id
+
+
+def living(client: Any, run: RunDir, uri: str) -> str | None:
+    """The MLflow run that a run has at that server; None if it has none there, or somebody deleted it. Raises what MLflow does."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        known = json.loads(run.storage.read(FILE))
+    except FileNotFoundError:
+        return None
+    if known["uri"] != uri:
+        return None
+    try:
+        found = client.get_run(known["run_id"])
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return None
+        raise
+    return None if found.info.lifecycle_stage == "deleted" else str(known["run_id"])

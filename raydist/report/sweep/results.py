@@ -16,12 +16,12 @@ from typing import Any
 import yaml
 
 from raydist.errors import StorageError, UsageError
+from raydist.lease import driven_since
 from raydist.report.sweep import analysis, stats
 from raydist.report.sweep.figures import measure, spent
 from raydist.report.sweep.words import analyse
 from raydist.rundir import SPEC
 from raydist.runlog import plain
-from raydist.runstate import read_state
 from raydist.spec import JobSpec, parse
 from raydist.spec.sweep import SweepSpec, read_stored
 from raydist.sweepdir import RESULTS, CellNote, SweepDir
@@ -29,6 +29,7 @@ from raydist.sweepstate import CellState, fold
 
 STATUSES = ("running", "lost", "waiting", "paused", "failed", "stopped", "finished")
 """Of a point whose cells differ: the first of these that one of them has."""
+_LOST = "its driver is gone; the same command goes on with it"
 
 
 def tell(folder: SweepDir, now: float | None = None) -> dict[str, Any]:
@@ -42,7 +43,10 @@ def tell(folder: SweepDir, now: float | None = None) -> dict[str, Any]:
     events = folder.events()
     states = fold(events)
     rate = spec.limits.cost_per_gpu_hour
-    cells = [_cell(folder, note, states.get(note.id, CellState()), spec, rate, now) for note in folder.cells(events)]
+    since = driven_since(folder, now)
+    cells = [
+        _cell(folder, note, states.get(note.id, CellState()), spec, rate, since, now) for note in folder.cells(events)
+    ]
     _require(folder, spec, cells)
     points: dict[int, list[dict[str, Any]]] = {}
     for cell in cells:
@@ -66,13 +70,19 @@ def tell(folder: SweepDir, now: float | None = None) -> dict[str, Any]:
 
 
 def _cell(
-    folder: SweepDir, note: CellNote, state: CellState, spec: SweepSpec, rate: float | None, now: float
+    folder: SweepDir,
+    note: CellNote,
+    state: CellState,
+    spec: SweepSpec,
+    rate: float | None,
+    since: float | None,
+    now: float,
 ) -> dict[str, Any]:
-    """One cell: its note, its figures, and what it cost."""
+    """One cell: its note, its figures, and what it cost. `since`: from when on a driver has the sweep; None if none has it now."""
     run = folder.run(note.id)
     status: str = state.status
-    if status == "running":
-        status = "lost" if run.exists() and read_state(run, now)["status"] == "lost" else status
+    if status == "running" and (since is None or state.stretches[-1].start < since):
+        status = "lost"  # the driver that had it did not come to say how it ended
     known = (
         state.figures
         if state.figures and status not in ("running", "lost")
@@ -87,7 +97,7 @@ def _cell(
         "id": note.id,
         "parameters": dict(note.parameters),
         "status": status,
-        "cause": state.cause,
+        "cause": _LOST if status == "lost" else state.cause,
         "value": value if value is not None and math.isfinite(value) else None,
         **{name: known.get(name) for name in ("tokens", "loss", "eval_loss", "tokens_per_second", "grad_noise_scale")},
         "seconds": seconds,

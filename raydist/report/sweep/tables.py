@@ -68,8 +68,8 @@ def forecast(told: dict[str, Any], out: Console | None = None) -> None:
         _say(out, over, "yellow")
 
 
-def results(told: dict[str, Any], out: Console | None = None) -> None:
-    """The object of `results.tell`, the best points first."""
+def results(told: dict[str, Any], out: Console | None = None, failures: bool = True) -> None:
+    """The object of `results.tell`, the best points first. `failures`: with the causes of those that failed."""
     out = out or Console(highlight=False)
     heads, rows, styles = _results(told)
     _print(heads, rows, styles, out)
@@ -81,7 +81,7 @@ def results(told: dict[str, Any], out: Console | None = None) -> None:
     for line in told["analysis"]["words"]:
         _say(out, line)
     for row in told["points"]:
-        if row["cause"] and row["status"] in ("failed", "lost", "paused", "waiting"):
+        if row["cause"] and row["status"] in (*(["failed"] if failures else []), "lost", "paused", "waiting"):
             _say(
                 out,
                 f"{row['cells'][0]}: {row['status']}: {row['cause']}",

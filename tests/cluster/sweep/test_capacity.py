@@ -69,7 +69,7 @@ class FakeCrew:
 
     cluster: Cluster
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: Any, monitors: Any) -> None:
         self.group: tuple[Shape, list[int]] | None = None
 
     @property

@@ -1,21 +1,23 @@
-"""Models of a sweep's cells: a small GPT that is sound, or dies once, or has a bug, or waits to be told to go on.
+"""Models of a sweep's cells: a small GPT that is sound, or dies once, or has a bug, or no memory, or waits to be told to go on.
 
 `model.options` has `marks`, a folder: each process notes in it who forked it.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
 import faulty
+import torch
 from torch import nn
 
 from raydist.spec import ModelSpec
 from raydist.worker.model import gpt
 
-_STEP = 4
-"""Forward passes of a step."""
+_SEQUENCES, _STEP = 8, 4
+"""Of a step, and its forward passes."""
 
 
 def _build(model: ModelSpec, vocab_size: int, kind: str, **options: object) -> nn.Module:
@@ -49,4 +51,22 @@ def broken(model: ModelSpec, vocab_size: int) -> nn.Module:
             raise KeyError("a bug in the user's model")
 
     made.register_forward_pre_hook(raising)
+    return made
+
+
+def hungry(model: ModelSpec, vocab_size: int) -> nn.Module:
+    """Has no memory for more than one sequence; and the first three of its processes raise in their second step."""
+    made, marks = _build(model, vocab_size, "hungry"), Path(model.options["marks"])
+    passes = itertools.count(1)
+
+    def limited(_: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if not made.training:
+            return
+        if len(inputs[0]) > 1:
+            raise MemoryError("two sequences are too many")
+        if next(passes) == _SEQUENCES + 2 and len(list(marks.glob("raised-*"))) < 3:
+            (marks / f"raised-{os.getpid()}").touch()
+            raise KeyError("a bug in the user's model")
+
+    made.register_forward_pre_hook(limited)
     return made

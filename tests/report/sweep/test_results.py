@@ -17,9 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raydist.errors import StorageError, UsageError
+from raydist.lease import DriverLease
+from raydist.report.html.sweep import render
 from raydist.report.sweep import forecast, stats, tables
 from raydist.report.sweep.figures import measure, spent
 from raydist.report.sweep.results import best_job, tell, write_parquet
+from raydist.rundir import RunDir
 from raydist.spec import dump, load
 from raydist.storage import Storage
 from raydist.sweepdir import SweepDir
@@ -74,32 +77,36 @@ def test_a_row_a_point(swept: Make) -> None:
 
 
 def test_what_became_of_cells(swept: Make) -> None:
-    """Every status with its cause; a cell that trains is looked up in its run; the best is one that has finished."""
+    """Every status with its cause; a cell that trains is looked up in its run; the best is one that has finished. Lost is one that
+    an earlier driver had, and did not end; without a driver, every one that has not ended."""
     made = swept("array: {parameters: {lr: [1, 2, 3, 4, 5, 6, 7]}}\nlimits: {cost_per_gpu_hour: 1}")
+    made.start(5)
+    lease = DriverLease(RunDir(made.folder.uri))
     made.finish(0, 2.5)
-    for cell in range(1, 6):
+    for cell in range(1, 5):
         made.start(cell)
     made.end(1, "stopped", because="at 100,000 tokens the 3rd of 4", figures={"eval_loss": 2.0, "tokens": 500})
     made.end(2, "failed", cause="rank 1: killed by SIGKILL", final=True)
     made.end(3, "paused", because="interrupted by SIGINT")
     train(made.folder.run(made.cells[4].id), made.cells[4], [4.0] * 10, 1.5, "running")
     train(made.folder.run(made.cells[5].id), made.cells[5], [4.0] * 10, 1.5, "running")
-    state = made.folder.run(made.cells[5].id).storage
-    body = json.loads(state.read("state.json"))
-    state.write("state.json", json.dumps({**body, "heartbeat_at": 1.0}).encode())
     told = strict(tell(made.folder))
+    lease.release()
     assert [(row["status"], row["cause"], row["objective"]) for row in told["points"]] == [
         ("finished", None, 2.5),
         ("stopped", "at 100,000 tokens the 3rd of 4", 2.0),
         ("failed", "rank 1: killed by SIGKILL", None),
         ("paused", "interrupted by SIGINT", None),
         ("running", None, 1.5),
-        ("lost", None, 1.5),
+        ("lost", "its driver is gone; the same command goes on with it", 1.5),
         ("waiting", None, None),
     ]
     assert told["best"] == 0
     assert told["points"][4]["tokens"] == 1000
     assert told["counts"] == dict.fromkeys(("running", "lost", "waiting", "paused", "failed", "stopped", "finished"), 1)
+    after = tell(made.folder)
+    assert after["counts"] == {"lost": 2, "waiting": 1, "paused": 1, "failed": 1, "stopped": 1, "finished": 1}
+    assert b"2 lost" in render(after, [])
 
 
 def test_a_point_of_unlike_cells(swept: Make) -> None:
@@ -314,8 +321,6 @@ def test_the_forecast(swept: Make, tmp_path: Path) -> None:
     assert (told["totals"]["cells"], told["totals"]["tokens"], told["over"]) == (4, 4 * 819200, [])
     base = made.sweep.base
     run = SweepDir(storage.uri).storage.at(base.name)
-    from raydist.rundir import RunDir
-
     train(RunDir(run.uri), made.sweep.cell({}, 0, 0), [4.0] * 5, 2.0)
     told = tell_it()
     assert [cell["hours"] for cell in told["cells"]] == [pytest.approx(819.2 / 3600)] * 2 + [None] * 2
