@@ -312,6 +312,7 @@ def test_cells_take_turns(sweeps: Sweeps) -> None:
     _, err = process.communicate(timeout=120)
     assert process.returncode == 143, err
     one, two = sweeps.cells("turns")
+    for e in sweeps.folder("turns").events(): print(round(e.at % 1000, 2), e.kind, {k: v for k, v in e.data.items() if k != "figures"})
     assert [event.data["cell"] for event in started()[:4]] == [one, two, one, two]
     assert [event.data["tokens"] > 0 for event in started()[:4]] == [False, False, True, True]
     yields = [event.data["because"] for event in sweeps.events("turns", one, "paused")]

@@ -7,6 +7,7 @@ Runs in: the driver, and one light actor of Ray Tune for each cell that trains. 
     cell.py       one cell: its run, tried again if it fails, and what Ray Tune is told of it
     desk.py       where cells leave their reports for Ray Tune's actors
     tuning.py     Ray Tune's side: its trials, the cells' order, what the rule decides
+    turns.py      whose turn it is, where more cells are under way than fit
     rules/        which cells stop early, and which go on from another's checkpoint: one rule a file (pure)
     adopt.py      another cell's checkpoint becomes one of a cell's own run
     limits.py     what has been spent, and whether that is enough (pure)
