@@ -297,8 +297,8 @@ def test_the_worse_goes_on_from_the_better(sweeps: Sweeps) -> None:
 
 
 def test_cells_take_turns(sweeps: Sweeps) -> None:
-    """pbt: two cells that would train for hours, where one fits. Each makes room for the other after an interval, whether or not it is
-    to copy it, and goes on from a checkpoint when it is its turn again."""
+    """pbt: two cells that would train for hours, where one fits. Each makes room for the other after an interval, whether or not
+    it is to copy it, and goes on from a checkpoint when it is its turn again."""
     scheduler = {"name": "pbt", "every": 4 * TOKENS, "resample": 0}
     sweeps.write("turns", [{"learning_rate": 1e-2}, {"learning_rate": 1.1e-2}], 1, scheduler=scheduler)
     process = sweeps.project.start("sweep", "turns.yaml", "--set", "train.steps=100000")
@@ -312,7 +312,6 @@ def test_cells_take_turns(sweeps: Sweeps) -> None:
     _, err = process.communicate(timeout=120)
     assert process.returncode == 143, err
     one, two = sweeps.cells("turns")
-    for e in sweeps.folder("turns").events(): print(round(e.at % 1000, 2), e.kind, {k: v for k, v in e.data.items() if k != "figures"})
     assert [event.data["cell"] for event in started()[:4]] == [one, two, one, two]
     assert [event.data["tokens"] > 0 for event in started()[:4]] == [False, False, True, True]
     yields = [event.data["because"] for event in sweeps.events("turns", one, "paused")]
