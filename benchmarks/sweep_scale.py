@@ -8,7 +8,8 @@ cell. With pbt all cells are one population, and take turns: cells are paused by
 
 Each decision is measured twice: by the clock on the wall, and in processor time of this thread. On a machine that others use the
 latter is what a decision costs; the former also has what they took in between. Python's garbage collector is a part of both, and
-its longest pause is told: what it looks at is mostly what was imported, so `frozen` has the same sweep after `gc.freeze()`.
+its longest pause is told: what it looks at is mostly what was imported, so `frozen` has the same sweep after
+`gc.freeze()`, which is what the driver of a sweep does before it decides anything.
 
 `beside_ray_tune`: one decision with all cells known, by our rule and by Ray Tune's scheduler in turn: the rule alone, without log
 and queue; and the memory of ours.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import random
 import resource
 import tempfile
@@ -117,18 +119,21 @@ class Sweep:
         self.busy: list[Trial] = []
         self.reports: dict[Trial, int] = {}
         self.done = self.stopped = self.paused = 0
+        self.pauses = Pauses()
         self.wall: list[int] = []
         self.cpu: list[int] = []
+        self.but_for_gc: list[int] = []
         self.mib: dict[int, float] = {}
 
     def run(self) -> None:
         """Until every cell is over."""
         while self.done < self.cells:
-            wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
+            paused, wall, cpu = self.pauses.total, time.perf_counter_ns(), time.thread_time_ns()
             self.decide()
             if not self.memory:
                 self.cpu.append(time.thread_time_ns() - cpu)
                 self.wall.append(time.perf_counter_ns() - wall)
+                self.but_for_gc.append(self.cpu[-1] - (self.pauses.total - paused))
             elif self.done in {int(self.cells * share) for share in MEMORY_AT} - set(self.mib):
                 self.mib[self.done] = tracemalloc.get_traced_memory()[0] / 2**20
             if (self.done + self.paused) % 100 == 0:
@@ -173,18 +178,19 @@ class Sweep:
 
 
 class Pauses:
-    """Milliseconds that each garbage collection took."""
+    """Nanoseconds of processor time that each garbage collection took."""
 
     def __init__(self) -> None:
-        self.ms: list[float] = []
-        self._begun = 0.0
+        self.each: list[int] = []
+        self.total = self._begun = 0
 
     def __call__(self, phase: str, info: Mapping[str, int]) -> None:
         """Python's."""
         if phase == "start":
-            self._begun = time.thread_time()
+            self._begun = time.thread_time_ns()
         else:
-            self.ms.append((time.thread_time() - self._begun) * 1e3)
+            self.each.append(time.thread_time_ns() - self._begun)
+            self.total += self.each[-1]
 
 
 def spread(nanoseconds: list[int]) -> dict[str, float]:
@@ -196,21 +202,26 @@ def spread(nanoseconds: list[int]) -> dict[str, float]:
 
 def timed(name: str, cells: int, at_once: int) -> dict[str, Any]:
     """What decisions take."""
-    pauses = Pauses()
     with tempfile.TemporaryDirectory() as folder:
         sweep = Sweep(name, cells, at_once, folder, memory=False)
         gc.collect()
-        gc.callbacks.append(pauses)
+        gc.callbacks.append(sweep.pauses)
         sweep.run()
-        gc.callbacks.remove(pauses)
+        gc.callbacks.remove(sweep.pauses)
+    each = sweep.pauses.each
     return {
         "decisions": len(sweep.wall),
         "stopped_early": sweep.stopped,
         "copies": sweep.floor.count,
         "turns": sweep.paused - sweep.floor.count,
         "cpu_ms": spread(sweep.cpu),
+        "cpu_ms_but_for_gc": spread(sweep.but_for_gc),
         "wall_ms": spread(sweep.wall),
-        "gc": {"collections": len(pauses.ms), "longest_cpu_ms": round(max(pauses.ms, default=0.0), 3)},
+        "gc": {
+            "collections": len(each),
+            "of_over_5_ms": sum(pause > 5e6 for pause in each),
+            "longest_cpu_ms": round(max(each, default=0) / 1e6, 3),
+        },
     }
 
 
@@ -306,6 +317,7 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=10_000)
     parser.add_argument("--at-once", type=int, default=16)
     asked = parser.parse_args()
+    logging.getLogger("ray.tune").setLevel(logging.WARNING)
     setattr(tuning, "Trial", _Trial)  # noqa: B010  # without Ray's registry of trainables
     result: dict[str, Any] = {
         "cells": asked.cells,

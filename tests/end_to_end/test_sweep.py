@@ -349,8 +349,8 @@ def test_the_worse_goes_on_from_the_better(sweeps: Sweeps) -> None:
 
 
 def test_cells_take_turns(sweeps: Sweeps) -> None:
-    """pbt: two cells that would train for hours; one fits. Each makes room for the other after an interval, whether or not it is
-    to copy it, and goes on from a checkpoint when it is its turn again."""
+    """pbt: two cells that would train for hours, where one fits. Each makes room for the other after an interval, whether or not
+    it is to copy it, and goes on from a checkpoint when it is its turn again."""
     scheduler = {"name": "pbt", "every": 4 * TOKENS, "resample": 0}
     sweeps.write("turns", [{"learning_rate": 1e-2}, {"learning_rate": 1.1e-2}], 1, scheduler=scheduler)
     process = sweeps.project.start("sweep", "turns.yaml", "--set", "train.steps=100000")

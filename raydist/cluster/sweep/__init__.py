@@ -10,6 +10,7 @@ Runs in: the driver, and one light actor of Ray Tune for each cell that trains. 
     tuning.py     Ray Tune's side: its trials, the cells' order, what the rule decides
     search.py     cells that are chosen as results come, and written to the log before they train
     sampler.py    which point is tried next: optuna, in an actor of its own
+    turns.py      whose turn it is, where more cells are under way than fit
     rules/        which cells stop early, and which go on from another's checkpoint: one rule a file (pure)
     adopt.py      another cell's checkpoint becomes one of a cell's own run
     limits.py     what has been spent, and whether that is enough (pure)

@@ -145,8 +145,7 @@ class Floor:
             before = self._cells.get(cell)
             if before is not None and before.wish is None and before.status is None:
                 return
-            if before is not None:
-                self._forget_reports(cell)
+            self._forget_reports(cell)  # of an earlier stretch, which may be over, and forgotten here
             state = self._states.get(cell, CellState())
             try:
                 plan = self._plan(cell, self._changes.get(cell, {}))

@@ -6,6 +6,7 @@ Imports ray in functions only; never torch.
 
 from __future__ import annotations
 
+import gc
 import shutil
 import threading
 import time
@@ -165,6 +166,9 @@ class SweepRun:
                 floor.close("Ray Tune has failed")
 
         thread = threading.Thread(target=decide, name="ray_tune", daemon=True)
+        # What was imported stays, and a full collection of garbage need not go through it, in the middle of a decision.
+        gc.collect()
+        gc.freeze()
         self._began, self._before = time.monotonic(), spent
         ended = Ended("finished")
         try:

@@ -10,10 +10,8 @@ cell goes on counting.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,11 +28,12 @@ from raydist.cluster.sweep.desk import NAME
 from raydist.cluster.sweep.floor import Floor
 from raydist.cluster.sweep.rules import GO, Copy, Rule, Stop, Turn, replay, score
 from raydist.cluster.sweep.search import Search
+from raydist.cluster.sweep.turns import Turns
 from raydist.records import Event
 from raydist.sweepdir import SweepLog
 
 TIME, METRIC = "tokens", "objective"
-"""What Ray Tune counts in, and judges by: keys of a cell's reports."""
+"""What is counted in, and what is judged by: keys of a cell's reports."""
 _ACTOR_FAILURES = 8
 """Of a trial's actor: the cell trains on meanwhile, and the next actor goes on with its reports."""
 _QUIET = {
@@ -164,32 +163,6 @@ def _dirname(trial: Trial) -> str:
     return str(trial.trial_id)
 
 
-class Turns:
-    """Trials that are paused until it is their turn: that of the cell trained least, of equal ones the one that came first."""
-
-    def __init__(self) -> None:
-        self._order: list[tuple[int, int, Trial]] = []
-        self._entries: dict[Trial, tuple[int, int, Trial]] = {}
-        self._count = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def wait(self, trial: Trial, tokens: int) -> None:
-        """The trial is to be paused."""
-        self._entries[trial] = tokens, next(self._count), trial
-        insort(self._order, self._entries[trial])
-
-    def first(self) -> Trial | None:
-        """The first that Ray Tune could start: while it pauses a trial it cannot."""
-        return next((trial for *_, trial in self._order if trial.status in (Trial.PAUSED, Trial.PENDING)), None)
-
-    def leave(self, trial: Trial) -> None:
-        """It has started, or never will. Nothing, if it does not wait."""
-        if (entry := self._entries.pop(trial, None)) is not None:
-            del self._order[bisect_left(self._order, entry)]
-
-
 class Decisions(_Unsaved, TrialScheduler):
     """A scheduler to Ray Tune: what the rule decides it has the floor carry out, and the rule is told what the log has (`replay`).
 
@@ -218,7 +191,8 @@ class Decisions(_Unsaved, TrialScheduler):
         """Ray Tune's: a trial that is new starts by itself."""
 
     def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
-        """Ray Tune's: of a trial's actor, not of the cell."""
+        """Ray Tune's: of a trial's actor, not of the cell. It starts again by itself."""
+        self._turns.leave(trial)
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
         """Ray Tune's: whether the cell goes on, stops or makes room for others."""

@@ -15,7 +15,8 @@ from raydist.cluster.sweep.cell import Wish
 from raydist.cluster.sweep.floor import Floor
 from raydist.cluster.sweep.rules import GO, STOP, TURN, Copy, Decision, Rule
 from raydist.cluster.sweep.search import Search
-from raydist.cluster.sweep.tuning import METRIC, TIME, CellQueue, CellTrial, Decisions, Turns
+from raydist.cluster.sweep.tuning import METRIC, TIME, CellQueue, CellTrial, Decisions
+from raydist.cluster.sweep.turns import Turns
 from raydist.records import Event
 from raydist.sweepdir import SweepDir, SweepLog
 
@@ -217,8 +218,14 @@ def test_turns_are_taken_where_others_wait(tmp_path: Path) -> None:
     assert sweep.floor.begun == ["b"]
     assert sweep.decisions.choose_trial_to_run(None) is None
     sweep.decisions.on_trial_remove(None, cells["a"])
+    assert len(sweep.decisions._turns) == 0
     sweep.queue.on_trial_complete("b")
     assert sweep.decisions.choose_trial_to_run(None) is None
+    sweep.queue._at_once = 0
+    sweep.decisions.on_trial_result(None, cells["c"], {TIME: 100, METRIC: 1.0, "step": 1})
+    assert len(sweep.decisions._turns) == 1
+    sweep.decisions.on_trial_error(None, cells["c"])
+    assert len(sweep.decisions._turns) == 0, "it is not waited for"
 
 
 def test_a_copy(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from raydist.cluster.sweep.floor import Floor, Pool
 from raydist.cluster.sweep.limits import Spent
 from raydist.cluster.sweep.sweep import Ended, SweepRun
 from raydist.cluster.sweep.tuning import CellQueue
+from raydist.errors import PreflightError
 from raydist.spec.sweep import SweepSpec
 from raydist.sweepdir import SweepDir, SweepLog
 
@@ -48,6 +49,7 @@ class Training:
         self.plan = SimpleNamespace(workers=workers, request=SimpleNamespace(gpus=gpus))
         self.live = name
         self.told: list[Wish] = []
+        self.wish = self.status = None
         self.ended = threading.Event()
 
     def end(self, wish: Wish) -> None:
@@ -76,6 +78,24 @@ def test_hours_of_workers_and_of_their_gpus(tmp_path: Path) -> None:
     two.ended.set()
     assert floor.live() == ["none"]
     assert floor.used() == (4.0, 2.5)
+
+
+def test_reports_of_an_earlier_stretch(tmp_path: Path) -> None:
+    """A cell that begins again reports anew, though the floor knows nothing any more of the stretch before; while it trains nothing
+    is taken from it."""
+    told: list[tuple[str, ...]] = []
+
+    def refuse(cell: str, changes: Any) -> Any:
+        raise PreflightError("no room", "")
+
+    trains = Training("trains", 1, 0.0)
+    floor, _ = floor_of(tmp_path, trains)
+    floor._plan = refuse
+    floor._forget_reports = lambda cell: told.append(("forget", cell))
+    floor._post = lambda cell, report: told.append(("post", cell))
+    floor.begin("again")
+    floor.begin("trains")
+    assert told == [("forget", "again"), ("post", "again")]
 
 
 @pytest.mark.parametrize(
