@@ -143,6 +143,8 @@ class CellQueue(_Unsaved, SearchAlgorithm):
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
         """Ray Tune's: there is room again."""
         self._busy.discard(trial_id)
+        if self._search is not None:
+            self._search.released(trial_id)
 
     def paused(self, cell: str) -> None:
         """It has given its workers back, for a while."""
