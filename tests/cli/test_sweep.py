@@ -224,7 +224,9 @@ def test_neither_ray_nor_torch_is_loaded(swept: SweepDir) -> None:
     script = (
         "import sys; from raydist.cli.main import main\n"
         "try: main(sys.argv[1:])\n"
-        "except SystemExit as end: print(end.code, sorted({n.partition('.')[0] for n in sys.modules} & {'ray', 'torch', 'numpy'}))"
+        "except SystemExit as end:\n"
+        "    loaded = {n.partition('.')[0] for n in sys.modules} & {'ray', 'torch', 'numpy', 'optuna'}\n"
+        "    print(end.code, sorted(loaded))"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
 
@@ -236,4 +238,5 @@ def test_neither_ray_nor_torch_is_loaded(swept: SweepDir) -> None:
 
     assert last("sweep", "results", swept.uri) == "0 ['numpy']"
     assert last("sweep", LR_BATCH, "--dry-run", "--storage", swept.uri) == "0 ['numpy']"
+    assert last("sweep", str(ROOT / "tune_sweeps/optuna.yaml"), "--dry-run", "--storage", swept.uri) == "0 ['numpy']"
     assert last("sweep", "--help") == "0 []"

@@ -71,7 +71,7 @@ class Sampler:
         """What optuna answers, again and again: it knows of its answers before, as of points that are being tried."""
         import optuna
 
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
         distributions = {scale.field: scale.distribution() for scale in self._axes}
         direction = "minimize" if self._better == "min" else "maximize"
         study = optuna.create_study(direction=direction, sampler=self._sampler(number))

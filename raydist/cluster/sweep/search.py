@@ -23,6 +23,9 @@ from raydist.spec.sweep import Cell, Point, Sweep, note
 from raydist.spec.sweep.models import SearchSpec
 from raydist.sweepdir import CellNote, SweepLog
 
+_ENDS = ("finished", "stopped", "paused", "failed")
+_PATIENCE_S = 5.0
+"""How long the thread of Ray Tune waits at once for a cell to end."""
 _NEEDS = {"optuna": ("optuna",), "bayes": ("optuna", "scipy")}
 
 Ask = Callable[[Sequence[Told]], "Future[Point | None]"]
@@ -98,7 +101,9 @@ class Search:
 
     def __init__(self, sweep: Sweep, events: Iterable[Event]) -> None:
         self._sweep, self._seeds = sweep, sweep.spec.array.seeds
-        self._history, self._lock = History(sweep.spec.objective.metric), threading.Lock()
+        self._history, self._changed = History(sweep.spec.objective.metric), threading.Condition()
+        self._leaving: set[str] = set()
+        """Cells that have been told to stop, and have not ended yet."""
         for event in events:
             self._history.note(event)
         self.scouts = [cell for cell in sweep.scouts() if not cell.problems]
@@ -159,15 +164,26 @@ class Search:
 
     def note(self, event: Event) -> None:
         """What the log is given."""
-        with self._lock:
+        with self._changed:
             self._history.note(event)
+            if event.kind in _ENDS:
+                self._leaving.discard(event.data["cell"])
+                self._changed.notify_all()
+
+    def released(self, cell: str) -> None:
+        """Nothing more is decided about that cell. No point is chosen before the log has how it ended: nor could it train, for the
+        cell still has its workers.
+        """
+        with self._changed:
+            if cell not in self._history.ended():
+                self._leaving.add(cell)
 
     def begin(
         self, log: SweepLog, ask: Ask, keep: Callable[[Cell], None], over: Callable[[str, str], None] = lambda *_: None
     ) -> None:
         """From now on cells come. `keep` is given each before it is handed out; `over`: one that is no job has ended, as failed."""
         self._log, self._ask, self._keep, self._over = log, ask, keep, over
-        with self._lock:
+        with self._changed:
             ended = self._history.ended()
         for cell in self.cells:
             if cell.problems and cell.id not in ended:  # its driver was killed between two lines
@@ -199,7 +215,9 @@ class Search:
     def _choose(self, wait: bool) -> bool:
         """Whether the next point has been chosen, or there is none."""
         if self._answer is None:
-            with self._lock:
+            with self._changed:
+                if not self._changed.wait_for(lambda: not self._leaving, _PATIENCE_S if wait else 0):
+                    return False
                 told = self._history.told(self._seeds)
             self._answer = self._ask(told)
         if not wait and not self._answer.done():

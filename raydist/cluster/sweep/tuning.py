@@ -136,6 +136,8 @@ class CellQueue(_Unsaved, SearchAlgorithm):
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
         """Ray Tune's: there is room again."""
         self._busy.discard(trial_id)
+        if self._search is not None:
+            self._search.released(trial_id)
 
     @property
     def left(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -227,6 +228,26 @@ def test_nobody_waits_while_others_train(tmp_path: Path) -> None:
     pending[0].set_result({"optim.lr": 0.5})
     assert driver.search.next(wait=False) is not None
     assert driver.search.over
+
+
+def test_a_cell_that_is_stopped_has_to_end_first(tmp_path: Path) -> None:
+    """Between a scheduler's word and the cell's end no question is asked: else it would depend on which of the two is faster. One
+    that has ended, and one that an interrupt has paused, are not waited for."""
+    driver = Driver(sweep(tmp_path), started(tmp_path / "s"))
+    first = str(driver.next())
+    driver.search.released(first)
+    assert [driver.search.next(wait=False) for _ in range(2)] == [None, None]
+    driver.finish(first, 5.0, "stopped", because="asha")
+    second = str(driver.search.next(wait=False))
+    assert second == driver.folder.cells()[1].id
+    driver.finish(second)
+    driver.search.released(second)
+    third = str(driver.search.next(wait=False))
+    driver.search.released(third)
+    ending = threading.Timer(0, driver.log.event, ("paused", third))
+    ending.start()
+    assert driver.search.next(wait=True) == driver.folder.cells()[3].id
+    ending.join()
 
 
 def test_storage_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,12 +155,16 @@ def test_cells_of_a_search_come_after_the_others(monkeypatch: pytest.MonkeyPatch
         left, over = 2, False
         answers: ClassVar = [None, "b", None, "c"]
         waited: ClassVar[list[bool]] = []
+        gone: ClassVar[list[str]] = []
 
         def next(self, wait: bool) -> str | None:
             self.waited.append(wait)
             answer = self.answers.pop(0) if self.answers else None
             self.over = not self.answers
             return answer
+
+        def released(self, cell: str) -> None:
+            self.gone.append(cell)
 
     monkeypatch.setattr("raydist.cluster.sweep.tuning.Trial", lambda *_, **told: told["trial_id"])
     queue = CellQueue(["a"], 2, "10.0.0.1", search=cast(Search, Chosen()))
@@ -171,6 +175,7 @@ def test_cells_of_a_search_come_after_the_others(monkeypatch: pytest.MonkeyPatch
     queue.on_trial_complete("b")
     assert [queue.next_trial() for _ in range(2)] == [None, "c"]
     assert Chosen.waited == [False, False, True, True]
+    assert Chosen.gone == ["a", "b"]
     assert not queue.is_finished()
     assert queue.next_trial() is None
     assert queue.is_finished()
