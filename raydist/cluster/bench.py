@@ -15,7 +15,7 @@ import ray
 from raydist.cluster import preflight
 from raydist.cluster.recovery import Failure
 from raydist.cluster.session import Session
-from raydist.cluster.supervisor import handling, worker_env
+from raydist.cluster.supervisor import handling, worker_kind
 from raydist.cluster.trainer import Attempt, AttemptResult, run_attempt
 from raydist.errors import PreflightError, WorkerFailed
 from raydist.spec import JobSpec
@@ -62,9 +62,7 @@ def run(
                 session=session,
                 run_name="bench",
                 workers=count,
-                cpus_per_worker=job.cluster.cpus_per_worker,
-                gpus_per_worker=gpus,
-                env=worker_env(job),
+                kind=worker_kind(job, gpus),
                 on_started=running.append,
                 spread=spread,
             )

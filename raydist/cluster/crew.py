@@ -12,6 +12,7 @@ from typing import Any
 from raydist.cluster.conductor import start_conductor
 from raydist.cluster.group import Group
 from raydist.cluster.session import Session
+from raydist.cluster.trainer import WorkerKind
 from raydist.observe.run import start_monitor
 from raydist.observe.standby import Monitors
 
@@ -46,9 +47,7 @@ class Crew:
     def start(
         self,
         size: int,
-        cpus: float,
-        gpus: float,
-        env: Mapping[str, str],
+        kind: WorkerKind,
         *,
         run_name: str,
         avoid: Collection[str] = (),
@@ -62,17 +61,15 @@ class Crew:
             conductor=self._conductor,
             run_name=run_name,
             size=size,
-            cpus=cpus,
-            gpus=gpus,
-            env=env,
+            kind=kind,
             avoid=avoid,
             start_timeout_s=start_timeout_s,
         )
 
-    def take(self, cpus: float, gpus: float, env: Mapping[str, str]) -> Group | None:
+    def take(self, kind: WorkerKind) -> Group | None:
         """The group that waits, if its workers are of that kind and all there. Any other is ended."""
         group, self._idle = self._idle, None
-        if group is not None and (group.kind != (cpus, gpus, dict(env)) or not group.whole):
+        if group is not None and (group.kind != kind or not group.whole):
             group.end()
             return None
         return group
@@ -82,10 +79,10 @@ class Crew:
         """Whether it has workers, who wait for a run."""
         return self._idle is not None
 
-    def fits(self, size: int, cpus: float, gpus: float, env: Mapping[str, str]) -> bool:
+    def fits(self, size: int, kind: WorkerKind) -> bool:
         """Whether a run of so many workers of that kind would find them waiting."""
         group = self._idle
-        return group is not None and group.kind == (cpus, gpus, dict(env)) and group.size >= size and group.whole
+        return group is not None and group.kind == kind and group.size >= size and group.whole
 
     def leave(self, group: Group, keep: bool = True) -> None:
         """A run is over: its group waits for the next one, if it may and is whole."""

@@ -20,7 +20,7 @@ from raydist.cluster import nodes
 from raydist.cluster.conductor import rank_error
 from raydist.cluster.recovery import Failure, is_echo, root_cause
 from raydist.cluster.session import Session
-from raydist.cluster.trainer import Attempt, AttemptResult, run_attempt
+from raydist.cluster.trainer import Attempt, AttemptResult, WorkerKind, run_attempt
 
 _LOOK_S = 0.5
 _LEAVE_S = 10.0
@@ -28,7 +28,7 @@ _groups = itertools.count(1)
 
 
 class Group:
-    """Started as soon as it is made. `size` workers, each with those resources and `env`, on none of the nodes in `avoid`.
+    """Started as soon as it is made. `size` workers of that kind, on none of the nodes in `avoid`.
 
     `start_timeout_s`: how long to wait for the workers' resources.
     """
@@ -40,16 +40,14 @@ class Group:
         conductor: Any,
         run_name: str,
         size: int,
-        cpus: float,
-        gpus: float,
-        env: Mapping[str, str],
+        kind: WorkerKind,
         avoid: Collection[str] = (),
         start_timeout_s: float,
     ) -> None:
         import ray
 
         self._conductor = conductor
-        self.kind = (cpus, gpus, dict(env))
+        self.kind = kind
         """What a worker is: a run that asks for the same can have the group of another."""
         self.size = size
         self._handle: Attempt | None = None
@@ -75,9 +73,7 @@ class Group:
                 session=session,
                 run_name=run_name,
                 workers=size,
-                cpus_per_worker=cpus,
-                gpus_per_worker=gpus,
-                env=env,
+                kind=kind,
                 on_started=started,
                 avoid=avoid,
                 start_timeout_s=start_timeout_s,

@@ -22,6 +22,7 @@ from raydist.cluster.headwatch import HeadWatch
 from raydist.cluster.injector import DriverInjector
 from raydist.cluster.recovery import Failure, History, Restart, Split, Stop, Team, Wait, decide, resize
 from raydist.cluster.session import Session, worker_environment
+from raydist.cluster.trainer import WorkerKind
 from raydist.cluster.vault import Vaults
 from raydist.errors import WorkerFailed
 from raydist.faults import Fault
@@ -350,7 +351,7 @@ class Supervisor:
         cluster, begun = self._spec.cluster, time.monotonic()
         growing = self._asked_to_grow()
         if self._group is None:
-            self._group = self._crew.take(*self._kind())
+            self._group = self._crew.take(self._kind())
         while True:
             room = self._room()
             if self._group is None or growing:
@@ -383,15 +384,14 @@ class Supervisor:
             old.end()
         return self._crew.start(
             size,
-            *self._kind(),
+            self._kind(),
             run_name=self._request.run.name,
             avoid=self._avoid.keys() | self._excluded,
             start_timeout_s=_START_S if old is None else spec.recovery.wait_for_nodes,
         )
 
-    def _kind(self) -> tuple[float, float, dict[str, str]]:
-        """What a worker is: CPUs, GPUs, environment."""
-        return self._spec.cluster.cpus_per_worker, self._request.gpus, worker_env(self._spec)
+    def _kind(self) -> WorkerKind:
+        return worker_kind(self._spec, self._request.gpus)
 
     def _room(self, without: str | None = None) -> int:
         """Workers that the cluster can hold, ours with them. A lost node counts again once it answers; `without` does not count."""
@@ -513,6 +513,11 @@ class Supervisor:
 def _newest(run: RunDir) -> int:
     steps = run.committed()
     return steps[-1] if steps else 0
+
+
+def worker_kind(spec: JobSpec, gpus: float) -> WorkerKind:
+    """What a worker of that job is. `gpus`: of each."""
+    return WorkerKind(spec.cluster.cpus_per_worker, gpus, worker_env(spec))
 
 
 def worker_env(spec: JobSpec) -> dict[str, str]:

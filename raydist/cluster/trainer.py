@@ -69,6 +69,15 @@ class Attempt:
             ray.kill(controller)
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerKind:
+    """What a worker is: its CPUs, its GPUs, its environment's variables. Workers of one kind can train each other's runs."""
+
+    cpus: float
+    gpus: float
+    env: Mapping[str, str]
+
+
 def run_attempt(
     train_fn: Callable[[dict[str, Any]], Any] | str,
     config: dict[str, Any],
@@ -76,9 +85,7 @@ def run_attempt(
     session: Session,
     run_name: str,
     workers: int,
-    cpus_per_worker: float,
-    gpus_per_worker: float,
-    env: Mapping[str, str],
+    kind: WorkerKind,
     on_started: Callable[[Attempt], None] | None = None,
     start_timeout_s: float = 120.0,
     avoid: Collection[str] = (),
@@ -88,7 +95,7 @@ def run_attempt(
     """Run `train_fn(config)` on every rank of a new group of workers, and wait until it ends.
 
     `train_fn` is a function, or its name "module:attribute", which only the workers import. Before it is called each
-    worker's environment holds `env` and what torchrun sets: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, NODE_RANK,
+    worker's environment holds that of its `kind` and what torchrun sets: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, NODE_RANK,
     MASTER_ADDR, MASTER_PORT. The process group is not started: `torch.distributed.init_process_group("gloo")` in the
     train function does that, as under torchrun, after it chose its network interface.
 
@@ -123,20 +130,20 @@ def run_attempt(
     # A fresh name under the session's own directory: Ray Train finds no snapshot there to resume from.
     scratch = session.temp_dir / "attempts"
     name = f"{run_name}-{session.job_id}-{next(_attempts)}"
-    resources: dict[str, float] = {"CPU": cpus_per_worker}
-    if gpus_per_worker:
-        resources["GPU"] = gpus_per_worker
+    resources: dict[str, float] = {"CPU": kind.cpus}
+    if kind.gpus:
+        resources["GPU"] = kind.gpus
     trainer = Trainer(
         Named(train_fn) if isinstance(train_fn, str) else train_fn,
         private=session.private,
         on_controller=started,
-        worker_env=env,
+        worker_env=kind.env,
         start_timeout_s=start_timeout_s,
         minded=minded,
         train_loop_config=config,
         scaling_config=ScalingConfig(
             num_workers=workers,
-            use_gpu=gpus_per_worker > 0,
+            use_gpu=kind.gpus > 0,
             resources_per_worker=resources,
             placement_strategy="SPREAD" if spread else "PACK",
             label_selector={ray._raylet.RAY_NODE_ID_KEY: f"!in({','.join(sorted(avoid))})"} if avoid else None,

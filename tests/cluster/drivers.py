@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from raydist.cluster.session import Session, open_session, worker_environment
-from raydist.cluster.trainer import AttemptResult, run_attempt
+from raydist.cluster.trainer import AttemptResult, WorkerKind, run_attempt
 from raydist.errors import RankFailed
 
 
@@ -76,15 +76,9 @@ def _dial(address: tuple[str, int]) -> Any:
             time.sleep(0.02)
 
 
-def attempt(session: Session, config: dict[str, Any] | None = None, **kwargs: Any) -> AttemptResult:
+def attempt(session: Session, config: dict[str, Any] | None = None, cpus: float = 0.5, **kwargs: Any) -> AttemptResult:
     """One attempt of `train` on two workers of half a CPU each."""
-    defaults: dict[str, Any] = {
-        "run_name": "t",
-        "workers": 2,
-        "cpus_per_worker": 0.5,
-        "gpus_per_worker": 0,
-        "env": {"OURS": "1"},
-    }
+    defaults: dict[str, Any] = {"run_name": "t", "workers": 2, "kind": WorkerKind(cpus, 0, {"OURS": "1"})}
     return run_attempt(train, config or {}, session=session, **{**defaults, **kwargs})
 
 

@@ -167,7 +167,7 @@ def test_abort_ends_an_attempt_at_once(session: Session, tmp_path: Path) -> None
     assert results[0].failure is not None
     assert results[0].failure.kind == "aborted"
     _gone(pids)
-    assert attempt(session, cpus_per_worker=1).failure is None
+    assert attempt(session, cpus=1).failure is None
 
 
 def test_a_killed_controller_is_told_and_leaves_nothing_reserved(session: Session, tmp_path: Path) -> None:
@@ -187,12 +187,12 @@ def test_a_killed_controller_is_told_and_leaves_nothing_reserved(session: Sessio
     assert results[0].failure is not None
     assert results[0].failure.kind == "controller_died"
     _gone(pids)
-    assert attempt(session, cpus_per_worker=(os.cpu_count() or 2) / 2).failure is None
+    assert attempt(session, cpus=(os.cpu_count() or 2) / 2).failure is None
 
 
 def test_an_attempt_that_cannot_be_placed_says_so(session: Session) -> None:
     """More workers than CPUs: a startup_timeout, not a hang; and the next attempt has the CPUs."""
-    result = attempt(session, workers=2, cpus_per_worker=(os.cpu_count() or 1) + 1, start_timeout_s=1.0)
+    result = attempt(session, workers=2, cpus=(os.cpu_count() or 1) + 1, start_timeout_s=1.0)
     assert result.failure is not None
     assert result.failure.kind == "startup_timeout"
     assert attempt(session).failure is None

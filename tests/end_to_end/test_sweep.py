@@ -197,7 +197,7 @@ def test_worse_than_the_median(sweeps: Sweeps) -> None:
 
 def test_killed_and_started_again(sweeps: Sweeps) -> None:
     """SIGKILL to the driver: the cell that trained is lost; the same command leaves the finished one alone and goes on with it
-    from its checkpoint; two interrupts end it at once, exit code 130; in the end its losses are those of an undisturbed one."""
+    from its checkpoint; two interrupts end it at once, with exit code 130; its losses are those of an undisturbed one."""
     cells = [
         {"model.name": "cells:sound", "learning_rate": 3e-3},
         {"model.name": "cells:waiting", "learning_rate": 3e-3},

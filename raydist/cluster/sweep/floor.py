@@ -13,9 +13,10 @@ from typing import Any
 
 from raydist.cluster.crew import Crew
 from raydist.cluster.session import Session
-from raydist.cluster.supervisor import worker_env
+from raydist.cluster.supervisor import worker_kind
 from raydist.cluster.sweep.cell import CellRun, Live, Plan, Wish
 from raydist.cluster.sweep.fitting import MicroBatches
+from raydist.cluster.trainer import WorkerKind
 from raydist.errors import RaydistError
 from raydist.observe.standby import Monitors
 from raydist.sweepdir import SweepLog
@@ -46,7 +47,7 @@ class Pool:
         if crew is not None:
             try:
                 crew.foresee()
-                crew.leave(crew.start(plan.workers, *kind(plan), run_name=plan.id, start_timeout_s=_START_S))
+                crew.leave(crew.start(plan.workers, kind(plan), run_name=plan.id, start_timeout_s=_START_S))
             finally:
                 self.put(crew)
 
@@ -57,7 +58,7 @@ class Pool:
             if self._closed:
                 return None
             # The one that came back last is the warmest.
-            chosen = next((c for c in reversed(self._free) if c.fits(plan.workers, *kind(plan))), None)
+            chosen = next((c for c in reversed(self._free) if c.fits(plan.workers, kind(plan))), None)
             chosen = chosen or next((c for c in self._free if not c.waiting), self._free[0])
             self._free.remove(chosen)
             return chosen
@@ -85,9 +86,9 @@ class Pool:
             thread.join()
 
 
-def kind(plan: Plan) -> tuple[float, float, dict[str, str]]:
-    """What a worker of that cell is: CPUs, GPUs, environment."""
-    return plan.job.cluster.cpus_per_worker, plan.request.gpus, worker_env(plan.job)
+def kind(plan: Plan) -> WorkerKind:
+    """What a worker of that cell is."""
+    return worker_kind(plan.job, plan.request.gpus)
 
 
 def _hours(run: CellRun) -> tuple[float, float]:

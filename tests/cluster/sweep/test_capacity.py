@@ -12,6 +12,7 @@ from raydist.cluster.sweep import floor
 from raydist.cluster.sweep.capacity import Shape, at_once, places
 from raydist.cluster.sweep.cell import Plan
 from raydist.cluster.sweep.floor import Pool
+from raydist.cluster.trainer import WorkerKind
 from raydist.errors import PreflightError
 
 CPU, GPU = "CPU", "GPU"
@@ -76,14 +77,13 @@ class FakeCrew:
     def waiting(self) -> bool:
         return self.group is not None
 
-    def fits(self, size: int, cpus: float, gpus: float, env: dict[str, str]) -> bool:
-        return (
-            self.group is not None and self.group[0].workers >= size and self.group[0].each == Shape(1, cpus, gpus).each
-        )
+    def fits(self, size: int, kind: WorkerKind) -> bool:
+        each = Shape(1, kind.cpus, kind.gpus).each
+        return self.group is not None and self.group[0].workers >= size and self.group[0].each == each
 
     def train(self, shape: Shape) -> None:
         """What a supervisor does with it: the group that waits, if it fits, else a new one in its place."""
-        if self.fits(shape.workers, shape.cpus, shape.gpus, {}):
+        if self.fits(shape.workers, WorkerKind(shape.cpus, shape.gpus, {})):
             return
         if self.group is not None:
             self.cluster.give_back(*self.group)
@@ -114,7 +114,7 @@ def test_no_cell_waits_for_another(seed: int, monkeypatch: pytest.MonkeyPatch) -
     if not shapes:
         shapes = [Shape(1, 0.5, 0)]
     monkeypatch.setattr(floor, "Crew", FakeCrew)
-    monkeypatch.setattr(floor, "kind", lambda plan: (plan.shape.cpus, plan.shape.gpus, {}))
+    monkeypatch.setattr(floor, "kind", lambda plan: WorkerKind(plan.shape.cpus, plan.shape.gpus, {}))
     monkeypatch.setattr(FakeCrew, "cluster", Cluster(nodes, chance), raising=False)
     count = at_once(nodes, shapes, chance.choice([None, 2, 100]))
     pool = Pool(cast(Session, None), count)
