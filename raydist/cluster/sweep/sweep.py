@@ -97,7 +97,6 @@ class SweepRun:
         The first SIGINT or SIGTERM asks all cells for a checkpoint and a clean end, the second ends them at once. Raises what Ray
         Tune raises, and `lost()`.
         """
-        import ray
 
         # First what a thread of the session imports just now: two that import halves of Ray each would both be left with a half.
         import raydist.cluster.raytrain  # noqa: F401
@@ -131,8 +130,8 @@ class SweepRun:
             pool,
             log,
             self._plan,
-            lambda cell, report: desk.post.remote(cell, report),
-            lambda cell: ray.get(desk.forget.remote(cell)),
+            desk.post,
+            desk.forget,
             states,
             metric=self._spec.objective.metric,
             allowed=limits.failures_per_cell,

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from typing import Any
+
+import pytest
 
 from raydist.cluster.sweep.desk import Desk
+
+
+def report(n: int, done: bool = False) -> dict[str, Any]:
+    """One that can be told from others."""
+    return {"n": n, "done": done}
 
 
 def test_reports_in_order() -> None:
@@ -14,18 +23,34 @@ def test_reports_in_order() -> None:
         desk = Desk()
         waiting = asyncio.create_task(desk.take("a"))
         await asyncio.sleep(0)
-        await desk.post("b", {"n": 9, "done": False})
+        await desk.post("b", 0, report(9))
         assert not waiting.done()
-        for n in (1, 2, 3):
-            await desk.post("a", {"n": n, "done": n == 3})
-        assert [(await waiting)["n"], (await desk.take("a"))["n"], (await desk.take("a"))["n"]] == [1, 2, 3]
+        for n in (0, 1, 2):
+            await desk.post("a", n, report(n, done=n == 2))
+        assert [(await waiting)["n"], (await desk.take("a"))["n"], (await desk.take("a"))["n"]] == [0, 1, 2]
         assert (await desk.take("b"))["n"] == 9
-        await desk.post("a", {"n": 4, "done": False})
-        await desk.forget("a")
-        again = asyncio.create_task(desk.take("a"))
-        await asyncio.sleep(0)
-        await desk.post("a", {"n": 5, "done": True})
-        assert (await again)["n"] == 5
-        assert set(desk._reports) == {"b"}
+        assert set(desk._cells) == {"b"}
+        await desk.post("a", 0, report(3, done=True))
+        assert (await desk.take("a"))["n"] == 3
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_reports_that_overtake_each_other(order: tuple[int, ...]) -> None:
+    """However Ray begins the calls, reports are taken in the order they were posted; forgotten ones are dropped."""
+
+    async def test() -> None:
+        desk = Desk()
+        for n in order:
+            await desk.post("a", n, report(n))
+        assert [(await desk.take("a"))["n"] for _ in order] == [0, 1, 2, 3]
+        for n in order[:2]:
+            await desk.post("a", 4 + n, report(4 + n))
+        await desk.forget("a", 8)
+        for n in (*order[2:], 4):
+            await desk.post("a", 4 + n, report(4 + n))
+        assert (await desk.take("a"))["n"] == 8
+        assert not desk._cells["a"]._early
 
     asyncio.run(asyncio.wait_for(test(), 20))
