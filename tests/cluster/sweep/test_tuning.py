@@ -226,8 +226,10 @@ def test_turns_are_taken_where_others_wait(tmp_path: Path) -> None:
     assert len(sweep.decisions._turns) == 0
     sweep.queue.on_trial_complete("b")
     assert sweep.decisions.choose_trial_to_run(None) is None
-    sweep.queue._at_once = 0
+    assert sweep.queue.resumes("c")
+    assert sweep.queue.room == 0
     sweep.decisions.on_trial_result(None, cells["c"], {TIME: 100, METRIC: 1.0, "step": 1})
+    assert sweep.queue.room == 1, "it has given its place back"
     assert len(sweep.decisions._turns) == 1
     sweep.decisions.on_trial_error(None, cells["c"])
     assert len(sweep.decisions._turns) == 0, "it is not waited for"
