@@ -10,6 +10,7 @@ import typer
 import yaml
 
 from raydist.cli import submit
+from raydist.cluster import session
 from raydist.errors import SpecError, UsageError
 
 
@@ -64,6 +65,7 @@ def test_ctrl_c_leaves_the_job_alone(monkeypatch: pytest.MonkeyPatch, capsys: py
         raise KeyboardInterrupt
 
     started: list[str] = []
+    monkeypatch.setattr(session, "token_mode", dict)  # it would stay in the environment of this process
     monkeypatch.setattr(submit, "_start", lambda address, words, root, **_: started.append(words) or "job-7")
     monkeypatch.setattr(submit, "_ended", interrupted)
     with pytest.raises(typer.Exit) as caught:
@@ -76,6 +78,7 @@ def test_ctrl_c_leaves_the_job_alone(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_a_job_that_was_stopped_is_not_submitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever stopped it meant it, whatever `--retries` says."""
     started: list[str] = []
+    monkeypatch.setattr(session, "token_mode", dict)  # it would stay in the environment of this process
     monkeypatch.setattr(submit, "_start", lambda address, words, root, **_: started.append(words) or "job-7")
     monkeypatch.setattr(submit, "_ended", lambda address, job: ("STOPPED", None, "stopped"))
     with pytest.raises(typer.Exit) as caught:
