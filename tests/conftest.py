@@ -31,6 +31,10 @@ from tests.hosts import Cluster, Hosts
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A cluster of the developer's own must not be what the tests run on.
 os.environ.pop("RAY_ADDRESS", None)
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # in a shell's background: what tests interrupt would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # How fast the machine is decides on no test: neither how long an example takes, nor how long it takes to make one.
 hypothesis.settings.register_profile(
     "any-machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

@@ -245,6 +245,8 @@ class CellRun:
             self._fits.learn(self.plan.job, self._micro_batch)
         gpus = self.plan.request.gpus * self.plan.workers
         self._log.event("started", self.plan.id, workers=self.plan.workers, gpus=gpus, **told)
+        with suppress(StorageError):  # what storage refuses is kept, and tried again
+            self._log.flush()  # now: a driver that is killed in the next moment has spent something
 
     def _attempt(self, crew: Crew) -> tuple[Ending, bool]:
         """The run, once: until it is finished, interrupted, or raydist gives it up; and whether the cluster's head is gone."""

@@ -10,6 +10,7 @@ cell goes on counting.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ from raydist.sweepdir import SweepLog
 
 TIME, METRIC = "tokens", "objective"
 """What is counted in, and what is judged by: keys of a cell's reports."""
+_UNSETTLED = 500
+"""Trials that wait, and that a full garbage collection goes through: a millisecond or two."""
 _ACTOR_FAILURES = 8
 """Of a trial's actor: the cell trains on meanwhile, and the next actor goes on with its reports."""
 _QUIET = {
@@ -176,7 +179,7 @@ class Decisions(_Unsaved, TrialScheduler):
     ) -> None:
         super().__init__()
         self._rule, self._better, self._floor, self._log, self._queue = rule, better, floor, log, queue
-        self._turns = Turns()
+        self._turns, self._settled = Turns(), 0
         self._controller: Any = None
 
     @property
@@ -219,7 +222,15 @@ class Decisions(_Unsaved, TrialScheduler):
                 return str(TrialScheduler.CONTINUE)
         self._queue.paused(cell)
         self._turns.wait(trial, tokens)
+        self._settle()
         return str(TrialScheduler.PAUSE)
+
+    def _settle(self) -> None:
+        """Has garbage collections pass by trials that wait for their turn: of those there may be thousands, each for long."""
+        if len(self._turns) >= self._settled + _UNSETTLED:
+            self._settled = len(self._turns)
+            gc.collect()
+            gc.freeze()
 
     def on_trial_complete(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> None:
         """Ray Tune's: the cell is over."""
