@@ -9,7 +9,7 @@ cell. With pbt all cells are one population, and take turns: cells are paused by
 Each decision is measured twice: by the clock on the wall, and in processor time of this thread. On a machine that others use the
 latter is what a decision costs; the former also has what they took in between. Python's garbage collector is a part of both, and
 its longest pause is told: what it looks at is mostly what was imported, so `frozen` has the same sweep after
-`gc.freeze()`, which is what the driver of a sweep does before it decides anything.
+`gc.freeze()`, which is what the driver of a sweep does before it decides anything. (Trials that wait are frozen in both.)
 
 `beside_ray_tune`: one decision with all cells known, by our rule and by Ray Tune's scheduler in turn: the rule alone, without log
 and queue; and the memory of ours.
