@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from raydist.records import StepRecord
 from raydist.rundir import RunDir
+
+
+@pytest.fixture(scope="module")
+def one_cpu() -> Iterator[None]:
+    """A Ray of one CPU, for this module."""
+    root = str(Path(__file__).parents[2])
+    ray.init(
+        address="local", num_cpus=1, log_to_driver=False, object_store_memory=80 * 2**20,
+        runtime_env={"env_vars": {"PYTHONPATH": root}},
+    )  # fmt: skip
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture
@@ -26,3 +40,19 @@ def rows() -> Callable[..., list[dict[str, Any]]]:
         return [StepRecord(s, 1 / s, 1e-3, 0.5, 100, 0.1, 0.01, 2, attempt, f"{s:016x}").to_dict() for s in steps]
 
     return make
+
+
+@pytest.fixture
+def push_until_it_is_back() -> Callable[[Any, list[dict[str, Any]]], None]:
+    """Pushes records to a monitor that was killed, until Ray has started it again."""
+
+    def push(monitor: Any, records: list[dict[str, Any]]) -> None:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                ray.get(monitor.push.remote(records, []), timeout=30)
+                return
+            except ray.exceptions.RayActorError:
+                assert time.monotonic() < deadline, "the monitor did not come back"
+
+    return push

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,7 @@ from raydist.runlog import read_events, read_steps
 from raydist.runstate import last_word, read_state
 
 Rows = Callable[..., list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="module")
-def one_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A Ray of one CPU, for this module."""
-    root = str(Path(__file__).parents[2])
-    ray.init(
-        address="local", num_cpus=1, log_to_driver=False, object_store_memory=80 * 2**20,
-        runtime_env={"env_vars": {"PYTHONPATH": root}},
-    )  # fmt: skip
-    yield
-    ray.shutdown()
+Push = Callable[[Any, list[dict[str, Any]]], None]
 
 
 @pytest.mark.usefixtures("one_cpu")
@@ -55,7 +43,7 @@ def test_monitor_as_an_actor(run: RunDir, rows: Rows) -> None:
 
 
 @pytest.mark.usefixtures("one_cpu")
-def test_a_killed_monitor_comes_back(run: RunDir, rows: Rows) -> None:
+def test_a_killed_monitor_comes_back(run: RunDir, rows: Rows, push_until_it_is_back: Push) -> None:
     """SIGKILL of its process: what was flushed is kept, later pushes are taken, and the run goes on as the same one."""
     monitor = start_monitor(run.uri, interval_s=60.0)
     ray.get(monitor.begin_attempt.remote(1, 2, 0))
@@ -64,13 +52,7 @@ def test_a_killed_monitor_comes_back(run: RunDir, rows: Rows) -> None:
     before = last_word(run)
     pid = get_actor(monitor._actor_id.hex(), address=ray.get_runtime_context().gcs_address).pid
     os.kill(pid, 9)
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            ray.get(monitor.push.remote(rows(range(4, 6)), []), timeout=30)
-            break
-        except ray.exceptions.RayActorError:
-            assert time.monotonic() < deadline, "the monitor did not come back"
+    push_until_it_is_back(monitor, rows(range(4, 6)))
     ray.get(monitor.end.remote("paused"))
     assert read_steps(run)["step"].to_pylist() == [1, 2, 3, 4, 5]
     state = read_state(run)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,8 @@ from raydist.runlog import read_steps
 from raydist.runstate import last_word, read_state
 
 Rows = Callable[..., list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_cpu() -> Iterator[None]:
-    """A Ray of one CPU, for this module."""
-    root = str(Path(__file__).parents[2])
-    ray.init(
-        address="local", num_cpus=1, log_to_driver=False, object_store_memory=80 * 2**20,
-        runtime_env={"env_vars": {"PYTHONPATH": root}},
-    )  # fmt: skip
-    yield
-    ray.shutdown()
+Push = Callable[[Any, list[dict[str, Any]]], None]
+pytestmark = pytest.mark.usefixtures("one_cpu")
 
 
 def pid(actor: Any) -> int:
@@ -64,7 +53,7 @@ def test_one_is_ready_and_becomes_the_run_s(tmp_path: Path, rows: Rows) -> None:
     monitors.end()
 
 
-def test_one_that_was_killed_comes_back_as_the_run_s(tmp_path: Path, rows: Rows) -> None:
+def test_one_that_was_killed_comes_back_as_the_run_s(tmp_path: Path, rows: Rows, push_until_it_is_back: Push) -> None:
     """SIGKILL once it has its run: Ray starts it again, and it goes on with that run."""
     monitors, run = Monitors(tmp_path / "slots"), RunDir(tmp_path / "run")
     monitors.prepare()
@@ -74,13 +63,7 @@ def test_one_that_was_killed_comes_back_as_the_run_s(tmp_path: Path, rows: Rows)
     ray.get(mine.flush.remote())
     before = last_word(run)
     os.kill(pid(mine), 9)
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            ray.get(mine.push.remote(rows(range(4, 6)), []), timeout=30)
-            break
-        except ray.exceptions.RayActorError:
-            assert time.monotonic() < deadline, "the monitor did not come back"
+    push_until_it_is_back(mine, rows(range(4, 6)))
     ray.get(mine.end.remote("paused"))
     assert read_steps(run)["step"].to_pylist() == [1, 2, 3, 4, 5]
     assert (last_word(run) or {})["driver"] == (before or {})["driver"]

@@ -158,10 +158,12 @@ def _critical(best: Mapping[str, Any], batch: int) -> str:
     scale = best["grad_noise_scale"]
     if scale is None:
         return ""
-    told = f"gradient noise scale of the best: {scale:.3g} sequences, its global batch has {batch}"
-    return (
-        f"{told}: far beyond it, most of the batch says nothing new (docs/noise.md)" if batch > _FAR * scale else told
-    )
+    shown = (
+        f"{scale:.3g} sequences" if scale >= 1 else "less than 1 sequence"
+    )  # no batch is smaller; what is estimated may be 0
+    told = f"gradient noise scale of the best: {shown}, its global batch has {batch}"
+    beyond = batch > _FAR * max(scale, 1.0)
+    return f"{told}: far beyond it, most of the batch says nothing new (docs/noise.md)" if beyond else told
 
 
 def _edge(one: Edge) -> str:

@@ -192,14 +192,17 @@ def test_words_of_a_grid(swept: Make) -> None:
     assert len(words) == 5
 
 
-@pytest.mark.parametrize(("scale", "far"), [(40.0, False), (3.0, True)])
-def test_a_batch_far_beyond_the_noise_scale(swept: Make, scale: float, far: bool) -> None:
-    """The best point's batch stands beside it, and what is far beyond it is told."""
+@pytest.mark.parametrize(
+    ("scale", "shown", "far"),
+    [(40.0, "40 sequences", False), (3.0, "3 sequences", True), (0.0, "less than 1 sequence", True)],
+)
+def test_a_batch_far_beyond_the_noise_scale(swept: Make, scale: float, shown: str, far: bool) -> None:
+    """The best point's batch stands beside it, and what is far beyond it is told. No scale is of less than a sequence."""
     made = swept(GRID.format(1))
     for i in range(6):
         made.finish(i, 2.0 + i, grad_noise_scale=scale)
     (line,) = [line for line in tell(made.folder)["analysis"]["words"] if "noise scale" in line]
-    assert line.startswith(f"gradient noise scale of the best: {scale:g} sequences, its global batch has 16")
+    assert line.startswith(f"gradient noise scale of the best: {shown}, its global batch has 16")
     assert ("far beyond" in line) is far
 
 
