@@ -2,8 +2,9 @@
 
 Runs in: the user's shell. Plain python.
 
-gloo: kineto records what its threads do as `gloo:all_reduce`, with the shapes that go in. NCCL: its kernels, from their start on
-the device to their end, to which torch adds elements, type, group and number.
+gloo: kineto records what its threads do as `gloo:all_reduce`, with the shapes that go in; what raydist/worker/exchange.py sends
+as several of them is one, from the first one's start to the last one's end. NCCL: its kernels, from their start on the device to
+their end, to which torch adds elements, type, group and number.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from raydist.report import text
 from raydist.report.intervals import Interval, at
@@ -34,6 +35,8 @@ _BYTES = {
     "short": 2, "char": 1, "byte": 1, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 _FSDP = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((.*)\))?")
+_ONE = re.compile(r"raydist::(reduce_scatter|all_gather)")
+"""What is launched within is one collective (raydist/worker/exchange.py)."""
 
 Event = dict[str, Any]
 
@@ -42,7 +45,8 @@ Event = dict[str, Any]
 class Collective:
     """One of one rank. `event` is its index among the part's events; times in seconds by that rank's clock.
 
-    `key` is the same for all ranks that take part in it; `binds`: none of them leaves it before all have entered.
+    `others`: of one that was sent as several, the events after the first. `key` is the same for all ranks that take part in it;
+    `binds`: none of them leaves it before all have entered.
     """
 
     event: int
@@ -52,6 +56,7 @@ class Collective:
     end: float
     key: Hashable
     binds: bool
+    others: tuple[int, ...] = ()
 
 
 def of_gpu(event: Event) -> bool:
@@ -72,18 +77,26 @@ def collectives(events: Sequence[Event], steps: list[Interval], about: dict[str,
     known: dict[tuple[str, int], list[str]] = defaultdict(list)
     for kind, elements, name in about.get("messages", ()):
         known[kind, elements].append(name)
-    made, counts = [], Counter[Hashable]()
+    made: list[Collective] = []
+    counts = Counter[Hashable]()
+    together: dict[int, int] = {}
+    """Number of what was sent as several -> its place in `made`."""
     for index, event in found:
         begin, end = event["ts"] / 1e6, (event["ts"] + event.get("dur", 0.0)) / 1e6
         kind, elements, size = _what(event)
         launch = next(launched[(kind, elements) if gpu else elements], None)
         if launch is not None:
-            kind = launch[0]  # gloo scatters a sum by reducing all of it
+            kind = launch.kind  # gloo scatters a sum by reducing all of it
         if (step := at(steps, begin)) is None:
+            continue
+        one = launch.one if launch is not None else None
+        if one is not None and (place := together.setdefault(one, len(made))) < len(made):
+            first = made[place]
+            made[place] = replace(first, end=max(first.end, end), others=(*first.others, index))
             continue
         counts[step, kind, elements] += 1
         same = known.get((kind, elements))
-        name = same[(counts[step, kind, elements] - 1) % len(same)] if same else launch[1] if launch else ""
+        name = same[(counts[step, kind, elements] - 1) % len(same)] if same else launch.module if launch else ""
         args = event.get("args", {})
         key: Hashable
         if "Seq" in args and "Process Group Name" in args:
@@ -128,18 +141,22 @@ def _shapes(arguments: Sequence[Any]) -> Iterator[list[int]]:
             yield from [argument] if isinstance(argument[0], int) else argument
 
 
-def _launches(events: Sequence[Event], by_kind: bool) -> dict[Hashable, Iterator[tuple[str, str]]]:
-    """Elements, or (kind, elements) -> (kind, module) of the operators that launch such collectives, in order.
+class _Launch(NamedTuple):
+    """An operator that launches a collective: its kind, FSDP2's module, and the number of the one that it is only a part of."""
+
+    kind: str
+    module: str
+    one: int | None
+
+
+def _launches(events: Sequence[Event], by_kind: bool) -> dict[Hashable, Iterator[_Launch]]:
+    """Elements, or (kind, elements) -> the operators that launch such collectives, in order.
 
     FSDP2 launches its own within ranges that have their module's name. Those with as many elements run in the order of launch.
     """
-    ranges = sorted(
-        (e["ts"], e["ts"] + e.get("dur", 0.0), match[1] or "root")
-        for e in events
-        if e.get("ph") == "X" and e.get("cat") == "user_annotation" and (match := _FSDP.fullmatch(e["name"]))
-    )
-    spans = [(begin, end) for begin, end, _ in ranges]
-    found: dict[Hashable, list[tuple[str, str]]] = defaultdict(list)
+    modules = _Ranges(events, _FSDP)
+    ones = _Ranges(events, _ONE)
+    found: dict[Hashable, list[_Launch]] = defaultdict(list)
     launched = (e for e in events if e.get("ph") == "X" and e["name"].startswith("c10d::"))
     ends: dict[Any, float] = {}
     for event in sorted(launched, key=lambda e: (e["ts"], -e.get("dur", 0.0))):
@@ -148,8 +165,32 @@ def _launches(events: Sequence[Event], by_kind: bool) -> dict[Hashable, Iterator
         ends[event["tid"]] = event["ts"] + event.get("dur", 0.0)
         kind = _KINDS.get(_kind(event["name"]), "other")
         sizes = [math.prod(shape) for shape in _shapes(event.get("args", {}).get("Input Dims", []))]
-        # An all-gather's operator has the whole array beside what goes in, a reduce-scatter's what comes out.
-        elements = {"all_gather": min, "reduce_scatter": max}.get(kind, sum)(sizes) if sizes else 0
-        inside = at(spans, event["ts"])
-        found[(kind, elements) if by_kind else elements].append((kind, ranges[inside][2] if inside is not None else ""))
+        # An all-gather's operator has the whole array beside what goes in, a reduce-scatter's what comes out, an
+        # all-to-all's both.
+        elements = {"all_gather": min, "reduce_scatter": max, "all_to_all": max}.get(kind, sum)(sizes) if sizes else 0
+        module, one = modules.around(event), ones.around(event)
+        found[(kind, elements) if by_kind else elements].append(
+            _Launch(
+                kind if one is None else ones.names[one],
+                "" if module is None else modules.names[module],
+                one,
+            )
+        )
     return defaultdict(lambda: iter(()), {key: iter(those) for key, those in found.items()})
+
+
+class _Ranges:
+    """Ranges of code with such names, in the order of time. None overlaps another."""
+
+    def __init__(self, events: Sequence[Event], pattern: re.Pattern[str]) -> None:
+        found = sorted(
+            (e["ts"], e["ts"] + e.get("dur", 0.0), match[1] or "root")
+            for e in events
+            if e.get("ph") == "X" and e.get("cat") == "user_annotation" and (match := pattern.fullmatch(e["name"]))
+        )
+        self._spans = [(begin, end) for begin, end, _ in found]
+        self.names = [name for _, _, name in found]
+
+    def around(self, event: Event) -> int | None:
+        """The number of that in which an event begins."""
+        return at(self._spans, event["ts"])

@@ -111,9 +111,12 @@ def describe(trace: dict[str, Any], name: str) -> Part:
 
 def rewrite(part: Part, events: list[Event], shift_us: float) -> Iterator[Event]:
     """A part's events as those of process `part.rank`, in order of time, `shift_us` later; the names of its lanes first."""
-    names = {c.event: c.label for c in part.collectives}
+    sent = {c.event: c for c in part.collectives}
+    parts = {other for c in part.collectives for other in c.others}
     lanes = _lanes(part, events)
+    apart = _Apart(len(lanes))
     about, rank = part.about, part.rank
+    training = (about.get("pid"), about.get("thread"))
     yield _meta(rank, 0, "process_name", name=f"rank {rank} ({about['host']}, {about['device']})")
     yield _meta(rank, 0, "process_sort_index", sort_index=rank)
     for lane, name in lanes.values():
@@ -126,10 +129,35 @@ def rewrite(part: Part, events: list[Event], shift_us: float) -> Iterator[Event]
             made["id"] = rank << 32 | int(event["id"])  # flows of one rank only
         elif event["name"].startswith(STEP):
             made["name"] = f"step {event['name'].removeprefix(STEP)}"
-        elif index in names:
-            made |= {"name": names[index], "cat": "collective"}
+        elif index in parts:
+            continue
+        elif (one := sent.get(index)) is not None:
+            made |= {"name": one.label, "cat": "collective"}
             made["args"] = {**event.get("args", {}), "kineto name": event["name"]}
+            if _key(event) == training:  # sends and receipts of gloo, which no thread of its own has
+                made |= {"dur": round((one.end - one.begin) * 1e6, 3), "tid": apart.lane(one)}
         yield made
+    for lane in apart.lanes:
+        yield _meta(rank, lane, "thread_name", name="collectives")
+        yield _meta(rank, lane, "thread_sort_index", sort_index=lane)
+
+
+class _Apart:
+    """Lanes of their own for what was sent as several: as many as overlap. `after`: the lanes there are."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+        self._free: list[float] = []
+
+    @property
+    def lanes(self) -> range:
+        return range(self._after + 1, self._after + 1 + len(self._free))
+
+    def lane(self, one: Collective) -> int:
+        """Of the next one, in the order of their beginnings."""
+        place = next((i for i, free in enumerate(self._free) if free <= one.begin), len(self._free))
+        self._free[place : place + 1] = [one.end]
+        return self._after + 1 + place
 
 
 def _leads(facts: Sequence[Part]) -> dict[str, clocks.Offset]:

@@ -85,6 +85,31 @@ class Total:
     exposed_seconds: float = 0.0
 
 
+_installed: CommLog | None = None
+_here = threading.local()
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """What this thread sends and waits for in the block is no collective of its own: `count` tells of it."""
+    before = getattr(_here, "uncounted", False)
+    _here.uncounted = True
+    try:
+        yield
+    finally:
+        _here.uncounted = before
+
+
+def count(op: str, nbytes: int, ranks: int, seconds: float, exposed_seconds: float) -> None:
+    """One collective among so many ranks that was `uncounted`, is done, and sent what a ring sends; `nbytes`: see `Total`.
+
+    `exposed_seconds`: how long this thread waited for it.
+    """
+    log = _installed
+    if log is not None:
+        log._safely(log._told, op, nbytes, ranks, seconds, exposed_seconds)
+
+
 class CommLog:
     """Counts from `install` until `close`, in this whole process; one at a time. `device`: that which this rank trains on.
 
@@ -108,6 +133,7 @@ class CommLog:
 
     def install(self) -> None:
         """From now on every collective of this process is counted."""
+        global _installed
         assert not self._undo, "installed already"
         self._thread = threading.get_ident()
         library: Any = torch.library.Library
@@ -119,9 +145,13 @@ class CommLog:
         self._patch(dist.Work, "wait")
         if "cuda" in self._clocks:
             self._patch(torch.cuda.Stream, "wait_event")
+        _installed = self
 
     def close(self) -> None:
         """Takes all of it away again. What was counted stays."""
+        global _installed
+        if _installed is self:
+            _installed = None
         while self._undo:
             self._undo.pop()()
 
@@ -148,7 +178,7 @@ class CommLog:
         operator = getattr(torch.ops.c10d, name).default
 
         def counted(*args: Any) -> Any:
-            begun = self._safely(self._begin, name, args)
+            begun = None if getattr(_here, "uncounted", False) else self._safely(self._begin, name, args)
             with torch._C._ExcludeDispatchKeyGuard(_BELOW):
                 made = operator(*args)
             if begun is not None:
@@ -181,6 +211,15 @@ class CommLog:
         if work is not None:  # else a coalescing manager has it
             call.work = dist.Work.unbox(work)
             self._follow(clock, call)
+
+    def _told(self, op: str, nbytes: int, ranks: int, seconds: float, exposed_seconds: float) -> None:
+        with self._lock:
+            total = self._totals.setdefault(op, Total())
+            total.count += 1
+            total.bytes += nbytes
+            total.wire_bytes += nbytes * _ring(ranks)
+            total.seconds += seconds
+            total.exposed_seconds += exposed_seconds if self._training() else 0.0
 
     def _follow(self, clock: Clock, call: Call) -> None:
         # Below autograd are the functional collectives, whose works nobody outside of C++ ever waits for.

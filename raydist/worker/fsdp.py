@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from raydist.spec import JobSpec
+from raydist.worker import exchange
 from raydist.worker.graph import blocks_of, check_graph, initialise, refuse_scalars, weakly
 from raydist.worker.parallel import Example, ParamShard
 from raydist.worker.precision import DTYPES
@@ -98,10 +99,21 @@ class FullyShardedStrategy(ABC):
         for name in _made(model, named):
             split(named[name], any(named[name] is kept for kept in keep))
         split(model, stays=True)
+        self._go_direct(model)
         for i, block in enumerate(blocks):
             assert isinstance(block, FSDPModule)
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + parallel.prefetch])  # type: ignore[arg-type]
             block.set_modules_to_backward_prefetch(blocks[max(i - parallel.prefetch, 0) : i][::-1])  # type: ignore[arg-type]
+
+    def _go_direct(self, model: nn.Module) -> None:
+        """Has gloo's ranks send each straight to each, which FSDP2 leaves to torch."""
+        if not exchange.direct(self._mesh.get_group(self._mesh.ndim - 1)):
+            return
+        reduce_scatter, all_gather = exchange.DirectReduceScatter(), exchange.DirectAllGather()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
+                module.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
 
     def shards(self) -> Mapping[str, ParamShard]:
         """See `ParallelStrategy.shards`: this rank's rows of every parameter."""

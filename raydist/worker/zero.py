@@ -26,6 +26,7 @@ from torch.distributed.tensor import Shard as Rows
 from torch.nn.utils import get_total_norm
 
 from raydist.spec import JobSpec
+from raydist.worker import exchange
 from raydist.worker.graph import blocks_of, check_graph, refuse_scalars, weakly
 from raydist.worker.parallel import Example, ParamShard
 from raydist.worker.precision import DTYPES
@@ -78,20 +79,34 @@ class Unit:
 
 
 class _Slot:
-    """Room for one unit on its way, kept for the next: packed for all ranks, and this rank's part."""
+    """Room for one unit on its way, kept for the next: packed for all ranks, this rank's part, and, for a sum whose `parts`
+    arrive one by one, those.
+    """
 
-    def __init__(self, world: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, world: int, size: int, dtype: torch.dtype, device: torch.device, parts: bool) -> None:
         # Zeros, for what stands behind short rows is sent along.
         self._all = torch.zeros(world * size, dtype=dtype, device=device)
         self._mine = torch.zeros(size, dtype=dtype, device=device)
+        self._parts = torch.empty_like(self._all) if parts else None
         self.unit: Unit | None = None
-        self.work: dist.Work | None = None
+        self.work: exchange.Work | None = None
         self.last = False
         """Whether it is of a step's last micro-batch."""
 
     def room(self, unit: Unit) -> tuple[Tensor, Tensor]:
         """([W, S], [S])."""
         return self._all[: unit.world * unit.size].view(unit.world, unit.size), self._mine[: unit.size]
+
+    def reduce(self, unit: Unit, group: dist.ProcessGroup) -> None:
+        """Sends the gradients that its room holds; their sum comes to this rank's part."""
+        packed, mine = self.room(unit)
+        parts = self._parts[: packed.numel()] if self._parts is not None else None
+        self.unit, self.work = unit, exchange.reduce_scatter(mine, packed.view(-1), parts, group)
+
+    def gather(self, unit: Unit, group: dist.ProcessGroup) -> None:
+        """Sends this rank's part; those of all ranks come to the packed room."""
+        packed, mine = self.room(unit)
+        self.unit, self.work = unit, exchange.all_gather(packed.view(-1), mine, group)
 
     def wait(self) -> Unit | None:
         """Whose values have arrived here; None if nothing was on its way."""
@@ -165,11 +180,13 @@ class ZeroStrategy:
         }
         largest = max(u.size for u in self._units)
         reduce = DTYPES[self._spec.precision.reduce]
-        self._reducing = [_Slot(world, largest, reduce, device) for _ in range(IN_FLIGHT)]
+        self._group = mesh.get_group()
+        direct = exchange.direct(self._group)
+        self._reducing = [_Slot(world, largest, reduce, device, direct) for _ in range(IN_FLIGHT)]
         # Gathers come in the forward pass, when no gradient is on its way: the same memory serves both.
         same = reduce is torch.float32
         self._gathering = (
-            self._reducing if same else [_Slot(world, largest, torch.float32, device) for _ in range(IN_FLIGHT)]
+            self._reducing if same else [_Slot(world, largest, torch.float32, device, False) for _ in range(IN_FLIGHT)]
         )
         if self.reduce_each:
             self._sums = {id(u): torch.zeros(u.size, device=device) for u in self._units}
@@ -203,12 +220,12 @@ class ZeroStrategy:
         slot = self._reducing.pop(0)
         self._reducing.append(slot)
         self._take_sum(slot)
-        packed, mine = slot.room(unit)
+        packed, _ = slot.room(unit)
         unit.pack([_gradient(p) for p in unit.parameters], packed)
         if self.reduce_each:
             for p in unit.parameters:
                 p.grad = None
-        slot.unit, slot.work = unit, dist.reduce_scatter_tensor(mine, packed.view(-1), async_op=True)
+        slot.reduce(unit, self._group)
         slot.last = self._last
 
     def _take_sum(self, slot: _Slot) -> None:
@@ -269,10 +286,10 @@ class ZeroStrategy:
     def _gather(self, unit: Unit) -> None:
         slot = self._gathering.pop(0)
         self._gathering.append(slot)
-        packed, mine = slot.room(unit)
+        _, mine = slot.room(unit)
         for own, part in zip(unit.own, unit.split(mine), strict=True):
             part[: own.numel()].copy_(own.reshape(-1))
-        slot.unit, slot.work = unit, dist.all_gather_into_tensor(packed.view(-1), mine, async_op=True)
+        slot.gather(unit, self._group)
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: object) -> None:
         if not unit.stale:

@@ -91,7 +91,7 @@ def estimate(strategy: str, spec: JobSpec, machine: Machine, model: Model, activ
             # The update is computed there: weights and gradients are there too, all of them or those of a few chunks.
             host, optimizer = optimizer + min(2 * updated, optimizer), 0
     if stage == 3:
-        moments = _fully_sharded(spec, model, shard, activations.peaks)
+        moments = _fully_sharded(spec, machine, model, shard, activations.peaks)
     else:
         waiting = _replicated_in_flight(stage, spec, machine, model)
         moments = [(p, p.whole, waiting) for p in activations.peaks]
@@ -165,10 +165,18 @@ def _replicated_in_flight(stage: int, spec: JobSpec, machine: Machine, model: Mo
         return beside + int(reduce * min(max(bucket, *(p.part(1) for p in model.params)), trained))
     largest = max(_units(model, machine.ranks, trained=True).values(), default=0)
     slots = _IN_FLIGHT * (machine.ranks + 1) * largest
-    return slots * (_FP32 if reduce == _FP32 else reduce + _FP32)
+    arriving = _IN_FLIGHT * machine.ranks * largest if _direct(machine) else 0
+    return slots * (_FP32 if reduce == _FP32 else reduce + _FP32) + arriving * reduce
 
 
-def _fully_sharded(spec: JobSpec, model: Model, shard: int, peaks: Sequence[Peak]) -> list[tuple[Peak, int, int]]:
+def _direct(machine: Machine) -> bool:
+    """Whether the parts of a sum arrive beside what is sent: raydist/worker/exchange.py, with gloo."""
+    return machine.device == "cpu"
+
+
+def _fully_sharded(
+    spec: JobSpec, machine: Machine, model: Model, shard: int, peaks: Sequence[Peak]
+) -> list[tuple[Peak, int, int]]:
     """(peak, gathered, in flight) of each phase under FSDP2: blocks come and go, what is of no block stays gathered.
 
     A collective has a flat buffer of its own, beside the tensors that are computed with.
@@ -188,6 +196,8 @@ def _fully_sharded(spec: JobSpec, model: Model, shard: int, peaks: Sequence[Peak
     def reducing(part: int) -> int:
         return reduce * shard * part + (_FP32 if reduce == _FP32 else _FP32 + reduce) * part
 
+    # Kept from the first backward pass on.
+    arriving = reduce * shard * max(sums_block, sums_root) if _direct(machine) else 0
     held = {
         "forward": (root + at_work, (1 + ahead) * block),
         "loss": (root + kept, 0),
@@ -197,7 +207,7 @@ def _fully_sharded(spec: JobSpec, model: Model, shard: int, peaks: Sequence[Peak
     moments.append((Peak("start", 0, 0, 0), root + at_work, root + block))
     whole_gradients = compute * shard * sums_root
     moments.append((Peak("end", 0, 0, 0), root + whole_gradients, reducing(sums_root)))
-    return moments
+    return [(peak, gathered, sent + arriving) for peak, gathered, sent in moments]
 
 
 def _sent(stage: int, spec: JobSpec, machine: Machine, model: Model, shard: int) -> int:
