@@ -27,6 +27,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raydist import parquet
 from raydist.errors import StorageError
 from raydist.records import EXPORTED_ONLY, Event
 from raydist.rundir import EVENTS, METRICS, RunDir
@@ -86,9 +87,7 @@ class _Open:
         head = json.dumps({"attempt": self.attempt, "after_step": self.after_step})
         table = pa.Table.from_batches(parts, SCHEMA)
         table = table.replace_schema_metadata({**(SCHEMA.metadata or {}), _HEAD: head.encode()})
-        sink = pa.BufferOutputStream()
-        pq.write_table(table, sink, compression="zstd", use_dictionary=False)
-        return memoryview(sink.getvalue())
+        return parquet.encode(table)
 
 
 class RunLog:

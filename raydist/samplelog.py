@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from raydist import parquet
 from raydist.errors import StorageError
 from raydist.rundir import SAMPLES, RunDir
 from raydist.samples import COLUMNS, SCHEMA, WHO
@@ -221,9 +222,7 @@ def _covered(segments: Iterable[_Segment]) -> set[_Segment]:
 
 
 def _write(run: RunDir, name: str, rows: pa.Table) -> None:
-    sink = pa.BufferOutputStream()
-    pq.write_table(rows, sink, compression="zstd")
-    data = memoryview(sink.getvalue())
+    data = parquet.encode(rows)
     with run.storage.create(f"{SAMPLES}/{name}") as file:
         while data:
             data = data[file.write(data) or len(data) :]
