@@ -5,7 +5,7 @@
 plain: `raydist train` and plain Ray Train over plain torchrun + DDP. sharded: zero2 and zero3 over plain torchrun + FSDP2 at the
 same reshard setting, and over DeepSpeed, if an interpreter is given that has it (0.19.8 and ninja, on the same torch). own:
 `raydist train` as it is over the same with nothing that watches (observe.interval_s: null), and over the same without copies in
-memory (recovery.snapshot_every: null).
+memory (recovery.snapshot_every: null); here both train at the same time, see below.
 
 peers.py compares runs, one after another, each some 30 s long: on a machine whose speed drifts by more than the difference that
 is looked for, that takes many rounds. Here two peers are alive at the same time, and in turn one trains while all processes of
@@ -17,6 +17,10 @@ Where that leaves too much open, the processor time of all of a peer's processes
 machine takes time, but only little of that.
 
 A run of raydist is stopped for less time than it takes it to call a worker lost (8 s).
+
+1% is too little for windows in turn. So those of the group `own` train at the same time, each with one half of the machine: a
+control group of its own (`cpu`, of equal weight), for all its processes. Whatever else happens, happens to both, and whatever
+a peer does beside training is paid of its own half. It takes root, and two peers that do not wait for anything but processors.
 """
 
 from __future__ import annotations
@@ -29,8 +33,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -43,6 +47,7 @@ from peers import PEERS, TOKENS, command
 
 T = TypeVar("T")
 WINDOW_S, SETTLE_S, WARM = 5.0, 0.6, 25
+TOGETHER_S = 15.0
 GROUPS = {
     "plain": [("ray train", "torchrun"), ("raydist", "torchrun"), ("raydist (plain AdamW)", "torchrun")],
     "sharded": [
@@ -68,7 +73,7 @@ class Window(NamedTuple):
 class Peer:
     """One peer, alive and, but in its windows, stopped."""
 
-    def __init__(self, name: str, folder: Path, python: str) -> None:
+    def __init__(self, name: str, folder: Path, python: str, group: Path | None = None) -> None:
         self._name, self._out = name, folder / name.replace(" ", "-")
         asked = command(name, str(self._out), ENDLESS, str(self._out), python)
         if "raydist" in name:
@@ -77,6 +82,8 @@ class Peer:
         env = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
         env.pop("RAY_ADDRESS", None)
         self._log = (folder / f"{self._out.name}.log").open("w")
+        if group is not None:  # all that it starts is in it too
+            asked = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *asked]
         self._process = subprocess.Popen(asked, cwd=PEERS, env=env, stdout=self._log, stderr=self._log)
 
     def warm(self) -> None:
@@ -90,13 +97,22 @@ class Peer:
         """Lets it train for as long."""
         self._each(psutil.Process.resume)
         time.sleep(SETTLE_S)
-        begin, spent = time.time(), self._spent()
+        begun = self.mark()
         time.sleep(WINDOW_S - SETTLE_S)
-        end, spent = time.time(), self._spent() - spent
+        window = self.since(begun)
         self.stop()
+        return window
+
+    def mark(self) -> tuple[float, float]:
+        """The time, and what it has spent."""
+        return time.time(), self._spent()
+
+    def since(self, begun: tuple[float, float]) -> Window:
+        """What it has done since that mark."""
+        (begin, before), (end, spent) = begun, self.mark()
         inside = [at for at in self._forwards() if begin <= at <= end]
         pace = (len(inside) - 1) / (inside[-1] - inside[0])
-        return Window(pace, spent / (pace * (end - begin)))
+        return Window(pace, (spent - before) / (pace * (end - begin)))
 
     def stop(self) -> None:
         """Until its next window."""
@@ -147,6 +163,45 @@ def pair(name: str, base: str, rounds: int, python: str) -> tuple[list[Window], 
     return bases, others
 
 
+@contextmanager
+def half(number: int) -> Iterator[Path]:
+    """A control group that gets as much of the processors as any other, while both want all."""
+    first, second = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+    if (second / "cgroup.subtree_control").exists():
+        (second / "cgroup.subtree_control").write_text("+cpu")
+        first = second
+    group = first / f"raydist-steady-{os.getpid()}-{number}"
+    group.mkdir()
+    try:
+        yield group
+    finally:
+        for _ in range(50):  # what was killed in it may still be going
+            with suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.1)
+
+
+def together(name: str, base: str, rounds: int) -> tuple[list[Window], list[Window]]:
+    """Windows of the base and of the peer at the same time, after one that is not counted."""
+    with tempfile.TemporaryDirectory() as folder, half(0) as one, half(1) as other:
+        peers: list[Peer] = []
+        windows: list[list[Window]] = []
+        try:
+            peers += [Peer(each, Path(folder), sys.executable, group) for each, group in ((base, one), (name, other))]
+            for peer in peers:
+                peer.warm()
+            for _ in range(rounds + 1):
+                begun = [peer.mark() for peer in peers]
+                time.sleep(TOGETHER_S)
+                windows.append([peer.since(mark) for peer, mark in zip(peers, begun, strict=True)])
+        finally:
+            for peer in reversed(peers):
+                peer.end()
+    bases, others = zip(*windows[1:], strict=True)
+    return list(bases), list(others)
+
+
 def told(ratios: list[float]) -> dict[str, Any]:
     """The median, and the 95% interval that their order gives it, whatever their distribution."""
     ordered, n = sorted(ratios), len(ratios)
@@ -170,8 +225,12 @@ def main() -> None:
     for name, base in GROUPS[options.group]:
         if (options.only and options.only not in (name, base)) or ("DeepSpeed" in base and not options.deepspeed):
             continue
-        bases, others = pair(name, base, options.rounds, options.deepspeed)
-        beside = list(zip(others, pairwise(bases), strict=True))
+        if options.group == "own":
+            bases, others = together(name, base, options.rounds)
+            beside = [(own, (at_once, at_once)) for own, at_once in zip(others, bases, strict=True)]
+        else:
+            bases, others = pair(name, base, options.rounds, options.deepspeed)
+            beside = list(zip(others, pairwise(bases), strict=True))
         row = {
             "tokens_per_second": statistics.median(window.pace for window in others) * TOKENS,
             "pace": told([2 * own.pace / (before.pace + after.pace) for own, (before, after) in beside]),
@@ -181,7 +240,16 @@ def main() -> None:
         print(f"{name + ' / ' + base:40s} {row['tokens_per_second']:9.0f} {shown[0]:>27s} {shown[1]:>27s}", flush=True)
         result[f"{name} / {base}"] = row
     if not options.only:
-        print(write(RESULTS[options.group], {"window_s": WINDOW_S, "rounds": options.rounds, "pairs": result}))
+        print(
+            write(
+                RESULTS[options.group],
+                {
+                    "window_s": TOGETHER_S if options.group == "own" else WINDOW_S,
+                    "rounds": options.rounds,
+                    "pairs": result,
+                },
+            )
+        )
 
 
 if __name__ == "__main__":
