@@ -26,6 +26,7 @@ LAYERS = [
         "runlog",
         "samples",
         "samplelog",
+        "parquet",
         "runstate",
         "lease",
         "sweepdir",
