@@ -5,7 +5,7 @@
 plain: `raydist train` and plain Ray Train over plain torchrun + DDP. sharded: zero2 and zero3 over plain torchrun + FSDP2 at the
 same reshard setting, and over DeepSpeed, if an interpreter is given that has it (0.19.8 and ninja, on the same torch). own:
 `raydist train` as it is over the same with nothing that watches (observe.interval_s: null), and over the same without copies in
-memory (recovery.snapshot_every: null); here both train at the same time, see below.
+memory (recovery.snapshot_every: null); here in turns of a second, see below.
 
 peers.py compares runs, one after another, each some 30 s long: on a machine whose speed drifts by more than the difference that
 is looked for, that takes many rounds. Here two peers are alive at the same time, and in turn one trains while all processes of
@@ -18,9 +18,9 @@ machine takes time, but only little of that.
 
 A run of raydist is stopped for less time than it takes it to call a worker lost (8 s).
 
-1% is too little for windows in turn. So those of the group `own` train at the same time, each with one half of the machine: a
-control group of its own (`cpu`, of equal weight), for all its processes. Whatever else happens, happens to both, and whatever
-a peer does beside training is paid of its own half. It takes root, and two peers that do not wait for anything but processors.
+1% is too little for windows of 5 s: the machine's own speed drifts by more. So those of the group `own` take turns every second,
+20 of them are a window, and what drifts slower than that is the same for both. A second begins with what all of a run's
+processes have waited to do; both are runs of raydist, and have as much of it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -47,7 +47,7 @@ from peers import PEERS, TOKENS, command
 
 T = TypeVar("T")
 WINDOW_S, SETTLE_S, WARM = 5.0, 0.6, 25
-TOGETHER_S = 15.0
+TURN_S, TURNS = 1.0, 20
 GROUPS = {
     "plain": [("ray train", "torchrun"), ("raydist", "torchrun"), ("raydist (plain AdamW)", "torchrun")],
     "sharded": [
@@ -70,10 +70,18 @@ class Window(NamedTuple):
     processor: float
 
 
+class Mark(NamedTuple):
+    """A moment: the time, steps of rank 0 so far, and processor seconds of all processes so far."""
+
+    at: float
+    forwards: int
+    spent: float
+
+
 class Peer:
     """One peer, alive and, but in its windows, stopped."""
 
-    def __init__(self, name: str, folder: Path, python: str, group: Path | None = None) -> None:
+    def __init__(self, name: str, folder: Path, python: str) -> None:
         self._name, self._out = name, folder / name.replace(" ", "-")
         asked = command(name, str(self._out), ENDLESS, str(self._out), python)
         if "raydist" in name:
@@ -82,8 +90,6 @@ class Peer:
         env = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
         env.pop("RAY_ADDRESS", None)
         self._log = (folder / f"{self._out.name}.log").open("w")
-        if group is not None:  # all that it starts is in it too
-            asked = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *asked]
         self._process = subprocess.Popen(asked, cwd=PEERS, env=env, stdout=self._log, stderr=self._log)
 
     def warm(self) -> None:
@@ -95,24 +101,23 @@ class Peer:
 
     def window(self) -> Window:
         """Lets it train for as long."""
-        self._each(psutil.Process.resume)
+        self.go()
         time.sleep(SETTLE_S)
         begun = self.mark()
         time.sleep(WINDOW_S - SETTLE_S)
-        window = self.since(begun)
+        end = self.mark()
         self.stop()
-        return window
-
-    def mark(self) -> tuple[float, float]:
-        """The time, and what it has spent."""
-        return time.time(), self._spent()
-
-    def since(self, begun: tuple[float, float]) -> Window:
-        """What it has done since that mark."""
-        (begin, before), (end, spent) = begun, self.mark()
-        inside = [at for at in self._forwards() if begin <= at <= end]
+        inside = [at for at in self._forwards() if begun.at <= at <= end.at]
         pace = (len(inside) - 1) / (inside[-1] - inside[0])
-        return Window(pace, (spent - before) / (pace * (end - begin)))
+        return Window(pace, (end.spent - begun.spent) / (pace * (end.at - begun.at)))
+
+    def go(self) -> None:
+        """It trains."""
+        self._each(psutil.Process.resume)
+
+    def mark(self) -> Mark:
+        """Now."""
+        return Mark(time.time(), len(self._forwards()), self._spent())
 
     def stop(self) -> None:
         """Until its next window."""
@@ -163,43 +168,32 @@ def pair(name: str, base: str, rounds: int, python: str) -> tuple[list[Window], 
     return bases, others
 
 
-@contextmanager
-def half(number: int) -> Iterator[Path]:
-    """A control group that gets as much of the processors as any other, while both want all."""
-    first, second = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
-    if (second / "cgroup.subtree_control").exists():
-        (second / "cgroup.subtree_control").write_text("+cpu")
-        first = second
-    group = first / f"raydist-steady-{os.getpid()}-{number}"
-    group.mkdir()
-    try:
-        yield group
-    finally:
-        for _ in range(50):  # what was killed in it may still be going
-            with suppress(OSError):
-                group.rmdir()
-                break
-            time.sleep(0.1)
-
-
-def together(name: str, base: str, rounds: int) -> tuple[list[Window], list[Window]]:
-    """Windows of the base and of the peer at the same time, after one that is not counted."""
-    with tempfile.TemporaryDirectory() as folder, half(0) as one, half(1) as other:
-        peers: list[Peer] = []
-        windows: list[list[Window]] = []
+def finely(name: str, base: str, rounds: int) -> tuple[list[Window], list[Window]]:
+    """Windows of the base and of the peer, both of which are made of short turns of one and the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        peers = [Peer(each, Path(folder), sys.executable) for each in (base, name)]
+        found: tuple[list[Window], list[Window]] = ([], [])
         try:
-            peers += [Peer(each, Path(folder), sys.executable, group) for each, group in ((base, one), (name, other))]
             for peer in peers:
                 peer.warm()
-            for _ in range(rounds + 1):
-                begun = [peer.mark() for peer in peers]
-                time.sleep(TOGETHER_S)
-                windows.append([peer.since(mark) for peer, mark in zip(peers, begun, strict=True)])
+            for peer in peers:
+                peer.stop()
+            for number in range(rounds + 1):
+                marks = [peer.mark() for peer in peers]
+                for turn in range(2 * TURNS):
+                    peer = peers[turn % 2]
+                    peer.go()
+                    time.sleep(TURN_S)
+                    peer.stop()
+                for peer, begun, windows in zip(peers, marks, found, strict=True):
+                    end = peer.mark()
+                    done = end.forwards - begun.forwards
+                    if number:  # the first one lets copies and processes find their pace
+                        windows.append(Window(done / (TURNS * TURN_S), (end.spent - begun.spent) / done))
         finally:
             for peer in reversed(peers):
                 peer.end()
-    bases, others = zip(*windows[1:], strict=True)
-    return list(bases), list(others)
+    return found
 
 
 def told(ratios: list[float]) -> dict[str, Any]:
@@ -226,8 +220,8 @@ def main() -> None:
         if (options.only and options.only not in (name, base)) or ("DeepSpeed" in base and not options.deepspeed):
             continue
         if options.group == "own":
-            bases, others = together(name, base, options.rounds)
-            beside = [(own, (at_once, at_once)) for own, at_once in zip(others, bases, strict=True)]
+            bases, others = finely(name, base, options.rounds)
+            beside = [(own, (other, other)) for own, other in zip(others, bases, strict=True)]
         else:
             bases, others = pair(name, base, options.rounds, options.deepspeed)
             beside = list(zip(others, pairwise(bases), strict=True))
@@ -244,7 +238,7 @@ def main() -> None:
             write(
                 RESULTS[options.group],
                 {
-                    "window_s": TOGETHER_S if options.group == "own" else WINDOW_S,
+                    "window_s": TURNS * TURN_S if options.group == "own" else WINDOW_S,
                     "rounds": options.rounds,
                     "pairs": result,
                 },
