@@ -14,7 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.hosts import Cluster, Host, Hosts
+from raydist.runlog import read_steps
+from tests.end_to_end.sweeps import Sweeps, until
+from tests.hosts import Cluster, Host, Hosts, Process
 
 BIN = Path(sys.executable).parent
 EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "samples_hash")
@@ -223,6 +225,78 @@ def test_a_node_that_has_just_gone_silent_keeps_no_run_from_starting(
     assert exact(run.finish()) == exact(undisturbed)
     (event,) = run.events("workers")
     assert silent.name not in {worker["host"] for worker in event["workers"]}
+
+
+@pytest.fixture
+def sweep(project: Any, cluster: Cluster) -> Iterator[Callable[[str], Process]]:
+    """sweep(name): `raydist sweep NAME.yaml` on host 0, cells of one worker on a host of its own; it ends with the test."""
+    made: list[Process] = []
+
+    def start(name: str) -> Process:
+        sets = ["--set", "cluster.cpus_per_worker=1", "--set", "recovery.step_timeout=120"]
+        command = [str(BIN / "raydist"), "sweep", f"{name}.yaml", "--json", "--address", cluster.address, *sets]
+        env = project.environment() | cluster.environment
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        made.append(cluster.hosts[0].popen(command, cwd=project.root, env=env, **pipes))
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.kill()
+        process.communicate()
+
+
+def test_a_sweep_loses_nodes_and_its_driver(project: Any, sweep: Any, cluster: Cluster) -> None:
+    """Four cells, a node each: three at a time. A node is killed, then the driver: the same command goes on with all three. Another
+    node is killed: its cell waits for a place, the cell elsewhere does not notice, and the sweep ends by itself. Each step once."""
+    sweeps = Sweeps(project)
+    # How many checkpoints are kept makes no difference to what is trained.
+    sweeps.write("nodes", [{"model.name": "cells:waiting", "checkpoint.keep": n} for n in (5, 6, 7, 8)], 3)
+    folder = sweeps.folder("nodes")
+
+    def host_of(cell: str) -> Host:
+        (worker,) = sweeps.run_events("nodes", cell, "workers")[-1]["workers"]
+        return next(host for host in cluster.hosts if host.name == worker["host"])
+
+    def lose(process: Process, cell: str) -> Host:
+        """Kills its node; returns once it waits for a place."""
+        host, before = host_of(cell), len(sweeps.events("nodes", cell, "paused"))
+        cluster.kill_node(host)
+        until(process, lambda: len(sweeps.events("nodes", cell, "paused")) > before)
+        return host
+
+    process = sweep("nodes")
+    until(process, folder.exists)
+    *three, last = sweeps.cells("nodes")
+    until(process, lambda: all(folder.run(cell).committed() == [4] for cell in three))
+    one = next(cell for cell in three if host_of(cell) is not cluster.hosts[0])
+    victim = lose(process, one)
+    process.kill()
+    process.communicate()
+    cluster.wait_until(lambda: victim.name not in cluster.node_ids())
+    cluster.add_node(victim)
+
+    process = sweep("nodes")
+    until(process, lambda: all(folder.run(cell).committed() == [4, 8] for cell in three))
+    two = next(cell for cell in three if cell != one and host_of(cell) is not cluster.hosts[0])
+    (other,) = set(three) - {one, two}
+    victim = lose(process, two)
+    (sweeps.marks("nodes") / "go").touch()
+    out, told = process.communicate(timeout=100)
+    assert process.returncode == 0, told
+    assert json.loads(out)["counts"] == {"finished": 4}
+    cells = (one, two, other, last)
+    steps = {cell: read_steps(folder.run(cell)).to_pylist() for cell in cells}
+    assert all(exact(steps[cell]) == exact(steps[last]) for cell in cells)
+    assert [row["step"] for row in steps[last]] == list(range(1, 13))
+    assert [len(sweeps.events("nodes", cell, "started")) for cell in cells] == [2, 3, 2, 1]
+    resumed = [[event["step"] for event in sweeps.run_events("nodes", cell, "resumed")] for cell in cells]
+    assert resumed == [[4], [4, 8], [4], []]
+    faults = [[event["fault"] for event in sweeps.run_events("nodes", cell, "failure")] for cell in cells]
+    assert faults == [["node_died"], ["node_died"], [], []]
+    assert sweeps.events("nodes", two, "failed") == []
+    cluster.wait_until(lambda: victim.name not in cluster.node_ids())
+    cluster.add_node(victim)
 
 
 def test_the_head_is_lost_and_comes_back(

@@ -6,9 +6,6 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
-import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,80 +15,17 @@ import yaml
 from raydist.cluster.sweep.rules.hyperband import Hyperband
 from raydist.records import Event
 from raydist.spec.sweep.cells import cell_id
-from raydist.sweepdir import SweepDir
 from raydist.sweepstate import fold
 from tests.end_to_end.conftest import Project
+from tests.end_to_end.sweeps import Sweeps, until
 
-BASE = {
-    "extends": "job.yaml",
-    "model": {"name": "cells:sound"},
-    "cluster": {"workers": 1},
-    "eval": {"every": 4, "batches": 1},
-    "checkpoint": {"every": 4},
-}
-"""12 steps of 8 samples of 16 tokens, one worker."""
 TOKENS, SEED = 8 * 16, 3
-
-
-class Sweeps:
-    """Sweeps in a user's folder."""
-
-    def __init__(self, project: Project) -> None:
-        self.project = project
-
-    def write(self, name: str, cells: list[dict[str, Any]], concurrent: int, **sections: Any) -> None:
-        """NAME.yaml, of these cells, or parameters of another `array`; and the folder for what their processes note."""
-        marks = self.marks(name)
-        marks.mkdir(parents=True)
-        base = {**BASE, "model": {**BASE["model"], "options": {"marks": str(marks)}}}
-        (self.project.root / f"{name}-base.yaml").write_text(yaml.safe_dump(base))
-        array = {"type": "list", "parameters": cells, "concurrent": concurrent, **sections.pop("array", {})}
-        told = {"base": f"{name}-base.yaml", "array": array, **sections}
-        (self.project.root / f"{name}.yaml").write_text(yaml.safe_dump(told))
-
-    def marks(self, name: str) -> Path:
-        """Where its cells' processes note that they have begun."""
-        return self.project.root / "marks" / name
-
-    def folder(self, name: str) -> SweepDir:
-        """Its folder."""
-        return SweepDir(self.project.runs / name)
-
-    def cells(self, name: str) -> list[str]:
-        """Ids in order."""
-        return [cell.id for cell in self.folder(name).cells()]
-
-    def events(self, name: str, cell: str, *kinds: str) -> list[Event]:
-        """What happened to a cell."""
-        return [e for e in self.folder(name).events() if e.data.get("cell") == cell and e.kind in kinds]
-
-    def losses(self, name: str, cell: str) -> list[float]:
-        """Of every step of a cell."""
-        return [row["loss"] for row in self.project.steps(str(self.folder(name).run(cell).uri))]
-
-    def start(self, name: str) -> subprocess.Popen[str]:
-        """`raydist sweep NAME.yaml`, running."""
-        return self.project.start("sweep", f"{name}.yaml")
-
-    def run(self, name: str) -> dict[str, Any]:
-        """The same, to its end: the object that it ends with, alone on stdout."""
-        done = self.project.raydist("sweep", f"{name}.yaml", "--json")
-        assert done.returncode == 0, done.stderr
-        return dict(json.loads(done.stdout))
 
 
 @pytest.fixture(scope="module")
 def sweeps(project: Project) -> Sweeps:
     """Those of one user."""
     return Sweeps(project)
-
-
-def until(process: subprocess.Popen[str], true: Any) -> None:
-    """Waits for something to be true while the process lives."""
-    while not true():
-        if process.poll() is not None:
-            raise AssertionError(f"exit code {process.returncode}\n{process.communicate()[1]}")
-        time.sleep(0.05)
 
 
 def test_one_cell_after_another(sweeps: Sweeps) -> None:
@@ -137,7 +71,7 @@ def test_a_lack_of_memory(sweeps: Sweeps) -> None:
     assert [e.data["micro_batch"] for e in sweeps.events("memory", first, "retried")] == [1]
     assert [e.data.get("micro_batch") for e in sweeps.events("memory", first, "started")] == [None, 1]
     assert [e.data.get("micro_batch") for e in sweeps.events("memory", second, "started")] == [1]
-    causes = {cell: [e["fault"] for e in run_events(sweeps, "memory", cell, "failure")] for cell in (first, second)}
+    causes = {cell: [e["fault"] for e in sweeps.run_events("memory", cell, "failure")] for cell in (first, second)}
     assert causes == {first: ["out_of_memory", *["user_error"] * 3], second: []}
 
 
@@ -365,12 +299,6 @@ def test_cells_take_turns(sweeps: Sweeps) -> None:
     assert [event.data["tokens"] > 0 for event in started()[:4]] == [False, False, True, True]
     yields = [event.data["because"] for event in sweeps.events("turns", one, "paused")]
     assert yields[0].startswith("pbt at ")
-
-
-def run_events(sweeps: Sweeps, name: str, cell: str, kind: str) -> list[dict[str, Any]]:
-    """What happened to a cell's run."""
-    path = sweeps.project.runs / name / "runs" / cell / "events.jsonl"
-    return [e for e in map(json.loads, path.read_text().splitlines()) if e["kind"] == kind]
 
 
 def tree(sweeps: Sweeps, name: str, cell: str) -> dict[str, str]:

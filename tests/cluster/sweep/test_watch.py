@@ -12,8 +12,9 @@ import pytest
 
 from raydist.cluster.session import Session
 from raydist.cluster.sweep.cell import Wish
-from raydist.cluster.sweep.floor import Floor, Pool
+from raydist.cluster.sweep.floor import Floor
 from raydist.cluster.sweep.limits import Spent
+from raydist.cluster.sweep.pool import Pool
 from raydist.cluster.sweep.sweep import Ended, SweepRun
 from raydist.cluster.sweep.tuning import CellQueue
 from raydist.errors import PreflightError
