@@ -139,9 +139,10 @@ class Search:
         return sorted(cells, key=lambda cell: cell.index), lacking
 
     @property
-    def like(self) -> str:
-        """The id of a cell that has workers as the next ones will, as far as that is known."""
-        return self.scouts[0].id
+    def like(self) -> str | None:
+        """The id of a cell whose workers are as those of all that come; None where they differ."""
+        first, *others = self.scouts
+        return first.id if all(other.job.cluster == first.job.cluster for other in others) else None
 
     @property
     def left(self) -> int:

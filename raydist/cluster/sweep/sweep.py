@@ -140,7 +140,7 @@ class SweepRun:
             over=self._over,
         )
         first = waiting[: self._at_once]
-        if search is not None:
+        if search is not None and search.like is not None:
             first += [search.like] * (min(self._at_once, self._left) - len(first))
         for cell in first:
             with suppress(RaydistError):  # of a cell that cannot train it is said when it is its turn
