@@ -65,9 +65,9 @@ class Sweeps:
         """Of every step of a cell."""
         return [row["loss"] for row in self.project.steps(str(self.folder(name).run(cell).uri))]
 
-    def start(self, name: str) -> subprocess.Popen[str]:
+    def start(self, name: str, *options: str) -> subprocess.Popen[str]:
         """`raydist sweep NAME.yaml`, running."""
-        return self.project.start("sweep", f"{name}.yaml")
+        return self.project.start("sweep", f"{name}.yaml", *options)
 
     def run(self, name: str) -> dict[str, Any]:
         """The same, to its end: the object that it ends with, alone on stdout."""

@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import psutil
@@ -13,7 +15,10 @@ import pytest
 import yaml
 
 from raydist.cluster.sweep.rules.hyperband import Hyperband
+from raydist.cluster.sweep.sampler import Sampler
+from raydist.cluster.sweep.search import History
 from raydist.records import Event
+from raydist.spec.sweep import load_sweep
 from raydist.spec.sweep.cells import cell_id
 from raydist.sweepstate import fold
 from tests.end_to_end.conftest import Project
@@ -179,7 +184,8 @@ def test_killed_and_started_again(sweeps: Sweeps) -> None:
 
 def test_a_search_that_is_killed(sweeps: Sweeps) -> None:
     """optuna chooses four points. SIGKILL to the driver while the second trains: the same command leaves the first one alone, goes
-    on with the second, and chooses two more; the four are in the results, the best is ready to train."""
+    on with the second, and chooses two more. SIGKILL to the sampler while the third trains: the fourth is what it would have been.
+    The four are in the results, the best is ready to train."""
     ranges = [{"learning_rate": {"log_uniform": [1e-4, 1e-1]}}]
     sweeps.write("search", ranges, 1, array={"type": "random", "samples": 4}, search="optuna")
     process = sweeps.start("search")
@@ -191,9 +197,17 @@ def test_a_search_that_is_killed(sweeps: Sweeps) -> None:
     first, second = sweeps.cells("search")
     before = tree(sweeps, "search", first)
 
-    told = sweeps.run("search")
+    process = sweeps.start("search", "--json")
+    until(process, lambda: len(sweeps.cells("search")) == 3)
+    children = psutil.Process(process.pid).children(recursive=True)
+    (sampler,) = [child for child in children if child.is_running() and "ray::Sampler" in " ".join(child.cmdline())]
+    sampler.kill()
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    told = json.loads(out)
     cells = sweeps.cells("search")
     assert cells[:2] == [first, second]
+    assert undisturbed(sweeps, "search") == [note.parameters for note in sweeps.folder("search").cells()]
     assert len(set(cells)) == 4
     assert tree(sweeps, "search", first) == before
     assert len(sweeps.events("search", first, "started")) == 1
@@ -206,6 +220,18 @@ def test_a_search_that_is_killed(sweeps: Sweeps) -> None:
     assert yaml.safe_load(done.stdout)["optim"]["lr"] == told["points"][told["best"]]["parameters"]["optim.lr"]
     sweeps.run("search")
     assert sweeps.cells("search") == cells
+
+
+def undisturbed(sweeps: Sweeps, name: str) -> list[Any]:
+    """The points that a sampler gives which is asked, one after another, what the sweep's log has."""
+    sweep = load_sweep(sweeps.project.root / f"{name}.yaml")
+    sampler = Sampler(sweep.axes, sweep.spec.search, sweep.spec.objective.better)
+    history, found = History(sweep.spec.objective.metric), []
+    for event in sweeps.folder(name).events():
+        if event.kind == "added":
+            found.append(sampler.ask(history.told(1)))
+        history.note(event)
+    return found
 
 
 def interrupted(sweeps: Sweeps, name: str) -> list[str]:
@@ -250,6 +276,51 @@ def test_a_limit(sweeps: Sweeps) -> None:
         assert second not in states
         ended = [event for event in sweeps.folder("hours").events() if event.kind == "ended"]
         assert (ended[-1].data["status"], ended[-1].data["cause"]) == ("paused", f"limits.hours is {limit:g}")
+
+
+DRIVER = """
+from raydist.cli.main import main
+from raydist.cluster.supervisor import Supervisor
+
+job = Supervisor._job
+Supervisor._job = lambda self, *about: {**job(self, *about), "gpus": 0.0}
+main()
+"""
+"""`raydist` whose ranks are told that they have no GPU."""
+
+
+def test_a_limit_of_gpu_hours(sweeps: Sweeps) -> None:
+    """On a Ray that takes this machine to have two GPUs: a cell that holds one makes a checkpoint and ends at the limit, the other
+    waits; hours and their cost are in the results. With a higher limit the same command goes on, and counts on."""
+
+    def run(limit: float) -> dict[str, Any]:
+        limits = {"gpu_hours": limit, "cost_per_gpu_hour": 2.5}
+        file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), "limits": limits}))
+        command = [sys.executable, "-c", DRIVER, "sweep", file.name, "--json"]
+        env = sweeps.project.environment() | {"RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": 2})}
+        done = subprocess.run(command, cwd=file.parent, env=env, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    sweeps.write("gpus", [{"learning_rate": 1e-3}, {"learning_rate": 1e-4}], 1)
+    file = sweeps.project.root / "gpus.yaml"
+    told = run(1e-5)
+    first, second = sweeps.cells("gpus")
+    states = fold(sweeps.folder("gpus").events())
+    assert (states[first].status, states[first].cause) == ("paused", "limits.gpu_hours is 1e-05")
+    assert states[first].figures["steps"] == sweeps.folder("gpus").run(first).committed()[-1]
+    assert second not in states
+    assert [event.data["gpus"] for event in sweeps.events("gpus", first, "started")] == [1.0]
+    totals = told["totals"]
+    assert 1e-5 < totals["gpu_hours"] == totals["seconds"] / 3600
+    assert totals["cost"] == 2.5 * totals["gpu_hours"]
+
+    told = run(10.0)
+    assert told["counts"] == {"finished": 2}
+    assert sweeps.events("gpus", first, "started")[1].data["tokens"] > 0
+    assert [len(sweeps.losses("gpus", cell)) for cell in (first, second)] == [12, 12]
+    assert told["totals"]["gpu_hours"] > totals["gpu_hours"]
+    assert told["totals"]["cost"] == pytest.approx(2.5 * told["totals"]["gpu_hours"])
 
 
 def test_the_worse_goes_on_from_the_better(sweeps: Sweeps) -> None:

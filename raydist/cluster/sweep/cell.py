@@ -185,8 +185,11 @@ class CellRun:
         self._told |= {"tokens": self.plan.tokens(step), "step": step, **told}
         if value is not None:
             self._told["objective"] = value
-            if self.wish is None:  # else it has been decided on already
-                self._post({**self._told, "done": False, "last": step >= self.plan.total})
+            with (
+                self._lock
+            ):  # nothing follows once `end` has returned: the next stretch's reports are the next that count
+                if self.wish is None:
+                    self._post({**self._told, "done": False, "last": step >= self.plan.total})
 
     # --- in its thread
 
