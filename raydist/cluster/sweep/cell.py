@@ -185,9 +185,8 @@ class CellRun:
         self._told |= {"tokens": self.plan.tokens(step), "step": step, **told}
         if value is not None:
             self._told["objective"] = value
-            with (
-                self._lock
-            ):  # nothing follows once `end` has returned: the next stretch's reports are the next that count
+            # No report follows once `end` has returned: the next one is of the cell's next stretch.
+            with self._lock:
                 if self.wish is None:
                     self._post({**self._told, "done": False, "last": step >= self.plan.total})
 
