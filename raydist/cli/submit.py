@@ -48,7 +48,12 @@ def submit(
     faults: Annotated[
         Path | None, typer.Option(help="A YAML list of what is to go wrong on the way: see `raydist faults`.")
     ] = None,
-    working_dir: Annotated[Path, typer.Option(help="The folder that is shipped to the cluster.")] = Path(),
+    working_dir: Annotated[
+        Path,
+        typer.Option(
+            help="The folder that is shipped to the cluster, with all files that the job's or the sweep's names."
+        ),
+    ] = Path(),
     retries: Annotated[
         int,
         typer.Option(
@@ -73,6 +78,7 @@ def submit(
         _check_sweep(spec, overrides or [])
     else:
         _check_job(spec, overrides or [], deepspeed, faults)
+    _check_files(spec, overrides or [], root, swept, configured=deepspeed is not None)
     words = ["python", "-m", "raydist", "sweep" if swept else "train", str(inside)]
     for text in overrides or []:
         words += ["--set", text]
@@ -109,6 +115,36 @@ def _check_sweep(path: Path, overrides: list[str]) -> None:
 
     sweep = load_sweep(path, overrides)
     check(sweep, sweep.cells())
+
+
+def _check_files(path: Path, overrides: list[str], root: Path, swept: bool, configured: bool) -> None:
+    """Raises UserError where a file that this one has read would not be where the driver looks for it on the cluster.
+
+    `configured`: by --deepspeed, which beats what the file names.
+    """
+    from raydist.spec.load import named_files, overriding, read_layers, read_yaml
+
+    named = []
+    if swept:
+        base = read_yaml(path)["base"]
+        named.append((f"{path}: base", base, path.parent))
+        path = path.parent / base
+    over = overriding(overrides)
+    if configured:
+        over.tree.setdefault("deepspeed", None)
+    named += named_files([*read_layers(path), over])
+    wrong = []
+    for where, name, folder in named:
+        # What `--set` names is looked for in the working directory there, and in this one here.
+        there = root / name if where.startswith("--set") else folder / name
+        shipped = there.resolve().is_relative_to(root) and there.resolve() == (folder / name).resolve()
+        if Path(name).is_absolute() or not shipped:
+            wrong.append(f"{where}: {name} would not be found on the cluster: only {root} is shipped")
+    if wrong:
+        raise UserError(
+            "\n".join(wrong),
+            "name files relative to the one that names them, under the working directory: --working-dir",
+        )
 
 
 def _inside(path: Path, root: Path) -> Path:

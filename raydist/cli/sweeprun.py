@@ -94,6 +94,7 @@ def train_cells(
                     console,
                     tokens=plans.tokens,
                     at_once=plans.at_once,
+                    room=None if session.private else plans.room,
                     search=search,
                     keep=plans.add,
                     lost=lease.lost,

@@ -6,7 +6,7 @@ workers has its first step about a second after it begins: no placement, no new 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from raydist.cluster.conductor import start_conductor
@@ -20,11 +20,14 @@ from raydist.observe.standby import Monitors
 class Crew:
     """One group of workers at most. Made at once; its actor and its workers start when they are asked for.
 
-    `monitors`: where its runs have theirs from.
+    `monitors`: where its runs have theirs from. `may_start()`: whether there is room for a new group of workers, beside those of
+    others; a run that has none then ends, as interrupted.
     """
 
-    def __init__(self, session: Session, monitors: Monitors | None = None) -> None:
-        self._session, self._monitors = session, monitors
+    def __init__(
+        self, session: Session, monitors: Monitors | None = None, may_start: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._session, self._monitors, self.may_start = session, monitors, may_start
         self._conductor: object | None = None
         self._idle: Group | None = None
 
@@ -78,6 +81,11 @@ class Crew:
     def waiting(self) -> bool:
         """Whether it has workers, who wait for a run."""
         return self._idle is not None
+
+    @property
+    def size(self) -> int:
+        """Workers that wait."""
+        return self._idle.size if self._idle is not None else 0
 
     def fits(self, size: int, kind: WorkerKind) -> bool:
         """Whether a run of so many workers of that kind would find them waiting."""

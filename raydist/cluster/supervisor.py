@@ -79,7 +79,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How the run ended: a status of records.Status, its cause if it stopped, and the signal that interrupted it."""
+    """How the run ended: a status of records.Status, its cause if it stopped, and the signal that interrupted it; None where its
+    crew had no room for its workers.
+    """
 
     status: str
     step: int
@@ -368,6 +370,10 @@ class Supervisor:
                 case Stop(cause, because):
                     self._say("decision", action="stop", because=because, after_s=0.0)
                     return Ending("stopped", _newest(self._request.run), cause=f"{cause} ({because})")
+                case Team(_, True, _) if not self._crew.may_start():
+                    because = "there is no room for its workers beside those of others"
+                    self._say("decision", action="yield", because=because)
+                    return Ending("interrupted", _newest(self._request.run), cause=because)
                 case Team(workers, anew, because):
                     if workers != self._team and self._team:
                         self._say("decision", action="resize", workers=workers, because=because)

@@ -100,6 +100,7 @@ class RunMonitor:
         rest.end()
         self._begun = time.monotonic()
         with self._lock:
+            self._status = "running"  # of a run that goes on below the same driver it may be another
             self._view.begin_attempt(number, world_size, resume_step)
         self._resume_at(number, resume_step)
         data = {"attempt": number, "world_size": world_size, "resume_step": resume_step}

@@ -62,6 +62,8 @@ class Layer:
     tree: dict[str, Any]
     origin: dict[str, str]
     folder: Path = Path()
+    extends: tuple[str, str] | None = None
+    """A file, and what it says that it extends."""
 
     def with_field(self, name: str, value: Any, place: str) -> Layer:
         """This one with a dotted field more, which was written at `place`."""
@@ -189,7 +191,17 @@ def read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[Layer]:
         return [own]
     if not isinstance(parent, str):
         raise SpecError(f"{path}: extends: {parent!r} is not a file name; write extends: base.yaml")
+    own.extends = str(path), parent
     return [*read_layers(path.parent / parent, (*seen, path.resolve())), own]
+
+
+def named_files(layers: Sequence[Layer]) -> list[tuple[str, str, Path]]:
+    """The files that layers have others read: (where and by which field it is said, the name there, what that is relative to)."""
+    found = [(f"{x.extends[0]}: extends", x.extends[1], x.folder) for x in reversed(layers) if x.extends is not None]
+    configured = next((x for x in reversed(layers) if "deepspeed" in x.tree), None)
+    if configured is not None and isinstance(name := configured.tree["deepspeed"], str):
+        found.append((f"{configured.origin['deepspeed']}: deepspeed", name, configured.folder))
+    return found
 
 
 def read_yaml(path: Path, by: str = "", examples: str = "jobs/ has examples") -> Any:

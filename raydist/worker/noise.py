@@ -26,16 +26,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raydist.data.batches import MASKED, MicroBatch
+from raydist.noisescale import far_beyond
 from raydist.records import Finding
 from raydist.worker.graph import each_gradient
 from raydist.worker.setup import Rank
 
 LEAST = 10
 """Measurements before there is a figure."""
-SURE = 20
-"""Measurements before anybody is told what to do about it."""
-FAR = 4.0
-"""Times the noise scale at which a batch is far beyond it: a sequence then teaches a fifth of what it could."""
 NEARLY_ALL = 0.9
 """Share from which on the small batches are nearly the large one, and their difference says nothing."""
 DECAY = 4
@@ -118,13 +115,12 @@ class GradientNoise:
     def verdict(self, step: int) -> Finding | None:
         """Once in a run: the global batch is far beyond the noise scale. In the second half: in the first that grows fastest."""
         scale = self.scale
-        if self._told or scale is None or self.average.measured < SURE or 2 * step < self._total:
+        if self._told or scale is None or 2 * step < self._total:
             return None
-        scale = max(scale, 1.0)
-        if self._batch <= FAR * scale:
+        if not far_beyond(self._batch, scale, self.average.measured):
             return None
         self._told = True
-        return _too_large(self._batch, scale)
+        return _too_large(self._batch, max(scale, 1.0))
 
     def state(self) -> dict[str, Any]:
         """For the plain state of a checkpoint."""

@@ -11,7 +11,7 @@ import yaml
 
 from raydist.cli import submit
 from raydist.cluster import session
-from raydist.errors import SpecError, UsageError
+from raydist.errors import SpecError, UsageError, UserError
 
 
 @pytest.fixture
@@ -56,6 +56,50 @@ def test_what_a_sweep_has_not(sent: list[list[str]]) -> None:
     with pytest.raises(SpecError, match=r"model\.heads: 3 does not divide"):
         submitted("search.yaml", working_dir=Path())
     assert sent == []
+
+
+def test_files_that_would_not_be_shipped(sent: list[list[str]], tmp_path: Path) -> None:
+    """A sweep's base, what that extends, and a DeepSpeed file lie in the folder that is shipped, and are named relative: else they
+    are told, all of them, and nothing is sent."""
+    inner = tmp_path / "inner"
+    (inner / "deep").mkdir(parents=True)
+    (tmp_path / "ds.json").write_text("{}")
+    (inner / "deep/ds.json").write_text("{}")
+    job = {"name": "j", "data": {"path": "d"}, "train": {"steps": 5}}
+    files = {
+        "deep/plain.yaml": job,
+        "child.yaml": {"extends": "deep/plain.yaml", "deepspeed": "deep/ds.json"},
+        "good.yaml": {"base": "child.yaml"},
+        "up.yaml": {"extends": "../job.yaml", "deepspeed": "../ds.json"},
+        "far.yaml": {"base": "up.yaml"},
+        "absolute.yaml": {"extends": str(inner / "deep/plain.yaml")},
+        "out.yaml": {"base": "../job.yaml"},
+    }
+    for name, fields in files.items():
+        array = {"array": {"parameters": [{"learning_rate": [1e-3, 1e-2]}]}} if "base" in fields else {}
+        (inner / name).write_text(yaml.safe_dump({**fields, **array}))
+    shipped = f"would not be found on the cluster: only {inner} is shipped"
+    for name, expected in {
+        "far.yaml": [
+            f"inner/up.yaml: extends: ../job.yaml {shipped}",
+            f"inner/up.yaml: deepspeed: ../ds.json {shipped}",
+        ],
+        "absolute.yaml": [f"inner/absolute.yaml: extends: {inner}/deep/plain.yaml {shipped}"],
+        "out.yaml": [f"inner/out.yaml: base: ../job.yaml {shipped}"],
+    }.items():
+        with pytest.raises(UserError) as caught:
+            submitted(f"inner/{name}", working_dir=inner)
+        assert (caught.value.message.splitlines(), caught.value.exit_code) == (expected, 2)
+    with pytest.raises(UserError, match="--set deepspeed: deepspeed: inner/deep/ds.json would not"):
+        submitted("inner/child.yaml", overrides=["deepspeed=inner/deep/ds.json"], working_dir=inner)
+    assert sent == []
+    submitted("inner/child.yaml", working_dir=inner)
+    submitted("inner/good.yaml", working_dir=inner)
+    submitted("inner/child.yaml", working_dir=tmp_path)
+    submitted("inner/up.yaml", working_dir=tmp_path)
+    (inner / "up.yaml").write_text(yaml.safe_dump({**job, "deepspeed": "../ds.json"}))
+    submitted("inner/up.yaml", deepspeed=inner / "deep/ds.json", working_dir=inner)
+    assert [words[4] for words in sent] == ["child.yaml", "good.yaml", "inner/child.yaml", "inner/up.yaml", "up.yaml"]
 
 
 def test_ctrl_c_leaves_the_job_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,7 @@ import json
 import os
 import signal
 import subprocess
-import time
-from pathlib import Path
+import sys
 from typing import Any
 
 import psutil
@@ -16,82 +15,22 @@ import pytest
 import yaml
 
 from raydist.cluster.sweep.rules.hyperband import Hyperband
+from raydist.cluster.sweep.sampler import Sampler
+from raydist.cluster.sweep.search import History
 from raydist.records import Event
+from raydist.spec.sweep import load_sweep
 from raydist.spec.sweep.cells import cell_id
-from raydist.sweepdir import SweepDir
 from raydist.sweepstate import fold
 from tests.end_to_end.conftest import Project
+from tests.end_to_end.sweeps import Sweeps, until
 
-BASE = {
-    "extends": "job.yaml",
-    "model": {"name": "cells:sound"},
-    "cluster": {"workers": 1},
-    "eval": {"every": 4, "batches": 1},
-    "checkpoint": {"every": 4},
-}
-"""12 steps of 8 samples of 16 tokens, one worker."""
 TOKENS, SEED = 8 * 16, 3
-
-
-class Sweeps:
-    """Sweeps in a user's folder."""
-
-    def __init__(self, project: Project) -> None:
-        self.project = project
-
-    def write(self, name: str, cells: list[dict[str, Any]], concurrent: int, **sections: Any) -> None:
-        """NAME.yaml, of these cells, or parameters of another `array`; and the folder for what their processes note."""
-        marks = self.marks(name)
-        marks.mkdir(parents=True)
-        base = {**BASE, "model": {**BASE["model"], "options": {"marks": str(marks)}}}
-        (self.project.root / f"{name}-base.yaml").write_text(yaml.safe_dump(base))
-        array = {"type": "list", "parameters": cells, "concurrent": concurrent, **sections.pop("array", {})}
-        told = {"base": f"{name}-base.yaml", "array": array, **sections}
-        (self.project.root / f"{name}.yaml").write_text(yaml.safe_dump(told))
-
-    def marks(self, name: str) -> Path:
-        """Where its cells' processes note that they have begun."""
-        return self.project.root / "marks" / name
-
-    def folder(self, name: str) -> SweepDir:
-        """Its folder."""
-        return SweepDir(self.project.runs / name)
-
-    def cells(self, name: str) -> list[str]:
-        """Ids in order."""
-        return [cell.id for cell in self.folder(name).cells()]
-
-    def events(self, name: str, cell: str, *kinds: str) -> list[Event]:
-        """What happened to a cell."""
-        return [e for e in self.folder(name).events() if e.data.get("cell") == cell and e.kind in kinds]
-
-    def losses(self, name: str, cell: str) -> list[float]:
-        """Of every step of a cell."""
-        return [row["loss"] for row in self.project.steps(str(self.folder(name).run(cell).uri))]
-
-    def start(self, name: str) -> subprocess.Popen[str]:
-        """`raydist sweep NAME.yaml`, running."""
-        return self.project.start("sweep", f"{name}.yaml")
-
-    def run(self, name: str) -> dict[str, Any]:
-        """The same, to its end: the object that it ends with, alone on stdout."""
-        done = self.project.raydist("sweep", f"{name}.yaml", "--json")
-        assert done.returncode == 0, done.stderr
-        return dict(json.loads(done.stdout))
 
 
 @pytest.fixture(scope="module")
 def sweeps(project: Project) -> Sweeps:
     """Those of one user."""
     return Sweeps(project)
-
-
-def until(process: subprocess.Popen[str], true: Any) -> None:
-    """Waits for something to be true while the process lives."""
-    while not true():
-        if process.poll() is not None:
-            raise AssertionError(f"exit code {process.returncode}\n{process.communicate()[1]}")
-        time.sleep(0.05)
 
 
 def test_one_cell_after_another(sweeps: Sweeps) -> None:
@@ -137,7 +76,7 @@ def test_a_lack_of_memory(sweeps: Sweeps) -> None:
     assert [e.data["micro_batch"] for e in sweeps.events("memory", first, "retried")] == [1]
     assert [e.data.get("micro_batch") for e in sweeps.events("memory", first, "started")] == [None, 1]
     assert [e.data.get("micro_batch") for e in sweeps.events("memory", second, "started")] == [1]
-    causes = {cell: [e["fault"] for e in run_events(sweeps, "memory", cell, "failure")] for cell in (first, second)}
+    causes = {cell: [e["fault"] for e in sweeps.run_events("memory", cell, "failure")] for cell in (first, second)}
     assert causes == {first: ["out_of_memory", *["user_error"] * 3], second: []}
 
 
@@ -245,7 +184,8 @@ def test_killed_and_started_again(sweeps: Sweeps) -> None:
 
 def test_a_search_that_is_killed(sweeps: Sweeps) -> None:
     """optuna chooses four points. SIGKILL to the driver while the second trains: the same command leaves the first one alone, goes
-    on with the second, and chooses two more; the four are in the results, the best is ready to train."""
+    on with the second, and chooses two more. SIGKILL to the sampler while the third trains: the fourth is what it would have been.
+    The four are in the results, the best is ready to train."""
     ranges = [{"learning_rate": {"log_uniform": [1e-4, 1e-1]}}]
     sweeps.write("search", ranges, 1, array={"type": "random", "samples": 4}, search="optuna")
     process = sweeps.start("search")
@@ -257,9 +197,17 @@ def test_a_search_that_is_killed(sweeps: Sweeps) -> None:
     first, second = sweeps.cells("search")
     before = tree(sweeps, "search", first)
 
-    told = sweeps.run("search")
+    process = sweeps.start("search", "--json")
+    until(process, lambda: len(sweeps.cells("search")) == 3)
+    children = psutil.Process(process.pid).children(recursive=True)
+    (sampler,) = [child for child in children if child.is_running() and "ray::Sampler" in " ".join(child.cmdline())]
+    sampler.kill()
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    told = json.loads(out)
     cells = sweeps.cells("search")
     assert cells[:2] == [first, second]
+    assert undisturbed(sweeps, "search") == [note.parameters for note in sweeps.folder("search").cells()]
     assert len(set(cells)) == 4
     assert tree(sweeps, "search", first) == before
     assert len(sweeps.events("search", first, "started")) == 1
@@ -272,6 +220,18 @@ def test_a_search_that_is_killed(sweeps: Sweeps) -> None:
     assert yaml.safe_load(done.stdout)["optim"]["lr"] == told["points"][told["best"]]["parameters"]["optim.lr"]
     sweeps.run("search")
     assert sweeps.cells("search") == cells
+
+
+def undisturbed(sweeps: Sweeps, name: str) -> list[Any]:
+    """The points that a sampler gives which is asked, one after another, what the sweep's log has."""
+    sweep = load_sweep(sweeps.project.root / f"{name}.yaml")
+    sampler = Sampler(sweep.axes, sweep.spec.search, sweep.spec.objective.better)
+    history, found = History(sweep.spec.objective.metric), []
+    for event in sweeps.folder(name).events():
+        if event.kind == "added":
+            found.append(sampler.ask(history.told(1)))
+        history.note(event)
+    return found
 
 
 def interrupted(sweeps: Sweeps, name: str) -> list[str]:
@@ -316,6 +276,51 @@ def test_a_limit(sweeps: Sweeps) -> None:
         assert second not in states
         ended = [event for event in sweeps.folder("hours").events() if event.kind == "ended"]
         assert (ended[-1].data["status"], ended[-1].data["cause"]) == ("paused", f"limits.hours is {limit:g}")
+
+
+DRIVER = """
+from raydist.cli.main import main
+from raydist.cluster.supervisor import Supervisor
+
+job = Supervisor._job
+Supervisor._job = lambda self, *about: {**job(self, *about), "gpus": 0.0}
+main()
+"""
+"""`raydist` whose ranks are told that they have no GPU."""
+
+
+def test_a_limit_of_gpu_hours(sweeps: Sweeps) -> None:
+    """On a Ray that takes this machine to have two GPUs: a cell that holds one makes a checkpoint and ends at the limit, the other
+    waits; hours and their cost are in the results. With a higher limit the same command goes on, and counts on."""
+
+    def run(limit: float) -> dict[str, Any]:
+        limits = {"gpu_hours": limit, "cost_per_gpu_hour": 2.5}
+        file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), "limits": limits}))
+        command = [sys.executable, "-c", DRIVER, "sweep", file.name, "--json"]
+        env = sweeps.project.environment() | {"RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": 2})}
+        done = subprocess.run(command, cwd=file.parent, env=env, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    sweeps.write("gpus", [{"learning_rate": 1e-3}, {"learning_rate": 1e-4}], 1)
+    file = sweeps.project.root / "gpus.yaml"
+    told = run(1e-5)
+    first, second = sweeps.cells("gpus")
+    states = fold(sweeps.folder("gpus").events())
+    assert (states[first].status, states[first].cause) == ("paused", "limits.gpu_hours is 1e-05")
+    assert states[first].figures["steps"] == sweeps.folder("gpus").run(first).committed()[-1]
+    assert second not in states
+    assert [event.data["gpus"] for event in sweeps.events("gpus", first, "started")] == [1.0]
+    totals = told["totals"]
+    assert 1e-5 < totals["gpu_hours"] == totals["seconds"] / 3600
+    assert totals["cost"] == 2.5 * totals["gpu_hours"]
+
+    told = run(10.0)
+    assert told["counts"] == {"finished": 2}
+    assert sweeps.events("gpus", first, "started")[1].data["tokens"] > 0
+    assert [len(sweeps.losses("gpus", cell)) for cell in (first, second)] == [12, 12]
+    assert told["totals"]["gpu_hours"] > totals["gpu_hours"]
+    assert told["totals"]["cost"] == pytest.approx(2.5 * told["totals"]["gpu_hours"])
 
 
 def test_the_worse_goes_on_from_the_better(sweeps: Sweeps) -> None:
@@ -365,12 +370,6 @@ def test_cells_take_turns(sweeps: Sweeps) -> None:
     assert [event.data["tokens"] > 0 for event in started()[:4]] == [False, False, True, True]
     yields = [event.data["because"] for event in sweeps.events("turns", one, "paused")]
     assert yields[0].startswith("pbt at ")
-
-
-def run_events(sweeps: Sweeps, name: str, cell: str, kind: str) -> list[dict[str, Any]]:
-    """What happened to a cell's run."""
-    path = sweeps.project.runs / name / "runs" / cell / "events.jsonl"
-    return [e for e in map(json.loads, path.read_text().splitlines()) if e["kind"] == kind]
 
 
 def tree(sweeps: Sweeps, name: str, cell: str) -> dict[str, str]:

@@ -194,6 +194,16 @@ def test_a_second_monitor_of_the_same_driver(run: RunDir, rows: Rows) -> None:
     assert read_state(run)["status"] == "finished", "a monitor that comes back after the end must not revive the run"
 
 
+def test_a_run_that_goes_on_below_the_same_driver(run: RunDir) -> None:
+    """As a sweep's cell does after its turn: from its next attempt on it runs again."""
+    driver = this_process()
+    monitor(run, driver=driver).end("interrupted")
+    second = monitor(run, driver=driver)
+    second.begin_attempt(2, 1, 4)
+    second._store_state()
+    assert read_state(run)["status"] == "running"
+
+
 def test_a_new_driver_starts_anew(run: RunDir, rows: Rows) -> None:
     """A run that ended runs again under another driver; its last eval loss is known until the next one."""
     first = monitor(run)

@@ -14,6 +14,7 @@ from torch import nn
 
 from raydist.data.batches import MASKED, MicroBatch
 from raydist.data.prepare import prepare
+from raydist.noisescale import SURE
 from raydist.records import Finding
 from raydist.report import text
 from raydist.spec import JobSpec
@@ -272,7 +273,7 @@ def measure(made: GradientNoise, times: int, scale: float) -> None:
 def test_a_batch_far_beyond_is_told_once() -> None:
     """Not before enough was measured and half of the run is over; then once, also by whoever takes up its state."""
     made = meter()
-    measure(made, noise.SURE - 1, 16.0)
+    measure(made, SURE - 1, 16.0)
     assert made.verdict(999) is None
     measure(made, 1, 16.0)
     assert made.verdict(499) is None
@@ -297,7 +298,7 @@ def test_a_batch_far_beyond_is_told_once() -> None:
 def test_far_is_more_than_four_times(scale: float, told: bool) -> None:
     """A batch of 256."""
     made = meter()
-    measure(made, noise.SURE, scale)
+    measure(made, SURE, scale)
     assert (made.verdict(500) is not None) == told
 
 

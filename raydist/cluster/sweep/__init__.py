@@ -3,7 +3,8 @@
 Runs in: the driver, and one light actor of Ray Tune for each cell that trains. Never imports torch.
 
     capacity.py   how many cells at once, so that none ever waits for another (pure)
-    floor.py      the crews of workers, and the cells that train on them
+    pool.py       the crews of workers, as many as the cluster has room for
+    floor.py      the cells that train on them
     cell.py       one cell: its run, tried again if it fails, and what Ray Tune is told of it
     fitting.py    the micro-batch that it begins with, after a lack of memory
     desk.py       where cells leave their reports for Ray Tune's actors

@@ -53,10 +53,16 @@ def at_once(nodes: Sequence[Mapping[str, float]], shapes: Iterable[Shape], asked
                 f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}: {fits} would fit",
                 "ask less in cluster: of the base or of that cell, or add nodes",
             )
+    fit = room(nodes, kinds)
+    return fit if asked is None else min(fit, asked)
+
+
+def room(nodes: Iterable[Mapping[str, float]], shapes: Iterable[Shape]) -> int:
+    """Cells of those shapes that fit at the same time, whichever they are; 1 where none does."""
+    kinds = set(shapes)
     largest = Shape(max(s.workers for s in kinds), max(s.cpus for s in kinds), max(s.gpus for s in kinds))
     # Where no cell could have all of the largest at once, one trains at a time, and its workers go before others come.
-    room = max(1, places(nodes, largest.each) // largest.workers)
-    return room if asked is None else min(room, asked)
+    return max(1, places(nodes, largest.each) // largest.workers)
 
 
 def _amount(resources: Mapping[str, float]) -> str:

@@ -73,10 +73,14 @@ class Live:
 
 
 class Crews(Protocol):
-    """Where crews come from: `raydist.cluster.sweep.floor.Pool`."""
+    """Where crews come from: `raydist.cluster.sweep.pool.Pool`."""
 
-    def get(self, plan: Plan) -> Crew | None:
-        """One that nobody has, as soon as there is one; None if no cell is to start any more."""
+    def get(self, plan: Plan, given_up: Callable[[], bool]) -> Crew | None:
+        """One that nobody has, as soon as there is one; None if no cell is to start any more, or it is `given_up`."""
+        ...
+
+    def wake(self) -> None:
+        """Somebody who waits for one has perhaps given up."""
         ...
 
     def put(self, crew: Crew) -> None:
@@ -126,7 +130,10 @@ class CellRun:
         """Why the cluster is of no use any more, if that is what ended it."""
         self._supervisor: Supervisor | None = None
         self._told: dict[str, Any] = {"tokens": 0, "step": 0, "loss": None, "eval_loss": None}
-        self._had: tuple[float, float | None] | None = None
+        self._had = 0.0
+        """Seconds for which it had workers before."""
+        self._since: float | None = None
+        """From when on it has those of now."""
         self._thread = threading.Thread(target=self._run, name=f"raydist-cell-{plan.id}", daemon=True)
         self._thread.start()
 
@@ -137,14 +144,13 @@ class CellRun:
             supervisor = self._supervisor
         if supervisor is not None:
             self._hurry(supervisor, wish)
+        self._crews.wake()
 
     @property
     def hours(self) -> float:
         """For how long it has had workers."""
-        if self._had is None:
-            return 0.0
-        since, until = self._had
-        return ((time.monotonic() if until is None else until) - since) / 3600.0
+        since = self._since
+        return (self._had + (time.monotonic() - since if since is not None else 0.0)) / 3600.0
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Waits for its end; whether it has come."""
@@ -179,32 +185,42 @@ class CellRun:
         self._told |= {"tokens": self.plan.tokens(step), "step": step, **told}
         if value is not None:
             self._told["objective"] = value
-            if self.wish is None:  # else it has been decided on already
-                self._post({**self._told, "done": False, "last": step >= self.plan.total})
+            # No report follows once `end` has returned: the next one is of the cell's next stretch.
+            with self._lock:
+                if self.wish is None:
+                    self._post({**self._told, "done": False, "last": step >= self.plan.total})
 
     # --- in its thread
 
     def _run(self) -> None:
         if self._before is not None:
             self._before.join()
-        crew = self._crews.get(self.plan) if self.wish is None else None
-        if crew is None:
-            self._over("paused", wish=self.wish)
-            return
-        self._had = time.monotonic(), None
-        try:
-            ending = self._train(crew)
-        except BaseException as error:  # a bad cell never ends the sweep; the next start of it tries this one again
-            ending = Ending("stopped", self._told["step"], cause=f"{type(error).__name__}: {error}")
-            self._log.event("failed", self.plan.id, cause=ending.cause, final=False)
-        finally:
-            self._had = self._had[0], time.monotonic()
-            self._crews.put(crew)
+        ending, prepared = None, False
+        while ending is None:
+            crew = self._crews.get(self.plan, lambda: self.wish is not None)
+            if crew is None:
+                if self.wish is not None and self.wish.how == "stopped":
+                    self._note("stopped", because=self.wish.because)
+                self._over("paused", wish=self.wish)
+                return
+            self._since = begun = time.monotonic()
+            try:
+                if not prepared:
+                    self._prepare()
+                    prepared = True
+                ending = self._train(crew)
+            except BaseException as error:  # a bad cell never ends the sweep; the next start of it tries this one again
+                ending = Ending("stopped", self._told["step"], cause=f"{type(error).__name__}: {error}")
+                self._log.event("failed", self.plan.id, cause=ending.cause, final=False)
+            finally:
+                self._since = None
+                self._had += time.monotonic() - begun
+                self._crews.put(crew)
         self._over({"stopped": "failed", "paused": "finished"}.get(ending.status, ending.status), wish=self.wish)
 
-    def _train(self, crew: Crew) -> Ending:
+    def _train(self, crew: Crew) -> Ending | None:
+        """None: its node is lost, and others have what is left of the cluster."""
         run, name = self.plan.request.run, self.plan.id
-        self._prepare()
         if run.exists() and read_state(run)["status"] == "finished":
             self._note("finished")  # its driver was killed before it could write that down
             return Ending("finished", self.plan.total)
@@ -231,6 +247,10 @@ class CellRun:
                     again = f"failure {self.failures} of {self._allowed} that are tried again"
                     self._log.event("retried", name, because=again, **changed)
                     continue
+            elif ending.status == "interrupted":
+                self._note("paused", because=ending.cause)
+                self.live.state = "waiting for workers"
+                return None
             return ending
 
     def _begin(self) -> None:

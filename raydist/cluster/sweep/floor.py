@@ -1,4 +1,4 @@
-"""The floor on which the cells of a sweep train: so many crews of workers, and never more cells than crews.
+"""The floor on which the cells of a sweep train: begins them, ends them, and knows what they have used.
 
 Runs in: the driver; its methods in the thread of Ray Tune and in the main one. Imports ray in functions only; never torch.
 """
@@ -11,84 +11,13 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from raydist.cluster.crew import Crew
 from raydist.cluster.session import Session
-from raydist.cluster.supervisor import worker_kind
 from raydist.cluster.sweep.cell import CellRun, Live, Plan, Wish
 from raydist.cluster.sweep.fitting import MicroBatches
-from raydist.cluster.trainer import WorkerKind
+from raydist.cluster.sweep.pool import Pool
 from raydist.errors import RaydistError
-from raydist.observe.standby import Monitors
 from raydist.sweepdir import SweepLog
 from raydist.sweepstate import CellState
-
-_START_S = 120.0
-
-
-class Pool:
-    """`size` crews. One that is free goes to a cell, of those that wait the first; rather one whose workers are of its kind.
-
-    `monitors`: see `Crew`.
-    """
-
-    def __init__(self, session: Session, size: int, monitors: Monitors | None = None) -> None:
-        self._session = session
-        self._all = [Crew(session, monitors) for _ in range(size)]
-        self._free = list(self._all)
-        self._changed = threading.Condition()
-        self._closed = False
-
-    def warm(self, plan: Plan) -> None:
-        """Starts workers for a cell that is to come, in a crew that has none yet, and a monitor. Returns at once."""
-        threading.Thread(target=self._warm, args=(plan,), name="raydist-warm", daemon=True).start()
-
-    def _warm(self, plan: Plan) -> None:
-        crew = self.get(plan)
-        if crew is not None:
-            try:
-                crew.foresee()
-                crew.leave(crew.start(plan.workers, kind(plan), run_name=plan.id, start_timeout_s=_START_S))
-            finally:
-                self.put(crew)
-
-    def get(self, plan: Plan) -> Crew | None:
-        """A crew that nobody has, as soon as there is one; None once the pool is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._free)
-            if self._closed:
-                return None
-            # The one that came back last is the warmest.
-            chosen = next((c for c in reversed(self._free) if c.fits(plan.workers, kind(plan))), None)
-            chosen = chosen or next((c for c in self._free if not c.waiting), self._free[0])
-            self._free.remove(chosen)
-            return chosen
-
-    def put(self, crew: Crew) -> None:
-        """Back, for the next cell."""
-        with self._changed:
-            self._free.append(crew)
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """No cell gets one any more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        """Lets all workers go. No cell trains any more."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._free) == len(self._all))
-        threads = [threading.Thread(target=crew.end, name="raydist-crew", daemon=True) for crew in self._all]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-
-def kind(plan: Plan) -> WorkerKind:
-    """What a worker of that cell is."""
-    return worker_kind(plan.job, plan.request.gpus)
 
 
 def _hours(run: CellRun) -> tuple[float, float]:

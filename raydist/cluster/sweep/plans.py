@@ -12,7 +12,7 @@ from typing import Any
 from raydist.cluster import nodes, preflight
 from raydist.cluster.session import Session
 from raydist.cluster.supervisor import Request
-from raydist.cluster.sweep.capacity import Shape, at_once, places
+from raydist.cluster.sweep.capacity import Shape, at_once, places, room
 from raydist.cluster.sweep.cell import Plan
 from raydist.data import open_or_prepare
 from raydist.data.batches import Batches
@@ -56,14 +56,11 @@ class Plans:
     def __init__(
         self, cells: Sequence[Cell], folder: SweepDir, datasets: Datasets, session: Session, concurrent: int | None
     ) -> None:
-        import ray
-
         self._folder, self._datasets, self._session = folder, datasets, session
         self._cells = {cell.id: cell for cell in cells}
-        gone = set() if session.private else nodes.unreachable()
-        self._nodes = [n["Resources"] for n in ray.nodes() if n["Alive"] and n["NodeID"] not in gone]
-        shapes = {self._asked(cell.job): cell for cell in cells}
-        self.at_once = at_once(self._nodes, shapes, concurrent)
+        self._nodes = self._look()
+        self._shapes = {self._asked(cell.job) for cell in cells}
+        self.at_once = at_once(self._nodes, self._shapes, concurrent)
         checked: dict[str, JobSpec] = {}
         for cell in cells:
             checked.setdefault(_looked_at(cell.job), cell.job)
@@ -87,6 +84,17 @@ class Plans:
         dataset, gpus = self._datasets.of(job).uri, self._gpus(job)
         request = Request(job, run, dataset, gpus, allow_spec_change=bool(changes), exporters=exporters)
         return Plan(cell, request, self._datasets.steps(job))
+
+    def room(self) -> int:
+        """For how many cells at a time the cluster has room now: fewer than `at_once` where nodes are lost."""
+        return room(self._look(), self._shapes)
+
+    def _look(self) -> list[Mapping[str, float]]:
+        """The resources of each node that answers."""
+        import ray
+
+        gone = set() if self._session.private else nodes.unreachable()
+        return [n["Resources"] for n in ray.nodes() if n["Alive"] and n["NodeID"] not in gone]
 
     def _tokens(self, job: JobSpec) -> int:
         return self._datasets.steps(job) * job.train.global_batch * job.model.context

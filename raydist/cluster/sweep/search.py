@@ -112,7 +112,7 @@ class Search:
         self._most = sweep.most(self._points.values())
         self.cells, self._lacking = self._known()
         self._next = max(self._points, default=-1) + 1
-        self._added = len(self._history.notes)
+        self._before = self._added = len(self._history.notes)
         self._answer: Future[Point | None] | None = None
         self._ready: list[Cell] = []
         """Cells that were added, and not handed out."""
@@ -139,15 +139,21 @@ class Search:
         return sorted(cells, key=lambda cell: cell.index), lacking
 
     @property
-    def like(self) -> str:
-        """The id of a cell that has workers as the next ones will, as far as that is known."""
-        return self.scouts[0].id
+    def like(self) -> str | None:
+        """The id of a cell whose workers are as those of all that come; None where they differ."""
+        first, *others = self.scouts
+        return first.id if all(other.job.cluster == first.job.cluster for other in others) else None
 
     @property
     def left(self) -> int:
         """Cells at most that are still to come."""
         points = 0 if self._exhausted else max(0, self._most - self._next)
         return len(self._ready) + len(self._lacking) + points * self._seeds
+
+    @property
+    def count(self) -> int:
+        """Cells in all: those that there are, and at most so many that are still to come."""
+        return len(self.cells) + self._added - self._before + self.left - len(self._ready)
 
     @property
     def over(self) -> bool:

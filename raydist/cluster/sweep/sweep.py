@@ -22,8 +22,9 @@ from raydist.cluster.supervisor import handling
 from raydist.cluster.sweep import rules
 from raydist.cluster.sweep.cell import Live, Plan
 from raydist.cluster.sweep.desk import start_desk
-from raydist.cluster.sweep.floor import Floor, Pool
+from raydist.cluster.sweep.floor import Floor
 from raydist.cluster.sweep.limits import HOUR, Spent, before, reached
+from raydist.cluster.sweep.pool import Pool
 from raydist.cluster.sweep.sampler import start_sampler
 from raydist.cluster.sweep.search import Search, asker
 from raydist.errors import RaydistError, StorageError, TrainingStopped
@@ -63,8 +64,8 @@ class SweepRun:
     """Use once: `SweepRun(...).run()`.
 
     `cells`: id -> parameters of all cells, in order; `plan` makes one of them ready to train, see `Floor`; `tokens`: those of the
-    longest cell. `at_once`: how many train at a time. `search` chooses the cells after those; `keep` is given each. `lost`: see
-    `DriverLease.lost`. `heard`: see `SweepLog`.
+    longest cell. `at_once`: how many train at a time, `room`: see `Pool`. `search` chooses the cells after those; `keep` is given
+    each. `lost`: see `DriverLease.lost`. `heard`: see `SweepLog`.
     """
 
     def __init__(
@@ -79,13 +80,15 @@ class SweepRun:
         *,
         tokens: int,
         at_once: int,
+        room: Callable[[], int] | None = None,
         search: Search | None = None,
         keep: Callable[[Cell], None] = lambda cell: None,
         lost: Callable[[], BaseException | None] = lambda: None,
         heard: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self._spec, self._axes, self._folder, self._cells, self._plan = spec, axes, folder, cells, plan
-        self._session, self._view, self._tokens, self._at_once = session, view, tokens, at_once
+        self._session, self._view, self._tokens = session, view, tokens
+        self._at_once, self._room = at_once, room
         self._search, self._keep, self._lost, self._heard = search, keep, lost, heard
         self._signals: list[int] = []
         self._error: BaseException | None = None
@@ -110,11 +113,10 @@ class SweepRun:
         spent = before(events)
         search = self._search
         to_come = search.left if search is not None else 0
-        self._count = len(self._cells) + to_come
         if not waiting and not to_come:
             return Ended("finished")
         log = SweepLog(self._folder, self._heard, *([search.note] if search is not None else []))
-        log.event("began", driver=self._session.node_ip, cells=self._count)
+        log.event("began", driver=self._session.node_ip, cells=len(self._cells) + to_come)
         log.flush()
         if search is not None:
             sampler = start_sampler(self._axes, self._spec.search, self._spec.objective.better)
@@ -122,7 +124,7 @@ class SweepRun:
             waiting = [cell for cell in waiting if cell not in self._done]
         self._left = len(waiting) + to_come
         monitors = Monitors(self._session.temp_dir / f"monitors-{self._session.job_id}", lambda: self._left > 0)
-        pool = Pool(self._session, min(self._at_once, self._left), monitors)
+        pool = Pool(self._session, min(self._at_once, self._left), monitors, self._room)
         desk = start_desk()
         limits = self._spec.limits
         floor = Floor(
@@ -138,7 +140,7 @@ class SweepRun:
             over=self._over,
         )
         first = waiting[: self._at_once]
-        if search is not None:
+        if search is not None and search.like is not None:
             first += [search.like] * (min(self._at_once, self._left) - len(first))
         for cell in first:
             with suppress(RaydistError):  # of a cell that cannot train it is said when it is its turn
@@ -235,6 +237,10 @@ class SweepRun:
         if status in DONE:
             self._done[cell] = status
 
+    def _cells_in_all(self) -> int:
+        """Those that are known, and at most so many of a search: which may find that there are no more points."""
+        return self._search.count if self._search is not None else len(self._cells)
+
     def _spent(self, floor: Floor) -> Spent:
         return self._before + Spent((time.monotonic() - self._began) / HOUR, *floor.used())
 
@@ -243,6 +249,6 @@ class SweepRun:
             log.flush()
         live = floor.live()
         counts = Counter(self._done.values())
-        self._left = self._count - len(self._done) - len(live)
+        self._left = self._cells_in_all() - len(self._done) - len(live)
         counts |= {"running": len(live), "waiting": self._left}
         self._view.update(live, counts, self._spent(floor))

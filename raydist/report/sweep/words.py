@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from raydist.noisescale import far_beyond
 from raydist.report import text
 from raydist.report.sweep import analysis
 from raydist.report.sweep.analysis import Edge, Refusal
@@ -21,9 +22,7 @@ from raydist.spec.sweep.models import SweepSpec
 from raydist.spec.sweep.names import shortest
 from raydist.spec.sweep.space import Axis, axes
 
-RATE, BATCH = "optim.lr", "train.global_batch"
-_FAR = 4
-"""Times the noise scale from which on a batch is far beyond it, as in docs/noise.md."""
+RATE, BATCH, CONTEXT, MEASURED = "optim.lr", "train.global_batch", "model.context", "observe.grad_noise"
 _SHOWN = 5
 
 
@@ -52,7 +51,7 @@ def analyse(told: Mapping[str, Any], spec: SweepSpec, base: JobSpec) -> dict[str
         _noise([told["points"][i] for i in as_good], known, len(finished)),
     ]
     words += [_edge(one) for one in edges]
-    words.append(_critical(best, int(best["parameters"].get(BATCH, base.train.global_batch))))
+    words.append(_critical(best, base))
     if isinstance(fits, Refusal):
         words.append(f"no optimum of {shortest(RATE)} is told: {fits.because}")
     else:
@@ -153,16 +152,19 @@ def _noise(rows: Sequence[Mapping[str, Any]], known: bool, count: int) -> str:
     return f"within the noise of it: {'; '.join(named(row['parameters']) for row in rows[:_SHOWN])}{more}"
 
 
-def _critical(best: Mapping[str, Any], batch: int) -> str:
+def _critical(best: Mapping[str, Any], base: JobSpec) -> str:
     """The best point's batch beside its gradient noise scale, both in sequences."""
     scale = best["grad_noise_scale"]
     if scale is None:
         return ""
+    asked = (BATCH, base.train.global_batch), (CONTEXT, base.model.context), (MEASURED, base.observe.grad_noise)
+    batch, context, every = (best["parameters"].get(name, value) for name, value in asked)
+    measured = best["tokens"] // (best["seeds"] * batch * context * every) if every else 0
     shown = (
         f"{scale:.3g} sequences" if scale >= 1 else "less than 1 sequence"
     )  # no batch is smaller; what is estimated may be 0
     told = f"gradient noise scale of the best: {shown}, its global batch has {batch}"
-    beyond = batch > _FAR * max(scale, 1.0)
+    beyond = far_beyond(batch, scale, measured)
     return f"{told}: far beyond it, most of the batch says nothing new (docs/noise.md)" if beyond else told
 
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from raydist.cluster.session import Session
-from raydist.cluster.sweep import floor
+from raydist.cluster.sweep import pool as module
 from raydist.cluster.sweep.capacity import Shape, at_once, places
 from raydist.cluster.sweep.cell import Plan
-from raydist.cluster.sweep.floor import Pool
+from raydist.cluster.sweep.pool import Pool
 from raydist.cluster.trainer import WorkerKind
 from raydist.errors import PreflightError
 
@@ -70,8 +70,12 @@ class FakeCrew:
 
     cluster: Cluster
 
-    def __init__(self, session: Any, monitors: Any) -> None:
+    def __init__(self, session: Any, monitors: Any, may_start: Any) -> None:
         self.group: tuple[Shape, list[int]] | None = None
+
+    @property
+    def size(self) -> int:
+        return self.group[0].workers if self.group is not None else 0
 
     @property
     def waiting(self) -> bool:
@@ -113,8 +117,8 @@ def test_no_cell_waits_for_another(seed: int, monkeypatch: pytest.MonkeyPatch) -
     shapes = [shape for shape in shapes if places(nodes, shape.each) >= shape.workers]
     if not shapes:
         shapes = [Shape(1, 0.5, 0)]
-    monkeypatch.setattr(floor, "Crew", FakeCrew)
-    monkeypatch.setattr(floor, "kind", lambda plan: WorkerKind(plan.shape.cpus, plan.shape.gpus, {}))
+    monkeypatch.setattr(module, "Crew", FakeCrew)
+    monkeypatch.setattr(module, "kind", lambda plan: WorkerKind(plan.shape.cpus, plan.shape.gpus, {}))
     monkeypatch.setattr(FakeCrew, "cluster", Cluster(nodes, chance), raising=False)
     count = at_once(nodes, shapes, chance.choice([None, 2, 100]))
     pool = Pool(cast(Session, None), count)

@@ -112,7 +112,7 @@ def test_it_is_on_storage_before_it_trains(tmp_path: Path) -> None:
     """The log has a cell when it is handed out; the plan of it was made ready; no more come than the file says."""
     driver = Driver(sweep(tmp_path), started(tmp_path / "s"))
     for number in range(6):
-        assert driver.search.left == 6 - number
+        assert (driver.search.left, driver.search.count) == (6 - number, 6)
         cell = driver.next()
         added = [e.data["note"] for e in driver.folder.events() if e.kind == "added"]
         assert [added[-1]["id"], added[-1]["index"], added[-1]["point"]] == [cell, number, number]
@@ -276,8 +276,16 @@ def test_all_points_have_been_tried(tmp_path: Path) -> None:
     assert len(grid.train()) == 3
     assert grid.search.because == "search: all 3 points that there are have been tried, array.samples is 9"
     drawn = Driver(sweep(tmp_path), started(tmp_path / "drawn"), lambda told: rate(told) if len(told) < 2 else None)
-    assert (len(drawn.train()), drawn.search.over) == (2, True)
+    assert drawn.search.count == 6
+    assert (len(drawn.train()), drawn.search.over, drawn.search.count) == (2, True, 2)
     assert drawn.search.because == "search: all 2 points that there are have been tried, array.samples is 6"
+
+
+def test_workers_for_cells_that_are_not_known_yet(tmp_path: Path) -> None:
+    """They are as those of the ends of the space, unless these differ."""
+    alike = Search(sweep(tmp_path), [])
+    assert alike.like == alike.scouts[0].id
+    assert Search(sweep(tmp_path, {**RATES, "cluster.workers": {"choice": [1, 2]}}), []).like is None
 
 
 def test_the_file_may_change(tmp_path: Path) -> None:
@@ -287,7 +295,9 @@ def test_the_file_may_change(tmp_path: Path) -> None:
     ids = first.train()
     assert len(Driver(sweep(tmp_path, samples=5, seeds=2), folder).train()) == 4
     assert [cell.id for cell in Search(sweep(tmp_path, samples=2, seeds=2), folder.events()).cells] == ids[:4]
-    assert len(Driver(sweep(tmp_path, samples=5, seeds=3), folder).train()) == 5
+    more = Driver(sweep(tmp_path, samples=5, seeds=3), folder)
+    assert more.search.count == 15
+    assert (len(more.train()), more.search.count) == (5, 15)
     assert len({note.id for note in folder.cells()}) == 15
     with pytest.raises(SpecError, match=r"was chosen when the sweep was started otherwise"):
         Search(sweep(tmp_path, samples=5), folder.events())

@@ -12,8 +12,9 @@ import pytest
 
 from raydist.cluster.session import Session
 from raydist.cluster.sweep.cell import Wish
-from raydist.cluster.sweep.floor import Floor, Pool
+from raydist.cluster.sweep.floor import Floor
 from raydist.cluster.sweep.limits import Spent
+from raydist.cluster.sweep.pool import Pool
 from raydist.cluster.sweep.sweep import Ended, SweepRun
 from raydist.cluster.sweep.tuning import CellQueue
 from raydist.errors import PreflightError
@@ -126,3 +127,19 @@ def test_a_limit_is_reached(tmp_path: Path, limits: Any, earlier: Spent, gpus: f
     assert view.notes == [f"{why}: a checkpoint of every cell that trains; the others wait"]
     assert queue.is_finished()
     assert queue.left == 1
+
+
+def test_what_a_search_will_not_choose_is_not_waited_for(tmp_path: Path) -> None:
+    """Of three points that it was to try there are two: one trains, one is over, and none waits."""
+    spec = SweepSpec.model_validate({"base": "b.yaml", "array": {"parameters": [{"lr": [1, 2]}]}})
+    view, search = Noted(), SimpleNamespace(count=3)
+    floor, log = floor_of(tmp_path, Training("two", 1, 0.0))
+    run = SweepRun(
+        spec, [], SweepDir(tmp_path), {}, cast(Any, None), cast(Session, None), view,
+        tokens=1, at_once=1, search=cast(Any, search),
+    )  # fmt: skip
+    run._done, run._before, run._began = {"one": "finished"}, Spent(), time.monotonic()
+    for count, waiting in ((3, 1), (2, 0)):
+        search.count = count
+        run._show(floor, log)
+        assert [view.counts[name] for name in ("finished", "running", "waiting")] == [1, 1, waiting]

@@ -193,14 +193,20 @@ def test_words_of_a_grid(swept: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scale", "shown", "far"),
-    [(40.0, "40 sequences", False), (3.0, "3 sequences", True), (0.0, "less than 1 sequence", True)],
+    ("scale", "measured", "shown", "far"),
+    [
+        (40.0, 20, "40 sequences", False),
+        (3.0, 20, "3 sequences", True),
+        (3.0, 19, "3 sequences", False),
+        (0.0, 20, "less than 1 sequence", True),
+    ],
 )
-def test_a_batch_far_beyond_the_noise_scale(swept: Make, scale: float, shown: str, far: bool) -> None:
-    """The best point's batch stands beside it, and what is far beyond it is told. No scale is of less than a sequence."""
+def test_a_batch_far_beyond_the_noise_scale(swept: Make, scale: float, measured: int, shown: str, far: bool) -> None:
+    """The best point's batch stands beside it, and what is far beyond it is told, as a run tells it: once that is known from 20
+    measurements, one in ten steps. No scale is of less than a sequence."""
     made = swept(GRID.format(1))
     for i in range(6):
-        made.finish(i, 2.0 + i, grad_noise_scale=scale)
+        made.finish(i, 2.0 + i, grad_noise_scale=scale, tokens=measured * 10 * 16 * 128)
     (line,) = [line for line in tell(made.folder)["analysis"]["words"] if "noise scale" in line]
     assert line.startswith(f"gradient noise scale of the best: {shown}, its global batch has 16")
     assert ("far beyond" in line) is far

@@ -1,0 +1,84 @@
+"""Sweeps of a user's own models, and a look at what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raydist.records import Event
+from raydist.sweepdir import SweepDir
+from tests.end_to_end.conftest import Project
+
+BASE = {
+    "extends": "job.yaml",
+    "model": {"name": "cells:sound"},
+    "cluster": {"workers": 1},
+    "eval": {"every": 4, "batches": 1},
+    "checkpoint": {"every": 4},
+}
+"""12 steps of 8 samples of 16 tokens, one worker."""
+
+
+class Sweeps:
+    """Sweeps in a user's folder."""
+
+    def __init__(self, project: Project) -> None:
+        self.project = project
+
+    def write(self, name: str, cells: list[dict[str, Any]], concurrent: int, **sections: Any) -> None:
+        """NAME.yaml, of these cells, or parameters of another `array`; and the folder for what their processes note."""
+        marks = self.marks(name)
+        marks.mkdir(parents=True)
+        base = {**BASE, "model": {**BASE["model"], "options": {"marks": str(marks)}}}
+        (self.project.root / f"{name}-base.yaml").write_text(yaml.safe_dump(base))
+        array = {"type": "list", "parameters": cells, "concurrent": concurrent, **sections.pop("array", {})}
+        told = {"base": f"{name}-base.yaml", "array": array, **sections}
+        (self.project.root / f"{name}.yaml").write_text(yaml.safe_dump(told))
+
+    def marks(self, name: str) -> Path:
+        """Where its cells' processes note that they have begun."""
+        return self.project.root / "marks" / name
+
+    def folder(self, name: str) -> SweepDir:
+        """Its folder."""
+        return SweepDir(self.project.runs / name)
+
+    def cells(self, name: str) -> list[str]:
+        """Ids in order."""
+        return [cell.id for cell in self.folder(name).cells()]
+
+    def events(self, name: str, cell: str, *kinds: str) -> list[Event]:
+        """What happened to a cell."""
+        return [e for e in self.folder(name).events() if e.data.get("cell") == cell and e.kind in kinds]
+
+    def run_events(self, name: str, cell: str, kind: str) -> list[dict[str, Any]]:
+        """What happened to a cell's run."""
+        path = self.project.runs / name / "runs" / cell / "events.jsonl"
+        return [e for e in map(json.loads, path.read_text().splitlines()) if e["kind"] == kind]
+
+    def losses(self, name: str, cell: str) -> list[float]:
+        """Of every step of a cell."""
+        return [row["loss"] for row in self.project.steps(str(self.folder(name).run(cell).uri))]
+
+    def start(self, name: str, *options: str) -> subprocess.Popen[str]:
+        """`raydist sweep NAME.yaml`, running."""
+        return self.project.start("sweep", f"{name}.yaml", *options)
+
+    def run(self, name: str) -> dict[str, Any]:
+        """The same, to its end: the object that it ends with, alone on stdout."""
+        done = self.project.raydist("sweep", f"{name}.yaml", "--json")
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+
+def until(process: subprocess.Popen[str], true: Any) -> None:
+    """Waits for something to be true while the process lives."""
+    while not true():
+        if process.poll() is not None:
+            raise AssertionError(f"exit code {process.returncode}\n{process.communicate()[1]}")
+        time.sleep(0.05)
