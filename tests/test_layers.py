@@ -34,7 +34,7 @@ LAYERS = [
         "swapspace",
         "requests",
     },
-    {"records", "errors", "__init__", "__version__"},
+    {"records", "errors", "redact", "__init__", "__version__"},
 ]
 MODULES = sorted(ROOT.rglob("*.py"))
 

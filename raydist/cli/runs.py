@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from raydist.redact import redact
+
 _Storage = Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")]
 
 
@@ -33,7 +35,7 @@ def runs(
     from raydist.report import tables
     from raydist.rundir import default_storage
 
-    tables.runs(found, storage or default_storage())
+    tables.runs(found, redact(storage or default_storage()))
 
 
 def show(

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from raydist.errors import CheckpointNotFound, UserError
+from raydist.redact import beside
 from raydist.rundir import SPEC, resolve
 
 
@@ -47,7 +48,7 @@ def sample(
         raise CheckpointNotFound(
             f"run {folder.name} has no checkpoint yet", "train it up to its first one (checkpoint.every)"
         )
-    dataset = TokenDataset(str(manifest.plain["dataset"]))
+    dataset = TokenDataset(beside(str(manifest.plain["dataset"]), folder.full_uri))
     model = registry.load("model", spec.model.name)(spec.model, dataset.vocab_size)
     if not hasattr(model, "generate"):
         raise UserError(f'model "{spec.model.name}" cannot generate text', "give it generate(tokens_BT, max_new, ...)")

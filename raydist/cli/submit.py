@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from raydist.errors import UsageError, UserError, WorkerFailed
+from raydist.redact import redact
 
 _AWAY_S = 600.0
 """How long a cluster may be out of reach: its head restarts."""
@@ -82,6 +83,11 @@ def submit(
     for option, value in options.items():
         if value is not None:
             words += [option, str(value)]
+    if secret := [redact(word) for word in words if redact(word) != word]:
+        raise UsageError(
+            f"{', '.join(secret)}: was given with secrets, and a job's command is there for all who see the cluster",
+            "leave them out, and give the nodes credentials in their environment (AWS_ACCESS_KEY_ID, an instance's role)",
+        )
     once = ["--fresh"] if fresh else []
     _submit(address, words, root, once=once, no_wait=no_wait, retries=retries)
 

@@ -82,7 +82,7 @@ def train(
     job = load(spec, overrides or [], deepspeed)
     injected = _faults(faults, job)
     home = storage or default_storage()
-    run = RunDir(Storage(home).at(check_name(name or job.name)).uri)
+    run = RunDir(Storage(home).at(check_name(name or job.name)))
     if resume and not run.exists():
         raise RunNotFound(
             f"nothing to resume at {run.uri}", "leave out --resume to start it, or check --name and --storage"
@@ -95,7 +95,9 @@ def train(
         if message := _already(run, job, dataset.fingerprint, until, allow_spec_change):
             print(message, file=sys.stderr)
         else:
-            _train(job, run, dataset.uri, total, address, until, allow_spec_change, injected, exporters, lease)
+            _train(
+                job, run, dataset.storage.full_uri, total, address, until, allow_spec_change, injected, exporters, lease
+            )
     from raydist.report.summary import show
 
     shown = show(run)
@@ -175,10 +177,10 @@ def _train(
     from raydist.cluster.supervisor import Request, Supervisor, raise_if_stopped, worker_env
     from raydist.observe.exporters import metrics_port
     from raydist.report.console import Console
-    from raydist.spec import dump
+    from raydist.spec import stored
 
     cwd = Path.cwd()
-    run.storage.write(SPEC, dump(job).encode())
+    run.storage.write(SPEC, stored(job).encode())
     extensions = [job.model.name, job.parallel.strategy, *(e.name for e in job.observe.exporters)]
     own_code = any(":" in name for name in extensions)
     place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
@@ -194,7 +196,7 @@ def _train(
             ranks=True,
         ) as session,
     ):
-        preflight.check(job, session, run.uri, dataset)
+        preflight.check(job, session, run.full_uri, dataset)
         gpus = preflight.gpus_per_worker(job, session.resources)
         request = Request(job, run, dataset, gpus, until, allow_spec_change, faults, exporters)
         with Console(total, run) as console:

@@ -135,7 +135,7 @@ class Supervisor:
         if not self._session.private:
             self._avoid = dict.fromkeys(nodes.unreachable(), time.monotonic())
         self._monitor = self._crew.monitor(
-            self._request.run.uri, self._request.exporters, self._spec.model_dump(mode="json")
+            self._request.run.full_uri, self._request.exporters, self._spec.model_dump(mode="json")
         )
         self._crew.ready()
         if self._request.faults:
@@ -444,7 +444,7 @@ class Supervisor:
         request = self._request
         return {
             "spec": self._spec.model_dump(mode="json"),
-            "run": request.run.uri,
+            "run": request.run.full_uri,
             "dataset": request.dataset,
             "attempt": number,
             "until": request.until,

@@ -56,7 +56,7 @@ class Injector:
             for name, fault in zip(faults.names(every), every, strict=True)
             if fault.rank in (None, rank.rank) or isinstance(fault, faults.SkipCollective)
         ]
-        self._run, self._rank, self._attempt = RunDir(run.uri), rank, attempt
+        self._run, self._rank, self._attempt = RunDir(run.storage), rank, attempt
         self._passed: set[str] = set()
         self._model: nn.Module | None = None
         self._tampering: Fault | None = None
@@ -65,7 +65,7 @@ class Injector:
         self._slept = 0
         self._ill = Illness()
         if any(isinstance(fault, faults.StorageFault) for _, fault in self._due):
-            run.storage = ill_storage(run.uri, self._ill)
+            run.storage = ill_storage(run.full_uri, self._ill)
 
     def watch(self, probe: Probe) -> Probe:
         """The probe that the loop is to have instead: where it goes by, faults happen."""
