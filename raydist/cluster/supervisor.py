@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 from raydist.cluster import nodes
 from raydist.cluster.agents import Agents
 from raydist.cluster.crew import Crew
+from raydist.cluster.demand import Demand
 from raydist.cluster.group import Group
 from raydist.cluster.headwatch import HeadWatch
 from raydist.cluster.injector import DriverInjector
@@ -115,6 +117,7 @@ class Supervisor:
         self._excluded: set[str] = set()  # nodes on which ranks died again and again
         self._leaving: set[str] = set()
         self._grow, self._growing, self._looked = False, 0, 0.0
+        self._demand = Demand()
         self._signals: list[int] = []
         self._stop = threading.Event()
         self._cancelled = False
@@ -343,6 +346,7 @@ class Supervisor:
                 self._vaults.close()
             if self._agents is not None:
                 self._agents.close()
+            self._demand.drop()
 
     # --- with whom
 
@@ -363,6 +367,7 @@ class Supervisor:
                 chosen = resize(cluster.least, cluster.most, living, room, waited, self._spec.recovery)
             match chosen:
                 case Wait():
+                    self._ask_for_more()
                     if self._stop.wait(_LOOK_S):
                         return Ending("interrupted", _newest(self._request.run), signal=self._signals[0])
                 case Stop(cause, because):
@@ -372,6 +377,7 @@ class Supervisor:
                     if workers != self._team and self._team:
                         self._say("decision", action="resize", workers=workers, because=because)
                     self._team = workers
+                    self._demand.drop()  # what it has got, the group takes
                     if anew:
                         self._group = self._replaced(workers + min(cluster.spares, max(room - workers, 0)))
                     assert self._group is not None
@@ -386,7 +392,7 @@ class Supervisor:
             size,
             self._kind(),
             run_name=self._request.run.name,
-            avoid=self._avoid.keys() | self._excluded,
+            avoid=self._unfit,
             start_timeout_s=_START_S if old is None else spec.recovery.wait_for_nodes,
         )
 
@@ -401,9 +407,26 @@ class Supervisor:
             self._avoid[node] = time.monotonic()
             if node in back:
                 del self._avoid[node]
-        each = {"CPU": self._spec.cluster.cpus_per_worker, "GPU": self._request.gpus}
-        avoid = {*self._avoid, *self._excluded, *([without] if without else [])}
-        return nodes.room(nodes.look(), each, self._group.held if self._group is not None else {}, avoid)
+        ours = self._demand.held + Counter(self._group.held if self._group is not None else {})
+        return nodes.room(nodes.look(), self._each, ours, {*self._unfit, *([without] if without else [])})
+
+    @property
+    def _each(self) -> dict[str, float]:
+        return {"CPU": self._spec.cluster.cpus_per_worker, "GPU": self._request.gpus}
+
+    @property
+    def _unfit(self) -> set[str]:
+        """Ids of the nodes that are lost or were left."""
+        return {*self._avoid, *self._excluded}
+
+    def _ask_for_more(self) -> None:
+        """Tells Ray of the workers that the run would take, but that its group was not made for; the group's own it knows of, those
+        on lost nodes too.
+        """
+        if self._session.private:
+            return  # there is no other node to come
+        has = self._group.size if self._group is not None and self._group.alive else 0
+        self._demand.ask(self._spec.cluster.most - has, self._each, self._unfit)
 
     def _look(self) -> None:
         """While an attempt runs: asks it to end, after a checkpoint, if a node is taken away or there is room for more workers."""
@@ -416,6 +439,7 @@ class Supervisor:
             names = ", ".join(sorted(node[:8] for node in self._leaving))
             self._yield("leave", f"node {names} is being taken away")
         elif self._team < self._spec.cluster.most:
+            self._ask_for_more()
             room = min(self._room(), self._spec.cluster.most)
             self._growing = self._growing + 1 if room > self._team else 0
             if self._growing >= _GROWING_LOOKS:
