@@ -51,6 +51,8 @@ T = TypeVar("T")
 
 GATHER_BYTES = 64 << 20
 CLOSE_S = 5.0
+SEND_S = 30.0
+"""How long a copy is waited for on its way to the buddy, before its cost is taken to be known."""
 _SLOT = ".tmp-slot"
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
@@ -333,6 +335,10 @@ class Vault:
         self._off = False
         self._ready = False
         self._told: int | None = None
+        self._attempt = int(saver["attempt"])
+        self._kept: tuple[SaveResult, float] | None = None
+        """What became of the copy whose sending is not over, and when that was."""
+        self._sender_s = 0.0
 
     def prepare(self, tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor]) -> None:
         """Makes room for the copies, after the first step. A collective: where a node lacks the memory, no rank takes any.
@@ -376,6 +382,8 @@ class Vault:
     ) -> None:
         """The snapshot of `step`; where the votes said so."""
         self._pace.taken(step)
+        if self._rank == 0 and (sent := vaultdir.sent(self._folder)) is not None:
+            self._sender_s = sent[1]
         self._saver.start(step, tensors, rank_tensors, plain)
 
     def before_update(self) -> None:
@@ -385,10 +393,23 @@ class Vault:
     def stepped(self, seconds: float, unusual: bool) -> None:
         """A step took so long since the one before: for the pace. `unusual`: something else went on beside it."""
         self._pace.step(seconds, unusual)
-        result = self._saver.poll()
-        if result is not None:
-            self._pace.ended(result.committed, result.cpu_seconds)
+        if (result := self._saver.poll()) is not None:
+            self._kept = result, time.monotonic()
+        if self._kept is not None and (sending := self._sent(*self._kept)) is not None:
+            result, self._kept = self._kept[0], None
+            self._pace.ended(result.committed, result.cpu_seconds + sending)
             self._tell_pace()
+
+    def _sent(self, result: SaveResult, at: float) -> float | None:
+        """Processor time that this node's Vault took to send that copy, and to keep another node's; None while it does."""
+        if self._every != "auto" or self._rank != 0 or not result.committed:
+            return 0.0  # nobody asks what it costs
+        sent = vaultdir.sent(self._folder)
+        if sent is None:
+            return 0.0
+        (snapshot, seconds), now = sent, time.monotonic()
+        over = snapshot == (result.step, self._attempt) or now - at > SEND_S
+        return max(0.0, seconds - self._sender_s) if over else None
 
     def checkpoint(self, step: int) -> None:
         """A checkpoint of `step` goes to storage: a snapshot would be no newer."""
