@@ -200,7 +200,7 @@ class Injector:
         name = parameter or next(iter(named))
         if name not in named:
             raise InjectedError(f"flip_bit: parameter: {name!r} is not in the model; {_near(name, named)}")
-        local = named[name].detach()
+        local = named[name].data  # which autograd does not see change, as it sees no cell of a memory do so
         local = local.to_local() if hasattr(local, "to_local") else local
         with torch.no_grad():
             local.view(-1)[:1].view(torch.uint8)[bit // 8] ^= 1 << bit % 8
