@@ -17,12 +17,13 @@ from typing import Any, Protocol
 
 from raydist.cluster import nodes
 from raydist.cluster.agents import Agents
+from raydist.cluster.cause import Failure
 from raydist.cluster.crew import Crew
 from raydist.cluster.demand import Demand
 from raydist.cluster.group import Group
 from raydist.cluster.headwatch import HeadWatch
 from raydist.cluster.injector import DriverInjector
-from raydist.cluster.recovery import Failure, History, Restart, Split, Stop, Team, Wait, decide, resize
+from raydist.cluster.recovery import History, Restart, Split, Stop, Team, Wait, decide, resize
 from raydist.cluster.session import Session, worker_environment
 from raydist.cluster.trainer import WorkerKind
 from raydist.cluster.vault import Vaults
