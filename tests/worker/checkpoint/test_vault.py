@@ -20,8 +20,9 @@ from raydist.errors import UserError
 from raydist.rundir import RunDir, begin_attempt
 from raydist.spec import JobSpec
 from raydist.worker.checkpoint import manifest, vaultdir
+from raydist.worker.checkpoint.snapshots import Slot, Snapshots
 from raydist.worker.checkpoint.staging import Stage
-from raydist.worker.checkpoint.vault import Slot, Snapshots, Vault, VaultJob
+from raydist.worker.checkpoint.vault import Vault, VaultJob
 from raydist.worker.loop import Door, Job, train
 from raydist.worker.setup import Rank
 from raydist.worker.step import TrainStep
