@@ -93,7 +93,7 @@ class Outcome:
 
 
 def _to_stderr(event: Event) -> None:
-    print(f"raydist: {event.kind}: {event.data}", file=sys.stderr, flush=True)
+    print(f"raydist: {event.kind}: {redact(event.data)}", file=sys.stderr, flush=True)
 
 
 def train(
