@@ -1,6 +1,6 @@
 """Every error that a user can see, in one tree. Each says what is wrong, and how to mend it.
 
-Runs anywhere. Imports nothing of raydist.
+Runs anywhere. Imports nothing of raydist but the function that takes secrets out of a message.
 
     RaydistError                      message, hint; `exit_code` is what the command ends with
     ├── UserError (ValueError)        2: what was asked cannot be done
@@ -35,13 +35,16 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from raydist.redact import redact
+
 
 class RaydistError(Exception):
-    """The base of all. `message` says what and where; `hint` says how to mend it (may be empty)."""
+    """The base of all. `message` says what and where; `hint` says how to mend it (may be empty). Neither keeps a URI's secrets."""
 
     exit_code: ClassVar[int] = 3
 
     def __init__(self, message: str, hint: str = "") -> None:
+        message, hint = redact(message), redact(hint)
         super().__init__(message, hint)
         self.message = message
         self.hint = hint

@@ -108,13 +108,18 @@ class Lineage:
 class Folder:
     """A folder by path or URI. Opening it neither creates nor checks anything."""
 
-    def __init__(self, uri: str | os.PathLike[str]) -> None:
-        self.storage = Storage(uri)
+    def __init__(self, uri: str | os.PathLike[str] | Storage) -> None:
+        self.storage = uri if isinstance(uri, Storage) else Storage(uri)
 
     @property
     def uri(self) -> str:
-        """Path or URI of the folder."""
+        """Path or URI of the folder, as people may see it."""
         return self.storage.uri
+
+    @property
+    def full_uri(self) -> str:
+        """The one that opens it, secrets included: not to be shown or stored."""
+        return self.storage.full_uri
 
     @property
     def name(self) -> str:
@@ -128,7 +133,7 @@ class RunDir(Folder):
     @property
     def home(self) -> Storage:
         """The folder that holds the runs, this one among them."""
-        place, mark, rest = self.uri.partition("?")
+        place, mark, rest = self.full_uri.partition("?")
         return Storage(f"{place.rpartition('/')[0]}{mark}{rest}")
 
     def exists(self) -> bool:
@@ -246,7 +251,7 @@ def resolve(run: str, storage: str | None = None) -> RunDir:
             return candidate
     if "://" not in run and not run.startswith(("/", ".", "~")):
         home = Storage(storage or default_storage())
-        candidate = RunDir(home.at(run).uri)
+        candidate = RunDir(home.at(run))
         looked.append(candidate.uri)
         if candidate.exists():
             return candidate

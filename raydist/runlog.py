@@ -30,6 +30,7 @@ import pyarrow.parquet as pq
 from raydist import parquet
 from raydist.errors import StorageError
 from raydist.records import EXPORTED_ONLY, Event
+from raydist.redact import redact
 from raydist.rundir import EVENTS, METRICS, RunDir
 
 SCHEMA_VERSION = 1
@@ -155,7 +156,7 @@ class RunLog:
         """One line of events.jsonl; none for those kinds that only exporters get."""
         if event.kind in EXPORTED_ONLY:
             return
-        line = json.dumps(plain(event.to_dict()), allow_nan=False).encode() + b"\n"
+        line = json.dumps(plain(redact(event.to_dict())), allow_nan=False).encode() + b"\n"
         with self._lock:
             self._events.append(line)
 

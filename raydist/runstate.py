@@ -15,6 +15,7 @@ from typing import Any
 
 from raydist.errors import StorageError
 from raydist.records import Status
+from raydist.redact import redact
 from raydist.rundir import SPEC, STATE, RunDir
 from raydist.runlog import plain
 
@@ -34,7 +35,7 @@ def this_process(pid: int | None = None) -> dict[str, Any]:
 
 def write_state(run: RunDir, state: dict[str, Any]) -> None:
     """Replaces state.json in one step. Raises StorageError."""
-    run.storage.write(STATE, json.dumps({"v": VERSION, **plain(state)}, allow_nan=False).encode())
+    run.storage.write(STATE, json.dumps({"v": VERSION, **plain(redact(state))}, allow_nan=False).encode())
 
 
 def last_word(run: RunDir) -> dict[str, Any] | None:

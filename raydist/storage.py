@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 
 from raydist.errors import StorageError, UserError
+from raydist.redact import redact
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -35,6 +36,9 @@ class Sink(Protocol):
 class Storage:
     """A folder, by path or URI. Names are relative to it, with `/` between the parts.
 
+    `uri` is what people may see, and files may hold: secrets are left out. `full_uri` opens it again, in another process too: it
+    stays in memory.
+
     Every method raises StorageError, naming the place and the operating system's reason.
     """
 
@@ -49,24 +53,26 @@ class Storage:
         try:
             if "://" in text and not text.startswith("file://"):
                 self.fs, self.root = pafs.FileSystem.from_uri(text)
-                self.uri = text.rstrip("/")
+                self.full_uri = text.rstrip("/")
             else:
                 self.local = Path(text.removeprefix("file://")).expanduser().absolute()
-                self.fs, self.root, self.uri = pafs.LocalFileSystem(), str(self.local), str(self.local)
+                self.fs, self.root, self.full_uri = pafs.LocalFileSystem(), str(self.local), str(self.local)
         except (pa.ArrowInvalid, OSError) as error:
+            # Not `from error`: its text has the URI as it was given, and a traceback shows it.
             raise UserError(
                 f"storage {text!r}: {error}", "give a folder, or a URI such as s3://bucket/folder"
-            ) from error
+            ) from None
+        self.uri = redact(self.full_uri)
 
     def __reduce__(self) -> tuple[type[Storage], tuple[str]]:
-        return Storage, (self.uri,)
+        return Storage, (self.full_uri,)
 
     def __repr__(self) -> str:
         return f"Storage({self.uri!r})"
 
     def at(self, name: str) -> Storage:
         """The folder `name` inside this one."""
-        scheme, mark, rest = self.uri.partition("?")
+        scheme, mark, rest = self.full_uri.partition("?")
         return Storage(f"{scheme}/{name}{mark}{rest}")
 
     def path(self, name: str = "") -> str:

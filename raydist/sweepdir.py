@@ -30,6 +30,7 @@ from typing import Any
 
 from raydist.errors import RunNotFound, StorageError
 from raydist.records import Event
+from raydist.redact import redact
 from raydist.rundir import Folder, RunDir, check_name, default_storage
 from raydist.runlog import plain
 from raydist.storage import Storage
@@ -79,7 +80,7 @@ class SweepDir(Folder):
 
     def run(self, cell: str) -> RunDir:
         """The run folder of a cell."""
-        return RunDir(self.storage.at(f"{RUNS}/{cell}").uri)
+        return RunDir(self.storage.at(f"{RUNS}/{cell}"))
 
     def write(self, sweep: str, base: str, cells: Iterable[CellNote]) -> None:
         """The sweep and its base as YAML, and its cells, which make it exist, last. Raises StorageError."""
@@ -193,13 +194,13 @@ def resolve_sweep(name: str, storage: str | None = None) -> SweepDir:
     """NAME as a user gives it: a sweep folder's path or URI, or a name under `storage`. Raises RunNotFound."""
     home = Storage(storage or default_storage())
     given = "/" in name or "://" in name
-    sweep = SweepDir(name if given else home.at(check_name(name)).uri)
+    sweep = SweepDir(name if given else home.at(check_name(name)))
     if sweep.exists():
         return sweep
-    known = [folder for folder in home.folders() if SweepDir(home.at(folder).uri).exists()]
+    known = [folder for folder in home.folders() if SweepDir(home.at(folder)).exists()]
     hint = f"sweeps in {home.uri}: {', '.join(known[:10])}" if known else f"no sweep was ever started in {home.uri}"
     raise RunNotFound(f"no sweep {name!r}: looked at {sweep.uri}", hint)
 
 
 def _line(value: dict[str, Any]) -> str:
-    return json.dumps(plain(value), allow_nan=False) + "\n"
+    return json.dumps(plain(redact(value)), allow_nan=False) + "\n"

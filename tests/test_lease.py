@@ -188,7 +188,7 @@ def test_on_an_object_store(s3: Any) -> None:
         together = threading.Barrier(2)
 
         def take(won: list[DriverLease] = won, together: threading.Barrier = together) -> None:
-            mine = RunDir(run.uri)
+            mine = RunDir(run.full_uri)
             mine.storage.files("")
             together.wait()
             try:

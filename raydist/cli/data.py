@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from raydist.redact import redact
+
 if TYPE_CHECKING:
     from raydist.data.index import DatasetIndex
     from raydist.data.prepare import Progress
@@ -73,7 +75,7 @@ def verify(
     """Check every byte of a dataset against its hashes. Exit code 3 if a file is damaged; it is named."""
     from raydist.data.verify import verify as check
 
-    damage = check(dataset)
+    damage, dataset = check(dataset), redact(dataset)
     if as_json:
         print(json.dumps({"path": dataset, "damaged": [{"file": d.file, "reason": d.reason} for d in damage]}))
     for found in damage:
@@ -96,7 +98,8 @@ def show(
     _print(dataset, index.read(Storage(dataset)), as_json)
 
 
-def _print(path: str, index: DatasetIndex, as_json: bool) -> None:
+def _print(uri: str, index: DatasetIndex, as_json: bool) -> None:
+    path = redact(uri)
     facts: dict[str, Any] = {
         "path": path,
         "fingerprint": index.fingerprint,

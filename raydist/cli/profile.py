@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from raydist.cli import options
+
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
@@ -20,7 +22,7 @@ def register(app: typer.Typer) -> None:
 
 def profile(
     run: Annotated[str, typer.Argument(help="A run folder's path or URI, or a run's name.", show_default=False)],
-    storage: Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")] = None,
+    storage: options.Storage = None,
     duration: Annotated[float, typer.Option(min=0.1, help="Seconds to measure.")] = 60.0,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds that each of the values is taken over.")] = 10.0,
     metric: Annotated[str | None, typer.Option(help="Names, with commas between; docs/thresholds.md has them.")] = None,

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from raydist.cli import options
+
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
@@ -24,7 +26,7 @@ def report(
             "--out", "-o", help="Where the page goes, a path or URI. Default: report.html in the run's folder."
         ),
     ] = None,
-    storage: Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")] = None,
+    storage: options.Storage = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures behind the page, as one object.")] = False,
 ) -> None:
     """Write a page about a run, live or over: one offline file. Losses, where the time went, memory, slow ranks, incidents."""
@@ -37,9 +39,9 @@ def report(
     place = resolve(run, storage)
     home, name = place.storage, REPORT
     if out is not None:
-        path, mark, options = out.partition("?") if "://" in out else (out, "", "")
+        path, mark, query = out.partition("?") if "://" in out else (out, "", "")
         folder, slash, name = path.rpartition("/")
-        home = Storage(f"{folder or slash or '.'}{mark}{options}")
+        home = Storage(f"{folder or slash or '.'}{mark}{query}")
         if not name or (home.exists(name) and home.size(name) is None):
             raise UsageError(f"-o {out} is a folder", f"name a file in it, such as {path.rstrip('/')}/{REPORT}")
     found = figures.report(place)

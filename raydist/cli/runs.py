@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-_Storage = Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")]
+from raydist.cli import options
+from raydist.redact import redact
 
 
 def register(app: typer.Typer) -> None:
@@ -20,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
 
 def runs(
-    storage: _Storage = None,
+    storage: options.Storage = None,
     as_json: Annotated[bool, typer.Option("--json", help="A list, as JSON.")] = False,
 ) -> None:
     """List the runs of a storage."""
@@ -33,12 +34,12 @@ def runs(
     from raydist.report import tables
     from raydist.rundir import default_storage
 
-    tables.runs(found, storage or default_storage())
+    tables.runs(found, redact(storage or default_storage()))
 
 
 def show(
     run: Annotated[str, typer.Argument(help="A run folder's path or URI, or a run's name.", show_default=False)],
-    storage: _Storage = None,
+    storage: options.Storage = None,
     as_json: Annotated[bool, typer.Option("--json", help="One object, as JSON; with --steps one a line.")] = False,
     steps: Annotated[bool, typer.Option("--steps", help="Every step, instead of the summary.")] = False,
 ) -> None:

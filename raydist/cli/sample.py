@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from raydist.cli import options
 from raydist.errors import CheckpointNotFound, UserError
+from raydist.redact import beside
 from raydist.rundir import SPEC, resolve
 
 
@@ -22,7 +24,7 @@ def sample(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="A run folder's path or URI, or a run's name.", show_default=False)
     ],
-    storage: Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")] = None,
+    storage: options.Storage = None,
     prompt: Annotated[str, typer.Option(help="The text to go on with.")] = "def ",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.8,
@@ -47,7 +49,7 @@ def sample(
         raise CheckpointNotFound(
             f"run {folder.name} has no checkpoint yet", "train it up to its first one (checkpoint.every)"
         )
-    dataset = TokenDataset(str(manifest.plain["dataset"]))
+    dataset = TokenDataset(beside(str(manifest.plain["dataset"]), folder.full_uri))
     model = registry.load("model", spec.model.name)(spec.model, dataset.vocab_size)
     if not hasattr(model, "generate"):
         raise UserError(f'model "{spec.model.name}" cannot generate text', "give it generate(tokens_BT, max_new, ...)")

@@ -15,7 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
+from raydist.cli import options
 from raydist.errors import UsageError, UserError, WorkerFailed
+from raydist.redact import redact
 
 _AWAY_S = 600.0
 """How long a cluster may be out of reach: its head restarts."""
@@ -34,20 +36,13 @@ def submit(
         Path, typer.Argument(help="The job, or a sweep: a YAML file under the working directory.", show_default=False)
     ],
     address: Annotated[str, typer.Option(help="The cluster's Jobs API: http://HOST:8265.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, such as optim.lr=3e-4.")
-    ] = None,
-    deepspeed: Annotated[
-        Path | None,
-        typer.Option(help="A DeepSpeed JSON file; it beats the job's own fields, but not --set.", show_default=False),
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run. The same name and storage resume it.")] = None,
+    overrides: options.Overrides = None,
+    deepspeed: options.DeepSpeed = None,
+    name: options.Name = None,
     storage: Annotated[str | None, typer.Option(help="Folder or URI that holds the runs, as the nodes see it.")] = None,
-    until: Annotated[int | None, typer.Option(min=1, help="End after this step, with a checkpoint, as paused.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Delete what is there of that name, and start anew.")] = False,
-    faults: Annotated[
-        Path | None, typer.Option(help="A YAML list of what is to go wrong on the way: see `raydist faults`.")
-    ] = None,
+    until: options.Until = None,
+    fresh: options.Fresh = False,
+    faults: options.Faults = None,
     working_dir: Annotated[
         Path,
         typer.Option(
@@ -84,10 +79,15 @@ def submit(
         words += ["--set", text]
     config = None if deepspeed is None else _inside(deepspeed, root)
     injected = None if faults is None else _inside(faults, root)
-    options = {"--deepspeed": config, "--name": name, "--storage": storage, "--until": until, "--faults": injected}
-    for option, value in options.items():
+    passed = {"--deepspeed": config, "--name": name, "--storage": storage, "--until": until, "--faults": injected}
+    for option, value in passed.items():
         if value is not None:
             words += [option, str(value)]
+    if secret := [redact(word) for word in words if redact(word) != word]:
+        raise UsageError(
+            f"{', '.join(secret)}: was given with secrets, and a job's command is there for all who see the cluster",
+            "leave them out, and give the nodes credentials in their environment (AWS_ACCESS_KEY_ID, an instance's role)",
+        )
     once = ["--fresh"] if fresh else []
     _submit(address, words, root, once=once, no_wait=no_wait, retries=retries)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from raydist.cli import output
+from raydist.cli import options, output
 from raydist.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -36,39 +36,21 @@ app = typer.Typer(
     subcommand_metavar="FILE | COMMAND [ARGS]...",
 )
 
-_Storage = Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")]
 _Name = Annotated[str, typer.Argument(help="A sweep's name, or its folder's path or URI.", show_default=False)]
 
 
 @app.command()
 def run(
     file: Annotated[Path, typer.Argument(help="The sweep: a YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the base job, such as train.steps=100."),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the sweep. The same name and storage go on with it.")
-    ] = None,
-    storage: _Storage = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="local: a private Ray; auto or HOST:PORT: a cluster. Default: auto in a Ray job, else local."
-        ),
-    ] = None,
+    overrides: options.Overrides = None,
+    name: options.Name = None,
+    storage: options.Storage = None,
+    address: options.Address = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only check it, and show its cells and what they take.")
     ] = False,
-    wait_for_driver: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="How long to wait for another driver of this sweep to end, or to be missed, before it is refused.",
-        ),
-    ] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON on stdout.")] = False,
+    wait_for_driver: options.WaitForDriver = 0.0,
+    as_json: options.LastJson = False,
 ) -> None:
     """Train a sweep. The same command again goes on with it."""
     from raydist.report.sweep import forecast, tables
@@ -106,7 +88,7 @@ def _train(
 @app.command()
 def results(
     name: _Name,
-    storage: _Storage = None,
+    storage: options.Storage = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="A row a point, floats exact.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="A table for a page.")] = False,
@@ -140,7 +122,7 @@ def best(
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="File to write. Default: stdout.", show_default=False)
     ] = None,
-    storage: _Storage = None,
+    storage: options.Storage = None,
 ) -> None:
     """Write the job of a sweep's best cell, ready to train."""
     from raydist.report.sweep.results import best_job, tell
@@ -165,7 +147,7 @@ def report(
             "-o", "--out", help="File to write. Default: report.html in the sweep's folder.", show_default=False
         ),
     ] = None,
-    storage: _Storage = None,
+    storage: options.Storage = None,
 ) -> None:
     """Write a page about a sweep, while it runs and after: one offline file."""
     from raydist.cli.sweepend import page, write_page

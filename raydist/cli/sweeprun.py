@@ -48,7 +48,7 @@ def train_cells(
     able = [cell for cell in sweep.scouts() if not cell.problems] if sweep.spec.search.chooses else cells
     if sweep.spec.search.chooses:
         require(sweep.spec.search)
-    folder = SweepDir(Storage(home).at(sweep.name).uri)
+    folder = SweepDir(Storage(home).at(sweep.name))
     datasets = Datasets(home, progress)
     cwd, limits = Path.cwd(), sweep.spec.limits
     names = {name for c in able for name in (c.job.model.name, c.job.parallel.strategy)}
@@ -58,7 +58,7 @@ def train_cells(
     rows = RowBook(
         folder, choose([e.model_dump() for e in sweep.base.observe.exporters], folder), sweep.spec.objective.metric
     )
-    with DriverLease(RunDir(folder.uri), wait_s=wait_for_driver) as lease, closing(rows):
+    with DriverLease(RunDir(folder.storage), wait_s=wait_for_driver) as lease, closing(rows):
         store(folder, sweep, cells)
         events = folder.events()
         search = Search(sweep, events) if sweep.spec.search.chooses else None
@@ -71,7 +71,7 @@ def train_cells(
             return folder, 0
         datasets.of(able[0].job)
         with (
-            run_logs(RunDir(folder.uri)) as log_dir,
+            run_logs(RunDir(folder.storage)) as log_dir,
             open_session(
                 place,
                 env=worker_env(able[0].job),

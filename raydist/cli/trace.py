@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raydist.cli import output
+from raydist.cli import options, output
 from raydist.errors import TraceFailed, UsageError
 from raydist.requests import MOST_STEPS
 
@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
 
 def trace(
     run: Annotated[str, typer.Argument(help="A run folder's path or URI, or a run's name.", show_default=False)],
-    storage: Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")] = None,
+    storage: options.Storage = None,
     steps: Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="How many of the next steps.")] = 3,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Also write the file here; compressed if it ends in .gz.")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from raydist.cli import options
 from raydist.errors import RunNotFound, SpecChanged, UsageError
 from raydist.rundir import LOGS, SPEC, RunDir, check_name, default_storage, start_anew
 from raydist.storage import Storage
@@ -35,40 +36,20 @@ def register(app: typer.Typer) -> None:
 
 def train(
     spec: Annotated[Path, typer.Argument(help="The job: a YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, such as optim.lr=3e-4.")
-    ] = None,
-    deepspeed: Annotated[
-        Path | None,
-        typer.Option(help="A DeepSpeed JSON file; it beats the job's own fields, but not --set.", show_default=False),
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run. The same name and storage resume it.")] = None,
-    storage: Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="local: a private Ray; auto or HOST:PORT: a cluster. Default: auto in a Ray job, else local."
-        ),
-    ] = None,
+    overrides: options.Overrides = None,
+    deepspeed: options.DeepSpeed = None,
+    name: options.Name = None,
+    storage: options.Storage = None,
+    address: options.Address = None,
     resume: Annotated[bool, typer.Option("--resume", help="Only go on with a run that is there.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Delete what is there of that name, and start anew.")] = False,
-    until: Annotated[int | None, typer.Option(min=1, help="End after this step, with a checkpoint, as paused.")] = None,
+    fresh: options.Fresh = False,
+    until: options.Until = None,
     allow_spec_change: Annotated[
         bool, typer.Option("--allow-spec-change", help="Resume although the spec computes other numbers than before.")
     ] = False,
-    faults: Annotated[
-        Path | None,
-        typer.Option(help="A YAML list of what is to go wrong on the way: see `raydist faults`.", show_default=False),
-    ] = None,
-    wait_for_driver: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="How long to wait for another driver of this run to end, or to be missed, before it is refused.",
-        ),
-    ] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="End with the run as one line of JSON on stdout.")] = False,
+    faults: options.Faults = None,
+    wait_for_driver: options.WaitForDriver = 0.0,
+    as_json: options.LastJson = False,
 ) -> None:
     """Train a job to its end. The same command again resumes it."""
     if resume and fresh:
@@ -82,7 +63,7 @@ def train(
     job = load(spec, overrides or [], deepspeed)
     injected = _faults(faults, job)
     home = storage or default_storage()
-    run = RunDir(Storage(home).at(check_name(name or job.name)).uri)
+    run = RunDir(Storage(home).at(check_name(name or job.name)))
     if resume and not run.exists():
         raise RunNotFound(
             f"nothing to resume at {run.uri}", "leave out --resume to start it, or check --name and --storage"
@@ -95,7 +76,9 @@ def train(
         if message := _already(run, job, dataset.fingerprint, until, allow_spec_change):
             print(message, file=sys.stderr)
         else:
-            _train(job, run, dataset.uri, total, address, until, allow_spec_change, injected, exporters, lease)
+            _train(
+                job, run, dataset.storage.full_uri, total, address, until, allow_spec_change, injected, exporters, lease
+            )
     from raydist.report.summary import show
 
     shown = show(run)
@@ -175,10 +158,10 @@ def _train(
     from raydist.cluster.supervisor import Request, Supervisor, raise_if_stopped, worker_env
     from raydist.observe.exporters import metrics_port
     from raydist.report.console import Console
-    from raydist.spec import dump
+    from raydist.spec import stored
 
     cwd = Path.cwd()
-    run.storage.write(SPEC, dump(job).encode())
+    run.storage.write(SPEC, stored(job).encode())
     extensions = [job.model.name, job.parallel.strategy, *(e.name for e in job.observe.exporters)]
     own_code = any(":" in name for name in extensions)
     place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
@@ -194,7 +177,7 @@ def _train(
             ranks=True,
         ) as session,
     ):
-        preflight.check(job, session, run.uri, dataset)
+        preflight.check(job, session, run.full_uri, dataset)
         gpus = preflight.gpus_per_worker(job, session.resources)
         request = Request(job, run, dataset, gpus, until, allow_spec_change, faults, exporters)
         with Console(total, run) as console:

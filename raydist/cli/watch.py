@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from raydist.cli import options
+
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
@@ -19,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
 def watch(
     run: Annotated[str, typer.Argument(help="A run folder's path or URI, or a run's name.", show_default=False)],
-    storage: Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")] = None,
+    storage: options.Storage = None,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds from one look to the next.")] = 2.0,
     as_json: Annotated[bool, typer.Option("--json", help="An object a look, as JSON, a line each.")] = False,
 ) -> None:

@@ -105,7 +105,7 @@ class Agents:
             return _plain(self._monitor, self._private)
         if group not in self._gatherers:
             make = _on(node, Gatherer, stays=False)
-            self._gatherers[group] = make(self._run.uri, group, _plain(self._monitor, self._private))
+            self._gatherers[group] = make(self._run.full_uri, group, _plain(self._monitor, self._private))
         return _plain(self._gatherers[group], self._private)
 
     def _hear(self, agents: Mapping[str, Any]) -> None:

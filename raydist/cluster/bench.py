@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from raydist.cluster import preflight
-from raydist.cluster.recovery import Failure
+from raydist.cluster.cause import Failure
 from raydist.cluster.session import Session
 from raydist.cluster.supervisor import handling, worker_kind
 from raydist.cluster.trainer import Attempt, AttemptResult, run_attempt

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raydist.cluster.cause import RankError, is_echo
 from raydist.cluster.hangs import Sight, judge
-from raydist.cluster.recovery import RankError, is_echo
 from raydist.worker import rest
 
 CAUSE_S = 2.0

@@ -12,7 +12,7 @@ from ray.train import ControllerError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 from ray.train.v2.api.exceptions import PreemptionError, WorkerGroupError
 
-from raydist.cluster.recovery import Kind, RankError
+from raydist.cluster.cause import Kind, RankError
 
 
 def rank_errors(error: BaseException) -> list[RankError]:

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from raydist.cluster import nodes
+from raydist.cluster.cause import Failure, is_echo, root_cause
 from raydist.cluster.conductor import rank_error
-from raydist.cluster.recovery import Failure, is_echo, root_cause
 from raydist.cluster.session import Session
 from raydist.cluster.trainer import Attempt, AttemptResult, WorkerKind, run_attempt
 

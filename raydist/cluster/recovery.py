@@ -1,4 +1,4 @@
-"""What an attempt died of, and what to do about it. Policies decide; the supervisor acts.
+"""What to do about what an attempt died of. Policies decide; the supervisor acts.
 
 Runs anywhere. Pure: no ray, no torch, no clock, no I/O; tested as a table.
 
@@ -7,170 +7,11 @@ Runs anywhere. Pure: no ray, no torch, no clock, no I/O; tested as a table.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from raydist import errors
-
-Kind = Literal[
-    "user_error",
-    "worker_died",
-    "node_died",
-    "out_of_memory",
-    "worker_hung",
-    "communication",
-    "controller_died",
-    "startup_timeout",
-    "startup_failed",
-    "rollback",
-    "aborted",
-]
-"""user_error: the train function raised; worker_died: its process is gone; worker_hung: it no longer answers Ray;
-communication: nothing but lost peers is known; startup_*: workers never ran; rollback: the ranks want to go on from a checkpoint,
-without a batch or with sound weights; aborted: we asked for it."""
-
-_DEATHS: tuple[Kind, ...] = ("node_died", "out_of_memory", "worker_died", "worker_hung")
-
-# What a rank says when a peer is gone. An echo: true, but never the cause while a better one is there.
-_PEER_LOST_TYPES = frozenset(
-    [
-        "ConnectionError",
-        "ConnectionResetError",
-        "ConnectionAbortedError",
-        "ConnectionRefusedError",
-        "BrokenPipeError",
-        "EOFError",
-        "DistBackendError",
-        "DistNetworkError",
-        "DistStoreError",
-        "DistError",
-    ]
-)
-_PEER_LOST = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted|lost)|closed by peer|broken pipe|remote process exited"
-    r"|(time|timed) ?out|end of file|no route to host|socket (closed|error)"
-    r"|nccl communicator was aborted|unhandled system error|watchdog|recvbytes|sendbytes",
-    re.IGNORECASE,
-)
-_PEER_LOST_SPEAKERS = frozenset(
-    {"CheckpointError", "RuntimeError", "OSError", "TimeoutError", "SystemError", "Exception"}
-)
-
-
-@dataclass(frozen=True, slots=True)
-class RankError:
-    """What one rank ended with. `at` is Unix time in seconds on that rank's host, None where nobody saw it.
-
-    `type_name` and `message` are the exception's; `bases` names its base classes, so that a subclass of an error that
-    no restart can heal is known as one. `traceback` is text.
-    """
-
-    rank: int | None
-    type_name: str
-    message: str
-    traceback: str = ""
-    at: float | None = None
-    kind: Kind = "user_error"
-    bases: tuple[str, ...] = ()
-
-    @property
-    def cause(self) -> str:
-        """One line: type and message."""
-        line = next((s.strip() for s in self.message.splitlines() if s.strip()), "")
-        return f"{self.type_name}: {line}" if self.type_name and line else self.type_name or line
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The one root cause of a failed attempt. `echoes` counts the other ranks that failed because of it. `node`: where the rank
-    was, Ray's id; None where that is not known.
-    """
-
-    kind: Kind
-    rank: int | None
-    cause: str
-    traceback: str = ""
-    echoes: int = 0
-    heals: bool = True
-    """False: restarting cannot help (a wrong spec, a graph mismatch, a loss that is not finite)."""
-    node: str | None = None
-
-    @property
-    def signature(self) -> tuple[str, str]:
-        """Equal for failures that are the same but for numbers (steps, pids, addresses)."""
-        return self.kind, re.sub(r"0x[0-9a-fA-F]+|[0-9a-f]{24,}|\d+(\.\d+)?", "#", self.cause)
-
-
-def _names(*roots: type[BaseException]) -> frozenset[str]:
-    found: set[str] = set()
-    todo = list(roots)
-    while todo:
-        cls = todo.pop()
-        found.add(cls.__name__)
-        todo += cls.__subclasses__()
-    return frozenset(found)
-
-
-# WorkerFailed means "a rank died and the budget is spent": the one TrainingStopped that says nothing of its cause.
-_NEVER_HEALS = _names(errors.UserError, errors.TrainingStopped, errors.SpecChanged) - {"WorkerFailed"}
-
-
-def is_echo(error: RankError) -> bool:
-    """Whether this is what a rank says because a peer is gone, and nothing of its own."""
-    if error.kind != "user_error":
-        return error.kind == "communication"
-    if not _NEVER_HEALS.isdisjoint({error.type_name, *error.bases}):
-        return False
-    if error.type_name in _PEER_LOST_TYPES:
-        return True
-    return error.type_name in _PEER_LOST_SPEAKERS and _PEER_LOST.search(error.message) is not None
-
-
-_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|ALLOC_FAILED", re.IGNORECASE)
-
-
-def _no_memory(error: RankError) -> bool:
-    """Python's and numpy's MemoryError, torch's OutOfMemoryError, and what torch's CPU allocator and cuBLAS say."""
-    if not {"MemoryError", "OutOfMemoryError"}.isdisjoint({error.type_name, *error.bases}):
-        return True
-    return error.type_name == "RuntimeError" and _NO_MEMORY.search(error.message) is not None
-
-
-def root_cause(found: Sequence[RankError]) -> Failure:
-    """The one error that explains the others. `found` must not be empty.
-
-    An exception of a rank's own explains both lost peers and peers that aborted, so it goes first; then a process that
-    died; then, if nothing else is known, the first to complain of a lost peer. Among equals the earliest, then the
-    lowest rank.
-    """
-
-    def weight(error: RankError) -> tuple[int, float, int]:
-        if error.kind == "user_error" and not is_echo(error):
-            order = 0
-        elif error.kind in _DEATHS:
-            order = 1 + _DEATHS.index(error.kind)
-        elif is_echo(error):
-            order = 20
-        else:
-            order = 10
-        return order, error.at if error.at is not None else float("inf"), -1 if error.rank is None else error.rank
-
-    first = min(found, key=weight)
-    kind: Kind = "communication" if first.kind == "user_error" and is_echo(first) else first.kind
-    if kind == "user_error" and _no_memory(first):
-        kind = "out_of_memory"
-    elif first.type_name == errors.Rollback.__name__:
-        kind = "rollback"
-    return Failure(
-        kind=kind,
-        rank=first.rank,
-        cause=first.cause,
-        traceback=first.traceback,
-        echoes=len(found) - 1,
-        heals=_NEVER_HEALS.isdisjoint({first.type_name, *first.bases}),
-    )
+from raydist.cluster.cause import Failure, Kind, RankError, is_echo, root_cause
 
 
 class Policy(Protocol):
@@ -411,3 +252,25 @@ def _after_no_memory(failure: Failure, policy: Policy, split: Split | None) -> R
         f"as much more accumulation",
         micro_batch=smaller,
     )
+
+
+__all__ = [
+    "CRASH_LOOP",
+    "SETTLE_S",
+    "SUSPECT",
+    "Failure",
+    "History",
+    "Kind",
+    "Past",
+    "Policy",
+    "RankError",
+    "Restart",
+    "Split",
+    "Stop",
+    "Team",
+    "Wait",
+    "decide",
+    "is_echo",
+    "resize",
+    "root_cause",
+]

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
-from raydist.cluster import nodes
 from raydist.cluster.agents import Agents
+from raydist.cluster.cause import Failure
 from raydist.cluster.crew import Crew
 from raydist.cluster.group import Group
 from raydist.cluster.headwatch import HeadWatch
 from raydist.cluster.injector import DriverInjector
-from raydist.cluster.recovery import Failure, History, Restart, Split, Stop, Team, Wait, decide, resize
+from raydist.cluster.membership import Membership, NoRoom
+from raydist.cluster.recovery import History, Restart, Split, Stop, decide
 from raydist.cluster.session import Session, worker_environment
 from raydist.cluster.trainer import WorkerKind
 from raydist.cluster.vault import Vaults
@@ -38,13 +39,6 @@ _REFRESH_S = 0.5
 _CALM_REFRESH_S = 1.0
 """Once the run is in its stride: each look takes a millisecond from ranks that fill all cores."""
 _MONITOR_TIMEOUT_S = 30.0
-_LOOK_S = 1.0
-_START_S = 120.0
-"""How long a run's first workers may take to find their resources."""
-_GROWING_LOOKS = 3
-"""Room for more workers must be seen so often in a row before the run makes use of it."""
-_FORGIVE_S = 10.0
-"""A lost node is asked whether it answers again after that long at the earliest."""
 
 
 class View(Protocol):
@@ -111,12 +105,16 @@ class Supervisor:
         self._crew = crew or Crew(session)
         self._keeps = crew is not None
         self._spec = request.spec  # of the present attempt
-        self._group: Group | None = None
-        self._team = 0
-        self._avoid: dict[str, float] = {}  # lost node -> when it was lost, or last asked
-        self._excluded: set[str] = set()  # nodes on which ranks died again and again
-        self._leaving: set[str] = set()
-        self._grow, self._growing, self._looked = False, 0, 0.0
+        self._members = Membership(
+            request.spec,
+            worker_kind(request.spec, request.gpus),
+            request.run.name,
+            self._crew,
+            private=session.private,
+            say=self._say,
+            end_attempt=self._end_attempt,
+            wait=lambda seconds: self._stop.wait(seconds),
+        )
         self._signals: list[int] = []
         self._stop = threading.Event()
         self._cancelled = False
@@ -134,10 +132,9 @@ class Supervisor:
         """Trains until the run has an ending. The first SIGINT or SIGTERM asks the workers for a checkpoint and a clean
         end; the second ends the attempt at once. Call it in the main thread; or without `signals`, and give them to `stop`.
         """
-        if not self._session.private:
-            self._avoid = dict.fromkeys(nodes.unreachable(), time.monotonic())
+        self._members.begin()
         self._monitor = self._crew.monitor(
-            self._request.run.uri, self._request.exporters, self._spec.model_dump(mode="json")
+            self._request.run.full_uri, self._request.exporters, self._spec.model_dump(mode="json")
         )
         self._crew.ready()
         if self._request.faults:
@@ -156,10 +153,10 @@ class Supervisor:
                     self._act_on_signal(acted)
                 if (lost := self._lost()) is not None:
                     self._error = lost  # and not a word more into a folder that is another driver's
-                    if self._group is not None:
-                        self._group.abort()
-                if self._cancelled and self._group is not None:
-                    self._group.cancel()  # once more: what had not begun when it was asked for has by now
+                    if self._members.group is not None:
+                        self._members.group.abort()
+                if self._cancelled and self._members.group is not None:
+                    self._members.group.cancel()  # once more: what had not begun when it was asked for has by now
                 if self._head is not None and self._without_head(self._head):
                     break
                 self._show()
@@ -189,7 +186,7 @@ class Supervisor:
             self._headless = silent > limit / 2
             text = "it answers again" if not self._headless else "one checkpoint, and the run ends unless it comes back"
             self._view.note(f"Ray's head at {head.address} is silent: {text}")
-            self._monitor.command.remote("stop" if self._headless or self._signals else None)
+            self._end_attempt(self._headless)
         return False
 
     def _head_is_gone(self, head: HeadWatch) -> Ending:
@@ -212,7 +209,7 @@ class Supervisor:
         """
         self._cancelled = True
         self.stop(number)
-        if (group := self._group) is not None:
+        if (group := self._members.group) is not None:
             group.cancel()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -224,8 +221,12 @@ class Supervisor:
         if count == 1:
             self._view.note("stopping: one checkpoint, then a clean end (again to end at once)")
             self._monitor.command.remote("stop")
-        elif self._group is not None:
-            self._group.abort()
+        elif self._members.group is not None:
+            self._members.group.abort()
+
+    def _end_attempt(self, asked: bool) -> None:
+        """Asks the ranks for a checkpoint and the end of their attempt, or no longer, unless the user's signals do."""
+        self._monitor.command.remote("stop" if asked or self._signals else None)
 
     def _show(self, last: bool = False) -> None:
         if self._injector is not None:
@@ -281,7 +282,7 @@ class Supervisor:
 
         deadline = time.monotonic() + _MONITOR_TIMEOUT_S
         while True:
-            begun = self._monitor.begin_attempt.remote(number, self._team, _newest(self._request.run))
+            begun = self._monitor.begin_attempt.remote(number, self._members.team, _newest(self._request.run))
             try:
                 ray.get(begun, timeout=_MONITOR_TIMEOUT_S)
                 return
@@ -313,12 +314,14 @@ class Supervisor:
                 number += 1
                 begin_attempt(run, number)  # from now on no earlier one commits, wherever it may still be
                 self._announce(number)
-                places = group.places(self._team, self._look)
+                places = group.places(self._members.team, self._members.look)
                 copies = self._vaults.job(places) if self._vaults and places else None
                 if self._agents is not None:
                     self._agents.watch(places.values())
                 resumed = max(_newest(run), copies["step"] or 0 if copies else 0)
-                result = group.attempt(self._job(number, incident, copies), self._team, self._monitor, self._look)
+                result = group.attempt(
+                    self._job(number, incident, copies), self._members.team, self._monitor, self._members.look
+                )
                 if result.failure is None:
                     value = result.value
                     if value["status"] != "interrupted" or self._signals:
@@ -326,11 +329,11 @@ class Supervisor:
                         return Ending(value["status"], value["step"], signal=interrupted)
                     if self._headless and self._head is not None:
                         return self._head_is_gone(self._head)
-                    group.retire(self._leaving)
+                    self._members.leave()
                     incident = None
                     continue
                 over, last_step = time.time(), self._last_step()
-                self._avoid |= dict.fromkeys(group.gone, time.monotonic())
+                self._members.lost(group.gone)
                 # A snapshot that this attempt went on from is progress too, though no checkpoint.
                 history = history.at(max(_newest(run), resumed))
                 ending = self._after(result.failure, number, history)
@@ -339,106 +342,24 @@ class Supervisor:
                 history = history.then(result.failure)
                 incident = {"seen": result.seen, "silent_s": result.silent_s, "over": over, "last_step": last_step}
         finally:
-            if self._group is not None:
-                self._crew.leave(self._group, self._keeps)
+            self._members.close(self._keeps)
             if self._vaults is not None:
                 self._vaults.close()
             if self._agents is not None:
                 self._agents.close()
 
-    # --- with whom
-
     def _gather(self) -> Group | Ending:
-        """The group of the next attempt, and in `_team` how many ranks it is to have; an Ending if there are too few."""
-        cluster, begun = self._spec.cluster, time.monotonic()
-        growing = self._asked_to_grow()
-        if self._group is None:
-            self._group = self._crew.take(self._kind())
-        while True:
-            room = self._room()
-            if self._group is None or growing:
-                workers = min(max(room, cluster.least), cluster.most)
-                chosen: Team | Wait | Stop = Team(workers, True, f"there is room for {workers} workers")
-            else:
-                waited = time.monotonic() - begun
-                living = self._group.living
-                chosen = resize(cluster.least, cluster.most, living, room, waited, self._spec.recovery)
-            match chosen:
-                case Wait():
-                    if self._stop.wait(_LOOK_S):
-                        return Ending("interrupted", _newest(self._request.run), signal=self._signals[0])
-                case Stop(cause, because):
-                    self._say("decision", action="stop", because=because, after_s=0.0)
-                    return Ending("stopped", _newest(self._request.run), cause=f"{cause} ({because})")
-                case Team(_, True, _) if not self._crew.may_start():
-                    because = "there is no room for its workers beside those of others"
-                    self._say("decision", action="yield", because=because)
-                    return Ending("interrupted", _newest(self._request.run), cause=because)
-                case Team(workers, anew, because):
-                    if workers != self._team and self._team:
-                        self._say("decision", action="resize", workers=workers, because=because)
-                    self._team = workers
-                    if anew:
-                        self._group = self._replaced(workers + min(cluster.spares, max(room - workers, 0)))
-                    assert self._group is not None
-                    return self._group
-
-    def _replaced(self, size: int) -> Group:
-        """A new group of so many agents, in place of the present one."""
-        spec, old = self._spec, self._group
-        if old is not None:
-            old.end()
-        return self._crew.start(
-            size,
-            self._kind(),
-            run_name=self._request.run.name,
-            avoid=self._avoid.keys() | self._excluded,
-            start_timeout_s=_START_S if old is None else spec.recovery.wait_for_nodes,
-        )
-
-    def _kind(self) -> WorkerKind:
-        return worker_kind(self._spec, self._request.gpus)
-
-    def _room(self, without: str | None = None) -> int:
-        """Workers that the cluster can hold, ours with them. A lost node counts again once it answers; `without` does not count."""
-        old = [node for node, at in self._avoid.items() if time.monotonic() - at > _FORGIVE_S]
-        back = nodes.answering(old)
-        for node in old:
-            self._avoid[node] = time.monotonic()
-            if node in back:
-                del self._avoid[node]
-        each = {"CPU": self._spec.cluster.cpus_per_worker, "GPU": self._request.gpus}
-        avoid = {*self._avoid, *self._excluded, *([without] if without else [])}
-        return nodes.room(nodes.look(), each, self._group.held if self._group is not None else {}, avoid)
-
-    def _look(self) -> None:
-        """While an attempt runs: asks it to end, after a checkpoint, if a node is taken away or there is room for more workers."""
-        if self._session.private or time.monotonic() - self._looked < _LOOK_S or self._leaving or self._grow:
-            return
-        self._looked = time.monotonic()
-        assert self._group is not None
-        self._leaving = nodes.drained() & self._group.on.keys()
-        if self._leaving:
-            names = ", ".join(sorted(node[:8] for node in self._leaving))
-            self._yield("leave", f"node {names} is being taken away")
-        elif self._team < self._spec.cluster.most:
-            room = min(self._room(), self._spec.cluster.most)
-            self._growing = self._growing + 1 if room > self._team else 0
-            if self._growing >= _GROWING_LOOKS:
-                self._grow = True
-                self._yield("grow", f"there is room for {room} workers")
-
-    def _yield(self, action: str, because: str) -> None:
-        self._say("decision", action=action, because=f"{because}: one checkpoint, and on from there")
-        self._monitor.command.remote("stop")
-
-    def _asked_to_grow(self) -> bool:
-        """Whether the attempt before ended to grow. The next one is asked for nothing yet, but what the user's signals ask for."""
-        grow = self._grow
-        if self._leaving or grow:
-            self._leaving, self._grow, self._growing = set(), False, 0
-            self._monitor.command.remote("stop" if self._signals else None)
-        return grow
+        """The group of the next attempt; an Ending if there is none."""
+        found = self._members.gather()
+        if found is None:
+            return Ending("interrupted", _newest(self._request.run), signal=self._signals[0])
+        if isinstance(found, Stop):
+            self._say("decision", action="stop", because=found.because, after_s=0.0)
+            return Ending("stopped", _newest(self._request.run), cause=f"{found.cause} ({found.because})")
+        if isinstance(found, NoRoom):
+            self._say("decision", action="yield", because=found.because)
+            return Ending("interrupted", _newest(self._request.run), cause=found.because)
+        return found
 
     def _last_step(self) -> int:
         snapshot = self._ask(self._monitor.snapshot, self._seen)
@@ -450,7 +371,7 @@ class Supervisor:
         request = self._request
         return {
             "spec": self._spec.model_dump(mode="json"),
-            "run": request.run.uri,
+            "run": request.run.full_uri,
             "dataset": request.dataset,
             "attempt": number,
             "until": request.until,
@@ -479,17 +400,15 @@ class Supervisor:
             echoes=failure.echoes,
         )
         spec = self._spec
-        split = Split(spec.train.global_batch, spec.train.micro_batch, self._team)
+        split = Split(spec.train.global_batch, spec.train.micro_batch, self._members.team)
         known = not self._session.private and failure.node is not None
-        elsewhere = known and self._room(without=failure.node) >= spec.cluster.least
+        elsewhere = known and self._members.room(without=failure.node) >= spec.cluster.least
         match decide(failure, history, spec.recovery, split, elsewhere=elsewhere):
             case Restart(after_s, because, micro_batch, exclude):
                 told = {"after_s": after_s, "micro_batch": micro_batch, "exclude": exclude}
                 self._say("decision", action="restart", because=because, **told)
                 if exclude is not None:
-                    self._excluded.add(exclude)
-                    assert self._group is not None
-                    self._group.retire([exclude])
+                    self._members.exclude(exclude)
                 if micro_batch is not None:
                     train = spec.train.model_copy(update={"micro_batch": micro_batch})
                     self._spec = spec.model_copy(update={"train": train})

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raydist.cluster.recovery import Failure, root_cause
+from raydist.cluster.cause import Failure, root_cause
 from raydist.cluster.session import Session
 
 _attempts = itertools.count(1)

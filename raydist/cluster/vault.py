@@ -72,6 +72,9 @@ class Vault:
         self._ranks: frozenset[int] = frozenset()
         self._world_size = 0
         self._closed = False
+        self._read: dict[tuple[int, int], set[str]] = {}
+        """(step, attempt) -> shards of its ranks that have been read to their end; of the newest two."""
+        self._reading = threading.Lock()
         self._wanted: queue.Queue[tuple[Any, int, str, int | None] | None] = queue.Queue()
         (self._folder / BELL).unlink(missing_ok=True)
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -84,9 +87,12 @@ class Vault:
         another = buddy is not None and (self._buddy is None or buddy._actor_id != self._buddy._actor_id)
         self._me, self._buddy = me, buddy
         self._ranks, self._world_size = frozenset(ranks), world_size
+        if buddy is None:
+            (self._folder / vaultdir.SENT).unlink(missing_ok=True)
         if (
             another
         ):  # or this Vault stands in for one that was killed: what its bell said in between was heard by nobody
+            vaultdir.tell_sent(self._folder, 0, 0)
             for path in sorted(self._folder.glob(f"{CHECKPOINTS}/step-*/*")):
                 self._offer(_step(path), path.name, None)
 
@@ -106,7 +112,10 @@ class Vault:
         """At most PIECE_BYTES of a file, from byte `start`. Raises FileNotFoundError."""
         with self._path(step, name).open("rb", buffering=0) as file:
             file.seek(start)
-            return file.read(PIECE_BYTES)
+            piece = file.read(PIECE_BYTES)
+        if not piece:
+            self._sent(step, name)
+        return piece
 
     def copy(self, source: Any, step: int, name: str, kept: int | None) -> None:
         """Keeps a copy of a file that `source`, another Vault, has; soon. `kept`: the newest step known to be whole there."""
@@ -162,6 +171,19 @@ class Vault:
     def _offer(self, step: int, name: str, kept: int | None) -> None:
         if self._buddy is not None:
             self._buddy.copy.remote(self._me, step, name, kept)
+
+    def _sent(self, step: int, name: str) -> None:
+        """Somebody has all of a file: the buddy, but after a restart, when nobody asks."""
+        shard = Shard.parse(name)
+        if shard is None or shard.rank not in self._ranks:
+            return
+        with self._reading:
+            names = self._read.setdefault((step, shard.attempt), set())
+            names.add(name)
+            if len(names) == len(self._ranks):
+                vaultdir.tell_sent(self._folder, step, shard.attempt)
+            for old in list(self._read)[:-2]:
+                del self._read[old]
 
     def _prune(self, kept: int) -> None:
         """What was fetched for a restart, or is of ranks that left, goes once there is a newer snapshot."""

@@ -15,6 +15,7 @@ import xxhash
 from raydist.data import sources, tokenizers
 from raydist.data.sources import Block, SourceFile
 from raydist.errors import DataError
+from raydist.redact import redact
 
 SHARD_TOKENS = 1 << 25
 """The most tokens in a shard."""
@@ -25,7 +26,9 @@ _BLOCK_BYTES, _BLOCKS = 32 << 20, 2048
 
 @dataclass(frozen=True)
 class Plan:
-    """All that was asked, found and cut. `request` is a key of what was asked and of the files found."""
+    """All that was asked, found and cut. `request` is a key of what was asked and of the files found; neither it nor `names` has
+    the secrets of a URI: they may change, and an index is for all to read.
+    """
 
     names: tuple[str, ...]
     blocks: tuple[Block, ...]
@@ -64,13 +67,14 @@ def plan_of(
     size = block_bytes or max(_BLOCK_BYTES, sum(f.size for f in files) // _BLOCKS)
     blocks = sources.plan(files, column, size)
     blocks += [Block(len(blocks) + i, (), n) for i, n in enumerate(own)]
+    told = tuple(map(redact, names))
     asked = [
-        [tokenizer, known, column, eval_fraction, size, shard_tokens, list(names)],
+        [tokenizer, known, column, eval_fraction, size, shard_tokens, list(told)],
         [(f.name, f.size, f.kind) for f in files],
         [sources.code_of(n) for n in own],
     ]
     return Plan(
-        tuple(names),
+        told,
         tuple(blocks),
         tokenizer,
         column,

@@ -156,7 +156,7 @@ def _make_all(
     map_files: MapFiles | None,
 ) -> tuple[list[Made], tokenizers.Tokenizer]:
     tokenizer = _tokenizer(storage, plan, threshold)
-    job = Job(storage.uri, plan.tokenizer, tokenizer.to_bytes(), plan.column, threshold, plan.shard_tokens)
+    job = Job(storage.full_uri, plan.tokenizer, tokenizer.to_bytes(), plan.column, threshold, plan.shard_tokens)
     done = _journal(storage, job, plan.blocks)
     left = [b for b in plan.blocks if b.number not in done]
     # A user's own source is read here: its module need not be on other nodes, and it cannot be divided.
@@ -300,7 +300,7 @@ def _forget(storage: Storage, fresh: bool) -> None:
 
 
 def open_or_prepare(wanted: Any, storage_uri: str, progress: Callable[[Progress], None] | None = None) -> str:
-    """The dataset of a job's `data`: its path or URI.
+    """The dataset of a job's `data`: its path or URI, secrets included.
 
     `wanted` has source, path, tokenizer, column and eval_fraction, as the spec's DataSpec. A `path` must hold
     a dataset; a `source` is prepared in this process, once for a storage: into STORAGE/.data/KEY, where KEY
@@ -309,7 +309,7 @@ def open_or_prepare(wanted: Any, storage_uri: str, progress: Callable[[Progress]
     """
     if wanted.path is not None:
         indexes.read(Storage(wanted.path))
-        return Storage(wanted.path).uri
+        return Storage(wanted.path).full_uri
     if wanted.source is None:
         raise DataError(
             "data: neither source nor path is given", "data.source: python-stdlib is there on every machine"
@@ -319,10 +319,10 @@ def open_or_prepare(wanted: Any, storage_uri: str, progress: Callable[[Progress]
     out = Storage(storage_uri).at(f".data/{key}")
     prepare(
         names,
-        out.uri,
+        out.full_uri,
         wanted.tokenizer,
         eval_fraction=wanted.eval_fraction,
         column=wanted.column,
         progress=progress,
     )
-    return out.uri
+    return out.full_uri

@@ -35,6 +35,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from raydist.errors import DataError, UserError
+from raydist.redact import redact
 from raydist.storage import Storage
 
 Kind = Literal["text", "jsonl", "parquet"]
@@ -223,7 +224,7 @@ def _file(root: str, info: pafs.FileInfo, name: str) -> SourceFile:
         kind = "jsonl"
     elif stem.endswith((".parquet", ".pq")):
         kind = "parquet"
-    return SourceFile(root, info.path, name, kind, int(info.size), info.mtime_ns)
+    return SourceFile(root, info.path, redact(name), kind, int(info.size), info.mtime_ns)
 
 
 def plan(files: Sequence[SourceFile], column: str, block_bytes: int) -> list[Block]:

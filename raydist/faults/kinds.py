@@ -166,16 +166,21 @@ class LossSpike(InForward):
 
 
 class FlipBit(OfRank):
-    """One bit of a parameter changes on this rank alone, before the step's update."""
+    """One bit of a parameter changes on this rank alone."""
 
     fault: Literal["flip_bit"] = "flip_bit"
+    phase: Literal["backward", "update"] = Field(
+        "update",
+        description="backward: before replicas are compared in the step; update: after that, where no copy of the state is being "
+        "made, and before the optimizer has its turn.",
+    )
     parameter: str | None = Field(None, description="Its name in the model; null: the first.")
     bit: int = Field(20, ge=0, le=7 + 3 * 8, description="Of the first four bytes that this rank has of it.")
 
     @property
     def at(self) -> Phase:
-        """Where no copy of the state is being made."""
-        return "update"
+        """As asked."""
+        return self.phase
 
 
 class SlowRank(InForward):

@@ -26,6 +26,7 @@ from raydist.errors import StorageError
 from raydist.observe.live import LiveView
 from raydist.observe.outlets import Outlets
 from raydist.records import EXPORTED_ONLY, Event, Status
+from raydist.redact import redact
 from raydist.rundir import RunDir
 from raydist.runlog import RunLog
 from raydist.runstate import last_word, this_process, write_state
@@ -85,7 +86,7 @@ class RunMonitor:
         self._storing = threading.Lock()
         """One writer of state.json at a time, so that an old word never follows a newer one."""
         self._store_state()
-        self._outlets = Outlets(self._run, exporters, spec or {}, self._note)
+        self._outlets = Outlets(self._run, exporters, redact(dict(spec or {})), self._note)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._write, name="raydist-monitor", daemon=True)
         self._thread.start()
@@ -205,6 +206,8 @@ class RunMonitor:
     # --- inside
 
     def _take(self, event: Event) -> None:
+        if event.kind not in EXPORTED_ONLY:  # those are numbers, and many
+            event = Event(event.kind, event.at, redact(event.data))
         if event.kind == "resumed":
             self._resume_at(None, int(event.data["step"]))
         if event.kind == "capacity":
@@ -283,7 +286,7 @@ class RunMonitor:
 
     def _refused(self, error: Exception) -> None:
         with self._lock:
-            self._storage_error = f"{type(error).__name__}: {error}"
+            self._storage_error = redact(f"{type(error).__name__}: {error}")
             self._refused_since = self._refused_since or time.monotonic()
 
     def _accepted(self) -> None:

@@ -56,7 +56,7 @@ def runs(storage: str | None = None) -> list[dict[str, Any]]:
     home = Storage(storage or default_storage())
     found = []
     for name in home.folders():
-        run = RunDir(home.at(name).uri)
+        run = RunDir(home.at(name))
         if name.startswith(".") or home.size(f"{name}/{SPEC}") is None:
             continue
         state = read_state(run)

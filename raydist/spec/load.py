@@ -19,6 +19,7 @@ import yaml
 
 from raydist import registry
 from raydist.errors import ExtensionNotFound, SpecError
+from raydist.redact import redact
 from raydist.spec.deepspeed import Converted, convert
 from raydist.spec.models import JobSpec, flatten
 from raydist.spec.validate import validate, where
@@ -241,6 +242,11 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def dump(spec: JobSpec) -> str:
     """The resolved spec as YAML that `load` reads back to an equal one."""
     return yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def stored(spec: JobSpec) -> str:
+    """`dump` for a file that others may read: without the secrets of its URIs, which the user's command gives again."""
+    return redact(dump(spec))
 
 
 def spec_hash(spec: JobSpec) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 from raydist.errors import RaydistError
 from raydist.records import Event
+from raydist.redact import redact
 from raydist.worker.probe import Probe
 from raydist.worker.stacks import answer
 from raydist.worker.startup import Startup
@@ -111,9 +112,9 @@ def facts(error: BaseException, rank: int) -> dict[str, Any]:
         "type_name": type(error).__name__,
         "message": "; ".join(filter(None, (error.message, error.hint)))
         if isinstance(error, RaydistError)
-        else str(error).strip(),
+        else redact(str(error).strip()),
         # What raydist raises says where and how to mend it; anything else needs the lines that led to it.
-        "traceback": "" if ours else "".join(traceback.format_exception(error)),
+        "traceback": "" if ours else redact("".join(traceback.format_exception(error))),
         "at": time.time(),
         "bases": [c.__name__ for c in type(error).__mro__],
     }

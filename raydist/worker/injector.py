@@ -56,7 +56,7 @@ class Injector:
             for name, fault in zip(faults.names(every), every, strict=True)
             if fault.rank in (None, rank.rank) or isinstance(fault, faults.SkipCollective)
         ]
-        self._run, self._rank, self._attempt = RunDir(run.uri), rank, attempt
+        self._run, self._rank, self._attempt = RunDir(run.storage), rank, attempt
         self._passed: set[str] = set()
         self._model: nn.Module | None = None
         self._tampering: Fault | None = None
@@ -65,7 +65,7 @@ class Injector:
         self._slept = 0
         self._ill = Illness()
         if any(isinstance(fault, faults.StorageFault) for _, fault in self._due):
-            run.storage = ill_storage(run.uri, self._ill)
+            run.storage = ill_storage(run.full_uri, self._ill)
 
     def watch(self, probe: Probe) -> Probe:
         """The probe that the loop is to have instead: where it goes by, faults happen."""
@@ -200,7 +200,7 @@ class Injector:
         name = parameter or next(iter(named))
         if name not in named:
             raise InjectedError(f"flip_bit: parameter: {name!r} is not in the model; {_near(name, named)}")
-        local = named[name].detach()
+        local = named[name].data  # which autograd does not see change, as it sees no cell of a memory do so
         local = local.to_local() if hasattr(local, "to_local") else local
         with torch.no_grad():
             local.view(-1)[:1].view(torch.uint8)[bit // 8] ^= 1 << bit % 8

@@ -22,6 +22,7 @@ from raydist import registry
 from raydist.data.batches import Batches, Cursor, Loader, Stall, StepBatch
 from raydist.data.dataset import TokenDataset
 from raydist.records import Event, StepRecord
+from raydist.redact import redact
 from raydist.rundir import RunDir, resume_attempt, step_folder
 from raydist.spec import JobSpec, spec_hash
 from raydist.worker import build, compute, memory, offload, optim, precision, setup
@@ -92,7 +93,7 @@ class Outcome:
 
 
 def _to_stderr(event: Event) -> None:
-    print(f"raydist: {event.kind}: {event.data}", file=sys.stderr, flush=True)
+    print(f"raydist: {event.kind}: {redact(event.data)}", file=sys.stderr, flush=True)
 
 
 def train(
@@ -474,7 +475,7 @@ class _Run:
             "eval_loss": self.eval_loss,
             "best_eval": self.best_eval,
             "precision": self.precision.state(),
-            "dataset": self.job.dataset,
+            "dataset": redact(self.job.dataset),
             "noise": self.noise.state() if self.noise else {},
             **self.guard.state(self.step),
         }

@@ -24,7 +24,7 @@ from raydist.records import Event
 from raydist.rundir import SPEC, RunDir, begin_attempt, check_name, default_storage
 from raydist.runlog import RunLog, last_attempt
 from raydist.runstate import this_process, write_state
-from raydist.spec import JobSpec, dump, load
+from raydist.spec import JobSpec, load, stored
 from raydist.storage import Storage
 from raydist.worker.checkpoint.replicas import newest_attempt
 
@@ -117,14 +117,14 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
     from raydist.worker import setup
     from raydist.worker.loop import Door, Job, train
 
-    run = RunDir(Storage(options.storage).at(check_name(options.name or spec.name)).uri)
+    run = RunDir(Storage(options.storage).at(check_name(options.name or spec.name)))
     lease = None
     if first:
         # Before the group starts: the others wait in the rendezvous, and find the dataset and the attempt there.
         dataset = data.open_or_prepare(spec.data, options.storage)
         lease = DriverLease(run)  # that it was lost is told by the fence, at the next commit
         attempt = max(last_attempt(run), newest_attempt(run, spec.checkpoint.replicas)) + 1
-        run.storage.write(SPEC, dump(spec).encode())
+        run.storage.write(SPEC, stored(spec).encode())
         begin_attempt(run, attempt)
     gpus = None if spec.cluster.gpus_per_worker == "auto" else float(spec.cluster.gpus_per_worker)
     rank = setup.start(gpus=gpus, threads=max(1, int(spec.cluster.cpus_per_worker)), timeout_s=spec.recovery.timeout_s)

@@ -68,7 +68,7 @@ def test_a_name_alone_is_a_file_here(run: RunDir, tmp_path: Path, monkeypatch: p
 def test_on_an_object_store(run: RunDir, s3: ObjectStore) -> None:
     """The page goes to the run there, or from any run to any URI."""
     there = story.story(RunDir(s3.uri("reported")))
-    assert call(there.uri) == f"{there.storage.at('report.html').uri}\n"
+    assert call(there.full_uri) == f"{there.storage.at('report.html').uri}\n"
     page = there.storage.read("report.html")
     assert page.startswith(b"<!doctype html>")
     assert b"secret" not in page

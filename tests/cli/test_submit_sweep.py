@@ -41,7 +41,7 @@ def test_a_sweep(sent: list[list[str]]) -> None:
 
 
 def test_what_a_sweep_has_not(sent: list[list[str]]) -> None:
-    """Options of one run alone, and a base that is no job, are refused before anything is sent."""
+    """Options of one run alone, and a base that is no job, are refused before anything is sent; so are secrets."""
     with pytest.raises(UsageError, match="--until, --fresh: not for a sweep"):
         submitted("grid.yaml", until=3, fresh=True, working_dir=Path())
     with pytest.raises(SpecError, match=r"model\.widht"):
@@ -55,6 +55,9 @@ def test_what_a_sweep_has_not(sent: list[list[str]]) -> None:
     )  # fmt: skip
     with pytest.raises(SpecError, match=r"model\.heads: 3 does not divide"):
         submitted("search.yaml", working_dir=Path())
+    with pytest.raises(UsageError, match=r"s3://b/x: was given with secrets") as caught:
+        submitted("job.yaml", storage="s3://K:S3CRET@b/x", working_dir=Path())
+    assert "S3CRET" not in str(caught.value)
     assert sent == []
 
 

@@ -90,14 +90,17 @@ def shards(folder: Path, step: int) -> set[str]:
 
 def test_each_keeps_the_others_two_newest(two: list[tuple[Any, Path]]) -> None:
     """Shards go to the buddy as soon as they are whole, the manifest once there is one; what is older goes. Also those of
-    more than a piece."""
+    more than a piece. Each says what the other has."""
     folders = [folder for _, folder in two]
     for step in (1, 2, 3):
         size = 2 * PIECE_BYTES if step == 3 else 1000
         names = [write(folders[r // 2], step, r, step - 1 or None, size) for r in range(4)]
         until(lambda names=names, step=step: shards(folders[0], step) == set(names[2:]))  # type: ignore[misc]
+        assert (told := vaultdir.sent(folders[0])) is not None
+        assert told[1] > 0
         commit(folders, step, names)
         until(lambda names=names, step=step: shards(folders[1], step) == {*names[:2], "MANIFEST-0001.json"})  # type: ignore[misc]
+        until(lambda step=step: vaultdir.sent(folders[0])[0] == vaultdir.sent(folders[1])[0] == (step, 1))  # type: ignore[misc, index]
     until(lambda: not shards(folders[1], 1) and not shards(folders[1], 2))
     for rank, folder in ((0, folders[1]), (3, folders[0])):
         (copied,) = (folder / "buddy" / step_folder(3)).glob(f"shard-{rank:05d}-*")

@@ -82,6 +82,34 @@ def test_without_a_majority_the_run_goes_back(ranks: Any, dataset: str, tmp_path
     assert weights(tmp_path / "back") == weights(tmp_path / "calm")
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_with_rows_of_its_own_a_rank_is_mended_too(ranks: Any, dataset: str, tmp_path: Path, strategy: str) -> None:
+    """The first row is rank 0's to update. Before a look it is found wherever it changed, and the bits are those of a calm run,
+    optimizer state too. After it a change on another rank is undone by the next sending; on rank 0 it spreads, and nobody knows."""
+
+    def told(name: str, world: int, *faults: FlipBit) -> Any:
+        spec = checked(dataset, 1)
+        spec = spec.model_copy(update={"parallel": spec.parallel.model_copy(update={"strategy": strategy})})
+        results = run(ranks, trained, world, spec, str(tmp_path / name), 1, None, flips(*faults))
+        steps, events, _ = results[0]
+        drifts = [(e["step"], e["action"], e["ranks"], e["majority"]) for e in of(events, "replica_drift")]
+        return exact(steps), drifts, [type(error) for *_, error in results]
+
+    fine = [type(None)] * 3
+    calm, drifts, errors = told("calm", 3)
+    assert (len(calm), drifts, errors) == (8, [], fine)
+    own, others = (FlipBit(rank=rank, step=5, phase="backward") for rank in (0, 2))
+    assert told("own", 3, own) == (calm, [(5, "repair", [0], [1, 2])], fine)
+    assert told("others", 3, others) == (calm, [(5, "repair", [2], [0, 1])], fine)
+    assert told("undone", 3, FlipBit(rank=2, step=5)) == (calm, [], fine)
+    for name in ("own", "others", "undone"):
+        assert weights(tmp_path / name) == weights(tmp_path / "calm")
+    spread, drifts, errors = told("spread", 3, FlipBit(rank=0, step=5))
+    assert (spread[:5], drifts, errors) == (calm[:5], [], fine)
+    assert spread[5:] != calm[5:]
+    assert told("pair", 2, own)[1:] == ([(5, "rollback", [0, 1], [])], [Rollback] * 2)
+
+
 def test_the_third_drift_stops_the_run(ranks: Any, dataset: str, tmp_path: Path) -> None:
     """One in each of three attempts: the run's folder counts, and the third names the ranks, their host and device."""
     faults = flips(*(FlipBit(rank=1, step=step) for step in (1, 2, 4)))

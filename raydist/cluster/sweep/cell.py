@@ -21,7 +21,7 @@ from raydist.records import Event
 from raydist.report.sweep.figures import measure
 from raydist.rundir import SPEC
 from raydist.runstate import read_state
-from raydist.spec import JobSpec, dump
+from raydist.spec import JobSpec, stored
 from raydist.sweepdir import SweepLog
 
 _SIGNAL = 15
@@ -257,7 +257,7 @@ class CellRun:
         """Notes that it has workers, with what it begins."""
         run = self.plan.request.run
         self._request = self._fits.fitted(self.plan.request, self._micro_batch)
-        run.storage.write(SPEC, dump(self._request.spec).encode())
+        run.storage.write(SPEC, stored(self._request.spec).encode())
         begun = run.committed()
         told: dict[str, Any] = {"tokens": self.plan.tokens(begun[-1]) if begun else 0}
         if self._request != self.plan.request:

@@ -65,7 +65,7 @@ class Plans:
         for cell in cells:
             checked.setdefault(_looked_at(cell.job), cell.job)
         for job in checked.values():
-            preflight.check(self._fitted(job), session, folder.uri, datasets.of(job).uri)
+            preflight.check(self._fitted(job), session, folder.full_uri, datasets.of(job).storage.full_uri)
         self.tokens = max(self._tokens(cell.job) for cell in cells)
 
     def add(self, cell: Cell) -> None:
@@ -81,7 +81,7 @@ class Plans:
                 raw = merge(raw, nest(field, value))
             job = parse(raw, source=cell)
         exporters = resolve(of_sweep([e.model_dump() for e in job.observe.exporters], self._folder), run)
-        dataset, gpus = self._datasets.of(job).uri, self._gpus(job)
+        dataset, gpus = self._datasets.of(job).storage.full_uri, self._gpus(job)
         request = Request(job, run, dataset, gpus, allow_spec_change=bool(changes), exporters=exporters)
         return Plan(cell, request, self._datasets.steps(job))
 

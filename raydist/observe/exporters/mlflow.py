@@ -16,6 +16,7 @@ from typing import Any
 
 from raydist.errors import UserError
 from raydist.observe.exporters import BaseExporter, Facts, only
+from raydist.redact import redact
 from raydist.rundir import RunDir
 from raydist.spec.models import flatten
 
@@ -44,7 +45,7 @@ class Exporter(BaseExporter):
         self._status = "KILLED"
         self._client = MlflowClient(tracking_uri=facts.options["uri"])
         self._run_id = self._resumed() or self._begun()
-        facts.note(f"mlflow: run {self._run_id} at {facts.options['uri']}")
+        facts.note(f"mlflow: run {self._run_id} at {redact(facts.options['uri'])}")
 
     @staticmethod
     def resolve(options: Mapping[str, Any], run: RunDir) -> dict[str, Any]:
@@ -129,7 +130,7 @@ class Exporter(BaseExporter):
         ]
         for at in range(0, len(params), _PARAMS):
             self._client.log_batch(run_id, params=params[at : at + _PARAMS])
-        run.storage.write(FILE, json.dumps({"uri": options["uri"], "run_id": run_id}).encode())
+        run.storage.write(FILE, json.dumps({"uri": redact(options["uri"]), "run_id": run_id}).encode())
         return run_id
 
 
@@ -141,7 +142,7 @@ def living(client: Any, run: RunDir, uri: str) -> str | None:
         known = json.loads(run.storage.read(FILE))
     except FileNotFoundError:
         return None
-    if known["uri"] != uri:
+    if known["uri"] != redact(uri):
         return None
     try:
         found = client.get_run(known["run_id"])

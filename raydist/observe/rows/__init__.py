@@ -98,7 +98,7 @@ class Place:
 def choose(exporters: Iterable[Mapping[str, Any]], folder: SweepDir) -> list[Place]:
     """Where the rows of that sweep go, by the `observe.exporters` of its base. Raises UserError where one cannot work here."""
     chosen = [each for each in exporters if each["name"] in PLACES]
-    resolved = resolve(of_sweep(chosen, folder), RunDir(folder.uri))
+    resolved = resolve(of_sweep(chosen, folder), RunDir(folder.storage))
     return [Place(each["name"], Facts(folder, each["options"])) for each in resolved]
 
 

@@ -5,17 +5,16 @@ Runs anywhere. Pure: `raydist.report.figures` reads the run.
 
 from __future__ import annotations
 
-import re
 from datetime import UTC, datetime
 from typing import Any
 
+from raydist.redact import redact
 from raydist.report import text
 from raydist.report.figures import Report
 from raydist.report.html import axes, bars, curves, ranks
 from raydist.report.html.page import cards, folded, lines, missing, page, section, table
 from raydist.report.html.svg import Markup, tag
 
-_KEYS = re.compile(rb"://[^/\s\"'<>@]+@")
 _STATUS = {
     "running": "good",
     "finished": "good",
@@ -65,7 +64,7 @@ def render(report: Report) -> bytes:
             f"Made {made} by raydist {told['versions']['report']} from the run's folder. This file needs no network.",
         ),
     )
-    return _KEYS.sub(b"://", made_of)
+    return redact(made_of.decode()).encode()
 
 
 def _date(at: float) -> str:

@@ -49,14 +49,14 @@ def kind(job: JobSpec) -> str:
 def paces(storage: Storage, sweep: Sweep, cells: Iterable[Cell]) -> list[Pace]:
     """What is known of the sweep's speed: of its own cells, the newest last, then of its base's run. Raises StorageError."""
     found = []
-    folder = SweepDir(storage.at(sweep.name).uri)
+    folder = SweepDir(storage.at(sweep.name))
     if folder.exists():
         states = fold(folder.events())
         for cell in unchosen.chosen(sweep, folder) if sweep.spec.search.chooses else cells:
             speed = states[cell.id].figures.get("tokens_per_second") if cell.id in states else None
             if speed and cell.spec is not None:
                 found.append(Pace(kind(cell.spec), float(speed), f"cell {cell.id}"))
-    run = RunDir(storage.at(sweep.base.name).uri)
+    run = RunDir(storage.at(sweep.base.name))
     if not found and run.exists():
         try:
             ran, speed = parse(yaml.safe_load(run.storage.read(SPEC))), measure(run)["tokens_per_second"]

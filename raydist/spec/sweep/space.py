@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from raydist.redact import redact
 from raydist.spec.sweep import names
 from raydist.spec.sweep.models import ArraySpec, SweepSpec
 
@@ -100,6 +101,9 @@ def axes(spec: SweepSpec) -> tuple[list[Axis], list[str]]:
         axis = _axis(spec.array, name, dotted, given)
         if isinstance(axis, str):
             problems.append(f"{place}: {axis}")
+        elif redact(axis.values) != axis.values:
+            # Its values name the cells, and are on storage for whoever looks.
+            problems.append(f"{place}: {redact(given)!r} was given with secrets; leave them to the nodes' environment")
         else:
             found.append(axis)
     lengths = {axis.name: len(axis.values) for axis in found if not axis.fixed}

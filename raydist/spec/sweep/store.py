@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from raydist.errors import SpecError, StorageError
-from raydist.spec.load import dump, parse
+from raydist.redact import redact
+from raydist.spec.load import parse, stored
 from raydist.spec.models import JobSpec
 from raydist.spec.sweep.cells import Cell, Sweep
 from raydist.spec.sweep.models import SweepSpec
@@ -40,8 +41,8 @@ def store(folder: SweepDir, sweep: Sweep, cells: Sequence[Cell]) -> None:
                 "go on with it as it was, or give it another name to start anew",
             )
     told = sweep.spec.model_dump(mode="json", exclude_defaults=True) | {"name": sweep.name, "base": BASE}
-    text = yaml.safe_dump(told, sort_keys=False, allow_unicode=True)
-    folder.write(text, dump(sweep.base), map(note, cells))
+    text = redact(yaml.safe_dump(told, sort_keys=False, allow_unicode=True))
+    folder.write(text, stored(sweep.base), map(note, cells))
 
 
 def read_stored(folder: SweepDir) -> tuple[SweepSpec, JobSpec]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from raydist.data.dataset import TokenDataset
 from raydist.data.tokenizers import END, Bytes
 from raydist.errors import CheckpointNotFound, DataError, UsageError, UserError
+from raydist.redact import beside
 from raydist.rundir import SPEC, RunDir
 from raydist.spec import ModelSpec, parse
 from raydist.worker.checkpoint import restore
@@ -73,7 +74,7 @@ def export(run: RunDir, step: int | None, out: Path, format: str = "safetensors"
         )
     weights = _read(run, manifest)
     dtype = str(weights["embedding.weight"].dtype).removeprefix("torch.")
-    data = _dataset(dataset or str(manifest.plain["dataset"]))
+    data = _dataset(dataset or beside(str(manifest.plain["dataset"]), run.full_uri))
     config = hf_config(spec.model, data.vocab_size, data.end, dtype)
     generation = {"bos_token_id": data.end, "eos_token_id": data.end}
     files = {"config.json": _json(config), "generation_config.json": _json(generation)}

@@ -3,8 +3,9 @@
 Runs in: each train worker, on rank 0, which decides for all. Pure: no clock, no torch.
 
 A copy costs what the steps beside it take longer than the calm ones: where the loop stood for it, and what it took of the
-processors, the memory and the network until it was committed. One such difference is as noisy as a step. So at first a copy is
-believed to cost the processor time that it took, which is right where ranks fill all cores; several differences overrule that.
+processors, the memory and the network until it was committed, and the buddy had it. One such difference is as noisy as a step. So
+at first a copy is believed to cost the processor time that it took, which is right where ranks fill all cores; several differences
+overrule that.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Pace:
             self._beside, self._spoilt = [], False
 
     def ended(self, committed: bool, cpu_seconds: float) -> None:
-        """The copy is there, or has failed; the step before was the last one beside it. `cpu_seconds`: of processor time."""
+        """The copy is there and sent, or has failed; the step before was the last beside it. `cpu_seconds`: of processor time."""
         assert self._beside is not None, "taken() comes first"
         beside, self._beside, self._between = self._beside, None, 0
         self._failures = 0 if committed else self._failures + 1

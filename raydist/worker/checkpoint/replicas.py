@@ -22,6 +22,7 @@ import xxhash
 
 from raydist.errors import CheckpointCorrupt, CheckpointNotFound, RaydistError, StorageError, UserError
 from raydist.records import Event
+from raydist.redact import redact
 from raydist.rundir import ATTEMPTS, RunDir, fenced
 from raydist.storage import Storage
 from raydist.worker.checkpoint import manifest, pruning
@@ -35,7 +36,7 @@ LOOK_S = 20.0
 
 def replica_of(run: RunDir, uri: str) -> RunDir:
     """Where the replica at `uri` keeps this run. Raises UserError for what can be none."""
-    found = RunDir(Storage(uri).at(run.name).uri)
+    found = RunDir(Storage(uri).at(run.name))
     if found.uri == run.uri:
         raise UserError(f"checkpoint.replicas: {uri} holds the run itself", "name other storage, or leave it out")
     return found
@@ -164,7 +165,7 @@ class Replicas:
         for uri, copier in zip(self._uris, self._copiers, strict=True):
             if timeout_s > 0 and not copier.over.wait(max(0.0, deadline - time.monotonic())):
                 cause = f"still being copied {timeout_s:g} s after the end of training; the next start of this run goes on with it"
-                self._say("replica_failed", replica=uri, cause=cause)
+                self._say("replica_failed", replica=redact(uri), cause=cause)
         if timeout_s > 0 and self._copiers:
             self._prune()
 
@@ -191,7 +192,7 @@ class Replicas:
                     self._copy(replica, uri, step, name)
             pruning.prune(replica, self._keep, orphans=True, attempt=self._attempt)
         except Exception as error:  # whatever a replica does, training goes on
-            self._say("replica_failed", replica=uri, cause=_text(error))
+            self._say("replica_failed", replica=redact(uri), cause=_text(error))
 
     def _copy(self, replica: RunDir, uri: str, step: int, name: str) -> None:
         begun = time.monotonic()
@@ -201,10 +202,10 @@ class Replicas:
         except CheckpointNotFound:
             return  # pruned meanwhile
         except CheckpointCorrupt as error:
-            self._say("replica_failed", replica=uri, step=step, cause=error.message)
+            self._say("replica_failed", replica=redact(uri), step=step, cause=error.message)
             return
         seconds = round(time.monotonic() - begun, 3)
-        self._say("replica_saved", replica=uri, step=step, bytes=copied, seconds=seconds)
+        self._say("replica_saved", replica=redact(uri), step=step, bytes=copied, seconds=seconds)
 
     def _verify(self) -> None:
         """Reads every checkpoint of the run and of its replicas, and mends what is bad from where it is good."""

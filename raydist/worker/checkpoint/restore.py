@@ -25,6 +25,7 @@ from raydist.errors import (
     StorageError,
 )
 from raydist.records import Event
+from raydist.redact import redact
 from raydist.rundir import Lineage, RunDir, manifest_name
 from raydist.worker.checkpoint import manifest
 from raydist.worker.checkpoint.layout import rank_name
@@ -89,7 +90,7 @@ def choose_from(
 
     def lost(uri: str, error: Exception) -> None:
         away.add(uri)
-        say("replica_failed", replica=uri, cause=getattr(error, "message", str(error)))
+        say("replica_failed", replica=redact(uri), cause=getattr(error, "message", str(error)))
 
     if rank == 0 and step is None:
         for late, by, newer in run.void():

@@ -5,6 +5,7 @@ Runs anywhere. Plain python, no torch: ranks write here, the nodes' Vault actors
     /dev/shm/raydist-<uid>-<token>/         mode 0700
         lock                                held (shared) by everyone who uses the folder; who has it alone may remove it
         bell                                a socket: ranks say here what they have written
+        sent                                the node's Vault says here how much of that its buddy has; not where it has none
         .tmp-slot-00001-of-00004-...        memory that a rank copies into
         checkpoints/step-00000057/          shards and a manifest, as on storage
         buddy/checkpoints/step-00000057/    those of another node
@@ -34,7 +35,7 @@ import xxhash
 from raydist.worker.checkpoint.manifest import Manifest
 
 SHM = Path("/dev/shm")
-LOCK, BELL, BUDDY = "lock", "bell", "buddy"
+LOCK, BELL, BUDDY, SENT = "lock", "bell", "buddy", "sent"
 SHARED = "vault_shared"
 """In a snapshot's plain state: the tensors of which a rank may need a part of any other rank's shard."""
 PEERS = "vault_peers"
@@ -141,6 +142,27 @@ def ring(folder: Path, **what: Any) -> None:
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.setblocking(False)
         sock.sendto(json.dumps(what).encode(), str(folder / BELL))
+
+
+def tell_sent(folder: Path, step: int, attempt: int) -> None:
+    """This process, the node's Vault, has sent all of its ranks' shards of that snapshot; (0, 0): of none yet."""
+    part = folder / f"{SENT}.part"
+    part.write_text(json.dumps({"pid": os.getpid(), "snapshot": [step, attempt]}))
+    part.rename(folder / SENT)
+
+
+def sent(folder: Path) -> tuple[tuple[int, int], float] | None:
+    """((step, attempt) that the buddy was sent last, seconds of processor time that the node's Vault has taken in all); None where
+    there is no buddy, or no Vault.
+    """
+    import psutil
+
+    with contextlib.suppress(OSError, psutil.Error):
+        told = json.loads((folder / SENT).read_text())
+        times = psutil.Process(told["pid"]).cpu_times()
+        step, attempt = told["snapshot"]
+        return (step, attempt), times.user + times.system
+    return None
 
 
 def digest(path: Path) -> str:

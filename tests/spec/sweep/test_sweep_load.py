@@ -101,6 +101,8 @@ def test_every_short_name_is_a_field_of_the_job() -> None:
          'array.parameters.learning_rat: unknown parameter; did you mean "learning_rate"?'),
         ("GRID {optim.lrr: [1]}}", 'array.parameters.optim.lrr: unknown parameter; did you mean "optim.lr"?'),
         ("GRID {eps: [1]}}", 'array.parameters.eps: unknown parameter; did you mean "optim.eps"?'),
+        ("GRID {data.path: ['s3://K:S@b/x', /y]}}",
+         "array.parameters.data.path: ['s3://b/x', '/y'] was given with secrets; leave them to the nodes' environment"),
         ("GRID {lr: []}}", "array.parameters.lr: an empty list has no value; give at least one"),
         ("GRID [{lr: [1], clip: [2]}]}", "array.parameters[0]: has 2 names; write one an entry, `- name: [values]`"),
         ("GRID {lr: [1], learning_rate: [2]}}",

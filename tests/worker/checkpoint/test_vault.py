@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from raydist.errors import UserError
 from raydist.rundir import RunDir, begin_attempt
 from raydist.spec import JobSpec
 from raydist.worker.checkpoint import manifest, vaultdir
+from raydist.worker.checkpoint.snapshots import Slot, Snapshots
 from raydist.worker.checkpoint.staging import Stage
-from raydist.worker.checkpoint.vault import Slot, Snapshots, VaultJob
+from raydist.worker.checkpoint.vault import Vault, VaultJob
 from raydist.worker.loop import Door, Job, train
 from raydist.worker.setup import Rank
 from raydist.worker.step import TrainStep
@@ -240,6 +242,36 @@ def test_two_attempts_took_the_same_step(kit: Any, tmp_path: Path) -> None:
     assert there() == old | new
     take(third, 6)
     assert there() == {*new, "6 shard-00000-of-00001-0003", "6 MANIFEST-0003.json"}
+
+
+def test_a_copy_costs_its_sending_too(kit: Any, folder: Path) -> None:
+    """Where the node has a buddy a copy is over once that has it, and the Vault's processor time counts; a number of steps waits
+    for nothing."""
+
+    def over(step: int, every: Any, send: bool) -> list[bool]:
+        """Whether the copy's cost is known: as soon as it is committed, and once the buddy has it."""
+        common = {"rank": 0, "world_size": 1, "group": None, "spec_hash": "", "numbers": {}, "on_event": print}
+        vault = Vault(VaultJob(str(folder)), every, resumed=0, attempt=step, **common)
+        vault.prepare(kit.state(step), kit.rng(step))
+        vaultdir.tell_sent(folder, 0, 0)  # this process stands in for its node's Vault
+        vault.start(step, kit.state(step), kit.rng(step), {"step": step})
+        assert vault._saver.wait()
+        vault.stepped(0.1, False)
+        found = [vault._pace.cost is not None]
+        if send:
+            begun = time.process_time()
+            while time.process_time() - begun < 0.3:
+                pass
+            vaultdir.tell_sent(folder, step, step)
+            vault.stepped(0.1, False)
+            found.append((vault._pace.cost or 0.0) >= 0.29)
+        vault.close()
+        return found
+
+    assert over(1, "auto", send=True) == [False, True]
+    assert over(2, 1, send=False) == [True]
+    (folder / vaultdir.SENT).unlink()
+    assert vaultdir.sent(folder) is None
 
 
 @pytest.mark.parametrize("every", [2, "auto"])

@@ -1,0 +1,60 @@
+"""Secrets out of what people see: `s3://KEY:SECRET@bucket/x?token=T` -> `s3://bucket/x`.
+
+Runs anywhere. Imports nothing of raydist.
+
+What is left is a URI that opens with the credentials of the environment. One that was given with secrets is kept whole in memory
+alone (`Storage.full_uri`): the user's command gives it again.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+T = TypeVar("T")
+
+_END = r"\s\"<>"
+# A password, also one with a `/` or an `@` that should have been %2F or %40; a number is a port, a user alone no secret.
+_PASSWORD = re.compile(
+    rf"(?<=://)[^{_END}/?#@:\[]*:(?!\d{{1,5}}(?:[/?#{_END}]|$))(?:[^{_END}/?#]*@|[^{_END}]*@)"
+)  # fmt: skip
+_OPTIONS = re.compile(rf"(://[^{_END}?]*)\?([^{_END}#]*)")
+_SECRET = re.compile(r"secret|token|passw|pwd|key|credential|signature|^sig$", re.IGNORECASE)
+
+
+def redact(value: T) -> T:
+    """`value` without passwords and secret options in the URIs that stand in its strings; of dicts, lists and tuples in each."""
+    return _redacted(value)  # type: ignore[no-any-return]
+
+
+def _redacted(value: Any) -> Any:
+    if isinstance(value, str):
+        return _text(value) if "://" in value else value
+    if isinstance(value, dict):
+        return {_redacted(key): _redacted(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_redacted(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _text(text: str) -> str:
+    return _OPTIONS.sub(_without_secrets, _PASSWORD.sub("", text))
+
+
+def _without_secrets(match: re.Match[str]) -> str:
+    place, options = match[1], match[2].split("&")
+    kept = [option for option in options if not ("=" in option and _SECRET.search(option.partition("=")[0]))]
+    return match[0] if len(kept) == len(options) else place + ("?" + "&".join(kept) if kept else "")
+
+
+def beside(uri: str, full: str) -> str:
+    """`uri`, which has lost its secrets, with those of `full` where both are on the same storage: else `uri` as it is."""
+    if redact(full) == full or "://" not in uri:
+        return uri
+    ours, theirs = urlsplit(redact(full)), urlsplit(uri)
+    if (ours.scheme, ours.netloc, ours.query) != (theirs.scheme, theirs.netloc, theirs.query):
+        return uri
+    whole = urlsplit(full)
+    return urlunsplit((theirs.scheme, whole.netloc, theirs.path, whole.query, theirs.fragment))
