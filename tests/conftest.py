@@ -56,6 +56,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=order)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`: what runs beside what."""
+    from tests.scheduling import Scheduling
+
+    return Scheduling(config, log)
+
+
 class Ranks:
     """`run(function, world, *args)` calls `function(rank, *args)` on `world` real ranks and gives what each returned.
 
