@@ -30,6 +30,9 @@ import psutil
 NETWORK = "10.77.0"
 """Each host's address starts with it; nothing outside the hosts' own network ever sees one."""
 
+WATCHFUL = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "3000"}
+"""For a Cluster's `env`: its head misses a node that was killed after 5 s, and a silent one after 20; else after 15 and 65."""
+
 _BURST, _LATENCY = "128kb", "50ms"
 _NOBODY = "02:00:00:00:ff:ff"  # the switch knows all addresses, and drops what is sent to this one
 _OWN_TMP, _OWN_RAY = "/run/tmp", "/run/ray"

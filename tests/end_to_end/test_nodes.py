@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.end_to_end.conftest import exact
-from tests.hosts import Cluster, Host, Hosts
+from tests.hosts import WATCHFUL, Cluster, Host, Hosts
 
 BIN = Path(sys.executable).parent
 HOLD = 9
@@ -25,7 +25,7 @@ HOLD = 9
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Three hosts. A test that loses one brings it back."""
-    with Hosts(3) as hosts, Cluster(hosts) as cluster:
+    with Hosts(3) as hosts, Cluster(hosts, env=WATCHFUL) as cluster:
         yield cluster
 
 

@@ -44,6 +44,7 @@ def test_a_full_disk(kit: Any, disk: Path, asynchronous: bool) -> None:
     """Two saves fail, then there is room and the count starts anew; three in a row stop the run, at the next due step."""
     one = kit.OneRank(disk / "run", asynchronous=asynchronous, keep=2, max_failures=3)
     one.save(1)
+    assert one.saver.wait()
     room = fill(disk)
     one.save(2)
     one.save(3)
