@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
@@ -26,7 +27,7 @@ from urllib.request import Request, urlopen
 import hypothesis
 import pytest
 
-from tests.hosts import Cluster, Hosts
+from tests.hosts import WATCHFUL, Cluster, Hosts
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A cluster of the developer's own must not be what the tests run on.
@@ -54,6 +55,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i + 1 for i, slow in enumerate(SLOW) if name.startswith(slow)), 0)
 
     items.sort(key=order)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`: what runs beside what."""
+    from tests.scheduling import Scheduling
+
+    return Scheduling(config, log)
 
 
 class Ranks:
@@ -121,12 +130,7 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            spec = importlib.util.spec_from_file_location("ranks_target", path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            control = None
+            function, control = getattr(_module(path), name), None
             if world > 1:
                 timeout = timedelta(seconds=60)
                 dist.init_process_group(
@@ -134,7 +138,7 @@ def _serve(pipe: Connection) -> None:
                 )
                 control = dist.new_group(backend="gloo", timeout=timeout)
             rank = Rank(number, world, number, torch.device("cpu"), "gloo", "127.0.0.1", control, ())
-            result = getattr(module, name)(rank, *args)
+            result = function(rank, *args)
         except Exception as error:
             error.add_note(traceback.format_exc())
             result = error
@@ -144,6 +148,16 @@ def _serve(pipe: Connection) -> None:
         del result
         if len(os.listdir("/proc/self/task")) > 40:
             _forget_groups()
+
+
+@functools.cache
+def _module(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("ranks_target", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _forget_groups() -> None:
@@ -244,5 +258,5 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def ray_hosts() -> Iterator[Cluster]:
     """A Ray cluster of two hosts on this machine, of one CPU each. A test that kills a node adds it again."""
-    with Hosts(2) as hosts, Cluster(hosts) as cluster:
+    with Hosts(2) as hosts, Cluster(hosts, env=WATCHFUL) as cluster:
         yield cluster

@@ -30,6 +30,9 @@ import psutil
 NETWORK = "10.77.0"
 """Each host's address starts with it; nothing outside the hosts' own network ever sees one."""
 
+WATCHFUL = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "3000"}
+"""For a Cluster's `env`: its head misses a node that was killed after 5 s, and a silent one after 20; else after 15 and 65."""
+
 _BURST, _LATENCY = "128kb", "50ms"
 _NOBODY = "02:00:00:00:ff:ff"  # the switch knows all addresses, and drops what is sent to this one
 _OWN_TMP, _OWN_RAY = "/run/tmp", "/run/ray"
@@ -313,7 +316,8 @@ class Cluster:
     """A Ray cluster on the first `size` hosts (default: all) for the time of a `with` block; its head is on host 0.
 
     `cpus`: what Ray is told that each node has. `env` is added to the environment of Ray's own processes. `address` is
-    HOST:PORT; `environment` is what a client needs: the cluster asks for a token, as one does wherever a token file is.
+    HOST:PORT; `environment` is what a client needs: the cluster asks for a token, as one does wherever a token file is. It has no
+    dashboard, which takes seconds to start.
     """
 
     def __init__(
@@ -322,7 +326,6 @@ class Cluster:
         self.hosts, self._cpus = hosts, cpus
         self._size = len(hosts) if size is None else size
         self.address = f"{hosts[0].ip}:6379"
-        self.jobs = f"http://{hosts[0].ip}:8265"
         self.environment = {"RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
         clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated environment
@@ -337,7 +340,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
-            self._start(self.hosts[0], "--head", "--port=6379", f"--temp-dir={_OWN_RAY}", "--dashboard-host=0.0.0.0")
+            self._start(self.hosts[0], "--head", "--port=6379", f"--temp-dir={_OWN_RAY}", "--include-dashboard=false")
             self._watch = self.hosts[0].popen(
                 [sys.executable, __file__, self.address], env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )

@@ -9,16 +9,27 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from typer.testing import CliRunner
+
+from raydist.cli.main import app
 
 PROJECT = Path(__file__).parent / "project"
 RAYDIST = str(Path(sys.executable).with_name("raydist"))
 TIMEOUT_S = 240
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "samples_hash")
+"""What neither a restart nor another place may change. Seconds and attempts differ, of course."""
+
+
+def exact(rows: list[dict[str, Any]]) -> list[list[Any]]:
+    """The part of the records that must be equal bit for bit."""
+    return [[row[name] for name in EXACT] for row in rows]
 
 
 class Project:
@@ -78,15 +89,18 @@ class Project:
 
     def steps(self, name: str) -> list[dict[str, Any]]:
         """`raydist show NAME --steps --json`."""
-        done = self.raydist("show", name, "--steps", "--json")
-        assert done.returncode == 0, done.stderr
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        return [json.loads(line) for line in self._shown(name, "--steps").splitlines()]
 
     def show(self, name: str) -> dict[str, Any]:
         """`raydist show NAME --json`."""
-        done = self.raydist("show", name, "--json")
-        assert done.returncode == 0, done.stderr
-        return dict(json.loads(done.stdout))
+        return dict(json.loads(self._shown(name)))
+
+    def _shown(self, name: str, *options: str) -> str:
+        """Asked in this process, for it is asked often; tests/end_to_end/test_ways_in.py has the command's own."""
+        command = ["show", name, "--json", "--storage", str(self.runs), *options]
+        done = CliRunner().invoke(app, command, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.stdout
 
     def events(self, name: str, kind: str) -> list[dict[str, Any]]:
         """The events of one kind."""
@@ -113,14 +127,32 @@ class Project:
 
 
 @pytest.fixture(scope="session")
-def project(tmp_path_factory: pytest.TempPathFactory, ranks: Any) -> Iterator[Project]:
-    """One user's folder for the session. At the end nothing is left of what was started in it, orphans included."""
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """One user's folder for the session."""
+    return Project(tmp_path_factory.mktemp("project"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(project: Project) -> dict[str, Any]:
+    """A run of 12 steps on a private Ray, in which nothing happens: its records, weights, and what `raydist train` ends with."""
+    shown = project.train("undisturbed")
+    assert shown["status"] == "finished"
+    rows = project.steps("undisturbed")
+    assert [r["step"] for r in rows] == list(range(1, 13))
+    assert shown["loss"] == rows[-1]["loss"] < rows[0]["loss"]
+    return {"rows": rows, "weights": project.weights("undisturbed", 12), "shown": shown}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left(ranks: Any) -> Iterator[None]:
+    """At the end of a file nothing is left of what was started for its tests, orphans included."""
     ranks.close()  # their threads would take a part of what is started here
+    resource_tracker.ensure_running()  # multiprocessing's, which stays for the whole session
     # Processes whose parent has died become ours instead of init's, so that none escapes the count.
     prctl = ctypes.CDLL(None).prctl
     assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     before = {p.pid for p in psutil.Process().children(recursive=True)}
-    yield Project(tmp_path_factory.mktemp("project"))
+    yield
     ranks.close()
     left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
     names = {p.pid: p.cmdline() for p in left if p.status() != psutil.STATUS_ZOMBIE}

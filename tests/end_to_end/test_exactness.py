@@ -10,24 +10,7 @@ from typing import Any
 
 import pytest
 
-EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "samples_hash")
-"""What a restart must not change. Seconds and attempts differ, of course."""
-
-
-def exact(rows: list[dict[str, Any]]) -> list[list[Any]]:
-    """The part of the records that must be equal bit for bit."""
-    return [[row[name] for name in EXACT] for row in rows]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(project: Any) -> dict[str, Any]:
-    """A run of 12 steps in which nothing happens."""
-    shown = project.train("undisturbed")
-    assert shown["status"] == "finished"
-    rows = project.steps("undisturbed")
-    assert [r["step"] for r in rows] == list(range(1, 13))
-    assert shown["loss"] == rows[-1]["loss"] < rows[0]["loss"]
-    return {"rows": rows, "weights": project.weights("undisturbed", 12), "shown": shown}
+from tests.end_to_end.conftest import exact
 
 
 def assert_same(project: Any, name: str, undisturbed: dict[str, Any]) -> None:
@@ -88,16 +71,29 @@ def test_a_killed_driver_resumes_by_the_same_command(project: Any, undisturbed: 
 
 
 def test_paused_and_resumed_as_if_never_paused(project: Any, undisturbed: dict[str, Any]) -> None:
-    """--until 5 (between checkpoints) commits step 5 and says paused; the same again does nothing; without it the run goes
-    on, with the same bits; once finished it says so."""
+    """--until 5 (between checkpoints) commits step 5 and says paused; the same again does nothing; --until 9 goes on. A byte is
+    flipped in that newest checkpoint: verify names the file and exits 3; without --until the run takes the one before, says so, and
+    ends with the same bits; once finished it says so."""
     assert project.train("paused", "--until", "5")["status"] == "paused"
     shown = project.train("paused", "--until", "5")
     assert (shown["status"], shown["steps"], shown["checkpoints"][-1]["step"]) == ("paused", 5, 5)
     assert len(shown["attempts"]) == 1
+    project.train("paused", "--until", "9")
+    folder = project.runs / "paused" / "checkpoints" / "step-00000009"
+    shard = next(p for p in sorted(folder.iterdir()) if p.name.startswith("shard"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    done = project.raydist("checkpoint", "verify", "paused")
+    assert done.returncode == 3
+    assert shard.name in done.stdout + done.stderr
     project.train("paused")
+    (rejected,) = project.events("paused", "checkpoint_rejected")
+    assert (rejected["step"], os.path.basename(rejected["file"])) == (9, shard.name)
+    assert [e["step"] for e in project.events("paused", "resumed")] == [5, 6]
     assert_same(project, "paused", undisturbed)
     again = project.train("paused")
-    assert (again["status"], len(again["attempts"])) == ("finished", 2)
+    assert (again["status"], len(again["attempts"])) == ("finished", 3)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -118,41 +114,6 @@ def test_another_world_size_trains_the_same_samples(project: Any, workers: int) 
     assert [r["world_size"] for r in rows] == [2] * 6 + [workers] * 6
     for row, other in zip(rows, expected, strict=True):
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-4)
-
-
-def test_a_flipped_byte_costs_one_checkpoint_and_no_more(project: Any, undisturbed: dict[str, Any]) -> None:
-    """A byte flipped in the newest checkpoint: verify names the file and exits 3; resuming takes the one before, says so, and
-    ends with the same bits."""
-    project.train("flipped", "--until", "9")
-    folder = project.runs / "flipped" / "checkpoints" / "step-00000009"
-    shard = next(p for p in sorted(folder.iterdir()) if p.name.startswith("shard"))
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
-    done = project.raydist("checkpoint", "verify", "flipped")
-    assert done.returncode == 3
-    assert shard.name in done.stdout + done.stderr
-    project.train("flipped")
-    (rejected,) = project.events("flipped", "checkpoint_rejected")
-    assert (rejected["step"], os.path.basename(rejected["file"])) == (9, shard.name)
-    assert project.events("flipped", "resumed")[-1]["step"] == 6
-    assert_same(project, "flipped", undisturbed)
-
-
-def test_ctrl_c_takes_a_checkpoint_and_ends_cleanly(project: Any, undisturbed: dict[str, Any]) -> None:
-    """SIGINT: a checkpoint of the step it came in, status interrupted, exit code 130; the same command goes on."""
-    command = ["train", "job.yaml", "--name", "stopped", "--json", *project.options("stopped")]
-    process = project.start(*command, "--set", "train.steps=100000", "--allow-spec-change")
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "checkpoint" in line:
-            break
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
-    shown = project.show("stopped")
-    assert shown["status"] == "interrupted"
-    assert shown["checkpoints"][-1]["step"] == shown["steps"] > 3
 
 
 def test_a_second_ctrl_c_ends_at_once(project: Any) -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from raydist.worker.checkpoint.vaultdir import SHM
-from tests.end_to_end.test_exactness import exact
+from tests.end_to_end.conftest import exact
 
 PLAIN = ("--set", "checkpoint.every=null", "--set", "recovery.snapshot_every=2")
 
@@ -27,17 +26,6 @@ def until_copied(process: Any) -> Path:
             found = [Path(path).parent for path in bound if path.startswith(f"{SHM}/raydist-")]
         time.sleep(0.02)  # a rank makes it
     return found[0]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(project: Any) -> dict[str, Any]:
-    """A run of 12 steps in which nothing happens."""
-    shown = project.train("memory-undisturbed", *PLAIN)
-    return {
-        "rows": project.steps("memory-undisturbed"),
-        "weights": project.weights("memory-undisturbed", 12),
-        "shown": shown,
-    }
 
 
 def test_killed_ranks_go_on_from_memory(project: Any, undisturbed: dict[str, Any]) -> None:

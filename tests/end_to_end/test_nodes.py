@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from raydist.runlog import read_steps
+from tests.end_to_end.conftest import exact
 from tests.end_to_end.sweeps import Sweeps, until
-from tests.hosts import Cluster, Host, Hosts, Process
+from tests.hosts import WATCHFUL, Cluster, Host, Hosts, Process
 
 BIN = Path(sys.executable).parent
-EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "samples_hash")
 HOLD = 9
 """The forward pass in which ranks wait to be let go: of step 5 on two workers, with the checkpoint of step 3 behind it."""
 
@@ -27,15 +27,8 @@ HOLD = 9
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Three hosts. A test that loses one brings it back."""
-    with Hosts(3) as hosts, Cluster(hosts) as cluster:
+    with Hosts(3) as hosts, Cluster(hosts, env=WATCHFUL) as cluster:
         yield cluster
-
-
-@pytest.fixture(scope="module")
-def undisturbed(project: Any) -> list[dict[str, Any]]:
-    """The steps of the same run on a private Ray, of which nothing was lost."""
-    project.train("no-node-lost")
-    return list(project.steps("no-node-lost"))
 
 
 @pytest.fixture
@@ -112,20 +105,14 @@ def ranks_on(host: Host) -> list[str]:
     return [line for line in found if "forkserver" in line]
 
 
-def exact(steps: list[dict[str, Any]]) -> list[list[Any]]:
-    return [[row[name] for name in EXACT] for row in steps]
-
-
-def test_a_killed_nodes_place_is_taken_by_a_spare(
-    start: Any, cluster: Cluster, undisturbed: list[dict[str, Any]]
-) -> None:
+def test_a_killed_nodes_place_is_taken_by_a_spare(start: Any, cluster: Cluster, undisturbed: dict[str, Any]) -> None:
     """The failure names the node; the other agent and the spare's go on at once, with the same bits."""
     run = start("killed-node", "--set", "cluster.spares=1")
     run.until_held(1)
     victim = run.victim()
     cluster.kill_node(victim)
     run.go()
-    assert exact(run.finish()) == exact(undisturbed)
+    assert exact(run.finish()) == exact(undisturbed["rows"])
     (failure,) = run.events("failure")
     assert failure["fault"] == "node_died"
     (_, again) = run.events("workers")
@@ -135,9 +122,7 @@ def test_a_killed_nodes_place_is_taken_by_a_spare(
     cluster.add_node(victim)
 
 
-def test_a_drained_node_is_left_without_a_step_lost(
-    start: Any, cluster: Cluster, undisturbed: list[dict[str, Any]]
-) -> None:
+def test_a_drained_node_is_left_without_a_step_lost(start: Any, cluster: Cluster, undisturbed: dict[str, Any]) -> None:
     """One checkpoint, and on with the spare: no failure, no step trained twice, the same bits."""
     run = start("drained-node", "--set", "cluster.spares=1")
     run.until_held(1)
@@ -149,7 +134,7 @@ def test_a_drained_node_is_left_without_a_step_lost(
     assert done.returncode == 0, done.stdout + done.stderr
     run.until(lambda: any(e["action"] == "leave" for e in run.events("decision")))
     run.go()
-    assert exact(run.finish()) == exact(undisturbed)
+    assert exact(run.finish()) == exact(undisturbed["rows"])
     assert run.events("failure") == []
     assert [e["repeated_steps"] for e in run.events("first_step")] == [0, 0]
     assert victim.name not in {worker["host"] for worker in run.events("workers")[-1]["workers"]}
@@ -159,12 +144,12 @@ def test_a_drained_node_is_left_without_a_step_lost(
 
 
 def test_a_node_on_which_ranks_die_again_and_again_is_left(
-    project: Any, start: Any, cluster: Cluster, undisturbed: list[dict[str, Any]]
+    project: Any, start: Any, cluster: Cluster, undisturbed: dict[str, Any]
 ) -> None:
     """Rank 1 is killed twice with nothing committed: the second time its node is left, and the spare takes its place."""
     dying = project.options("sick-node", kill=[[1, "step", HOLD], [1, "step", HOLD + 1]])
     run = start("sick-node", "--set", "cluster.spares=1", "--set", "checkpoint.every=null", *dying)
-    assert exact(run.finish()) == exact(undisturbed)
+    assert exact(run.finish()) == exact(undisturbed["rows"])
     of_rank_1 = [
         worker["host"] for event in run.events("workers") for worker in event["workers"] if worker["rank"] == 1
     ]
@@ -175,7 +160,7 @@ def test_a_node_on_which_ranks_die_again_and_again_is_left(
     assert [e["exclude"] for e in run.events("decision")] == [None, cluster.node_ids()[of_rank_1[0]]]
 
 
-def test_a_run_shrinks_and_grows_again(start: Any, cluster: Cluster, undisturbed: list[dict[str, Any]]) -> None:
+def test_a_run_shrinks_and_grows_again(start: Any, cluster: Cluster, undisturbed: dict[str, Any]) -> None:
     """Three workers, two after a node is lost, three again when it is back: each step once, with its samples."""
     plain = ["--set", "cluster.workers=[1,3]", "--set", "train.steps=24", "--set", "model.dropout=0"]
     run = start("shrinks", *plain)
@@ -192,12 +177,12 @@ def test_a_run_shrinks_and_grows_again(start: Any, cluster: Cluster, undisturbed
     assert [row["step"] for row in steps] == list(range(1, 25))
     sizes = [row["world_size"] for row in steps]
     assert [size for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]] == [3, 2, 3]
-    assert [row["samples_hash"] for row in steps][:12] == [row["samples_hash"] for row in undisturbed]
+    assert [row["samples_hash"] for row in steps][:12] == [row["samples_hash"] for row in undisturbed["rows"]]
     assert len(run.events("failure")) == 1
     assert run.events("first_step")[-1]["repeated_steps"] == 0
 
 
-def test_who_is_cut_off_commits_nothing(start: Any, cluster: Cluster, undisturbed: list[dict[str, Any]]) -> None:
+def test_who_is_cut_off_commits_nothing(start: Any, cluster: Cluster, undisturbed: dict[str, Any]) -> None:
     """The network of a node is cut, and healed while the run goes on without it: one lineage, the same bits, nobody left there."""
     run = start("cut-off", "--set", "cluster.spares=1")
     run.until_held(1)
@@ -207,14 +192,14 @@ def test_who_is_cut_off_commits_nothing(start: Any, cluster: Cluster, undisturbe
     cluster.hosts.heal(victim)
     run.until_held(2)
     run.go()
-    assert exact(run.finish()) == exact(undisturbed)
+    assert exact(run.finish()) == exact(undisturbed["rows"])
     (failure,) = run.events("failure")
     assert failure["fault"] == "node_died"
     cluster.wait_until(lambda: not ranks_on(victim))
 
 
 def test_a_node_that_has_just_gone_silent_keeps_no_run_from_starting(
-    project: Any, start: Any, cluster: Cluster, undisturbed: list[dict[str, Any]]
+    project: Any, start: Any, cluster: Cluster, undisturbed: dict[str, Any]
 ) -> None:
     """Its power is off, and Ray still takes it to be alive: the run starts on the others."""
     silent = cluster.hosts[2]
@@ -222,7 +207,7 @@ def test_a_node_that_has_just_gone_silent_keeps_no_run_from_starting(
     silent.power_off()
     assert cluster.nodes()[node][1]
     run = start("without-it", *project.options("without-it"))
-    assert exact(run.finish()) == exact(undisturbed)
+    assert exact(run.finish()) == exact(undisturbed["rows"])
     (event,) = run.events("workers")
     assert silent.name not in {worker["host"] for worker in event["workers"]}
 
@@ -305,7 +290,7 @@ def test_a_sweep_loses_nodes_and_its_driver(project: Any, sweep: Any, cluster: C
 
 
 def test_the_head_is_lost_and_comes_back(
-    start: Any, project: Any, cluster: Cluster, undisturbed: list[dict[str, Any]]
+    start: Any, project: Any, cluster: Cluster, undisturbed: dict[str, Any]
 ) -> None:
     """The driver elsewhere says so and ends, before Ray would end it; on the new head the same command goes on to the same bits."""
     options = ("head-lost", "--set", "recovery.head_timeout=15")
@@ -318,4 +303,4 @@ def test_the_head_is_lost_and_comes_back(
     assert project.show("head-lost")["status"] == "stopped"
     run.go()
     cluster.restart()
-    assert exact(start(*options, on=1).finish()) == exact(undisturbed)
+    assert exact(start(*options, on=1).finish()) == exact(undisturbed["rows"])

@@ -207,7 +207,7 @@ def test_a_search_that_is_killed(sweeps: Sweeps) -> None:
     told = json.loads(out)
     cells = sweeps.cells("search")
     assert cells[:2] == [first, second]
-    assert undisturbed(sweeps, "search") == [note.parameters for note in sweeps.folder("search").cells()]
+    assert expected(sweeps, "search") == [note.parameters for note in sweeps.folder("search").cells()]
     assert len(set(cells)) == 4
     assert tree(sweeps, "search", first) == before
     assert len(sweeps.events("search", first, "started")) == 1
@@ -222,7 +222,7 @@ def test_a_search_that_is_killed(sweeps: Sweeps) -> None:
     assert sweeps.cells("search") == cells
 
 
-def undisturbed(sweeps: Sweeps, name: str) -> list[Any]:
+def expected(sweeps: Sweeps, name: str) -> list[Any]:
     """The points that a sampler gives which is asked, one after another, what the sweep's log has."""
     sweep = load_sweep(sweeps.project.root / f"{name}.yaml")
     sampler = Sampler(sweep.axes, sweep.spec.search, sweep.spec.objective.better)
@@ -234,34 +234,22 @@ def undisturbed(sweeps: Sweeps, name: str) -> list[Any]:
     return found
 
 
-def interrupted(sweeps: Sweeps, name: str) -> list[str]:
-    """Two cells that would train for hours, one at a time: SIGTERM once the first has a checkpoint. Their ids."""
-    sweeps.write(name, [{"learning_rate": 1e-3}, {"learning_rate": 1e-4}], 1)
-    process = sweeps.project.start("sweep", f"{name}.yaml", "--set", "train.steps=100000")
-    until(process, lambda: sweeps.folder(name).exists())
-    cells = sweeps.cells(name)
-    until(process, sweeps.folder(name).run(cells[0]).committed)
+def test_an_interrupt_and_a_limit(sweeps: Sweeps) -> None:
+    """Two cells that would train for hours, one at a time. SIGTERM: the one that trains makes a checkpoint and ends; the one that
+    waits is left waiting. limits.hours, over all starts, does the same, with exit code 0; then the command has nothing to do."""
+    sweeps.write("hours", [{"learning_rate": 1e-3}, {"learning_rate": 1e-4}], 1)
+    process = sweeps.project.start("sweep", "hours.yaml", "--set", "train.steps=100000")
+    until(process, lambda: sweeps.folder("hours").exists())
+    first, second = sweeps.cells("hours")
+    run = sweeps.folder("hours").run(first)
+    until(process, run.committed)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 143, err
-    return cells
-
-
-def test_an_interrupt(sweeps: Sweeps) -> None:
-    """SIGTERM: the cell that trains, and would for hours, makes a checkpoint and ends; the one that waits is left waiting."""
-    first, second = interrupted(sweeps, "long")
-    run = sweeps.folder("long").run(first)
-    states = fold(sweeps.folder("long").events())
+    states = fold(sweeps.folder("hours").events())
     assert states[first].status == "paused"
     assert second not in states
     assert states[first].figures["steps"] == run.committed()[-1]
-
-
-def test_a_limit(sweeps: Sweeps) -> None:
-    """limits.hours, over all starts: the cell that trains, and would for hours, makes a checkpoint and ends; the other waits; exit
-    code 0, and the same command has nothing to do."""
-    first, second = interrupted(sweeps, "hours")
-    run = sweeps.folder("hours").run(first)
     reached, events = run.committed()[-1], sweeps.folder("hours").events()
     # Three times what a start takes on this machine, to its first checkpoint and its end: of that one is over.
     limit = float(f"{(3 * (events[-1].at - events[0].at) + 5) / 3600:.3g}")

@@ -10,7 +10,8 @@ from typing import Any
 
 
 def test_a_live_run_is_traced(project: Any) -> None:
-    """Two steps of both ranks in one file, while the run goes on; once it is over, one line and exit code 2."""
+    """Two steps of both ranks in one file, while the run goes on. SIGINT ends it with a checkpoint of the step that it came in,
+    status interrupted and exit code 130; once it is over, a trace is one line and exit code 2."""
     command = ["train", "job.yaml", "--name", "traced", "--json", *project.options("traced")]
     process = project.start(*command, "--set", "train.steps=100000")
     assert process.stderr is not None
@@ -33,7 +34,9 @@ def test_a_live_run_is_traced(project: Any) -> None:
         assert {"forward", "backward", "optimizer", "data wait", f"step {told['last_step']}"} <= names
         assert any(name.startswith("all_reduce bucket 0") for name in names)
     assert process.returncode == 130
-    assert project.show("traced")["steps"] > told["last_step"], "it went on"
+    shown = project.show("traced")
+    assert shown["status"] == "interrupted"
+    assert shown["checkpoints"][-1]["step"] == shown["steps"] > told["last_step"], "it went on"
     done = project.raydist("trace", "traced")
     assert done.returncode == 2
     assert done.stderr.startswith("raydist: run traced is interrupted")

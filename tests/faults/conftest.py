@@ -8,12 +8,11 @@ import pytest
 import yaml
 
 from raydist.faults import Fault
-from tests.end_to_end.conftest import project
+from tests.end_to_end.conftest import exact, nothing_left, project
 
-__all__ = ["exact", "project", "undisturbed", "write"]
+__all__ = ["exact", "nothing_left", "project", "undisturbed", "write"]
 
 STEPS = 60
-EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "samples_hash")
 GPT = ["--set", "model.name=gpt", "--set", "recovery.max_failures=-1"]
 LONG = [*GPT, "--set", f"train.steps={STEPS}", "--set", "checkpoint.keep=100"]
 
@@ -25,11 +24,6 @@ def undisturbed(project: Any) -> dict[str, Any]:
     rows = exact(project.steps("undisturbed"))
     assert len(rows) == STEPS
     return {"rows": rows, "weights": project.weights("undisturbed", STEPS), "eval_loss": shown["eval_loss"]}
-
-
-def exact(rows: list[dict[str, Any]]) -> list[list[Any]]:
-    """What must be equal bit for bit."""
-    return [[row[name] for name in EXACT] for row in rows]
 
 
 def write(project: Any, name: str, faults: list[Fault]) -> list[str]:

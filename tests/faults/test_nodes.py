@@ -11,13 +11,13 @@ import pytest
 from raydist.faults import Drain, KillNode
 from tests.end_to_end.test_hosts import RAYDIST
 from tests.faults.conftest import LONG, STEPS, exact, write
-from tests.hosts import Cluster, Hosts
+from tests.hosts import WATCHFUL, Cluster, Hosts
 
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     """A head without CPUs, and a node of two."""
-    with Hosts(2) as hosts, Cluster(hosts, size=1, cpus=0) as made:
+    with Hosts(2) as hosts, Cluster(hosts, size=1, cpus=0, env=WATCHFUL) as made:
         made.add_node(hosts[1], cpus=2)
         yield made
 

@@ -1,0 +1,84 @@
+"""What `make test` runs beside what: a file in one process, and what needs the machine to itself when nothing else runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.scheduling import ALONE, Scheduling
+
+ROOT = Path(__file__).parents[1]
+LONE = ALONE[0]
+
+
+class Process:
+    """A worker of xdist, as the scheduler sees it: the last of its tests is held back until it knows what comes next."""
+
+    def __init__(self, name: str) -> None:
+        self.gateway = SimpleNamespace(id=name)
+        self.shutting_down = False
+        self.waiting: list[int] = []
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        self.waiting += indices
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+    def next(self) -> int | None:
+        """The test that it runs now."""
+        return self.waiting[0] if len(self.waiting) > 1 or (self.waiting and self.shutting_down) else None
+
+
+def files(*counts: int) -> list[str]:
+    """So many tests in each file."""
+    return [f"tests/test_{file}.py::test_{test}" for file, count in enumerate(counts) for test in range(count)]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("lone", [0, 1, 5])
+@pytest.mark.parametrize("others", [files(), files(1), files(3, 1), files(1, 4, 9, 2, 2, 1, 1, 6)])
+def test_each_test_runs_once_and_some_alone(processes: int, lone: int, others: list[str]) -> None:
+    """Whichever process is quicker: a file's tests in order and in one process, the first file first; ALONE's beside nothing."""
+    tests = [*others[:3], *(f"{LONE}::test_{i}" for i in range(lone)), *others[3:]]
+    for slow in range(processes):
+        nodes = [Process(f"gw{i}") for i in range(processes)]
+        config = SimpleNamespace(
+            getvalue=lambda name: ["popen"] * processes, option=SimpleNamespace(loadscopereorder=True)
+        )
+        made = Scheduling(config, None)
+        for node in nodes:
+            made.add_node(node)
+            made.add_node_collection(node, tests)
+        made.schedule()
+        ran: list[tuple[str, int]] = []
+        turn = 0
+        while running := [node for node in nodes if node.next() is not None]:
+            turn += 1
+            lonely = [node for node in running if tests[node.waiting[0]].startswith(LONE)]
+            assert not lonely or len(running) == 1
+            quick = [node for node in running if node is not nodes[slow] or turn % 7 == 0] or running
+            node = quick[turn % len(quick)]
+            test = node.waiting.pop(0)
+            ran.append((node.gateway.id, test))
+            made.mark_test_complete(node, test)
+            if made.tests_finished:  # which is when xdist does so
+                for each in nodes:
+                    each.shutdown()
+        assert sorted(test for _, test in ran) == list(range(len(tests)))
+        assert made.tests_finished
+        for file in {test.partition("::")[0] for test in tests}:
+            mine = [(node, test) for node, test in ran if tests[test].startswith(file)]
+            assert len({node for node, _ in mine}) == 1
+            assert mine == sorted(mine)
+        if others:
+            assert next(test for node, test in ran if node == "gw0") == 0
+
+
+def test_what_runs_alone_is_there() -> None:
+    """Each entry is a file, or a test in one."""
+    for name in ALONE:
+        file, _, test = name.partition("::")
+        assert f"def {test}" in (ROOT / file).read_text()
