@@ -197,7 +197,7 @@ def test_results_in_every_form(swept: SweepDir, capsys: pytest.CaptureFixture[st
     code, out, _ = call(capsys, "sweep", "results", "lr-batch", "--storage", home, "--json")
     told = strict(out)
     assert code == 0
-    assert list(told) == ["v", "sweep", "path", "objective", "points", "counts", "totals", "best", "analysis"]
+    assert list(told) == ["v", "sweep", "path", "objective", "points", "counts", "totals", "best", "pareto", "analysis"]
     assert (told["best"], told["counts"]) == (4, {"finished": 9})
     assert (Path(swept.uri) / "results.parquet").stat().st_size > 0
     shown = call(capsys, "sweep", "results", swept.uri)[1].splitlines()

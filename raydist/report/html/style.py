@@ -44,6 +44,7 @@ svg text{fill:var(--quiet);font-size:12px;font-variant-numeric:tabular-nums}
 svg .grid{stroke:var(--line)}svg .tick{stroke:var(--quiet)}
 svg .line{fill:none;stroke:var(--own);stroke-width:1.6;stroke-linejoin:round;stroke-linecap:round}
 svg .faint{stroke-width:1;opacity:.55}svg .dots{stroke-width:6}
+.behind{--own:var(--quiet)}svg .behind.faint{opacity:.3}svg text.label{fill:var(--ink);font-size:11px}
 svg path.mark{stroke:var(--quiet);stroke-dasharray:3 3;fill:none}svg path.mark.bad{stroke:var(--bad)}
 svg text.mark{font-size:11px}svg text.mark.bad{fill:var(--bad)}
 svg .cross{stroke:var(--ink);stroke-width:.8;fill:none;pointer-events:none}

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from raydist.report import text
 from raydist.report.sweep.results import flatten
-from raydist.report.sweep.words import value
+from raydist.report.sweep.words import measured, value
 from raydist.spec.sweep.names import shortest
 
 _STYLES = {
@@ -135,11 +135,11 @@ def _results(told: dict[str, Any]) -> tuple[list[str], list[list[str]], list[str
     rows, styles = [], []
     for row in sorted(points, key=order):
         marked = best is not None and row["point"] == points[best]["point"]
-        spread = "-" if row["low"] is None else f"{_measure(row['low'])} to {_measure(row['high'])}"
+        spread = "-" if row["low"] is None else f"{measured(row['low'])} to {measured(row['high'])}"
         rows.append([
             *(_parameter(row["parameters"].get(name)) for name in fields),
             *([str(row["seeds"])] if many else []),
-            _measure(row["objective"]),
+            measured(row["objective"]),
             *([spread] if many else []),
             _count(row["tokens"]),
             text.span(row["seconds"]) if row["seconds"] else "-",
@@ -188,7 +188,3 @@ def _count(v: int | None) -> str:
 
 def _amount(v: float | None) -> str:
     return "-" if v is None else f"{v:.3g}" if v < 1000 else f"{v:,.0f}"
-
-
-def _measure(v: float | None) -> str:
-    return f"{v:,.0f}" if v is not None and abs(v) >= 1000 else text.loss(v)

@@ -44,7 +44,15 @@ def test_figures_of_a_run(swept: Make) -> None:
 
     def told(name: str) -> list[Any]:
         found = measure(made.folder.run(name))
-        assert list(found) == ["steps", "tokens", "loss", "eval_loss", "tokens_per_second", "grad_noise_scale"]
+        assert list(found) == [
+            "steps",
+            "tokens",
+            "loss",
+            "eval_loss",
+            "tokens_per_second",
+            "grad_noise_scale",
+            "course",
+        ]
         assert found["tokens_per_second"] == (pytest.approx(1000) if found["steps"] else None)
         return [found[key] for key in keys]
 
