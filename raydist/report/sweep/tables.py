@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from raydist.report import text
+from raydist.report.sweep.forecast import RECKONED
 from raydist.report.sweep.results import flatten
 from raydist.report.sweep.words import measured, value
 from raydist.spec.sweep.names import shortest
@@ -44,7 +45,7 @@ def forecast(told: dict[str, Any], out: Console | None = None) -> None:
                 cell["id"],
                 *(_parameter(cell["parameters"].get(name)) for name in fields),
                 *(_count(cell[name]) for name in ("seed", "workers", "steps", "tokens")),
-                *(_amount(cell[name]) for name in ("hours", "gpu_hours", "cost")),
+                *(_reckoned(cell["by"], _amount(cell[name])) for name in ("hours", "gpu_hours", "cost")),
             ]
             for cell in cells
         ]
@@ -66,6 +67,11 @@ def forecast(told: dict[str, Any], out: Console | None = None) -> None:
         _say(out, note)
     for over in told["over"]:
         _say(out, over, "yellow")
+
+
+def _reckoned(by: str | None, shown: str) -> str:
+    """`~` before what nobody has measured."""
+    return f"~{shown}" if shown != "-" and (by or "").startswith(RECKONED) else shown
 
 
 def results(told: dict[str, Any], out: Console | None = None, failures: bool = True) -> None:
