@@ -105,7 +105,9 @@ def _speed(told: dict[str, Any]) -> str:
     by = told["speed"]
     if by["device"] is None:
         return f"speed: no estimate: {by['because']}"
-    words = [f"{by['peak_flops'] / 1e12:,.4g} TFLOP/s in {told['precision']}, {by['efficiency']:.0%} of it reached"]
+    words = [
+        f"{by['peak_flops'] / 1e12:,.4g} TFLOP/s in {told['precision']}, {by['efficiency']:.0%} of it reached (--efficiency)"
+    ]
     if told["machine"]["ranks"] > 1:
         words.append(f"{by['node_bytes_per_second'] / 1e9:g} GB/s in a node")
     if told["machine"]["nodes"] > 1:

@@ -47,7 +47,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Label:
-    """A word at a point, to the left of it and below."""
+    """A word above a point, to its right."""
 
     x: float
     y: float
@@ -139,13 +139,12 @@ def x_tick(tick: float, across: Scale, form: Form, bottom: float = BOTTOM) -> li
 def _labels(labels: Sequence[Label], across: Scale, up: Scale) -> list[Markup]:
     """A word only where the one before leaves room for it."""
     drawn: list[Markup] = []
-    free, last = LEFT, -np.inf
+    free, last = -np.inf, -np.inf
     for label in sorted(labels, key=lambda one: one.x):
-        x, y = float(across(label.x)) - 5, float(up(label.y)) + 13
-        wide = 7.0 * len(label.text)
-        if x - wide >= free or abs(y - last) >= 12 or not drawn:
-            drawn.append(tag("text", label.text, class_="label", x=round(x, 1), y=round(y, 1), text_anchor="end"))
-            free, last = x, y
+        x, y = float(across(label.x)) + 4, float(up(label.y)) - 5
+        if x >= free or abs(y - last) >= 12:
+            drawn.append(tag("text", label.text, class_="label", x=round(x, 1), y=round(y, 1)))
+            free, last = x + 9.0 * len(label.text), y
     return drawn
 
 

@@ -21,13 +21,14 @@ from raydist.report.sweep.words import UNITS, measured, named
 
 LINES = 500
 """Points whose course is drawn, the best ones; the fronts are those of all."""
-ROWS = 40
+ROWS = 200
+"""Of a table, the last ones."""
 _LOG = 20.0
 """Times the least that the most is from which on the axis is by powers."""
 Row = Mapping[str, Any]
 
 
-def charts(told: Row) -> Markup | None:
+def charts(told: Row) -> list[Markup] | None:
     """Both, each with its front below; None where no cell has told the objective while it trained."""
     if not told["pareto"]["seconds"]:
         return None
@@ -35,10 +36,10 @@ def charts(told: Row) -> Markup | None:
     about = (
         "Seconds are those of training steps, of all attempts; start-up, evaluations and checkpoints come on top. "
         f"{'Of several seeds the mean, and the least and the most of them. ' if many else ''}"
-        "A number stands where another cell takes the front: evaluations that no other cell was as good at any sooner, or for less."
+        "The stairs are the front: nothing was as good any sooner, or for less. A number stands where a cell first takes it."
     )
     both: tuple[Axis, Axis] = ("seconds", "amount")
-    return tag("div", tag("p", about), tag("div", [_part(told, axis) for axis in both], class_="charts"))
+    return [tag("p", about), tag("div", [_part(told, axis) for axis in both], class_="charts")]
 
 
 def _part(told: Row, axis: Axis) -> Markup:
@@ -49,9 +50,8 @@ def _part(told: Row, axis: Axis) -> Markup:
     known.sort(key=lambda row: sign * row["course"]["objective"][-1])
     every = np.concatenate([np.array(row["course"][axis]) for row in known])
     scale = _Across(axis, float(every.min()), float(every.max()))
-    best = np.minimum.accumulate if sign == 1 else np.maximum.accumulate
     courses = [
-        Series("", scale(row["course"][axis]), best(np.array(row["course"]["objective"])), "faint")
+        Series("", scale(row["course"][axis]), _best(row["course"]["objective"], front[0]["objective"], sign), "faint")
         for row in known[:LINES]
     ]
     order = list(dict.fromkeys(one["point"] for one in front))
@@ -61,7 +61,6 @@ def _part(told: Row, axis: Axis) -> Markup:
     series = [
         Series(names[point], scale([one[axis] for one in ones]), _values(ones), "dots") for point, ones in mine.items()
     ]
-    first = [one for i, one in enumerate(front) if not i or front[i - 1]["point"] != one["point"]]
     x, y = scale([one[axis] for one in front]), _values(front)
     name = "seconds trained" if axis == "seconds" else UNITS[unit] + (" (no GPU)" if unit == "worker_hours" else "")
     chart = lines.chart(
@@ -75,16 +74,24 @@ def _part(told: Row, axis: Axis) -> Markup:
         x_tick_form=scale.tick,
         x_name=name,
         behind=[*courses, Series("", np.repeat(x, 2)[1:], np.repeat(y, 2)[:-1])],
-        labels=[Label(float(scale([one[axis]])[0]), one["objective"], number[one["point"]]) for one in first],
+        labels=[
+            Label(float(one.x[0]), float(one.y[0]), number[point]) for point, one in zip(mine, series, strict=True)
+        ],
     )
-    return tag("div", chart, _table(front, axis, names, name, metric))
+    return tag("div", chart, _table(front, axis, names if len(names) == 1 else number, name, metric))
+
+
+def _best(values: Sequence[float], worst: float, sign: int) -> np.ndarray:
+    """The best so far; what is worse than all of the front is left out, for it would press the rest together."""
+    best = sign * np.minimum.accumulate(sign * np.array(values, dtype=np.float64))
+    return np.where(sign * best <= sign * worst, best, np.nan)
 
 
 def _values(rows: Sequence[Row]) -> np.ndarray:
     return np.array([one["objective"] for one in rows], dtype=np.float64)
 
 
-def _table(front: Sequence[Row], axis: Axis, names: Mapping[int, str], name: str, metric: str) -> list[Markup | None]:
+def _table(front: Sequence[Row], axis: Axis, names: Mapping[int, str], name: str, metric: str) -> Markup:
     ranges = any(one["objective_range"] is not None for one in front)
     between = ("seeds>",) if ranges else ()
     rows = [
@@ -99,8 +106,13 @@ def _table(front: Sequence[Row], axis: Axis, names: Mapping[int, str], name: str
         for one in front[-ROWS:]
     ]
     more = f"The last {ROWS} of {len(front):,}; raydist sweep results --json has all." if len(front) > ROWS else None
-    columns = ("on the front", "step>", f"{name}>", *between, f"{metric}>", *between)
-    return [table(columns, rows), tag("p", more, class_="note") if more else None]
+    columns = ("cell", "step>", f"{name}>", *between, f"{metric}>", *between)
+    return tag(
+        "details",
+        tag("summary", f"The front as a table, {len(front):,} evaluations"),
+        table(columns, rows),
+        tag("p", more, class_="note") if more else None,
+    )
 
 
 def _took(axis: Axis, value: float) -> str:

@@ -21,7 +21,7 @@ from raydist.report.summary import evals
 from raydist.runlog import Segment, merge
 
 PARTS = 10
-"""Where the objective is the training loss, which has no evaluations: means over so many equal parts of the steps."""
+"""The training loss is told as means over so many equal parts of the steps: of one step alone it is noise."""
 Axis = Literal["seconds", "amount"]
 
 

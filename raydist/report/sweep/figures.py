@@ -15,14 +15,11 @@ import numpy as np
 from raydist.observe.live import WINDOW, rates
 from raydist.records import Event
 from raydist.report.summary import evals
-from raydist.report.sweep.course import course
+from raydist.report.sweep.course import PARTS, course
 from raydist.rundir import RunDir
 from raydist.runlog import Segment, merge, read_events, read_segments
 from raydist.runstate import last_word
 from raydist.sweepstate import CellState
-
-LAST = 0.1
-"""Share of the steps that the training loss is the mean of: of one step alone it is noise."""
 
 
 def measure(run: RunDir) -> dict[str, Any]:
@@ -39,7 +36,7 @@ def figures(segments: Sequence[Segment], events: Sequence[Event]) -> dict[str, A
     rows = merge(list(segments))
     held_out = {step: loss for step, loss in evals(events).items() if loss is not None and math.isfinite(loss)}
     count = rows.num_rows
-    last = rows.slice(count - max(1, round(LAST * count))) if count else rows
+    last = rows.slice(count - max(1, round(count / PARTS))) if count else rows
     loss, tokens = (np.asarray(last[name], dtype=np.float64) for name in ("loss", "tokens"))
     trained = np.isfinite(loss) & (tokens > 0)
     noise = rows["grad_noise_scale"].drop_null()

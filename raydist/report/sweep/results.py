@@ -70,7 +70,12 @@ def tell(folder: SweepDir, now: float | None = None) -> dict[str, Any]:
         ),
         "pareto": {"unit": unit, "seconds": front(rows, "seconds", sign), "amount": front(rows, "amount", sign)},
     }
-    return dict(plain({**told, "analysis": analyse(told, spec, base)}))
+    told["analysis"] = analyse(told, spec, base)
+    courses = [row.pop("course") for row in rows]  # plain already, and far more than all the rest
+    made = dict(plain(told))
+    for row, course in zip(made["points"], courses, strict=True):
+        row["course"] = course
+    return made
 
 
 def _cell(
@@ -99,6 +104,7 @@ def _cell(
     )
     seconds, gpu_hours = spent(state, run, now)
     value = known.get(spec.objective.metric)
+    price = _price(state, unit, rate) / 3600 if state.stretches else 0.0
     return {
         "point": note.point,
         "id": note.id,
@@ -114,7 +120,7 @@ def _cell(
         "run": run.uri,
         "lineage": state.lineage,
         "course": [
-            [step, trained, of_workers / 3600 * _price(state, unit, rate), objective]
+            [step, trained, of_workers * price, objective]
             for step, trained, of_workers, objective in known.get("course", {}).get(spec.objective.metric, [])
         ],
     }

@@ -95,15 +95,14 @@ def assert_fronts(browser: Chromium, told: dict[str, Any]) -> None:
             f"[...document.querySelectorAll('{part} tbody tr')].map((row) => [...row.children].map((one) => one.textContent))"
         )
         order = list(dict.fromkeys(one["point"] for one in front))
-        assert [row[0] for row in rows] == [
-            f"{order.index(one['point']) + 1} {named(told['points'][one['point']]['parameters'])}" for one in front
-        ]
+        assert [row[0] for row in rows] == [str(order.index(one["point"]) + 1) for one in front]
         assert [[row[1], row[4]] for row in rows] == [[str(one["step"]), f"{one['objective']:.4f}"] for one in front]
         assert [row[5] for row in rows] == ["{:.4f} to {:.4f}".format(*one["objective_range"]) for one in front]
-        assert sorted(set(texts(browser, f"{part} text.label"))) == [str(i) for i in range(1, len(order) + 1)]
-        assert len(order) > 1
+        assert 1 < len(order) == len(names := texts(browser, f"{part} .legend > span"))
+        assert names == [f"{i} {named(told['points'][point]['parameters'])}" for i, point in enumerate(order, start=1)]
+        assert set(texts(browser, f"{part} text.label")) <= {str(i) for i in range(1, len(order) + 1)}
         hover = json.loads(browser.value(f"document.querySelector('{part} svg').dataset.lines"))
-        assert [one["name"] for one in hover["series"]] == list(dict.fromkeys(row[0] for row in rows))
+        assert [one["name"] for one in hover["series"]] == names
 
 
 def test_a_page_before_anything_has_finished(swept: Callable[..., Swept]) -> None:

@@ -123,7 +123,7 @@ def test_time_and_cost_to_a_loss(swept: Make) -> None:
 def test_within_the_noise_seeds_are_means(swept: Make) -> None:
     """Of several seeds the mean, with the least and the most; what the group within the noise came to is as good as the best."""
     made = swept("array: {parameters: {lr: [1e-3, 2e-3, 3e-3]}, seeds: 2}")
-    courses(made, [2.0, 2.05, 3.0, 2.1, 2.15, 3.1], [1.0, 0.5, 0.1, 2.0, 0.5, 0.1], gpus=0.0)
+    courses(made, [2.0, 2.05, 2.08, 2.1, 2.15, 2.18], [1.0, 0.5, 0.1, 2.0, 0.5, 0.1], gpus=0.0)
     told = tell(made.folder)
     course = told["points"][0]["course"]
     assert (course["seconds"][-1], course["seconds_range"][-1]) == (150.0, [100.0, 200.0])
@@ -131,10 +131,10 @@ def test_within_the_noise_seeds_are_means(swept: Make) -> None:
     assert told["pareto"]["unit"] == "worker_hours"
     assert course["amount"][-1] == pytest.approx(300 / 3600)
     first = told["analysis"]["reached"]
-    assert (first["of"], first["objective"]) == ("as_good", told["points"][1]["objective"])
+    assert (first["of"], first["objective"]) == ("as_good", told["points"][2]["objective"])
     assert told["analysis"]["words"][2] == (
-        "quickest and cheapest to eval_loss 2.1000 (as good as the best, within the noise): learning_rate 0.002 in 50 s, for "
-        "0.0278 worker-hours, in the mean of its seeds; the best in 2:30, for 0.0833 worker-hours: 3 times as long"
+        "quickest and cheapest to eval_loss 2.1300 (as good as the best, within the noise): learning_rate 0.003 in 10 s, for "
+        "0.00556 worker-hours, in the mean of its seeds; the best in 2:30, for 0.0833 worker-hours: 15 times as long"
     )
 
 
