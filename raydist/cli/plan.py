@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from raydist.cli import speed
 from raydist.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -42,25 +43,45 @@ def plan(
     vocab: Annotated[
         int | None, typer.Option(min=1, help="Size of the vocabulary; default: what the job's data says.")
     ] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--device", help="GPU to reckon the speed for, such as h100; default: the one here.")
+    ] = None,
+    efficiency: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=1, help="Share of the GPU's peak that a step's FLOPs are done at; default: 0.4."),
+    ] = None,
+    in_node: Annotated[
+        float | None,
+        typer.Option(min=0.001, metavar="GB/S", help="Of a GPU to those of its node, one way; default: the GPU's."),
+    ] = None,
+    between_nodes: Annotated[
+        float | None,
+        typer.Option(min=0.001, metavar="GB/S", help="Of a GPU to other nodes, one way; default: a DGX of it."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Say what a job needs of each device under every strategy, which fit, and which to take."""
+    """Say what a job needs of each device under every strategy, which fit, which to take, and how fast it would be."""
     from raydist.spec import load
     from raydist.worker.plan.facts import Machine
 
     job = load(spec, [*(overrides or []), *([f"cluster.workers={gpus}"] if gpus else [])])
     size = parse_size(memory) if memory else None
+    chosen = speed.named(gpu) if gpu else None
     vocab_size = vocab or vocabulary(job.data)
     from raydist.worker.plan.advice import advise
-    from raydist.worker.plan.measure import Planner, device_memory
+    from raydist.worker.plan.measure import Planner, device_memory, device_name
 
     here = device_memory()
-    device, because = target(job, asked=gpus is not None or memory is not None, here=here is not None)
+    device, because = target(job, asked=any((gpus, memory, gpu)), here=here is not None)
     machine = Machine(job.cluster.most, gpus_per_node, device, size or (here if device == "cuda" else None))
     planner = Planner(job, vocab_size, device)
     model = planner.model()
     advice = advise(job, machine, model, planner.measure)
     told = tell(str(spec), job, machine, because, model, planner.attention, advice)
+    reckoned = (chosen or speed.by_name(device_name())) if device == "cuda" else speed.NO_GPU
+    if not isinstance(reckoned, str):
+        reckoned = reckoned.but(efficiency, in_node, between_nodes)
+    speed.add(told, job, machine, model, reckoned, planner.flops_per_token)
     if as_json:
         print(json.dumps(told))
     else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from raydist.cli import options, output
+from raydist.cli import options, output, speed
 from raydist.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -49,6 +49,12 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only check it, and show its cells and what they take.")
     ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="With --dry-run: GPU to reckon hours for, such as h100. Default: the slowest at --address, else the one here."
+        ),
+    ] = None,
     wait_for_driver: options.WaitForDriver = 0.0,
     as_json: options.LastJson = False,
 ) -> None:
@@ -60,10 +66,13 @@ def run(
 
     sweep = load_sweep(file, overrides or [], check_name(name) if name else None)
     cells = sweep.cells()
+    if device is not None and not dry_run:
+        raise UsageError(f"--device {device} goes with --dry-run", "leave it out: GPUs are the cluster's")
     if not dry_run:
         _train(sweep, cells, storage or default_storage(), address, wait_for_driver, as_json)
         return
-    told = forecast.tell(sweep, cells, forecast.paces(Storage(storage or default_storage()), sweep, cells))
+    known = forecast.paces(Storage(storage or default_storage()), sweep, cells)
+    told = forecast.tell(sweep, cells, known, speed.reckon(device, None if address == "local" else address))
     if as_json:
         print(json.dumps(told, allow_nan=False))
     else:

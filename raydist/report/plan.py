@@ -43,6 +43,7 @@ def show(told: dict[str, Any], out: Console | None = None) -> None:
         _pick(told, out)
     for text in told["suggestions"]:
         out.print(f"- {text}", soft_wrap=True, markup=False)
+    out.print(_speed(told), soft_wrap=True, markup=False)
 
 
 def _table(rows: list[dict[str, Any]], pick: dict[str, Any] | None, out: Console) -> None:
@@ -51,11 +52,15 @@ def _table(rows: list[dict[str, Any]], pick: dict[str, Any] | None, out: Console
     columns = {
         name: keys for name, keys in _COLUMNS.items() if name not in _OPTIONAL or any(row[keys[0]] for row in rows)
     }
-    form = "{:<8}" + "".join(f"{{:>{max(len(name), 7) + 2}}}" for name in columns) + "  {:<8}  "
-    out.print(form.format(unit, *columns, "peak in") + "fits", style="bold", soft_wrap=True)
+    reckoned = ("step, s", "tokens/s") if any(row["speed"] for row in rows) else ()
+    widths = [max(len(name), 7) + 2 for name in (*columns, *reckoned)]
+    form = "{:<8}" + "".join(f"{{:>{width}}}" for width in widths) + "  {:<8}  "
+    out.print(form.format(unit, *columns, *reckoned, "peak in") + "fits", style="bold", soft_wrap=True)
     for row in rows:
         amounts = (f"{sum(row[key] for key in keys) / scale:,.2f}" for keys in columns.values())
-        line = Text(form.format(row["strategy"], *amounts, row["phase"]))
+        pace = row["speed"]
+        speed = (f"{pace['seconds']:.3g}", f"{pace['tokens_per_second']:,.0f}") if pace else ()
+        line = Text(form.format(row["strategy"], *amounts, *speed, row["phase"]))
         line.append(*_FITS[row["fits"]])
         if pick and pick["strategy"] == row["strategy"] and row["fits"]:
             line.stylize("bold", 0, len(row["strategy"]))
@@ -93,6 +98,28 @@ def _pick(told: dict[str, Any], out: Console) -> None:
     )
     if pick["set"]:
         out.print("  " + " ".join(f"--set {k}={v}" for k, v in pick["set"].items()), soft_wrap=True, markup=False)
+
+
+def _speed(told: dict[str, Any]) -> str:
+    """What the estimate rests on, or why there is none."""
+    by = told["speed"]
+    if by["device"] is None:
+        return f"speed: no estimate: {by['because']}"
+    words = [
+        f"{by['peak_flops'] / 1e12:,.4g} TFLOP/s in {told['precision']}, {by['efficiency']:.0%} of it reached (--efficiency)"
+    ]
+    if told["machine"]["ranks"] > 1:
+        words.append(f"{by['node_bytes_per_second'] / 1e9:g} GB/s in a node")
+    if told["machine"]["nodes"] > 1:
+        words.append(f"{by['network_bytes_per_second'] / 1e9:g} GB/s a GPU between nodes")
+    if told["offload"]["optimizer"] != "none":
+        words.append(f"{by['host_bytes_per_second'] / 1e9:g} GB/s to the host")
+    if told["checkpoint_activations"] == "full":
+        words.append("blocks computed twice")
+    return (
+        f"step and tokens/s are an estimate for {by['device']}: {', '.join(words)}; what overlaps left out, loading data not "
+        "counted (docs/plan.md)"
+    )
 
 
 def _plural(n: int, what: str) -> str:

@@ -32,6 +32,20 @@ NVIDIA's datasheets print the figure with 2:4 sparsity, which no training here h
 nanochat's tables have the GPU too, they agree. A GPU that is not here gets no MFU rather than a guess.
 """
 
+PEAK_FP32: dict[str, float] = {
+    "B200": 75e12,
+    "H200 NVL": 60e12,
+    "H200": 67e12,
+    "H100 NVL": 60e12,
+    "H100 PCIe": 51e12,
+    "H100": 67e12,
+    "A100": 19.5e12,
+    "L40S": 91.6e12,
+    "A10": 31.2e12,
+    "L4": 30.3e12,
+}
+"""The same in fp32, from the same datasheets: without tensor cores, for torch does not round to TF32 unless it is asked to."""
+
 
 def decoder_flops(parameters: int, layers: int, heads: int, qk: int, v: int, context: int) -> float:
     """Training FLOPs of one token of a transformer decoder.
@@ -59,15 +73,18 @@ def flops_per_token(model: nn.Module, context: int) -> float:
     return 6.0 * sum(n for i, n in parameters.items() if i not in embeddings)
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device, by its name as the driver gives it; None for one that is not in the table."""
+def known_device(device_name: str) -> str | None:
+    """The entry of the tables for a device's name, as the driver gives it; None for one that is not there."""
     words = set(device_name.replace("-", " ").split())
     if "MIG" in words:
         return None  # a slice of a GPU carries the GPU's name
-    for name, peak in PEAK_FLOPS.items():
-        if set(name.split()) <= words:
-            return peak
-    return None
+    return next((name for name in PEAK_FLOPS if set(name.split()) <= words), None)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a device, by its name as the driver gives it; None for one that is not in the table."""
+    name = known_device(device_name)
+    return None if name is None else PEAK_FLOPS[name]
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, device_name: str, devices: int) -> float | None:

@@ -57,8 +57,8 @@ def small(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def deepseek() -> dict[str, Any]:
-    """The plan of the 7B job on 32 GPUs of 80 GiB."""
-    return told(DEEPSEEK, "--memory", "80GiB")
+    """The plan of the 7B job on 32 H100s."""
+    return told(DEEPSEEK, "--memory", "80GiB", "--device", "h100")
 
 
 BLOCK = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
@@ -114,6 +114,52 @@ def test_the_7b_job_s_pick(deepseek: dict[str, Any]) -> None:
     assert pick["because"].startswith("ddp, zero1 and zero2 do not fit, and of those that do it sends least")
     assert "zero3, which the job names, fits too." in deepseek["suggestions"]
     assert any(text.startswith("Each node needs 103.0 GiB of free host memory") for text in deepseek["suggestions"])
+
+
+def test_the_7b_job_s_speed(deepseek: dict[str, Any]) -> None:
+    """FLOPs of the shape, blocks twice, at 0.4 of the peak; all that zero3 and hsdp send hides behind it, ring by ring."""
+    flops = 6 * (P - 102400 * 4096) + 6 * 30 * 32 * 2 * 128 * 4096
+    assert deepseek["speed"]["flops_per_token"] == flops
+    zero3, hsdp = (row(deepseek, name)["speed"] for name in ("zero3", "hsdp"))
+    compute = 4 / 3 * 4 * 8 * 4096 * flops / (0.4 * 989e12)
+    assert zero3["compute_seconds"] == pytest.approx(compute)
+    assert zero3["communication_seconds"] == pytest.approx(row(deepseek, "zero3")["sent"] / 400e9)
+    across = 2 * 3 * P // 4 // 8 * 4  # each rank with those of its place on three other nodes, by its own network
+    assert hsdp["communication_seconds"] == pytest.approx(
+        (row(deepseek, "hsdp")["sent"] - across) / 450e9 + across / 50e9
+    )
+    assert zero3["exposed_seconds"] == hsdp["exposed_seconds"] == 0
+    # Weights, gradients and moments of a 32nd through host memory, and nothing beside.
+    assert zero3["offload_seconds"] == pytest.approx(28 * P / 32 / 25e9)
+    assert zero3["seconds"] == pytest.approx(compute + zero3["offload_seconds"])
+    assert zero3["tokens_per_second"] == pytest.approx(1024 * 4096 / zero3["seconds"])
+
+
+def test_where_the_gpu_is_known_there_is_a_speed(small: Path) -> None:
+    """Two more columns, and the assumptions as they were asked for; else one line on why there are none."""
+    asked = ("--device", "h100", "--gpus", "4", "--gpus-per-node", "2")
+    out = call(small, *asked, "--efficiency", "0.5", "--in-node", "100", "--between-nodes", "25").splitlines()
+    assert "  step, s  tokens/s  peak in" in out[3]
+    estimate = "step and tokens/s are an estimate for H100: 67 TFLOP/s in fp32, 50% of it reached (--efficiency), 100 GB/s in a"
+    assert out[-1].startswith(estimate)
+    assert float(out[4].split()[-4]) == pytest.approx(3e-3)
+    for arguments, why in (
+        (("--set", "cluster.gpus_per_worker=0"), "it trains on CPUs"),
+        (("--gpus", "2"), "which GPU it will be is not known: see --device"),
+        (
+            ("--device", "l4", "--gpus", "4", "--gpus-per-node", "2"),
+            "the network between nodes with L4 is not known: give --between-nodes GB/s",
+        ),
+    ):
+        made = told(small, *arguments)
+        assert made["speed"] == {"device": None, "because": why}
+        assert [r["speed"] for r in made["strategies"]] == [None] * 5
+        shown = call(small, *arguments).splitlines()
+        assert shown[-1] == f"speed: no estimate: {why}"
+        assert "tokens/s" not in shown[3]
+    with pytest.raises(UsageError, match='--device h10: .*\n.*did you mean "h100"') as caught:
+        call(small, "--device", "h10")
+    assert caught.value.exit_code == 2
 
 
 def test_the_table_shows_all_of_it(small: Path) -> None:
@@ -229,8 +275,12 @@ def test_json_is_documented(deepseek: dict[str, Any]) -> None:
     """Each key of the object and of what is in it stands in docs/plan.md."""
     section = (ROOT / "docs/plan.md").read_text().split("\n## JSON\n")[1]
     keys = set(deepseek) | {k for r in deepseek["strategies"] for k in r}
-    for name in ("model", "machine", "batch", "offload", "pick"):
+    for name in ("model", "machine", "batch", "offload", "pick", "speed"):
         keys |= set(deepseek[name])
+    keys |= set(row(deepseek, "ddp")["speed"])
     named = set(re.findall(r"`(\w+)`", section))
     assert keys <= named, f"not in docs/plan.md: {keys - named}"
-    assert all(f"`--{o}" in (ROOT / "docs/plan.md").read_text() for o in ("gpus ", "gpus-per-node", "memory", "vocab"))
+    assert all(
+        f"`--{o}" in (ROOT / "docs/plan.md").read_text()
+        for o in ("gpus ", "gpus-per-node", "memory", "vocab", "device", "efficiency", "in-node", "between-nodes")
+    )

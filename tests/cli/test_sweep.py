@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from raydist.cli import main as cli
+from raydist.cli import speed
 from raydist.rundir import SPEC
 from raydist.spec import dump, load
 from raydist.spec.sweep import load_sweep, note, store
@@ -69,8 +70,8 @@ def test_a_dry_run_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     told = strict(one[1])
     assert list(told) == ["v", "sweep", "source", "base", "cells", "totals", "limits", "over", "notes"]
     assert list(told["cells"][0]) == [
-        "index", "id", "point", "parameters", "seed", "workers", "steps", "tokens", "hours", "gpu_hours", "cost", "adjusted",
-        "notes", "problems",
+        "index", "id", "point", "parameters", "seed", "workers", "steps", "tokens", "hours", "gpu_hours", "cost", "by",
+        "adjusted", "notes", "problems",
     ]  # fmt: skip
     assert [cell["id"] for cell in told["cells"]] == [cell.id for cell in load_sweep(LR_BATCH).cells()]
     assert told["cells"][0]["adjusted"] == {
@@ -79,6 +80,45 @@ def test_a_dry_run_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         "checkpoint.every": 25,
         "eval.batches": 4,
     }
+
+
+def test_a_dry_run_for_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hours are those of `raydist plan` for that GPU, cell by cell, and say so; a strategy that nobody can reckon has none."""
+    path = tmp_path / "s.yaml"
+    path.write_text(
+        f"base: {ROOT / 'jobs/quickstart.yaml'}\narray: {{type: list, parameters: [{{batch_size: 32}}, {{batch_size: 64, "
+        "model.context: 64}, {offload.optimizer: nvme, offload.path: /x}, {cluster.gpus_per_worker: 0}]}"
+    )
+    asked = ["sweep", str(path), "--dry-run", "--storage", str(tmp_path), "--device", "h200"]
+    cells = strict(call(capsys, *asked, "--json")[1])["cells"]
+    for cell in cells[:2]:
+        planned = ["plan", str(ROOT / "jobs/quickstart.yaml"), "--device", "h200", "--json"]
+        fields = [f"--set={name}={value}" for name, value in cell["parameters"].items()]
+        ddp = strict(call(capsys, *planned, *fields)[1])["strategies"][0]
+        assert cell["hours"] * 3600 == pytest.approx(cell["tokens"] / ddp["speed"]["tokens_per_second"])
+        assert cell["by"] == "reckoned for H200 at 40% of its peak"
+    assert cells[0]["hours"] != cells[1]["hours"]
+    assert [cell["by"] for cell in cells[2:]] == [
+        "unknown: the speed of the disk of offload.path is not known", "unknown: it trains on CPUs",
+    ]  # fmt: skip
+    assert "hours marked ~, of 2 of 4 cells: reckoned as raydist plan does, for H200" in call(capsys, *asked)[1]
+    for wrong, why in (
+        (["--dry-run", "--device", "h20"], 'did you mean "h200"?'),
+        (["--device", "h200"], "goes with --dry-run"),
+    ):
+        code, _, err = call(capsys, "sweep", str(path), "--storage", str(tmp_path / "runs"), *wrong)
+        assert (code, why in err) == (2, True)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_slowest_gpu_of_a_cluster() -> None:
+    """As Ray's nodes call them; one whose peak is not known leaves the whole unknown."""
+    kinds = {"CPU": 8.0, "GPU": 2.0, "accelerator_type:H100": 1.0, "accelerator_type:A100": 1.0}
+    found = speed.slowest(kinds)
+    assert not isinstance(found, str)
+    assert found.name == "A100"
+    assert "T4" in str(speed.slowest({**kinds, "accelerator_type:T4": 1.0}))
+    assert "--device" in str(speed.slowest({"CPU": 8.0}))
 
 
 def test_bad_cells_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +237,7 @@ def test_results_in_every_form(swept: SweepDir, capsys: pytest.CaptureFixture[st
     code, out, _ = call(capsys, "sweep", "results", "lr-batch", "--storage", home, "--json")
     told = strict(out)
     assert code == 0
-    assert list(told) == ["v", "sweep", "path", "objective", "points", "counts", "totals", "best", "analysis"]
+    assert list(told) == ["v", "sweep", "path", "objective", "points", "counts", "totals", "best", "pareto", "analysis"]
     assert (told["best"], told["counts"]) == (4, {"finished": 9})
     assert (Path(swept.uri) / "results.parquet").stat().st_size > 0
     shown = call(capsys, "sweep", "results", swept.uri)[1].splitlines()

@@ -55,7 +55,7 @@ def cluster() -> Iterator[dict[str, str]]:
             "--include-dashboard=true", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}",
             f"--dashboard-agent-grpc-port={grpc}", f"--ray-client-server-port={client}", f"--metrics-export-port={export}",
             f"--runtime-env-agent-port={runtime}", f"--temp-dir={temp}", "--object-store-memory=100000000",
-            "--disable-usage-stats",
+            "--disable-usage-stats", '--resources={"accelerator_type:A100": 1}',
         ]  # fmt: skip
         env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | TOKEN | {"RAY_AUTH_MODE": "token"}
         # The `python` of a job's entrypoint is the first on the head's PATH, as in an activated environment.
@@ -143,6 +143,15 @@ def test_train_by_address_and_what_a_cluster_refuses(project: Any, cluster: dict
     )
     assert done.returncode == 2
     assert "8 workers of 1 CPU, the cluster has 1 node with 2 CPUs in all: 2 would fit" in done.stderr
+
+
+def test_a_dry_run_by_address(project: Any, cluster: dict[str, str]) -> None:
+    """A sweep's hours are reckoned for the GPU that the cluster's nodes say they have, from outside."""
+    sweep_of(project.root, 12)
+    command = ["sweep", "sweep.yaml", "--dry-run", "--json", "--address", cluster["gcs"]]
+    done = project.raydist(*command, "--set", "cluster.gpus_per_worker=1", env=TOKEN)
+    assert done.returncode == 0, done.stderr
+    assert [cell["by"] for cell in json.loads(done.stdout)["cells"]] == ["reckoned for A100 at 40% of its peak"] * 2
 
 
 def sweep_of(folder: Path, steps: int) -> None:

@@ -20,6 +20,7 @@ from raydist.data.batches import MicroBatch
 from raydist.errors import UserError
 from raydist.spec import JobSpec
 from raydist.worker import compute, optim
+from raydist.worker.flops import PEAK_FLOPS, PEAK_FP32
 from raydist.worker.memory import Held, bytes_of
 from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.plan.advice import advise
@@ -27,6 +28,7 @@ from raydist.worker.plan.estimate import STRATEGIES, batches, estimate, measured
 from raydist.worker.plan.facts import ROOT, Activations, Estimate, Machine, Model, Param, Pass, Peak
 from raydist.worker.plan.live import LiveBytes
 from raydist.worker.plan.measure import Planner
+from raydist.worker.plan.speed import _LINKS, NAMES, Device, find, refusal, speed
 from raydist.worker.plan.target import OnTarget, wide_on_cuda
 from raydist.worker.precision import Precision
 from raydist.worker.setup import Rank
@@ -144,6 +146,92 @@ def test_offload_by_hand() -> None:
     assert (alone.state, alone.host) == (392 + 392 + 800, 0)
     here = estimate("zero1", job(offload={"optimizer": "cpu"}), Machine(3, 8, "cpu"), TINY, MEASURED)
     assert (here.optimizer, here.host) == (304, 0)
+
+
+SLOW = Device("none", half=1000.0, fp32=100.0, efficiency=0.5, node=20.0, network=5.0, host=48.0)
+"""FLOP/s and bytes/s for 98 parameters: launching kernels is nothing beside."""
+CPU_ADAM = {"offload": {"optimizer": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sections", "machine", "compute", "exposed", "offload"),
+    [
+        # 2 micro-batches x 128 tokens x 6 FLOPs at 50 FLOP/s: 30.72 s, a third of it forward. The last backward is 10.24 s, a
+        # micro-batch's forward 5.12. Sent: 523 bytes / 20 - 10.24; 288 / 20 twice; 576 / 20 - 20.48, and 14.4 - 5.12; 1280 / 20.
+        ("ddp", {}, Machine(3, 8, "cuda"), 30.72, 15.91, 0.0),
+        ("zero1", {}, Machine(3, 8, "cuda"), 30.72, 4.16 + 9.28, 0.0),
+        ("zero2", {}, Machine(3, 8, "cuda"), 30.72, 8.32 + 9.28, 0.0),
+        ("zero3", {}, Machine(3, 8, "cuda"), 30.72, 64 - 30.72, 0.0),
+        # Two ranks a node: the ring leaves each with the network of both.
+        ("zero3", {}, Machine(3, 2, "cuda"), 30.72, 128 - 30.72, 0.0),
+        ("zero1", {}, Machine(1, 8, "cuda"), 3 * 30.72, 0.0, 0.0),
+        # Blocks once more in backward: the last one takes 15.36 s.
+        ("ddp", {"train": {"checkpoint_activations": "full"}}, Machine(3, 8, "cuda"), 40.96, 26.15 - 15.36, 0.0),
+        # 36 of 98 values, fp32: 144 bytes / 48 down, beside backward, and up again.
+        ("zero1", CPU_ADAM, Machine(3, 8, "cuda"), 30.72, 4.16 + 9.28, 3.0),
+        # 3072 tokens at 500 FLOP/s; in a group of two 318 bytes, between the groups 196, by one GPU's network.
+        ("hsdp", {"precision": "bf16", "parallel": {"shard": 2}, "train": {"global_batch": 8, "micro_batch": 2}},
+         Machine(4, 2, "cuda"), 3.072, 318 / 20 - 3.072 + 196 / 5 - 2.048, 0.0),
+    ],
+)  # fmt: skip
+def test_the_speed_of_a_tiny_model_by_hand(
+    strategy: str, sections: dict[str, Any], machine: Machine, compute: float, exposed: float, offload: float
+) -> None:
+    """FLOPs over a share of the peak of the precision, and of the traffic what takes longer than what it runs beside."""
+    sections = {**sections, "train": {"global_batch": 6, "micro_batch": 1, **sections.get("train", {})}}
+    spec = job(**sections)
+    found = speed(strategy, spec, machine, TINY, SLOW, flops_per_token=6.0)
+    assert [found.compute, found.exposed, found.offload] == pytest.approx([compute, exposed, offload])
+    assert found.seconds == pytest.approx(compute + exposed + offload)
+    assert found.tokens_per_second == pytest.approx(spec.train.global_batch * 128 / found.seconds)
+
+
+def test_a_small_model_waits_for_its_kernels() -> None:
+    """Two blocks and what is in none, each 1 ms a micro-batch at the least; a third of it forward."""
+    fast = find("h100")
+    assert fast is not None
+    found = speed("ddp", job(train={"global_batch": 6, "micro_batch": 1}), Machine(3, 8, "cuda"), TINY, fast, 6.0)
+    assert (found.compute, found.exposed) == (pytest.approx(6e-3), 0.0)
+    assert found.communication == pytest.approx(523 / 450e9)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "node", "network"),
+    [
+        ("h100", "H100", 450e9, 50e9),
+        ("NVIDIA H100 80GB HBM3", "H100", 450e9, 50e9),
+        ("h200-nvl", "H200 NVL", 64e9, None),
+        ("NVIDIA A100-SXM4-80GB", "A100", 300e9, 25e9),
+        ("NVIDIA A100 80GB PCIe", "A100", 32e9, None),
+        ("A100", "A100", 300e9, 25e9),
+    ],
+)
+def test_gpus_by_name(name: str, known: str, node: float, network: float | None) -> None:
+    """As users, drivers and Ray call them; a card for PCIe has no NVLink to all others, and no network of its own."""
+    found = find(name)
+    assert found is not None
+    assert (found.name, found.node, found.network) == (known, node, network)
+    assert found.half == PEAK_FLOPS[known] > found.fp32 == PEAK_FP32[known]
+    assert find("rtx-4090") is None
+    assert find("NVIDIA A100-SXM4-40GB MIG 1g.5gb") is None
+
+
+def test_every_gpu_has_all_its_figures() -> None:
+    """The tables have the same entries, in the order in which the first that matches is taken."""
+    assert list(PEAK_FLOPS) == list(PEAK_FP32) == list(_LINKS)
+    assert [find(name) is not None for name in NAMES] == [True] * len(PEAK_FLOPS)
+
+
+def test_what_is_not_reckoned() -> None:
+    """A disk, a network, and parameters on the host: nobody knows how fast, so there is no estimate."""
+    card, machine = find("l40s"), Machine(16, 8, "cuda")
+    assert card is not None
+    assert "--between-nodes" in str(refusal(job(), machine, card))
+    assert refusal(job(), machine, card.but(0.5, None, 12.5)) is None
+    assert refusal(job(), Machine(8, 8, "cuda"), card) is None
+    assert "disk" in str(refusal(job(offload={"optimizer": "nvme", "path": "/x"}), Machine(8, 8, "cuda"), card))
+    sharded = job(parallel={"strategy": "zero3"}, offload={"parameters": "cpu"})
+    assert "offload.parameters" in str(refusal(sharded, Machine(8, 8, "cuda"), card))
 
 
 def test_buffers_are_as_many_as_are_made() -> None:

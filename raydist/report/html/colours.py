@@ -22,6 +22,9 @@ _PALETTE = {
     "dark": ("#5ab4ec", "#f08a3c", "#35c79b", "#dd92bd", "#9ad4f5", "#d8c84a"),
 }
 
+SERIES = len(_PALETTE["light"])
+"""Colours of series; a chart of more begins again."""
+
 
 def level(value: float, low: float, high: float) -> int:
     """Which of the LEVELS of a scale from `low` to `high`; what is outside takes the nearest."""
@@ -39,7 +42,7 @@ def css(mode: str) -> str:
 
 def rules() -> str:
     """Classes that use them: stroke of `.s0` ..., fill of `.v0` ... and `.d0` ..."""
-    lines = [f".s{i}{{--own:var(--s{i})}}" for i in range(len(_PALETTE["light"]))]
+    lines = [f".s{i}{{--own:var(--s{i})}}" for i in range(SERIES)]
     cells = [f".{kind}{i}{{fill:var(--{kind}{i})}}" for kind in "vd" for i in range(LEVELS)]
     return "".join([*lines, *cells])
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from raydist.report.html import axes
+from raydist.report.html import axes, colours
 from raydist.report.html.axes import Form, Scale
 from raydist.report.html.svg import Markup, number, tag
 
@@ -45,6 +45,15 @@ class Mark:
     kind: Literal["plain", "bad"] = "plain"
 
 
+@dataclass(frozen=True)
+class Label:
+    """A word above a point, to its right."""
+
+    x: float
+    y: float
+    text: str
+
+
 def chart(
     title: str,
     series: Sequence[Series],
@@ -58,13 +67,16 @@ def chart(
     x_tick_form: Form = axes.short,
     x_ticks: Sequence[float] | None = None,
     marks: Sequence[Mark] = (),
+    behind: Sequence[Series] = (),
+    labels: Sequence[Label] = (),
 ) -> Markup:
     """A figure. `about`: what it shows, for who cannot see it. `log`: y by powers; what is not above 0 is left out.
+    `behind`: drawn below the others without a colour, a name, or values under the pointer.
 
     However many points there are, each column keeps its least and its most: one odd point among a million stays visible.
     """
-    y_low, y_high = axes.spread([one.y for one in series], log)
-    known = [one.x for one in series if len(one.x)]
+    y_low, y_high = axes.spread([one.y for one in (*behind, *series)], log)
+    known = [one.x for one in (*behind, *series) if len(one.x)]
     low, high = (min(x[0] for x in known), max(x[-1] for x in known)) if known else (0.0, 1.0)
     low, high = (low - 0.5, high + 0.5) if low == high else (low, high)
     across, up = Scale(low, high, LEFT, RIGHT), Scale(y_low, y_high, BOTTOM, TOP, log)
@@ -78,7 +90,9 @@ def chart(
         [x_tick(tick, across, x_tick_form) for tick in (axes.whole_ticks(low, high) if x_ticks is None else x_ticks)],
         tag("text", x_name, class_="name", x=RIGHT, y=HEIGHT - 6, text_anchor="end"),
         mark_lines(marks, across),
-        [one.drawn(i) for i, one in enumerate(shown)],
+        [_Shown(one, across, up).drawn("behind") for one in behind],
+        [one.drawn(f"s{i % colours.SERIES}") for i, one in enumerate(shown)],
+        _labels(labels, across, up),
         tag("path", class_="cross", d=""),
         viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}",
         role="img",
@@ -86,7 +100,9 @@ def chart(
     )
     head = tag("figcaption", title, tag("span", f" {unit}{', log scale' if log else ''}", class_="unit"))
     names = [
-        tag("span", tag("i", class_=f"swatch s{i} {one.style}"), one.name) for i, one in enumerate(series) if one.name
+        tag("span", tag("i", class_=f"swatch s{i % colours.SERIES} {one.style}"), one.name)
+        for i, one in enumerate(series)
+        if one.name
     ]
     return tag("figure", head, tag("div", names, class_="legend") if len(names) > 1 else None, drawing, class_="chart")
 
@@ -120,6 +136,18 @@ def x_tick(tick: float, across: Scale, form: Form, bottom: float = BOTTOM) -> li
     ]
 
 
+def _labels(labels: Sequence[Label], across: Scale, up: Scale) -> list[Markup]:
+    """A word only where the one before leaves room for it."""
+    drawn: list[Markup] = []
+    free, last = -np.inf, -np.inf
+    for label in sorted(labels, key=lambda one: one.x):
+        x, y = float(across(label.x)) + 4, float(up(label.y)) - 5
+        if x >= free or abs(y - last) >= 12:
+            drawn.append(tag("text", label.text, class_="label", x=round(x, 1), y=round(y, 1)))
+            free, last = x + 9.0 * len(label.text), y
+    return drawn
+
+
 def _y_tick(tick: float, up: Scale, form: Form) -> list[Markup]:
     y = round(float(up(tick)), 1)
     return [
@@ -146,7 +174,7 @@ class _Shown:
         order = np.lexsort((self.y, self.column))
         return np.unique(np.concatenate([self.starts, self.ends, order[self.starts], order[self.ends]]))
 
-    def drawn(self, index: int) -> Markup:
+    def drawn(self, colour: str) -> Markup:
         at = self.vertices()
         if self.series.style == "dots":
             path = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in zip(self.px[at], self.py[at], strict=True))
@@ -157,7 +185,7 @@ class _Shown:
                 f"{'M' if begins else 'L'}{x:.1f} {y:.1f}{'h0' if lone else ''}"
                 for begins, lone, x, y in zip(new, alone, self.px[at], self.py[at], strict=True)
             )
-        return tag("path", class_=f"line s{index} {self.series.style}", d=path)
+        return tag("path", class_=f"line {colour} {self.series.style}", d=path)
 
 
 def _first(values: NDArray[Any]) -> NDArray[np.bool_]:

@@ -44,6 +44,7 @@ svg text{fill:var(--quiet);font-size:12px;font-variant-numeric:tabular-nums}
 svg .grid{stroke:var(--line)}svg .tick{stroke:var(--quiet)}
 svg .line{fill:none;stroke:var(--own);stroke-width:1.6;stroke-linejoin:round;stroke-linecap:round}
 svg .faint{stroke-width:1;opacity:.55}svg .dots{stroke-width:6}
+.behind{--own:var(--quiet)}svg .behind.faint{opacity:.3}svg text.label{fill:var(--ink);font-size:11px}
 svg path.mark{stroke:var(--quiet);stroke-dasharray:3 3;fill:none}svg path.mark.bad{stroke:var(--bad)}
 svg text.mark{font-size:11px}svg text.mark.bad{fill:var(--bad)}
 svg .cross{stroke:var(--ink);stroke-width:.8;fill:none;pointer-events:none}
@@ -77,7 +78,7 @@ font-size:13px;box-shadow:0 3px 12px #0003;font-variant-numeric:tabular-nums;max
 #tip[hidden]{display:none}#tip div{white-space:nowrap}#tip .head{color:var(--quiet)}
 footer{color:var(--quiet);font-size:12.5px;margin-top:18px}
 @media (max-width:640px){main{padding:16px 10px 32px}section{padding:14px 12px}svg text{font-size:17px}svg text.mark{font-size:15px}
-h1{font-size:22px}
+svg text.label{font-size:15px}h1{font-size:22px}
 .parts tr,.tall tr{display:grid;padding:5px 0;border-bottom:1px solid var(--line)}
 .parts th,.parts td,.tall th,.tall td{border:0;padding:1px 0}
 .parts tr{grid-template-columns:1fr 60px 64px}.parts .about{grid-column:1/-1;font-size:12.5px}

@@ -13,12 +13,12 @@ import numpy as np
 
 from raydist.report import text
 from raydist.report.html import cells as heat
-from raydist.report.html import lines, parallel
+from raydist.report.html import lines, parallel, reach
 from raydist.report.html.lines import Series
 from raydist.report.html.page import cards, missing, page, section, table
 from raydist.report.html.svg import Markup, tag
 from raydist.report.sweep.curves import Curve
-from raydist.report.sweep.words import BATCH, RATE, named, value
+from raydist.report.sweep.words import BATCH, RATE, measured, named, value
 from raydist.spec.sweep.names import shortest
 
 MOST = 6
@@ -45,6 +45,7 @@ def render(told: Row, curves: Sequence[Curve]) -> bytes:
             tag("div", charts, class_="charts") if charts else missing("No cell has finished yet."),
             id="charts",
         ),
+        section("How soon, and for how much", courses, id="reach") if (courses := reach.charts(told)) else None,
         section("Parameters", _parallel(told, finished), id="parameters"),
         section("Lineage", _lineage(told), id="lineage")
         if any(any(row["lineage"]) for row in told["points"])
@@ -57,9 +58,9 @@ def render(told: Row, curves: Sequence[Curve]) -> bytes:
 def _cards(told: Row) -> list[tuple[str, str, str]]:
     totals, metric = told["totals"], told["objective"]["metric"]
     best = None if told["best"] is None else told["points"][told["best"]]
-    spread = f"{_measure(best['low'])} to {_measure(best['high'])}" if best and best["low"] is not None else ""
+    spread = f"{measured(best['low'])} to {measured(best['high'])}" if best and best["low"] is not None else ""
     shown = [
-        (metric, _measure(best["objective"]) if best else "-", spread or "of the best point"),
+        (metric, measured(best["objective"]) if best else "-", spread or "of the best point"),
         (
             "points",
             f"{len(told['points']):,}",
@@ -100,8 +101,8 @@ def _map(told: Row, finished: Sequence[Row]) -> Markup | None:
         x_form=lambda x: value(columns[int(x)]),
         rows=[value(v) for v in rows],
         columns=[f"{shortest(across)} {value(v)}" for v in columns],
-        form=_measure,
-        legend=[(low, _measure(low)), (high, _measure(high))] if high > low else [(low, _measure(low))],
+        form=measured,
+        legend=[(low, measured(low)), (high, measured(high))] if high > low else [(low, measured(low))],
         x_name=shortest(across),
         y_name=shortest(down),
         about=f"the objective of each point{more}; empty where none has finished",
@@ -146,7 +147,7 @@ def _rate(told: Row, finished: Sequence[Row]) -> Markup | None:
         series,
         unit="log scale",
         about="a line a setting of the other parameters; a vertical line at each fitted optimum",
-        form=_measure,
+        form=measured,
         x_form=lambda x: f"{10**x:.3g}",
         x_tick_form=lambda x: f"{10**x:.2g}",
         x_ticks=ticks[:: -(-len(ticks) // 8)],
@@ -166,12 +167,12 @@ def _parallel(told: Row, finished: Sequence[Row]) -> Markup:
         return missing("No two points with different parameters have finished yet.")
     columns = [_column(name, [row["parameters"][name] for row in rows]) for name in fields]
     objective = np.array([row["objective"] for row in rows], dtype=np.float64)
-    columns.append(parallel.Axis(told["objective"]["metric"], objective, _measure))
+    columns.append(parallel.Axis(told["objective"]["metric"], objective, measured))
     metric = told["objective"]["metric"]
     return parallel.chart(
         f"{metric} and what it came of",
         columns,
-        [f"{named(row['parameters'])}: {metric} {_measure(row['objective'])}" for row in rows],
+        [f"{named(row['parameters'])}: {metric} {measured(row['objective'])}" for row in rows],
         best=0,
         about="an axis a parameter, the objective on the right; a line a point, the thick one is the best",
     )
@@ -221,7 +222,7 @@ def _front(told: Row, finished: Sequence[Row]) -> Markup | None:
         f"{told['objective']['metric']} over {'GPU-hours' if cost == 'gpu_hours' else 'seconds'}",
         [Series("points", x, y, "dots"), Series("front", at, reached)],
         about="each point by what it took; the line joins those of which none that took less is as good",
-        form=_measure,
+        form=measured,
         x_form=lambda v: f"{v:.3g}",
         x_ticks=[low + (high - low) * i / 5 for i in range(6)],
         x_tick_form=lambda v: f"{v:.3g}",
@@ -269,8 +270,8 @@ def _points(told: Row) -> list[Markup | None]:
         (
             row["cells"][0],
             *("-" if row["parameters"].get(name) is None else value(row["parameters"][name]) for name in fields),
-            _measure(row["objective"]),
-            "-" if row["low"] is None else f"{_measure(row['low'])} to {_measure(row['high'])}",
+            measured(row["objective"]),
+            "-" if row["low"] is None else f"{measured(row['low'])} to {measured(row['high'])}",
             "-" if row["tokens"] is None else f"{row['tokens']:,}",
             text.span(row["seconds"]) if row["seconds"] else "-",
             row["status"],
@@ -298,7 +299,3 @@ def _values(rows: Sequence[Row], name: str) -> list[Any]:
 
 def _sign(told: Row) -> int:
     return 1 if told["objective"]["mode"] == "min" else -1
-
-
-def _measure(v: float | None) -> str:
-    return f"{v:,.0f}" if v is not None and abs(v) >= 1000 else text.loss(v)

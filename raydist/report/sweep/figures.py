@@ -11,34 +11,32 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from raydist.observe.live import WINDOW, rates
 from raydist.records import Event
 from raydist.report.summary import evals
+from raydist.report.sweep.course import PARTS, course
 from raydist.rundir import RunDir
-from raydist.runlog import read_events, read_steps
+from raydist.runlog import Segment, merge, read_events, read_segments
 from raydist.runstate import last_word
 from raydist.sweepstate import CellState
 
-LAST = 0.1
-"""Share of the steps that the training loss is the mean of: of one step alone it is noise."""
-
 
 def measure(run: RunDir) -> dict[str, Any]:
-    """{"steps", "tokens", "loss", "eval_loss", "tokens_per_second", "grad_noise_scale"} of a run; None where not reported.
+    """What a run came to: {"steps", "tokens", "loss", "eval_loss", "tokens_per_second", "grad_noise_scale", "course"}.
 
-    `loss`: of the last tenth of its steps, by their tokens; `tokens_per_second`: of its newest attempt's last 50 steps;
-    `grad_noise_scale`: the last known one, in sequences. Raises StorageError.
+    None where not reported. `loss`: of the last tenth of its steps, by their tokens; `tokens_per_second`: of its newest
+    attempt's last 50 steps; `grad_noise_scale`: the last known one, in sequences; `course`: see course.py. Raises StorageError.
     """
-    return figures(read_steps(run), read_events(run))
+    return figures(read_segments(run), read_events(run))
 
 
-def figures(rows: pa.Table, events: Sequence[Event]) -> dict[str, Any]:
+def figures(segments: Sequence[Segment], events: Sequence[Event]) -> dict[str, Any]:
     """The same of what was read already."""
+    rows = merge(list(segments))
     held_out = {step: loss for step, loss in evals(events).items() if loss is not None and math.isfinite(loss)}
     count = rows.num_rows
-    last = rows.slice(count - max(1, round(LAST * count))) if count else rows
+    last = rows.slice(count - max(1, round(count / PARTS))) if count else rows
     loss, tokens = (np.asarray(last[name], dtype=np.float64) for name in ("loss", "tokens"))
     trained = np.isfinite(loss) & (tokens > 0)
     noise = rows["grad_noise_scale"].drop_null()
@@ -51,6 +49,7 @@ def figures(rows: pa.Table, events: Sequence[Event]) -> dict[str, Any]:
         "eval_loss": held_out[max(held_out)] if held_out else None,
         "tokens_per_second": rates(newest[1:] or newest)["tokens_per_second"],
         "grad_noise_scale": noise[-1].as_py() if len(noise) else None,
+        "course": course(segments, events),
     }
 
 

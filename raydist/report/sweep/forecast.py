@@ -1,10 +1,10 @@
-"""A sweep before it runs: its cells, and what they will take, as far as anybody has measured.
+"""A sweep before it runs: its cells, and what they will take, as far as anybody has measured or can reckon.
 
 Runs anywhere. Must not import torch or ray.
 
 Hours follow from tokens a second that were measured: in cells of this sweep that have run already, else in the base's own run,
-where there is one in the storage. They hold for cells of the same model, precision and workers; of the others nothing is known
-before they run. The time to start a cell is not in them.
+where there is one in the storage. They hold for cells of the same model, precision and workers. For the others `raydist plan`
+reckons, where the GPU is known; else nothing is known before they run. The time to start a cell is not in them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +29,21 @@ from raydist.storage import Storage
 from raydist.sweepdir import SweepDir
 from raydist.sweepstate import fold
 
+RECKONED, UNKNOWN = "reckoned ", "unknown: "
+"""What `by` of a cell begins with where nobody has measured its speed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Tokens a second, measured, of jobs that compute alike."""
+    """Tokens a second of jobs that compute alike. `where`: the cell or run it was measured in, or the GPU it is reckoned for."""
 
     kind: str
     tokens_per_second: float
     where: str
+
+
+Reckon = Callable[[JobSpec], Pace | str]
+"""The pace of a job that nobody has trained, or why nobody can tell: `raydist.cli.speed.Reckoner`."""
 
 
 def kind(job: JobSpec) -> str:
@@ -67,17 +74,20 @@ def paces(storage: Storage, sweep: Sweep, cells: Iterable[Cell]) -> list[Pace]:
     return found
 
 
-def tell(sweep: Sweep, cells: Sequence[Cell], known: Sequence[Pace]) -> dict[str, Any]:
-    """{"v", "sweep", "source", "base", "cells", "totals", "limits", "over", "notes"}: docs/sweeps.md has the keys. Plain data."""
+def tell(sweep: Sweep, cells: Sequence[Cell], known: Sequence[Pace], reckon: Reckon | None = None) -> dict[str, Any]:
+    """{"v", "sweep", "source", "base", "cells", "totals", "limits", "over", "notes"}: docs/sweeps.md has the keys. Plain data.
+
+    `reckon` is asked for the cells that `known` says nothing of.
+    """
     speeds = {pace.kind: pace for pace in known}
     rate = sweep.spec.limits.cost_per_gpu_hour
-    rows = [_row(cell, speeds, rate) for cell in cells]
+    rows = [_row(cell, speeds, rate, reckon) for cell in cells]
     points, at_once = len({cell.point for cell in cells}), sweep.spec.array.concurrent
     scouts: list[Cell] = []
-    taken = rows
+    taken = able = rows
     if sweep.spec.search.chooses:  # those at the ends of the space stand for the others
         scouts, points = sweep.scouts(), sweep.most()
-        able = [_row(cell, speeds, rate) for cell in scouts if not cell.problems]
+        able = [_row(cell, speeds, rate, reckon) for cell in scouts if not cell.problems]
         taken = [unchosen.longest(able, ("tokens", "gpu_hours", "hours", "cost"))] * (points * sweep.spec.array.seeds)
     totals = {
         "cells": len(taken),
@@ -98,12 +108,12 @@ def tell(sweep: Sweep, cells: Sequence[Cell], known: Sequence[Pace]) -> dict[str
     return dict(
         plain({
             "v": 1, "sweep": sweep.name, "source": sweep.source, "base": sweep.base.name, "cells": rows, "totals": totals,
-            "limits": limits, "over": over, "notes": _notes(sweep, [*cells, *scouts], known, totals),
+            "limits": limits, "over": over, "notes": _notes(sweep, [*cells, *scouts], known, totals, able),
         })
     )  # fmt: skip
 
 
-def _row(cell: Cell, speeds: dict[str, Pace], rate: float | None) -> dict[str, Any]:
+def _row(cell: Cell, speeds: dict[str, Pace], rate: float | None, reckon: Reckon | None) -> dict[str, Any]:
     job = cell.spec
     row: dict[str, Any] = {
         "index": cell.index,
@@ -112,16 +122,23 @@ def _row(cell: Cell, speeds: dict[str, Pace], rate: float | None) -> dict[str, A
         "parameters": dict(cell.parameters),
         "seed": cell.seed,
     }
-    keys = ("workers", "steps", "tokens", "hours", "gpu_hours", "cost")
+    keys = ("workers", "steps", "tokens", "hours", "gpu_hours", "cost", "by")
     row |= dict.fromkeys(keys)
     if job is not None:
-        hours = gpu_hours = None
+        hours = gpu_hours = by = None
         pace = speeds.get(kind(job)) if speeds else None
+        if pace is not None:
+            by = f"measured in {pace.where}"
+        elif reckon is not None:
+            found = reckon(job)
+            by = f"{UNKNOWN}{found}" if isinstance(found, str) else f"{RECKONED}for {found.where}"
+            pace = None if isinstance(found, str) else found
         if pace is not None and cell.tokens is not None:
             hours = cell.tokens / pace.tokens_per_second / 3600
             gpu_hours = hours * job.cluster.most * _gpus(job)
         cost = gpu_hours * rate if gpu_hours is not None and rate is not None else None
-        row |= dict(zip(keys, (job.cluster.most, job.train.steps, cell.tokens, hours, gpu_hours, cost), strict=True))
+        told = (job.cluster.most, job.train.steps, cell.tokens, hours, gpu_hours, cost, by)
+        row |= dict(zip(keys, told, strict=True))
     return {**row, "adjusted": dict(cell.adjusted), "notes": list(cell.notes), "problems": list(cell.problems)}
 
 
@@ -140,8 +157,17 @@ def _clock(hours: Sequence[float | None], at_once: int | None) -> float | None:
     return max(free)
 
 
-def _notes(sweep: Sweep, cells: Sequence[Cell], known: Sequence[Pace], totals: dict[str, Any]) -> list[str]:
+def _notes(
+    sweep: Sweep,
+    cells: Sequence[Cell],
+    known: Sequence[Pace],
+    totals: dict[str, Any],
+    rows: Sequence[dict[str, Any]],
+) -> list[str]:
+    """`rows`: those that the hours follow from."""
     notes = []
+    by = [row["by"] or "" for row in rows]
+    reckoned = [one.removeprefix(RECKONED) for one in by if one.startswith(RECKONED)]
     if sweep.spec.search.chooses:
         notes += unchosen.notes(sweep, cells)
     asked = (sweep.spec.array.samples or 0) * sweep.spec.array.seeds
@@ -153,12 +179,21 @@ def _notes(sweep: Sweep, cells: Sequence[Cell], known: Sequence[Pace], totals: d
         notes.append(
             f"hours: by {of.tokens_per_second:,.0f} tokens/s of {of.where}{more}; starting a cell comes on top"
         )
+    if reckoned:
+        some = len(reckoned) < len(rows) and not sweep.spec.search.chooses
+        of_them = f" marked ~, of {len(reckoned)} of {len(rows)} cells" if some else ""
+        notes.append(
+            f"hours{of_them}: reckoned as raydist plan does, {reckoned[0]}, not measured; starting a cell comes on top"
+        )
+    if known or reckoned:
         if totals["gpu_hours"] is not None and any(
             c.spec is not None and c.spec.cluster.gpus_per_worker == "auto" for c in cells
         ):
             notes.append("GPU-hours: one GPU a worker, for cluster.gpus_per_worker is auto")
     elif cells:
         notes.append("hours and cost: measured as it runs")
+    why = dict.fromkeys(one.removeprefix(UNKNOWN) for one in by if one.startswith(UNKNOWN))
+    notes += [f"hours are not reckoned: {one}" for one in why]
     if at_once := totals["at_once"]:
         notes.append("one cell after another" if at_once == 1 else f"{at_once} cells at once")
     return notes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import yaml
@@ -18,6 +18,7 @@ import yaml
 from raydist.errors import StorageError, UsageError
 from raydist.lease import driven_since
 from raydist.report.sweep import analysis, stats
+from raydist.report.sweep.course import front, of_point
 from raydist.report.sweep.figures import measure, spent
 from raydist.report.sweep.words import analyse
 from raydist.rundir import SPEC
@@ -33,7 +34,7 @@ _LOST = "its driver is gone; the same command goes on with it"
 
 
 def tell(folder: SweepDir, now: float | None = None) -> dict[str, Any]:
-    """{"v", "sweep", "path", "objective", "points", "counts", "totals", "best", "analysis"}: docs/sweeps.md has the keys.
+    """{"v", "sweep", "path", "objective", "points", "counts", "totals", "best", "pareto", "analysis"}: docs/sweeps.md has the keys.
 
     `best` is the place of the best point in `points`, of those that have finished. Plain data for strict JSON. `now` is Unix time.
     Raises UsageError where cells have finished and none has reported the objective; StorageError.
@@ -44,14 +45,16 @@ def tell(folder: SweepDir, now: float | None = None) -> dict[str, Any]:
     states = fold(events)
     rate = spec.limits.cost_per_gpu_hour
     since = driven_since(folder, now)
+    unit = _unit(states.values(), rate)
     cells = [
-        _cell(folder, note, states.get(note.id, CellState()), spec, rate, since, now) for note in folder.cells(events)
+        _cell(folder, note, states.get(note.id, CellState()), spec, unit, since, now) for note in folder.cells(events)
     ]
     _require(folder, spec, cells)
     points: dict[int, list[dict[str, Any]]] = {}
     for cell in cells:
         points.setdefault(cell["point"], []).append(cell)
-    rows = [_row(number, points[number], rate) for number in sorted(points)]
+    rows = [_row(number, points[number]) for number in sorted(points)]
+    sign = 1 if spec.objective.better == "min" else -1
     told = {
         "v": 1,
         "sweep": folder.name,
@@ -65,8 +68,14 @@ def tell(folder: SweepDir, now: float | None = None) -> dict[str, Any]:
         "best": analysis.best(
             [row["objective"] if row["status"] == "finished" else None for row in rows], spec.objective.better
         ),
+        "pareto": {"unit": unit, "seconds": front(rows, "seconds", sign), "amount": front(rows, "amount", sign)},
     }
-    return dict(plain({**told, "analysis": analyse(told, spec, base)}))
+    told["analysis"] = analyse(told, spec, base)
+    courses = [row.pop("course") for row in rows]  # plain already, and far more than all the rest
+    made = dict(plain(told))
+    for row, course in zip(made["points"], courses, strict=True):
+        row["course"] = course
+    return made
 
 
 def _cell(
@@ -74,12 +83,15 @@ def _cell(
     note: CellNote,
     state: CellState,
     spec: SweepSpec,
-    rate: float | None,
+    unit: str,
     since: float | None,
     now: float,
 ) -> dict[str, Any]:
-    """One cell: its note, its figures, and what it cost. `since`: from when on a driver has the sweep; None if none has it now."""
-    run = folder.run(note.id)
+    """One cell: its note, its figures, and what it cost; `unit`: see `_unit`.
+
+    `since`: from when on a driver has the sweep; None if none has it now.
+    """
+    run, rate = folder.run(note.id), spec.limits.cost_per_gpu_hour
     status: str = state.status
     if status == "running" and (since is None or state.stretches[-1].start < since):
         status = "lost"  # the driver that had it did not come to say how it ended
@@ -92,6 +104,7 @@ def _cell(
     )
     seconds, gpu_hours = spent(state, run, now)
     value = known.get(spec.objective.metric)
+    price = _price(state, unit, rate) / 3600 if state.stretches else 0.0
     return {
         "point": note.point,
         "id": note.id,
@@ -106,10 +119,29 @@ def _cell(
         "failures": state.failures,
         "run": run.uri,
         "lineage": state.lineage,
+        "course": [
+            [step, trained, of_workers * price, objective]
+            for step, trained, of_workers, objective in known.get("course", {}).get(spec.objective.metric, [])
+        ],
     }
 
 
-def _row(number: int, cells: Sequence[dict[str, Any]], rate: float | None) -> dict[str, Any]:
+def _unit(states: Iterable[CellState], rate: float | None) -> str:
+    """What it costs to come to a loss is told in: cost, gpu_hours, or without any GPU worker_hours."""
+    if not any(stretch.gpus for state in states for stretch in state.stretches):
+        return "worker_hours"
+    return "gpu_hours" if rate is None else "cost"
+
+
+def _price(state: CellState, unit: str, rate: float | None) -> float:
+    """Of an hour of one of its workers, in that unit."""
+    if unit == "worker_hours":
+        return 1.0
+    last = state.stretches[-1]
+    return last.gpus / last.workers * (rate or 0.0 if unit == "cost" else 1.0)
+
+
+def _row(number: int, cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A point: its cells in one row. The objective is that of the finished ones, if any has finished."""
     status = next(s for s in STATUSES if any(cell["status"] == s for cell in cells))
     finished = [cell for cell in cells if cell["status"] == "finished"] or cells
@@ -136,6 +168,7 @@ def _row(number: int, cells: Sequence[dict[str, Any]], rate: float | None) -> di
         "cells": [cell["id"] for cell in cells],
         "runs": [cell["run"] for cell in cells],
         "lineage": [cell["lineage"] for cell in cells],
+        "course": of_point([cell["course"] for cell in finished if cell["course"]]),
     }
 
 
@@ -199,7 +232,11 @@ def flatten(told: dict[str, Any]) -> list[dict[str, Any]]:
         {
             "point": row["point"],
             **{name: row["parameters"].get(name) for name in fields},
-            **{name: value for name, value in row.items() if name not in ("point", "parameters", "lineage", "values")},
+            **{
+                name: value
+                for name, value in row.items()
+                if name not in ("point", "parameters", "lineage", "values", "course")
+            },
         }
         for row in told["points"]
     ]

@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.text import Text
 
 from raydist.report import text
+from raydist.report.sweep.forecast import RECKONED
 from raydist.report.sweep.results import flatten
-from raydist.report.sweep.words import value
+from raydist.report.sweep.words import measured, value
 from raydist.spec.sweep.names import shortest
 
 _STYLES = {
@@ -44,7 +45,7 @@ def forecast(told: dict[str, Any], out: Console | None = None) -> None:
                 cell["id"],
                 *(_parameter(cell["parameters"].get(name)) for name in fields),
                 *(_count(cell[name]) for name in ("seed", "workers", "steps", "tokens")),
-                *(_amount(cell[name]) for name in ("hours", "gpu_hours", "cost")),
+                *(_reckoned(cell["by"], _amount(cell[name])) for name in ("hours", "gpu_hours", "cost")),
             ]
             for cell in cells
         ]
@@ -66,6 +67,11 @@ def forecast(told: dict[str, Any], out: Console | None = None) -> None:
         _say(out, note)
     for over in told["over"]:
         _say(out, over, "yellow")
+
+
+def _reckoned(by: str | None, shown: str) -> str:
+    """`~` before what nobody has measured."""
+    return f"~{shown}" if shown != "-" and (by or "").startswith(RECKONED) else shown
 
 
 def results(told: dict[str, Any], out: Console | None = None, failures: bool = True) -> None:
@@ -135,11 +141,11 @@ def _results(told: dict[str, Any]) -> tuple[list[str], list[list[str]], list[str
     rows, styles = [], []
     for row in sorted(points, key=order):
         marked = best is not None and row["point"] == points[best]["point"]
-        spread = "-" if row["low"] is None else f"{_measure(row['low'])} to {_measure(row['high'])}"
+        spread = "-" if row["low"] is None else f"{measured(row['low'])} to {measured(row['high'])}"
         rows.append([
             *(_parameter(row["parameters"].get(name)) for name in fields),
             *([str(row["seeds"])] if many else []),
-            _measure(row["objective"]),
+            measured(row["objective"]),
             *([spread] if many else []),
             _count(row["tokens"]),
             text.span(row["seconds"]) if row["seconds"] else "-",
@@ -188,7 +194,3 @@ def _count(v: int | None) -> str:
 
 def _amount(v: float | None) -> str:
     return "-" if v is None else f"{v:.3g}" if v < 1000 else f"{v:,.0f}"
-
-
-def _measure(v: float | None) -> str:
-    return f"{v:,.0f}" if v is not None and abs(v) >= 1000 else text.loss(v)

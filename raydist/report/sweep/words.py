@@ -6,6 +6,7 @@ Runs anywhere. Pure.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from raydist.noisescale import far_beyond
 from raydist.report import text
 from raydist.report.sweep import analysis
 from raydist.report.sweep.analysis import Edge, Refusal
+from raydist.report.sweep.course import reached
 from raydist.spec.load import merge, nest
 from raydist.spec.models import JobSpec
 from raydist.spec.sweep.equal import adjusted
@@ -24,18 +26,29 @@ from raydist.spec.sweep.space import Axis, axes
 
 RATE, BATCH, CONTEXT, MEASURED = "optim.lr", "train.global_batch", "model.context", "observe.grad_noise"
 _SHOWN = 5
+UNITS = {"cost": "cost", "gpu_hours": "GPU-hours", "worker_hours": "worker-hours"}
+"""Of what it takes to come to a loss."""
 
 
 def analyse(told: Mapping[str, Any], spec: SweepSpec, base: JobSpec) -> dict[str, Any]:
-    """{"as_good", "noise_known", "edges", "optima", "optima_refused", "words"} of `results.tell`'s points, and its best one.
+    """{"as_good", "noise_known", "reached", "edges", "optima", "optima_refused", "words"} of `results.tell`'s points and best one.
 
-    as_good: places of the points within the noise of the best; optima: of the learning rate, by the other parameters.
+    as_good: places of the points within the noise of the best; reached: who came first to a loss that is as good, or nearly;
+    optima: of the learning rate, by the other parameters.
     """
     places = [i for i, row in enumerate(told["points"]) if row["status"] == "finished" and row["objective"] is not None]
     finished = [told["points"][i] for i in places]
     if told["best"] is None:
         words = ["no cell has finished yet"]
-        return {"as_good": [], "noise_known": False, "edges": [], "optima": [], "optima_refused": None, "words": words}
+        return {
+            "as_good": [],
+            "noise_known": False,
+            "reached": None,
+            "edges": [],
+            "optima": [],
+            "optima_refused": None,
+            "words": words,
+        }
     best = told["points"][told["best"]]
     near, known = analysis.noise([row["values"] for row in finished], places.index(told["best"]))
     as_good = [places[i] for i in near]
@@ -46,9 +59,11 @@ def analyse(told: Mapping[str, Any], spec: SweepSpec, base: JobSpec) -> dict[str
     fits = (
         Refusal("under pbt it changes while a cell trains") if mixed else _optima(finished, told["objective"]["mode"])
     )
+    first = _reached(told, finished, best, [told["points"][i] for i in as_good])
     words = [
         _best(best, told["objective"]["metric"]),
         _noise([told["points"][i] for i in as_good], known, len(finished)),
+        *_first(told, first, best),
     ]
     words += [_edge(one) for one in edges]
     words.append(_critical(best, base))
@@ -59,6 +74,7 @@ def analyse(told: Mapping[str, Any], spec: SweepSpec, base: JobSpec) -> dict[str
     return {
         "as_good": as_good,
         "noise_known": known,
+        "reached": first,
         "edges": [dataclasses.asdict(one) for one in edges],
         "optima": [] if isinstance(fits, Refusal) else fits,
         "optima_refused": fits.because if isinstance(fits, Refusal) else None,
@@ -134,11 +150,11 @@ def _optima(finished: Sequence[Mapping[str, Any]], mode: analysis.Mode) -> list[
 
 def _best(row: Mapping[str, Any], metric: str) -> str:
     spread = (
-        f"95% interval {_objective(row['low'])} to {_objective(row['high'])} over {row['seeds']} seeds"
+        f"95% interval {measured(row['low'])} to {measured(row['high'])} over {row['seeds']} seeds"
         if row["low"] is not None
         else "one seed"
     )
-    return f"best: {named(row['parameters'])}: {metric} {_objective(row['objective'])} ({spread})"
+    return f"best: {named(row['parameters'])}: {metric} {measured(row['objective'])} ({spread})"
 
 
 def _noise(rows: Sequence[Mapping[str, Any]], known: bool, count: int) -> str:
@@ -150,6 +166,66 @@ def _noise(rows: Sequence[Mapping[str, Any]], known: bool, count: int) -> str:
         return "no other point is within the noise of it"
     more = f"; and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
     return f"within the noise of it: {'; '.join(named(row['parameters']) for row in rows[:_SHOWN])}{more}"
+
+
+def _reached(
+    told: Mapping[str, Any],
+    finished: Sequence[Mapping[str, Any]],
+    best: Mapping[str, Any],
+    as_good: Sequence[Mapping[str, Any]],
+) -> dict[str, Any] | None:
+    """{"objective", "of", "quickest", "cheapest", "best"}: the points that came first to an objective, and when the best did.
+
+    Which: the worst within the noise of the best (`of`: as_good), else that of the best but one (`of`: second). None for one point.
+    """
+    sign = 1 if told["objective"]["mode"] == "min" else -1
+    others = as_good or [row for row in finished if row is not best]
+    if not others:
+        return None
+    pick = max if as_good else min
+    target = pick((row["objective"] for row in others), key=lambda v: sign * v)
+    came = [one for row in told["points"] if (one := reached(row, target, sign)) is not None]
+    own = next((one for one in came if one["point"] == best["point"]), None)
+    if own is None:
+        return None
+    return {
+        "objective": target,
+        "of": "as_good" if as_good else "second",
+        "quickest": min(came, key=lambda one: one["seconds"]),
+        "cheapest": min(came, key=lambda one: one["amount"]),
+        "best": own,
+    }
+
+
+def _first(told: Mapping[str, Any], first: Mapping[str, Any] | None, best: Mapping[str, Any]) -> list[str]:
+    """`first` in sentences: one where the quickest is the cheapest too."""
+    if first is None:
+        return []
+    names = {row["point"]: named(row["parameters"]) for row in told["points"]}
+    whose = "as good as the best, within the noise" if first["of"] == "as_good" else "that of the best but one"
+    target = f"{told['objective']['metric']} {measured(first['objective'])} ({whose})"
+    unit = str(told["pareto"]["unit"])
+
+    def line(how: str, one: Mapping[str, Any], *axes: str) -> str:
+        took = ", ".join(_took(one, axis, unit) for axis in axes)
+        many = "" if one["seconds_range"] is None else ", in the mean of its seeds"
+        if one["point"] == best["point"]:
+            return f"{how} to {target}: the best itself {took}{many}"
+        longer = first["best"][axes[0]] / one[axes[0]] if one[axes[0]] else math.inf
+        beside = ", ".join(_took(first["best"], axis, unit) for axis in axes)
+        than = "long" if axes[0] == "seconds" else "much"
+        return f"{how} to {target}: {names[one['point']]} {took}{many}; the best {beside}: {longer:.3g} times as {than}"
+
+    if first["quickest"]["point"] == first["cheapest"]["point"]:
+        return [line("quickest and cheapest", first["quickest"], "seconds", "amount")]
+    return [line("quickest", first["quickest"], "seconds"), line("cheapest", first["cheapest"], "amount")]
+
+
+def _took(one: Mapping[str, Any], axis: str, unit: str) -> str:
+    """What it took to come there: `in 38 s`, `for 0.02 GPU-hours`, `at cost 1.2`."""
+    if axis == "seconds":
+        return f"in {text.span(one[axis])}" if not 10 <= one[axis] < 60 else f"in {one[axis]:.0f} s"
+    return f"at cost {one[axis]:.3g}" if unit == "cost" else f"for {one[axis]:.3g} {UNITS[unit]}"
 
 
 def _critical(best: Mapping[str, Any], base: JobSpec) -> str:
@@ -178,5 +254,6 @@ def _optimum(one: Mapping[str, Any]) -> str:
     return f"optimum of {shortest(RATE)}{place}: {one['optimum']:.2g} (95% interval {one['low']:.2g} to {one['high']:.2g}{outside})"
 
 
-def _objective(number: float | None) -> str:
+def measured(number: float | None) -> str:
+    """A value of the objective: a loss in nats, or tokens a second."""
     return f"{number:,.0f}" if number is not None and abs(number) >= 1000 else text.loss(number)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import TYPE_CHECKING
 
-from raydist.worker.plan.facts import ROOT, Activations, Estimate, Machine, Model, Param, Pass, Peak
+from raydist.worker.plan.facts import ROOT, Activations, Estimate, Machine, Model, Param, Pass, Peak, Traffic
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec, OptimSpec
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 STRATEGIES = ("ddp", "zero1", "zero2", "hsdp", "zero3")
 """What can be planned, the least sent a step first: the order of preference."""
 
+_STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
 _FP32 = 4
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _DDP_BUCKET_MB = 25.0  # torch's default
@@ -71,8 +73,7 @@ def estimate(strategy: str, spec: JobSpec, machine: Machine, model: Model, activ
     """The fullest rank under `strategy`, one of STRATEGIES. `activations` are those of `measured_pass`."""
     assert strategy in STRATEGIES, strategy
     shard = shard_of(strategy, spec, machine)
-    stages = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
-    stage = stages[strategy] if machine.ranks > 1 else 0
+    stage = _STAGES[strategy] if machine.ranks > 1 else 0
     over = [
         shard if stage >= needed else 1 for needed in (3, 2, 1)
     ]  # ranks that parameters, gradients, state are split over
@@ -111,7 +112,7 @@ def estimate(strategy: str, spec: JobSpec, machine: Machine, model: Model, activ
         host=host,
         disk=disk,
         copy=_copy(stage, spec, machine, model, shard),
-        sent=_sent(stage, spec, machine, model, shard),
+        sent=sum(astuple(traffic(strategy, spec, machine, model))),
     )
 
 
@@ -210,17 +211,19 @@ def _fully_sharded(
     return [(peak, gathered, sent + arriving) for peak, gathered, sent in moments]
 
 
-def _sent(stage: int, spec: JobSpec, machine: Machine, model: Model, shard: int) -> int:
+def traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> Traffic:
     """Bytes that one rank sends in one step, by ring algorithms; the norm and the loss, a few bytes, left out."""
     ranks, count = machine.ranks, batches(spec, machine.ranks)[1]
     if ranks == 1:
-        return 0
+        return Traffic(0, 0, 0)
+    stage, shard = _STAGES[strategy], shard_of(strategy, spec, machine)
     compute, reduce = _BYTES[spec.precision.params], _BYTES[spec.precision.reduce]
     if stage == 0:
-        return round(2 * (ranks - 1) / ranks * model.size(trained=True) * reduce)
+        return Traffic(0, round(2 * (ranks - 1) / ranks * model.size(trained=True) * reduce), 0)
     grads = sum(_units(model, shard, trained=True).values())
     if stage < 3:
-        return (ranks - 1) * grads * (reduce * (count if stage == 2 else 1) + _FP32)
+        each = (ranks - 1) * grads
+        return Traffic(each * _FP32, each * reduce * (count if stage == 2 else 1), 0)
     parts = _units(model, shard)
     once = parts.pop(ROOT, 0)
     blocks = [parts[i] for i in sorted(parts)]
@@ -233,4 +236,5 @@ def _sent(stage: int, spec: JobSpec, machine: Machine, model: Model, shard: int)
             gathers = once + 2 * sum(blocks[:-1]) + sum(blocks[-1:])
     copies = ranks // shard
     across = 2 * (copies - 1) / copies * grads * reduce
-    return (shard - 1) * count * (gathers * compute + grads * reduce) + round(across)
+    each = (shard - 1) * count
+    return Traffic(each * gathers * compute, each * grads * reduce, round(across))

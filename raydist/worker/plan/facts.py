@@ -107,6 +107,15 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that one rank sends in one step. `across`: hsdp's sums between its groups, the rest is within one."""
+
+    gathers: int
+    sums: int
+    across: int
+
+
+@dataclass(frozen=True, slots=True)
 class Estimate:
     """Bytes of the fullest rank under one strategy, at the moment of its peak (`phase`).
 

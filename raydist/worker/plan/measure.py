@@ -24,6 +24,7 @@ from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.errors import RaydistError, UserError
 from raydist.worker import compute
+from raydist.worker.flops import flops_per_token
 from raydist.worker.graph import blocks_of
 from raydist.worker.plan.facts import ROOT, Activations, Model, Param, Pass, Peak
 from raydist.worker.plan.live import LiveBytes
@@ -39,6 +40,11 @@ if TYPE_CHECKING:
 def device_memory() -> int | None:
     """Bytes of the first GPU of this machine; None without one."""
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def device_name() -> str | None:
+    """What the driver calls that GPU."""
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
 
 
 class Planner:
@@ -61,6 +67,11 @@ class Planner:
         """Its parameters and buffers."""
         with self._guard("built"):
             return self._model(cast=False).facts
+
+    def flops_per_token(self) -> float:
+        """Of training, nothing computed twice."""
+        with self._guard("built"):
+            return flops_per_token(self._model(cast=False).module, self._spec.model.context)
 
     def measure(self, how: Pass) -> Activations:
         """One micro-batch, forward and backward; kept, so that asking again is free."""

@@ -157,6 +157,24 @@ def test_a_chart_says_what_it_is() -> None:
     assert [len(part) for part in (shown["x"], shown["at"])] == [3, 3]
 
 
+def test_labels_and_what_lies_behind() -> None:
+    """A label stands where the one before leaves room; what lies behind widens the axes, and is neither named nor told."""
+    x = np.arange(3.0)
+    spots = [
+        lines.Label(0.0, 0.0, "1"),
+        lines.Label(0.01, 0.0, "2"),
+        lines.Label(0.02, 2.0, "3"),
+        lines.Label(2.0, 2.0, "4"),
+    ]
+    behind = [Series("pale", np.array([0.0, 8.0]), np.array([9.0, 9.0]), "faint")]
+    figure = lines.chart("x", [Series("a", x, x, "dots"), Series("b", x, x)], behind=behind, labels=spots)
+    assert [text.text for text in parsed(figure).iter("text") if text.get("class") == "label"] == ["1", "3", "4"]
+    assert [path.get("class") for path in parsed(figure).iter("path")].count("line behind faint") == 1
+    assert points(figure, 1)[-1][1] == pytest.approx(lines.LEFT + (lines.RIGHT - lines.LEFT) / 4, abs=0.1)
+    assert [one["name"] for one in told(figure, "lines")["series"]] == ["a", "b"]
+    assert "pale" not in figure
+
+
 def heat(values: Any, **more: Any) -> Markup:
     """A heat map of rows a, b, ..."""
     grid = np.array(values, dtype=float)

@@ -15,6 +15,7 @@ from raydist.cli import main as cli
 from raydist.report.html.sweep import render
 from raydist.report.sweep.curves import curves
 from raydist.report.sweep.results import tell
+from raydist.report.sweep.words import named
 from tests.report.html.chromium import Chromium
 from tests.report.sweep.conftest import Swept, swept, train
 
@@ -43,6 +44,7 @@ def test_the_page_of_a_grid(swept: Callable[..., Swept], browser: Chromium, tmp_
             i,
             2 + 0.1 * math.log(lr / (4e-4 * (batch / 16) ** 0.5)) ** 2 + 0.01 * (cell.seed - 17),
             grad_noise_scale=24.0,
+            course={"eval_loss": [[s, s * batch / 100, s * batch / 50, 4.0 - lr * s - i / 50] for s in (25, 50, 75)]},
         )
     train(made.folder.run(made.cells[2].id), made.cells[2], [5.0, 4.0, 3.0], 2.5)
     with pytest.raises(SystemExit) as caught:
@@ -71,6 +73,7 @@ def test_the_page_of_a_grid(swept: Callable[..., Swept], browser: Chromium, tmp_
     ]
     assert texts(browser, "svg[data-cells] text.mark") == ["noise scale 24"]
     assert cells["values"][2].split("|") == [f"{told['points'][i]['objective']:.4f}" for i in (2, 3)]
+    assert_fronts(browser, told)
     lines = texts(browser, "#parameters svg g path title")
     assert len(lines) == 8
     assert lines[-1].startswith("learning_rate 0.0003, batch_size 16: eval_loss 2.0")
@@ -79,6 +82,27 @@ def test_the_page_of_a_grid(swept: Callable[..., Swept], browser: Chromium, tmp_
     assert texts(browser, "#lineage") == []
     assert browser.complaints == []
     assert {address.partition(":")[0] for address in browser.asked} <= {"file", "data"}
+
+
+def assert_fronts(browser: Chromium, told: dict[str, Any]) -> None:
+    """Each front is a table, and a chart that numbers the cells which take it; brute force in tests/report/sweep/test_course.py."""
+    captions = texts(browser, "#reach figcaption")
+    assert [caption.strip() for caption in captions] == ["eval_loss over seconds trained", "eval_loss over cost"]
+    for place, axis in enumerate(("seconds", "amount")):
+        front = told["pareto"][axis]
+        part = f"#reach .charts > div:nth-child({place + 1})"
+        rows = browser.value(
+            f"[...document.querySelectorAll('{part} tbody tr')].map((row) => [...row.children].map((one) => one.textContent))"
+        )
+        order = list(dict.fromkeys(one["point"] for one in front))
+        assert [row[0] for row in rows] == [str(order.index(one["point"]) + 1) for one in front]
+        assert [[row[1], row[4]] for row in rows] == [[str(one["step"]), f"{one['objective']:.4f}"] for one in front]
+        assert [row[5] for row in rows] == ["{:.4f} to {:.4f}".format(*one["objective_range"]) for one in front]
+        assert 1 < len(order) == len(names := texts(browser, f"{part} .legend > span"))
+        assert names == [f"{i} {named(told['points'][point]['parameters'])}" for i, point in enumerate(order, start=1)]
+        assert set(texts(browser, f"{part} text.label")) <= {str(i) for i in range(1, len(order) + 1)}
+        hover = json.loads(browser.value(f"document.querySelector('{part} svg').dataset.lines"))
+        assert [one["name"] for one in hover["series"]] == names
 
 
 def test_a_page_before_anything_has_finished(swept: Callable[..., Swept]) -> None:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from raydist.errors import StorageError, UsageError
 from raydist.lease import DriverLease
@@ -23,7 +24,7 @@ from raydist.report.sweep import forecast, stats, tables
 from raydist.report.sweep.figures import measure, spent
 from raydist.report.sweep.results import best_job, tell, write_parquet
 from raydist.rundir import RunDir
-from raydist.spec import dump, load
+from raydist.spec import JobSpec, dump, load
 from raydist.storage import Storage
 from raydist.sweepdir import SweepDir
 from raydist.sweepstate import CellState, Stretch
@@ -44,7 +45,15 @@ def test_figures_of_a_run(swept: Make) -> None:
 
     def told(name: str) -> list[Any]:
         found = measure(made.folder.run(name))
-        assert list(found) == ["steps", "tokens", "loss", "eval_loss", "tokens_per_second", "grad_noise_scale"]
+        assert list(found) == [
+            "steps",
+            "tokens",
+            "loss",
+            "eval_loss",
+            "tokens_per_second",
+            "grad_noise_scale",
+            "course",
+        ]
         assert found["tokens_per_second"] == (pytest.approx(1000) if found["steps"] else None)
         return [found[key] for key in keys]
 
@@ -273,8 +282,6 @@ def test_tables_say_the_same(swept: Make) -> None:
     assert "finished (best)" in page[2]
     assert page[7].startswith("| 0.01 | 32 | - |")
     assert page[9].startswith("- best: learning_rate 0.01, batch_size 16")
-    from rich.console import Console
-
     sink = io.StringIO()
     tables.results(told, Console(file=sink, width=40))
     shown = sink.getvalue().splitlines()
@@ -316,16 +323,20 @@ def test_the_best_cell_s_job(swept: Make, tmp_path: Path) -> None:
 
 
 def test_the_forecast(swept: Make, tmp_path: Path) -> None:
-    """Hours and cost by the base's run, where there is one, then by the sweep's own cells; what cannot be known is not told."""
+    """Hours and cost by the base's run, where there is one, then by the sweep's own cells; else reckoned and told so, or none."""
     made = swept("array: {parameters: {width: [128, 64], batch_size: [32, 64]}, concurrent: 1}\n"
                  "limits: {gpu_hours: 0.1, hours: 100, cost_per_gpu_hour: 2}")  # fmt: skip
     storage = Storage(tmp_path / "storage")
 
-    def tell_it() -> dict[str, Any]:
-        return dict(strict(forecast.tell(made.sweep, made.cells, forecast.paces(storage, made.sweep, made.cells))))
+    def tell_it(reckon: forecast.Reckon | None = None) -> dict[str, Any]:
+        known = forecast.paces(storage, made.sweep, made.cells)
+        return dict(strict(forecast.tell(made.sweep, made.cells, known, reckon)))
+
+    def reckon(job: JobSpec) -> forecast.Pace | str:
+        return "its model is new" if job.train.global_batch == 64 else forecast.Pace("any", 8192.0, "H100 at 40%")
 
     told = tell_it()
-    assert [cell["hours"] for cell in told["cells"]] == [None] * 4
+    assert [(cell["hours"], cell["by"]) for cell in told["cells"]] == [(None, None)] * 4
     assert told["notes"] == ["hours and cost: measured as it runs", "one cell after another"]
     assert (told["totals"]["cells"], told["totals"]["tokens"], told["over"]) == (4, 4 * 819200, [])
     base = made.sweep.base
@@ -334,6 +345,23 @@ def test_the_forecast(swept: Make, tmp_path: Path) -> None:
     told = tell_it()
     assert [cell["hours"] for cell in told["cells"]] == [pytest.approx(819.2 / 3600)] * 2 + [None] * 2
     assert told["totals"]["gpu_hours"] is None
+    told = tell_it(reckon)
+    assert [cell["hours"] for cell in told["cells"]] == [pytest.approx(819.2 / 3600)] * 2 + [
+        pytest.approx(100 / 3600),
+        None,
+    ]
+    measured = f"measured in run {base.name}"
+    assert [cell["by"] for cell in told["cells"]] == [
+        measured, measured, "reckoned for H100 at 40%", "unknown: its model is new"
+    ]  # fmt: skip
+    assert told["notes"][1:3] == [
+        "hours marked ~, of 1 of 4 cells: reckoned as raydist plan does, for H100 at 40%, not measured; starting a cell comes "
+        "on top",
+        "hours are not reckoned: its model is new",
+    ]
+    sink = io.StringIO()
+    tables.forecast(told, Console(file=sink, width=40))
+    assert [line.split()[7] for line in sink.getvalue().splitlines()[1:5]] == ["0.228", "0.228", "~0.0278", "-"]
     made.finish(0, 2.0, tokens_per_second=2000.0)
     made.finish(2, 2.0, tokens_per_second=4000.0)
     told = tell_it()
