@@ -190,6 +190,8 @@ class Membership:
         if self._private:
             return  # there is no other node to come
         group, held = self.group, self._held
+        if group is not None and group.alive and not held:
+            return  # it has yet to start, and is not to be kept from its room
         has = group.size - sum(held[node] for node in self._excluded) if group is not None and group.alive else 0
         self._demand.ask(self._cluster.most - has, self._each, self._unfit)
 

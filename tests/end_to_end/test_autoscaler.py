@@ -21,7 +21,7 @@ UNUSED: dict[str, Any] = {
 """Of an autoscaler's file, for machines that are to be set up."""
 CONFIG = {
     "cluster_name": "autoscaled",
-    "provider": {"type": "fake_multinode"},  # a node is a raylet on the head's host
+    "provider": {"type": "fake_multinode", "use_node_id_as_ip": True},  # a node is a raylet on the head's host
     "max_workers": 3,
     "upscaling_speed": 1.0,
     "idle_timeout_minutes": 0.05,

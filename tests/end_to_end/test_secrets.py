@@ -54,7 +54,7 @@ def test_nothing_tells_the_secret(project: Any, s3: Any, tmp_path: Path, monkeyp
         ["report", run.full_uri], ["report", run.full_uri, "--json"], ["sample", run.full_uri, "--tokens", "2"],
         ["checkpoint", "list", run.full_uri], ["checkpoint", "verify", run.full_uri],
         ["checkpoint", "prune", run.full_uri, "--keep", "1"],
-        ["checkpoint", "export", run.full_uri, "-o", str(tmp_path / "exported")], ["trace", run.full_uri],
+        ["checkpoint", "export", run.full_uri, "--out", str(tmp_path / "exported")], ["trace", run.full_uri],
         ["profile", run.full_uri],
         ["sweep", "results", "grid"], ["sweep", "results", "grid", "--json"], ["sweep", "best", "grid"],
         ["sweep", "report", "grid"], ["sweep", "results", "none"],
