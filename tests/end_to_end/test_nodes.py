@@ -255,10 +255,9 @@ def test_a_sweep_loses_nodes_and_its_driver(project: Any, sweep: Any, cluster: C
     sweeps.write("nodes", [{"model.name": "cells:waiting", "checkpoint.keep": n} for n in (5, 6, 7)], 2)
     folder = sweeps.folder("nodes")
 
-    def held(cell: str, *steps: int) -> bool:
-        """Whether its checkpoints are these, and it is known where its worker is."""
-        attempts, workers = (sweeps.run_events("nodes", cell, kind) for kind in ("attempt_started", "workers"))
-        return folder.run(cell).committed() == [*steps] and len(attempts) == len(workers)
+    def held(cell: str, attempt: int, *steps: int) -> bool:
+        """Whether its checkpoints are these, and it is known where the worker of that attempt is."""
+        return folder.run(cell).committed() == [*steps] and len(sweeps.run_events("nodes", cell, "workers")) == attempt
 
     def host_of(cell: str) -> Host:
         (worker,) = sweeps.run_events("nodes", cell, "workers")[-1]["workers"]
@@ -271,7 +270,7 @@ def test_a_sweep_loses_nodes_and_its_driver(project: Any, sweep: Any, cluster: C
     process = sweep("nodes")
     until(process, folder.exists)
     *both, last = sweeps.cells("nodes")
-    until(process, lambda: all(held(cell, 4) for cell in both))
+    until(process, lambda: all(held(cell, 1, 4) for cell in both))
     one = elsewhere(*both)
     (two,) = set(both) - {one}
     lost = [host_of(one)]
@@ -281,7 +280,7 @@ def test_a_sweep_loses_nodes_and_its_driver(project: Any, sweep: Any, cluster: C
     process.communicate()
 
     process = sweep("nodes")
-    until(process, lambda: held(two, 4, 8) and held(last, 4))
+    until(process, lambda: held(two, 2, 4, 8) and held(last, 1, 4))
     waits = elsewhere(two, last)
     lost.append(host_of(waits))
     cluster.kill_node(lost[1])
