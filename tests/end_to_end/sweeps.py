@@ -57,8 +57,10 @@ class Sweeps:
         return [e for e in self.folder(name).events() if e.data.get("cell") == cell and e.kind in kinds]
 
     def run_events(self, name: str, cell: str, kind: str) -> list[dict[str, Any]]:
-        """What happened to a cell's run."""
+        """What happened to a cell's run, which may not have begun."""
         path = self.project.runs / name / "runs" / cell / "events.jsonl"
+        if not path.exists():
+            return []
         return [e for e in map(json.loads, path.read_text().splitlines()) if e["kind"] == kind]
 
     def losses(self, name: str, cell: str) -> list[float]:

@@ -240,6 +240,10 @@ def test_a_sweep_loses_nodes_and_its_driver(project: Any, sweep: Any, cluster: C
     sweeps.write("nodes", [{"model.name": "cells:waiting", "checkpoint.keep": n} for n in (5, 6, 7)], 2)
     folder = sweeps.folder("nodes")
 
+    def held(cell: str, attempt: int, *steps: int) -> bool:
+        """Whether its checkpoints are these, and it is known where the worker of that attempt is."""
+        return folder.run(cell).committed() == [*steps] and len(sweeps.run_events("nodes", cell, "workers")) == attempt
+
     def host_of(cell: str) -> Host:
         (worker,) = sweeps.run_events("nodes", cell, "workers")[-1]["workers"]
         return next(host for host in cluster.hosts if host.name == worker["host"])
@@ -251,7 +255,7 @@ def test_a_sweep_loses_nodes_and_its_driver(project: Any, sweep: Any, cluster: C
     process = sweep("nodes")
     until(process, folder.exists)
     *both, last = sweeps.cells("nodes")
-    until(process, lambda: all(folder.run(cell).committed() == [4] for cell in both))
+    until(process, lambda: all(held(cell, 1, 4) for cell in both))
     one = elsewhere(*both)
     (two,) = set(both) - {one}
     lost = [host_of(one)]
@@ -261,7 +265,7 @@ def test_a_sweep_loses_nodes_and_its_driver(project: Any, sweep: Any, cluster: C
     process.communicate()
 
     process = sweep("nodes")
-    until(process, lambda: folder.run(two).committed() == [4, 8] and folder.run(last).committed() == [4])
+    until(process, lambda: held(two, 2, 4, 8) and held(last, 1, 4))
     waits = elsewhere(two, last)
     lost.append(host_of(waits))
     cluster.kill_node(lost[1])
