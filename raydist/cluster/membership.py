@@ -7,13 +7,11 @@ missing is a decision of recovery.py.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from raydist.cluster import nodes
 from raydist.cluster.crew import Crew
-from raydist.cluster.demand import Demand
 from raydist.cluster.group import Group
 from raydist.cluster.recovery import Stop, Team, Wait, resize
 from raydist.cluster.trainer import WorkerKind
@@ -63,7 +61,6 @@ class Membership:
         self._excluded: set[str] = set()  # nodes on which ranks died again and again
         self._leaving: set[str] = set()
         self._grow, self._growing, self._looked = False, 0, 0.0
-        self._demand = Demand()
 
     def begin(self) -> None:
         """Before the first attempt: leaves out who does not answer."""
@@ -88,7 +85,6 @@ class Membership:
                 chosen = resize(cluster.least, cluster.most, self.group.living, room, waited, self._policy)
             match chosen:
                 case Wait():
-                    self._ask_for_more()
                     if self._wait(_LOOK_S):
                         return None
                 case Stop():
@@ -99,7 +95,6 @@ class Membership:
                     if workers != self.team and self.team:
                         self._say("decision", action="resize", workers=workers, because=because)
                     self.team = workers
-                    self._demand.drop()  # what it has got, the group takes
                     if anew:
                         self.group = self._replaced(workers + min(cluster.spares, max(room - workers, 0)))
                     assert self.group is not None
@@ -116,7 +111,6 @@ class Membership:
             names = ", ".join(sorted(node[:8] for node in self._leaving))
             self._yield("leave", f"node {names} is being taken away")
         elif self.team < self._cluster.most:
-            self._ask_for_more()
             room = min(self.room(), self._cluster.most)
             self._growing = self._growing + 1 if room > self.team else 0
             if self._growing >= _GROWING_LOOKS:
@@ -131,7 +125,7 @@ class Membership:
             self._avoid[node] = time.monotonic()
             if node in back:
                 del self._avoid[node]
-        ours = self._demand.held + self._held
+        ours = self.group.held if self.group is not None else {}
         return nodes.room(nodes.look(), self._each, ours, {*self._unfit, *([without] if without else [])})
 
     def lost(self, gone: Iterable[str]) -> None:
@@ -153,7 +147,6 @@ class Membership:
         """The run is over; where `keep`, its group waits for the next one."""
         if self.group is not None:
             self._crew.leave(self.group, keep)
-        self._demand.drop()
 
     # --- inside
 
@@ -178,22 +171,6 @@ class Membership:
     def _unfit(self) -> set[str]:
         """Ids of the nodes that are lost or were left."""
         return {*self._avoid, *self._excluded}
-
-    @property
-    def _held(self) -> Counter[str]:
-        return Counter(self.group.held if self.group is not None else {})
-
-    def _ask_for_more(self) -> None:
-        """Tells Ray of the workers that the run would take, but that its group does not ask for: it does so itself for those on
-        lost nodes, and not for those on nodes that were left, where its room stays reserved.
-        """
-        if self._private:
-            return  # there is no other node to come
-        group, held = self.group, self._held
-        if group is not None and group.alive and not held:
-            return  # it has yet to start, and is not to be kept from its room
-        has = group.size - sum(held[node] for node in self._excluded) if group is not None and group.alive else 0
-        self._demand.ask(self._cluster.most - has, self._each, self._unfit)
 
     def _yield(self, action: str, because: str) -> None:
         self._say("decision", action=action, because=f"{because}: one checkpoint, and on from there")
