@@ -27,7 +27,9 @@ HOLD = 9
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Three hosts. A test that loses one brings it back."""
-    with Hosts(3) as hosts, Cluster(hosts, env=WATCHFUL) as cluster:
+    # Else a node of one CPU starts its processes one after another.
+    env = {**WATCHFUL, "RAY_worker_maximum_startup_concurrency": "4"}
+    with Hosts(3) as hosts, Cluster(hosts, env=env) as cluster:
         yield cluster
 
 
