@@ -316,8 +316,7 @@ class Cluster:
     """A Ray cluster on the first `size` hosts (default: all) for the time of a `with` block; its head is on host 0.
 
     `cpus`: what Ray is told that each node has. `env` is added to the environment of Ray's own processes. `address` is
-    HOST:PORT; `environment` is what a client needs: the cluster asks for a token, as one does wherever a token file is. It has no
-    dashboard, which takes seconds to start.
+    HOST:PORT; `environment` is what a client needs: the cluster asks for a token, as one does wherever a token file is.
     """
 
     def __init__(
@@ -340,7 +339,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
-            self._start(self.hosts[0], "--head", "--port=6379", f"--temp-dir={_OWN_RAY}", "--include-dashboard=false")
+            self._start(self.hosts[0], "--head", "--port=6379", f"--temp-dir={_OWN_RAY}", "--dashboard-host=0.0.0.0")
             self._watch = self.hosts[0].popen(
                 [sys.executable, __file__, self.address], env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )

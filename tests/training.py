@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -97,8 +98,7 @@ class Trainer:
         else:
             self.optimizer = offload.build(shards, spec.optim, spec.offload, rank.device, tag=f"rank{rank.rank}")
             self.strategy.on_final = self.optimizer.gradients_final
-        self.gradients: dict[str, torch.Tensor] = {}
-        self.before_update = lambda: self.gradients.update(self.whole(grad=True))
+        self.before_update: Callable[[], object] = lambda: None
         self.step = TrainStep(
             rank,
             self.strategy,

@@ -30,14 +30,16 @@ Result = tuple[list[StepReport], dict[str, torch.Tensor], dict[str, torch.Tensor
 def train(rank: Rank, spec: JobSpec, n: int, micro: int) -> Result:
     """Five steps on other samples each; gradients are those of the last one, clipped."""
     trainer = Trainer(rank, spec, full=n * CONTEXT)
-    reports = []
+    reports, gradients = [], {}
     for s in range(1, STEPS + 1):
+        if s == STEPS:
+            trainer.before_update = lambda: gradients.update(trainer.whole(grad=True))
         batches = mine(rank, *samples(n, seed=s), micro)
         reports.append(trainer.step(s, batches, counted(batches), 1e-2, want_stop=False))
     loss, _ = evaluate(rank, trainer.strategy, trainer.precision, mine(rank, *samples(n, seed=99), micro))
     if isinstance(trainer.optimizer, offload.OffloadedAdamW):
         trainer.optimizer.close()
-    return reports, trainer.gradients, trainer.whole(), loss
+    return reports, gradients, trainer.whole(), loss
 
 
 def compare(got: Any, expected: Result, loss: float = 1e-5, weights: float = 1e-4, tiny: float = 5e-6) -> None:
@@ -62,6 +64,12 @@ def reference(n: int, tie: bool, precision: str) -> Result:
     return train(alone(), job("ddp", {**MODEL, "tie_embeddings": tie}, precision=precision), n, n)
 
 
+@functools.cache
+def trained(ranks: Any, variant: str, world: int, n: int, micro: int, **model: Any) -> list[Result]:
+    """What every rank has of `train`, with these fields of the model."""
+    return run(ranks, train, world, job(variant, {**MODEL, **model}), n, micro)
+
+
 # (world, samples a global batch, micro-batch, tied embeddings): with accumulation, with uneven parts, with an idle rank.
 SPLITS = [(1, 6, 2, True), (2, 6, 2, True), (3, 7, 2, True), (3, 7, 2, False), (4, 6, 1, True), (4, 3, 2, False)]
 
@@ -75,8 +83,7 @@ def test_five_steps_match_one_process(ranks: Any, variant: str, world: int, n: i
     """
     if VARIANTS[variant].get("shard", 1) > 1 and world % 2:
         world = 4  # pairs
-    spec = job(variant, {**MODEL, "tie_embeddings": tie})
-    for got in run(ranks, train, world, spec, n, micro):
+    for got in trained(ranks, variant, world, n, micro, tie_embeddings=tie):
         compare(got, reference(n, tie, "fp32"))
 
 
@@ -113,7 +120,7 @@ def test_offloaded_state_changes_no_bit(ranks: Any, tmp_path: Path, variant: str
 
     Gradients are clipped on their way to the update: those of the model itself stay as they were.
     """
-    kept = run(ranks, train, 3, job(variant), 7, 2)
+    kept = trained(ranks, variant, 3, 7, 2, tie_embeddings=True)
     away = run(ranks, train, 3, job(variant, offload={"optimizer": where, "path": str(tmp_path)}), 7, 2)
     for (reports, _, weights, _), (reports_away, _, weights_away, _) in zip(kept, away, strict=True):
         assert reports == reports_away
@@ -160,7 +167,7 @@ def test_gradients_that_are_said_to_be_final_are(ranks: Any, variant: str) -> No
 def test_activations_computed_again_change_no_bit(ranks: Any, variant: str, kind: str) -> None:
     """With dropout and accumulation, on 2 ranks: the same losses, gradients and weights, bit for bit."""
     model = {**MODEL, "dropout": 0.2}
-    kept = run(ranks, train, 2, job(variant, model), 6, 2)
+    kept = trained(ranks, variant, 2, 6, 2, dropout=0.2)
     again = run(ranks, train, 2, job(variant, model, {"checkpoint_activations": kind}), 6, 2)
     for (reports, gradients, weights, _), (reports_again, gradients_again, weights_again, _) in zip(
         kept, again, strict=True

@@ -25,7 +25,6 @@ WIDTH = 256
 def steps(rank: Rank, strategy: str) -> Callable[[], object]:
     """Runs a step of two micro-batches, and a forward pass, behind which nothing is on its way any more."""
     trainer = Trainer(rank, job(strategy, {**MODEL, "width": WIDTH}), full=4 * CONTEXT)
-    trainer.before_update = lambda: None
     batches = mine(rank, *samples(4), 1)
 
     def step() -> None:

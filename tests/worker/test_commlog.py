@@ -76,7 +76,6 @@ def trained(rank: Rank, strategy: str, watched: bool) -> Any:
     """Two steps: the weights, and what was sent in the second one, over the bytes of the model."""
     tokens, targets = samples(4)
     trainer = Trainer(rank, job(strategy), full=targets.numel())
-    trainer.before_update = lambda: None
     log = CommLog(rank.device)
     if watched:
         log.install()
