@@ -24,7 +24,8 @@ Optional, used where present:
   holds the whole model.
 - `gives_loss`: where it is true, `module(tokens_BT, targets=targets_BT)` (with `documents` where they are packed) gives the cross
   entropy in nats, summed over the targets that are not MASKED, a scalar in fp32, and need not make all logits at once
-  (worker/headloss.py). Its `head` is then compiled by `train.compile: blocks` too.
+  (worker/headloss.py). Its `head` is then compiled by `train.compile: blocks` too. A subclass whose `forward` takes no targets
+  sets it to False.
 - `flops_per_token(context) -> float`: else 6 a parameter that is no embedding (worker/flops.py).
 - `generate(tokens_BT, max_new, ...) -> tokens_BS`: else `raydist train` prints no sample of text.
 
