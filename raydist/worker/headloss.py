@@ -55,8 +55,8 @@ def _loss_and_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Te
     logs_CV = F.log_softmax(logits_CV.float(), dim=-1)
     loss = F.nll_loss(logs_CV, targets_C, ignore_index=MASKED, reduction="sum")
     # A comparison and no scatter: it is deterministic on every device, and part of one kernel where this is compiled.
-    at_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == targets_C[:, None]
-    gradient_CV = logs_CV.exp_().add_(at_target_CV, alpha=-1).to(logits_CV.dtype)
+    at_target_CV = (torch.arange(logits_CV.shape[1], device=logits_CV.device) == targets_C[:, None]).float()
+    gradient_CV = logs_CV.exp_().sub_(at_target_CV).to(logits_CV.dtype)
     return loss, gradient_CV.mul_((targets_C != MASKED)[:, None])
 
 

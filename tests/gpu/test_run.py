@@ -148,7 +148,7 @@ def test_a_trace_has_kernels_and_ranges_and_is_merged(project: Project) -> None:
     what report.trace makes of it the shares of a step."""
     run = project.run("traced")
     request = requests.ask_trace(run, 2, 600)
-    project.train("traced", train={"steps": 400, "deterministic": False}, checkpoint={"every": None})
+    project.train("traced", train={"steps": 1000 if CUDA else 200, "deterministic": False}, checkpoint={"every": None})
     names, missing = requests.parts(run, request.number)
     assert (len(names), missing) == (1, [])
     merged, told = merge(run, names)
