@@ -28,9 +28,9 @@ def machine() -> dict[str, Any]:
     return {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version(), **packages}
 
 
-def write(name: str, result: dict[str, Any]) -> Path:
-    """results/NAME.json: the machine, then the figures."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def write(name: str, result: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """FOLDER/NAME.json: the machine, then the figures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
     return path

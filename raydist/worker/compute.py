@@ -53,7 +53,10 @@ def prepare(model: nn.Module, spec: TrainSpec) -> None:
         for block in blocks:
             _replace(block, _recomputed(block.forward, selective=spec.checkpoint_activations == "selective"))
     if spec.compile:
-        for module in blocks if spec.compile == "blocks" else [model]:
+        # The loss is much of a small model's time, and a head that computes it is worth a compilation too.
+        parts = [*blocks, model.head] if getattr(model, "gives_loss", False) else blocks
+        for module in parts if spec.compile == "blocks" else [model]:
+            assert isinstance(module, nn.Module)
             _replace(module, torch.compile(module.forward))
 
 

@@ -30,12 +30,8 @@ class Feed:
         return batch
 
     def to_device(self, batch: MicroBatch) -> MicroBatch:
-        """Tensors, where they are not there already."""
-        if self._rank.device.type == "cpu":
-            return batch
-        move = {"device": self._rank.device, "non_blocking": True}
-        documents = None if batch.documents is None else batch.documents.to(**move)
-        return MicroBatch(batch.tokens.to(**move), batch.targets.to(**move), documents)
+        """On this rank's device."""
+        return to_device(batch, self._rank.device)
 
     def example(self, samples: int = 1) -> MicroBatch:
         """The first sample, so many times: what a strategy needs to see the graph."""
@@ -57,6 +53,15 @@ class Feed:
 
     def _made(self, windows: Windows, ids: Any) -> MicroBatch:
         return self.to_device(_tensors(MicroBatch(*windows.batch(ids, self._spec.data.pack)), pin=False))
+
+
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Tensors, where they are not there already; from pinned memory nobody waits for it."""
+    if device.type == "cpu":
+        return batch
+    move: dict[str, Any] = {"device": device, "non_blocking": True}
+    documents = None if batch.documents is None else batch.documents.to(**move)
+    return MicroBatch(batch.tokens.to(**move), batch.targets.to(**move), documents)
 
 
 def _tensors(batch: MicroBatch, pin: bool) -> MicroBatch:

@@ -102,6 +102,9 @@ class Watch(Protocol):
 def loss_sum(module: nn.Module, batch: MicroBatch) -> torch.Tensor:
     """Cross entropy in nats, summed over the targets that count: a scalar in fp32."""
     kwargs = {} if batch.documents is None else {"documents": batch.documents}
+    if getattr(getattr(module, "module", module), "gives_loss", False):
+        loss: torch.Tensor = module(batch.tokens, targets=batch.targets, **kwargs)
+        return loss
     logits_BTV = module(batch.tokens, **kwargs)
     return F.cross_entropy(
         logits_BTV.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=MASKED, reduction="sum"
@@ -164,7 +167,9 @@ class TrainStep:
         """
         if self._watch is not None:
             self._watch.begin()
-        sums = torch.tensor([0.0, tokens, want_stop, vote, *trace], dtype=torch.float64, device=self.rank.device)
+        sums = torch.tensor([0.0, tokens, want_stop, vote, *trace], dtype=torch.float64)
+        if self.rank.device.type == "cuda":  # from pageable memory the host would wait here for the update before
+            sums = sums.pin_memory().to(self.rank.device, non_blocking=True)
         pending = None
         small = self._noise.listen(step, micro_batches) if self._noise is not None else None
         for i, batch in enumerate(micro_batches):
@@ -189,12 +194,13 @@ class TrainStep:
             small.send()  # its milliseconds hide behind the norm
         if pending is not None:
             pending.wait()
+        norm = self.strategy.grad_norm()  # on its way before the host waits for the device, once
         total_loss, all_tokens, stops, votes, *asked = sums.tolist()
         counted, tokens = tokens, int(all_tokens)
         loss_mean = total_loss / max(tokens, 1)
         # From "per token of a full batch" and "times the loss scale" to the gradient of the mean loss.
         factor = self._full_tokens / max(tokens, 1) / self.precision.loss_scale
-        grad_norm = float(self.strategy.grad_norm()) * factor
+        grad_norm = float(norm) * factor
         finite = _finite(loss_mean) and _finite(grad_norm)
         overflow = not finite and self.precision.scaled and _finite(loss_mean)
         if self._gradients is not None and not overflow:

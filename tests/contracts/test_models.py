@@ -6,9 +6,11 @@ import inspect
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from raydist import registry
+from raydist.data.batches import MASKED
 from raydist.spec import ModelSpec
 
 VOCAB, BATCH, TIME = 29, 2, 12
@@ -37,6 +39,17 @@ def test_logits_of_the_vocabulary(name):
     assert model(tokens()).shape == (BATCH, TIME, VOCAB)
     assert model(tokens()[:, :5]).shape == (BATCH, 5, VOCAB)
     assert model(tokens()).isfinite().all()
+
+
+@pytest.mark.parametrize("name", [n for n in MODELS if getattr(build(n), "gives_loss", False)])
+def test_a_loss_is_that_of_the_logits(name):
+    """Where a model gives its loss: the cross entropy of its logits, in fp32, summed over the targets that count."""
+    model, targets = build(name), tokens(2)
+    targets[0, :7] = MASKED
+    loss = model(tokens(), targets=targets)
+    expected = F.cross_entropy(model(tokens()).flatten(0, 1), targets.flatten(), ignore_index=MASKED, reduction="sum")
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected)
 
 
 @pytest.mark.parametrize("name", MODELS)

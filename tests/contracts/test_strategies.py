@@ -94,14 +94,15 @@ def test_five_steps_match_one_process(ranks: Any, variant: str, world: int, n: i
 )
 @pytest.mark.parametrize("variant", registry.names("parallel"))
 def test_low_precision_stays_near_one_process(ranks: Any, variant: str, precision: Any) -> None:
-    """The same in fewer bits, on 3 ranks: losses within 0.5% of one process in that format, the first gradient's norm within 1%.
+    """The same in fewer bits, on 3 ranks: losses within 0.5% of one process in that format, the first gradient's norm within 2%.
 
-    bf16 and fp16 round by up to 0.4% and 0.05%; FSDP casts norms' gains too, which autocast leaves in fp32. Weights stay fp32.
+    bf16 and fp16 round by up to 0.4% and 0.05%; FSDP casts norms' gains too, which autocast leaves in fp32, and
+    adds up a tied embedding's gradient in bf16: 1.4% here. Weights stay fp32.
     """
     expected = reference(7, True, precision["params"])
     for reports, _, weights, eval_loss in run(ranks, train, 3, job(variant, precision=precision), 7, 2):
         assert [r.loss for r in reports] == pytest.approx([r.loss for r in expected[0]], rel=5e-3)
-        assert reports[0].grad_norm == pytest.approx(expected[0][0].grad_norm, rel=1e-2)
+        assert reports[0].grad_norm == pytest.approx(expected[0][0].grad_norm, rel=2e-2)
         assert eval_loss == pytest.approx(expected[3], rel=5e-3)
         assert all(w.dtype is torch.float32 for w in weights.values())
 

@@ -478,13 +478,14 @@ def test_saved_is_what_autograd_keeps() -> None:
 
 
 def test_phases() -> None:
-    """Logits are held in the loss's phase, in fp32 three times at once; a unit's whole gradients in backward, where they wait."""
+    """In the loss's phase there are logits, their logarithms and the targets' places in fp32, and these as booleans; a unit's whole
+    gradients in backward, where they wait."""
     spec = job(model={**SMALL, "layers": 8, "tie_embeddings": False})
     planner = Planner(spec, 8192, "cpu")
     wait = {p.phase: p for p in planner.measure(Pass(4, "none", False, hold=True)).peaks}
     assert list(wait) == ["forward", "loss", "backward"]
     logits = 4 * 128 * 8192 * 4
-    assert wait["loss"].loss == pytest.approx(3 * logits, rel=0.05)
+    assert wait["loss"].loss == pytest.approx(3.25 * logits, rel=0.05)
     assert wait["forward"].loss == 0
     assert wait["backward"].loss < logits / 8
     # The head's, from the loss on; the worst moment of backward is a block's, with its own.

@@ -22,6 +22,10 @@ Optional, used where present:
   generator. `build` must then make no weights where torch's default device is meta, and otherwise call it in that
   order (worker/graph.py, `initialise`): so zero3 and hsdp make and split one block after the other, and no rank ever
   holds the whole model.
+- `gives_loss`: where it is true, `module(tokens_BT, targets=targets_BT)` (with `documents` where they are packed) gives the cross
+  entropy in nats, summed over the targets that are not MASKED, a scalar in fp32, and need not make all logits at once
+  (worker/headloss.py). Its `head` is then compiled by `train.compile: blocks` too. A subclass whose `forward` takes no targets
+  sets it to False.
 - `flops_per_token(context) -> float`: else 6 a parameter that is no embedding (worker/flops.py).
 - `generate(tokens_BT, max_new, ...) -> tokens_BS`: else `raydist train` prints no sample of text.
 

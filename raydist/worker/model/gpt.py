@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from raydist.errors import UserError
 from raydist.worker.flops import decoder_flops
 from raydist.worker.graph import initialise
+from raydist.worker.headloss import head_loss
 
 if TYPE_CHECKING:
     from raydist.spec import ModelSpec
@@ -187,11 +188,22 @@ class Block(nn.Module):
         return F.dropout(x_BTD, self.dropout) if self.training and self.dropout else x_BTD
 
 
+class Head(nn.Linear):
+    """The output head: logits, or with targets the loss of their logits."""
+
+    def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """x_BTD -> logits_BTV; with `targets_BT` their summed cross entropy, a scalar in fp32."""
+        if targets_BT is None:
+            return super().forward(x_BTD)
+        return head_loss(x_BTD.flatten(0, 1), self.weight, targets_BT.flatten())
+
+
 class GPT(nn.Module):
     """Embedding, blocks, norm, head. `model.dropout` acts on the embedding and on what each sub-layer adds."""
 
     cos: Tensor
     sin: Tensor
+    gives_loss = True
 
     def __init__(self, spec: ModelSpec, vocab_size: int) -> None:
         super().__init__()
@@ -199,7 +211,7 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(vocab_size, spec.width)
         self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
         self.norm = RMSNorm(spec.width)
-        self.head = nn.Linear(spec.width, vocab_size, bias=False)
+        self.head = Head(spec.width, vocab_size, bias=False)
         if spec.tie_embeddings:
             self.head.weight = self.embedding.weight
         cos, sin = rotary_tables(spec.context, spec.width // spec.heads, spec.rope_base)
@@ -225,11 +237,16 @@ class GPT(nn.Module):
             nn.init.normal_(module.weight, std=std)
 
     def forward(
-        self, tokens_BT: Tensor, documents: Tensor | None = None, caches: Sequence[Cache] | None = None
+        self,
+        tokens_BT: Tensor,
+        documents: Tensor | None = None,
+        caches: Sequence[Cache] | None = None,
+        targets: Tensor | None = None,
     ) -> Tensor:
         """tokens_BT (int64) -> logits_BTV. T may not exceed `model.context`, cached tokens included.
 
-        `documents` (int, B x T): see the contract in model/__init__.py. `caches`, one a block, hold what came before
+        `documents` (int, B x T), and `targets` (int64, B x T), with which a scalar comes out: see the contract in
+        model/__init__.py. `caches`, one a block, hold what came before
         these tokens; they are used by `generate`, and do not go together with `documents`.
         """
         time = tokens_BT.shape[1]
@@ -254,8 +271,8 @@ class GPT(nn.Module):
             x_BTD = F.dropout(x_BTD, self.spec.dropout)
         for i, block in enumerate(self.blocks):
             x_BTD = block(x_BTD, cos, sin, mask, caches[i] if caches else None)
-        logits_BTV: Tensor = self.head(self.norm(x_BTD))
-        return logits_BTV
+        out: Tensor = self.head(self.norm(x_BTD), targets)
+        return out
 
     def flops_per_token(self, context: int) -> float:
         """FLOPs of training on one token of a sequence of `context` tokens: see worker/flops.py."""

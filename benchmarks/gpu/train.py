@@ -1,0 +1,405 @@
+"""How fast one GPU trains GPTs of 124M and 1.5B parameters in bf16, and what a step's time goes to.
+
+    python -m benchmarks.gpu.train [--quick] [--out FOLDER]          in the repository's root; torch without ray is enough
+    python -m benchmarks.gpu.train --device cpu --tiny               whether it runs at all
+
+A variant is raydist's own step (raydist.worker.step.TrainStep, with the gradient norm and clipping) on random tokens in sequences
+of 1024, in steps of a fixed number of tokens. The micro-batch is the largest power of two whose peak, extrapolated from those of
+one and two sequences without compilation, fits into nine tenths of the memory; --micro-batch takes another. MFU is over the
+device's known peak, and over the rate at which this very run multiplies bf16 matrices of the model's own shapes. What a step's
+time goes to is read off kineto's trace of three more steps, by the names of the kernels.
+
+Results are written after each variant, and none is begun after --seconds: what is there at the end of a short visit is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.common import RESULTS, write
+from raydist import registry
+from raydist.data.batches import MicroBatch
+from raydist.report.intervals import length, union
+from raydist.spec import JobSpec
+from raydist.worker import build, compute, flops
+from raydist.worker.clock import Marks
+from raydist.worker.feed import to_device
+from raydist.worker.memory import Held
+from raydist.worker.model.gpt import default_hidden
+from raydist.worker.offload import OffloadedAdamW
+from raydist.worker.precision import Precision
+from raydist.worker.setup import Rank
+from raydist.worker.step import TrainStep, loss_sum
+
+Event = dict[str, Any]
+
+MODELS: dict[str, dict[str, Any]] = {
+    "124M": {"layers": 12, "width": 768, "heads": 12, "context": 1024},
+    "1.5B": {"layers": 48, "width": 1600, "heads": 25, "context": 1024},
+    "tiny": {"layers": 2, "width": 64, "heads": 2, "context": 64},
+}
+VOCAB = {"124M": 50304, "1.5B": 50304, "tiny": 512}
+AIMS = {"124M": 0.4, "1.5B": 0.5}
+"""MFU over the device's peak."""
+STEP_TOKENS = {"124M": 1 << 17, "1.5B": 1 << 16, "tiny": 512}
+MOST = {"124M": 64, "1.5B": 32, "tiny": 4}
+"""Sequences of a micro-batch; more make no product faster."""
+ROOM = 0.9
+"""Of the memory, for what allocators and libraries take beside the tensors."""
+PARTS = (
+    ("attention", ("flash", "fmha", "attention", "sdpa", "cudnn_generated")),
+    ("optimizer, norm and clip", ("adam", "multi_tensor", "foreach")),
+    ("matmul", ("gemm", "nvjet", "cutlass", "xmma", "wgmma", "splitk", "cublas", "triton_tem", "triton_mm")),
+    ("cross-entropy", ("softmax", "nll_loss", "arange_eq", "logsumexp")),
+    ("copies", ("memcpy", "memset")),
+)
+"""What a kernel is, by the first line of which a word is in its name; else it is elementwise: norms, rotation, casts."""
+REST = "elementwise and norms"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """`sections` of the job, beside the model."""
+
+    name: str
+    model: str
+    sections: dict[str, Any]
+
+
+def variants(models: Sequence[str], quick: bool) -> list[Variant]:
+    """The ones that matter most first."""
+    ways: dict[str, dict[str, Any]] = {
+        "blocks compiled": {"train": {"compile": "blocks"}},
+        "all compiled": {"train": {"compile": True}},
+        "eager": {},
+        "blocks compiled, selective": {"train": {"compile": "blocks", "checkpoint_activations": "selective"}},
+        "blocks compiled, optimizer on the CPU": {"train": {"compile": "blocks"}, "offload": {"optimizer": "cpu"}},
+    }
+    names = list(ways)[:1] if quick else list(ways)
+    # All of 48 layers as one graph are compiled for minutes: that comes last.
+    late = [(m, w) for m in models for w in names if (m, w) == ("1.5B", "all compiled")]
+    order = [(m, w) for w in names for m in models if (m, w) not in late] + late
+    return [Variant(f"{model}, {way}", model, ways[way]) for model, way in order]
+
+
+def job(model: str, sections: dict[str, Any], micro_batch: int) -> JobSpec:
+    """Of a step of about STEP_TOKENS, in whole micro-batches."""
+    count = max(1, STEP_TOKENS[model] // (micro_batch * MODELS[model]["context"]))
+    train = {"steps": 1, "micro_batch": micro_batch, "global_batch": micro_batch * count, **sections.get("train", {})}
+    about = {"data": {"source": "any"}, "model": MODELS[model], "precision": "bf16"}
+    return JobSpec.model_validate(about | sections | {"train": train})
+
+
+class Trainer:
+    """Model, optimizer and step, as the loop puts them together; the model not compiled yet."""
+
+    def __init__(self, rank: Rank, model: str, sections: dict[str, Any]) -> None:
+        self.rank, self.name, self.sections = rank, model, sections
+        spec = self.spec = job(model, sections, 1)
+        vocab, context = VOCAB[model], spec.model.context
+        self.precision = Precision(spec.precision, rank.device)
+        self.strategy = registry.load("parallel", "ddp")(spec, rank)
+        self.model = build.build_model(spec, vocab)
+        self.flops_per_token = flops.flops_per_token(self.model, context)
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        g = torch.Generator().manual_seed(0)
+        text = torch.randint(vocab, (MOST[model], context + 1), generator=g)
+        self.tokens, self.targets = (t.contiguous() for t in (text[:, :-1], text[:, 1:]))
+        if rank.device.type == "cuda":
+            self.tokens, self.targets = self.tokens.pin_memory(), self.targets.pin_memory()
+        self.strategy.wrap(self.model, lambda module: self._example(module))
+        compute.prepare(self.model, spec.train.model_copy(update={"compile": False}))
+        shards = self.strategy.shards()
+        self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards)
+        self.held: Held | None = None
+
+        def look() -> None:
+            self.held = Held.of(self.model, shards, self.optimizer, rank.device)
+
+        self.look = look
+        self.use(1)
+
+    def _example(self, module: torch.nn.Module) -> torch.Tensor:
+        with self.precision.autocast():
+            return loss_sum(module, to_device(MicroBatch(self.tokens[:1], self.targets[:1]), self.rank.device))
+
+    def use(self, micro_batch: int) -> None:
+        """From now on steps of such micro-batches."""
+        spec = job(self.name, self.sections, micro_batch)
+        self.count, self.micro_batch = spec.train.global_batch // micro_batch, micro_batch
+        self.step_tokens = spec.train.global_batch * spec.model.context
+        self.step = TrainStep(
+            self.rank,
+            self.strategy,
+            self.optimizer,
+            self.precision,
+            full_tokens=self.step_tokens,
+            clip=spec.optim.clip,
+            before_update=self.look,
+        )
+
+    def compile(self) -> None:
+        """As the job asks for."""
+        compute.prepare(self.model, self.spec.train.model_copy(update={"checkpoint_activations": "none"}))
+
+    def __call__(self, count: int | None = None) -> float:
+        """One step, of so many micro-batches; its loss."""
+        micro = MicroBatch(self.tokens[: self.micro_batch], self.targets[: self.micro_batch])
+        batches = [to_device(micro, self.rank.device) for _ in range(count or self.count)]
+        return self.step(1, batches, len(batches) * micro.targets.numel(), 1e-4, want_stop=False).loss
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        if isinstance(self.optimizer, OffloadedAdamW):
+            self.optimizer.close()
+        for name in ("step", "strategy", "optimizer", "model", "look"):
+            delattr(self, name)
+
+
+def peak(trainer: Trainer, micro_batch: int) -> int:
+    """Bytes of a step of two micro-batches, without compilation."""
+    trainer.use(micro_batch)
+    trainer(2)
+    torch.cuda.reset_peak_memory_stats()
+    trainer(2)
+    return torch.cuda.max_memory_allocated()
+
+
+def fitting(trainer: Trainer) -> int:
+    """The largest micro-batch, a power of two, that fits."""
+    most = MOST[trainer.name]
+    if trainer.rank.device.type != "cuda":
+        return most
+    one, two = peak(trainer, 1), peak(trainer, 2)
+    room = ROOM * torch.cuda.get_device_properties(trainer.rank.device).total_memory
+    while most > 1 and one + (two - one) * (most - 1) > room:
+        most //= 2
+    return most
+
+
+def measured(rank: Rank, variant: Variant, micro_batch: int | None, steps: int) -> dict[str, Any]:
+    """One variant's row."""
+    cuda = rank.device.type == "cuda"
+    begun = time.perf_counter()
+    trainer = Trainer(rank, variant.model, variant.sections)
+    try:
+        trainer.use(micro_batch or fitting(trainer))
+        trainer.compile()
+        built = time.perf_counter()
+        trainer()  # compiles
+        compiled = time.perf_counter()
+        trainer()
+        trainer()
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        marks = Marks(rank.device)
+        marks.mark()
+        for _ in range(steps):
+            loss = trainer()
+            marks.mark()
+        times = sorted(marks.seconds())
+        step_s = times[len(times) // 2]
+        rate = trainer.step_tokens / step_s
+        row: dict[str, Any] = {
+            "parameters": trainer.parameters,
+            "micro_batch": trainer.micro_batch,
+            "step_tokens": trainer.step_tokens,
+            "step_s": round(step_s, 5),
+            "slowest_over_median": round(times[-1] / step_s, 3),
+            "tokens_per_s": round(rate),
+            "flops_per_token": trainer.flops_per_token,
+            "tflops": round(rate * trainer.flops_per_token / 1e12, 1),
+            "loss": round(loss, 4),
+            "build_s": round(built - begun, 1),
+            "first_step_s": round(compiled - built, 1),
+            "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+            "graph_breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
+        }
+        if cuda:
+            assert trainer.held is not None
+            top = torch.cuda.max_memory_allocated()
+            row["mfu"] = flops.mfu(rate, trainer.flops_per_token, torch.cuda.get_device_name(), 1)
+            row |= {"peak_bytes": top, "state_bytes": trainer.held.on_device}
+            row["reserved_bytes"] = torch.cuda.memory_reserved()
+        row["time"] = times_by_part(rank, trainer)
+        return row
+    finally:
+        trainer.close()
+        del trainer
+        gc.collect()
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        if cuda:
+            torch.cuda.empty_cache()
+
+
+def times_by_part(rank: Rank, trainer: Trainer, steps: int = 3) -> dict[str, Any]:
+    """Shares of the time of so many steps, under the profiler."""
+    cuda = rank.device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda) as profiled:
+        trainer()  # CUPTI's first launches are slow
+        with torch.profiler.record_function("measured"):
+            for _ in range(steps):
+                trainer()
+            if cuda:
+                torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        whole = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(whole))
+        events = json.loads(whole.read_text())["traceEvents"]
+    window = next(e for e in events if e.get("name") == "measured" and e.get("cat") == "user_annotation")
+    return parts(events, float(window["ts"]), float(window["ts"]) + float(window["dur"]))
+
+
+def part_of(kernel: str) -> str:
+    """See PARTS."""
+    low = kernel.lower()
+    return next((part for part, words in PARTS if any(word in low for word in words)), REST)
+
+
+def parts(events: Iterable[Event], begin_us: float, end_us: float) -> dict[str, Any]:
+    """Shares of the window by part, gaps among them, and the kernels that take most. Kernels side by side count both."""
+    spent: Counter[str] = Counter()
+    kernels: Counter[str] = Counter()
+    busy = []
+    for event in events:
+        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        begin, end = max(event["ts"], begin_us), min(event["ts"] + event["dur"], end_us)
+        if end <= begin:
+            continue
+        busy.append((begin, end))
+        name = event["name"] if event["cat"] == "kernel" else event["cat"].removeprefix("gpu_")
+        spent[part_of(name)] += end - begin
+        kernels[name[:120]] += end - begin
+    total = end_us - begin_us
+    shares = {part: round(us / total, 4) for part, us in spent.most_common()}
+    shares["gaps"] = round(1 - length(union(busy)) / total, 4)
+    top = {name: round(us / total, 4) for name, us in kernels.most_common(15)}
+    return {"shares": shares, "kernels": top}
+
+
+# --- what the device can do, at the model's own shapes
+
+
+def timed(device: torch.device, function: Callable[[], object], repeat: int) -> float:
+    """Seconds of one call."""
+    for _ in range(3):
+        function()
+    marks = Marks(device)
+    marks.mark()
+    for _ in range(repeat):
+        function()
+    marks.mark()
+    return marks.seconds()[0] / repeat
+
+
+def matmul_rate(device: torch.device, model: str, tokens: int, repeat: int) -> float:
+    """FLOP/s of a bf16 model's matrix products, forward and both of backward, each as often as a step has it. Random numbers: with
+    zeros the chip runs faster."""
+    about, vocab = MODELS[model], VOCAB[model]
+    width, hidden = about["width"], default_hidden(about["width"])
+    shapes = Counter({(width, width): 4 * about["layers"], (width, hidden): 2 * about["layers"]})
+    shapes[hidden, width] += about["layers"]
+    shapes[width, vocab] += 1
+    work = seconds = 0.0
+    for (into, out), count in shapes.items():
+        n = min(tokens, (1 << 28) // vocab) if out == vocab else tokens
+        x, w, g = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((n, into), (out, into), (n, out)))
+        for product in (lambda: x @ w.t(), lambda: g @ w, lambda: g.t() @ x):  # noqa: B023
+            seconds += timed(device, product, repeat) * count * tokens / n
+            work += 2.0 * tokens * into * out * count
+    return work / seconds
+
+
+def attention_rates(device: torch.device, model: str, batch: int, repeat: int) -> dict[str, float | None]:
+    """FLOP/s of causal attention, forward and backward, by kernel; whole products counted, as MFU does. None: refused."""
+    about = MODELS[model]
+    shape = (batch, about["heads"], about["context"], about["width"] // about["heads"])
+    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    above = torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    def once() -> None:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(above)
+
+    work = 12.0 * shape[0] * shape[1] * shape[2] ** 2 * shape[3]
+    found: dict[str, float | None] = {"torch's choice": work / timed(device, once, repeat)}
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        try:
+            with sdpa_kernel(backend):
+                found[backend.name] = work / timed(device, once, repeat)
+        except RuntimeError:
+            found[backend.name] = None
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="a tiny model: whether it runs")
+    parser.add_argument("--quick", action="store_true", help="one variant a model")
+    parser.add_argument("--models", nargs="+", choices=("124M", "1.5B"), default=["124M", "1.5B"])
+    parser.add_argument("--micro-batch", type=int, help="sequences; default: what fits")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=480.0, help="begin no variant later than this")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu_train.json")
+    asked = parser.parse_args()
+    began = time.perf_counter()
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device: run this where there is one, or try --device cpu --tiny")
+    device = torch.device("cuda", 0) if asked.device == "cuda" else torch.device("cpu")
+    cuda = device.type == "cuda"
+    rank = Rank(0, 1, 0, device, "nccl" if cuda else "gloo", "127.0.0.1", None, ())
+    models = ["tiny"] if asked.tiny else asked.models
+    result: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(device) if cuda else None,
+        "cuda": torch.version.cuda,
+        "peak_flops": flops.peak_flops(torch.cuda.get_device_name(device)) if cuda else None,
+        "aims_mfu": AIMS,
+        "matmul_flops": {},
+        "attention_flops": {},
+        "variants": {},
+        "left_out": [],
+    }
+    repeat = 20 if cuda else 1
+    for model in models:
+        sequences = 16 if cuda else 1
+        result["matmul_flops"][model] = matmul_rate(device, model, sequences * MODELS[model]["context"], repeat)
+        result["attention_flops"][model] = attention_rates(device, model, sequences, repeat)
+    print(json.dumps({k: result[k] for k in ("gpu", "matmul_flops", "attention_flops")}), flush=True)
+    for variant in variants(models, asked.quick):
+        if time.perf_counter() - began > asked.seconds:
+            result["left_out"].append(variant.name)
+            continue
+        try:
+            row = measured(rank, variant, asked.micro_batch, asked.steps)
+            row["mfu_of_matmul"] = round(row["tflops"] * 1e12 / result["matmul_flops"][variant.model], 4)
+        except Exception as error:  # what this one has broken must not cost the others, where the visit is short
+            traceback.print_exc()
+            row = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        result["variants"][variant.name] = row
+        path = write("gpu_train", result, asked.out)
+        print(f"{time.perf_counter() - began:6.1f} s  {variant.name}: {json.dumps(row)}", flush=True)
+    write("gpu_train", result, asked.out)
+    print(path)
+    return int(any("error" in row for row in result["variants"].values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
