@@ -28,7 +28,7 @@ quickstart: $(VENV)/.run
 	$(BIN)/raydist sample quickstart --storage $(STORAGE)
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

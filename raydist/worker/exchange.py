@@ -95,11 +95,18 @@ class _Exchange:
     ) -> None:
         self._kind, self._whole, self._group, self._then = kind, whole, group, then
         self._begun = time.perf_counter()
-        with _as_one(kind):
-            self._works = send()
+        self._works: Sequence[Work] = ()
+        self._failure: RuntimeError | None = None
+        try:
+            with _as_one(kind):
+                self._works = send()
+        except RuntimeError as error:
+            self._failure = error  # a peer that is gone: that is for whoever waits, as with torch's own
         self._sending = time.perf_counter() - self._begun  # gloo writes to the socket as much as it takes, at once
 
     def wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
         waiting = time.perf_counter()
         with commlog.uncounted():
             for work in self._works:

@@ -287,8 +287,10 @@ def test_a_sweep_loses_nodes_and_its_driver(project: Any, sweep: Any, cluster: C
     ]
     resumed = [[event["step"] for event in sweeps.run_events("nodes", cell, "resumed")] for cell in cells]
     assert resumed == [[4, 8], [4, 8] if waits == two else [4], [4] if waits == last else []]
+    # Whether the worker is missed first, or its node, is a race.
     faults = {cell: [event["fault"] for event in sweeps.run_events("nodes", cell, "failure")] for cell in cells}
-    assert faults == {cell: ["node_died"] if cell in (one, waits) else [] for cell in cells}
+    assert {cell: len(found) for cell, found in faults.items()} == {cell: int(cell in (one, waits)) for cell in cells}
+    assert {fault for found in faults.values() for fault in found} <= {"node_died", "worker_died"}
     assert [event.kind for event in folder.events() if event.kind in ("failed", "retried")] == []
     for host in lost:
         cluster.wait_until(lambda host=host: host.name not in cluster.node_ids())  # type: ignore[misc]

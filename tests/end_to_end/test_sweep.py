@@ -183,7 +183,7 @@ def test_killed_and_started_again(sweeps: Sweeps) -> None:
     assert tree(sweeps, "again", second) == before
 
 
-def test_a_search_that_is_killed(sweeps: Sweeps) -> None:
+def test_a_search_that_is_killed(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch) -> None:
     """optuna chooses four points. SIGKILL to the driver while the second trains: the same command leaves the first one alone, goes
     on with the second, and chooses two more. SIGKILL to the sampler while the third trains: the fourth is what it would have been.
     The four are in the results, the best is ready to train."""
@@ -208,6 +208,7 @@ def test_a_search_that_is_killed(sweeps: Sweeps) -> None:
     told = json.loads(out)
     cells = sweeps.cells("search")
     assert cells[:2] == [first, second]
+    monkeypatch.syspath_prepend(sweeps.project.root)  # where the user's own model is
     assert expected(sweeps, "search") == [note.parameters for note in sweeps.folder("search").cells()]
     assert len(set(cells)) == 4
     assert tree(sweeps, "search", first) == before
