@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -51,7 +51,7 @@ def _part(told: Row, axis: Axis) -> Markup:
     every = np.concatenate([np.array(row["course"][axis]) for row in known])
     scale = _Across(axis, float(every.min()), float(every.max()))
     courses = [
-        Series("", scale(row["course"][axis]), _best(row["course"]["objective"], front[0]["objective"], sign), "faint")
+        _stairs(scale(row["course"][axis]), _best(row["course"]["objective"], front[0]["objective"], sign), "faint")
         for row in known[:LINES]
     ]
     order = list(dict.fromkeys(one["point"] for one in front))
@@ -61,7 +61,6 @@ def _part(told: Row, axis: Axis) -> Markup:
     series = [
         Series(names[point], scale([one[axis] for one in ones]), _values(ones), "dots") for point, ones in mine.items()
     ]
-    x, y = scale([one[axis] for one in front]), _values(front)
     name = "seconds trained" if axis == "seconds" else UNITS[unit] + (" (no GPU)" if unit == "worker_hours" else "")
     chart = lines.chart(
         f"{metric} over {name}",
@@ -73,12 +72,17 @@ def _part(told: Row, axis: Axis) -> Markup:
         x_ticks=scale.ticks,
         x_tick_form=scale.tick,
         x_name=name,
-        behind=[*courses, Series("", np.repeat(x, 2)[1:], np.repeat(y, 2)[:-1])],
+        behind=[*courses, _stairs(scale([one[axis] for one in front]), _values(front), "line")],
         labels=[
             Label(float(one.x[0]), float(one.y[0]), number[point]) for point, one in zip(mine, series, strict=True)
         ],
     )
     return tag("div", chart, _table(front, axis, names if len(names) == 1 else number, name, metric))
+
+
+def _stairs(x: np.ndarray, y: np.ndarray, style: Literal["line", "faint"]) -> Series:
+    """Between two evaluations a cell has come to the first one's value."""
+    return Series("", np.repeat(x, 2)[1:], np.repeat(y, 2)[:-1], style)
 
 
 def _best(values: Sequence[float], worst: float, sign: int) -> np.ndarray:
