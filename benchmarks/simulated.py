@@ -16,10 +16,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write
 
+from raydist.cluster.cause import Failure, RankError, root_cause
 from raydist.cluster.hangs import Sight, judge
 from raydist.cluster.nodes import Node, room
 from raydist.cluster.placement import Copy, Inventory, place
-from raydist.cluster.recovery import Failure, History, RankError, Split, decide, resize, root_cause
+from raydist.cluster.recovery import History, Split, decide, resize
 from raydist.spec.models import RecoverySpec
 from raydist.worker.checkpoint.vaultdir import Shard
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from raydist.cluster.cause import Failure, Kind, RankError, is_echo, root_cause
+from raydist.cluster.cause import Failure, Kind
 
 
 class Policy(Protocol):
@@ -252,25 +252,3 @@ def _after_no_memory(failure: Failure, policy: Policy, split: Split | None) -> R
         f"as much more accumulation",
         micro_batch=smaller,
     )
-
-
-__all__ = [
-    "CRASH_LOOP",
-    "SETTLE_S",
-    "SUSPECT",
-    "Failure",
-    "History",
-    "Kind",
-    "Past",
-    "Policy",
-    "RankError",
-    "Restart",
-    "Split",
-    "Stop",
-    "Team",
-    "Wait",
-    "decide",
-    "is_echo",
-    "resize",
-    "root_cause",
-]

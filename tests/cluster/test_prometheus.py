@@ -18,7 +18,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from raydist.cluster.recovery import Kind
+from raydist.cluster.cause import Kind
 from raydist.cluster.session import open_session
 from raydist.observe.exporters import prometheus
 from raydist.observe.run import start_monitor

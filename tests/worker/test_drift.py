@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from raydist.cluster.recovery import History, RankError, Restart, decide, root_cause
+from raydist.cluster.cause import RankError, root_cause
+from raydist.cluster.recovery import History, Restart, decide
 from raydist.errors import Rollback, SuspectHardware
 from raydist.faults import FlipBit
 from raydist.spec import JobSpec

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from raydist.cluster.recovery import Failure, History, RankError, Restart, Split, decide, root_cause
+from raydist.cluster.cause import Failure, RankError, root_cause
+from raydist.cluster.recovery import History, Restart, Split, decide
 from raydist.data import ledger
 from raydist.data.batches import Batches
 from raydist.data.dataset import TokenDataset, Windows

@@ -376,6 +376,7 @@ class Sampled(TorchDispatchMode):
 
 def peak_of_a_step(rank: Rank, spec: JobSpec) -> int:
     """Bytes at the worst moment of a step, all of it: from before the model was made."""
+    OneStep(rank, spec)()  # what a process imports and keeps with its first step is not the step's
     gc.collect()
     before = Sampled().look()
     step = OneStep(rank, spec)

@@ -197,7 +197,7 @@ def test_what_counts(begun: dict[int, int | None], attempt: int, step: int, by: 
 
 def test_no_restart_heals_it() -> None:
     """A fenced attempt ends for good: its driver must not begin a number that fences the rightful one."""
-    from raydist.cluster.recovery import RankError, root_cause
+    from raydist.cluster.cause import RankError, root_cause
 
     assert issubclass(Fenced, TrainingStopped)
     assert not root_cause([RankError(0, "Fenced", "attempt 1 may not commit")]).heals
