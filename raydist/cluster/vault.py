@@ -93,7 +93,7 @@ class Vault:
             another
         ):  # or this Vault stands in for one that was killed: what its bell said in between was heard by nobody
             vaultdir.tell_sent(self._folder, 0, 0)
-            for path in sorted(self._folder.glob(f"{CHECKPOINTS}/step-*/*")):
+            for path in sorted(self._all(CHECKPOINTS)):
                 self._offer(_step(path), path.name, None)
 
     def inventory(self) -> Inventory:
@@ -153,7 +153,7 @@ class Vault:
     # --- inside
 
     def _all(self, folder: str) -> Iterable[Path]:
-        return self._folder.glob(f"{folder}/step-*/*")
+        return vaultdir.files(self._folder / folder)
 
     def _path(self, step: int, name: str) -> Path:
         own = self._folder / step_folder(step) / name

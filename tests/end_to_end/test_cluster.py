@@ -149,7 +149,7 @@ def test_a_dry_run_by_address(project: Any, cluster: dict[str, str]) -> None:
     """A sweep's hours are reckoned for the GPU that the cluster's nodes say they have, from outside."""
     sweep_of(project.root, 12)
     command = ["sweep", "sweep.yaml", "--dry-run", "--json", "--address", cluster["gcs"]]
-    done = project.raydist(*command, "--set", "cluster.gpus_per_worker=1", env=TOKEN)
+    done = project.raydist(*command, "--set", "cluster.gpus_per_worker=1", "--set", "model.name=gpt", env=TOKEN)
     assert done.returncode == 0, done.stderr
     assert [cell["by"] for cell in json.loads(done.stdout)["cells"]] == ["reckoned for A100 at 40% of its peak"] * 2
 

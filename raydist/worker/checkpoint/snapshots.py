@@ -216,7 +216,7 @@ class Snapshots(Saver):
         """Two, the first ones those that an earlier process of this rank left."""
         if not self._slots:
             place = f"shard-{self._rank:05d}-of-{self._world_size:05d}-"
-            paths = sorted(self._folder.glob(f"{CHECKPOINTS}/step-*/{place}*.bin"))
+            paths = sorted(p for p in vaultdir.files(self._folder / CHECKPOINTS) if p.match(f"{place}*.bin"))
             for path in [p for p in paths if p.stat().st_nlink > 1]:
                 # Also what this node keeps for another one, from which the rank came: writing to it would spoil that copy.
                 paths.remove(path)

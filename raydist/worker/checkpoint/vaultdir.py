@@ -25,7 +25,7 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,13 +174,22 @@ def digest(path: Path) -> str:
     return hasher.hexdigest()
 
 
+def files(folder: Path) -> Iterator[Path]:
+    """All below a folder of a vault. Others write meanwhile: a file that comes or goes may be among them or not.
+
+    Not by Path.glob, which raises FileNotFoundError where a folder goes while it looks.
+    """
+    for place, _, names in os.walk(folder):
+        yield from (Path(place, name) for name in names)
+
+
 def room(folder: Path) -> tuple[int, int, int]:
     """(bytes free in shared memory here, bytes of memory that this node has to spare, bytes that this vault holds already)."""
     import psutil
 
     space = os.statvfs(folder)
     held = {}
-    for path in folder.rglob("*"):
+    for path in files(folder):
         with contextlib.suppress(FileNotFoundError):  # others write meanwhile
             facts = path.stat()
             held[facts.st_ino] = facts.st_blocks * 512

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -315,3 +316,16 @@ def test_two_copies_at_most(ranks: Any, dataset: str, tmp_path: Path, folder: Pa
     sizes = {p.stat().st_size for p in files if "-00001-of" in p.name}
     assert len(sizes) == 1
     assert len(list(folder.glob("checkpoints/*/MANIFEST-*"))) <= 2
+
+
+def test_folders_go_while_one_looks(tmp_path: Path) -> None:
+    """Ranks take away a step's folder while the Vault of their node lists files: what is left is listed, nothing raises."""
+    paths = {tmp_path / f"step-{n:08d}" / "shard" for n in (1, 2)}
+    for path in paths:
+        path.parent.mkdir()
+        path.touch()
+    looking = vaultdir.files(tmp_path)
+    first = next(looking)
+    (other,) = paths - {first}
+    shutil.rmtree(other.parent)
+    assert list(looking) == []
