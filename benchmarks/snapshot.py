@@ -35,7 +35,8 @@ from raydist.spec import JobSpec
 from raydist.worker import setup
 from raydist.worker.checkpoint import vaultdir
 from raydist.worker.checkpoint.vault import VaultJob
-from raydist.worker.loop import Door, Job, train
+from raydist.worker.job import Door, Job
+from raydist.worker.loop import train
 from raydist.worker.probe import Probe
 
 WORLD, WARM = 2, 60

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 
 from raydist import parquet
 from raydist.errors import StorageError
@@ -64,6 +65,7 @@ _CASTS: dict[str, Callable[[Any], Any]] = {
     for name, (kind, _) in FIELDS.items()
     if name not in NULLABLE
 }
+_HEARD = 10_000
 _SEGMENT = re.compile(r"attempt-(\d+)-(\d+)\.parquet")
 _HEAD = b"raydist.segment"
 
@@ -107,6 +109,8 @@ class RunLog:
         self._last = 0
         self._segments: list[_Open] = []
         self._events: list[bytes] = []
+        self._heard: dict[bytes, None] = {}
+        """The newest lines, as hashes, in order."""
         self._told = self._mend_events()
         self._lock = threading.Lock()
         """Guards the buffers; never held while storage works."""
@@ -153,12 +157,27 @@ class RunLog:
         return new
 
     def event(self, event: Event) -> None:
-        """One line of events.jsonl; none for those kinds that only exporters get."""
+        """One line of events.jsonl; none for those kinds that only exporters get, nor for one that it has `heard`."""
         if event.kind in EXPORTED_ONLY:
             return
-        line = json.dumps(plain(redact(event.to_dict())), allow_nan=False).encode() + b"\n"
+        line = _line(event)
         with self._lock:
-            self._events.append(line)
+            if self._hear(line):
+                self._events.append(line)
+
+    def heard(self, event: Event) -> bool:
+        """Whether it was told before, as far as that is remembered; who had no answer tells it once more."""
+        return event.kind not in EXPORTED_ONLY and xxhash.xxh3_128_digest(_line(event)) in self._heard
+
+    def recall(self, events: Iterable[Event]) -> None:
+        """What an earlier writer was told, some of which it may have stored: the others are written. Raises StorageError."""
+        lines = [_line(event) for event in events if event.kind not in EXPORTED_ONLY]
+        try:
+            stored = set(self._run.storage.read(EVENTS).splitlines(keepends=True)) if lines else set()
+        except FileNotFoundError:
+            stored = set()
+        with self._lock:
+            self._events += [line for line in lines if self._hear(line) and line not in stored]
 
     def flush(self) -> None:
         """Returns once all that was given before is durable. Raises StorageError; what was not written is kept."""
@@ -182,6 +201,16 @@ class RunLog:
     def close(self) -> None:
         """The last flush."""
         self.flush()
+
+    def _hear(self, line: bytes) -> bool:
+        """Whether it is new; from now on it is not."""
+        key = xxhash.xxh3_128_digest(line)
+        if key in self._heard:
+            return False
+        self._heard[key] = None
+        if len(self._heard) > _HEARD:
+            del self._heard[next(iter(self._heard))]
+        return True
 
     def _begin(self, number: int, after_step: int) -> None:
         present = self._segments[-1] if self._segments else None
@@ -348,6 +377,10 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def _line(event: Event) -> bytes:
+    return json.dumps(plain(redact(event.to_dict())), allow_nan=False).encode() + b"\n"
 
 
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,6 +122,8 @@ class Supervisor:
         self._agents: Agents | None = None
         self._ending: Ending | None = None
         self._error: BaseException | None = None
+        self._untold: list[dict[str, Any]] = []
+        self._telling = threading.Lock()
         self._seen = 0
         self._begun = self._shown = time.monotonic()
         self._injector: DriverInjector | None = None
@@ -166,6 +168,7 @@ class Supervisor:
             if self._injector is not None:
                 self._injector.look()
             cause = {"cause": self._ending.cause} if self._ending.cause else {}
+            self._push()
             try:
                 self._tell(self._monitor.end, self._ending.status, **cause)
             except Exception as error:
@@ -431,8 +434,12 @@ class Supervisor:
     def _say(self, kind: str, **data: Any) -> None:
         self._push(Event(kind, time.time(), data))
 
-    def _push(self, event: Event) -> None:
-        self._ask(self._monitor.push, [], [event.to_dict()])
+    def _push(self, *events: Event) -> None:
+        """Told now, or with the next ones: the monitor may be on its way back after a kill. From any thread."""
+        with self._telling:
+            self._untold += [event.to_dict() for event in events]
+            if self._untold and self._ask(self._monitor.push, [], self._untold) is not None:
+                self._untold.clear()
 
 
 def _newest(run: RunDir) -> int:

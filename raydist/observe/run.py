@@ -9,6 +9,7 @@ Runs in: one zero-CPU actor, owned by the driver and on its node. Must not impor
                                           driver: begin_attempt, command, snapshot, end
 
 No call waits for storage but `flush` and `end`: a thread writes every `interval_s`. What storage refuses is kept and tried again.
+Until it is stored it is in this host's memory too (journal.py), for the monitor that comes back should this one be killed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 from raydist import requests
 from raydist.diagnosis import Diagnosis
 from raydist.errors import StorageError
+from raydist.observe.journal import Journal
 from raydist.observe.live import LiveView
 from raydist.observe.outlets import Outlets
 from raydist.records import EXPORTED_ONLY, Event, Status
@@ -39,6 +41,7 @@ _EVENTS_KEPT = 1000
 _ROWS_KEPT = 100_000
 _SETTLE_S, _CLOSE_S = 5.0, 10.0
 """How long the end of a run waits for exporters: before its last word, and after."""
+_NO_JOURNAL = "if this run's monitor is killed, the records of the moment before are lost"
 DEFAULT_EXPORTERS: Sequence[Mapping[str, Any]] = ({"name": "tensorboard", "options": {}},)
 
 
@@ -80,6 +83,13 @@ class RunMonitor:
             self._view.begin_attempt(*(self._before[name] for name in ("attempt", "world_size", "step")))
             self._view.workers = self._before["workers"]
         self._log = RunLog(self._run)
+        self._journal: Journal | None = None
+        told, no_journal = [], ""
+        try:
+            self._journal = Journal(run_uri, self._driver)
+            told = self._journal.left()
+        except OSError as error:
+            no_journal = str(error)
         self._samples = SampleLog(self._run)
         self._diagnosis = Diagnosis()
         self._unjudged: deque[Mapping[str, Any]] = deque(maxlen=_ROWS_KEPT)
@@ -87,6 +97,9 @@ class RunMonitor:
         """One writer of state.json at a time, so that an old word never follows a newer one."""
         self._store_state()
         self._outlets = Outlets(self._run, exporters, redact(dict(spec or {})), self._note)
+        self._recall(told)
+        if no_journal:
+            self._note(f"{_NO_JOURNAL}: {no_journal}")
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._write, name="raydist-monitor", daemon=True)
         self._thread.start()
@@ -102,8 +115,8 @@ class RunMonitor:
         self._begun = time.monotonic()
         with self._lock:
             self._status = "running"  # of a run that goes on below the same driver it may be another
-            self._view.begin_attempt(number, world_size, resume_step)
-        self._resume_at(number, resume_step)
+        self._begin(number, world_size, resume_step)
+        self._write_down(attempt=[number, world_size, resume_step])
         data = {"attempt": number, "world_size": world_size, "resume_step": resume_step}
         self._take(Event("attempt_started", time.time(), data))
 
@@ -159,6 +172,8 @@ class RunMonitor:
         self._retried(self._store_state, timeout_s)
         self._thread.join()
         self._outlets.close(_CLOSE_S)
+        if self._journal is not None:
+            self._journal.close()
         try:
             self._samples.flush()
         except Exception as error:  # samples are no truth
@@ -174,13 +189,11 @@ class RunMonitor:
         """
         for event in events:
             self._take(Event.from_dict(dict(event)))
-        new = self._log.steps(records)
+        new = self._steps(records)
         if new:
+            self._write_down(steps=new)
             if time.monotonic() - self._begun > rest.STRIDE_S:
                 rest.begin()
-            with self._lock:
-                self._view.records(new)
-            self._outlets.steps(new, time.time())
         with self._lock:
             return {"command": self._command, **({"traces": self._traces} if self._traces else {})}
 
@@ -189,7 +202,7 @@ class RunMonitor:
 
         Storage that refuses is tried again for `timeout_s`; then StorageError, and what was not written is kept.
         """
-        self._retried(self._log.flush, timeout_s)
+        self._retried(self._flush, timeout_s)
 
     # --- from the nodes' agents
 
@@ -208,19 +221,70 @@ class RunMonitor:
     def _take(self, event: Event) -> None:
         if event.kind not in EXPORTED_ONLY:  # those are numbers, and many
             event = Event(event.kind, event.at, redact(event.data))
+        if self._log.heard(event):
+            return
+        self._show(event)  # first: what is no event of its kind is refused whole
+        self._log.event(event)
+        if event.kind not in EXPORTED_ONLY:
+            self._write_down(event=event.to_dict())
+
+    def _show(self, event: Event) -> None:
+        """To all but the log."""
         if event.kind == "resumed":
             self._resume_at(None, int(event.data["step"]))
         if event.kind == "capacity":
             self.capacity(event.data["flops_per_token"], event.data["peak_flops"])
         with self._lock:
             self._view.event(event.kind, event.data)
-        self._log.event(event)
         self._outlets.event(event.to_dict())
         if event.kind in EXPORTED_ONLY:
             return
         with self._lock:
             self._seen += 1
             self._recent.append((self._seen, event.to_dict()))
+
+    def _begin(self, number: int, world_size: int, resume_step: int) -> None:
+        with self._lock:
+            self._view.begin_attempt(number, world_size, resume_step)
+        self._resume_at(number, resume_step)
+
+    def _steps(self, records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Those that are new."""
+        new = self._log.steps(records)
+        if new:
+            with self._lock:
+                self._view.records(new)
+            self._outlets.steps(new, time.time())
+        return new
+
+    def _write_down(self, **told: Any) -> None:
+        """For the monitor that comes after this one, should this one be killed. After the log has taken it."""
+        if (journal := self._journal) is None:
+            return
+        try:
+            journal.add(told)
+        except OSError as error:
+            journal.close()
+            self._journal = None
+            self._note(f"{_NO_JOURNAL}: {error}")
+
+    def _recall(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """What the one before this one had been told, and may not have stored."""
+        self._log.recall(Event.from_dict(dict(line["event"])) for line in told if "event" in line)
+        for line in told:
+            if "attempt" in line:
+                self._begin(*line["attempt"])
+            elif "steps" in line:
+                self._steps(line["steps"])
+            else:
+                self._show(Event.from_dict(dict(line["event"])))
+
+    def _flush(self) -> None:
+        journal = self._journal
+        mark = journal.mark() if journal is not None else 0
+        self._log.flush()
+        if journal is not None:
+            journal.stored(mark)
 
     def _note(self, text: str) -> None:
         self._take(Event("note", time.time(), {"text": text}))
@@ -247,7 +311,7 @@ class RunMonitor:
             self._look_for_requests()
             try:
                 self._outlets.wake()  # first: they do without this storage
-                self._log.flush()
+                self._flush()
                 self._store_state()
                 self._samples.flush()
                 self._judge()

@@ -64,7 +64,8 @@ def train(order: dict[str, Any], agent: Agent, probe: Probe, startup: Startup) -
     from raydist.spec import parse
     from raydist.worker import compute, setup
     from raydist.worker.checkpoint.vault import VaultJob
-    from raydist.worker.loop import Door, Job, train
+    from raydist.worker.job import Door, Job
+    from raydist.worker.loop import train
 
     startup.done("import")
     spec = parse(order["spec"])

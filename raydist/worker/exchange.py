@@ -11,10 +11,12 @@ To those who count, time and trace, either is the one collective that it stands 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,14 @@ RANGE = "raydist::"
 """In a profile, what is sent within a range of this and the kind's name is one collective."""
 _TAG = 0x5A
 """Of these messages: none of a model's own sends and receipts takes them."""
+
+
+_pending: WeakKeyDictionary[ProcessGroup, dict[int, object]] = WeakKeyDictionary()
+"""What has not been waited for, and its memory. gloo reads nothing more from a peer whose message has lost the memory it was for
+(torch 2.13: the next exchange of the two waits until it times out), and who drops a strategy may have asked for weights that
+nobody needs any more. It goes with the group.
+"""
+_numbers = itertools.count()
 
 
 class Work(Protocol):
@@ -94,12 +104,14 @@ class _Exchange:
         then: Callable[[], None] = lambda: None,
     ) -> None:
         self._kind, self._whole, self._group, self._then = kind, whole, group, then
+        self._number = next(_numbers)
         self._begun = time.perf_counter()
         self._works: Sequence[Work] = ()
         self._failure: RuntimeError | None = None
         try:
             with _as_one(kind):
                 self._works = send()
+            _pending.setdefault(group, {})[self._number] = (self._works, whole)
         except RuntimeError as error:
             self._failure = error  # a peer that is gone: that is for whoever waits, as with torch's own
         self._sending = time.perf_counter() - self._begun  # gloo writes to the socket as much as it takes, at once
@@ -111,6 +123,7 @@ class _Exchange:
         with commlog.uncounted():
             for work in self._works:
                 work.wait()
+        _pending.get(self._group, {}).pop(self._number, None)
         now = time.perf_counter()
         nbytes = self._whole.numel() * self._whole.element_size()
         commlog.count(self._kind, nbytes, self._group.size(), now - self._begun, self._sending + now - waiting)

@@ -9,8 +9,7 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,29 +18,24 @@ import torch.distributed as dist
 from torch import nn
 
 from raydist import registry
-from raydist.data.batches import Batches, Cursor, Loader, Stall, StepBatch
+from raydist.data.batches import Batches, Loader, Stall, StepBatch
 from raydist.data.dataset import TokenDataset
 from raydist.records import Event, StepRecord
 from raydist.redact import redact
-from raydist.rundir import RunDir, resume_attempt, step_folder
-from raydist.spec import JobSpec, spec_hash
 from raydist.worker import build, compute, memory, offload, optim, precision, setup
-from raydist.worker.checkpoint import restore
-from raydist.worker.checkpoint import vault as vaults
-from raydist.worker.checkpoint.replicas import Replicas
-from raydist.worker.checkpoint.save import RETRY_S, Saver
-from raydist.worker.checkpoint.vault import Vault, VaultJob
 from raydist.worker.drift import DriftWatch
 from raydist.worker.feed import Feed
 from raydist.worker.gradients import GradientCheck
 from raydist.worker.guard import Guard
 from raydist.worker.histograms import Histograms
+from raydist.worker.job import Door, Job, Outcome
+from raydist.worker.keeper import Keeper, Progress
 from raydist.worker.memory import MemoryMeter
 from raydist.worker.noise import GradientNoise
 from raydist.worker.parallel import ParallelStrategy, ParamShard
 from raydist.worker.precision import Precision
 from raydist.worker.probe import Probe
-from raydist.worker.reporter import Push, Reporter
+from raydist.worker.reporter import Reporter
 from raydist.worker.schedule import lr_at
 from raydist.worker.setup import Rank
 from raydist.worker.startup import Startup
@@ -52,44 +46,6 @@ from raydist.worker.trace import Tracer
 
 if TYPE_CHECKING:
     from raydist.worker.injector import Injector
-
-
-@dataclass(frozen=True, slots=True)
-class Door:
-    """How rank 0 reaches the outside: where records go, and how to wait until they are durable."""
-
-    push: Push
-    durable: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One attempt at one run. `until`: end after that step, with a checkpoint, as paused. `vault`: None takes no snapshots.
-    `faults`: those to inject, plain.
-    """
-
-    spec: JobSpec
-    run: RunDir
-    dataset: str
-    attempt: int = 1
-    until: int | None = None
-    allow_spec_change: bool = False
-    faults: Sequence[Mapping[str, Any]] = ()
-    vault: VaultJob | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How an attempt ended: status finished, paused or interrupted, after step `step`."""
-
-    status: str
-    step: int
-    loss: float | None
-    eval_loss: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, to cross to the driver."""
-        return {"status": self.status, "step": self.step, "loss": self.loss, "eval_loss": self.eval_loss}
 
 
 def _to_stderr(event: Event) -> None:
@@ -184,59 +140,29 @@ class _Run:
         self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards)
         setup.seed_all(spec.train.seed, "dropout", rank.rank)
         self.peak_lr = optim.peak_lr(spec.optim, spec.train.global_batch)
-        # State: from the newest good checkpoint, which all ranks agree on.
-        self.step, self.cursor = 0, Cursor()
-        self.loss: float | None = None
-        self.eval_loss: float | None = None
-        self.best_eval: float | None = None
-        self.evaluated = 0
-        self.state = TrainState(model, self.optimizer, shards)
-        self.numbers = spec.numbers(dataset.fingerprint)
         self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages)
         self.guard = Guard(spec, rank, job.run, job.attempt, model, reporter)
         self.noise = self._noise()
+        # State: from the newest good checkpoint, which all ranks agree on.
+        self.at = Progress()
+        self.keeper = Keeper(
+            job,
+            rank,
+            reporter,
+            self.at,
+            TrainState(model, self.optimizer, shards),
+            precision=self.precision,
+            guard=self.guard,
+            noise=self.noise,
+            numbers=spec.numbers(dataset.fingerprint),
+        )
         startup.done("build")
-        self._resume()
+        if self.keeper.resume():
+            self.strategy.updated()
         startup.done("load")
-        self.replicas = (
-            Replicas(
-                job.run,
-                spec.checkpoint.replicas,
-                keep=spec.checkpoint.keep,
-                attempt=job.attempt,
-                verify_every=spec.checkpoint.verify_every,
-                on_event=reporter.event,
-            )
-            if reporter
-            else None
-        )
-        common: dict[str, Any] = {
-            "rank": rank.rank,
-            "world_size": rank.world_size,
-            "group": rank.control,
-            "attempt": job.attempt,
-            "spec_hash": spec_hash(spec),
-            "numbers": self.numbers,
-        }
-        self.saver = Saver(
-            job.run,
-            asynchronous=spec.checkpoint.asynchronous,
-            keep=spec.checkpoint.keep,
-            on_event=self._saved,
-            before_commit=reporter.flush if reporter else None,
-            max_failures=spec.checkpoint.max_failures,
-            timeout_s=spec.checkpoint.timeout_s,
-            **common,
-        )
-        self.vault: Vault | None = None
-        if job.vault is not None and spec.snapshot_every is not None:
-            told = reporter.told if reporter else None  # a restart from memory must find the records up to there
-            tell = reporter.event if reporter else lambda event: None
-            self.vault = Vault(
-                job.vault, spec.snapshot_every, resumed=self.step, before_commit=told, on_event=tell, **common
-            )
+        self.keeper.open()
         self.last = min(self.total, job.until or self.total)
-        self.watch = self._drift_watch(model, shards) if spec.train.check_replicas else None
+        self.watch = self.keeper.watch = self._drift_watch(model, shards) if spec.train.check_replicas else None
         self.memory = MemoryMeter(rank.device, model, shards, self.optimizer)
         telemetry.memory = self.memory.read
         every = spec.train.check_gradients
@@ -261,17 +187,18 @@ class _Run:
 
     def train(self) -> Outcome:
         """The loop. Each line that has `rank` in its comment is a collective: every rank comes by."""
-        first, stop, saving = self.step + 1, False, False
+        at = self.at
+        first, stop = at.step + 1, False
         loader = Loader(
             self.feed.windows,
             self.batches,
-            self.cursor,
+            at.cursor,
             rank=self.rank.rank,
             world=self.rank.world_size,
             micro_batch=self.spec.train.micro_batch,
             pack=self.spec.data.pack,
             prefetch=self.spec.data.prefetch,
-            steps=max(self.last - self.step, 0),
+            steps=max(self.last - at.step, 0),
             transform=self.injector.data(self.batches, self.feed.to_torch) if self.injector else self.feed.to_torch,
             timeout_s=self.spec.recovery.data_patience,
             on_stall=self._stalled,
@@ -280,83 +207,69 @@ class _Run:
             with loader:
                 begun = before = time.perf_counter()
                 unusual = True  # besides the step: its caches warm up
-                self.probe.step(self.step + 1)
+                self.probe.step(at.step + 1)
                 for batch in loader:  # every rank, its own slice of the same global batch
-                    self.step += 1
-                    ending = self.step == self.last
-                    lr = lr_at(self.step, self.total, self.spec.optim.schedule, self.peak_lr)
+                    at.step += 1
+                    ending = at.step == self.last
+                    lr = lr_at(at.step, self.total, self.spec.optim.schedule, self.peak_lr)
                     train = partial(  # every rank: gradients and loss are summed
                         self.train_step,
-                        self.step,
+                        at.step,
                         [self.feed.to_device(m) for m in batch.micro_batches],
                         batch.tokens,
                         lr,
                         want_stop=bool(self.reporter and self.reporter.command == "stop"),
-                        vote=self.vault.vote(self.step, self._due(self.spec.checkpoint.every, ending))
-                        if self.vault
-                        else 0.0,
+                        vote=self.keeper.vote(self._due(self.spec.checkpoint.every, ending)),
                         trace=self.tracer.asks(self.reporter.traces) if self.reporter else (0, 0),
                         samples=len(batch.ids),
                     )
-                    report = self.guard.step(self.step, batch, train)  # every rank; not what the ledger leaves out
-                    self.cursor, stop = batch.after, report.stop
-                    self.loss = report.loss if math.isfinite(report.loss) else self.loss
+                    report = self.guard.step(at.step, batch, train)  # every rank; not what the ledger leaves out
+                    at.cursor, stop = batch.after, report.stop
+                    at.loss = report.loss if math.isfinite(report.loss) else at.loss
                     ended = time.perf_counter()
                     self.probe.stepped(ended - begun - batch.wait_seconds)
                     self._record(batch, lr, report.loss, report.grad_norm, report.tokens, ended - begun)
-                    found = self.noise.verdict(self.step) if self.noise else None
+                    found = self.noise.verdict(at.step) if self.noise else None
                     if found and self.reporter:
                         self.reporter.event(found.event(time.time()))
-                    if self.vault:
-                        self.vault.stepped(ended - before, unusual or self.saver.busy)
-                        before, unusual = ended, False
-                    if self.step == first:
+                    self.keeper.stepped(ended - before, unusual)
+                    before, unusual = ended, False
+                    if at.step == first:
                         self.startup.done("first_step")
                         if self.reporter:
                             told = self.startup.told(first - 1)
                             self.reporter.say("first_step", attempt=self.job.attempt, step=first, **told)
-                        state = self.state.capture()[:2]
-                        self.saver.prepare(*state)  # memory for the copies, beside the next step
-                        if self.vault:
-                            self.vault.prepare(*state)  # every rank: there is memory on all nodes, or none takes any
+                        self.keeper.prepare()  # every rank: memory for copies
                         unusual = True
                         # What torch and the model have made by now stays: a full collection walks through it for 0.2 s.
                         gc.collect()
                         gc.freeze()
-                    if self.eval_set and self._due(self.spec.eval.every, self.step == self.total):
+                    if self.eval_set and self._due(self.spec.eval.every, at.step == self.total):
                         self._evaluate()  # every rank: losses are summed
                         unusual = True
                     if self._due(self.spec.checkpoint.every, stop or ending):
                         self.probe.enter("save")
-                        self._save(stop or ending)  # every rank writes its part; rank 0 commits, last
-                        saving = unusual = True
-                    elif self.vault and report.votes == 1.0:
+                        self.keeper.save(stop or ending)  # every rank writes its part; rank 0 commits, last
+                        unusual = True
+                    elif report.votes == 1.0:
                         self.probe.enter("save")
-                        self.vault.start(self.step, *self._state())  # every rank: to memory
-                    self.tracer.step(self.step + 1, report.trace, ends=stop or ending)  # every rank, the same steps
+                        self.keeper.snapshot()  # every rank: to memory
+                    self.tracer.step(at.step + 1, report.trace, ends=stop or ending)  # every rank, the same steps
                     begun = time.perf_counter()
-                    self.probe.step(self.step + 1)
+                    self.probe.step(at.step + 1)
                     if stop:
                         break
             self.probe.enter("end")
             if self.gradients:
                 self.gradients.close()
-            while saving and not self.saver.wait():  # every rank
-                time.sleep(RETRY_S)  # the last one failed, and the run must not end without it
-                self._save(ending=True)  # every rank; raises after checkpoint.max_failures in a row
-            if self.replicas:
-                self.replicas.close(self.spec.checkpoint.timeout_s)
+            self.keeper.finish()  # every rank
         finally:
             self.tracer.close()
-            if self.replicas:
-                self.replicas.close(0.0)
-            self.saver.close()
-            if self.vault:
-                self.vault.close()
+            self.keeper.close()
             if isinstance(self.optimizer, offload.OffloadedAdamW):
                 self.optimizer.close()
-        status = "finished" if self.step >= self.total else "interrupted" if stop else "paused"
-        return Outcome(status, self.step, self.loss, self.eval_loss)
+        status = "finished" if at.step >= self.total else "interrupted" if stop else "paused"
+        return Outcome(status, at.step, at.loss, at.eval_loss)
 
     def _note(self, text: str) -> None:
         """A word to the user; rank 0's."""
@@ -370,7 +283,7 @@ class _Run:
     def _stalled(self, stall: Stall) -> None:
         """Says that the loader gives no batch, while that goes on: on rank 0 as an event, on others by `tell`."""
         data = {
-            "step": self.step + 1,
+            "step": self.at.step + 1,
             "rank": self.rank.rank,
             "seconds": round(stall.seconds, 3),
             "files": self.feed.windows.files(stall.ids),
@@ -380,21 +293,14 @@ class _Run:
         }
         self._tell(Event("data_stalled", time.time(), data))
 
-    def _saved(self, event: Event) -> None:
-        """What the Saver tells, on rank 0."""
-        if self.reporter and self.replicas:
-            self.reporter.event(event)
-            if event.kind == "checkpoint_saved":
-                self.replicas.committed()
-
     def _due(self, every: int | None, ending: bool) -> bool:
-        return ending or (every is not None and self.step % every == 0)
+        return ending or (every is not None and self.at.step % every == 0)
 
     def _record(self, batch: StepBatch, lr: float, loss: float, norm: float, tokens: int, seconds: float) -> None:
         if self.reporter:  # rank 0: what it reports is the same on every rank
             self.reporter.step(
                 StepRecord(
-                    step=self.step,
+                    step=self.at.step,
                     loss=loss,
                     lr=lr,
                     grad_norm=norm,
@@ -409,12 +315,12 @@ class _Run:
             )
 
     def _evaluate(self) -> None:
-        self.eval_loss, tokens = evaluate(self.rank, self.strategy, self.precision, self.eval_set, self.probe)
-        self.evaluated = self.step
-        best = self.best_eval is None or self.eval_loss < self.best_eval
-        self.best_eval = self.eval_loss if best else self.best_eval
+        self.at.eval_loss, tokens = evaluate(self.rank, self.strategy, self.precision, self.eval_set, self.probe)
+        self.at.evaluated = self.at.step
+        best = self.at.best_eval is None or self.at.eval_loss < self.at.best_eval
+        self.at.best_eval = self.at.eval_loss if best else self.at.best_eval
         if self.reporter:
-            self.reporter.say("eval", step=self.step, loss=self.eval_loss, tokens=tokens, best=best)
+            self.reporter.say("eval", step=self.at.step, loss=self.at.eval_loss, tokens=tokens, best=best)
 
     def _noise(self) -> GradientNoise | None:
         every = self.spec.observe.grad_noise
@@ -447,94 +353,15 @@ class _Run:
 
     def _before_mending(self) -> None:
         self.probe.enter("save")  # no deadline of a step: the state may be large, and storage slow
-        self._state_is_free()
+        self.keeper.before_update()
 
     def _before_update(self) -> None:
         self.memory.before_update()
         if self.histograms:  # every rank: counts are summed
             optimizer = self.optimizer
             pending = optimizer.pending_factor if isinstance(optimizer, offload.OffloadedAdamW) else 1.0
-            self.histograms.look(self.step, pending)
-        self._state_is_free()
-
-    def _state_is_free(self) -> None:
-        """Waits until no copy of the state is being taken."""
-        self.saver.before_update()
-        if self.vault:
-            self.vault.before_update()
-
-    def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
-        """All that a checkpoint of this step is made of: tensors, this rank's tensors, plain values."""
-        if self.watch:
-            self.watch.before_save(self.step)
-        tensors, rank_tensors, plain = self.state.capture()
-        plain |= {
-            "step": self.step,
-            "cursor": self.cursor.to_dict(),
-            "loss": self.loss,
-            "eval_loss": self.eval_loss,
-            "best_eval": self.best_eval,
-            "precision": self.precision.state(),
-            "dataset": redact(self.job.dataset),
-            "noise": self.noise.state() if self.noise else {},
-            **self.guard.state(self.step),
-        }
-        return tensors, rank_tensors, plain
-
-    def _save(self, ending: bool) -> None:
-        if not self.saver.start(self.step, *self._state(), last=ending):
-            return
-        if self.vault:
-            self.vault.checkpoint(self.step)
-        if self.eval_loss is not None and self.evaluated == self.step:
-            self.saver.mark_eval(self.step, self.eval_loss)
-
-    def _resume(self) -> None:
-        """Takes up the snapshot that the driver named, or the newest checkpoint whose every hash is right, from a replica if
-        need be; at any world size.
-        """
-        rank, run, job = self.rank, self.job.run, self.job
-        common: dict[str, Any] = {
-            "rank": rank.rank,
-            "world_size": rank.world_size,
-            "group": rank.control,
-            "on_event": self.reporter.event if self.reporter else lambda event: None,
-        }
-        place, manifest, source = run, None, "memory"
-        if job.vault is not None:
-            place, manifest = RunDir(job.vault.folder), vaults.choose(job.vault, **common)
-        if manifest is None:
-            source = "storage"
-            chosen = restore.choose_from(run, self.spec.checkpoint.replicas, **common)
-            place, manifest = chosen if chosen is not None else (run, None)
-        self.guard.resume(manifest.plain if manifest else {})
-        if rank.rank == 0 and self.job.attempt in run.lineage().begun:
-            resume_attempt(run, self.job.attempt, manifest.step if manifest else 0)
-        if manifest is None:
-            return
-        restore.check_numbers(manifest, self.numbers, allow=self.job.allow_spec_change)
-        tensors, rank_tensors, _ = self.state.capture()
-        exact = restore.load(place, manifest, tensors, rank_tensors, group=rank.control)
-        self.state.restore(tensors, rank_tensors if exact else None, manifest.plain)
-        self.strategy.updated()
-        self.step = int(manifest.plain["step"])
-        self.cursor = Cursor.from_dict(manifest.plain["cursor"])
-        self.loss, self.eval_loss = manifest.plain["loss"], manifest.plain["eval_loss"]
-        self.best_eval = manifest.plain["best_eval"]
-        self.precision.load(manifest.plain["precision"])
-        if self.noise:
-            self.noise.load(manifest.plain.get("noise", {}))
-        if not exact:  # another world size: each rank draws from a stream of its own, never one that was used before
-            setup.seed_all(self.spec.train.seed, "dropout", rank.rank, rank.world_size, self.step)
-        if self.reporter:
-            self.reporter.say(
-                "resumed",
-                step=self.step,
-                path=step_folder(self.step),
-                source=source,
-                attempt=self.job.attempt,
-                world_size=rank.world_size,
-            )
+            self.histograms.look(self.at.step, pending)
+        self.keeper.before_update()
 
     def _example(self, module: nn.Module, samples: int = 1) -> torch.Tensor:
         """The loss of the first sample, so many times: what a strategy needs to see the graph."""

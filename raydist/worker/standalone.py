@@ -115,7 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, Any]:
     from raydist.worker import setup
-    from raydist.worker.loop import Door, Job, train
+    from raydist.worker.job import Door, Job
+    from raydist.worker.loop import train
 
     run = RunDir(Storage(options.storage).at(check_name(options.name or spec.name)))
     lease = None

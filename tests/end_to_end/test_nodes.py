@@ -14,8 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
+from raydist.runlog import read_steps
 from tests.end_to_end.conftest import exact
-from tests.hosts import WATCHFUL, Cluster, Host, Hosts
+from tests.end_to_end.sweeps import Sweeps, until
+from tests.hosts import WATCHFUL, Cluster, Host, Hosts, Process
 
 BIN = Path(sys.executable).parent
 HOLD = 9
@@ -210,6 +212,89 @@ def test_a_node_that_has_just_gone_silent_keeps_no_run_from_starting(
     assert exact(run.finish()) == exact(undisturbed["rows"])
     (event,) = run.events("workers")
     assert silent.name not in {worker["host"] for worker in event["workers"]}
+
+
+@pytest.fixture
+def sweep(project: Any, cluster: Cluster) -> Iterator[Callable[[str], Process]]:
+    """sweep(name): `raydist sweep NAME.yaml` on host 0, cells of one worker on a host of its own; it ends with the test."""
+    made: list[Process] = []
+
+    def start(name: str) -> Process:
+        sets = ["--set", "cluster.cpus_per_worker=1", "--set", "recovery.step_timeout=120"]
+        command = [str(BIN / "raydist"), "sweep", f"{name}.yaml", "--json", "--address", cluster.address, *sets]
+        env = project.environment() | cluster.environment
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        made.append(cluster.hosts[0].popen(command, cwd=project.root, env=env, **pipes))
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.kill()
+        process.communicate()
+
+
+def test_a_sweep_loses_nodes_and_its_driver(project: Any, sweep: Any, cluster: Cluster) -> None:
+    """Three cells, a node each, two at a time. A node is killed: its cell goes on where there is room. Then the driver is: the same
+    command goes on with both on the two nodes that are left, and then with the third. Another node is killed: its cell waits for a
+    place, the cell elsewhere does not notice, and the sweep ends by itself. Each step once, with the same bits."""
+    sweeps = Sweeps(project)
+    # They keep different numbers of checkpoints, which changes nothing that is trained. Each process waits in its eighth step.
+    sweeps.write("nodes", [{"model.name": "cells:waiting", "checkpoint.keep": n} for n in (5, 6, 7)], 2)
+    folder = sweeps.folder("nodes")
+
+    def held(cell: str, attempt: int, *steps: int) -> bool:
+        """Whether its checkpoints are these, and it is known where the worker of that attempt is."""
+        return folder.run(cell).committed() == [*steps] and len(sweeps.run_events("nodes", cell, "workers")) == attempt
+
+    def host_of(cell: str) -> Host:
+        (worker,) = sweeps.run_events("nodes", cell, "workers")[-1]["workers"]
+        return next(host for host in cluster.hosts if host.name == worker["host"])
+
+    def elsewhere(*cells: str) -> str:
+        """One of them that is not on the driver's host."""
+        return next(cell for cell in cells if host_of(cell) is not cluster.hosts[0])
+
+    process = sweep("nodes")
+    until(process, folder.exists)
+    *both, last = sweeps.cells("nodes")
+    until(process, lambda: all(held(cell, 1, 4) for cell in both))
+    one = elsewhere(*both)
+    (two,) = set(both) - {one}
+    lost = [host_of(one)]
+    cluster.kill_node(lost[0])
+    until(process, lambda: folder.run(one).committed() == [4, 8])
+    process.kill()
+    process.communicate()
+
+    process = sweep("nodes")
+    until(process, lambda: held(two, 2, 4, 8) and held(last, 1, 4))
+    waits = elsewhere(two, last)
+    lost.append(host_of(waits))
+    cluster.kill_node(lost[1])
+    until(process, lambda: sweeps.events("nodes", waits, "paused"))
+    (sweeps.marks("nodes") / "go").touch()
+    out, told = process.communicate(timeout=100)
+    assert process.returncode == 0, told
+    assert json.loads(out)["counts"] == {"finished": 3}
+    cells = [one, two, last]
+    steps = [exact(read_steps(folder.run(cell)).to_pylist()) for cell in cells]
+    assert [row[0] for row in steps[0]] == list(range(1, 13))
+    assert steps[0] == steps[1] == steps[2]
+    assert [len(sweeps.events("nodes", cell, "started")) for cell in cells] == [
+        2,
+        2 + (waits == two),
+        1 + (waits == last),
+    ]
+    resumed = [[event["step"] for event in sweeps.run_events("nodes", cell, "resumed")] for cell in cells]
+    assert resumed == [[4, 8], [4, 8] if waits == two else [4], [4] if waits == last else []]
+    # Whether the worker is missed first, or its node, is a race.
+    faults = {cell: [event["fault"] for event in sweeps.run_events("nodes", cell, "failure")] for cell in cells}
+    assert {cell: len(found) for cell, found in faults.items()} == {cell: int(cell in (one, waits)) for cell in cells}
+    assert {fault for found in faults.values() for fault in found} <= {"node_died", "worker_died"}
+    assert [event.kind for event in folder.events() if event.kind in ("failed", "retried")] == []
+    for host in lost:
+        cluster.wait_until(lambda host=host: host.name not in cluster.node_ids())  # type: ignore[misc]
+        cluster.add_node(host)
 
 
 def test_the_head_is_lost_and_comes_back(

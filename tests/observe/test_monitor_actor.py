@@ -44,19 +44,20 @@ def test_monitor_as_an_actor(run: RunDir, rows: Rows) -> None:
 
 @pytest.mark.usefixtures("one_cpu")
 def test_a_killed_monitor_comes_back(run: RunDir, rows: Rows, push_until_it_is_back: Push) -> None:
-    """SIGKILL of its process: what was flushed is kept, later pushes are taken, and the run goes on as the same one."""
+    """SIGKILL of its process: what it was told is kept, stored or not; later pushes are taken, and the run goes on as the same."""
     monitor = start_monitor(run.uri, interval_s=60.0)
     ray.get(monitor.begin_attempt.remote(1, 2, 0))
     ray.get(monitor.push.remote(rows(range(1, 4)), []))
     ray.get(monitor.flush.remote())
     before = last_word(run)
+    ray.get(monitor.push.remote(rows(range(4, 6)), []))
     pid = get_actor(monitor._actor_id.hex(), address=ray.get_runtime_context().gcs_address).pid
     os.kill(pid, 9)
-    push_until_it_is_back(monitor, rows(range(4, 6)))
+    push_until_it_is_back(monitor, rows(range(6, 8)))
     ray.get(monitor.end.remote("paused"))
-    assert read_steps(run)["step"].to_pylist() == [1, 2, 3, 4, 5]
+    assert read_steps(run)["step"].to_pylist() == [1, 2, 3, 4, 5, 6, 7]
     state = read_state(run)
-    assert (state["status"], state["step"], state["driver"]) == ("paused", 5, (before or {})["driver"])
+    assert (state["status"], state["step"], state["driver"]) == ("paused", 7, (before or {})["driver"])
 
 
 @pytest.mark.usefixtures("one_cpu")

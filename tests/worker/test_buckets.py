@@ -20,7 +20,8 @@ from raydist.spec import JobSpec
 from raydist.worker.buckets import choose
 from raydist.worker.buckets.measure import Passes, all_reduce_line, passes
 from raydist.worker.buckets.model import MIB, AlphaBeta, Arrival, buckets, evenly, exposed, fit, suggest
-from raydist.worker.loop import Door, Job, train
+from raydist.worker.job import Door, Job
+from raydist.worker.loop import train
 from raydist.worker.setup import Rank
 from raydist.worker.step import loss_sum
 from tests.training import VOCAB, job, run, samples

@@ -16,6 +16,20 @@ S = 1001
 """Numbers of a rank's part: more than one message of gloo's takes, and odd."""
 
 
+def dropped(rank: Rank) -> Any:
+    """A gather that rank 0 asks for and drops, before rank 1 has sent; and the next one."""
+    group = dist.group.WORLD
+    assert group is not None
+    if rank.first:
+        exchange.all_gather(torch.empty(2 * S), torch.ones(S), group)
+    dist.barrier(group=rank.control)
+    if not rank.first:
+        exchange.all_gather(torch.empty(2 * S), torch.ones(S), group)
+    whole = torch.empty(2 * S)
+    exchange.all_gather(whole, torch.full((S,), 2.0 + rank.rank), group).wait()
+    return whole.tolist()
+
+
 def of(rank: int, world: int, dtype: torch.dtype) -> torch.Tensor:
     """What that rank puts in, [W * S]."""
     return torch.randn(world * S, generator=torch.Generator().manual_seed(rank)).to(dtype)
@@ -63,3 +77,8 @@ def test_what_arrives(ranks: Any, world: int, dtype: torch.dtype) -> None:
         assert gathered == torch.cat([whole[:S] for whole in given]).float().tolist()
         expected = (2, 2 * nbytes, 2 * nbytes * (world - 1) / world, True)
         assert totals == {"reduce_scatter": expected, "all_gather": expected}
+
+
+def test_nobody_waits_for_it(ranks: Any) -> None:
+    """Who needs it no more may drop it: the next one is none the worse."""
+    assert ranks.run(dropped, 2) == [[2.0] * S + [3.0] * S] * 2

@@ -15,7 +15,8 @@ from raydist.errors import SavesFailed
 from raydist.rundir import RunDir
 from raydist.spec import JobSpec
 from raydist.worker.checkpoint import manifest
-from raydist.worker.loop import Door, Job, train
+from raydist.worker.job import Door, Job
+from raydist.worker.loop import train
 from raydist.worker.setup import Rank
 from tests.training import run
 

@@ -6,6 +6,8 @@ import gzip
 import json
 import random
 import threading
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,12 @@ from raydist.report.trace import merge
 from raydist.rundir import RunDir
 from raydist.spec import JobSpec
 from raydist.worker import reporter
-from raydist.worker.loop import Door, Job, train
+from raydist.worker.job import Door, Job
+from raydist.worker.loop import train
 from raydist.worker.probe import Probe
 from raydist.worker.setup import Rank
 from raydist.worker.trace import Tracer
+from tests.report.viewers import Viewers
 from tests.training import alone, run
 
 STEPS = 12
@@ -110,10 +114,16 @@ def trained(
     return steps, installed(probe), events
 
 
+@pytest.fixture(scope="module")
+def viewers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewers]:
+    with Viewers(tmp_path_factory.mktemp("chromium")) as made:
+        yield made
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_trace_of_two_ranks(ranks: Any, dataset: str, tmp_path: Path, strategy: str) -> None:
+def test_a_trace_of_two_ranks(ranks: Any, viewers: Viewers, dataset: str, tmp_path: Path, strategy: str) -> None:
     """Three steps of both, every phase and collective by name, no rank out of one before the other is in; the numbers are those
-    of an untraced run, bit for bit, and nothing of the profiler is left.
+    of an untraced run, bit for bit, and nothing of the profiler is left. Perfetto and chrome://tracing show all of it.
     """
     plain = run(ranks, trained, 2, dataset, str(tmp_path / "plain"), strategy, 1, False)
     place = RunDir(tmp_path / "traced")
@@ -130,6 +140,12 @@ def test_a_trace_of_two_ranks(ranks: Any, dataset: str, tmp_path: Path, strategy
     data, told = merge(place, names)
     assert (told["first_step"], told["last_step"]) == (first, first + 2)
     made = json.loads(gzip.decompress(data))["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in made if e["name"] == "process_name"}
+    written = Counter((e["pid"], processes[e["pid"]], e["name"]) for e in made if e["ph"] == "X")
+    for opened in (viewers.perfetto, viewers.catapult):
+        shown, wrong = opened(gzip.decompress(data))
+        assert wrong == []
+        assert shown == written
     ends = []
     for rank in (0, 1):
         mine = [e for e in made if e["pid"] == rank and e["ph"] == "X"]

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by the DevTools protocol over a pipe: pages are opened as a reader does, with the network off."""
+"""A headless Chromium, driven by the DevTools protocol over a pipe; the network is off, unless a test turns it on."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ WAIT_S = 120.0
 
 
 class Chromium:
-    """A context. `folder`: its profile."""
+    """A context. `folder`: its profile. `online`: whether pages reach a network."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, online: bool = False) -> None:
+        self._offline = not online
         binary = shutil.which("chromium")
         assert binary, "the test needs Debian's package chromium; .ci/run installs it"
         down, self._down = os.pipe()
@@ -66,7 +67,10 @@ class Chromium:
         self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.page(f"{domain}.enable")
-        self.page("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
+        if self._offline:
+            self.page(
+                "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0
+            )
         return self
 
     def __exit__(
@@ -97,19 +101,21 @@ class Chromium:
         """`ask`, of the page that is open."""
         return self.ask(method, self._session, **parameters)
 
-    def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False, media: str = "screen") -> None:
-        """Loads a file, until its script has run."""
+    def open(
+        self, page: Path | str, width: int = 1280, height: int = 900, dark: bool = False, media: str = "screen"
+    ) -> None:
+        """Loads a file, or an address, until its script has run."""
         self.page("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.page("Emulation.setEmulatedMedia", media=media, features=[scheme])
         self.told.clear()
-        self.page("Page.navigate", url=path.as_uri())
+        self.page("Page.navigate", url=page.as_uri() if isinstance(page, Path) else page)
         while not any(event["method"] == "Page.loadEventFired" for event in self.told):
             self._read()
 
     def value(self, script: str) -> Any:
-        """What an expression gives in the page: plain data. AssertionError with what it throws."""
-        found = self.page("Runtime.evaluate", expression=script, returnByValue=True)
+        """What an expression gives in the page, a promise in the end: plain data. AssertionError with what it throws."""
+        found = self.page("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 

@@ -24,7 +24,8 @@ from raydist.worker.checkpoint import manifest, vaultdir
 from raydist.worker.checkpoint.snapshots import Slot, Snapshots
 from raydist.worker.checkpoint.staging import Stage
 from raydist.worker.checkpoint.vault import Vault, VaultJob
-from raydist.worker.loop import Door, Job, train
+from raydist.worker.job import Door, Job
+from raydist.worker.loop import train
 from raydist.worker.setup import Rank
 from raydist.worker.step import TrainStep
 from tests.training import run
@@ -81,8 +82,8 @@ def trained(rank: Rank, spec: JobSpec, path: str, vault: dict[str, Any] | None, 
 
     def deadly(self: TrainStep, number: int, *args: Any, **kwargs: Any) -> Any:
         if kill is not None and number > 1:
-            vaults[0].vault._saver.wait()  # so that it is known which copies there are
-            vaults[0].saver.wait()
+            vaults[0].keeper._vault._saver.wait()  # so that it is known which copies there are
+            vaults[0].keeper._saver.wait()
         if kill is not None and (rank.rank, number) == tuple(kill[:2]):
             if len(kill) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
