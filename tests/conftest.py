@@ -163,7 +163,10 @@ def _module(path: str) -> ModuleType:
 
 
 def _forget_groups() -> None:
-    """Lets go of the process groups that torch's caches keep: each has threads that wake a hundred times a second."""
+    """Lets go of the process groups that torch's caches keep: each has threads that wake a hundred times a second.
+
+    And of those that training has kept from the garbage collector for good (`gc.freeze`), as if the process would not train again.
+    """
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -173,6 +176,7 @@ def _forget_groups() -> None:
         # Not isinstance: among all objects there are proxies of some that are gone.
         if type(cached) is functools._lru_cache_wrapper and cached.__module__.startswith("torch.distributed"):
             cached.cache_clear()
+    gc.unfreeze()
     gc.collect()
 
 
