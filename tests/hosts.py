@@ -328,7 +328,9 @@ class Cluster:
         self.environment = {"RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
         clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated environment
-        self._env = {**clean, **self.environment, "RAY_AUTH_MODE": "token", "PATH": path, **(env or {})}
+        # Ray gives its workers niceness 15: beside anything else that the machine does they would hardly run.
+        own = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0", "PATH": path}
+        self._env = {**clean, **self.environment, **own, **(env or {})}
         self._watch: Process | None = None
 
     def restart(self) -> None:

@@ -58,6 +58,7 @@ def cluster() -> Iterator[dict[str, str]]:
             "--disable-usage-stats", '--resources={"accelerator_type:A100": 1}',
         ]  # fmt: skip
         env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | TOKEN | {"RAY_AUTH_MODE": "token"}
+        env["RAY_worker_niceness"] = "0"  # else they hardly run beside anything else that the machine does
         # The `python` of a job's entrypoint is the first on the head's PATH, as in an activated environment.
         env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
         with open(f"{temp}/head.log", "wb") as log:
