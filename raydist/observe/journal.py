@@ -44,8 +44,9 @@ class Journal:
         self._lock = threading.Lock()
         self._gone = 0
         """Bytes that have gone from its begin: marks count them too."""
-        self._file = self._open(self._path)
-        self._drop = weakref.finalize(self, self._path.unlink, missing_ok=True)
+        self._files = [self._open(self._path)]
+        """One descriptor, none once it is closed: in a list, for the end of this object needs the newest."""
+        self._drop = weakref.finalize(self, _drop, self._files, self._path)
 
     def left(self) -> list[dict[str, Any]]:
         """What is there, in order. A torn last line is left out: whoever told it had no answer, and tells it again."""
@@ -55,33 +56,36 @@ class Journal:
     def add(self, told: Mapping[str, Any]) -> None:
         """Plain values. After what buffers them: see `stored`."""
         with self._lock:
-            _write(self._file, _line(told))
+            if self._files:
+                _write(self._files[0], _line(told))
 
     def mark(self) -> int:
         """For `stored`; all that was added before is in the log's buffers, and the next flush makes it durable."""
         with self._lock:
-            return self._gone + os.fstat(self._file).st_size
+            return self._gone + os.fstat(self._files[0]).st_size if self._files else 0
 
     def stored(self, mark: int) -> None:
         """What was added before that mark is durable, and goes."""
         with self._lock:
-            end, size = mark - self._gone, os.fstat(self._file).st_size
-            if end <= len(self._head):
-                return  # another flush has said so of more
+            end = mark - self._gone
+            if not self._files or end <= len(self._head):
+                return  # it is closed, or another flush has said so of more
+            file = self._files[0]
+            size = os.fstat(file).st_size
             if end == size:
-                os.ftruncate(self._file, len(self._head))
+                os.ftruncate(file, len(self._head))
             else:  # in one step, for this process may be killed in the midst of it
                 part = self._path.with_suffix(".part")
                 part.unlink(missing_ok=True)
                 new = self._open(part)
-                _write(new, os.pread(self._file, size - end, end))
+                _write(new, os.pread(file, size - end, end))
                 part.replace(self._path)
-                os.close(self._file)
-                self._file = new
+                os.close(file)
+                self._files[0] = new
             self._gone += end - len(self._head)
 
     def close(self) -> None:
-        """All is durable, or given up."""
+        """All is durable, or given up: what is added later is kept by nobody."""
         with self._lock:
             self._drop()
 
@@ -94,6 +98,11 @@ class Journal:
         if not facts.st_size:
             _write(file, self._head)
         return file
+
+
+def _drop(files: list[int], path: Path) -> None:
+    os.close(files.pop())
+    path.unlink(missing_ok=True)
 
 
 def _line(told: Mapping[str, Any]) -> bytes:

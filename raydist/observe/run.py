@@ -284,7 +284,8 @@ class RunMonitor:
         mark = journal.mark() if journal is not None else 0
         self._log.flush()
         if journal is not None:
-            journal.stored(mark)
+            with suppress(OSError):  # no memory for what is left of it: it stays whole until the next time
+                journal.stored(mark)
 
     def _note(self, text: str) -> None:
         self._take(Event("note", time.time(), {"text": text}))

@@ -212,6 +212,8 @@ def test_a_node_that_has_just_gone_silent_keeps_no_run_from_starting(
     assert exact(run.finish()) == exact(undisturbed["rows"])
     (event,) = run.events("workers")
     assert silent.name not in {worker["host"] for worker in event["workers"]}
+    cluster.wait_until(lambda: silent.name not in cluster.node_ids())
+    cluster.add_node(silent)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -46,9 +47,14 @@ def test_what_is_stored_goes(shm: Path) -> None:
     one.stored(one.mark())
     assert one.left() == []
     one.add({"n": 5})
-    assert Journal("run", driver).left() == [{"n": 5}], "a flush leaves a file that takes more"
+    again = Journal("run", driver)
+    assert again.left() == [{"n": 5}], "a flush leaves a file that takes more"
+    again.close()
     one.close()
     assert list(shm.iterdir()) == []
+    one.add({"n": 6})
+    one.stored(one.mark())
+    assert not [file for file in os.listdir("/proc/self/fd") if str(shm) in os.path.realpath(f"/proc/self/fd/{file}")]
 
 
 def test_a_torn_line_is_none(shm: Path) -> None:
