@@ -47,11 +47,12 @@ class Journal:
         self._files = [self._open(self._path)]
         """One descriptor, none once it is closed: in a list, for the end of this object needs the newest."""
         self._drop = weakref.finalize(self, _drop, self._files, self._path)
+        # A torn last line goes, or the next one would follow on it: whoever told it had no answer, and tells it again.
+        os.ftruncate(self._files[0], self._path.read_bytes().rfind(b"\n") + 1)
 
     def left(self) -> list[dict[str, Any]]:
-        """What is there, in order. A torn last line is left out: whoever told it had no answer, and tells it again."""
-        lines = self._path.read_bytes()[len(self._head) :].split(b"\n")[:-1]
-        return [json.loads(line) for line in lines]
+        """What is there, in order."""
+        return [json.loads(line) for line in self._path.read_bytes()[len(self._head) :].splitlines()]
 
     def add(self, told: Mapping[str, Any]) -> None:
         """Plain values. After what buffers them: see `stored`."""

@@ -58,14 +58,17 @@ def test_what_is_stored_goes(shm: Path) -> None:
 
 
 def test_a_torn_line_is_none(shm: Path) -> None:
-    """It had no answer: whoever told it tells it again."""
+    """It had no answer: whoever told it tells it again. What follows is whole."""
     driver = this_process()
     one = Journal("run", driver)
     one.add({"n": 1})
     (path,) = shm.iterdir()
     with path.open("ab") as file:
         file.write(b'{"n": ')
-    assert Journal("run", driver).left() == [{"n": 1}]
+    again = Journal("run", driver)
+    assert again.left() == [{"n": 1}]
+    again.add({"n": 2})
+    assert Journal("run", driver).left() == [{"n": 1}, {"n": 2}]
 
 
 def test_whose_it_is(shm: Path) -> None:
