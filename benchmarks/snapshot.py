@@ -1,22 +1,23 @@
-"""What copies of the state in memory cost the training: recovery.snapshot_every auto against null, in one interleaved run.
+"""What copies of the state in memory cost the training, over what the pace that chooses their interval believes.
 
-    python benchmarks/snapshot.py [--rounds 5] [--steps 400] [--width 256] [--layers 6]
+    python benchmarks/snapshot.py [--rounds 3] [--stretches 8] [--share 0.1] [--width 256] [--layers 6]
 
 Two gloo ranks, one torch thread each, train a GPT with AdamW under DDP through raydist's own loop, without Ray and without
-checkpoints. Each round trains so many steps with copies and as many without, in turn first. Of each the time counts from step
-WARM, when the pace has taken its measure, to the end: everything is in it, where the loop stands and what runs beside it.
+checkpoints. In each training stretches of BLOCK steps with copies (recovery.snapshot_every: auto) and without them take turns: a
+stretch is too short for a machine's drift, and nothing else differs. A copy's last traces are left their time: the GAP steps after
+a stretch with copies count as its own.
 
-`ratio` is the median over the rounds of (time with) / (time without); 1.01 is what is aimed at. `noise` is the same of runs
-without copies against one another. `every` is the interval that the pace chose, `cost_s` and `step_s` what it measured.
+Of a run the pace gives copies 1%, which is less than stretches differ by. Here it gives them `--share`, so that there are more of
+them. `share` is what a stretch with copies took longer than its neighbours without would have, over their time for its steps;
+`believed` the same as the pace has it: copies taken, times what it said then that one costs. `ratio` is the first over the second, so
+many per cent copies cost where they may cost one; with its 95% interval, by the normal law over stretches.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import random
-import re
 import shutil
 import socket
 import statistics
@@ -33,13 +34,50 @@ from raydist.data.prepare import prepare
 from raydist.rundir import RunDir
 from raydist.spec import JobSpec
 from raydist.worker import setup
-from raydist.worker.checkpoint import vaultdir
+from raydist.worker.checkpoint import pace, vaultdir
+from raydist.worker.checkpoint import vault as vault_module
+from raydist.worker.checkpoint.pace import Pace
 from raydist.worker.checkpoint.vault import VaultJob
 from raydist.worker.job import Door, Job
 from raydist.worker.loop import train
 from raydist.worker.probe import Probe
 
-WORLD, WARM = 2, 60
+WORLD, WARM, BLOCK, GAP = 2, 60, 40, 3
+
+
+class Turns(Pace):
+    """A pace that rests in every second stretch, and counts the steps of the others only."""
+
+    newest: Turns
+    """The one of this process."""
+
+    def __init__(self, every: Any, newest: int = 0) -> None:
+        super().__init__(every, newest)
+        self.copies: list[tuple[int, float]] = []
+        """(step, what a copy was believed to cost then) of each."""
+        Turns.newest = self
+
+    def due(self, step: int) -> bool:
+        """As Pace's, in stretches with copies."""
+        return on(step) and super().due(counted(step))
+
+    def taken(self, step: int, checkpoint: bool = False) -> None:
+        """As Pace's."""
+        super().taken(counted(step), checkpoint)
+        self.copies.append((step, self.cost or 0.0))
+
+
+def on(step: int) -> bool:
+    """Whether a copy may be taken after this step."""
+    return step < WARM or ((step - WARM) // BLOCK % 2 == 1 and (step - WARM) % BLOCK < BLOCK - GAP)
+
+
+def counted(step: int) -> int:
+    """Steps so far after which a copy might have been taken."""
+    if step < WARM:
+        return step
+    pairs, rest = divmod(step - WARM, 2 * BLOCK)
+    return WARM + pairs * (BLOCK - GAP) + min(max(rest - BLOCK, 0), BLOCK - GAP)
 
 
 class Clock(Probe):
@@ -55,40 +93,34 @@ class Clock(Probe):
         self.at.append(time.perf_counter())
 
 
-def main(number: int, port: int, spec: JobSpec, path: str, folder: str | None, told: Any) -> None:
-    """One rank of one training; rank 0 tells (seconds from step WARM to the end, what the pace said)."""
+def rank_main(number: int, port: int, spec: JobSpec, path: str, folder: str, share: float, told: Any) -> None:
+    """One rank of one training; rank 0 tells (when each step was done, the copies, seconds of a calm step)."""
     os.environ |= {"RANK": str(number), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(number)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    vault_module.Pace, pace.SHARE = Turns, share
     rank = setup.start(gpus=0, threads=1, timeout_s=120)
-    notes: list[str] = []
-
-    def push(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
-        notes.extend(e["text"] for e in events if e["kind"] == "note" and e["text"].startswith("a copy in memory"))
-
     clock = Clock()
-    job = Job(spec, RunDir(path), str(spec.data.path), vault=VaultJob(folder) if folder else None)
-    train(job, rank, Door(push, lambda: None) if rank.first else None, clock)
+    job = Job(spec, RunDir(path), str(spec.data.path), vault=VaultJob(folder))
+    train(job, rank, Door(lambda records, events: None, lambda: None) if rank.first else None, clock)
     setup.stop(rank)
     if rank.first:
-        told.put((clock.at[-1] - clock.at[WARM], notes))
+        told.put((clock.at, Turns.newest.copies, Turns.newest.base))
 
 
-def trained(spec: JobSpec, copies: bool) -> tuple[float, list[str]]:
+def trained(spec: JobSpec, share: float) -> tuple[list[float], list[tuple[int, float]], float]:
     """One training on WORLD new processes."""
     place = tempfile.mkdtemp(prefix="raydist-")
-    vault = Vault(vaultdir.new_folder()) if copies else None
+    vault = Vault(vaultdir.new_folder())
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     told = mp.get_context("spawn").SimpleQueue()
     try:
-        mp.spawn(main, (port, spec, place, str(vault._folder) if vault else None, told), nprocs=WORLD)
-        seconds, notes = told.get()
-        return seconds, notes
+        mp.spawn(rank_main, (port, spec, place, str(vault._folder), share, told), nprocs=WORLD)
+        return told.get()
     finally:
         shutil.rmtree(place)
-        if vault is not None:
-            vault.close()
+        vault.close()
 
 
 def corpus(folder: Path) -> str:
@@ -99,55 +131,72 @@ def corpus(folder: Path) -> str:
     return str(folder / "tokens")
 
 
-if __name__ == "__main__":
+def shares(at: list[float], copies: list[tuple[int, float]], stretches: int) -> list[tuple[float, float, int]]:
+    """Of each stretch with copies: (its share, what the pace believed it to be, copies). `at[s - 1]`: when step s was done."""
+    found = []
+    edge = [WARM + i * BLOCK for i in range(2 * stretches + 2)]
+    for i in range(1, 2 * stretches, 2):
+        before, begin, end, after = (at[edge[j] - 1] for j in (i - 1, i, i + 1, i + 2))
+        base = ((begin - before) + (after - end)) / (2 * BLOCK)
+        open_to_copies = (BLOCK - GAP) * base
+        costs = [cost for step, cost in copies if edge[i] <= step < edge[i + 1]]
+        found.append((((end - begin) - BLOCK * base) / open_to_copies, sum(costs) / open_to_copies, len(costs)))
+    return found
+
+
+def main() -> None:
+    """Runs, prints the figures, writes results/snapshot.json."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=3, help="trainings, each on new processes")
+    parser.add_argument("--stretches", type=int, default=8, help="with copies, in each training")
+    parser.add_argument("--share", type=float, default=0.1, help="of the time: what copies may cost here")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
     asked = parser.parse_args()
-    if asked.rounds < 2:
-        parser.error("--rounds: two at least, for the noise is that of one round against the next")
     scratch = Path(tempfile.mkdtemp(prefix="raydist-"))
-    data = corpus(scratch)
-    both: dict[bool, list[float]] = {True: [], False: []}
-    said: list[str] = []
+    rows: list[tuple[float, float, int]] = []
+    bases = []
     try:
-        for n in range(asked.rounds):
-            for copies in (True, False) if n % 2 else (False, True):
-                job = JobSpec.model_validate(
-                    {
-                        "data": {"path": data},
-                        "model": {"layers": asked.layers, "width": asked.width, "heads": 4, "context": 128},
-                        "train": {"steps": asked.steps, "global_batch": 8, "micro_batch": 4},
-                        "checkpoint": {"every": None},
-                        "eval": {"every": None},
-                        "recovery": {"snapshot_every": "auto" if copies else None},
-                    }
-                )
-                seconds, notes = trained(job, copies)
-                both[copies].append(seconds)
-                said += notes[-1:]
+        job = JobSpec.model_validate(
+            {
+                "data": {"path": corpus(scratch)},
+                "model": {"layers": asked.layers, "width": asked.width, "heads": 4, "context": 128},
+                "train": {"steps": WARM + (2 * asked.stretches + 1) * BLOCK, "global_batch": 8, "micro_batch": 4},
+                "checkpoint": {"every": None},
+                "eval": {"every": None},
+                "recovery": {"snapshot_every": "auto"},
+            }
+        )
+        for number in range(asked.rounds):
+            at, copies, base = trained(job, asked.share)
+            bases.append(base)
+            rows += shares(at, copies, asked.stretches)
+            print(
+                f"round {number + 1}: " + "  ".join(f"{share:+.3f}" for share, *_ in rows[-asked.stretches :]),
+                flush=True,
+            )
     finally:
         shutil.rmtree(scratch)
-    paces = [
-        [float(x) for x in re.findall(r"every (\d+) steps: each costs ([\d.]+) ms, a step takes ([\d.]+)", s)[0]]
-        for s in said
-    ]
-    every, cost_ms, step_ms = (statistics.median(column) for column in zip(*paces, strict=True))
+    share, believed, taken = ([*column] for column in zip(*rows, strict=True))
+    middle, half = statistics.mean(share), 1.96 * statistics.stdev(share) / len(share) ** 0.5
+    belief = statistics.mean(believed)
     result = {
         "ranks": WORLD,
-        "rounds": asked.rounds,
-        "steps": asked.steps - WARM,
         "width": asked.width,
         "layers": asked.layers,
-        "load_average": os.getloadavg()[1],
-        "ratio": round(statistics.median(a / b for a, b in zip(both[True], both[False], strict=True)), 4),
-        "noise": round(statistics.median(max(a, b) / min(a, b) for a, b in itertools.pairwise(both[False])), 4),
-        "every": every,
-        "cost_s": cost_ms / 1e3,
-        "step_s": step_ms / 1e3,
-        "seconds_with": [round(s, 3) for s in both[True]],
-        "seconds_without": [round(s, 3) for s in both[False]],
+        "rounds": asked.rounds,
+        "stretches": len(rows),
+        "steps_a_copy": round(len(rows) * (BLOCK - GAP) / sum(taken), 1),
+        "step_s": round(statistics.median(bases), 4),
+        "share": round(middle, 4),
+        "believed": round(belief, 4),
+        "ratio": round(middle / belief, 3),
+        "low": round((middle - half) / belief, 3),
+        "high": round((middle + half) / belief, 3),
+        "shares": [round(each, 4) for each in share],
     }
     print(write("snapshot", result).read_text())
+
+
+if __name__ == "__main__":
+    main()

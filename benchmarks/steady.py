@@ -1,11 +1,10 @@
 """Steady tokens/s of one command over another's, side by side in windows of 5 s.
 
-    python benchmarks/steady.py [--rounds 16] [--group plain|sharded|own] [--only NAME] [--deepspeed PYTHON]
+    python benchmarks/steady.py [--rounds 16] [--group plain|sharded] [--only NAME] [--deepspeed PYTHON]
 
 plain: `raydist train` and plain Ray Train over plain torchrun + DDP. sharded: zero2 and zero3 over plain torchrun + FSDP2 at the
-same reshard setting, and over DeepSpeed, if an interpreter is given that has it (0.19.8 and ninja, on the same torch). own:
-`raydist train` as it is over the same with nothing that watches (observe.interval_s: null), and over the same without copies in
-memory (recovery.snapshot_every: null); here in turns of a second, see below.
+same reshard setting, and over DeepSpeed, if an interpreter is given that has it (0.19.8 and ninja, on the same torch).
+What copies in memory and watching cost is too little to be seen between two runs: snapshot.py, watching.py.
 
 peers.py compares runs, one after another, each some 30 s long: on a machine whose speed drifts by more than the difference that
 is looked for, that takes many rounds. Here two peers are alive at the same time, and in turn one trains while all processes of
@@ -17,10 +16,6 @@ Where that leaves too much open, the processor time of all of a peer's processes
 machine takes time, but only little of that.
 
 A run of raydist is stopped for less time than it takes it to call a worker lost (8 s).
-
-1% is too little for windows of 5 s: the machine's own speed drifts by more. So those of the group `own` take turns every second,
-20 of them are a window, and what drifts slower than that is the same for both. A second begins with what all of a run's
-processes have waited to do; both are runs of raydist, and have as much of it.
 """
 
 from __future__ import annotations
@@ -47,7 +42,6 @@ from peers import PEERS, TOKENS, command
 
 T = TypeVar("T")
 WINDOW_S, SETTLE_S, WARM = 5.0, 0.6, 25
-TURN_S, TURNS = 1.0, 20
 GROUPS = {
     "plain": [("ray train", "torchrun"), ("raydist", "torchrun"), ("raydist (plain AdamW)", "torchrun")],
     "sharded": [
@@ -56,11 +50,9 @@ GROUPS = {
         ("raydist zero2", "DeepSpeed zero2"),
         ("raydist zero3", "DeepSpeed zero3"),
     ],
-    "own": [("raydist", "raydist unwatched"), ("raydist", "raydist without copies")],
 }
 """Peers, each with its base."""
-SET = {"unwatched": "observe.interval_s=null", "without copies": "recovery.snapshot_every=null"}
-RESULTS = {"plain": "steady", "sharded": "steady_sharded", "own": "steady_own"}
+RESULTS = {"plain": "steady", "sharded": "steady_sharded"}
 
 
 class Window(NamedTuple):
@@ -68,14 +60,6 @@ class Window(NamedTuple):
 
     pace: float
     processor: float
-
-
-class Mark(NamedTuple):
-    """A moment: the time, steps of rank 0 so far, and processor seconds of all processes so far."""
-
-    at: float
-    forwards: int
-    spent: float
 
 
 class Peer:
@@ -86,7 +70,6 @@ class Peer:
         asked = command(name, str(self._out), ENDLESS, str(self._out), python)
         if "raydist" in name:
             asked += ["--set", "train.steps=1000000"]
-            asked += [part for words, field in SET.items() if words in name for part in ("--set", field)]
         env = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
         env.pop("RAY_ADDRESS", None)
         self._log = (folder / f"{self._out.name}.log").open("w")
@@ -103,21 +86,17 @@ class Peer:
         """Lets it train for as long."""
         self.go()
         time.sleep(SETTLE_S)
-        begun = self.mark()
+        begun, spent = time.time(), self._spent()
         time.sleep(WINDOW_S - SETTLE_S)
-        end = self.mark()
+        end, spent = time.time(), self._spent() - spent
         self.stop()
-        inside = [at for at in self._forwards() if begun.at <= at <= end.at]
+        inside = [at for at in self._forwards() if begun <= at <= end]
         pace = (len(inside) - 1) / (inside[-1] - inside[0])
-        return Window(pace, (end.spent - begun.spent) / (pace * (end.at - begun.at)))
+        return Window(pace, spent / (pace * (end - begun)))
 
     def go(self) -> None:
         """It trains."""
         self._each(psutil.Process.resume)
-
-    def mark(self) -> Mark:
-        """Now."""
-        return Mark(time.time(), len(self._forwards()), self._spent())
 
     def stop(self) -> None:
         """Until its next window."""
@@ -168,34 +147,6 @@ def pair(name: str, base: str, rounds: int, python: str) -> tuple[list[Window], 
     return bases, others
 
 
-def finely(name: str, base: str, rounds: int) -> tuple[list[Window], list[Window]]:
-    """Windows of the base and of the peer, both of which are made of short turns of one and the other."""
-    with tempfile.TemporaryDirectory() as folder:
-        peers = [Peer(each, Path(folder), sys.executable) for each in (base, name)]
-        found: tuple[list[Window], list[Window]] = ([], [])
-        try:
-            for peer in peers:
-                peer.warm()
-            for peer in peers:
-                peer.stop()
-            for number in range(rounds + 1):
-                marks = [peer.mark() for peer in peers]
-                for turn in range(2 * TURNS):
-                    peer = peers[turn % 2]
-                    peer.go()
-                    time.sleep(TURN_S)
-                    peer.stop()
-                for peer, begun, windows in zip(peers, marks, found, strict=True):
-                    end = peer.mark()
-                    done = end.forwards - begun.forwards
-                    if number:  # the first one lets copies and processes find their pace
-                        windows.append(Window(done / (TURNS * TURN_S), (end.spent - begun.spent) / done))
-        finally:
-            for peer in reversed(peers):
-                peer.end()
-    return found
-
-
 def told(ratios: list[float]) -> dict[str, Any]:
     """The median, and the 95% interval that their order gives it, whatever their distribution."""
     ordered, n = sorted(ratios), len(ratios)
@@ -219,12 +170,8 @@ def main() -> None:
     for name, base in GROUPS[options.group]:
         if (options.only and options.only not in (name, base)) or ("DeepSpeed" in base and not options.deepspeed):
             continue
-        if options.group == "own":
-            bases, others = finely(name, base, options.rounds)
-            beside = [(own, (other, other)) for own, other in zip(others, bases, strict=True)]
-        else:
-            bases, others = pair(name, base, options.rounds, options.deepspeed)
-            beside = list(zip(others, pairwise(bases), strict=True))
+        bases, others = pair(name, base, options.rounds, options.deepspeed)
+        beside = list(zip(others, pairwise(bases), strict=True))
         row = {
             "tokens_per_second": statistics.median(window.pace for window in others) * TOKENS,
             "pace": told([2 * own.pace / (before.pace + after.pace) for own, (before, after) in beside]),
@@ -237,11 +184,7 @@ def main() -> None:
         print(
             write(
                 RESULTS[options.group],
-                {
-                    "window_s": TURNS * TURN_S if options.group == "own" else WINDOW_S,
-                    "rounds": options.rounds,
-                    "pairs": result,
-                },
+                {"window_s": WINDOW_S, "rounds": options.rounds, "pairs": result},
             )
         )
 

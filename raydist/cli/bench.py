@@ -105,8 +105,8 @@ def comm(
         job=job.model_dump(mode="json") if tried else None,
         threads=max(1, int(job.cluster.cpus_per_worker)),
     )
+    from raydist.cluster.request import worker_env
     from raydist.cluster.session import open_session
-    from raydist.cluster.supervisor import worker_env
 
     place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
     cwd = Path.cwd()

@@ -32,8 +32,8 @@ def train_cells(
     Returns its folder, and the command's exit code: 0, or 130 or 143 if it was interrupted. Raises UserError if another driver has
     the sweep, or it cannot run here.
     """
+    from raydist.cluster.request import worker_env
     from raydist.cluster.session import open_session
-    from raydist.cluster.supervisor import worker_env
     from raydist.cluster.sweep.plans import Datasets, Plans
     from raydist.cluster.sweep.rows import RowBook
     from raydist.cluster.sweep.search import Search, require

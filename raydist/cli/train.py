@@ -154,8 +154,9 @@ def _train(
     lease: DriverLease,
 ) -> None:
     from raydist.cluster import preflight
+    from raydist.cluster.request import Request, raise_if_stopped, worker_env
     from raydist.cluster.session import open_session
-    from raydist.cluster.supervisor import Request, Supervisor, raise_if_stopped, worker_env
+    from raydist.cluster.supervisor import Supervisor
     from raydist.observe.exporters import metrics_port
     from raydist.report.console import Console
     from raydist.spec import stored

@@ -14,8 +14,9 @@ import ray
 
 from raydist.cluster import preflight
 from raydist.cluster.cause import Failure
+from raydist.cluster.request import worker_kind
 from raydist.cluster.session import Session
-from raydist.cluster.supervisor import handling, worker_kind
+from raydist.cluster.supervisor import handling
 from raydist.cluster.trainer import Attempt, AttemptResult, run_attempt
 from raydist.errors import PreflightError, WorkerFailed
 from raydist.spec import JobSpec

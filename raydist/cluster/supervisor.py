@@ -1,6 +1,6 @@
-"""One run, from its first attempt to its last: starts attempts, watches, decides, and says how it ended.
+"""One run, from its begin to its end: draws, minds signals and the head, and says how it ended.
 
-Runs in: the driver. Never imports torch. The main thread draws and minds signals; one other thread runs the attempts.
+Runs in: the driver, in the main thread. Never imports torch. One other thread runs the attempts (attempts.py).
 """
 
 from __future__ import annotations
@@ -8,37 +8,25 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
-from raydist.cluster.agents import Agents
-from raydist.cluster.cause import Failure
+from raydist.cluster.attempts import Attempts, Wishes, newest
 from raydist.cluster.crew import Crew
-from raydist.cluster.group import Group
 from raydist.cluster.headwatch import HeadWatch
 from raydist.cluster.injector import DriverInjector
-from raydist.cluster.membership import Membership, NoRoom
-from raydist.cluster.recovery import History, Restart, Split, Stop, decide
-from raydist.cluster.session import Session, worker_environment
-from raydist.cluster.trainer import WorkerKind
-from raydist.cluster.vault import Vaults
-from raydist.errors import WorkerFailed
-from raydist.faults import Fault
-from raydist.observe.run import DEFAULT_EXPORTERS
+from raydist.cluster.line import MonitorLine
+from raydist.cluster.membership import Membership
+from raydist.cluster.request import Ending, Request, worker_kind
+from raydist.cluster.session import Session
 from raydist.records import Event
-from raydist.rundir import RunDir, begin_attempt
-from raydist.runlog import last_attempt
-from raydist.spec import JobSpec
-from raydist.worker.checkpoint.replicas import newest_attempt
 from raydist.worker.rest import STRIDE_S
 
 _REFRESH_S = 0.5
 _CALM_REFRESH_S = 1.0
 """Once the run is in its stride: each look takes a millisecond from ranks that fill all cores."""
-_MONITOR_TIMEOUT_S = 30.0
 
 
 class View(Protocol):
@@ -55,33 +43,6 @@ class View(Protocol):
     def note(self, text: str) -> None:
         """A word to the user."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One call of `raydist train`, after everything about it has been checked."""
-
-    spec: JobSpec
-    run: RunDir
-    dataset: str
-    gpus: float
-    until: int | None = None
-    allow_spec_change: bool = False
-    faults: Sequence[Fault] = ()
-    exporters: Sequence[Mapping[str, Any]] = DEFAULT_EXPORTERS
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How the run ended: a status of records.Status, its cause if it stopped, and the signal that interrupted it; None where its
-    crew had no room for its workers.
-    """
-
-    status: str
-    step: int
-    cause: str = ""
-    traceback: str = ""
-    signal: int | None = None
 
 
 class Supervisor:
@@ -104,26 +65,19 @@ class Supervisor:
         self._lost = lost
         self._crew = crew or Crew(session)
         self._keeps = crew is not None
-        self._spec = request.spec  # of the present attempt
+        self._wishes = Wishes()
         self._members = Membership(
             request.spec,
             worker_kind(request.spec, request.gpus),
             request.run.name,
             self._crew,
             private=session.private,
-            say=self._say,
+            say=lambda kind, **data: self._line.say(kind, **data),
             end_attempt=self._end_attempt,
-            wait=lambda seconds: self._stop.wait(seconds),
+            wait=self._wishes.stop.wait,
         )
-        self._signals: list[int] = []
-        self._stop = threading.Event()
-        self._cancelled = False
-        self._vaults: Vaults | None = None
-        self._agents: Agents | None = None
         self._ending: Ending | None = None
         self._error: BaseException | None = None
-        self._untold: list[dict[str, Any]] = []
-        self._telling = threading.Lock()
         self._seen = 0
         self._begun = self._shown = time.monotonic()
         self._injector: DriverInjector | None = None
@@ -135,13 +89,24 @@ class Supervisor:
         end; the second ends the attempt at once. Call it in the main thread; or without `signals`, and give them to `stop`.
         """
         self._members.begin()
-        self._monitor = self._crew.monitor(
-            self._request.run.full_uri, self._request.exporters, self._spec.model_dump(mode="json")
+        request, wishes = self._request, self._wishes
+        self._line = MonitorLine(
+            self._crew.monitor(request.run.full_uri, request.exporters, request.spec.model_dump(mode="json"))
         )
         self._crew.ready()
-        if self._request.faults:
-            self._injector = DriverInjector(self._request.run, self._push, self._monitor, self._session.address)
-        attempts = threading.Thread(target=self._attempts, name="raydist-attempts", daemon=True)
+        if request.faults:
+            self._injector = DriverInjector(request.run, self._line.push, self._line.monitor, self._session.address)
+        loop = Attempts(
+            request,
+            self._members,
+            self._line,
+            wishes,
+            self._injector,
+            private=self._session.private,
+            keeps=self._keeps,
+            headless=self._headless_ending,
+        )
+        attempts = threading.Thread(target=self._train, args=(loop,), name="raydist-attempts", daemon=True)
         with (
             handling(self._on_signal) if signals else nullcontext(),
             closing(self._head) if self._head else nullcontext(),
@@ -150,14 +115,14 @@ class Supervisor:
             acted = 0
             while attempts.is_alive():
                 attempts.join(self._refresh_s)
-                if len(self._signals) > acted:
-                    acted = len(self._signals)
+                if len(wishes.signals) > acted:
+                    acted = len(wishes.signals)
                     self._act_on_signal(acted)
                 if (lost := self._lost()) is not None:
                     self._error = lost  # and not a word more into a folder that is another driver's
                     if self._members.group is not None:
                         self._members.group.abort()
-                if self._cancelled and self._members.group is not None:
+                if wishes.cancelled and self._members.group is not None:
                     self._members.group.cancel()  # once more: what had not begun when it was asked for has by now
                 if self._head is not None and self._without_head(self._head):
                     break
@@ -167,10 +132,9 @@ class Supervisor:
             assert self._ending is not None
             if self._injector is not None:
                 self._injector.look()
-            cause = {"cause": self._ending.cause} if self._ending.cause else {}
-            self._push()
+            self._line.push()
             try:
-                self._tell(self._monitor.end, self._ending.status, **cause)
+                self._line.end(self._ending.status, self._ending.cause)
             except Exception as error:
                 if self._ending.status != "stopped":
                     raise
@@ -180,7 +144,7 @@ class Supervisor:
 
     def _without_head(self, head: HeadWatch) -> bool:
         """Whether the head is gone for good. Before it is, the ranks are asked for a checkpoint: they do not need it to train."""
-        silent, limit = head.silent_s, self._spec.recovery.head_timeout
+        silent, limit = head.silent_s, self._request.spec.recovery.head_timeout
         if silent > limit:
             self._headless = True
             self._ending = self._ending or self._head_is_gone(head)
@@ -194,7 +158,10 @@ class Supervisor:
 
     def _head_is_gone(self, head: HeadWatch) -> Ending:
         cause = f"Ray's head at {head.address} has not answered for {head.silent_s:.0f} s; the same command goes on once it does"
-        return Ending("stopped", _newest(self._request.run), cause=cause)
+        return Ending("stopped", newest(self._request.run), cause=cause)
+
+    def _headless_ending(self) -> Ending | None:
+        return self._head_is_gone(self._head) if self._headless and self._head is not None else None
 
     @property
     def headless(self) -> bool:
@@ -203,14 +170,14 @@ class Supervisor:
 
     def stop(self, number: int) -> None:
         """As if that signal had come. From any thread."""
-        self._signals.append(number)
-        self._stop.set()
+        self._wishes.signals.append(number)
+        self._wishes.stop.set()
 
     def cancel(self, number: int) -> None:
         """Ends the run at once, as interrupted by that signal: its ranks are killed, its workers stay for the next run. From any
         thread.
         """
-        self._cancelled = True
+        self._wishes.cancelled = True
         self.stop(number)
         if (group := self._members.group) is not None:
             group.cancel()
@@ -219,17 +186,17 @@ class Supervisor:
         self.stop(number)  # only notes it: a handler runs between any two lines of the main thread
 
     def _act_on_signal(self, count: int) -> None:
-        if self._cancelled:
+        if self._wishes.cancelled:
             return
         if count == 1:
             self._view.note("stopping: one checkpoint, then a clean end (again to end at once)")
-            self._monitor.command.remote("stop")
+            self._line.command("stop")
         elif self._members.group is not None:
             self._members.group.abort()
 
     def _end_attempt(self, asked: bool) -> None:
         """Asks the ranks for a checkpoint and the end of their attempt, or no longer, unless the user's signals do."""
-        self._monitor.command.remote("stop" if asked or self._signals else None)
+        self._line.command("stop" if asked or self._wishes.signals else None)
 
     def _show(self, last: bool = False) -> None:
         if self._injector is not None:
@@ -238,7 +205,7 @@ class Supervisor:
         if not last and now - self._begun > STRIDE_S and now - self._shown < _CALM_REFRESH_S:
             return
         self._shown = now
-        snapshot = self._ask(self._monitor.snapshot, self._seen)
+        snapshot = self._line.snapshot(self._seen)
         if snapshot is None:
             return
         self._seen = snapshot["next"]
@@ -248,216 +215,19 @@ class Supervisor:
         if snapshot["record"] is not None:
             self._crew.foresee()
 
-    def _ask(self, method: Any, *args: Any) -> Any:
-        """What the monitor answers; None if it does not: training goes on without it."""
-        import ray
-        from ray.exceptions import RayError
-
-        try:
-            return ray.get(method.remote(*args), timeout=_MONITOR_TIMEOUT_S)
-        except (RayError, TimeoutError):
-            return None
-
-    def _tell(self, method: Any, *args: Any, **kwargs: Any) -> None:
-        """Waits until the monitor has done it; what it raises passes through."""
-        import ray
-
-        ray.get(method.remote(*args, **kwargs), timeout=2 * _MONITOR_TIMEOUT_S)
-
     # --- in the other thread
 
-    def _attempts(self) -> None:
+    def _train(self, attempts: Attempts) -> None:
         from ray.exceptions import RayError
 
         try:
-            self._ending = self._loop()
+            self._ending = attempts.run()
         except RayError as error:
             line = (str(error).strip().splitlines() or [""])[0]
             cause = f"the cluster does not answer any more ({type(error).__name__}: {line}); the same command goes on"
-            self._ending = Ending("stopped", _newest(self._request.run), cause=cause)
+            self._ending = Ending("stopped", newest(self._request.run), cause=cause)
         except BaseException as error:
             self._error = error
-
-    def _announce(self, number: int) -> None:
-        """The monitor must know of an attempt before its first record. One that was just killed comes back."""
-        import ray
-        from ray.exceptions import RayActorError
-
-        deadline = time.monotonic() + _MONITOR_TIMEOUT_S
-        while True:
-            begun = self._monitor.begin_attempt.remote(number, self._members.team, _newest(self._request.run))
-            try:
-                ray.get(begun, timeout=_MONITOR_TIMEOUT_S)
-                return
-            except RayActorError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(_REFRESH_S)  # Ray starts it again
-
-    def _loop(self) -> Ending:
-        run = self._request.run
-        number, history = max(last_attempt(run), newest_attempt(run, self._spec.checkpoint.replicas)), History()
-        if self._spec.snapshot_every is not None:
-            self._vaults = Vaults(run, private=self._session.private, note=self._tell_note)
-        if self._spec.observe.interval_s is not None:
-            self._agents = Agents(
-                run,
-                self._monitor,
-                self._spec.observe.interval_s,
-                private=self._session.private,
-                env=worker_env(self._spec),
-                note=self._tell_note,
-            )
-        incident: dict[str, Any] | None = None
-        try:
-            while True:
-                group = self._gather()
-                if isinstance(group, Ending):
-                    return group
-                number += 1
-                begin_attempt(run, number)  # from now on no earlier one commits, wherever it may still be
-                self._announce(number)
-                places = group.places(self._members.team, self._members.look)
-                copies = self._vaults.job(places) if self._vaults and places else None
-                if self._agents is not None:
-                    self._agents.watch(places.values())
-                resumed = max(_newest(run), copies["step"] or 0 if copies else 0)
-                result = group.attempt(
-                    self._job(number, incident, copies), self._members.team, self._monitor, self._members.look
-                )
-                if result.failure is None:
-                    value = result.value
-                    if value["status"] != "interrupted" or self._signals:
-                        interrupted = self._signals[0] if value["status"] == "interrupted" else None
-                        return Ending(value["status"], value["step"], signal=interrupted)
-                    if self._headless and self._head is not None:
-                        return self._head_is_gone(self._head)
-                    self._members.leave()
-                    incident = None
-                    continue
-                over, last_step = time.time(), self._last_step()
-                self._members.lost(group.gone)
-                # A snapshot that this attempt went on from is progress too, though no checkpoint.
-                history = history.at(max(_newest(run), resumed))
-                ending = self._after(result.failure, number, history)
-                if ending is not None:
-                    return ending
-                history = history.then(result.failure)
-                incident = {"seen": result.seen, "silent_s": result.silent_s, "over": over, "last_step": last_step}
-        finally:
-            self._members.close(self._keeps)
-            if self._vaults is not None:
-                self._vaults.close()
-            if self._agents is not None:
-                self._agents.close()
-
-    def _gather(self) -> Group | Ending:
-        """The group of the next attempt; an Ending if there is none."""
-        found = self._members.gather()
-        if found is None:
-            return Ending("interrupted", _newest(self._request.run), signal=self._signals[0])
-        if isinstance(found, Stop):
-            self._say("decision", action="stop", because=found.because, after_s=0.0)
-            return Ending("stopped", _newest(self._request.run), cause=f"{found.cause} ({found.because})")
-        if isinstance(found, NoRoom):
-            self._say("decision", action="yield", because=found.because)
-            return Ending("interrupted", _newest(self._request.run), cause=found.because)
-        return found
-
-    def _last_step(self) -> int:
-        snapshot = self._ask(self._monitor.snapshot, self._seen)
-        record = snapshot["record"] if snapshot else None
-        return int(record["step"]) if record else 0
-
-    def _job(self, number: int, incident: dict[str, Any] | None, copies: dict[str, Any] | None) -> dict[str, Any]:
-        """What every rank of an attempt is given; plain. `incident`: the failure that it follows; `copies`: of `Vaults.job`."""
-        request = self._request
-        return {
-            "spec": self._spec.model_dump(mode="json"),
-            "run": request.run.full_uri,
-            "dataset": request.dataset,
-            "attempt": number,
-            "until": request.until,
-            "allow_spec_change": request.allow_spec_change,
-            "faults": [fault.model_dump(mode="json") for fault in request.faults],
-            "gpus": request.gpus,
-            "begun": time.time(),
-            "incident": incident,
-            "vault": copies,
-        }
-
-    def _after(self, failure: Failure, number: int, history: History) -> Ending | None:
-        """What to do after a failure: an Ending, or None to try again."""
-        if self._cancelled or (failure.kind == "aborted" and self._signals):
-            return Ending("interrupted", _newest(self._request.run), signal=self._signals[-1])
-        if self._injector is not None:
-            self._injector.look()  # what was done to it comes first
-        self._say(
-            "failure",
-            attempt=number,
-            rank=failure.rank,
-            fault=failure.kind,
-            cause=failure.cause,
-            # Of a death Ray tells a page of guesses; `cause` has what is known.
-            traceback=failure.traceback if failure.kind == "user_error" else "",
-            echoes=failure.echoes,
-        )
-        spec = self._spec
-        split = Split(spec.train.global_batch, spec.train.micro_batch, self._members.team)
-        known = not self._session.private and failure.node is not None
-        elsewhere = known and self._members.room(without=failure.node) >= spec.cluster.least
-        match decide(failure, history, spec.recovery, split, elsewhere=elsewhere):
-            case Restart(after_s, because, micro_batch, exclude):
-                told = {"after_s": after_s, "micro_batch": micro_batch, "exclude": exclude}
-                self._say("decision", action="restart", because=because, **told)
-                if exclude is not None:
-                    self._members.exclude(exclude)
-                if micro_batch is not None:
-                    train = spec.train.model_copy(update={"micro_batch": micro_batch})
-                    self._spec = spec.model_copy(update={"train": train})
-                if self._stop.wait(after_s) or self._signals:
-                    return Ending("interrupted", _newest(self._request.run), signal=self._signals[0])
-                return None
-            case Stop(cause, because):
-                self._say("decision", action="stop", because=because, after_s=0.0)
-                who = "" if failure.rank is None else f"rank {failure.rank}: "
-                return Ending(
-                    "stopped",
-                    _newest(self._request.run),
-                    cause=f"{who}{cause} ({because})",
-                    traceback=failure.traceback,
-                )
-
-    def _tell_note(self, text: str) -> None:
-        self._say("note", text=text)
-
-    def _say(self, kind: str, **data: Any) -> None:
-        self._push(Event(kind, time.time(), data))
-
-    def _push(self, *events: Event) -> None:
-        """Told now, or with the next ones: the monitor may be on its way back after a kill. From any thread."""
-        with self._telling:
-            self._untold += [event.to_dict() for event in events]
-            if self._untold and self._ask(self._monitor.push, [], self._untold) is not None:
-                self._untold.clear()
-
-
-def _newest(run: RunDir) -> int:
-    steps = run.committed()
-    return steps[-1] if steps else 0
-
-
-def worker_kind(spec: JobSpec, gpus: float) -> WorkerKind:
-    """What a worker of that job is. `gpus`: of each."""
-    return WorkerKind(spec.cluster.cpus_per_worker, gpus, worker_env(spec))
-
-
-def worker_env(spec: JobSpec) -> dict[str, str]:
-    """What the workers' environment holds: threads and allocator, the user's NCCL_, GLOO_ and TORCH_ variables, the job's."""
-    import os
-
-    passed = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_"))}
-    return {**worker_environment(max(1, int(spec.cluster.cpus_per_worker))), **passed, **spec.cluster.env}
 
 
 class handling:
@@ -472,12 +242,3 @@ class handling:
     def __exit__(self, *_: object) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
-
-
-def raise_if_stopped(ending: Ending, run: RunDir) -> None:
-    """Raises WorkerFailed with the root cause of a run that stopped."""
-    if ending.status == "stopped":
-        raise WorkerFailed(
-            f"run {run.name} stopped after step {ending.step}: {ending.cause}",
-            f"the whole story: raydist show {run.uri}; its logs: {run.uri}/logs",
-        )

@@ -52,6 +52,7 @@ class NodeAgent:
             from ray import cloudpickle
 
             monitor = cloudpickle.loads(monitor)
+        board.clear_stale()
         self._run_uri, self._node, self._monitor, self._interval_s = run_uri, node, monitor, interval_s
         self._host = Host(node, folder, env)
         self._name = socket.gethostname()

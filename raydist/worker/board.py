@@ -12,6 +12,7 @@ import json
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,14 +21,28 @@ from typing import Any
 import xxhash
 
 SHM = Path("/dev/shm")
+STALE_S = 600.0
+"""A rank writes every few seconds: boards to which nobody has for so long are of runs whose processes were all killed."""
 PRIVATE = ("pid", "gpu_uuid")
 """What a row has here beside the columns of raydist.samples, for the agent: the rank's process, and on a GPU torch's UUID of it."""
 
 
 def folder(run_uri: str) -> Path:
     """The same for all who name the run by this URI, on one host."""
-    root = SHM if SHM.is_dir() else Path(tempfile.gettempdir())
-    return root / f"raydist-{os.getuid()}-board-{xxhash.xxh64_hexdigest(run_uri.encode())[:12]}"
+    return _root() / f"{_prefix()}{xxhash.xxh64_hexdigest(run_uri.encode())[:12]}"
+
+
+def _root() -> Path:
+    return SHM if SHM.is_dir() else Path(tempfile.gettempdir())
+
+
+def _prefix() -> str:
+    return f"raydist-{os.getuid()}-board-"
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    """Whether that is a folder of this user: its name can be guessed, and SHM is everybody's."""
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 class Board:
@@ -41,8 +56,7 @@ class Board:
     def _make(self) -> None:
         place = self._path.parent
         place.mkdir(mode=0o700, exist_ok=True)
-        found = place.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        if not _is_ours(place.lstat()):
             raise OSError(f"{place} is not this user's folder")
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -80,3 +94,14 @@ def clear(run_uri: str, node: str) -> None:
             path.unlink()
     with suppress(OSError):
         place.rmdir()
+
+
+def clear_stale() -> None:
+    """Takes away the stale boards of all of this user's runs. A rank that was only stopped makes its own anew."""
+    for place in _root().glob(f"{_prefix()}*"):
+        with suppress(OSError):
+            found = place.lstat()
+            if _is_ours(found) and time.time() - found.st_mtime > STALE_S:
+                for path in place.iterdir():
+                    path.unlink()
+                place.rmdir()

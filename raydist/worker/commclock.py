@@ -28,6 +28,13 @@ class Call:
     work: Any = None
     ended: int | None = None
     waited: bool = False
+    spent: bool = False
+
+    def done(self, future: object = None) -> None:
+        """On the host's clock: it is done by now. The first word counts; from any thread."""
+        if self.ended is None:
+            self.ended = time.perf_counter_ns()
+            self.work = None  # it holds its tensors
 
 
 class Clock(Protocol):
@@ -60,20 +67,24 @@ class Clock(Protocol):
 
 GLOO_THREADS = 2
 """Of each group: so many of its collectives run at once, the others queue."""
-_QUEUE = 64
+_MANY = 1024
+"""Calls that are kept until `settle` is asked for; then it is time."""
+_KEPT = _MANY // 2
+"""As many stay while one has no end; then that one is given up."""
 
 
 class HostClock:
     """For gloo: work is done where its future says so, or, for those that have none, where a wait for it returns.
 
-    It begins where it is called, or, behind others of its group, where gloo has a thread for it.
+    It begins where it is called, or, behind others of its group, where gloo has a thread for it. While it trains a rank only notes
+    the times: each line of Python between two large products is fetched from memory anew. `settle` makes seconds of them.
     """
 
     def __init__(self, spend: Spend, expose: Spend) -> None:
         self._spend, self._expose = spend, expose
         self._lock = threading.Lock()
         self._newest: Call | None = None
-        self._queues: dict[str, deque[Call]] = {}
+        self._calls: deque[Call] = deque()
 
     def now(self) -> int:
         """See Clock."""
@@ -82,13 +93,15 @@ class HostClock:
     def follow(self, call: Call) -> None:
         """See Clock."""
         self._newest = call
-        with self._lock:
-            self._queues.setdefault(call.group, deque(maxlen=_QUEUE)).append(call)
+        self._calls.append(call)
         try:
             future = call.work.get_future()
         except RuntimeError:
-            return  # gloo's reduce-scatter, send and receive have none
-        future.add_done_callback(lambda _: self._end(call))
+            pass  # gloo's reduce-scatter, send and receive have none
+        else:
+            future.add_done_callback(call.done)
+        if len(self._calls) > _MANY:
+            self.settle()
 
     def wait(self, call: Call | None, training: bool) -> tuple[Call | None, str, int]:
         """See Clock."""
@@ -99,7 +112,7 @@ class HostClock:
         """See Clock."""
         call, exposed, before = begun
         if call is not None:
-            self._end(call)
+            call.done()
         if exposed:
             self._expose(exposed, (self.now() - before) / 1e9)
 
@@ -108,32 +121,37 @@ class HostClock:
         for call in calls:
             work = call.work
             if work is not None and work.is_completed():
-                self._end(call)  # before its own word, which comes in another thread
+                call.done()  # before its own word, which comes in another thread
         ends = [call.ended for call in calls if call.ended is not None]
         if ends:
             self._expose(calls[-1].op, max(0, max(ends) - calls[-1].begun) / 1e9)
 
     def settle(self) -> None:
         """See Clock."""
-
-    def _end(self, call: Call) -> None:
         with self._lock:
-            if call.ended is not None:
-                return
-            call.ended = self.now()
-            call.work = None  # it holds its tensors
-            begun = self._started(call)
-        self._spend(call.op, (call.ended - begun) / 1e9)
+            calls = []
+            while self._calls:  # others are appended meanwhile
+                calls.append(self._calls.popleft())
+            before: dict[str, list[Call]] = {}
+            """Of each group, those that may still have been on their way when the next one was called."""
+            for call in calls:
+                others = before[call.group] = [
+                    c for c in before.get(call.group, ()) if c.ended is None or c.ended > call.begun
+                ]
+                if call.ended is not None and not call.spent:
+                    call.spent = True
+                    self._spend(call.op, (call.ended - _started(call, call.ended, others)) / 1e9)
+                others.append(call)
+            first = next((call.begun for call in calls if not call.spent), None)
+            # Those without an end, and behind which they may have stood.
+            stay = [c for c in calls if not c.spent or (c.ended or 0) > first][-_KEPT:] if first is not None else []
+            self._calls.extendleft(reversed(stay))
 
-    def _started(self, call: Call) -> int:
-        """When gloo had a thread for it: when all but one of those before it were done."""
-        ends: list[int] = []
-        for earlier in self._queues[call.group]:
-            if earlier is call:
-                break
-            ends.append(earlier.ended or self.now())
-        ends.sort()
-        return max(call.begun, ends[-GLOO_THREADS]) if len(ends) >= GLOO_THREADS else int(call.begun)
+
+def _started(call: Call, ended: int, others: Sequence[Call]) -> int:
+    """When gloo had a thread for it: when all but one of those before it were done."""
+    ends = sorted(min(other.ended or ended, ended) for other in others)
+    return max(call.begun, ends[-GLOO_THREADS]) if len(ends) >= GLOO_THREADS else int(call.begun)
 
 
 class DeviceClock:

@@ -14,7 +14,7 @@ nothing left to compute.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +32,8 @@ KEY = "ADInplaceOrView"
 """Where ours stands: below autograd, which functional collectives leave out, and above the backends."""
 _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _AUTOGRAD = torch._C.DispatchKey.AutogradCPU
+_MANY = 1024
+"""Calls that are kept until somebody asks for the totals; then they are added up."""
 _OPEN = 64
 """Calls that a later `Work.wait` is still taken to be for."""
 
@@ -118,6 +120,8 @@ class CommLog:
 
     def __init__(self, device: torch.device) -> None:
         self._totals: dict[str, Total] = {}
+        self._new: deque[tuple[str, int, int, bool]] = deque()
+        """Calls that are not in the totals yet: operator, bytes, ranks, whether on the host."""
         self._lock = threading.Lock()
         self._thread = threading.get_ident()
         self._clocks: dict[str, Clock] = {"cpu": HostClock(self._spend, self._expose)}
@@ -171,6 +175,7 @@ class CommLog:
         """What there is so far, by kind. From any thread."""
         for clock in self._clocks.values():
             self._safely(clock.settle)
+        self._add_up()
         with self._lock:
             return {op: replace(total) for op, total in self._totals.items()}
 
@@ -189,7 +194,8 @@ class CommLog:
 
     def _begin(self, name: str, args: tuple[Any, ...]) -> tuple[Clock, Call, int]:
         op, _, group, _ = OPERATORS[name]
-        clock = self._clocks.get(_device(args[0]), self._clocks["cpu"])
+        host = self._clocks["cpu"]
+        clock = self._clocks.get(_device(args[0]), host) if len(self._clocks) > 1 else host
         pg: Any = dist.ProcessGroup.unbox(args[group])
         if isinstance(clock, DeviceClock) and pg.group_name not in self._timed:
             self._timed.add(pg.group_name)
@@ -197,20 +203,27 @@ class CommLog:
         return clock, Call(op, pg.group_name, clock.now()), pg.size()
 
     def _count(self, name: str, args: tuple[Any, ...], made: Any, clock: Clock, call: Call, size: int) -> None:
-        op, sized, _, factor = OPERATORS[name]
-        nbytes = _bytes(args[sized]) if sized is not None else 0
-        with self._lock:
-            total = self._totals.setdefault(op, Total())
-            total.count += 1
-            total.bytes += nbytes
-            if size > 1:
-                # gloo's reduce-scatter is an all-reduce of which most is thrown away.
-                twice = 2 if op == "reduce_scatter" and clock is self._clocks["cpu"] else 1
-                total.wire_bytes += twice * nbytes * factor(size)
+        sized = OPERATORS[name][1]
+        self._new.append((name, _bytes(args[sized]) if sized is not None else 0, size, clock is self._clocks["cpu"]))
+        if len(self._new) > _MANY:
+            self._add_up()
         work = made[-1] if isinstance(made, tuple) else made
         if work is not None:  # else a coalescing manager has it
             call.work = dist.Work.unbox(work)
             self._follow(clock, call)
+
+    def _add_up(self) -> None:
+        with self._lock:
+            while self._new:
+                name, nbytes, size, host = self._new.popleft()
+                op, _, _, factor = OPERATORS[name]
+                total = self._totals.setdefault(op, Total())
+                total.count += 1
+                total.bytes += nbytes
+                if size > 1:
+                    # gloo's reduce-scatter is an all-reduce of which most is thrown away.
+                    twice = 2 if op == "reduce_scatter" and host else 1
+                    total.wire_bytes += twice * nbytes * factor(size)
 
     def _told(self, op: str, nbytes: int, ranks: int, seconds: float, exposed_seconds: float) -> None:
         with self._lock:
@@ -274,11 +287,11 @@ class CommLog:
 
     def _spend(self, op: str, seconds: float) -> None:
         with self._lock:
-            self._totals[op].seconds += seconds
+            self._totals.setdefault(op, Total()).seconds += seconds
 
     def _expose(self, op: str, seconds: float) -> None:
         with self._lock:
-            self._totals[op].exposed_seconds += seconds
+            self._totals.setdefault(op, Total()).exposed_seconds += seconds
 
 
 def _device(tensors: Any) -> str:

@@ -21,6 +21,7 @@ import pytest
 
 from raydist.cluster.session import open_session, worker_environment
 from raydist.errors import UserError
+from tests.processes import runs
 
 HERE = Path(__file__).parent
 DRIVER = HERE / "drivers.py"
@@ -80,7 +81,7 @@ class Driver:
     def assert_nothing_left(self) -> None:
         """Each process this driver had is gone (a zombie waits only for its parent's parent)."""
         _, alive = psutil.wait_procs(list(self.children.values()), timeout=15)
-        left = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        left = [process for process in alive if runs(process)]
         assert not left, left
 
 

@@ -20,6 +20,7 @@ from raydist.cluster.session import Session, open_session, worker_environment
 from raydist.cluster.trainer import Attempt, AttemptResult
 from raydist.errors import RaydistError
 from raydist.worker import rest
+from tests.processes import runs
 
 sys.path.insert(0, str(Path(__file__).parent))
 import resting
@@ -209,11 +210,9 @@ def _started(folder: Path, ranks: int = 2) -> list[int]:
 
 
 def _gone(pids: list[int]) -> None:
-    import psutil
-
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        if not any(psutil.pid_exists(p) and psutil.Process(p).status() != "zombie" for p in pids):
+        if not any(map(runs, pids)):
             return
         time.sleep(0.05)
     raise AssertionError(f"still running: {pids}")

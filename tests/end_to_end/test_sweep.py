@@ -270,10 +270,10 @@ def test_an_interrupt_and_a_limit(sweeps: Sweeps) -> None:
 
 DRIVER = """
 from raydist.cli.main import main
-from raydist.cluster.supervisor import Supervisor
+from raydist.cluster.attempts import Attempts
 
-job = Supervisor._job
-Supervisor._job = lambda self, *about: {**job(self, *about), "gpus": 0.0}
+job = Attempts._job
+Attempts._job = lambda self, *about: {**job(self, *about), "gpus": 0.0}
 main()
 """
 """`raydist` whose ranks are told that they have no GPU."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
 
 from raydist.faults import Drain, KillNode
 from tests.end_to_end.test_hosts import RAYDIST
 from tests.faults.conftest import LONG, STEPS, exact, write
 from tests.hosts import WATCHFUL, Cluster, Hosts
+from tests.processes import command as told
+from tests.processes import runs
 
 
 @pytest.fixture
@@ -33,8 +34,7 @@ def test_a_killed_node_and_a_drained_one(project: Any, cluster: Cluster, undistu
     with head.popen(command, cwd=project.root, env=project.environment() | cluster.environment) as run:
         try:
             cluster.wait_until(lambda: not cluster.nodes()[first][1], timeout=90)
-            alive = [p for p in other.processes().values() if p.status() != psutil.STATUS_ZOMBIE]
-            left = [f"{p.name()} {' '.join(p.cmdline())}" for p in alive]
+            left = [told(process) for process in other.processes().values() if runs(process)]
             assert not [line for line in left if line.startswith(("raylet", "ray::")) or "raydist" in line], left
             second = cluster.add_node(other, cpus=2)
             assert run.wait(90) == 0

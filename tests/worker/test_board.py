@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,24 @@ def test_what_another_user_could_have_put_there_is_not_written_to(tmp_path: Path
             Board(str(tmp_path), "x", 0)
     finally:
         place.unlink()
+
+
+def test_what_killed_runs_left_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boards that nobody writes to, and they alone: no fresh one, and nothing behind a link of that name."""
+    monkeypatch.setattr(board, "SHM", tmp_path)
+    stale, fresh = (Board(name, "x", 0) for name in ("stale", "fresh"))
+    aside = tmp_path / "aside"
+    aside.mkdir()
+    (aside / "x-00000.json").write_text("{}")
+    board.folder("link").symlink_to(aside)
+    for made in (stale, fresh):
+        made.write({"rank": 0})
+    old = time.time() - board.STALE_S - 1
+    for place in (board.folder("stale"), aside):
+        os.utime(place, (old, old))
+    board.clear_stale()
+    assert not board.folder("stale").exists()
+    assert list(board.read("fresh", "x")) == [{"rank": 0}]
+    assert (aside / "x-00000.json").exists()
+    stale.write({"rank": 0, "step": 2})
+    assert list(board.read("stale", "x")) == [{"rank": 0, "step": 2}], "its rank was only stopped"

@@ -19,6 +19,7 @@ import pytest
 
 from raydist.worker.forkserver import VARIABLES, ForkServer, Process
 from raydist.worker.nursery import Nursery
+from tests.processes import runs
 
 HERE = str(Path(__file__).parents[2])
 
@@ -89,7 +90,7 @@ def fork(server: ForkServer, port: str = "1") -> tuple[Process, dict[str, Any]]:
 def gone(*pids: int) -> None:
     """Waits until none of them runs any more."""
     deadline = time.monotonic() + 20
-    while alive := [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]:
+    while alive := [pid for pid in pids if runs(pid)]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.01)
 

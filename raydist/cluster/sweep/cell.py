@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from raydist.cluster.crew import Crew
+from raydist.cluster.request import Ending, Request
 from raydist.cluster.session import Session
-from raydist.cluster.supervisor import Ending, Request, Supervisor
+from raydist.cluster.supervisor import Supervisor
 from raydist.cluster.sweep.fitting import MicroBatches, shrunk
 from raydist.errors import RaydistError, StorageError
 from raydist.records import Event

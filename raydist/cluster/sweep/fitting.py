@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import replace
 
-from raydist.cluster.supervisor import Request
+from raydist.cluster.request import Request
 from raydist.records import Event
 from raydist.runlog import read_events
 from raydist.spec import JobSpec

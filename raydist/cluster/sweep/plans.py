@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raydist.cluster import nodes, preflight
+from raydist.cluster.request import Request
 from raydist.cluster.session import Session
-from raydist.cluster.supervisor import Request
 from raydist.cluster.sweep.capacity import Shape, at_once, places, room
 from raydist.cluster.sweep.cell import Plan
 from raydist.data import open_or_prepare

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 
 from raydist.cluster.crew import Crew
+from raydist.cluster.request import worker_kind
 from raydist.cluster.session import Session
-from raydist.cluster.supervisor import worker_kind
 from raydist.cluster.sweep.cell import Plan
 from raydist.cluster.trainer import WorkerKind
 from raydist.observe.standby import Monitors

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raydist.cluster.supervisor import Request
+from raydist.cluster.request import Request
 from raydist.cluster.sweep.fitting import MicroBatches, shrunk
 from raydist.records import Event
 from raydist.rundir import SPEC, RunDir

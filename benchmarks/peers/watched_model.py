@@ -1,0 +1,59 @@
+"""The peers' model, in a rank that in turn watches itself and does not: for benchmarks/watching.py.
+
+Runs in: each train worker. What `observe.interval_s: null` would leave out is left out, for STRETCH steps each time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from peer_model import GPT
+
+from raydist.worker import commlog
+from raydist.worker.board import Board
+from raydist.worker.telemetry import Telemetry
+
+WARM, STRETCH = 37, 12
+
+
+class Turns:
+    """A meter: each forward begins a step. A line with time and processor seconds in OUT.RANK.turns where a stretch begins.
+
+    OUT.off is there while nothing is watched.
+    """
+
+    def __init__(self, out: str) -> None:
+        rank = os.environ.get("RANK", "0")
+        self._off = Path(f"{out}.off") if rank == "0" else None
+        self._lines = os.open(f"{out}.{rank}.turns", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._steps = 0
+        self._log: Any = None
+        self._row, self._write = Telemetry.row, Board.write
+
+    def tick(self) -> None:
+        """One forward begins."""
+        if self._steps >= WARM and (self._steps - WARM) % STRETCH == 0:
+            self._turn((self._steps - WARM) // STRETCH % 2 == 1)
+            os.write(self._lines, f"{time.time():.6f} {time.process_time():.6f}\n".encode())
+        self._steps += 1
+
+    def _turn(self, on: bool) -> None:
+        if on:
+            self._log.install()
+            Telemetry.row, Board.write = self._row, self._write
+            if self._off is not None:
+                self._off.unlink()
+            return
+        self._log = self._log or commlog._installed
+        self._log.close()
+        Telemetry.row, Board.write = (lambda telemetry: {}), (lambda board, row: None)
+        if self._off is not None:
+            self._off.touch()
+
+
+def build(model: Any, vocab_size: int) -> GPT:
+    """The peers' model, with such a meter. `options` holds out."""
+    return GPT(Turns(model.options["out"]))

@@ -1,0 +1,22 @@
+"""Whether processes still run, asked while they end."""
+
+from __future__ import annotations
+
+import psutil
+
+
+def runs(process: psutil.Process | int) -> bool:
+    """Whether it does; a zombie only waits for its parent."""
+    try:
+        found = psutil.Process(process) if isinstance(process, int) else process
+        return found.is_running() and found.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def command(process: psutil.Process) -> str:
+    """Its name and command line; "" if it has ended."""
+    try:
+        return f"{process.name()} {' '.join(process.cmdline())}"
+    except psutil.NoSuchProcess:
+        return ""
