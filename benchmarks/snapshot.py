@@ -9,8 +9,8 @@ a stretch with copies count as its own.
 
 Of a run the pace gives copies 1%, which is less than stretches differ by. Here it gives them `--share`, so that there are more of
 them. `share` is what a stretch with copies took longer than its neighbours without would have, over their time for its steps;
-`believed` the same as the pace has it: copies taken, times what it said then that one costs. `ratio` is the first over the second, so
-many per cent copies cost where they may cost one; with its 95% interval, by the normal law over stretches.
+`believed` the same as the pace has it: copies taken, times what it said then that one costs. `ratio` is the first over the second,
+so many per cent copies cost where they may cost one; with its 95% interval, by the normal law over stretches.
 """
 
 from __future__ import annotations
