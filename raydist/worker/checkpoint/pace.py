@@ -17,6 +17,8 @@ from typing import Literal
 
 SHARE = 0.01
 """Of the time of all steps: what copies may cost where `every` is auto."""
+AIM = 0.8
+"""Of that share: a copy was measured to cost up to 1.2 of what it is believed to (benchmarks/snapshot.py)."""
 _CALM, _COSTS = 50, 32
 _BELIEF = 4
 """As many differences as the processor time counts for."""
@@ -60,7 +62,7 @@ class Pace:
         cost, base = self.cost, self.base
         if cost is None or base is None:
             return None
-        return max(1, math.ceil(cost / (SHARE * base)))
+        return max(1, math.ceil(cost / (AIM * SHARE * base)))
 
     def step(self, seconds: float, unusual: bool) -> None:
         """A step took so long, all in all. `unusual`: it had something beside it that most have not, such as a checkpoint."""

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from raydist.worker.checkpoint.pace import SHARE, Pace
+from raydist.worker.checkpoint.pace import AIM, SHARE, Pace
 
 
 def drive(
@@ -40,9 +40,9 @@ def test_auto_costs_its_share(cost: float, beside: int, noise: float) -> None:
     later = taken[3:]
     share = (len(later) - 1) * cost / ((later[-1] - later[0]) * 0.1)
     # A copy whose cost is within the noise of a step, or that lasts nearly as long as its interval, is less exact.
-    assert share <= SHARE * (1.6 if noise else 1.001)
-    if beside + 3 < cost / 0.001:
-        assert share >= SHARE * (0.4 if noise else 0.9)
+    assert share <= SHARE * AIM * (1.6 if noise else 1.001)
+    if beside + 3 < cost / (0.001 * AIM):
+        assert share >= SHARE * AIM * (0.4 if noise else 0.9)
 
 
 @pytest.mark.parametrize("noise", [0.1, 0.3])
