@@ -132,8 +132,8 @@ class HostClock:
             calls = []
             while self._calls:  # others are appended meanwhile
                 calls.append(self._calls.popleft())
+            # Of each group, those that may still have been on their way when the next one was called.
             before: dict[str, list[Call]] = {}
-            """Of each group, those that may still have been on their way when the next one was called."""
             for call in calls:
                 others = before[call.group] = [
                     c for c in before.get(call.group, ()) if c.ended is None or c.ended > call.begun
