@@ -10,7 +10,8 @@ a stretch with copies count as its own.
 Of a run the pace gives copies 1%, which is less than stretches differ by. Here it gives them `--share`, so that there are more of
 them. `share` is what a stretch with copies took longer than its neighbours without would have, over their time for its steps;
 `believed` the same as the pace has it: copies taken, times what it said then that one costs. `ratio` is the first over the second,
-with its 95% interval, by the normal law over stretches; `percent` is what that comes to for a run, where the pace aims at AIM of its 1%: reckoned.
+with its 95% interval, by the normal law over stretches. `percent` is what that comes to for a run, where the pace aims at AIM of
+its 1%: reckoned, not measured.
 """
 
 from __future__ import annotations
