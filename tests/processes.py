@@ -14,7 +14,7 @@ def runs(process: psutil.Process | int) -> bool:
         return False
 
 
-def command(process: psutil.Process) -> str:
+def command_line(process: psutil.Process) -> str:
     """Its name and command line; "" if it has ended."""
     try:
         return f"{process.name()} {' '.join(process.cmdline())}"

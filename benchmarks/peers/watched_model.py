@@ -1,6 +1,7 @@
 """The peers' model, in a rank that in turn watches itself and does not: for benchmarks/watching.py.
 
-Runs in: each train worker. What `observe.interval_s: null` would leave out is left out, for STRETCH steps each time.
+Runs in: each train worker. What `observe.interval_s: null` would leave out is left out, for STRETCH steps each time, but
+that the telemetry thread still wakes once a second, for nothing.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from raydist.cli.main import app
-from tests.processes import command
+from tests.processes import command_line
 
 PROJECT = Path(__file__).parent / "project"
 RAYDIST = str(Path(sys.executable).with_name("raydist"))
@@ -156,7 +156,7 @@ def nothing_left(ranks: Any) -> Iterator[None]:
     yield
     ranks.close()
     left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-    names = {process.pid: command(process) for process in left}
+    names = {process.pid: command_line(process) for process in left}
     _, alive = psutil.wait_procs(left, timeout=20)
     prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     assert not alive, [names.get(p.pid) for p in alive]

@@ -11,8 +11,7 @@ from raydist.faults import Drain, KillNode
 from tests.end_to_end.test_hosts import RAYDIST
 from tests.faults.conftest import LONG, STEPS, exact, write
 from tests.hosts import WATCHFUL, Cluster, Hosts
-from tests.processes import command as told
-from tests.processes import runs
+from tests.processes import command_line, runs
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def test_a_killed_node_and_a_drained_one(project: Any, cluster: Cluster, undistu
     with head.popen(command, cwd=project.root, env=project.environment() | cluster.environment) as run:
         try:
             cluster.wait_until(lambda: not cluster.nodes()[first][1], timeout=90)
-            left = [told(process) for process in other.processes().values() if runs(process)]
+            left = [command_line(process) for process in other.processes().values() if runs(process)]
             assert not [line for line in left if line.startswith(("raylet", "ray::")) or "raydist" in line], left
             second = cluster.add_node(other, cpus=2)
             assert run.wait(90) == 0
