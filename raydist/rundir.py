@@ -154,6 +154,10 @@ class RunDir(Folder):
         """Steps of the committed checkpoints, ascending. One without a manifest that counts does not exist."""
         return sorted(self.manifests())
 
+    def newest_step(self) -> int:
+        """The step of the newest committed checkpoint; 0 if there is none."""
+        return max(self.manifests(), default=0)
+
     def manifests(self, lineage: Lineage | None = None) -> dict[int, str]:
         """Committed step -> the name of its manifest that counts; ascending. `lineage`: the run's, if it is known better."""
         lineage = self.lineage() if lineage is None else lineage

@@ -20,7 +20,7 @@ from raydist.cluster.membership import Membership, NoRoom
 from raydist.cluster.recovery import History, Restart, Split, Stop, decide
 from raydist.cluster.request import Ending, Request, worker_env
 from raydist.cluster.vault import Vaults
-from raydist.rundir import RunDir, begin_attempt
+from raydist.rundir import begin_attempt
 from raydist.runlog import last_attempt
 from raydist.worker.checkpoint.replicas import newest_attempt
 
@@ -71,12 +71,12 @@ class Attempts:
                     return group
                 number += 1
                 begin_attempt(run, number)  # from now on no earlier one commits, wherever it may still be
-                self._line.begin_attempt(number, self._members.team, newest(run))
+                self._line.begin_attempt(number, self._members.team, run.newest_step())
                 places = group.places(self._members.team, self._members.look)
                 copies = vaults.job(places) if vaults and places else None
                 if agents is not None:
                     agents.watch(places.values())
-                resumed = max(newest(run), copies["step"] or 0 if copies else 0)
+                resumed = max(run.newest_step(), copies["step"] or 0 if copies else 0)
                 result = group.attempt(
                     self._job(number, incident, copies), self._members.team, self._line.monitor, self._members.look
                 )
@@ -93,7 +93,7 @@ class Attempts:
                 over, last_step = time.time(), self._line.last_step()
                 self._members.lost(group.gone)
                 # A snapshot that this attempt went on from is progress too, though no checkpoint.
-                history = history.at(max(newest(run), resumed))
+                history = history.at(max(run.newest_step(), resumed))
                 ending = self._after(result.failure, number, history)
                 if ending is not None:
                     return ending
@@ -116,13 +116,13 @@ class Attempts:
         """The group of the next attempt; an Ending if there is none."""
         found = self._members.gather()
         if found is None:
-            return Ending("interrupted", newest(self._request.run), signal=self._wishes.signals[0])
+            return Ending("interrupted", self._request.run.newest_step(), signal=self._wishes.signals[0])
         if isinstance(found, Stop):
             self._line.say("decision", action="stop", because=found.because, after_s=0.0)
-            return Ending("stopped", newest(self._request.run), cause=f"{found.cause} ({found.because})")
+            return Ending("stopped", self._request.run.newest_step(), cause=f"{found.cause} ({found.because})")
         if isinstance(found, NoRoom):
             self._line.say("decision", action="yield", because=found.because)
-            return Ending("interrupted", newest(self._request.run), cause=found.because)
+            return Ending("interrupted", self._request.run.newest_step(), cause=found.because)
         return found
 
     def _job(self, number: int, incident: dict[str, Any] | None, copies: dict[str, Any] | None) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Attempts:
     def _after(self, failure: Failure, number: int, history: History) -> Ending | None:
         """What to do after a failure: an Ending, or None to try again."""
         if self._wishes.cancelled or (failure.kind == "aborted" and self._wishes.signals):
-            return Ending("interrupted", newest(self._request.run), signal=self._wishes.signals[-1])
+            return Ending("interrupted", self._request.run.newest_step(), signal=self._wishes.signals[-1])
         if self._injector is not None:
             self._injector.look()  # what was done to it comes first
         self._line.say(
@@ -172,23 +172,17 @@ class Attempts:
                     train = spec.train.model_copy(update={"micro_batch": micro_batch})
                     self._spec = spec.model_copy(update={"train": train})
                 if self._wishes.stop.wait(after_s) or self._wishes.signals:
-                    return Ending("interrupted", newest(self._request.run), signal=self._wishes.signals[0])
+                    return Ending("interrupted", self._request.run.newest_step(), signal=self._wishes.signals[0])
                 return None
             case Stop(cause, because):
                 self._line.say("decision", action="stop", because=because, after_s=0.0)
                 who = "" if failure.rank is None else f"rank {failure.rank}: "
                 return Ending(
                     "stopped",
-                    newest(self._request.run),
+                    self._request.run.newest_step(),
                     cause=f"{who}{cause} ({because})",
                     traceback=failure.traceback,
                 )
 
     def _note(self, text: str) -> None:
         self._line.say("note", text=text)
-
-
-def newest(run: RunDir) -> int:
-    """The step of the run's newest checkpoint; 0 if it has none."""
-    steps = run.committed()
-    return steps[-1] if steps else 0

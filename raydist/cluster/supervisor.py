@@ -13,7 +13,7 @@ from contextlib import closing, nullcontext
 from types import FrameType
 from typing import Any, Protocol
 
-from raydist.cluster.attempts import Attempts, Wishes, newest
+from raydist.cluster.attempts import Attempts, Wishes
 from raydist.cluster.crew import Crew
 from raydist.cluster.headwatch import HeadWatch
 from raydist.cluster.injector import DriverInjector
@@ -158,7 +158,7 @@ class Supervisor:
 
     def _head_is_gone(self, head: HeadWatch) -> Ending:
         cause = f"Ray's head at {head.address} has not answered for {head.silent_s:.0f} s; the same command goes on once it does"
-        return Ending("stopped", newest(self._request.run), cause=cause)
+        return Ending("stopped", self._request.run.newest_step(), cause=cause)
 
     def _headless_ending(self) -> Ending | None:
         return self._head_is_gone(self._head) if self._headless and self._head is not None else None
@@ -225,7 +225,7 @@ class Supervisor:
         except RayError as error:
             line = (str(error).strip().splitlines() or [""])[0]
             cause = f"the cluster does not answer any more ({type(error).__name__}: {line}); the same command goes on"
-            self._ending = Ending("stopped", newest(self._request.run), cause=cause)
+            self._ending = Ending("stopped", self._request.run.newest_step(), cause=cause)
         except BaseException as error:
             self._error = error
 

@@ -328,15 +328,14 @@ class Vaults:
                 self._link()
 
     def _chosen(self, ranks: Mapping[int, str]) -> dict[str, Any]:
-        steps = self._run.committed()
-        lineage = self._run.lineage()
+        committed, lineage = self._run.newest_step(), self._run.lineage()
         inventories = self._ask({node: ("inventory", ()) for node in self._alive()}, _ASK_S)
         for node in set(self._nodes) - set(inventories) - set(ranks.values()):
             del self._nodes[node]  # gone, and nobody is there any more
         found = place(
             inventories,
             ranks,
-            after=steps[-1] if steps else 0,
+            after=committed,
             counts=lambda copy: (
                 lineage.voided_by(copy.attempt, copy.step) is None and self._used.get(copy.step, 0) < _USES
             ),

@@ -22,7 +22,7 @@ import xxhash
 
 SHM = Path("/dev/shm")
 STALE_S = 600.0
-"""A rank writes every few seconds: boards to which nobody has for so long are of runs whose processes were all killed."""
+"""Boards to which nobody has written for so long, and whose ranks are gone, are of runs whose processes were all killed."""
 PRIVATE = ("pid", "gpu_uuid")
 """What a row has here beside the columns of raydist.samples, for the agent: the rank's process, and on a GPU torch's UUID of it."""
 
@@ -97,11 +97,25 @@ def clear(run_uri: str, node: str) -> None:
 
 
 def clear_stale() -> None:
-    """Takes away the stale boards of all of this user's runs. A rank that was only stopped makes its own anew."""
+    """Takes away the stale boards of all of this user's runs.
+
+    A rank that this process cannot see, being in another container, makes its own anew.
+    """
     for place in _root().glob(f"{_prefix()}*"):
         with suppress(OSError):
             found = place.lstat()
-            if _is_ours(found) and time.time() - found.st_mtime > STALE_S:
-                for path in place.iterdir():
+            if not _is_ours(found) or time.time() - found.st_mtime <= STALE_S:
+                continue
+            paths = list(place.iterdir())
+            if not any(map(_is_written, paths)):
+                for path in paths:
                     path.unlink()
                 place.rmdir()
+
+
+def _is_written(path: Path) -> bool:
+    """Whether the rank whose row that is lives: one that is told to write seldom is not gone."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        os.kill(json.loads(path.read_text())["pid"], 0)
+        return True
+    return False

@@ -36,9 +36,8 @@ class _Log:
 
     def __init__(self, run: RunDir, attempt: int, world_size: int, quiet: bool) -> None:
         self._run, self._log, self._quiet = run, RunLog(run), quiet
-        steps = run.committed()
         # What earlier runs recorded up to the newest checkpoint stays, until `resumed` says where this one goes on.
-        self._log.attempt(attempt, steps[-1] if steps else 0)
+        self._log.attempt(attempt, run.newest_step())
         self._state: dict[str, Any] = {
             "driver": this_process(),
             "attempt": attempt,

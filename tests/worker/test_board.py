@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -55,21 +56,25 @@ def test_what_another_user_could_have_put_there_is_not_written_to(tmp_path: Path
 
 
 def test_what_killed_runs_left_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Boards that nobody writes to, and they alone: no fresh one, and nothing behind a link of that name."""
+    """Boards that nobody writes to, and they alone: no fresh one, none of a rank that lives, and nothing behind a link of that
+    name."""
     monkeypatch.setattr(board, "SHM", tmp_path)
-    stale, fresh = (Board(name, "x", 0) for name in ("stale", "fresh"))
+    stale, fresh, slow = (Board(name, "x", 0) for name in ("stale", "fresh", "slow"))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
     aside = tmp_path / "aside"
     aside.mkdir()
     (aside / "x-00000.json").write_text("{}")
     board.folder("link").symlink_to(aside)
-    for made in (stale, fresh):
-        made.write({"rank": 0})
+    for made, pid in ((stale, ended.pid), (fresh, ended.pid), (slow, os.getpid())):
+        made.write({"rank": 0, "pid": pid})
     old = time.time() - board.STALE_S - 1
-    for place in (board.folder("stale"), aside):
+    for place in (board.folder("stale"), board.folder("slow"), aside):
         os.utime(place, (old, old))
     board.clear_stale()
     assert not board.folder("stale").exists()
-    assert list(board.read("fresh", "x")) == [{"rank": 0}]
+    assert [row["pid"] for row in board.read("fresh", "x")] == [ended.pid]
+    assert [row["pid"] for row in board.read("slow", "x")] == [os.getpid()]
     assert (aside / "x-00000.json").exists()
     stale.write({"rank": 0, "step": 2})
     assert list(board.read("stale", "x")) == [{"rank": 0, "step": 2}], "its rank was only stopped"
