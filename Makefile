@@ -1,11 +1,11 @@
-# make quickstart: a trained model in a few minutes.  make test: all tests.  make lint: style and types.
+# make quickstart: a trained model in a few minutes.  make test: every part.  make test-whole: the whole.  make lint: style and types.
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STORAGE ?= $(CURDIR)/runs
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: install quickstart test lint format docs bench clean
+.PHONY: install quickstart test test-whole lint format docs bench clean
 
 install: $(VENV)/.run
 $(VENV)/.run: pyproject.toml constraints.txt
@@ -27,8 +27,11 @@ quickstart: $(VENV)/.run
 	$(BIN)/raydist show quickstart --storage $(STORAGE)
 	$(BIN)/raydist sample quickstart --storage $(STORAGE)
 
+WHOLE := tests/end_to_end tests/faults
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests $(WHOLE:%=--ignore %) $(PYTEST_ARGS)
+test-whole: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WHOLE) $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -93,7 +93,9 @@ OF_NODES: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.Drain(rank=rank, step=step),
 ]
 CUT_S = 12.0
-"""How long a network is cut: Ray has given the node up by then."""
+"""How long a network is cut: the run has given the node up by then."""
+DRAINED_S = 20.0
+"""After its notice a node is taken away for good, and comes back as a new one."""
 
 
 class Here:
@@ -125,6 +127,9 @@ class Net:
         """Steps at which the network of a rank's host is cut."""
         self.cut: list[dict[str, Any]] = []
         self.watched: RunDir | None = None
+        self._drained: dict[float, tuple[Host, str]] = {}
+        """When a node was told that it is to go -> its host and its id; of those that are there still."""
+        self._seen = 0.0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._mend, daemon=True)
         self._thread.start()
@@ -157,6 +162,7 @@ class Net:
             if cut is not None and time.monotonic() > healed:
                 self.hosts.heal(cut)
                 cut = None
+            self._take_drained()
             living = self.cluster.node_ids()
             for host in self.nodes:
                 if host.name not in living and host is not cut:
@@ -167,6 +173,22 @@ class Net:
                 self.cut.append({"fault": "cut_network", "rank": told[-1]["rank"], "step": self.cuts.pop(0)})
                 self.hosts.cut(cut)
                 healed = time.monotonic() + CUT_S
+
+    def _take_drained(self) -> None:
+        nodes, hosts = self.cluster.node_ids(), {host.name: host for host in self.nodes}
+        ranks: dict[int, str] = {}
+        for event in read_events(self.watched) if self.watched is not None and self.watched.exists() else []:
+            if event.kind == "workers":
+                ranks = {worker["rank"]: worker["host"] for worker in event.data["workers"]}
+            elif event.kind == "fault" and event.data["fault"] == "drain" and event.at > self._seen:
+                self._seen = event.at
+                name = ranks[event.data["rank"]]
+                self._drained[event.at] = hosts[name], nodes.get(name, "")
+        for at, (host, node) in list(self._drained.items()):
+            if time.time() - at > DRAINED_S:
+                del self._drained[at]
+                if nodes.get(host.name) == node:
+                    self.cluster.kill_node(host)
 
     def _step(self) -> int:
         assert self.watched is not None

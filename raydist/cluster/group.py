@@ -59,6 +59,7 @@ class Group:
         self._aborted = False
         number = next(_groups)
         ray.get(conductor.open.remote(number, size))
+        self._gathered = conductor.gathered.remote()
         self._result: AttemptResult | None = None
 
         def started(handle: Attempt) -> None:
@@ -117,10 +118,16 @@ class Group:
         """Whether all its agents are there for another attempt: none was lost or retired."""
         return not self._aborted and self.living == self.size
 
+    def come(self, wait_s: float = 0.0) -> bool:
+        """Whether its agents are all there, or are no longer to come. Waits for that, so long at most."""
+        import ray
+
+        return not self.alive or bool(ray.wait([self._gathered], timeout=wait_s)[0])
+
     def places(self, size: int, look: Callable[[], None] = lambda: None) -> dict[int, str]:
         """Rank -> Ray's id of its node, once all agents are there; {} if the group has ended. `look()`: see `attempt`."""
         try:
-            self._wait(self._conductor.gathered.remote(), look)
+            self._wait(self._gathered, look)
             self._placement_group = self._wait(self._conductor.placement_group.remote(), look)
             return dict(self._wait(self._conductor.places.remote(size), look))
         except _GroupEnded:
@@ -135,7 +142,7 @@ class Group:
         """
         self._serial += 1
         try:
-            self._wait(self._conductor.gathered.remote(), look)
+            self._wait(self._gathered, look)
             self._nodes = self._wait(self._conductor.nodes.remote(), look)
             self._placement_group = self._wait(self._conductor.placement_group.remote(), look)
             places = self._wait(self._conductor.places.remote(size), look)
@@ -173,7 +180,7 @@ class Group:
 
     def end(self) -> None:
         """Lets all agents go; returns once Ray has their resources back. Those that do not go are ended."""
-        if self.alive and not self.lost:
+        if self.alive and not self.lost and self.come():
             self._conductor.leave.remote()
             self._thread.join(_LEAVE_S)
         if self.alive:

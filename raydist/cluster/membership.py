@@ -97,6 +97,8 @@ class Membership:
                     self.team = workers
                     if anew:
                         self.group = self._replaced(workers + min(cluster.spares, max(room - workers, 0)))
+                        if room < workers and not self._awaited(workers):
+                            return None
                     assert self.group is not None
                     return self.group
 
@@ -162,6 +164,24 @@ class Membership:
             avoid=self._unfit,
             start_timeout_s=_START_S if old is None else self._policy.wait_for_nodes,
         )
+
+    def _awaited(self, workers: int) -> bool:
+        """Waits until the group, for which there was no room, has come or is given up. False: the user has asked the run to end.
+
+        It is not placed where it was told not to be. So once there is room with a node that answers again, it is asked for anew.
+        """
+        assert self.group is not None
+        avoided = self._unfit
+        while not self.group.come(_LOOK_S):
+            if self._wait(0.0):
+                return False
+            room = self.room()
+            back = avoided - self._unfit
+            if back and room >= workers:
+                names = ", ".join(sorted(node[:8] for node in back))
+                self._say("note", text=f"node {names} answers again, and there is room for {workers} workers with it")
+                self.group, avoided = self._replaced(workers), self._unfit
+        return True
 
     @property
     def _each(self) -> dict[str, float]:

@@ -127,12 +127,8 @@ class _QuietScalingPolicy(FixedScalingPolicy):
     def before_controller_abort(self) -> None: ...
 
 
-class _LeanWorkerGroup(WorkerGroup):
-    """Workers in processes that are ready, no SynchronizationActor, and resources reserved under the run's name."""
-
-    def _start_impl(self, worker_group_state_builder: Any) -> None:
-        self._builder = worker_group_state_builder
-        super()._start_impl(worker_group_state_builder)
+class _NamedWorkerGroup(WorkerGroup):
+    """Its resources are reserved, or waited for, under the run's name: see `trainer.run_attempt`."""
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Any:
         asked = worker_group_context
@@ -143,6 +139,14 @@ class _LeanWorkerGroup(WorkerGroup):
             bundle_label_selector=asked.label_selector,
         )
         return DefaultPlacementGroupHandle(made)
+
+
+class _LeanWorkerGroup(_NamedWorkerGroup):
+    """Workers in processes that are ready, and no SynchronizationActor."""
+
+    def _start_impl(self, worker_group_state_builder: Any) -> None:
+        self._builder = worker_group_state_builder
+        super()._start_impl(worker_group_state_builder)
 
     def _create_workers(self, *args: Any, **kwargs: Any) -> Any:
         # The barrier behind ray.train.report(), which raydist never calls. It was asked for a moment ago: end it
@@ -162,6 +166,8 @@ class _Controller(TrainController):
     `minded`: the conductor of a group of agents, and the group's number. It is told of an agent that dies, and decides what becomes
     of the others, who go on: only when all have died the group has failed.
     """
+
+    worker_group_cls = _NamedWorkerGroup
 
     def __init__(self, *args: Any, start_timeout_s: float, minded: tuple[Any, int] | None, **kwargs: Any) -> None:
         self._minded = minded

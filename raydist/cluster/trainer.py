@@ -162,14 +162,16 @@ def run_attempt(
             return AttemptResult(Failure("aborted", None, "aborted on request"))
         return AttemptResult(root_cause(rank_errors(error)))
     finally:
-        if session.private:
-            _free_placement_groups(name)
+        _free_placement_groups(name)
         shutil.rmtree(scratch / name, ignore_errors=True)
     return AttemptResult(None, result.return_value)
 
 
 def _free_placement_groups(name: str) -> None:
-    """A controller that was killed leaves its workers' CPUs reserved, under its run's name: see `raytrain._LeanWorkerGroup`."""
+    """A controller that was killed leaves its workers' resources reserved, or waited for, under its run's name.
+
+    Ray Train's PlacementGroupCleaner knows of no group that waits, and Ray ends none before the driver.
+    """
     from ray.util.placement_group import (
         PlacementGroup,
         PlacementGroupID,

@@ -200,6 +200,30 @@ def test_who_is_cut_off_commits_nothing(start: Any, cluster: Cluster, undisturbe
     cluster.wait_until(lambda: not ranks_on(victim))
 
 
+def test_who_was_cut_off_is_taken_back_where_nobody_else_is(
+    start: Any, cluster: Cluster, undisturbed: dict[str, Any]
+) -> None:
+    """The network of one of two nodes is cut, until the run waits for a third one: it goes on with the one that answers again."""
+    absent = cluster.hosts[2]
+    cluster.kill_node(absent)
+    cluster.wait_until(lambda: absent.name not in cluster.node_ids())
+    run = start("taken-back")
+    run.until_held(1)
+    victim = run.victim()
+    cluster.hosts.cut(victim)
+    run.until(lambda: bool(run.events("decision")))
+    cluster.hosts.heal(victim)
+    assert victim.name in cluster.node_ids(), "Ray took it to be dead: that is another test"
+    run.until_held(2)
+    run.go()
+    assert exact(run.finish()) == exact(undisturbed["rows"])
+    (failure,) = run.events("failure")
+    assert failure["fault"] == "node_died"
+    assert [e["repeated_steps"] for e in run.events("first_step")] == [0, 1]
+    assert any("answers again" in e["text"] for e in run.events("note"))
+    cluster.add_node(absent)
+
+
 def test_a_node_that_has_just_gone_silent_keeps_no_run_from_starting(
     project: Any, start: Any, cluster: Cluster, undisturbed: dict[str, Any]
 ) -> None:
