@@ -244,7 +244,7 @@ def incidents(events: list[Event]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Runs both, compares, prints, writes results/chaos.json; exit code 1 if anything is not as it should be."""
+    """Runs both, compares, prints, writes the results; exit code 1 if anything is not as it should be."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=1)
@@ -297,7 +297,7 @@ def main() -> None:
         seconds = "-" if row["seconds"] is None else f"{row['seconds']:.1f} s"
         repeated = "-" if row["repeated"] is None else row["repeated"]
         print(f"{row['fault']:18s} {row['rank']:4} {row['step']:5} {seconds:>16s} {repeated:>8}  {row['cause'][:90]}")
-    print(f"\n{len(chosen) + len(cuts)} faults in {wall:.0f} s, {steps} steps; goodput {useful / wall:.2f}")
+    print(f"\n{count} faults in {wall:.0f} s, {steps} steps; goodput {useful / wall:.2f}")
     for check, holds in checks.items():
         print(f"{'ok' if holds else 'FAILED':7s}{check}")
     result = {
@@ -308,7 +308,7 @@ def main() -> None:
         "goodput": useful / wall,
         "checks": checks,
     }
-    print(write("chaos-hosts" if options.hosts else "chaos", {**result, "incidents": json.loads(json.dumps(table))}))
+    print(write("chaos_hosts" if options.hosts else "chaos", {**result, "incidents": json.loads(json.dumps(table))}))
     sys.exit(0 if all(checks.values()) else 1)
 
 

@@ -200,6 +200,13 @@ def test_who_is_cut_off_commits_nothing(start: Any, cluster: Cluster, undisturbe
     cluster.wait_until(lambda: not ranks_on(victim))
 
 
+WAITING = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+print(*(group["state"] for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"))
+"""
+
+
 def test_who_was_cut_off_is_taken_back_where_nobody_else_is(
     start: Any, cluster: Cluster, undisturbed: dict[str, Any]
 ) -> None:
@@ -215,6 +222,8 @@ def test_who_was_cut_off_is_taken_back_where_nobody_else_is(
     cluster.hosts.heal(victim)
     assert victim.name in cluster.node_ids(), "Ray took it to be dead: that is another test"
     run.until_held(2)
+    asked = cluster.hosts[0].run([sys.executable, "-c", WAITING, cluster.address], env=cluster._env, timeout=60)
+    assert asked.stdout.split() == ["CREATED"], asked.stdout + asked.stderr  # what waited for a third one waits no more
     run.go()
     assert exact(run.finish()) == exact(undisturbed["rows"])
     (failure,) = run.events("failure")
