@@ -97,7 +97,7 @@ class Membership:
                     self.team = workers
                     if anew:
                         self.group = self._replaced(workers + min(cluster.spares, max(room - workers, 0)))
-                        if room < workers and not self._awaited(workers):
+                        if room < workers and not self._private and not self._awaited(workers, room):
                             return None
                     assert self.group is not None
                     return self.group
@@ -165,12 +165,13 @@ class Membership:
             start_timeout_s=_START_S if old is None else self._policy.wait_for_nodes,
         )
 
-    def _awaited(self, workers: int) -> bool:
+    def _awaited(self, workers: int, room: int) -> bool:
         """Waits until the group, for which there was no room, has come or is given up. False: the user has asked the run to end.
 
         It is not placed where it was told not to be. So once there is room with a node that answers again, it is asked for anew.
         """
         assert self.group is not None
+        self._say("note", text=f"there is room for {room} of {workers} workers now: it waits for more")
         avoided = self._unfit
         while not self.group.come(_LOOK_S):
             if self._wait(0.0):

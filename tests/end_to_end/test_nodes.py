@@ -229,7 +229,9 @@ def test_who_was_cut_off_is_taken_back_where_nobody_else_is(
     (failure,) = run.events("failure")
     assert failure["fault"] == "node_died"
     assert [e["repeated_steps"] for e in run.events("first_step")] == [0, 1]
-    assert any("answers again" in e["text"] for e in run.events("note"))
+    notes = " ".join(e["text"] for e in run.events("note"))
+    assert "there is room for 1 of 2 workers now" in notes
+    assert "answers again" in notes
     cluster.add_node(absent)
 
 
