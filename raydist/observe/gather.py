@@ -27,6 +27,7 @@ INTERVAL_S = 2.0
 HAND_ON_S = 10.0
 """How often exporters are given the newest rows."""
 _ROWS_KEPT = 100_000
+_ARRIVE_S = 2.0
 
 Row = Mapping[str, Any]
 
@@ -61,10 +62,14 @@ class Gatherer:
                 self._newest[row["kind"], row["node"], row.get("gpu" if row["kind"] == "gpu" else "rank")] = row
 
     def close(self) -> None:
-        """The run is over: what was given is durable, unless storage refuses it."""
+        """The run is over: what was given is durable, unless storage refuses it, and the monitor has the rest if it answers in 2 s."""
         self._ended.set()
         self._thread.join()
-        self._round(hand_on=True)
+        told = [call for call in self._round(hand_on=True) if call is not None]  # None: of a monitor in this process
+        if told:
+            import ray
+
+            ray.wait(told, num_returns=len(told), timeout=_ARRIVE_S)
 
     # --- inside
 
@@ -72,7 +77,8 @@ class Gatherer:
         while not self._ended.wait(self._interval_s):
             self._round(hand_on=time.monotonic() - self._handed >= HAND_ON_S)
 
-    def _round(self, hand_on: bool) -> None:
+    def _round(self, hand_on: bool) -> list[Any]:
+        """Gives the calls that tell the monitor."""
         with self._lock:
             rows, self._rows = self._rows, []
             newest: list[Row] = []
@@ -87,7 +93,9 @@ class Gatherer:
                 text = f"readings could not be written, and are kept for a while: {error}"
                 events.append(Event("note", time.time(), {"text": text}))
             self._refused = True
+        told = []
         if events:
-            self._monitor.push.remote([], [event.to_dict() for event in events])
+            told.append(self._monitor.push.remote([], [event.to_dict() for event in events]))
         if newest:
-            self._monitor.export.remote(newest)
+            told.append(self._monitor.export.remote(newest))
+        return told

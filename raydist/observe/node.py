@@ -28,6 +28,7 @@ _KEPT = 60
 """Readings that are kept while the monitor does not answer; then the oldest go."""
 _FIRST_S = 30.0
 _CLOSE_S = 2.0
+_ARRIVE_S = 0.5
 
 Row = dict[str, Any]
 
@@ -71,9 +72,12 @@ class NodeAgent:
         return self._gpus.note()
 
     def close(self) -> None:
-        """The run is over: no more rows, and nothing of its ranks stays on the board."""
+        """The run is over: what was read has arrived, if the monitor answers in 1 s, and nothing of its ranks stays on the board."""
         self._ended.set()
         self._thread.join(_CLOSE_S)  # a GPU's driver that hangs may keep it: then it ends with this process
+        if not self._thread.is_alive():
+            for _ in range(2):  # the call that is on its way, and the one for what was read meanwhile
+                self._send(_ARRIVE_S)
         board.clear(self._run_uri, self._node)
 
     def read(self) -> list[Row]:
@@ -126,20 +130,20 @@ class NodeAgent:
                 break
         self._gpus.close()
 
-    def _send(self) -> None:
-        """All that is unsent, unless the call before is still on its way. What a monitor that was killed took along is lost."""
+    def _send(self, wait_s: float = 0.0) -> None:
+        """All that is unsent, unless the call before is still on its way then. What a monitor that was killed took along is lost."""
         if self._call is not None:
             import ray
             from ray.exceptions import RayError
 
-            done, _ = ray.wait([self._call], timeout=0)
+            done, _ = ray.wait([self._call], timeout=wait_s)
             if not done:
                 return
             with contextlib.suppress(RayError):
                 ray.get(self._call)  # else Ray tells that nobody asked
         rows = [row for reading in self._unsent for row in reading]
         self._unsent.clear()
-        self._call = self._monitor.observe.remote(rows)
+        self._call = self._monitor.observe.remote(rows) if rows else None
 
 
 def place(ranks: Mapping[int, Mapping[str, Any]], gpus: Sequence[Reading]) -> dict[int, int]:

@@ -196,6 +196,21 @@ def test_a_monitor_that_does_not_answer(monitor: Any, tmp_path: Path, monkeypatc
     assert len(agent._unsent) <= 4
 
 
+def test_what_was_read_last_arrives(monitor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the agent has closed, for then it may be ended: what was on its way, and what was not sent yet."""
+    monkeypatch.setattr(node_module, "_ARRIVE_S", 60.0)
+    ray.get(monitor.hold.remote(True))
+    agent = NodeAgent(str(tmp_path), address(), monitor, 0.02, str(tmp_path))
+    until(lambda: agent._call is not None and len(agent._unsent) > 1)
+    closing = threading.Thread(target=agent.close)
+    closing.start()
+    agent._thread.join()
+    newest = agent._unsent[-1][0]["at"]
+    ray.get(monitor.hold.remote(False))
+    closing.join()
+    assert ray.get(monitor.seen.remote("node"))[-1]["at"] == newest
+
+
 def test_nodes_past_the_first_ones_have_a_gatherer(
     node: str, monitor: Any, rank: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +232,7 @@ def test_nodes_past_the_first_ones_have_a_gatherer(
     assert {path.name.split(".")[1] for path in (tmp_path / SAMPLES).iterdir()} == {"1"}
     assert ray.get(monitor.seen.remote("node")) == []
     newest = max(row["at"] for row in rows if row["kind"] == "node")
-    until(lambda: any(row["at"] == newest for row in ray.get(monitor.exported.remote())))
+    assert any(row["at"] == newest for row in ray.get(monitor.exported.remote()))
 
 
 def test_on_a_private_ray_the_driver_does_it(node: str, monitor: Any, tmp_path: Path) -> None:
