@@ -1,4 +1,4 @@
-"""The agents that watch a run's nodes: started where it has ranks, kept over its attempts, gone with it.
+"""The agents that watch a run's nodes: started where it has ranks, kept over its attempts, gone from where it has none any more.
 
 Runs in: the driver. Imports ray in functions only; never torch. What an agent is: raydist/observe/node.py.
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from raydist.observe.gather import NODES, Gatherer
@@ -44,13 +44,16 @@ class Agents:
         """Address -> Ray's id of the node, and its agent: one that was lost comes back with another id."""
         self._numbers: dict[str, int] = {}
         """Address -> which of the run's nodes this was to be watched."""
-        self._gatherers: dict[int, Any] = {}
+        self._gatherers: dict[int, tuple[str, Any]] = {}
+        """Group of nodes -> Ray's id of the node where its gatherer was started, and the gatherer."""
+        self._leaving: dict[str, threading.Thread] = {}
+        """Address -> what ends, or has ended, the last agent there."""
         self._noted: set[str] = set()
         self._hearing: list[threading.Thread] = []
         self._closed = False
 
     def watch(self, nodes: Iterable[str]) -> None:
-        """From now on also these nodes, by Ray's ids. Returns at once."""
+        """From now on these nodes and no others, by Ray's ids. Returns at once, but in 3 s where it has just left one of them."""
         try:
             self._start(set(nodes))
         except Exception as error:
@@ -59,21 +62,9 @@ class Agents:
     def close(self) -> None:
         """The run is over. An agent that does not answer in 3 s is ended all the same."""
         self._closed = True
-        agents, self._agents = list(self._agents.values()), {}
-        if self._private:
-            for _, agent in agents:
-                agent.close()
-            return
-        import ray
-
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        gatherers, self._gatherers = list(self._gatherers.values()), {}
-        for those in ([agent for node, agent in agents if node in alive], gatherers):
-            closing = [actor.close.remote() for actor in those]
-            if closing:
-                ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
-        for actor in (*(agent for _, agent in agents), *gatherers):
-            ray.kill(actor)
+        self._leave(set(self._agents), set(self._gatherers))
+        for ending in self._leaving.values():
+            ending.join()
         for thread in self._hearing:
             thread.join(_CLOSE_S)  # whom it has asked is gone; it must not use Ray while that is shut down
 
@@ -83,21 +74,65 @@ class Agents:
         import ray
 
         alive = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        there = nodes & alive.keys()
+        # On a node that was lost a gatherer is not any more: it has come back elsewhere.
+        groups = {group for group, (node, _) in self._gatherers.items() if node in alive and node not in there}
+        self._leave({a for a, (node, _) in self._agents.items() if node not in there or self._group(a) in groups}, groups)
         local = self._run.storage.local
         folder = tempfile.gettempdir() if local is None else str(local)
         new = {}
-        for node in nodes & alive.keys():
+        for node in there:
             address = alive[node]
-            if address in self._agents and self._agents[address][0] in alive:
+            if address in self._agents:
                 continue  # on two of Ray's nodes on one host an agent sees the same
+            if address in self._leaving:
+                self._leaving[address].join()  # it clears the board
+            self._numbers.setdefault(address, len(self._numbers))
             make = NodeAgent if self._private else _on(node)
-            number = self._numbers.setdefault(address, len(self._numbers))
-            teller = self._teller(number // NODES, node)
+            teller = self._teller(self._group(address), node)
             new[address] = make(self._run.uri, address, teller, self._interval_s, folder, self._env)
             self._agents[address] = node, new[address]
         if new:
             self._hearing.append(threading.Thread(target=self._hear, args=(new,), name="raydist-agents", daemon=True))
             self._hearing[-1].start()
+
+    def _leave(self, addresses: set[str], groups: set[int]) -> None:
+        """Ends the agents at these addresses, soon, and the gatherers of these groups, before it returns."""
+        if not addresses and not groups:
+            return
+        agents = [self._agents.pop(address) for address in addresses]
+        gatherers = [self._gatherers.pop(group) for group in groups]
+        ending = threading.Thread(target=self._end, args=(agents, gatherers), name="raydist-agents", daemon=True)
+        ending.start()
+        self._leaving |= dict.fromkeys(addresses, ending)
+        if gatherers:
+            ending.join()  # the next one goes on with the same segments
+
+    def _end(self, agents: Sequence[tuple[str, Any]], gatherers: Sequence[tuple[str, Any]]) -> None:
+        """Each with Ray's id of its node. The agents first, for they tell the gatherers."""
+        try:
+            if self._private:
+                for _, agent in agents:
+                    agent.close()
+            else:
+                self._killed(agents, gatherers)
+        except Exception as error:
+            self._note(f"nodes are watched that the run has left: {type(error).__name__}: {error}")
+
+    def _killed(self, *kinds: Sequence[tuple[str, Any]]) -> None:
+        import ray
+
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        for those in kinds:
+            closing = [actor.close.remote() for node, actor in those if node in alive]
+            if closing:
+                ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
+        for those in kinds:
+            for _, actor in those:
+                ray.kill(actor)
+
+    def _group(self, address: str) -> int:
+        return self._numbers[address] // NODES
 
     def _teller(self, group: int, node: str) -> Any:
         """Whom the agents of a group of nodes tell their rows: of the first one the monitor, of the others a gatherer."""
@@ -105,8 +140,8 @@ class Agents:
             return _plain(self._monitor, self._private)
         if group not in self._gatherers:
             make = _on(node, Gatherer, stays=False)
-            self._gatherers[group] = make(self._run.full_uri, group, _plain(self._monitor, self._private))
-        return _plain(self._gatherers[group], self._private)
+            self._gatherers[group] = node, make(self._run.full_uri, group, _plain(self._monitor, self._private))
+        return _plain(self._gatherers[group][1], self._private)
 
     def _hear(self, agents: Mapping[str, Any]) -> None:
         """Tells what the new ones cannot watch: each thing once, with the nodes that say so."""

@@ -74,7 +74,7 @@ class Attempts:
                 self._line.begin_attempt(number, self._members.team, run.newest_step())
                 places = group.places(self._members.team, self._members.look)
                 copies = vaults.job(places) if vaults and places else None
-                if agents is not None:
+                if agents and places:
                     agents.watch(places.values())
                 resumed = max(run.newest_step(), copies["step"] or 0 if copies else 0)
                 result = group.attempt(

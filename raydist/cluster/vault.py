@@ -122,7 +122,10 @@ class Vault:
         self._wanted.put((source, step, name, kept))
 
     def fetch(self, step: int, files: Sequence[Fetch], sources: Mapping[str, Any]) -> list[str]:
-        """Has these files in its own folder, hash checked, when it returns; gives what went wrong. `sources`: node -> its Vault."""
+        """Has these files in its own folder, hash checked, when it returns; gives what went wrong. `sources`: node -> its Vault.
+
+        What is of its own ranks goes on to its buddy, so that it is on two nodes again.
+        """
         problems = []
         for file in files:
             path = self._folder / step_folder(step) / file.name
@@ -136,6 +139,8 @@ class Vault:
                         os.link(there, path)
                 else:
                     _pull(sources[file.source], step, file.name, path)
+                if self._mine(file.name):
+                    self._offer(step, file.name, None)
             except Exception as error:
                 problems.append(f"{file.name}: {type(error).__name__}: {error}")
         return problems
@@ -188,11 +193,15 @@ class Vault:
     def _prune(self, kept: int) -> None:
         """What was fetched for a restart, or is of ranks that left, goes once there is a newer snapshot."""
         for path in self._all(CHECKPOINTS):
-            shard = Shard.parse(path.name)
-            mine = shard is not None and shard.rank in self._ranks and shard.world_size == self._world_size
-            manifest = manifest_attempt(path.name) is not None and 0 in self._ranks
-            if _step(path) < kept and not mine and not manifest:
+            if _step(path) < kept and not self._mine(path.name):
                 path.unlink(missing_ok=True)
+
+    def _mine(self, name: str) -> bool:
+        """Whether a rank of this node writes that file of a snapshot."""
+        shard = Shard.parse(name)
+        if shard is None:
+            return manifest_attempt(name) is not None and 0 in self._ranks
+        return shard.rank in self._ranks and shard.world_size == self._world_size
 
     def _copy(self) -> None:
         while (wanted := self._wanted.get()) is not None:
@@ -276,6 +285,7 @@ class Vaults:
             fresh = self._start(ranks)
             if fresh != set(self._nodes):
                 job |= self._chosen(ranks)
+            self._leave(set(ranks.values()))
         except Exception as error:
             self._note(f"no copy in memory is gone on from: {type(error).__name__}: {error}")
         return job
@@ -330,8 +340,6 @@ class Vaults:
     def _chosen(self, ranks: Mapping[int, str]) -> dict[str, Any]:
         committed, lineage = self._run.newest_step(), self._run.lineage()
         inventories = self._ask({node: ("inventory", ()) for node in self._alive()}, _ASK_S)
-        for node in set(self._nodes) - set(inventories) - set(ranks.values()):
-            del self._nodes[node]  # gone, and nobody is there any more
         found = place(
             inventories,
             ranks,
@@ -362,6 +370,15 @@ class Vaults:
             return {}
         self._used[step] = self._used.get(step, 0) + 1
         return {"step": step, "manifest": manifest}
+
+    def _leave(self, nodes: set[str]) -> None:
+        """Nothing stays where there are no ranks: what was needed of it has been fetched."""
+        left = [self._nodes.pop(node) for node in self._nodes.keys() - nodes]
+        if left:
+            import ray
+
+            for vault in left:
+                ray.kill(vault)  # its keeper removes the folder
 
     def _alive(self) -> set[str]:
         if self._private:

@@ -128,7 +128,7 @@ def pid_of(actor: Any) -> int:
 def gone(actor: Any) -> bool:
     """Whether it has ended for good."""
     try:
-        ray.get(actor.note.remote())
+        ray.get(actor.__ray_ready__.remote())
     except ray.exceptions.ActorDiedError:
         return True
     return False
@@ -233,6 +233,29 @@ def test_nodes_past_the_first_ones_have_a_gatherer(
     assert ray.get(monitor.seen.remote("node")) == []
     newest = max(row["at"] for row in rows if row["kind"] == "node")
     assert any(row["at"] == newest for row in ray.get(monitor.exported.remote()))
+
+
+def test_nodes_that_the_run_has_left(
+    node: str, monitor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing stays there, though the run goes on; if it comes back they are watched again, and the segments go on."""
+    monkeypatch.setattr(agents_module, "NODES", 1)
+    run = RunDir(tmp_path)
+    told: list[str] = []
+    agents = Agents(run, monitor, 0.05, private=False, env={}, note=told.append)
+    agents._numbers["10.9.9.9"] = 0  # the first node is another one
+    agents.watch([node])
+    ((_, agent),) = agents._agents.values()
+    ((_, gatherer),) = agents._gatherers.values()
+    until(lambda: read_samples(run, ["at"]).num_rows > 2)
+    agents.watch([])
+    until(lambda: gone(gatherer) and gone(agent))
+    rows = read_samples(run, ["at"])["at"].to_pylist()
+    agents.watch([node])
+    until(lambda: read_samples(run, ["at"]).num_rows > len(rows) + 2)
+    agents.close()
+    assert read_samples(run, ["at"])["at"].to_pylist()[: len(rows)] == rows
+    assert set(told) <= {f"{address()}: {Gpus().note()}"}
 
 
 def test_on_a_private_ray_the_driver_does_it(node: str, monitor: Any, tmp_path: Path) -> None:

@@ -114,16 +114,19 @@ def test_each_keeps_the_others_two_newest(two: list[tuple[Any, Path]]) -> None:
 
 
 def test_a_node_fetches_what_it_lacks(two: list[tuple[Any, Path]], node: str) -> None:
-    """A new node: from its buddy's memory, hash checked; what is damaged there is told, and does not arrive."""
+    """A new node: from another's memory, hash checked, and on to its buddy what is of its own ranks; what is damaged there is told,
+    and does not arrive."""
     folders = [folder for _, folder in two]
     names = [write(folders[r // 2], 5, r, None) for r in range(4)]
     until(lambda: shards(folders[0], 5) == set(names[2:]))
     new = vaultdir.new_folder()
     vault = _actor(new, node)
+    ray.get(vault.link.remote(vault, two[0][0], [0], 4))
     sources = {"a": two[0][0], "b": two[1][0]}
     wanted = [Fetch(names[2], 1, "a"), Fetch(names[0], 1, "a"), Fetch(names[3], 1, "b")]
     assert ray.get(vault.fetch.remote(5, wanted, sources)) == []
     assert {p.name for p in (Path(new) / step_folder(5)).iterdir()} == {names[0], names[2], names[3]}
+    until(lambda: shards(folders[0], 5) == {names[0], *names[2:]})
     (folders[0] / step_folder(5) / names[1]).write_bytes(b"x")
     (problem,) = ray.get(vault.fetch.remote(5, [Fetch(names[1], 1, "a"), Fetch("gone", 1, "a")][:1], sources))
     assert "hash" in problem
