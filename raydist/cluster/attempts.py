@@ -80,6 +80,7 @@ class Attempts:
                 result = group.attempt(
                     self._job(number, incident, copies), self._members.team, self._line.monitor, self._members.look
                 )
+                over = time.time()
                 if result.failure is None:
                     value = result.value
                     if value["status"] != "interrupted" or self._wishes.signals:
@@ -87,10 +88,10 @@ class Attempts:
                         return Ending(value["status"], value["step"], signal=interrupted)
                     if (ending := self._headless()) is not None:
                         return ending
+                    incident = {"over": over, "last_step": self._line.last_step()}
                     self._members.leave()
-                    incident = None
                     continue
-                over, last_step = time.time(), self._line.last_step()
+                last_step = self._line.last_step()
                 self._members.lost(group.gone)
                 # A snapshot that this attempt went on from is progress too, though no checkpoint.
                 history = history.at(max(run.newest_step(), resumed))
@@ -126,7 +127,7 @@ class Attempts:
         return found
 
     def _job(self, number: int, incident: dict[str, Any] | None, copies: dict[str, Any] | None) -> dict[str, Any]:
-        """What every rank of an attempt is given; plain. `incident`: the failure that it follows; `copies`: of `Vaults.job`."""
+        """What every rank of an attempt is given; plain. `incident`: what ended the one before; `copies`: of `Vaults.job`."""
         request = self._request
         return {
             "spec": self._spec.model_dump(mode="json"),

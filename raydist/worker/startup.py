@@ -1,4 +1,4 @@
-"""Where the time goes between an attempt's begin, or the failure before it, and its first step.
+"""Where the time goes between an attempt's begin, or what ended the one before it, and its first step.
 
 Runs in: each train worker; rank 0 tells. Neither torch nor ray.
 """
@@ -11,9 +11,9 @@ from typing import Any
 
 
 class Startup:
-    """`begun`: Unix time at which the driver began the attempt. `incident`: what it follows, None for a run's first attempt:
-    `seen` and `over`, Unix times at which the failure was seen and all ranks had ended; `silent_s`, how long the guilty
-    rank had shown no progress by then; `last_step`, the newest step that anybody had seen done.
+    """`begun`: Unix time at which the driver began the attempt. `incident`: what it follows, None for a command's first attempt:
+    `over`, Unix time at which all ranks had ended; `last_step`, the newest step that anybody had seen done; and where it was a
+    failure, `seen`, Unix time, and `silent_s`, how long the guilty rank had shown no progress by then.
 
     Times of several hosts are compared: they are as good as the hosts' clocks.
     """
@@ -23,8 +23,9 @@ class Startup:
         self._last = time.time() if begun is None else begun
         self._stages: dict[str, float] = {}
         if incident is not None:
-            self._stages["detect"] = incident["silent_s"]
-            self._stages["tear_down"] = incident["over"] - incident["seen"]
+            if "seen" in incident:
+                self._stages["detect"] = incident["silent_s"]
+                self._stages["tear_down"] = incident["over"] - incident["seen"]
             self._stages["decide"] = self._last - incident["over"]
 
     def done(self, stage: str) -> None:

@@ -165,7 +165,10 @@ def test_a_drained_node_is_left_without_a_step_lost(
     run.go()
     assert exact(run.finish()) == exact(undisturbed["rows"])
     assert run.events("failure") == []
-    assert [e["repeated_steps"] for e in run.events("first_step")] == [0, 0]
+    first, again = run.events("first_step")
+    assert first["repeated_steps"] == again["repeated_steps"] == 0
+    assert list(again["stages"]) == ["decide", *first["stages"]]
+    assert again["stages"]["decide"] > 0
     assert victim.name not in {worker["host"] for worker in run.events("workers")[-1]["workers"]}
     cluster.kill_node(victim)
     cluster.wait_until(lambda: victim.name not in cluster.node_ids())
