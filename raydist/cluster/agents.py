@@ -77,7 +77,9 @@ class Agents:
         there = nodes & alive.keys()
         # On a node that was lost a gatherer is not any more: it has come back elsewhere.
         groups = {group for group, (node, _) in self._gatherers.items() if node in alive and node not in there}
-        self._leave({a for a, (node, _) in self._agents.items() if node not in there or self._group(a) in groups}, groups)
+        self._leave(
+            {a for a, (node, _) in self._agents.items() if node not in there or self._group(a) in groups}, groups
+        )
         local = self._run.storage.local
         folder = tempfile.gettempdir() if local is None else str(local)
         new = {}

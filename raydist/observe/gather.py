@@ -62,7 +62,7 @@ class Gatherer:
                 self._newest[row["kind"], row["node"], row.get("gpu" if row["kind"] == "gpu" else "rank")] = row
 
     def close(self) -> None:
-        """The run is over: what was given is durable, unless storage refuses it, and the monitor has the rest if it answers in 2 s."""
+        """The run is over: what was given is durable, unless storage refuses it; the monitor has its part, if it answers in 2 s."""
         self._ended.set()
         self._thread.join()
         told = [call for call in self._round(hand_on=True) if call is not None]  # None: of a monitor in this process

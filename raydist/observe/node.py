@@ -72,7 +72,7 @@ class NodeAgent:
         return self._gpus.note()
 
     def close(self) -> None:
-        """The run is over: what was read has arrived, if the monitor answers in 1 s, and nothing of its ranks stays on the board."""
+        """The run is over: what was read has arrived, if the monitor answers in 1 s; nothing of its ranks stays on the board."""
         self._ended.set()
         self._thread.join(_CLOSE_S)  # a GPU's driver that hangs may keep it: then it ends with this process
         if not self._thread.is_alive():
@@ -131,7 +131,7 @@ class NodeAgent:
         self._gpus.close()
 
     def _send(self, wait_s: float = 0.0) -> None:
-        """All that is unsent, unless the call before is still on its way then. What a monitor that was killed took along is lost."""
+        """All that is unsent, unless the call before is still on its way. What a monitor that was killed took along is lost."""
         if self._call is not None:
             import ray
             from ray.exceptions import RayError

@@ -235,9 +235,7 @@ def test_nodes_past_the_first_ones_have_a_gatherer(
     assert any(row["at"] == newest for row in ray.get(monitor.exported.remote()))
 
 
-def test_nodes_that_the_run_has_left(
-    node: str, monitor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_that_the_run_has_left(node: str, monitor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing stays there, though the run goes on; if it comes back they are watched again, and the segments go on."""
     monkeypatch.setattr(agents_module, "NODES", 1)
     run = RunDir(tmp_path)

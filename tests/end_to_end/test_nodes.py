@@ -143,8 +143,8 @@ def test_a_killed_nodes_place_is_taken_by_a_spare(start: Any, cluster: Cluster, 
 def test_a_drained_node_is_left_without_a_step_lost(
     start: Any, cluster: Cluster, undisturbed: dict[str, Any], spares: int
 ) -> None:
-    """One checkpoint, and on elsewhere: no failure, no step trained twice, the same bits. Nothing of the run stays on the node; where
-    no spare keeps the group, Ray sees that it is idle, and takes it away long before it would have to."""
+    """One checkpoint, and on elsewhere: no failure, no step trained twice, the same bits. Nothing of the run stays on the node:
+    where no spare keeps the group, Ray sees that it is idle, and takes it away long before it would have to."""
     run = start(f"drained-node-{spares}", "--set", f"cluster.spares={spares}", "--set", "recovery.snapshot_every=1")
     run.until_held(1)
     victim = run.victim()
