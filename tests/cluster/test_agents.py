@@ -220,7 +220,7 @@ def test_nodes_past_the_first_ones_have_a_gatherer(
     agents = Agents(run, monitor, 0.1, private=False, env={}, note=lambda text: None)
     agents._numbers["10.9.9.9"] = 0  # the first node is another one
     agents.watch([node])
-    (gatherer,) = agents._gatherers.values()
+    ((_, gatherer),) = agents._gatherers.values()
     stored = until(lambda: (found := read_samples(run, ["at", "kind", "rank"]).to_pylist()) and found)
     pid = kill(gatherer)
     again = until(lambda: pid_of(gatherer) not in (pid, 0) and time.time())
