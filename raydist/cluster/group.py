@@ -186,8 +186,6 @@ class Group:
         if self.alive:
             self.abort()
         self._thread.join(_LEAVE_S)
-        if self._placement_group:
-            nodes.release(self._placement_group)  # a controller that had to be killed has not
 
     def _wait(self, ref: Any, look: Callable[[], None]) -> Any:
         import ray

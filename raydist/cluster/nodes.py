@@ -45,13 +45,6 @@ def look() -> list[Node]:
     return [Node(n["NodeID"], free.get(n["NodeID"], {}), n["NodeID"] in draining) for n in ray.nodes() if n["Alive"]]
 
 
-def release(placement_group: str) -> None:
-    """Frees what the placement group of that id holds, if it does still."""
-    from ray.util.placement_group import PlacementGroup, PlacementGroupID, remove_placement_group
-
-    remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(placement_group)))
-
-
 def reserved(placement_group: str) -> dict[str, int]:
     """Node id -> bundles of the placement group on it."""
     from ray.util.placement_group import PlacementGroup, PlacementGroupID, placement_group_table
