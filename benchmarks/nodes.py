@@ -3,11 +3,12 @@
     python benchmarks/nodes.py [--rounds 3]
 
 Two hosts in network namespaces with one rank each; a checkpoint every 20 steps. After 30 forward passes on both either all
-processes of the second host are killed, its raylet or torchrun too, or Ray is told to drain it, which the peers do nothing about.
+processes of the second host are killed, its raylet or torchrun too, or it is taken away: Ray is told to drain it, torchrun there
+gets a SIGTERM. Plain Ray Train goes on with such a node until it is gone, which is 20 steps later; its time counts from there.
 raydist (`cluster.workers: [1, 2]`) and torchrun (`--nnodes 1:2`) go on with one rank, plain Ray Train with two on the first host,
 for its number is fixed. The time ends with rank 0's first whole step in its new process, by the model's own forward; `lost` are the
-steps trained once more. The time of a drain has that of `ray drain-node` in it. A peer that is not back
-after 120 s counts as 120. Needs root, or the right to make user namespaces.
+steps trained once more. raydist's time of a drain has that of `ray drain-node` in it. A peer that is not back after 120 s counts as
+120. Needs root, or the right to make user namespaces.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from recovery import AT, BIN, EVERY, NAMES, PEERS, STEPS, command, forwards, rec
 
 from tests.hosts import Cluster, Hosts, Process
 
-CASES = [*(("kill", name) for name in NAMES), ("drain", "raydist")]
+CASES = [(fault, name) for fault in ("kill", "drain") for name in NAMES]
 LIMIT_S = 120.0
 
 
@@ -66,16 +67,21 @@ def run(fault: str, peer: str, storage: str) -> dict[str, float]:
         if peer != "torchrun":
             cluster = stack.enter_context(Cluster(hosts, cpus=2 if peer == "ray train" else 1))
             env |= {**cluster.environment, "RAY_AUTH_MODE": "token", "RAY_ADDRESS": cluster.address}
-        process = started(peer, out, storage, hosts, env)[0]
+        process, *others = started(peer, out, storage, hosts, env)
 
-        def under_way() -> bool | None:
-            return all(len(forwards(out, rank)) >= AT for rank in (0, 1)) or None
+        def until(count: int) -> None:
+            def there() -> bool | None:
+                return all(len(forwards(out, rank)) >= count for rank in (0, 1)) or None
 
-        assert wait(under_way, process, LIMIT_S), "no 30 steps in two minutes"
+            assert wait(there, process, LIMIT_S), f"no {count} steps in two minutes"
+
+        until(AT)
         before, done = {pid for _, pid in forwards(out, 0)}, steps_done(peer, out)
         begun = time.time()
         if fault == "kill":
             hosts[1].kill()
+        elif peer == "torchrun":
+            others[0].terminate()
         else:
             assert cluster is not None
             drain = ["drain-node", "--address", cluster.address, "--node-id", cluster.node_ids()[hosts[1].name]]
@@ -83,6 +89,10 @@ def run(fault: str, peer: str, storage: str) -> dict[str, float]:
             why += ["--deadline-remaining-seconds", "60"]
             told = hosts[0].run([str(BIN / "ray"), *drain, *why], env=env)
             assert told.returncode == 0, told.stderr
+            if peer == "ray train":
+                until(AT + EVERY)
+                done, begun = steps_done(peer, out), time.time()
+                hosts[1].kill()
         return recovered(peer, process, out, storage, before, done, begun, LIMIT_S)
 
 
