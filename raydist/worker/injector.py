@@ -6,6 +6,7 @@ the note that every fault leaves before it happens (cluster/injector.py).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -303,9 +304,13 @@ def _kill_node() -> None:
     raylet = next((p for p in above if p.name() == "raylet"), None)
     if raylet is None:
         raise InjectedError("kill_node: this rank is below no raylet")
-    for process in (raylet, *raylet.children(recursive=True)):
+    raylet.suspend()  # it starts nobody any more, and tells of no death before its own
+    below, mine = raylet.children(recursive=True), [process.pid for process in psutil.Process().parents()]
+    # Those above this process last: it dies with them.
+    for process in (*(p for p in below if p.pid not in mine), raylet, *(p for p in below if p.pid in mine)):
         if process.pid != os.getpid():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # some die with others
+                process.kill()
     os.kill(os.getpid(), signal.SIGKILL)
 
 

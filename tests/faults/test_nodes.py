@@ -10,7 +10,7 @@ import pytest
 from raydist.faults import Drain, KillNode
 from tests.end_to_end.test_hosts import RAYDIST
 from tests.faults.conftest import LONG, STEPS, exact, write
-from tests.hosts import WATCHFUL, Cluster, Hosts
+from tests.hosts import WATCHFUL, Cluster, Host, Hosts
 from tests.processes import command_line, runs
 
 
@@ -20,6 +20,12 @@ def cluster() -> Iterator[Cluster]:
     with Hosts(2) as hosts, Cluster(hosts, size=1, cpus=0, env=WATCHFUL) as made:
         made.add_node(hosts[1], cpus=2)
         yield made
+
+
+def left_on(host: Host) -> list[str]:
+    """Command lines of what a node consists of, and of the run's processes on it."""
+    lines = [command_line(process) for process in host.processes().values() if runs(process)]
+    return [line for line in lines if line.startswith(("raylet", "ray::")) or "raydist" in line]
 
 
 def test_a_killed_node_and_a_drained_one(project: Any, cluster: Cluster, undisturbed: dict[str, Any]) -> None:
@@ -33,8 +39,7 @@ def test_a_killed_node_and_a_drained_one(project: Any, cluster: Cluster, undistu
     with head.popen(command, cwd=project.root, env=project.environment() | cluster.environment) as run:
         try:
             cluster.wait_until(lambda: not cluster.nodes()[first][1], timeout=90)
-            left = [command_line(process) for process in other.processes().values() if runs(process)]
-            assert not [line for line in left if line.startswith(("raylet", "ray::")) or "raydist" in line], left
+            cluster.wait_until(lambda: not left_on(other), timeout=10)  # a process that is killed takes a while to end
             second = cluster.add_node(other, cpus=2)
             assert run.wait(90) == 0
         finally:
