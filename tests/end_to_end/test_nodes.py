@@ -90,9 +90,10 @@ class Run:
     def go(self) -> None:
         (self.project.root / "marks" / self.name / "go").touch()
 
-    def hold(self) -> None:
-        """Again, for who comes there from now on."""
-        (self.project.root / "marks" / self.name / "go").unlink()
+    def go_on(self) -> None:
+        """The ranks of this attempt; those of the next one wait again."""
+        for worker in self.events("workers")[-1]["workers"]:
+            (self.project.root / "marks" / self.name / f"go-{worker['host']}-{worker['pid']}").touch()
 
     def finish(self) -> list[dict[str, Any]]:
         """The steps of the run, which has finished."""
@@ -155,9 +156,7 @@ def test_a_drained_node_is_left_without_a_step_lost(
     done = cluster.hosts[0].run([str(BIN / "ray"), *drain, *told], env=cluster._env, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     run.until(lambda: any(e["action"] == "leave" for e in run.events("decision")))
-    run.go()
-    run.until(lambda: len(run.events("attempt_started")) == 2)
-    run.hold()
+    run.go_on()
     run.until_held(2)
     run.until(lambda: not actors_on(victim) & {"NodeAgent", "Vault"})
     if not spares:

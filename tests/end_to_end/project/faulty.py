@@ -2,13 +2,15 @@
 
 `model.options`: {"kill": [[rank, where, n], ...], "hold": n or null, "marks": folder}. `where` is "step" (the n-th forward
 pass of a whole micro-batch in this process' life) or "fsync" (its n-th fsync of a file, which is a checkpoint's). Each death
-happens once: a file in `marks` says that it has. At the `hold`-th forward pass a rank waits until there is a file `go`.
+happens once: a file in `marks` says that it has. At the `hold`-th forward pass a rank waits until there is a file `go`, for all,
+or `go-HOST-PID`, for its process.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
 import time
 from pathlib import Path
@@ -34,7 +36,8 @@ class Faults:
     def passed(self, where: str) -> None:
         """One more of that place; dies here if it is the one."""
         self.seen[where] += 1
-        while where == "step" and self.seen[where] == self.hold and not (self.marks / "go").exists():
+        free = [self.marks / name for name in ("go", f"go-{socket.gethostname()}-{os.getpid()}")]
+        while where == "step" and self.seen[where] == self.hold and not any(mark.exists() for mark in free):
             time.sleep(0.02)  # another process makes the file
         for place, n, name in self.due:
             mark = self.marks / name
