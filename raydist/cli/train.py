@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raydist.cli import options
-from raydist.errors import RunNotFound, SpecChanged, UsageError
+from raydist.errors import RunNotFound, UsageError
 from raydist.rundir import LOGS, SPEC, RunDir, check_name, default_storage, start_anew
 from raydist.storage import Storage
 
@@ -73,7 +73,7 @@ def train(
     with DriverLease(run, wait_s=wait_for_driver) as lease:
         if fresh and run.exists():
             start_anew(run)
-        if message := _already(run, job, dataset.fingerprint, until, allow_spec_change):
+        if message := _already(run, job, dataset.fingerprint, total, until, allow_spec_change):
             print(message, file=sys.stderr)
         else:
             _train(
@@ -110,10 +110,12 @@ def _data(job: JobSpec, home: str) -> tuple[TokenDataset, int]:
     return dataset, job.train.total(Batches(len(windows), job.train.global_batch, 0, "").steps_per_epoch)
 
 
-def _already(run: RunDir, job: JobSpec, fingerprint: str, until: int | None, allow_spec_change: bool) -> str | None:
-    """Why there is nothing left to do, if so. Raises SpecChanged for a run that computes other numbers."""
+def _already(
+    run: RunDir, job: JobSpec, fingerprint: str, total: int, until: int | None, allow_spec_change: bool
+) -> str | None:
+    """Why there is nothing left to do, if so. Raises SpecChanged for a run that has other numbers, or more steps."""
     from raydist.runstate import read_state
-    from raydist.worker.checkpoint import manifest
+    from raydist.worker.checkpoint import manifest, numbers
 
     steps = run.committed() if run.exists() else []
     if not steps:
@@ -121,14 +123,8 @@ def _already(run: RunDir, job: JobSpec, fingerprint: str, until: int | None, all
     newest = manifest.read_newest(run)
     if newest is None:
         return None
-    changed = manifest.changed_numbers(newest.numbers, job.numbers(fingerprint))
-    if changed and not allow_spec_change:
-        raise SpecChanged(
-            f"run {run.name} has trained {newest.step} steps with other numbers:\n" + "\n".join(changed),
-            "train it as it was, give --allow-spec-change to go on all the same, or --fresh or another --name to start anew",
-        )
-    status = read_state(run)["status"]
-    if status == "finished" and not changed:
+    changed = numbers.check(run.name, newest, job.numbers(fingerprint), total, allow_spec_change)
+    if read_state(run)["status"] == "finished" and (not changed or newest.step >= total):
         return f"run {run.name} is finished: {newest.step} steps, in {run.uri}"
     if until is not None and newest.step >= until:
         return f"run {run.name} is at step {newest.step} already, in {run.uri}"
