@@ -29,7 +29,9 @@ def test_other_numbers_are_refused() -> None:
     """Refused with field, old and new value and the way out, unless it is allowed."""
     found, other = saved(job(steps=200), 20), job(steps=200, seed=3).numbers("f")
     assert check("r", found, job(steps=200).numbers("f"), 200) == []
-    with pytest.raises(SpecChanged, match=r"run r has trained 20 steps .*\n    train.seed: was 0, is 3$") as caught:
+    with pytest.raises(
+        SpecChanged, match=r"run r has trained 20 steps .*\n    train.seed: was 0, is 3\n  train it as"
+    ) as caught:
         check("r", found, other, 200)
     assert "--allow-spec-change" in caught.value.hint
     assert caught.value.exit_code == 2
@@ -45,7 +47,7 @@ def test_another_length_is_none_of_them(step: int) -> None:
         "train.epochs: was null, is 2.0",
         "train.steps: was 200, is null",
     ]
-    with pytest.raises(SpecChanged, match=r"train.seed: was 0, is 3\n    train.steps: was 200, is 400$"):
+    with pytest.raises(SpecChanged, match=r"train.seed: was 0, is 3\n    train.steps: was 200, is 400\n  train it as"):
         check("r", found, job(steps=400, seed=3).numbers("f"), 400)
 
 
