@@ -30,8 +30,8 @@ _WORDS = {
     "import": "importing torch on the workers",
     "rendezvous": "connecting the workers",
     "build": "building the model",
-    "load": "looking for a checkpoint",
-    "first_step": "first step",
+    "load": "looking for a saved state",
+    "first_step": "training begins",
 }
 """Stages in order: the driver's, then those of raydist/worker/startup.py."""
 
