@@ -58,10 +58,10 @@ def deepspeed(
             head += "deepspeed: null  # what it says stands below\n"
     if converted.problems:
         raise SpecError("\n".join(converted.problems))
-    for line in converted.warnings():
-        print(f"raydist: {line}", file=sys.stderr)
     text = converted.to_yaml(head)
     if output is None:
-        print(text, end="")
+        print(text, end="")  # its comments say what the warnings would
         return
+    for line in converted.warnings():
+        print(f"raydist: {line}", file=sys.stderr)
     write(output, text)

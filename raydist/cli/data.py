@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +15,6 @@ from raydist.redact import redact
 
 if TYPE_CHECKING:
     from raydist.data.index import DatasetIndex
-    from raydist.data.prepare import Progress
 
 app = typer.Typer(help="Prepare corpora, check them, show what is in them.", no_args_is_help=True)
 
@@ -53,8 +50,9 @@ def prepare(
     """Make a dataset of these sources. The same command again finishes one that was cut short."""
     from raydist.cluster.prepare import RayMap
     from raydist.data.prepare import prepare as make
+    from raydist.report.preparing import data_progress
 
-    with RayMap(address) as map_files, progress_bar() as report:
+    with RayMap(address) as map_files, data_progress(at_once=True) as report:
         index = make(
             sources,
             out,
@@ -126,29 +124,3 @@ def _print(uri: str, index: DatasetIndex, as_json: bool) -> None:
             f"{len(split.shards)} shards"
         )
     print(f"  unigram    {index.unigram_nats:.3f} nats a byte, on the eval split")
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[Progress], None]]:
-    """Shows what `prepare` reports: a bar on stderr where that is a terminal, else nothing until the end."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    # Looks up sys.stderr anew for each write: a Ray session exchanges it.
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TextColumn("{task.fields[count]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("looking at the sources", total=None, count="")
-
-        def report(at: Any) -> None:
-            what = "training the tokenizer" if at.phase == "tokenizer" else "preparing"
-            count = f"{at.tokens:,} tokens, {at.documents:,} documents" if at.tokens else ""
-            bar.update(task, description=what, completed=at.bytes_done, total=at.bytes_total or None, count=count)
-
-        yield report

@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raydist.cli.train import progress, run_logs
+from raydist.cli.train import run_logs
 from raydist.storage import Storage
 from raydist.sweepdir import SweepDir
 from raydist.sweepstate import DONE, fold
@@ -40,6 +40,7 @@ def train_cells(
     from raydist.cluster.sweep.sweep import SweepRun
     from raydist.lease import DriverLease
     from raydist.observe.rows import choose
+    from raydist.report.preparing import data_progress
     from raydist.report.sweeplive import SweepConsole
     from raydist.rundir import RunDir
     from raydist.spec.sweep import check, store
@@ -49,7 +50,7 @@ def train_cells(
     if sweep.spec.search.chooses:
         require(sweep.spec.search)
     folder = SweepDir(Storage(home).at(sweep.name))
-    datasets = Datasets(home, progress)
+    datasets = Datasets(home, data_progress)
     cwd, limits = Path.cwd(), sweep.spec.limits
     names = {name for c in able for name in (c.job.model.name, c.job.parallel.strategy)}
     exporters = {e.name for c in able for e in c.job.observe.exporters}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raydist.cli import options
-from raydist.errors import RunNotFound, SpecChanged, UsageError
+from raydist.errors import RunNotFound, UsageError
 from raydist.rundir import LOGS, SPEC, RunDir, check_name, default_storage, start_anew
 from raydist.storage import Storage
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from raydist.data.dataset import TokenDataset
     from raydist.faults import Fault
     from raydist.lease import DriverLease
+    from raydist.report.starting import Starting
     from raydist.spec import JobSpec
 
 
@@ -56,29 +57,45 @@ def train(
         raise UsageError(
             "--resume and --fresh exclude one another", "give one of them, or none to resume what is there"
         )
-    from raydist.lease import DriverLease
-    from raydist.observe.exporters import resolve
-    from raydist.spec import load
+    from raydist.report.starting import Starting
 
-    job = load(spec, overrides or [], deepspeed)
-    injected = _faults(faults, job)
-    home = storage or default_storage()
-    run = RunDir(Storage(home).at(check_name(name or job.name)))
-    if resume and not run.exists():
-        raise RunNotFound(
-            f"nothing to resume at {run.uri}", "leave out --resume to start it, or check --name and --storage"
-        )
-    exporters = resolve([e.model_dump() for e in job.observe.exporters], run)
-    dataset, total = _data(job, home)
-    with DriverLease(run, wait_s=wait_for_driver) as lease:
-        if fresh and run.exists():
-            start_anew(run)
-        if message := _already(run, job, dataset.fingerprint, until, allow_spec_change):
-            print(message, file=sys.stderr)
-        else:
-            _train(
-                job, run, dataset.storage.full_uri, total, address, until, allow_spec_change, injected, exporters, lease
+    with Starting() as starting:
+        starting.stage("job")  # before the imports that follow, which take seconds
+        from raydist.lease import DriverLease
+        from raydist.observe.exporters import resolve
+        from raydist.spec import load
+
+        job = load(spec, overrides or [], deepspeed, lambda line: starting.note(f"raydist: {line}"))
+        injected = _faults(faults, job)
+        home = storage or default_storage()
+        run = RunDir(Storage(home).at(check_name(name or job.name)))
+        if resume and not run.exists():
+            raise RunNotFound(
+                f"nothing to resume at {run.uri}", "leave out --resume to start it, or check --name and --storage"
             )
+        exporters = resolve([e.model_dump() for e in job.observe.exporters], run)
+        starting.stage("data")
+        dataset, total = _data(job, home, starting)
+        starting.stage("run")
+        with DriverLease(run, wait_s=wait_for_driver) as lease:
+            if fresh and run.exists():
+                start_anew(run)
+            if message := _already(run, job, dataset.fingerprint, total, until, allow_spec_change):
+                starting.note(message)
+            else:
+                _train(
+                    job,
+                    run,
+                    dataset.storage.full_uri,
+                    total,
+                    address,
+                    until,
+                    allow_spec_change,
+                    injected,
+                    exporters,
+                    lease,
+                    starting,
+                )
     from raydist.report.summary import show
 
     shown = show(run)
@@ -99,21 +116,25 @@ def _print(shown: dict[str, Any], dataset: TokenDataset) -> None:
         print(f"eval loss {shown['eval_loss']:.4f} nats a token of the held-out text{beside}")
 
 
-def _data(job: JobSpec, home: str) -> tuple[TokenDataset, int]:
+def _data(job: JobSpec, home: str, starting: Starting) -> tuple[TokenDataset, int]:
     """The dataset, prepared if need be, and the optimizer steps of the whole run."""
     from raydist.data import open_or_prepare
     from raydist.data.batches import Batches
     from raydist.data.dataset import TokenDataset, Windows
+    from raydist.report.preparing import data_progress
 
-    dataset = TokenDataset(open_or_prepare(job.data, home, progress))
+    with data_progress(starting.hide) as report:
+        dataset = TokenDataset(open_or_prepare(job.data, home, report))
     windows = Windows(dataset.split("train"), job.model.context)
     return dataset, job.train.total(Batches(len(windows), job.train.global_batch, 0, "").steps_per_epoch)
 
 
-def _already(run: RunDir, job: JobSpec, fingerprint: str, until: int | None, allow_spec_change: bool) -> str | None:
-    """Why there is nothing left to do, if so. Raises SpecChanged for a run that computes other numbers."""
+def _already(
+    run: RunDir, job: JobSpec, fingerprint: str, total: int, until: int | None, allow_spec_change: bool
+) -> str | None:
+    """Why there is nothing left to do, if so. Raises SpecChanged for a run that has other numbers, or more steps."""
     from raydist.runstate import read_state
-    from raydist.worker.checkpoint import manifest
+    from raydist.worker.checkpoint import manifest, numbers
 
     steps = run.committed() if run.exists() else []
     if not steps:
@@ -121,14 +142,8 @@ def _already(run: RunDir, job: JobSpec, fingerprint: str, until: int | None, all
     newest = manifest.read_newest(run)
     if newest is None:
         return None
-    changed = manifest.changed_numbers(newest.numbers, job.numbers(fingerprint))
-    if changed and not allow_spec_change:
-        raise SpecChanged(
-            f"run {run.name} has trained {newest.step} steps with other numbers:\n" + "\n".join(changed),
-            "train it as it was, give --allow-spec-change to go on all the same, or --fresh or another --name to start anew",
-        )
-    status = read_state(run)["status"]
-    if status == "finished" and not changed:
+    changed = numbers.check(run.name, newest, job.numbers(fingerprint), total, allow_spec_change)
+    if read_state(run)["status"] == "finished" and (not changed or newest.step >= total):
         return f"run {run.name} is finished: {newest.step} steps, in {run.uri}"
     if until is not None and newest.step >= until:
         return f"run {run.name} is at step {newest.step} already, in {run.uri}"
@@ -152,7 +167,10 @@ def _train(
     faults: tuple[Fault, ...],
     exporters: list[dict[str, Any]],
     lease: DriverLease,
+    starting: Starting,
 ) -> None:
+    place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
+    starting.stage("ray", None if place == "local" else "connecting to Ray")
     from raydist.cluster import preflight
     from raydist.cluster.request import Request, raise_if_stopped, worker_env
     from raydist.cluster.session import open_session
@@ -165,7 +183,6 @@ def _train(
     run.storage.write(SPEC, stored(job).encode())
     extensions = [job.model.name, job.parallel.strategy, *(e.name for e in job.observe.exporters)]
     own_code = any(":" in name for name in extensions)
-    place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
     with (
         run_logs(run) as log_dir,
         open_session(
@@ -178,21 +195,17 @@ def _train(
             ranks=True,
         ) as session,
     ):
+        starting.stage("check")
         preflight.check(job, session, run.full_uri, dataset)
         gpus = preflight.gpus_per_worker(job, session.resources)
-        request = Request(job, run, dataset, gpus, until, allow_spec_change, faults, exporters)
-        with Console(total, run) as console:
+        starting.stage("workers")
+        request = Request(job, run, dataset, gpus, until, allow_spec_change, faults, exporters, starting.seconds)
+        with Console(total, run, starting=starting) as console:
             ending = Supervisor(request, session, console, lost=lease.lost).run()
     raise_if_stopped(ending, run)
     if ending.signal is not None:
         print(f"interrupted after step {ending.step}; the same command goes on from there", file=sys.stderr)
         raise typer.Exit(130 if ending.signal == signal.SIGINT else 143)
-
-
-def progress(progress: object) -> None:
-    """Shows how far the preparation of data has come, on a terminal."""
-    if sys.stderr.isatty():
-        print(f"\rpreparing the data: {progress}", end="", file=sys.stderr)
 
 
 @contextlib.contextmanager

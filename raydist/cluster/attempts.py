@@ -128,7 +128,7 @@ class Attempts:
 
     def _job(self, number: int, incident: dict[str, Any] | None, copies: dict[str, Any] | None) -> dict[str, Any]:
         """What every rank of an attempt is given; plain. `incident`: what ended the one before; `copies`: of `Vaults.job`."""
-        request = self._request
+        request, begun = self._request, time.time()
         return {
             "spec": self._spec.model_dump(mode="json"),
             "run": request.run.full_uri,
@@ -138,8 +138,9 @@ class Attempts:
             "allow_spec_change": request.allow_spec_change,
             "faults": [fault.model_dump(mode="json") for fault in request.faults],
             "gpus": request.gpus,
-            "begun": time.time(),
+            "begun": begun,
             "incident": incident,
+            "before": dict(request.before(begun)) if incident is None and request.before else None,
             "vault": copies,
         }
 

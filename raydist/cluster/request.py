@@ -6,7 +6,7 @@ Runs in: the driver. Neither torch nor ray.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,10 @@ from raydist.spec import JobSpec
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call of `raydist train`, after everything about it has been checked."""
+    """One call of `raydist train`, after everything about it has been checked.
+
+    `before(at)`: seconds of what the command has done until that Unix time, by stage; None: nobody waited for that.
+    """
 
     spec: JobSpec
     run: RunDir
@@ -31,6 +34,7 @@ class Request:
     allow_spec_change: bool = False
     faults: Sequence[Fault] = ()
     exporters: Sequence[Mapping[str, Any]] = DEFAULT_EXPORTERS
+    before: Callable[[float], Mapping[str, float]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

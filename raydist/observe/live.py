@@ -43,6 +43,7 @@ class LiveView:
         self._checkpoint: dict[str, Any] | None = None
         self._counts = {"attempts": 0, "failures": 0, "checkpoints": 0, "evals": 0}
         self._flops: tuple[float, float] | None = None
+        self._stages: list[tuple[str, float]] = []
 
     def begin_attempt(self, number: int, world_size: int, resume_step: int) -> None:
         """A new attempt: its rates are its own, and its workers are not known yet."""
@@ -51,6 +52,12 @@ class LiveView:
         self._counts["attempts"] += 1
         self._window.clear()
         self._first = None
+        self._stages = []
+
+    def stage(self, attempt: int, name: str, at: float) -> None:
+        """A stage before an attempt's first step begins, at that Unix time."""
+        if attempt == self.attempt:
+            self._stages.append((name, at))
 
     def capacity(self, flops_per_token: float, peak_flops: float) -> None:
         """For the MFU: the model's FLOPs a token, and the peak FLOP/s of all workers' devices together."""
@@ -96,7 +103,7 @@ class LiveView:
             self._evals.pop()
 
     def snapshot(self) -> dict[str, Any]:
-        """attempt, world_size, workers, step, record, eval, eval_loss, checkpoint, the rates, mfu, and counts."""
+        """attempt, world_size, workers, step, record, stages, eval, eval_loss, checkpoint, the rates, mfu, and counts."""
         now = rates(self._window)
         newest = self._evals[-1] if self._evals else None
         mfu = None
@@ -108,6 +115,7 @@ class LiveView:
             "workers": list(self.workers),
             "step": self.step,
             "record": self._record,
+            "stages": list(self._stages),
             "eval": newest,
             "eval_loss": newest["loss"] if newest else None,
             "checkpoint": self._checkpoint,

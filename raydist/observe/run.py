@@ -197,6 +197,11 @@ class RunMonitor:
         with self._lock:
             return {"command": self._command, **({"traces": self._traces} if self._traces else {})}
 
+    def stage(self, attempt: int, name: str, at: float) -> None:
+        """What that attempt does now, before its first step: a stage of raydist/worker/startup.py; `at`: Unix time."""
+        with self._lock:
+            self._view.stage(attempt, name, at)
+
     def flush(self, timeout_s: float = 30.0) -> None:
         """Returns once all that was pushed before this call is durable. Rank 0 calls it before it commits a checkpoint.
 

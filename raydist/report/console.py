@@ -21,6 +21,7 @@ from rich.text import Text
 
 from raydist.records import Event
 from raydist.report import text
+from raydist.report.starting import REFRESH_HZ, Starting
 from raydist.rundir import RunDir
 
 LINE_EVERY_S = 5.0
@@ -39,8 +40,10 @@ _SILENT = {"workers", "replica_saved"}
 """Kinds that the display shows in another way, or that would only fill the screen: `raydist show` has them."""
 
 
-def panel(snapshot: dict[str, Any], total_steps: int | None, name: str, path: str) -> RenderableType:
-    """The panel for one snapshot of the run's monitor."""
+def panel(
+    snapshot: dict[str, Any], total_steps: int | None, name: str, path: str, waiting: RenderableType | None = None
+) -> RenderableType:
+    """The panel for one snapshot of the run's monitor. `waiting`: what it shows as long as there is no step."""
     step = snapshot["step"]
     head = Table.grid(padding=(0, 1), expand=True)
     head.add_column(no_wrap=True)
@@ -51,11 +54,11 @@ def panel(snapshot: dict[str, Any], total_steps: int | None, name: str, path: st
     bar: RenderableType = ProgressBar(total=total_steps, completed=step) if total_steps else ""
     head.add_row(Text(text.progress(step, total_steps), style="bold"), bar, share)
 
-    live = Text("   ").join(
+    live: RenderableType = Text("   ").join(
         Text.assemble((f"{label} ", "dim"), value) for label, value in text.figures(snapshot, total_steps).items()
     )
     if not snapshot.get("record"):
-        live = live or Text("waiting for the first step", style="dim")
+        live = live or waiting or Text("waiting for the first step", style="dim")
     tail = [
         Text(
             "no checkpoint yet"
@@ -92,7 +95,9 @@ class Console:
         tty: bool | None = None,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        starting: Starting | None = None,
     ) -> None:
+        self._starting = starting
         self._total, self._run, self._clock = total_steps, run, clock
         self._stream = stream or sys.stderr
         self._rich = Rich(file=self._stream, force_terminal=tty, highlight=False)
@@ -104,16 +109,49 @@ class Console:
         self._trace = ""
 
     def __enter__(self) -> Console:
-        if self._tty:
-            self._live = Live(console=self._rich, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-            self._live.start()
-        else:
+        if not self._tty:
             self._say(f"run {self._run.name}: {self._run.uri}")
+        elif self._starting is None:
+            self._live = self._begin()
+        else:
+            self._starting.hide()
+            self._live = self._begin(self._waiting)
         return self
+
+    def _begin(self, moving: Callable[[], RenderableType] | None = None) -> Live:
+        """A live display. `moving`: what it shows anew several times a second, and leaves nothing of; None: what it is told."""
+        live = Live(
+            console=self._rich,
+            get_renderable=moving,
+            auto_refresh=moving is not None,
+            refresh_per_second=REFRESH_HZ,
+            transient=moving is not None,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        live.start(refresh=moving is not None)
+        return live
+
+    def _waiting(self) -> RenderableType:
+        """Before the first step: the panel, once there is one, with the stage in it."""
+        assert self._starting is not None
+        line = self._starting.line()
+        if self._snapshot is None or not self._snapshot["attempt"]:
+            return line
+        return panel(self._snapshot, self._total, self._run.name, self._run.uri, line)
+
+    def _started(self) -> None:
+        """From here on it is drawn when there is something new: ranks that fill all cores have no time for a spinner."""
+        if self._starting is not None:
+            if self._live is not None:
+                self._live.stop()  # which draws once more
+                self._live = self._begin()
+            self._starting = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._started()
         if self._snapshot is not None:
             self._draw(self._snapshot)
         if self._live is not None:
@@ -123,6 +161,11 @@ class Console:
     def update(self, snapshot: dict[str, Any]) -> None:
         """The run as `RunMonitor.snapshot()` has it. Call it as often as you like; it does not tell the snapshot's events."""
         self._snapshot = snapshot
+        if self._starting is not None:
+            self._starting.ranks(snapshot["stages"])
+            if not snapshot.get("record"):
+                return
+            self._started()
         if not self._tty and not snapshot.get("record"):
             return
         if self._drawn_at is None or self._clock() - self._drawn_at >= (REFRESH_S if self._tty else LINE_EVERY_S):

@@ -5,6 +5,7 @@ Runs anywhere. Imports nothing heavy: no rich, no pyarrow.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from raydist.records import Event
@@ -109,9 +110,9 @@ def _told(what: Event) -> str:
             path = " (a copy in memory)" if memory else f" ({data['path']})" if "path" in data else ""
             return f"resumed from step {data['step']}{path}"
         case "first_step":
-            stages = ", ".join(f"{name.replace('_', ' ')} {span(s)}" for name, s in data["stages"].items() if s >= 0.05)
+            seconds, stages = _added_up({**data.get("before", {}), **data["stages"]})
             again = f"; {data['repeated_steps']} steps trained once more" if data["repeated_steps"] else ""
-            return f"step {data['step']}, the first of attempt {data['attempt']}, after {span(data['seconds'])}: {stages}{again}"
+            return f"step {data['step']}, the first of attempt {data['attempt']}, after {seconds}: {stages}{again}"
         case "checkpoint_saved":
             took = f"in {span(data['seconds'])}, training stopped for {span(data['stall_seconds'])}"
             return f"checkpoint at step {data['step']}: {size(data['bytes'])} {took}{_best(data)}"
@@ -174,6 +175,19 @@ def _told(what: Event) -> str:
             cause = f": {data['cause']}" if data.get("cause") else ""
             return f"{data['status']} at step {data['step']}{cause}"
     raise KeyError(what.kind)
+
+
+def _added_up(stages: Mapping[str, float]) -> tuple[str, str]:
+    """The sum of some times, and each by name where it is not nothing. As they are shown, they add up to the sum as it is shown."""
+    total = sum(stages.values())
+    digits = 2 if total < 1 else 1 if total < 60 else 0
+    told, before, after = [], 0.0, 0.0
+    for name, seconds in stages.items():
+        before, after = after, after + seconds
+        shown = round(after, digits) - round(before, digits)
+        if round(shown, digits) > 0:
+            told.append(f"{'Ray' if name == 'ray' else name.replace('_', ' ')} {shown:.{digits}f} s")
+    return f"{total:.{digits}f} s", ", ".join(told)
 
 
 _ACTIONS = {

@@ -109,7 +109,10 @@ class RecoverySpec(Part):
         3, ge=-1, description="Failures without progress in between before the run stops; -1: no limit."
     )
     backoff_s: float = Field(
-        1.0, ge=0, description="Seconds before the first restart; doubles with each failure without progress."
+        1.0,
+        ge=0,
+        description="Seconds before the second restart without progress in between; doubles with each further one. The first "
+        "restart is at once.",
     )
     backoff_cap_s: float = Field(60.0, ge=0, description="The longest wait before a restart, in seconds.")
     snapshot_every: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(

@@ -218,6 +218,8 @@ class _Attempt:
                         self._told.update(call)
                     elif what == "push":
                         answer["value"] = ray.get(monitor.push.remote(**call), timeout=_PUSH_TIMEOUT_S)
+                    elif what == "stage":
+                        monitor.stage.remote(self._order["job"]["attempt"], **call)  # nobody waits for it
                     elif what == "durable":
                         ray.get(monitor.flush.remote(), timeout=_PUSH_TIMEOUT_S)
                 except (RayError, TimeoutError) as error:

@@ -21,7 +21,7 @@ from raydist.redact import redact
 from raydist.rundir import RunDir, resume_attempt, step_folder
 from raydist.spec import spec_hash
 from raydist.worker import setup
-from raydist.worker.checkpoint import restore
+from raydist.worker.checkpoint import numbers, restore
 from raydist.worker.checkpoint import vault as vaults
 from raydist.worker.checkpoint.replicas import Replicas
 from raydist.worker.checkpoint.save import RETRY_S, Saver
@@ -62,7 +62,8 @@ class Progress:
 
 class Keeper:
     """Of one attempt. Every rank makes one, and calls `resume`, `open` and then the others at the same steps: they are collectives,
-    where nothing else is said. `numbers`: of the spec, see `JobSpec.numbers`. `watch`: what it is to ask before it saves.
+    where nothing else is said. `fingerprint`: the dataset's; `total`: optimizer steps of the whole run. `watch`: what it is to ask
+    before it saves.
     """
 
     def __init__(
@@ -76,10 +77,13 @@ class Keeper:
         precision: Precision,
         guard: Guard,
         noise: GradientNoise | None,
-        numbers: Mapping[str, Any],
+        fingerprint: str,
+        total: int,
+        steps_per_epoch: int,
     ) -> None:
         self._job, self._spec, self._rank, self._reporter = job, job.spec, rank, reporter
-        self._progress, self._state, self._numbers = progress, state, numbers
+        self._progress, self._state, self._numbers = progress, state, job.spec.numbers(fingerprint)
+        self._total, self._steps_per_epoch = total, steps_per_epoch
         self._precision, self._guard, self._noise = precision, guard, noise
         self.watch: DriftWatch | None = None
         self._saving = False
@@ -107,7 +111,7 @@ class Keeper:
             resume_attempt(run, job.attempt, manifest.step if manifest else 0)
         if manifest is None:
             return False
-        restore.check_numbers(manifest, self._numbers, allow=job.allow_spec_change)
+        numbers.check(run.name, manifest, self._numbers, self._total, job.allow_spec_change)
         tensors, rank_tensors, _ = self._state.capture()
         exact = restore.load(place, manifest, tensors, rank_tensors, group=rank.control)
         self._state.restore(tensors, rank_tensors if exact else None, manifest.plain)
@@ -127,6 +131,8 @@ class Keeper:
                 attempt=job.attempt,
                 world_size=rank.world_size,
             )
+            if change := numbers.schedule_change(manifest, self._spec, self._total, self._steps_per_epoch):
+                self._reporter.say("note", text=change)
         return True
 
     def open(self) -> None:

@@ -22,7 +22,7 @@ from raydist.data.batches import Batches, Loader, Stall, StepBatch
 from raydist.data.dataset import TokenDataset
 from raydist.records import Event, StepRecord
 from raydist.redact import redact
-from raydist.worker import build, compute, memory, offload, optim, precision, setup
+from raydist.worker import build, compute, memory, offload, precision, setup
 from raydist.worker.drift import DriftWatch
 from raydist.worker.feed import Feed
 from raydist.worker.gradients import GradientCheck
@@ -36,7 +36,7 @@ from raydist.worker.parallel import ParallelStrategy, ParamShard
 from raydist.worker.precision import Precision
 from raydist.worker.probe import Probe
 from raydist.worker.reporter import Reporter
-from raydist.worker.schedule import lr_at
+from raydist.worker.schedule import lr_at, peak_lr
 from raydist.worker.setup import Rank
 from raydist.worker.startup import Startup
 from raydist.worker.state import TrainState
@@ -139,7 +139,7 @@ class _Run:
         shards = self.strategy.shards()
         self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards)
         setup.seed_all(spec.train.seed, "dropout", rank.rank)
-        self.peak_lr = optim.peak_lr(spec.optim, spec.train.global_batch)
+        self.peak_lr = peak_lr(spec.optim, spec.train.global_batch)
         self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages)
         self.guard = Guard(spec, rank, job.run, job.attempt, model, reporter)
         self.noise = self._noise()
@@ -154,7 +154,9 @@ class _Run:
             precision=self.precision,
             guard=self.guard,
             noise=self.noise,
-            numbers=spec.numbers(dataset.fingerprint),
+            fingerprint=dataset.fingerprint,
+            total=self.total,
+            steps_per_epoch=self.batches.steps_per_epoch,
         )
         startup.done("build")
         if self.keeper.resume():

@@ -1,4 +1,4 @@
-"""Optimizers by name, and the peak learning rate of a batch size.
+"""Optimizers by name.
 
 Runs in: each train worker. Torch, never ray.
 
@@ -8,7 +8,6 @@ a row that no token asks for should fade. Norms and biases are left alone: decay
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,22 +28,6 @@ FUSED_DEVICES = ("cuda", "cpu", "mps", "xpu")
 
 Group = dict[str, Any]
 Named = list[tuple[str, nn.Parameter]]
-
-
-def peak_lr(spec: OptimSpec, global_batch: int) -> float:
-    """`lr`, scaled from `base_batch` to `global_batch` as `scale_lr` says.
-
-    linear: Goyal et al. 2017, for SGD. sqrt: Malladi et al. 2022, for Adam and its like. Raises UserError without
-    `base_batch`.
-    """
-    if spec.scale_lr == "none":
-        return spec.lr
-    if spec.base_batch is None:
-        raise UserError(
-            f"optim.scale_lr: {spec.scale_lr} has no optim.base_batch", "set the global batch that lr was tuned for"
-        )
-    ratio = global_batch / spec.base_batch
-    return spec.lr * (ratio if spec.scale_lr == "linear" else math.sqrt(ratio))
 
 
 def build(shards: Mapping[str, ParamShard], spec: OptimSpec, device: torch.device) -> Optimizer:

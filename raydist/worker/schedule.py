@@ -1,4 +1,4 @@
-"""The learning rate of each step: a pure function of the step, so that a resumed run needs no scheduler state.
+"""The learning rate of each step: a pure function of the step, so that a resumed run needs no scheduler state; and its peak.
 
 Runs anywhere: plain python.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from raydist.errors import UserError
+
 if TYPE_CHECKING:
-    from raydist.spec import ScheduleSpec
+    from raydist.spec import OptimSpec, ScheduleSpec
 
 
 def warmup_steps(total_steps: int, schedule: ScheduleSpec) -> int:
@@ -45,6 +47,22 @@ def lr_at(step: int, total_steps: int, schedule: ScheduleSpec, peak: float) -> f
             if step <= stable:
                 return peak
             return peak * _down(_fraction(step, stable, total_steps), schedule.floor)
+
+
+def peak_lr(spec: OptimSpec, global_batch: int) -> float:
+    """`lr`, scaled from `base_batch` to `global_batch` as `scale_lr` says.
+
+    linear: Goyal et al. 2017, for SGD. sqrt: Malladi et al. 2022, for Adam and its like. Raises UserError without
+    `base_batch`.
+    """
+    if spec.scale_lr == "none":
+        return spec.lr
+    if spec.base_batch is None:
+        raise UserError(
+            f"optim.scale_lr: {spec.scale_lr} has no optim.base_batch", "set the global batch that lr was tuned for"
+        )
+    ratio = global_batch / spec.base_batch
+    return spec.lr * (ratio if spec.scale_lr == "linear" else math.sqrt(ratio))
 
 
 def _fraction(step: int, first: int, last: int) -> float:

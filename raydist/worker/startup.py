@@ -6,8 +6,10 @@ Runs in: each train worker; rank 0 tells. Neither torch nor ray.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+_ORDER = ("schedule", "import", "rendezvous", "build", "load", "first_step")
 
 
 class Startup:
@@ -15,11 +17,19 @@ class Startup:
     `over`, Unix time at which all ranks had ended; `last_step`, the newest step that anybody had seen done; and where it was a
     failure, `seen`, Unix time, and `silent_s`, how long the guilty rank had shown no progress by then.
 
+    `before`: seconds of what the command did before a first attempt, by stage. `tell(stage)`: is called as each stage begins.
+
     Times of several hosts are compared: they are as good as the hosts' clocks.
     """
 
-    def __init__(self, begun: float | None = None, incident: Mapping[str, Any] | None = None) -> None:
-        self._incident = incident
+    def __init__(
+        self,
+        begun: float | None = None,
+        incident: Mapping[str, Any] | None = None,
+        before: Mapping[str, float] | None = None,
+        tell: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        self._incident, self._before, self._tell = incident, before, tell
         self._last = time.time() if begun is None else begun
         self._stages: dict[str, float] = {}
         if incident is not None:
@@ -33,9 +43,13 @@ class Startup:
         now = time.time()
         self._stages[stage] = now - self._last
         self._last = now
+        following = _ORDER[_ORDER.index(stage) + 1 :]
+        if following:
+            self._tell(following[0])
 
     def told(self, resumed: int) -> dict[str, Any]:
         """The event `first_step`: seconds in all and of each stage; steps trained once more, from step `resumed` on."""
         seconds = {stage: round(max(s, 0.0), 3) for stage, s in self._stages.items()}
         repeated = max(self._incident["last_step"] - resumed, 0) if self._incident else 0
-        return {"seconds": round(sum(seconds.values()), 3), "stages": seconds, "repeated_steps": repeated}
+        before = {"before": {stage: round(s, 3) for stage, s in self._before.items()}} if self._before else {}
+        return {"seconds": round(sum(seconds.values()), 3), "stages": seconds, "repeated_steps": repeated, **before}

@@ -42,6 +42,18 @@ def test_the_window_is_bounded() -> None:
     assert view.snapshot()["seconds_per_step"] == 0.5
 
 
+def test_stages_are_those_of_the_present_attempt() -> None:
+    """In order, with their times; a late word of an attempt that was given up is not heard."""
+    view = LiveView()
+    view.begin_attempt(1, 2, 0)
+    view.stage(1, "import", 10.0)
+    view.stage(1, "build", 11.0)
+    assert view.snapshot()["stages"] == [("import", 10.0), ("build", 11.0)]
+    view.begin_attempt(2, 2, 0)
+    view.stage(1, "load", 12.0)
+    assert view.snapshot()["stages"] == []
+
+
 def test_events_and_counts() -> None:
     """Eval loss, last checkpoint, workers and counts follow the events; late records of an old attempt change nothing."""
     view = LiveView()

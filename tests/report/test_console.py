@@ -24,7 +24,7 @@ def snapshot(step: int = 120, **changes: Any) -> dict[str, Any]:
         "status": "running", "attempt": 2, "world_size": 2, "workers": [], "step": step, "record": record,
         "eval": None, "eval_loss": 2.7011, "checkpoint": {"step": 100}, "tokens_per_second": 7431.4,
         "seconds_per_step": 1.15, "data_share": 0.004, "mfu": None, "attempts": 2, "failures": 1, "checkpoints": 2,
-        "evals": 2, "command": None, "storage_error": None, "events": [], "next": 0, **changes,
+        "evals": 2, "command": None, "storage_error": None, "events": [], "next": 0, "stages": [], **changes,
     }  # fmt: skip
 
 

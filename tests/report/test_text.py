@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -84,7 +85,7 @@ EVENTS: list[tuple[str, dict[str, Any], str]] = [
             "stages": {"detect": 0.01, "tear_down": 0.25, "load": 2.0},
             "repeated_steps": 3,
         },
-        "step 51, the first of attempt 2, after 2.2 s: tear down 0.25 s, load 2 s; 3 steps trained once more",
+        "step 51, the first of attempt 2, after 2.3 s: tear down 0.3 s, load 2.0 s; 3 steps trained once more",
     ),
     (
         "checkpoint_saved",
@@ -148,6 +149,27 @@ EVENTS: list[tuple[str, dict[str, Any], str]] = [
     ("ended", {"status": "stopped", "step": 7, "cause": "NaN"}, "stopped at step 7: NaN"),
     ("ended", {"status": "finished", "step": 200}, "finished at step 200"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("before", "stages", "told"),
+    [
+        ({}, {"tear_down": 0.104, "build": 0.304, "load": 0.004}, "after 0.41 s: tear down 0.10 s, build 0.31 s"),
+        (
+            {"job": 0.44, "data": 0.94, "ray": 4.04},
+            {"schedule": 0.04, "import": 0.04, "build": 1.54},
+            "after 7.0 s: job 0.4 s, data 1.0 s, Ray 4.0 s, schedule 0.1 s, build 1.5 s",
+        ),
+        ({"data": 130.4}, {"build": 10.4}, "after 141 s: data 130 s, build 11 s"),
+    ],
+)
+def test_the_stages_of_a_first_step_add_up(before: dict[str, float], stages: dict[str, float], told: str) -> None:
+    """As they are shown, to the whole time as it is shown: what came before the attempt, and the attempt's own."""
+    data = {"step": 1, "attempt": 1, "seconds": 1.0, "stages": stages, "repeated_steps": 0, "before": before}
+    line = text.event(Event("first_step", 1.0, data))
+    assert line == f"step 1, the first of attempt 1, {told}"
+    whole, *parts = [float(seconds) for seconds in re.findall(r"([\d.]+) s", line)]
+    assert sum(parts) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize(("kind", "data", "told"), EVENTS)

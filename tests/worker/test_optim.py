@@ -161,16 +161,3 @@ def test_muon_reads_the_lr_that_the_loop_sets():
         train(model, optimizer, 1)
         assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
-@pytest.mark.parametrize(("rule", "expected"), [("none", 1e-3), ("linear", 4e-3), ("sqrt", 2e-3)])
-def test_peak_lr_follows_the_batch(rule, expected):
-    """lr was tuned for a batch of 32; this run has 128."""
-    assert optim.peak_lr(OptimSpec(lr=1e-3, scale_lr=rule, base_batch=32), 128) == pytest.approx(expected)
-
-
-def test_peak_lr_without_a_base_is_refused():
-    """The spec refuses it too; a spec that went round its validation does not become a wrong lr."""
-    spec = OptimSpec(scale_lr="sqrt", base_batch=8).model_copy(update={"base_batch": None})
-    with pytest.raises(UserError, match=r"no optim\.base_batch"):
-        optim.peak_lr(spec, 128)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from raydist.data.prepare import prepare
-from raydist.errors import SavesFailed
+from raydist.errors import SavesFailed, SpecChanged
 from raydist.rundir import RunDir
 from raydist.spec import JobSpec
 from raydist.worker.checkpoint import manifest
@@ -134,3 +134,44 @@ def test_a_run_goes_on_from_its_replica(ranks: Any, dataset: str, tmp_path: Path
     assert "replica_used" in kinds
     assert losses + more == undisturbed
     assert RunDir(tmp_path / "replica" / "run").committed()[-1] == 8
+
+
+def extended(rank: Rank, dataset: str, root: str, attempt: int, steps: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """An attempt at a run of `steps` steps: its records and its notes, as rank 0 saw them."""
+    spec = JobSpec.model_validate(
+        {
+            "data": {"path": dataset},
+            "model": {"layers": 1, "width": 16, "heads": 2, "context": 8},
+            "train": {"steps": steps, "global_batch": 4, "micro_batch": 2},
+            "optim": {"schedule": {"name": "cosine", "warmup": 2}},
+            "checkpoint": {"every": 2},
+            "eval": {"every": None},
+        }
+    )
+    records: list[dict[str, Any]] = []
+    notes: list[str] = []
+
+    def push(new: list[dict[str, Any]], told: list[dict[str, Any]]) -> None:
+        records.extend(new)
+        notes.extend(e["text"] for e in told if e["kind"] == "note")
+
+    train(Job(spec, RunDir(f"{root}/run"), dataset, attempt), rank, Door(push, lambda: None) if rank.first else None)
+    return records, notes
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_finished_run_is_extended(ranks: Any, dataset: str, tmp_path: Path, world: int) -> None:
+    """6 steps, then 12 of the same job: the samples are those of a run of 12 from the start, each once, the learning rates of the
+    added steps are those of its schedule, and the change is told. Fewer steps than trained are refused.
+    """
+    whole, _ = run(ranks, extended, world, dataset, str(tmp_path / "whole"), 1, 12)[0]
+    first, _ = run(ranks, extended, world, dataset, str(tmp_path), 1, 6)[0]
+    more, notes = run(ranks, extended, world, dataset, str(tmp_path), 2, 12)[0]
+    assert [r["step"] for r in first + more] == list(range(1, 13))
+    assert [r["samples_hash"] for r in first + more] == [r["samples_hash"] for r in whole]
+    assert [r["lr"] for r in more] == [r["lr"] for r in whole[6:]]
+    assert first[-1]["lr"] < whole[5]["lr"]
+    (told,) = [note for note in notes if note.startswith("train.steps: was 6, is 12: ")]
+    assert f"from {first[-1]['lr']:.3g} at step 6 to {more[0]['lr']:.3g} at step 7" in told
+    for failed in ranks.run(extended, world, dataset, str(tmp_path), 3, 11):
+        assert isinstance(failed, SpecChanged)

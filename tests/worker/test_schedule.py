@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raydist.spec import ScheduleSpec
-from raydist.worker.schedule import lr_at, warmup_steps
+from raydist.errors import UserError
+from raydist.spec import OptimSpec, ScheduleSpec
+from raydist.worker.schedule import lr_at, peak_lr, warmup_steps
 
 NAMES = ("constant", "linear", "cosine", "wsd", "inverse-sqrt")
 
@@ -79,3 +80,16 @@ def test_shape_holds_everywhere(name, total, warmup, floor, decay, peak):
         assert rates[-1] == pytest.approx(floor * peak, rel=1e-9, abs=slack)
     if name == "wsd" and total > first and round(decay * total) > 0:
         assert rates[-1] == pytest.approx(floor * peak, rel=1e-9, abs=slack)
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("none", 1e-3), ("linear", 4e-3), ("sqrt", 2e-3)])
+def test_peak_lr_follows_the_batch(rule, expected):
+    """lr was tuned for a batch of 32; this run has 128."""
+    assert peak_lr(OptimSpec(lr=1e-3, scale_lr=rule, base_batch=32), 128) == pytest.approx(expected)
+
+
+def test_peak_lr_without_a_base_is_refused():
+    """The spec refuses it too; a spec that went round its validation does not become a wrong lr."""
+    spec = OptimSpec(scale_lr="sqrt", base_batch=8).model_copy(update={"base_batch": None})
+    with pytest.raises(UserError, match=r"no optim\.base_batch"):
+        peak_lr(spec, 128)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from raydist.cluster import nodes, preflight
@@ -17,6 +18,7 @@ from raydist.cluster.sweep.cell import Plan
 from raydist.data import open_or_prepare
 from raydist.data.batches import Batches
 from raydist.data.dataset import TokenDataset, Windows
+from raydist.data.prepare import Progress
 from raydist.observe.exporters import resolve
 from raydist.observe.rows import of_sweep
 from raydist.spec import JobSpec, parse
@@ -26,9 +28,12 @@ from raydist.sweepdir import SweepDir
 
 
 class Datasets:
-    """Those of the cells: each opened once, and prepared if need be. `home`: where prepared ones are kept."""
+    """Those of the cells: each opened once, and prepared if need be. `home`: where prepared ones are kept.
 
-    def __init__(self, home: str, progress: Callable[[object], None]) -> None:
+    `progress`: shows how far the preparation of one is, see raydist/report/preparing.py.
+    """
+
+    def __init__(self, home: str, progress: Callable[[], AbstractContextManager[Callable[[Progress], None]]]) -> None:
         self._home, self._progress = home, progress
         self._open: dict[str, TokenDataset] = {}
 
@@ -36,7 +41,9 @@ class Datasets:
         """The job's. Raises DataError."""
         asked = job.data.model_dump_json()
         if asked not in self._open:
-            self._open[asked] = TokenDataset(open_or_prepare(job.data, self._home, self._progress))
+            with self._progress() as report:
+                uri = open_or_prepare(job.data, self._home, report)
+            self._open[asked] = TokenDataset(uri)
         return self._open[asked]
 
     def steps(self, job: JobSpec) -> int:

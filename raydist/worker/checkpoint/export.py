@@ -9,6 +9,7 @@ of a head against one another, as gpt does, so the same logits come out.
 from __future__ import annotations
 
 import json
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -86,7 +87,10 @@ def export(run: RunDir, step: int | None, out: Path, format: str = "safetensors"
         for name, content in files.items():
             (whole / name).write_bytes(content)
         metadata = {"format": "pt", "raydist_run": run.name, "raydist_step": str(manifest.step)}
-        save_file(hf_weights(weights, spec.model.tie_embeddings), whole / "model.safetensors", metadata)
+        saved = whole / "model.safetensors"
+        save_file(hf_weights(weights, spec.model.tie_embeddings), saved, metadata)
+        # safetensors makes its file for the owner alone: as the others, which follow the umask.
+        saved.chmod(stat.S_IMODE((whole / "config.json").stat().st_mode))
         whole.rename(out)
     return out
 

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,7 +21,6 @@ from raydist.errors import (
     CheckpointError,
     CheckpointNotFound,
     RaydistError,
-    SpecChanged,
     StorageError,
 )
 from raydist.records import Event
@@ -276,17 +275,3 @@ def _mismatches(saved: Mapping[str, TensorEntry], wanted: Mapping[str, Tensor]) 
         elif dtype != entry.dtype:
             problems.append(f"{name}: saved as {entry.dtype}, wanted {dtype}")
     return problems
-
-
-def check_numbers(found: Manifest, numbers: Mapping[str, Any], allow: bool = False) -> list[str]:
-    """The fields in which this job computes other numbers than the saved one, a line each.
-
-    Raises SpecChanged, naming each with its old and new value, unless they are none or `allow`.
-    """
-    changed = manifest.changed_numbers(found.numbers, cast("dict[str, Any]", numbers))
-    if changed and not allow:
-        raise SpecChanged(
-            f"step {found.step} was trained with other numbers:\n    " + "\n    ".join(changed),
-            "train it as it was, give --allow-spec-change to go on all the same, or --fresh to start anew",
-        )
-    return changed

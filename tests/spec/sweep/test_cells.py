@@ -17,7 +17,7 @@ from raydist.spec import JobSpec, dump, load, parse
 from raydist.spec.sweep import Cell, check, load_sweep, note, store
 from raydist.spec.sweep.equal import adjusted
 from raydist.sweepdir import CellNote, SweepDir
-from raydist.worker.optim import peak_lr
+from raydist.worker.schedule import peak_lr
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "jobs/quickstart.yaml"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -178,6 +180,20 @@ def test_a_dataset_that_moved(tmp_path, datasets):
     for file in Path(dataset.uri).glob("*.json"):
         (moved / file.name).write_bytes(file.read_bytes())
     assert (export(run, None, tmp_path / "out", dataset=str(moved)) / "tokenizer.json").exists()
+
+
+def test_others_may_read_what_the_umask_lets_them(tmp_path, datasets):
+    """Each exported file has the permissions of any new file, the weights too."""
+    run, dataset = RunDir(tmp_path / "run"), datasets["bytes"]
+    trained(run, job(dataset), dataset)
+    before = os.umask(0o027)
+    try:
+        out = export(run, None, tmp_path / "out")
+    finally:
+        os.umask(before)
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in out.iterdir()}
+    assert modes == dict.fromkeys(modes, 0o640)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o750
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, datasets, monkeypatch):

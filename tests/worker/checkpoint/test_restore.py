@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from raydist.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, SpecChanged
+from raydist.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from raydist.records import Event
 from raydist.rundir import RunDir
 from raydist.worker.checkpoint import manifest, pruning, restore
@@ -182,14 +182,3 @@ def test_only_tensors_are_read(saved: RunDir, kit: Any) -> None:
     item = type("Item", (), {"dest_index": type("Index", (), {"fqn": "model/evil"})})
     with pytest.raises(CheckpointError, match="model/evil: not a tensor"):
         TensorPlanner().load_bytes(item, None)  # type: ignore[arg-type]
-
-
-def test_changed_numbers(saved: RunDir) -> None:
-    """Refused with field, old and new value and the way out, unless it is allowed."""
-    found = manifest.read(saved, 20)
-    assert restore.check_numbers(found, {"lr": 0.1}) == []
-    with pytest.raises(SpecChanged, match="lr: was 0.1, is 0.3") as caught:
-        restore.check_numbers(found, {"lr": 0.3})
-    assert "--allow-spec-change" in caught.value.hint
-    assert caught.value.exit_code == 2
-    assert restore.check_numbers(found, {"lr": 0.3}, allow=True) == ["lr: was 0.1, is 0.3"]

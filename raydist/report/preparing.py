@@ -1,0 +1,111 @@
+"""How far the preparation of a dataset has come: a bar on a terminal, a line every few seconds elsewhere. All of it on stderr.
+
+Runs in: the user's shell, or the driver. Must not import torch or ray.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from raydist.report import text
+
+if TYPE_CHECKING:
+    from raydist.data.prepare import Progress
+
+LINE_EVERY_S = 5.0
+
+
+@contextmanager
+def data_progress(
+    before: Callable[[], None] = lambda: None, at_once: bool = False, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[Progress], None]]:
+    """What `raydist.data.prepare` is to call with its progress.
+
+    Shows nothing as long as it is not called, for the data may be there already; unless `at_once`. `before()` is called first,
+    to make room on the terminal.
+    """
+    console = Console(stderr=True)  # looks up sys.stderr anew for each write: a Ray session exchanges it
+    shown = _Bar(console) if console.is_terminal else _Lines(clock)
+    if at_once:
+        shown.begin()
+    newest: Progress | None = None
+
+    def report(at: Progress) -> None:
+        nonlocal newest
+        if newest is None:
+            before()
+        newest = at
+        shown.begin()
+        shown.update(at)
+
+    try:
+        yield report
+    except BaseException:
+        shown.end(None)
+        raise
+    shown.end(newest)
+
+
+def _phase(at: Progress) -> str:
+    return "training the tokenizer" if at.phase == "tokenizer" else "preparing the data"
+
+
+def _count(at: Progress) -> str:
+    return f"{at.tokens:,} tokens, {at.documents:,} documents" if at.tokens else ""
+
+
+class _Bar:
+    """On a terminal; gone at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TextColumn("{task.fields[count]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._task = self._bar.add_task("looking at the sources", total=None, count="")
+
+    def begin(self) -> None:
+        self._bar.start()  # a second time it does nothing
+
+    def update(self, at: Progress) -> None:
+        self._bar.update(
+            self._task, description=_phase(at), completed=at.bytes_done, total=at.bytes_total or None, count=_count(at)
+        )
+
+    def end(self, newest: Progress | None) -> None:
+        self._bar.stop()
+
+
+class _Lines:
+    """Elsewhere: the first report, one every LINE_EVERY_S, and what came of it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._said = clock, float("-inf")
+
+    def begin(self) -> None:
+        pass
+
+    def update(self, at: Progress) -> None:
+        if self._clock() - self._said >= LINE_EVERY_S:
+            self._said = self._clock()
+            share = f"{text.size(at.bytes_done)} of {text.size(at.bytes_total)}"
+            print(": ".join((_phase(at), ", ".join(filter(None, (share, _count(at)))))), file=sys.stderr, flush=True)
+
+    def end(self, newest: Progress | None) -> None:
+        if newest is not None:
+            print(f"the data is prepared: {_count(newest)}", file=sys.stderr, flush=True)

@@ -1,0 +1,69 @@
+"""May a run go on with this spec? Its numbers must be those that it was trained with, but for how long it is.
+
+Runs anywhere: plain python, no torch. The driver asks before anything starts, each rank when it has chosen a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from raydist.errors import SpecChanged
+from raydist.worker.checkpoint.manifest import Manifest, changed_numbers
+from raydist.worker.schedule import lr_at, peak_lr
+
+if TYPE_CHECKING:
+    from raydist.spec import JobSpec
+
+LENGTH = ("train.steps", "train.epochs")
+"""Of `JobSpec.numbers` those that say how long a run is. Another value changes the schedule of the steps to come, and no sample."""
+
+
+def check(run: str, found: Manifest, numbers: Mapping[str, Any], total: int, allow: bool = False) -> list[str]:
+    """The fields in which the job differs from the checkpoint that it goes on from, a line each.
+
+    `run`: its name; `numbers`: of the job, see `JobSpec.numbers`; `total`: optimizer steps of the whole job. Raises SpecChanged
+    where others than LENGTH differ, unless `allow`; and where the job is shorter than what is trained already.
+    """
+    changed = changed_numbers(found.numbers, numbers)
+    if not allow and len(changed) > len(_length(changed)):
+        raise SpecChanged(
+            f"run {run} has trained {found.step} steps with other numbers:\n    " + "\n    ".join(changed),
+            "train it as it was, give --allow-spec-change to go on all the same, or --fresh or another --name to start anew",
+        )
+    if total < found.step:
+        raise SpecChanged(
+            f"{' and '.join(_length(changed)) or 'train.steps'}: run {run} has trained {found.step} steps already, and the job "
+            f"asks for {total} in all",
+            f"ask for {found.step} steps or more, or give --fresh or another --name to start anew",
+        )
+    return changed
+
+
+def schedule_change(found: Manifest, spec: JobSpec, total: int, steps_per_epoch: int) -> str | None:
+    """What another length does to the learning rate, in a line; None where more than the length has changed, or not even that.
+
+    `total`: optimizer steps of the whole job; `found`: the checkpoint that it goes on from, of the same data.
+    """
+    changed = changed_numbers(found.numbers, spec.numbers(found.numbers.get("data.fingerprint", "")))
+    if not changed or len(changed) > len(_length(changed)):
+        return None
+    length = {name.removeprefix("train."): found.numbers.get(name) for name in LENGTH}
+    before = spec.train.model_copy(update=length).total(steps_per_epoch)
+    said = f"{' and '.join(_length(changed))}: the run now ends at step {total} instead of {before}"
+    if not 0 < found.step < total:
+        return said
+    schedule, peak = spec.optim.schedule, peak_lr(spec.optim, spec.train.global_batch)
+    planned = lr_at(found.step + 1, before, schedule, peak) if found.step < before else None
+    now = lr_at(found.step + 1, total, schedule, peak)
+    if planned == now:
+        return f"{said}; the learning rate of step {found.step + 1} is as planned: {now:.3g}"
+    was = lr_at(min(found.step, before), before, schedule, peak)
+    return (
+        f"{said}, and its {schedule.name} schedule with it: the learning rate goes from {was:.3g} at step {found.step} to "
+        f"{now:.3g} at step {found.step + 1}"
+    )
+
+
+def _length(changed: list[str]) -> list[str]:
+    return [line for line in changed if line.split(":", 1)[0] in LENGTH]

@@ -1,0 +1,132 @@
+"""raydist.report.starting and the console's part before the first step: what is told, when, and that its times add up."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist.report.console import Console
+from raydist.report.starting import Starting, process_start
+from raydist.rundir import RunDir
+from raydist.worker.startup import Startup
+from tests.report.test_console import snapshot
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def waiting(**changes: Any) -> dict[str, Any]:
+    """What the monitor shows before the first step."""
+    unknown = dict.fromkeys(
+        ("record", "checkpoint", "eval_loss", "tokens_per_second", "seconds_per_step", "data_share")
+    )
+    return snapshot(0, **{**unknown, "failures": 0, "attempt": 1, **changes})
+
+
+def test_process_start_counts_the_imports() -> None:
+    """Before the first line of a new process, and after it was started."""
+    before = time.time()
+    code = "import time; begun = time.time(); from raydist.report.starting import process_start; print(process_start(), begun)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    started, begun = map(float, done.stdout.split())
+    assert before - 0.05 <= started < begun
+    assert process_start() < before
+
+
+def test_piped_a_line_a_stage_with_the_seconds_so_far(tmp_path: Path) -> None:
+    """The driver's stages at once, the ranks' as the monitor tells them, each once, with when it began; none after a step."""
+    stream, clock = io.StringIO(), Clock()
+    with Starting(begun=999.5, stream=stream, clock=clock) as starting:
+        starting.stage("job")
+        assert stream.getvalue() == "[  0.5 s] reading the job\n"
+        clock.now = 1002.0
+        starting.stage("ray", "connecting to Ray")
+        clock.now = 1005.0
+        starting.stage("workers")
+        with Console(200, RunDir(tmp_path / "r"), stream=stream, starting=starting) as console:
+            console.update(waiting(attempt=0, stages=[]))
+            console.update(waiting(stages=[("import", 1006.0)]))
+            console.update(waiting(stages=[("import", 1006.0), ("rendezvous", 1006.5), ("build", 1007.0)]))
+            console.update(snapshot(1))
+            console.update(waiting(attempt=2, stages=[("import", 1020.0)]))
+    lines = stream.getvalue().splitlines()
+    assert lines[1:3] == ["[  2.5 s] connecting to Ray", "[  5.5 s] starting the workers"]
+    assert lines[3] == f"run r: {tmp_path / 'r'}"
+    assert lines[4:7] == [
+        "[  6.5 s] importing torch on the workers",
+        "[  7.0 s] connecting the workers",
+        "[  7.5 s] building the model",
+    ]
+    assert [line.split("  ")[0] for line in lines[7:]] == ["step 1/200"]
+
+
+def test_stages_add_up_to_the_wait() -> None:
+    """From the process's start until the attempt began; the event has them beside its own, whose sum stays what it was."""
+    clock = Clock()
+    starting = Starting(begun=999.25, stream=io.StringIO(), clock=clock)
+    for name, seconds in (("job", 0.5), ("data", 2.0), ("ray", 4.0)):
+        starting.stage(name)
+        clock.now += seconds
+    before = starting.seconds(clock.now)
+    assert before == pytest.approx({"job": 1.25, "data": 2.0, "ray": 4.0})
+    assert sum(before.values()) == pytest.approx(clock.now - 999.25)
+    told: list[str] = []
+    startup = Startup(time.time() - 3, before=before, tell=told.append)
+    for stage in ("schedule", "import", "rendezvous", "build", "load", "first_step"):
+        startup.done(stage)
+    assert told == ["import", "rendezvous", "build", "load", "first_step"]
+    event = startup.told(0)
+    assert event["before"] == {"job": 1.25, "data": 2.0, "ray": 4.0}
+    assert event["seconds"] == pytest.approx(sum(event["stages"].values())) == pytest.approx(3, abs=0.5)
+    assert "before" not in Startup(time.time(), {"over": time.time(), "last_step": 3}).told(0)
+
+
+def test_on_a_terminal_the_spinner_gives_way(tmp_path: Path) -> None:
+    """It is there at once, then a part of the panel, and gone with the first step; the cursor is as it was."""
+    stream, clock = io.StringIO(), Clock()
+    with Starting(begun=999.5, tty=True, stream=stream, clock=clock) as starting:
+        starting.stage("job")
+        assert re.search(r"reading the job.*0\.5 s", stream.getvalue())
+        starting.note("raydist: a [word]")
+        with Console(200, RunDir(tmp_path / "r"), tty=True, stream=stream, starting=starting) as console:
+            console.update(waiting(stages=[("build", 1007.0)]))
+            clock.now = 1008.0
+            deadline = time.monotonic() + 10
+            while "8.5 s" not in stream.getvalue():  # drawn anew by itself
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            console.update(snapshot(1))
+            drawn = len(stream.getvalue())
+            assert "building the model" in stream.getvalue()
+    shown = stream.getvalue()
+    assert "raydist: a [word]" in shown
+    assert "building the model" not in shown[drawn:]
+    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") >= 0
+
+
+def test_an_early_error_leaves_no_spinner() -> None:
+    """The line is erased before the error is told."""
+    stream = io.StringIO()
+
+    def fail() -> None:
+        with Starting(tty=True, stream=stream) as starting:
+            starting.stage("job")
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fail()
+    assert stream.getvalue().endswith("\x1b[2K")
+    assert "\x1b[?25h" in stream.getvalue()
