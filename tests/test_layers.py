@@ -23,6 +23,7 @@ LAYERS = [
     {
         "rundir",
         "storage",
+        "storagechoice",
         "runlog",
         "samples",
         "samplelog",

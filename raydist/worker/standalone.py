@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("spec", help="a job file")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field of the job")
     parser.add_argument("--name", help="name of the run; default: the job's")
-    parser.add_argument("--storage", default=default_storage(), help="folder or URI that holds the runs")
+    parser.add_argument("--storage", help="folder or URI that holds the runs")
     parser.add_argument("--until", type=int, help="end after this step, with a checkpoint")
     parser.add_argument(
         "--allow-spec-change", action="store_true", help="resume although the spec computes other numbers"
@@ -101,6 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     first = int(os.environ.get("RANK", 0)) == 0
     try:
+        options.storage = options.storage or default_storage()
         spec = load(options.spec, options.set) if first else load(options.spec, options.set, warn=lambda line: None)
         outcome = _run(spec, options, first)
     except RaydistError as error:
