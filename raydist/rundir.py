@@ -19,6 +19,7 @@ Runs anywhere.
         attempts/0002.json                        attempt 2 has begun: none before it commits any more
         attempts/0002-from-00000200.json          and where it went on from
         drivers/000007.json                       who drives the run, and until when (raydist/lease.py)
+        drivers/000007.stop                       `raydist stop` has asked that driver to end
 
 **Fencing.** A cut-off attempt may still run while a newer one trains, and must not commit. Each attempt writes its number before
 its workers start; who commits looks whether its number is still the newest. No storage makes this look and the commit one, so

@@ -35,6 +35,7 @@ LAYERS = [
         "registry",
         "swapspace",
         "requests",
+        "ranklogs",
     },
     {"records", "errors", "redact", "noisescale", "__init__", "__version__"},
 ]

@@ -182,7 +182,7 @@ def _train(
         gpus = preflight.gpus_per_worker(job, session.resources)
         request = Request(job, run, dataset, gpus, until, allow_spec_change, faults, exporters)
         with Console(total, run) as console:
-            ending = Supervisor(request, session, console, lost=lease.lost).run()
+            ending = Supervisor(request, session, console, lost=lease.lost, asked=lease.asked_to_stop).run()
     raise_if_stopped(ending, run)
     if ending.signal is not None:
         print(f"interrupted after step {ending.step}; the same command goes on from there", file=sys.stderr)
