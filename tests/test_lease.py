@@ -174,8 +174,8 @@ def test_storage_that_goes_for_a_while_loses_nothing(tmp_path: Path, monkeypatch
 
 
 def test_on_an_object_store(s3: Any) -> None:
-    """Refused, given back, and taken by exactly one of two that write the same number; a later word at a renewal is obeyed. A stop is
-    heard."""
+    """Refused, given back, and taken by exactly one of two that write the same number; a later word at a renewal is obeyed.
+    A stop is heard."""
     run = RunDir(s3.uri("runs/leased"))
     lease = DriverLease(run, renew_s=0.05, settle_s=0.1)
     driver = newest_driver(run)
