@@ -2,7 +2,6 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-STORAGE ?= $(CURDIR)/runs
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: install quickstart test test-whole lint format docs bench clean
@@ -23,9 +22,10 @@ $(VENV)/.lint: $(VENV)/.run
 	@touch $@
 
 quickstart: $(VENV)/.run
-	$(BIN)/raydist train jobs/quickstart.yaml --storage $(STORAGE)
-	$(BIN)/raydist show quickstart --storage $(STORAGE)
-	$(BIN)/raydist sample quickstart --storage $(STORAGE)
+	@mkdir -p runs/.data  # makes ./runs the storage of each command here, unless the user's environment or configuration names another
+	$(BIN)/raydist train jobs/quickstart.yaml $(STORAGE:%=--storage %)
+	$(BIN)/raydist show quickstart $(STORAGE:%=--storage %)
+	$(BIN)/raydist sample quickstart $(STORAGE:%=--storage %)
 
 WHOLE := tests/end_to_end tests/faults
 test: $(VENV)/.test

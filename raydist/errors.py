@@ -16,6 +16,7 @@ Runs anywhere. Imports nothing of raydist but the function that takes secrets ou
     │   ├── CheckpointNotFound        nothing committed that can be read (also a LookupError)
     │   └── SpecChanged               2: a resumed run would compute other numbers than the one it continues
     ├── TraceFailed                   3: a live run gave no trace, or not all of it
+    ├── StopFailed                    3: a run that was asked to stop has not ended in time, or its driver died on the way
     ├── Rollback                      3: the attempt ended in order to go on from a checkpoint
     └── TrainingStopped               3: the run ended before its last step, and a restart would not help
         ├── NonFinite                 NaN or Inf in the loss or in the gradients (also an ArithmeticError)
@@ -110,6 +111,10 @@ class SpecChanged(CheckpointError):
 
 class TraceFailed(RaydistError):
     """A run that trains did not give the trace that it was asked for; its training goes on."""
+
+
+class StopFailed(RaydistError):
+    """A run, or a sweep, that was asked to stop has not ended in time, or its driver died before it could."""
 
 
 class Rollback(RaydistError):

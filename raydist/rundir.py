@@ -19,6 +19,7 @@ Runs anywhere.
         attempts/0002.json                        attempt 2 has begun: none before it commits any more
         attempts/0002-from-00000200.json          and where it went on from
         drivers/000007.json                       who drives the run, and until when (raydist/lease.py)
+        drivers/000007.stop                       `raydist stop` has asked that driver to end
 
 **Fencing.** A cut-off attempt may still run while a newer one trains, and must not commit. Each attempt writes its number before
 its workers start; who commits looks whether its number is still the newest. No storage makes this look and the commit one, so
@@ -29,19 +30,20 @@ the whole.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from raydist import storagechoice
 from raydist.errors import RunNotFound, UsageError
 from raydist.storage import Storage
 
-DEFAULT_STORAGE = "~/raydist"
 SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER = (
     "spec.yaml", "state.json", "events.jsonl", "metrics", "logs", "tensorboard", "ledger",
 )  # fmt: skip
@@ -49,6 +51,8 @@ CHECKPOINTS, ATTEMPTS, DRIVERS, FAULTS, DRIFT = "checkpoints", "attempts", "driv
 BUCKETS, SAMPLES, REQUESTS, TRACES, REPORT = "buckets", "samples", "requests", "traces", "report.html"
 DATA = ".data"
 """Beside the runs: corpora that raydist prepared by itself."""
+SWEEP_CELLS = "cells.jsonl"
+"""Makes a folder a sweep (raydist/sweepdir.py), as SPEC makes it a run."""
 TUNED = ".tuned"
 """Beside the runs: what was measured for one and holds for the next."""
 
@@ -245,27 +249,50 @@ def fenced(run: RunDir, number: int) -> bool:
 def resolve(run: str, storage: str | None = None) -> RunDir:
     """RUN as a user gives it: a run folder's path or URI, or a name under `storage`.
 
-    Raises RunNotFound, naming where it looked and what is there.
+    Raises RunNotFound, naming where it looked, why there, and what is there.
     """
-    looked = []
+    looked, candidate = [], None
     if "/" in run or "://" in run or Path(run).is_dir():
         candidate = RunDir(run)
         looked.append(candidate.uri)
         if candidate.exists():
             return candidate
-    if "://" not in run and not run.startswith(("/", ".", "~")):
-        home = Storage(storage or default_storage())
-        candidate = RunDir(home.at(run))
-        looked.append(candidate.uri)
-        if candidate.exists():
-            return candidate
-        known = [n for n in home.folders() if not n.startswith(".")]
-        hint = f"runs there: {', '.join(known[:10])}" if known else "give its folder, or --storage"
-    else:
-        hint = "give a run folder's path or URI, or a name with --storage"
-    raise RunNotFound(f"no run {run!r}: looked at {' and '.join(looked)}", hint)
+    if "://" in run or run.startswith(("/", ".", "~")):
+        raise not_found("run", run, looked, [], "give a run folder's path or URI, or a name with --storage")
+    place = storagechoice.choose(storage)
+    stored = Storage(place.uri)
+    named = RunDir(stored.at(run))
+    if named.exists():
+        return named
+    looked.append(f"{named.uri} ({place.because})")
+    if stored.size(f"{run}/{SWEEP_CELLS}") is not None:
+        raise RunNotFound(
+            f"{run!r} is a sweep, at {named.uri}",
+            f"`raydist sweep results {run}` lists its runs, which are {named.uri}/runs/CELL",
+        )
+    known = [n for n in stored.folders() if not n.startswith(".") and stored.size(f"{n}/{SPEC}") is not None]
+    raise not_found("run", run, looked, known, elsewhere(place))
+
+
+def not_found(what: str, name: str, looked: Sequence[str], known: Sequence[str], hint: str) -> RunNotFound:
+    """The error for a run, or a sweep, of that name: where it was looked for, near names, what is there, and `hint`."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    more = f", and {len(known) - 10} more" if len(known) > 10 else ""
+    hints = [
+        f"did you mean {' or '.join(map(repr, near))}?" if near else "",
+        f"{what}s there: {', '.join(known[:10])}{more}" if known else "",
+        hint,
+    ]
+    return RunNotFound(f"no {what} {name!r}: looked at {' and '.join(looked)}", "\n  ".join(filter(None, hints)))
+
+
+def elsewhere(place: storagechoice.StorageChoice) -> str:
+    """Where else there are runs, and how another storage is given."""
+    also = storagechoice.others(place)
+    there = f"there are runs in {' and '.join(also)}: " if also else ""
+    return there + storagechoice.how_to_set()
 
 
 def default_storage() -> str:
-    """Where runs go unless `--storage` says otherwise: $RAYDIST_STORAGE, or ~/raydist."""
-    return os.environ.get("RAYDIST_STORAGE") or DEFAULT_STORAGE
+    """Where runs go unless `--storage` says otherwise: see raydist.storagechoice. Raises UserError for a bad configuration file."""
+    return storagechoice.choose().uri

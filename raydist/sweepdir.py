@@ -25,18 +25,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from raydist.errors import RunNotFound, StorageError
+from raydist.errors import StorageError
 from raydist.records import Event
 from raydist.redact import redact
-from raydist.rundir import Folder, RunDir, check_name, default_storage
+from raydist.rundir import SWEEP_CELLS, Folder, RunDir, check_name, elsewhere, not_found
 from raydist.runlog import plain
 from raydist.storage import Storage
+from raydist.storagechoice import choose
 
 SWEEP, BASE, CELLS, EVENTS, RUNS, RESULTS, HPARAMS = (
-    "sweep.yaml", "base.yaml", "cells.jsonl", "events", "runs", "results.parquet", "hparams",
+    "sweep.yaml", "base.yaml", SWEEP_CELLS, "events", "runs", "results.parquet", "hparams",
 )  # fmt: skip
 SEGMENT_LINES = 1000
 """Of events/: on an object store, which cannot append, each flush sends the open segment again."""
@@ -192,14 +193,48 @@ class SweepLog:
 
 def resolve_sweep(name: str, storage: str | None = None) -> SweepDir:
     """NAME as a user gives it: a sweep folder's path or URI, or a name under `storage`. Raises RunNotFound."""
-    home = Storage(storage or default_storage())
+    choice = choose(storage)
+    home = Storage(choice.uri)
     given = "/" in name or "://" in name
     sweep = SweepDir(name if given else home.at(check_name(name)))
     if sweep.exists():
         return sweep
     known = [folder for folder in home.folders() if SweepDir(home.at(folder)).exists()]
-    hint = f"sweeps in {home.uri}: {', '.join(known[:10])}" if known else f"no sweep was ever started in {home.uri}"
-    raise RunNotFound(f"no sweep {name!r}: looked at {sweep.uri}", hint)
+    hint = elsewhere(choice) if known else f"no sweep was ever started in {home.uri}; {elsewhere(choice)}"
+    raise not_found("sweep", name, [sweep.uri if given else f"{sweep.uri} ({choice.because})"], known, hint)
+
+
+def resolve_any(name: str, storage: str | None = None) -> RunDir | SweepDir:
+    """NAME as a user gives it, of a run or of a sweep: a folder's path or URI, or a name under `storage`. Raises RunNotFound."""
+    choice = choose(storage)
+    looked = []
+    if "/" in name or "://" in name or Path(name).is_dir():
+        looked.append(RunDir(name).uri)
+        if (found := _run_or_sweep(Storage(name))) is not None:
+            return found
+    if "://" in name or name.startswith(("/", ".", "~")):
+        raise not_found("run or sweep", name, looked, [], "give a folder's path or URI, or a name with --storage")
+    home = Storage(choice.uri)
+    if (found := _run_or_sweep(home.at(name))) is not None:
+        return found
+    known = [n for n in home.folders() if not n.startswith(".") and _run_or_sweep(home.at(n)) is not None]
+    raise not_found(
+        "run or sweep", name, [*looked, f"{home.at(name).uri} ({choice.because})"], known, elsewhere(choice)
+    )
+
+
+def _run_or_sweep(storage: Storage) -> RunDir | SweepDir | None:
+    return next((folder for folder in (RunDir(storage), SweepDir(storage)) if folder.exists()), None)
+
+
+def sweep_of(run: RunDir) -> SweepDir | None:
+    """The sweep of which that run is a cell, if it is one."""
+    place, mark, rest = run.full_uri.partition("?")
+    above, _, runs = place.rpartition("/")[0].rpartition("/")
+    if runs != RUNS or not above or above.endswith(":/"):
+        return None
+    sweep = SweepDir(f"{above}{mark}{rest}")
+    return sweep if sweep.exists() else None
 
 
 def _line(value: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ LAYERS = [
     {
         "rundir",
         "storage",
+        "storagechoice",
         "runlog",
         "samples",
         "samplelog",
@@ -34,6 +35,7 @@ LAYERS = [
         "registry",
         "swapspace",
         "requests",
+        "ranklogs",
     },
     {"records", "errors", "redact", "noisescale", "__init__", "__version__"},
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +17,7 @@ import pytest
 
 from raydist import lease as leases
 from raydist.errors import Fenced, UsageError
-from raydist.lease import DriverLease, driven_since
+from raydist.lease import DriverLease, ask_stop, driven_since, newest_driver
 from raydist.rundir import RunDir, begin_attempt, fenced, resume_attempt, start_anew
 from raydist.runstate import LOST_AFTER_S, this_process
 
@@ -172,9 +174,14 @@ def test_storage_that_goes_for_a_while_loses_nothing(tmp_path: Path, monkeypatch
 
 
 def test_on_an_object_store(s3: Any) -> None:
-    """Refused, given back, and taken by exactly one of two that write the same number; a later word at a renewal is obeyed."""
+    """Refused, given back, and taken by exactly one of two that write the same number; a later word at a renewal is obeyed.
+    A stop is heard."""
     run = RunDir(s3.uri("runs/leased"))
     lease = DriverLease(run, renew_s=0.05, settle_s=0.1)
+    driver = newest_driver(run)
+    assert driver is not None
+    assert ask_stop(run, driver)
+    until(lambda: lease.asked_to_stop() == f"process {os.getpid()} on {socket.gethostname()}")
     with pytest.raises(UsageError, match="is being trained already"):
         DriverLease(run)
     put(run, 1)

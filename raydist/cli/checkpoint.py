@@ -13,22 +13,19 @@ from typing import Annotated, Any
 
 import typer
 
+from raydist.cli import options
 from raydist.errors import CheckpointNotFound
 from raydist.rundir import RunDir, resolve
 
 app = typer.Typer(help="List, check, prune and export a run's checkpoints.", no_args_is_help=True)
 
 _Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, folder or URI.", show_default=False)]
-_Storage = Annotated[
-    str | None,
-    typer.Option(help="Where the run of that name is; default: $RAYDIST_STORAGE or ~/raydist.", show_default=False),
-]
 _Step = Annotated[int | None, typer.Option(help="The checkpoint of this step.", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")]
 
 
 @app.command("list")
-def list_(run: _Run, storage: _Storage = None, as_json: _Json = False) -> None:
+def list_(run: _Run, storage: options.Storage = None, as_json: _Json = False) -> None:
     """List a run's committed checkpoints, oldest first."""
     from raydist.worker.checkpoint import manifest
 
@@ -55,7 +52,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 @app.command()
-def verify(run: _Run, step: _Step = None, storage: _Storage = None, as_json: _Json = False) -> None:
+def verify(run: _Run, step: _Step = None, storage: options.Storage = None, as_json: _Json = False) -> None:
     """Check every byte of a run's checkpoints against their hashes. Exit code 3 if a file is bad; it is named."""
     from raydist.worker.checkpoint import manifest, pruning
 
@@ -89,7 +86,7 @@ def prune(
     keep: Annotated[
         int | None, typer.Option(min=1, help="Newest checkpoints that stay, besides the best; default: the run's own.")
     ] = None,
-    storage: _Storage = None,
+    storage: options.Storage = None,
     as_json: _Json = False,
 ) -> None:
     """Delete all checkpoints but the newest ones, the best by eval loss, and those being read."""
@@ -128,7 +125,7 @@ def export(
         str | None,
         typer.Option(help="The run's prepared data, if it has moved; its tokenizer goes along.", show_default=False),
     ] = None,
-    storage: _Storage = None,
+    storage: options.Storage = None,
 ) -> None:
     """Write a checkpoint's weights for other libraries; the newest good one unless --step says otherwise."""
     folder = resolve(run, storage)

@@ -20,12 +20,15 @@ from raydist.cli import (
     convert,
     data,
     faults,
+    logs,
     plan,
     profile,
     report,
+    rm,
     runs,
     sample,
     schema,
+    stop,
     submit,
     sweep,
     trace,
@@ -46,6 +49,9 @@ app = typer.Typer(
 train.register(app)
 submit.register(app)
 runs.register(app)
+stop.register(app)
+logs.register(app)
+rm.register(app)
 watch.register(app)
 profile.register(app)
 trace.register(app)

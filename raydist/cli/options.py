@@ -19,7 +19,13 @@ DeepSpeed = Annotated[
     typer.Option(help="A DeepSpeed JSON file; it beats the job's own fields, but not --set.", show_default=False),
 ]
 Name = Annotated[str | None, typer.Option(help="Name of the run, or sweep. The same name and storage go on with it.")]
-Storage = Annotated[str | None, typer.Option(help="Folder or URI that holds the runs.")]
+Storage = Annotated[
+    str | None,
+    typer.Option(
+        help="Folder or URI that holds the runs. Default: RAYDIST_STORAGE, config.toml, the nearest runs/, or ~/raydist.",
+        show_default=False,
+    ),
+]
 Address = Annotated[
     str | None,
     typer.Option(help="local: a private Ray; auto or HOST:PORT: a cluster. Default: auto in a Ray job, else local."),

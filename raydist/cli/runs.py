@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from raydist.cli import options
-from raydist.redact import redact
 
 
 def register(app: typer.Typer) -> None:
@@ -32,9 +31,12 @@ def runs(
         print(json.dumps(found, allow_nan=False))
         return
     from raydist.report import tables
-    from raydist.rundir import default_storage
+    from raydist.rundir import elsewhere
+    from raydist.storage import Storage
+    from raydist.storagechoice import choose, how_to_set
 
-    tables.runs(found, redact(storage or default_storage()))
+    choice = choose(storage)
+    tables.runs(found, Storage(choice.uri).uri, choice.because, elsewhere(choice) if not found else how_to_set())
 
 
 def show(

@@ -99,6 +99,7 @@ def train_cells(
                     search=search,
                     keep=plans.add,
                     lost=lease.lost,
+                    asked=lease.asked_to_stop,
                     heard=rows.heard,
                 ).run()
     if ended.status == "paused":

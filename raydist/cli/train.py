@@ -201,7 +201,7 @@ def _train(
         starting.stage("workers")
         request = Request(job, run, dataset, gpus, until, allow_spec_change, faults, exporters, starting.seconds)
         with Console(total, run, starting=starting) as console:
-            ending = Supervisor(request, session, console, lost=lease.lost).run()
+            ending = Supervisor(request, session, console, lost=lease.lost, asked=lease.asked_to_stop).run()
     raise_if_stopped(ending, run)
     if ending.signal is not None:
         print(f"interrupted after step {ending.step}; the same command goes on from there", file=sys.stderr)

@@ -56,13 +56,16 @@ class Supervisor:
         refresh_s: float = _REFRESH_S,
         lost: Callable[[], BaseException | None] = lambda: None,
         crew: Crew | None = None,
+        asked: Callable[[], str | None] = lambda: None,
     ) -> None:
         """`lost`: the error to end with once another driver has taken the run over, else None; see `DriverLease.lost`.
+
+        `asked`: who has asked the run to end, see `DriverLease.asked_to_stop`.
 
         `crew`: whose workers the run has, if they fit, and leaves to the next run; None: its own, who end with it.
         """
         self._request, self._session, self._view, self._refresh_s = request, session, view, refresh_s
-        self._lost = lost
+        self._lost, self._asked = lost, asked
         self._crew = crew or Crew(session)
         self._keeps = crew is not None
         self._wishes = Wishes()
@@ -115,6 +118,9 @@ class Supervisor:
             acted = 0
             while attempts.is_alive():
                 attempts.join(self._refresh_s)
+                if not wishes.signals and (who := self._asked()) is not None:
+                    self._view.note(f"`raydist stop`, {who}, asks this run to end")
+                    self.stop(signal.SIGINT)
                 if len(wishes.signals) > acted:
                     acted = len(wishes.signals)
                     self._act_on_signal(acted)
@@ -209,6 +215,8 @@ class Supervisor:
         if snapshot is None:
             return
         self._seen = snapshot["next"]
+        if self._wishes.signals and snapshot["command"] is None and not last:
+            self._line.command("stop")  # the monitor was killed since, and knows of nothing
         for raw in snapshot["events"]:
             self._view.event(Event.from_dict(raw))
         self._view.update(snapshot)

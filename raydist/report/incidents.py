@@ -11,7 +11,7 @@ from typing import Any
 from raydist.records import Event
 from raydist.report import text
 
-_LOGS = "RUN/logs has what the ranks printed"
+_LOGS = "`raydist logs RUN` shows what the ranks printed"
 REMEDIES = {
     "user_error": "the traceback says where",
     "worker_died": f"{_LOGS}; a SIGKILL that nobody sent is the kernel's for lack of memory: its host's log (dmesg) says so",

@@ -25,17 +25,20 @@ _STYLES = {
 }
 
 
-def runs(found: list[dict[str, Any]], home: str, out: Console | None = None) -> None:
-    """The list of `summary.runs`."""
+def runs(found: list[dict[str, Any]], home: str, because: str, hint: str, out: Console | None = None) -> None:
+    """The list of `summary.runs`, where it comes from, why from there, and what to do to see others."""
     out = out or Console(highlight=False)
+    where = Text(f"runs in {home} ({because}); {hint}", style="dim")
     if not found:
-        out.print(f"no runs in {home}")
+        out.print(Text(f"no runs in {home} ({because})"), soft_wrap=True)
+        out.print(Text(f"start one with `raydist train JOB.yaml`, or {hint}"), soft_wrap=True)
         return
     table = _table("run", "status", "steps>", "loss>", "eval loss>", "tokens/s>")
     for run in found:
         losses = (text.loss(run["loss"]), text.loss(run["eval_loss"]), text.rate(run["tokens_per_second"]))
         table.add_row(run["run"], _status(run["status"]), str(run["steps"]), *losses)
     out.print(table)
+    out.print(where, soft_wrap=True)
 
 
 def show(told: dict[str, Any], out: Console | None = None) -> None:

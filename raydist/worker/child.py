@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import json
+import os
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -41,8 +44,9 @@ class Agent:
         return answer["value"]
 
 
-def run(calls: int, control: int, stacks: int, probe: int) -> int:
+def run(calls: int, control: int, stacks: int, probe: int, output: int) -> int:
     """One attempt on this rank; its descriptors. The exit status: 0 if it ended as the agent was told, be it with an error."""
+    _print_to(output)
     faulthandler.enable()  # a segfault leaves its stack in the worker's log
     answer(stacks, socket.socket(fileno=control))
     connection = Connection(calls)
@@ -63,6 +67,16 @@ def run(calls: int, control: int, stacks: int, probe: int) -> int:
         ended = {"error": facts(error, order["rank"])}
     agent("ended", **ended)
     return 0
+
+
+def _print_to(fd: int) -> None:
+    """What this process prints goes to the agent, a line at a time: raydist/worker/output.py."""
+    for number in (1, 2):
+        os.dup2(fd, number)
+    os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
 
 
 def train(order: dict[str, Any], agent: Agent, probe: Probe, startup: Startup) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from raydist.worker import rest
 from raydist.worker.child import facts
 from raydist.worker.forkserver import ForkServer, Process
 from raydist.worker.oom import MemoryWatch
+from raydist.worker.output import Output
 from raydist.worker.rendezvous import hold_port, port_of
 from raydist.worker.stacks import Witness, where
 
@@ -36,6 +37,8 @@ _WATCH_S = 0.5
 _LATE_AGAIN_S = 10.0
 _COLLECTIVES = 1000
 _BEAT_S = 1.0
+_OUTPUT_S = 5.0
+"""How long the end of an agent waits until what its rank printed last is on storage."""
 _ALONE_S = 15.0
 """How long an agent that is cut off from the conductor lets its rank train: longer than the others need to go on without it."""
 
@@ -80,6 +83,8 @@ class _Agent:
         self._left.set()
         self.server.close()
         self._port.close()
+        if self._attempt is not None:
+            self._attempt.wait_for_output(_OUTPUT_S)
 
     def beat(self) -> None:
         """Tells the conductor every second that this agent lives. Cut off or given up, the agent ends, and its rank with it."""
@@ -123,6 +128,7 @@ class _Attempt:
         self._started = threading.Event()
         self._process: Process | None = None
         self._told: dict[str, Any] = {}
+        self._output: Output | None = None
         self._thread = threading.Thread(target=self._run, name="raydist-attempt", daemon=True)
         self._thread.start()
 
@@ -130,6 +136,11 @@ class _Attempt:
         self._started.wait()
         if self._process is not None:
             self._agent.server.kill(self._process)
+
+    def wait_for_output(self, timeout_s: float) -> None:
+        """Returns once all that the rank printed is on storage; or after that time."""
+        if self._output is not None:
+            self._output.wait(timeout_s)
 
     def _run(self) -> None:
         agent = self._agent
@@ -168,9 +179,16 @@ class _Attempt:
         stack.enter_context(control)
         probe, stacks = probing.create(), os.memfd_create("raydist-stacks")
         self._reader = probing.Reader(probe)
+        output = Output(self._order["job"]["run"], self._number, self._rank)
         with their_calls, their_control:
-            fds = [their_calls.fileno(), their_control.fileno(), stacks, probe]
-            process = self._agent.server.fork(fds, self._order["env"])
+            fds = [their_calls.fileno(), their_control.fileno(), stacks, probe, output.fd]
+            try:
+                process = self._agent.server.fork(fds, self._order["env"])
+            except BaseException:
+                output.abandon()
+                raise
+        output.begin()
+        self._output = output
         os.close(probe)
         stack.callback(os.close, stacks)
         self._witness = Witness(process.pid, stacks, control)

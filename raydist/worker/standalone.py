@@ -34,8 +34,8 @@ HEARTBEAT_S = 2.0
 class _Log:
     """Rank 0's door to the run folder: what the RunMonitor does on Ray, less the live view. Runs in the reporter's thread."""
 
-    def __init__(self, run: RunDir, attempt: int, world_size: int, quiet: bool) -> None:
-        self._run, self._log, self._quiet = run, RunLog(run), quiet
+    def __init__(self, run: RunDir, lease: DriverLease, attempt: int, world_size: int, quiet: bool) -> None:
+        self._run, self._lease, self._log, self._quiet = run, lease, RunLog(run), quiet
         # What earlier runs recorded up to the newest checkpoint stays, until `resumed` says where this one goes on.
         self._log.attempt(attempt, run.newest_step())
         self._state: dict[str, Any] = {
@@ -70,7 +70,7 @@ class _Log:
             self._store("running")
             with contextlib.suppress(StorageError):
                 self._traces = [(request.number, request.steps) for request in requests.pending(self._run)]
-        return {"traces": self._traces}
+        return {"traces": self._traces, "command": "stop" if self._lease.asked_to_stop() is not None else None}
 
     def durable(self) -> None:
         self._log.flush()
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("spec", help="a job file")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field of the job")
     parser.add_argument("--name", help="name of the run; default: the job's")
-    parser.add_argument("--storage", default=default_storage(), help="folder or URI that holds the runs")
+    parser.add_argument("--storage", help="folder or URI that holds the runs")
     parser.add_argument("--until", type=int, help="end after this step, with a checkpoint")
     parser.add_argument(
         "--allow-spec-change", action="store_true", help="resume although the spec computes other numbers"
@@ -101,6 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     first = int(os.environ.get("RANK", 0)) == 0
     try:
+        options.storage = options.storage or default_storage()
         spec = load(options.spec, options.set) if first else load(options.spec, options.set, warn=lambda line: None)
         outcome = _run(spec, options, first)
     except RaydistError as error:
@@ -109,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_code
     if first and options.json:
         print(json.dumps(outcome))
-    return 0
+    return 0  # interrupted too: torchrun would start anew what ends otherwise
 
 
 def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
     rank = setup.start(gpus=gpus, threads=max(1, int(spec.cluster.cpus_per_worker)), timeout_s=spec.recovery.timeout_s)
     if not first:
         dataset, attempt = data.open_or_prepare(spec.data, options.storage), run.lineage().newest
-    log = _Log(run, attempt, rank.world_size, quiet=options.json) if first else None
+    log = _Log(run, lease, attempt, rank.world_size, quiet=options.json) if lease else None
     job = Job(spec, run, dataset, attempt, options.until, options.allow_spec_change)
     try:
         outcome = train(job, rank, Door(log.push, log.durable) if log else None)

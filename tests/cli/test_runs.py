@@ -110,7 +110,25 @@ def test_tables(run: RunDir) -> None:
     assert steps[0].split()[:2] == ["step", "loss"]
     assert [line.split()[0] for line in steps[1:]] == ["1", "2", "3"]
     assert [line.split()[4] for line in steps] == ["norm", "-", "-", "41.5"]
-    assert "no runs in" in call("runs", "--storage", f"{run.uri}/nothing")
+    home = str(Path(run.uri).parent)
+    assert table.splitlines()[-1].startswith(
+        f"runs in {home} (--storage); look elsewhere with --storage, RAYDIST_STORAGE, or"
+    )
+
+
+def test_no_runs(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it looked and why, what to do, and the other places that have runs."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("RAYDIST_STORAGE", raising=False)
+    (tmp_path / "runs").mkdir()
+    Path(run.uri).rename(tmp_path / "runs" / "a-run")
+    monkeypatch.chdir(tmp_path)
+    assert f"runs in {tmp_path}/runs (the nearest folder 'runs' with raydist's runs)" in call("runs")
+    told = call("runs", "--storage", "nothing").splitlines()
+    assert told[0] == f"no runs in {tmp_path}/nothing (--storage)"
+    assert told[1].startswith(
+        f"start one with `raydist train JOB.yaml`, or there are runs in {tmp_path}/runs: look elsewhere with"
+    )
 
 
 def test_no_such_run(run: RunDir) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import signal
 import threading
 import time
 from collections import Counter
@@ -65,7 +66,7 @@ class SweepRun:
 
     `cells`: id -> parameters of all cells, in order; `plan` makes one of them ready to train, see `Floor`; `tokens`: those of the
     longest cell. `at_once`: how many train at a time, `room`: see `Pool`. `search` chooses the cells after those; `keep` is given
-    each. `lost`: see `DriverLease.lost`. `heard`: see `SweepLog`.
+    each. `lost` and `asked`: see `DriverLease.lost` and `asked_to_stop`. `heard`: see `SweepLog`.
     """
 
     def __init__(
@@ -84,12 +85,13 @@ class SweepRun:
         search: Search | None = None,
         keep: Callable[[Cell], None] = lambda cell: None,
         lost: Callable[[], BaseException | None] = lambda: None,
+        asked: Callable[[], str | None] = lambda: None,
         heard: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self._spec, self._axes, self._folder, self._cells, self._plan = spec, axes, folder, cells, plan
         self._session, self._view, self._tokens = session, view, tokens
         self._at_once, self._room = at_once, room
-        self._search, self._keep, self._lost, self._heard = search, keep, lost, heard
+        self._search, self._keep, self._lost, self._asked, self._heard = search, keep, lost, asked, heard
         self._signals: list[int] = []
         self._error: BaseException | None = None
         self._gone = False
@@ -205,6 +207,9 @@ class SweepRun:
         ended, acted = Ended("finished"), 0
         while thread.is_alive():
             thread.join(_REFRESH_S)
+            if not self._signals and (who := self._asked()) is not None:
+                self._view.note(f"`raydist stop`, {who}, asks this sweep to end")
+                self._signals.append(signal.SIGINT)
             if len(self._signals) > acted:
                 acted = len(self._signals)
                 again = " (again to end at once)" if acted == 1 else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from pathlib import Path
@@ -127,6 +128,24 @@ def test_a_limit_is_reached(tmp_path: Path, limits: Any, earlier: Spent, gpus: f
     assert view.notes == [f"{why}: a checkpoint of every cell that trains; the others wait"]
     assert queue.is_finished()
     assert queue.left == 1
+
+
+def test_raydist_stop(tmp_path: Path) -> None:
+    """Asked from another shell: as one SIGINT, and no second one while the request stands."""
+    spec = SweepSpec.model_validate({"base": "b.yaml", "array": {"parameters": [{"lr": [1, 2]}]}})
+    cell, view, queue = Training("cell", 2, 0.0), Noted(), CellQueue(["waits"], 1, "10.0.0.1")
+    floor, log = floor_of(tmp_path, cell)
+    run = SweepRun(
+        spec, [], SweepDir(tmp_path), {"cell": {}, "waits": {}}, cast(Any, None), cast(Session, None), view,
+        tokens=1, at_once=1, asked=lambda: "process 7 on h",
+    )  # fmt: skip
+    run._done, run._before, run._began = {}, Spent(), time.monotonic()
+    thread = threading.Thread(target=cell.join)
+    thread.start()
+    assert run._watch(thread, floor, log, queue) == Ended("interrupted", "interrupted", signal.SIGINT)
+    thread.join()
+    assert cell.told == [Wish("paused", "interrupted", at_once=False)]
+    assert view.notes[0] == "`raydist stop`, process 7 on h, asks this sweep to end"
 
 
 def test_what_a_search_will_not_choose_is_not_waited_for(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def plain(model: ModelSpec) -> ModelSpec:
 
 def build(model: ModelSpec, vocab_size: int) -> nn.Module:
     """What `model.name: faulty:build` gives."""
+    print(f"the model of rank {os.environ['RANK']}")
     faults = Faults(model.options)
     fsync = os.fsync
 

@@ -1,0 +1,175 @@
+"""`raydist rm`: deletes runs, and sweeps with their cells, after it has said what and has asked.
+
+Runs in: the user's shell. Never imports ray or torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raydist.cli import options
+from raydist.errors import StorageError, UsageError
+
+if TYPE_CHECKING:
+    from raydist.rundir import RunDir
+    from raydist.sweepdir import SweepDir
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(rm)
+
+
+def rm(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...", help="Runs' or sweeps' names, or their folders' paths or URIs.", show_default=False
+        ),
+    ],
+    storage: options.Storage = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="What was deleted, as a list; needs --yes.")] = False,
+) -> None:
+    """Delete runs, and sweeps with all their cells: records, logs and checkpoints."""
+    if as_json and not yes:
+        raise UsageError("--json asks nothing", "give --yes too")
+    from raydist.report.text import size
+
+    chosen = [_chosen(name, storage) for name in names]
+    found = list({one.folder.uri: one for one in chosen}.values())
+    for one in found:
+        if not as_json:
+            print(f"{one}: {size(one.bytes)} in {one.files} files: {one.folder.uri}")
+            for line in one.stays:
+                print(f"  {line}")
+    if not yes and not _agreed(len(found)):
+        print("nothing was deleted")
+        return
+    for one in found:
+        _delete(one.folder)
+        if not as_json:
+            print(f"deleted {one.folder.uri}")
+    if as_json:
+        print(
+            json.dumps(
+                [{"name": o.folder.name, "path": o.folder.uri, "bytes": o.bytes, "files": o.files} for o in found]
+            )
+        )
+
+
+def _agreed(count: int) -> bool:
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError("nobody is there to be asked: this is no terminal", "give --yes to delete without a question")
+    return typer.confirm(f"delete {'it' if count == 1 else f'these {count}'} for good?")
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What is to be deleted, with its files, and what of it is elsewhere and `stays`."""
+
+    folder: RunDir | SweepDir
+    what: str
+    files: int
+    bytes: int
+    stays: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.what
+
+
+def _chosen(name: str, storage: str | None) -> _Chosen:
+    """Raises UserError for what is no run or sweep, is a link or a cell, or has a driver."""
+    from raydist.lease import newest_driver
+    from raydist.rundir import RunDir
+    from raydist.runstate import read_state
+    from raydist.sweepdir import resolve_any, sweep_of
+
+    folder = resolve_any(name, storage)
+    local = folder.storage.local
+    if local is not None and local.is_symlink():
+        raise UsageError(f"{local} is a link to {local.resolve()}", "name that folder, or remove the link by hand")
+    driver = newest_driver(folder)
+    if isinstance(folder, RunDir):
+        if driver is None and (sweep := sweep_of(folder)) is not None:
+            raise UsageError(
+                f"run {folder.name} is a cell of sweep {sweep.name}",
+                f"`raydist rm {sweep.uri}` deletes the sweep with all its cells",
+            )
+        status = read_state(folder)["status"]
+        what, trains = (
+            f"run {folder.name} ({status}, step {folder.newest_step()})",
+            driver is None and status == "running",
+        )
+    else:
+        what, trains = f"sweep {folder.name} ({len(folder.cells())} cells)", False
+    if trains or (driver is not None and driver.alive):
+        by = f", driven by {driver}" if driver is not None else ""
+        raise UsageError(f"{what.partition(' (')[0]} is running{by}", f"end it first: raydist stop {folder.uri}")
+    files, count = _measure(folder)
+    return _Chosen(folder, what, files, count, _stays(folder))
+
+
+def _measure(folder: RunDir | SweepDir) -> tuple[int, int]:
+    """Files and bytes; what links point to is not counted, for it is not deleted."""
+    if (local := folder.storage.local) is None:
+        sizes = folder.storage.files(recursive=True, unfinished=True)
+        return len(sizes), sum(sizes.values())
+    files = count = 0
+    for where, _, names in os.walk(local):
+        for name in names:
+            with suppress(FileNotFoundError):
+                files, count = files + 1, count + os.lstat(os.path.join(where, name)).st_size
+    return files, count
+
+
+def _stays(folder: RunDir | SweepDir) -> tuple[str, ...]:
+    """What of it is on other storage, in words."""
+    import yaml
+
+    from raydist.rundir import SPEC, RunDir
+    from raydist.sweepdir import BASE
+
+    try:
+        spec = yaml.safe_load(folder.storage.read(SPEC if isinstance(folder, RunDir) else BASE))
+        replicas = (spec.get("checkpoint") or {}).get("replicas") or []
+    except (OSError, AttributeError, yaml.YAMLError):
+        return ()
+    return tuple(f"copies of its checkpoints in {replica} stay" for replica in replicas)
+
+
+def _delete(folder: RunDir | SweepDir) -> None:
+    """All of it. Nobody can begin to train it meanwhile; what makes it a run goes last, so that a second call goes on."""
+    from raydist.lease import DriverLease
+    from raydist.rundir import DRIVERS, SPEC, RunDir
+    from raydist.sweepdir import CELLS
+
+    storage = folder.storage
+    with DriverLease(RunDir(storage)):
+        for name in [*storage.folders(), *storage.files(unfinished=True)]:
+            if name not in (DRIVERS, SPEC, CELLS):
+                _remove(folder, name)
+    _remove(folder, "")
+
+
+def _remove(folder: RunDir | SweepDir, name: str) -> None:
+    local = folder.storage.local
+    if local is None:
+        folder.storage.delete(name)
+        return
+    path = local / name
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)  # removes links, and never follows them
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot delete {path}: {error.strerror or error}", "") from error

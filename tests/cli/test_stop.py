@@ -1,0 +1,229 @@
+"""`raydist stop`: whom it asks, what it waits for, and what it says where nobody drives. A driver here is its lease alone."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from raydist import lease as leases
+from raydist.cli import stop
+from raydist.errors import RunNotFound, StopFailed, UsageError
+from raydist.lease import DriverLease, ask_stop, newest_driver
+from raydist.records import Event
+from raydist.rundir import SPEC, RunDir
+from raydist.runstate import LOST_AFTER_S, this_process, write_state
+from raydist.sweepdir import CellNote, SweepDir, SweepLog
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drivers and commands look often."""
+    monkeypatch.setattr(leases, "STOP_LOOK_S", 0.02)
+    monkeypatch.setattr(stop, "POLL_S", 0.02)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run at step 7."""
+    run = RunDir(tmp_path / "a-run")
+    run.storage.write(SPEC, b"name: a-run\n")
+    state(run, "running")
+    return run
+
+
+def state(run: RunDir, status: str) -> None:
+    """What the run's monitor wrote last."""
+    write_state(run, {"status": status, "heartbeat_at": time.time(), "driver": this_process(), "step": 7})
+
+
+def call(*arguments: str) -> Any:
+    """The command, done; what it raises passes through."""
+    app = typer.Typer()
+    stop.register(app)
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+def driving(folder: RunDir, end: Callable[[], None]) -> threading.Thread:
+    """A driver that ends, by `end` first, once it is asked to. Started when it has the lease."""
+    lease = DriverLease(folder)
+
+    def drive() -> None:
+        deadline = time.monotonic() + 30
+        while lease.asked_to_stop() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        end()
+        lease.release()
+
+    thread = threading.Thread(target=drive)
+    thread.start()
+    return thread
+
+
+def test_asks_waits_and_tells(run: RunDir) -> None:
+    """The driver hears it while it holds the run; the command returns once the lease is given back, with status and step."""
+    thread = driving(run, lambda: state(run, "interrupted"))
+    done = call(run.uri)
+    thread.join()
+    assert (done.exit_code, done.stdout) == (
+        0,
+        "run a-run: interrupted at step 7, without a checkpoint; the same command goes on from there\n",
+    )
+    assert "one checkpoint, then a clean end" in done.stderr
+
+
+def test_two_at_once(run: RunDir) -> None:
+    """Both wait for the same end; the second one says that it was asked already."""
+    thread = driving(run, lambda: state(run, "interrupted"))
+    results: list[Any] = []
+    first = threading.Thread(target=lambda: results.append(stop.wait(stop._Folder(run), newest_driver(run), 30)))  # type: ignore[arg-type]
+    first.start()
+    driver = newest_driver(run)
+    assert driver is not None
+    asked = ask_stop(run, driver)
+    assert asked
+    assert not ask_stop(run, driver)
+    first.join()
+    thread.join()
+    assert results == [None]
+
+
+def test_not_carried_over(run: RunDir) -> None:
+    """A stop of a driver that ended on its own, or was killed before it looked, is not for the next one."""
+    lease = DriverLease(run)
+    driver = newest_driver(run)
+    assert driver is not None
+    lease.release()
+    ask_stop(run, driver)  # it came too late
+    with DriverLease(run) as after:
+        after._look_for_stop()
+        assert after.asked_to_stop() is None
+        assert [name for name in run.storage.files("drivers") if name.endswith(".stop")] == []
+
+
+def test_only_asks(run: RunDir) -> None:
+    """--no-wait returns at once; the request stands until the driver sees it."""
+    lease = DriverLease(run)
+    done = call(run.uri, "--no-wait", "--json")
+    assert json.loads(done.stdout) == {
+        "name": "a-run",
+        "path": run.uri,
+        "status": "running",
+        "step": 7,
+        "asked": True,
+        "ended": False,
+    }
+    lease._look_for_stop()
+    assert "process" in (lease.asked_to_stop() or "")
+    lease.release()
+
+
+def test_not_in_time(run: RunDir) -> None:
+    """Exit code 3, with where the run is; the request stands."""
+    with DriverLease(run) as lease, pytest.raises(StopFailed, match="has not ended in 0 s: at step 7") as caught:
+        lease._look_for_stop = lambda: None  # type: ignore[method-assign]  # busy
+        call(run.uri, "--timeout", "0")
+    assert caught.value.exit_code == 3
+    assert "the request stands" in caught.value.hint
+
+
+@pytest.mark.parametrize("status", ["finished", "interrupted"])
+def test_nobody_drives_it(run: RunDir, status: str) -> None:
+    """One line, exit code 0: what was asked for holds."""
+    DriverLease(run).release()
+    state(run, status)
+    done = call(run.uri)
+    assert done.exit_code == 0
+    assert done.stdout == f"run a-run is {status} at step 7, without a checkpoint: there is nothing to stop\n"
+
+
+def put(run: RunDir, age: float, **changes: Any) -> None:
+    """The word of a driver on another host."""
+    driver = {"host": "elsewhere", "pid": 77, "pids": "other", "since": time.time() - age}
+    body = {"driver": driver, "key": "theirs", "renewed_at": time.time() - age, "ended": False, **changes}
+    run.storage.write("drivers/000004.json", json.dumps(body).encode())
+
+
+def test_a_dead_driver(run: RunDir) -> None:
+    """Its lease has expired: said, with who it was and what goes on; nothing is asked of it."""
+    put(run, LOST_AFTER_S + 10)
+    done = call(run.uri)
+    assert done.exit_code == 0
+    assert (
+        "run a-run does not train any more: its driver, process 77 on elsewhere, was last heard of 40 s ago"
+        in done.stdout
+    )
+    assert "the same command goes on" in done.stdout
+    assert not run.storage.exists("drivers/000004.stop")
+
+
+def test_a_driver_that_dies_on_the_way(run: RunDir) -> None:
+    """No clean end came, and that is said."""
+    put(run, 0.0)
+    driver = newest_driver(run)
+    assert driver is not None
+    put(run, LOST_AFTER_S + 1)
+    with pytest.raises(StopFailed, match="process 77 on elsewhere, died before it had ended the run"):
+        stop.wait(stop._Folder(run), driver, 30)
+
+
+def test_ctrl_c_withdraws_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 130; the run ends all the same, and that is said."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stop, "wait", interrupted)
+    with DriverLease(run):
+        done = call(run.uri)
+        assert run.storage.exists("drivers/000001.stop")
+    assert done.exit_code == 130
+    assert "run a-run ends all the same" in done.stderr
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> SweepDir:
+    """A sweep of two cells, of which one has finished."""
+    sweep = SweepDir(tmp_path / "a-sweep")
+    sweep.write("", "", [CellNote(i, f"c{i}", i, {}, 0) for i in range(2)])
+    log = SweepLog(sweep)
+    for event in (
+        Event("began", 0.0, {}),
+        Event("started", 0.0, {"cell": "c0"}),
+        Event("finished", 0.0, {"cell": "c0"}),
+    ):
+        log.event(event.kind, **event.data)
+    log.flush()
+    sweep.run("c0").storage.write(SPEC, b"")
+    return sweep
+
+
+def test_a_sweep(sweep: SweepDir) -> None:
+    """By its name, as a run; its end is told in cells. A cell alone is refused, and says whom to stop."""
+
+    def end() -> None:
+        log = SweepLog(sweep)
+        log.event("ended", status="interrupted", cause="")
+        log.flush()
+
+    home = str(Path(sweep.uri).parent)
+    thread = driving(RunDir(sweep.storage), end)
+    done = call("a-sweep", "--storage", home)
+    thread.join()
+    assert done.stdout == (
+        "sweep a-sweep: interrupted 2 cells: 1 finished, 1 waiting; the same command goes on from there\n"
+    )
+    with pytest.raises(UsageError, match="run c0 is a cell of sweep a-sweep") as caught:
+        call(f"{sweep.uri}/runs/c0")
+    assert f"raydist stop {sweep.uri}" in caught.value.hint
+    with pytest.raises(RunNotFound) as not_found:
+        call("a-swep", "--storage", home)
+    assert "did you mean 'a-sweep'?" in not_found.value.hint
