@@ -8,7 +8,6 @@ Runs anywhere. Must not import ray or torch.
           events/000001.jsonl   what happened to cells, a line each; 000001 counts up, and each driver begins a new one
           drivers/              who drives the sweep (raydist/lease.py)
           runs/CELL_ID/         an ordinary run folder (raydist/rundir.py)
-          hparams/CELL_ID/      its row for TensorBoard (raydist/observe/rows/)
           results.parquet       `raydist sweep results`: a row a point
           report.html           `raydist sweep report`
 
@@ -35,8 +34,8 @@ from raydist.rundir import Folder, RunDir, check_name, default_storage
 from raydist.runlog import plain
 from raydist.storage import Storage
 
-SWEEP, BASE, CELLS, EVENTS, RUNS, RESULTS, HPARAMS = (
-    "sweep.yaml", "base.yaml", "cells.jsonl", "events", "runs", "results.parquet", "hparams",
+SWEEP, BASE, CELLS, EVENTS, RUNS, RESULTS = (
+    "sweep.yaml", "base.yaml", "cells.jsonl", "events", "runs", "results.parquet",
 )  # fmt: skip
 SEGMENT_LINES = 1000
 """Of events/: on an object store, which cannot append, each flush sends the open segment again."""
