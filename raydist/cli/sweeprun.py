@@ -19,6 +19,7 @@ from raydist.sweepdir import SweepDir
 from raydist.sweepstate import DONE, fold
 
 if TYPE_CHECKING:
+    from raydist.records import Event
     from raydist.spec.sweep import Cell, Sweep
 
 
@@ -40,6 +41,7 @@ def train_cells(
     from raydist.cluster.sweep.sweep import SweepRun
     from raydist.lease import DriverLease
     from raydist.observe.rows import choose
+    from raydist.report.sweep.standing import Standing
     from raydist.report.sweeplive import SweepConsole
     from raydist.rundir import RunDir
     from raydist.spec.sweep import check, store
@@ -58,13 +60,21 @@ def train_cells(
     rows = RowBook(
         folder, choose([e.model_dump() for e in sweep.base.observe.exporters], folder), sweep.spec.objective.metric
     )
+    standing = Standing(sweep.spec.objective.metric, sweep.spec.objective.better)
+
+    def heard(event: Event) -> None:
+        rows.heard(event)
+        standing.heard(event)
+
     with DriverLease(RunDir(folder.storage), wait_s=wait_for_driver) as lease, closing(rows):
         store(folder, sweep, cells)
         events = folder.events()
         search = Search(sweep, events) if sweep.spec.search.chooses else None
         if search is not None:
             cells = search.cells
-        rows.begin(folder.cells(events), events)
+        notes = folder.cells(events)
+        rows.begin(notes, events)
+        standing.begin(notes, events)
         states = fold(events)
         done = all(cell.id in states and states[cell.id].status in DONE for cell in cells)
         if done and (search is None or search.over):
@@ -83,7 +93,7 @@ def train_cells(
         ):
             known = cells if search is None else [*(cell for cell in cells if not cell.problems), *able]
             plans = Plans(known, folder, datasets, session, sweep.spec.array.concurrent)
-            with SweepConsole(sweep.name, limits.cost_per_gpu_hour) as console:
+            with SweepConsole(sweep.name, limits.cost_per_gpu_hour, standing) as console:
                 ended = SweepRun(
                     sweep.spec,
                     sweep.axes,
@@ -98,7 +108,7 @@ def train_cells(
                     search=search,
                     keep=plans.add,
                     lost=lease.lost,
-                    heard=rows.heard,
+                    heard=heard,
                 ).run()
     if ended.status == "paused":
         print(f"paused: {ended.because}; the same command goes on from there", file=sys.stderr)
