@@ -5,7 +5,6 @@ Runs in: the user's shell, or a Ray job's driver. Imports ray inside functions; 
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raydist.cli.place import where
 from raydist.cli.train import progress, run_logs
 from raydist.storage import Storage
 from raydist.sweepdir import SweepDir
@@ -56,7 +56,7 @@ def train_cells(
     names = {name for c in able for name in (c.job.model.name, c.job.parallel.strategy)}
     exporters = {e.name for c in able for e in c.job.observe.exporters}
     own_code = any(":" in name for name in names | exporters)
-    place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
+    place = where(address)
     rows = RowBook(
         folder, choose([e.model_dump() for e in sweep.base.observe.exporters], folder), sweep.spec.objective.metric
     )

@@ -38,14 +38,17 @@ def forecast(told: dict[str, Any], out: Console | None = None) -> None:
     cells, totals = told["cells"], told["totals"]
     if cells:
         fields = list(dict.fromkeys(name for cell in cells for name in cell["parameters"]))
-        numbers = ["seed>", "workers>", "steps>", "tokens>", "hours>", "GPU-hours>", "cost>"]
+        amounts = {"gpu_hours": "GPU-hours>", "cost": "cost>"}  # where no cell has a GPU, they say nothing
+        amounts = {name: head for name, head in amounts.items() if any(_positive(cell[name]) for cell in cells)}
+        numbers = ["seed>", "workers>", "steps>", "tokens>", "time>", *amounts.values()]
         heads = ["cell", *_heads(fields, cells), *numbers]
         rows = [
             [
                 cell["id"],
                 *(_parameter(cell["parameters"].get(name)) for name in fields),
                 *(_count(cell[name]) for name in ("seed", "workers", "steps", "tokens")),
-                *(_reckoned(cell["by"], _amount(cell[name])) for name in ("hours", "gpu_hours", "cost")),
+                _reckoned(cell["by"], _span(cell["hours"])),
+                *(_reckoned(cell["by"], _amount(cell[name])) for name in amounts),
             ]
             for cell in cells
         ]
@@ -58,15 +61,28 @@ def forecast(told: dict[str, Any], out: Console | None = None) -> None:
             _say(out, f"{them[0]}{f' and {len(them) - 1} more' if len(them) > 1 else ''}: {note}", "dim")
     took = [f"{totals['cells']:,} cells, {totals['points']:,} points"]
     took += [f"{_count(totals['tokens'])} tokens"] if totals["tokens"] is not None else []
-    for name, what in (("gpu_hours", "GPU-hours"), ("hours", "hours"), ("cost", "cost")):
-        limit = told["limits"].get(name)
-        of = "" if limit is None else f" of {limit:g}"
-        took += [f"{what} {_amount(totals[name])}{of}"] if totals[name] is not None or of else []
+    if totals["hours"] is not None:
+        took.append(f"about {_span(totals['hours'])} on the wall")
+    if totals["gpu_hours"] is None or totals["gpu_hours"] > 0:
+        for name, what in (("gpu_hours", "GPU-hours"), ("cost", "cost")):
+            limit = told["limits"].get(name)
+            of = "" if limit is None else f" of {limit:g}"
+            took += [f"{what} {_amount(totals[name])}{of}"] if totals[name] is not None or of else []
+    if told["limits"]["hours"] is not None:
+        took.append(f"it pauses after {_span(told['limits']['hours'])} (limits.hours)")
     _say(out, "; ".join(took), "bold")
     for note in told["notes"]:
         _say(out, note)
     for over in told["over"]:
         _say(out, over, "yellow")
+
+
+def _positive(amount: float | None) -> bool:
+    return amount is not None and amount > 0
+
+
+def _span(hours: float | None) -> str:
+    return "-" if hours is None else text.span(hours * 3600)
 
 
 def _reckoned(by: str | None, shown: str) -> str:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from raydist.cli.place import Ground
 from raydist.errors import StorageError, UsageError
 from raydist.lease import DriverLease
 from raydist.report.html.sweep import render
@@ -337,7 +338,10 @@ def test_the_forecast(swept: Make, tmp_path: Path) -> None:
 
     told = tell_it()
     assert [(cell["hours"], cell["by"]) for cell in told["cells"]] == [(None, None)] * 4
-    assert told["notes"] == ["hours and cost: measured as it runs", "one cell after another"]
+    assert told["notes"] == [
+        "time: not known until a cell, or quickstart, the base, has run in the same storage: then by its tokens/s",
+        "one cell after another",
+    ]
     assert (told["totals"]["cells"], told["totals"]["tokens"], told["over"]) == (4, 4 * 819200, [])
     base = made.sweep.base
     run = SweepDir(storage.uri).storage.at(base.name)
@@ -355,13 +359,13 @@ def test_the_forecast(swept: Make, tmp_path: Path) -> None:
         measured, measured, "reckoned for H100 at 40%", "unknown: its model is new"
     ]  # fmt: skip
     assert told["notes"][1:3] == [
-        "hours marked ~, of 1 of 4 cells: reckoned as raydist plan does, for H100 at 40%, not measured; starting a cell comes "
+        "time marked ~, of 1 of 4 cells: reckoned as raydist plan does, for H100 at 40%, not measured; starting a cell comes "
         "on top",
-        "hours are not reckoned: its model is new",
+        "time is not reckoned: its model is new",
     ]
     sink = io.StringIO()
     tables.forecast(told, Console(file=sink, width=40))
-    assert [line.split()[7] for line in sink.getvalue().splitlines()[1:5]] == ["0.228", "0.228", "~0.0278", "-"]
+    assert [line.split()[7] for line in sink.getvalue().splitlines()[1:5]] == ["13:39", "13:39", "~1:40", "-"]
     made.finish(0, 2.0, tokens_per_second=2000.0)
     made.finish(2, 2.0, tokens_per_second=4000.0)
     told = tell_it()
@@ -371,6 +375,45 @@ def test_the_forecast(swept: Make, tmp_path: Path) -> None:
     assert told["totals"]["cost"] == pytest.approx(4 * sum(each))
     assert told["totals"]["hours"] == pytest.approx(sum(each))
     assert told["over"] == ["limits.gpu_hours: 0.1 will end the sweep before its last cell: it takes about 0.683"]
+
+
+def test_the_forecast_of_a_place(swept: Make, tmp_path: Path) -> None:
+    """What really runs there: as many cells at once as fit, no GPU-hours and no cost without a GPU; or why none can run."""
+    made = swept("array: {parameters: {batch_size: [16, 32, 64]}, concurrent: 3}\n"
+                 "limits: {gpu_hours: 10, hours: 2, cost_per_gpu_hour: 2}")  # fmt: skip
+    known = [forecast.Pace(forecast.kind(made.sweep.base), 4096.0, "run quickstart")]
+    jobs = [cell.job for cell in made.cells]
+
+    def tell_it(*nodes: dict[str, float]) -> tuple[dict[str, Any], list[str]]:
+        ground = Ground("this machine", nodes, {k: sum(n.get(k, 0.0) for n in nodes) for k in ("CPU", "GPU")})
+        told = dict(strict(forecast.tell(made.sweep, made.cells, known, None, ground.place(jobs, 3))))
+        sink = io.StringIO()
+        tables.forecast(told, Console(file=sink, width=200))
+        return told, sink.getvalue().splitlines()
+
+    told, shown = tell_it({"CPU": 2.0})
+    assert told["where"] == "this machine (2 CPUs, no GPU)"
+    assert (told["totals"]["at_once"], told["totals"]["gpu_hours"], told["totals"]["cost"]) == (1, 0.0, 0.0)
+    assert shown[0].split()[-2:] == ["tokens", "time"]
+    assert shown[1].split()[-1] == "3:20"
+    assert shown[4:] == [
+        "3 cells, 3 points; 2,457,600 tokens; about 10:00 on the wall; it pauses after 2:00:00 (limits.hours)",
+        "time: by 4,096 tokens/s of run quickstart; starting a cell comes on top",
+        "on this machine (2 CPUs, no GPU): one cell after another; array.concurrent is 3, there is no room for more",
+    ]
+    told, shown = tell_it({"CPU": 4.0})
+    assert "about 6:40 on the wall" in shown[4]
+    assert shown[-1].startswith("on this machine (4 CPUs, no GPU): 2 cells at once; array.concurrent is 3")
+    told, shown = tell_it({"CPU": 16.0, "GPU": 8.0}, {"CPU": 16.0})
+    assert shown[0].split()[-3:] == ["time", "GPU-hours", "cost"]
+    assert shown[-1] == "on this machine (32 CPUs, 8 GPUs, 2 nodes): 3 cells at once"
+    assert "GPU-hours 0.333 of 10; cost 0.667" in shown[4]
+    told, shown = tell_it({"CPU": 1.0})
+    assert (told["totals"]["at_once"], told["totals"]["hours"]) == (None, None)
+    assert shown[-1] == (
+        "on this machine (1 CPU, no GPU) it cannot run: a cell asks for 2 workers of 1 CPU, the cluster has 1 CPU on 1 node: "
+        "1 would fit; --address says where else"
+    )
 
 
 def test_ten_thousand_cells_are_read_from_the_log_alone(swept: Make, monkeypatch: pytest.MonkeyPatch) -> None:
