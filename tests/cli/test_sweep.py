@@ -67,7 +67,7 @@ def test_a_dry_run_shows_the_cells(tmp_path: Path, capsys: pytest.CaptureFixture
     assert lines[0].split() == [
         "cell", "learning_rate", "batch_size", "seed", "workers", "steps", "tokens", "time",
     ]  # fmt: skip
-    assert lines[1].split()[1:7] == ["0.0001", "64", "17", "2", "100", "819,200"]
+    assert lines[1].split()[1:7] == ["0.001", "8", "17", "2", "800", "819,200"]
     assert lines[10] == "9 cells, 9 points; 7,372,800 tokens; it pauses after 2:00:00 (limits.hours)"
     assert list(tmp_path.iterdir()) == []
 
@@ -85,10 +85,10 @@ def test_a_dry_run_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ]  # fmt: skip
     assert [cell["id"] for cell in told["cells"]] == [cell.id for cell in load_sweep(LR_BATCH).cells()]
     assert told["cells"][0]["adjusted"] == {
-        "train.steps": 100,
-        "eval.every": 25,
-        "checkpoint.every": 25,
-        "eval.batches": 4,
+        "train.steps": 800,
+        "eval.every": 200,
+        "checkpoint.every": 200,
+        "eval.batches": 32,
     }
 
 
@@ -163,6 +163,7 @@ def test_a_dry_run_of_a_search(
         "there are no more than 6 points, array.samples is 20",
         f"{path}: model.heads: 5 does not divide width 128; try 2 or 4 or 8 (in heads5-layers2-seed17-gnguxsyw): such cells "
         "fail when they are chosen",
+        "layers 4 of the base lies outside of what is tried (1 to 2): the best may be worse than the base",
         "time: not known until a cell, or quickstart, the base, has run in the same storage: then by its tokens/s",
         "on this machine (4 CPUs, no GPU): 2 cells at once",
     ]
@@ -252,7 +253,7 @@ def test_results_in_every_form(swept: SweepDir, capsys: pytest.CaptureFixture[st
     assert (told["best"], told["counts"]) == (4, {"finished": 9})
     assert (Path(swept.uri) / "results.parquet").stat().st_size > 0
     shown = call(capsys, "sweep", "results", swept.uri)[1].splitlines()
-    assert shown[1].split()[:3] == ["5e-05", "128", "2.0000"]
+    assert shown[1].split()[:3] == ["0.003", "16", "2.0000"]
     assert call(capsys, "sweep", "results", swept.uri, "--csv")[1].count("\n") == 10
     assert call(capsys, "sweep", "results", swept.uri, "--markdown")[1].startswith("| learning_rate | batch_size |")
 
@@ -262,8 +263,8 @@ def test_the_best_is_ready_to_train(swept: SweepDir, tmp_path: Path, capsys: pyt
     out = tmp_path / "best.yaml"
     assert call(capsys, "sweep", "best", swept.uri, "-o", str(out))[0] == 0
     job = load(out)
-    assert (job.name, job.optim.lr, job.train.global_batch, job.train.steps) == ("lr-batch-best", 5e-5, 128, 50)
-    assert out.read_text().startswith("# The best cell of sweep lr-batch: lr5e-05-batch128-")
+    assert (job.name, job.optim.lr, job.train.global_batch, job.train.steps) == ("lr-batch-best", 3e-3, 16, 400)
+    assert out.read_text().startswith("# The best cell of sweep lr-batch: lr0.003-batch16-")
     assert call(capsys, "sweep", "best", swept.uri)[1] == out.read_text()
     code, _, err = call(capsys, "sweep", "best", swept.uri, "-o", str(tmp_path / "no/such/folder.yaml"))
     # What is wrong, and where to look.

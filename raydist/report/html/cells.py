@@ -103,9 +103,11 @@ def _paths(levels: NDArray[np.int64]) -> list[tuple[int, str]]:
 
 
 def _name(word: str, x: float, y: float, wide: float, tall: float) -> list[Markup]:
-    frame = tag("rect", class_="frame", x=round(x + 1, 1), y=round(y + 1, 1), width=wide - 2, height=max(tall - 2, 1.0))
+    box = {"x": round(x + 1, 1), "y": round(y + 1, 1), "width": wide - 2, "height": max(tall - 2, 1.0)}
+    # White on black: one of them stands out from any colour of the scale.
+    frame = [tag("rect", class_=f"frame {look}".strip(), **box) for look in ("behind", "")]
     place = {"x": round(x + wide / 2, 1), "y": round(y + tall / 2 + 4, 1), "text_anchor": "middle"}
-    return [frame, *([tag("text", word, class_="label", **place)] if wide > CHAR * len(word) and tall > 14 else [])]
+    return [*frame, *([tag("text", word, class_="label", **place)] if wide > CHAR * len(word) and tall > 14 else [])]
 
 
 def _legend(

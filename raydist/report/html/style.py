@@ -48,7 +48,8 @@ svg .faint{stroke-width:1;opacity:.55}svg .dots{stroke-width:6}
 
 svg text.label,.parallel text{paint-order:stroke;stroke:var(--sheet);stroke-width:3px;stroke-linejoin:round}
 svg text.label{fill:var(--ink)}
-.parallel .wide{margin-top:0}.parallel svg{min-width:960px}.row{fill:none}svg .frame{fill:none;stroke:var(--sheet);stroke-width:2}
+.parallel .wide{margin-top:0}.parallel svg{min-width:960px}.row{fill:none}svg .frame{fill:none;stroke:#fff;stroke-width:1.5}
+svg .frame.behind{stroke:#000;stroke-width:3.5}
 svg path.mark{stroke:var(--quiet);stroke-dasharray:3 3;fill:none}svg path.mark.bad{stroke:var(--bad)}
 svg text.mark.bad{fill:var(--bad)}
 svg .cross{stroke:var(--ink);stroke-width:.8;fill:none;pointer-events:none}

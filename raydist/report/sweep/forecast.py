@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from raydist.errors import RaydistError
-from raydist.report.sweep import unchosen
+from raydist.report.sweep import ownvalues, unchosen
 from raydist.report.sweep.figures import measure
 from raydist.rundir import SPEC, RunDir
 from raydist.runlog import plain
@@ -205,6 +205,7 @@ def _notes(
     reckoned = [one.removeprefix(RECKONED) for one in by if one.startswith(RECKONED)]
     if sweep.spec.search.chooses:
         notes += unchosen.notes(sweep, cells)
+    notes += ownvalues.outside(sweep.axes, sweep.base)
     asked = (sweep.spec.array.samples or 0) * sweep.spec.array.seeds
     if sweep.spec.array.type == "random" and not sweep.spec.search.chooses and totals["cells"] < asked:
         notes.append(f"{asked - totals['cells']} draws repeat others, and are left out")

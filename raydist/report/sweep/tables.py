@@ -18,6 +18,7 @@ from rich.text import Text
 
 from raydist.report import text
 from raydist.report.sweep.forecast import RECKONED
+from raydist.report.sweep.ownvalues import marks
 from raydist.report.sweep.results import flatten
 from raydist.report.sweep.words import measured, value
 from raydist.spec.sweep.names import shortest
@@ -167,7 +168,7 @@ def _results(told: dict[str, Any]) -> tuple[list[str], list[list[str]], list[str
             text.span(row["seconds"]) if row["seconds"] else "-",
             _amount(row["gpu_hours"]),
             *([_amount(row["cost"])] if told["totals"]["cost"] is not None else []),
-            f"{row['status']}{' (best)' if marked else ''}",
+            row["status"] + (f" ({', '.join(told_of)})" if (told_of := marks(told, row)) else ""),
             row["cells"][0] + (f" and {len(row['cells']) - 1} more" if len(row["cells"]) > 1 else ""),
         ])  # fmt: skip
         styles.append("bold green" if marked else _STYLES.get(row["status"], ""))

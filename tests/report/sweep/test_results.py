@@ -189,8 +189,12 @@ def test_words_of_a_grid(swept: Make) -> None:
     assert words[0].startswith(
         "best: learning_rate 0.001, batch_size 16: eval_loss 2.0000 (95% interval 1.9503 to 2.0497 over 3"
     )
-    assert words[1] == "within the noise of it: learning_rate 0.001, batch_size 32"
-    assert words[2] == "batch_size 16 is the lowest that was tried: try 8 before you trust it"
+    assert words[1] == (
+        "the base's own values (learning_rate 0.001, batch_size 32): eval_loss 2.0280; the best is 0.0280 lower, within the noise"
+    )
+    assert words[2] == "inside of what was tried: learning_rate 0.001 (0.0001 to 0.01)"
+    assert words[3] == "within the noise of it: learning_rate 0.001, batch_size 32"
+    assert words[4] == "batch_size 16 is the lowest that was tried: try 8 before you trust it"
     assert [(o["at"], o["inside"]) for o in told["analysis"]["optima"]] == [
         ({"train.global_batch": 16}, True),
         ({"train.global_batch": 32}, True),
@@ -198,8 +202,8 @@ def test_words_of_a_grid(swept: Make) -> None:
     for one, true in zip(told["analysis"]["optima"], (1e-3, 1e-3 * 2**0.5), strict=True):
         assert one["low"] < true < one["high"]
         assert one["optimum"] == pytest.approx(true, rel=0.02)
-    assert words[3].startswith("optimum of learning_rate at batch_size 16: 0.001 (95% interval 0.000")
-    assert len(words) == 5
+    assert words[5].startswith("optimum of learning_rate at batch_size 16: 0.001 (95% interval 0.000")
+    assert len(words) == 7
 
 
 @pytest.mark.parametrize(
@@ -229,7 +233,41 @@ def test_one_seed_says_that_noise_is_unknown(swept: Make) -> None:
         made.finish(i, 2.0 + 0.1 * i)
     told = tell(made.folder)
     assert (told["analysis"]["as_good"], told["analysis"]["noise_known"]) == ([], False)
-    assert "one seed a point" in told["analysis"]["words"][1]
+    assert any("one seed a point" in line for line in told["analysis"]["words"])
+
+
+@pytest.mark.parametrize(
+    ("rates", "best", "said"),
+    [
+        ("[3e-4, 1e-3, 3e-3]", 3e-3, "(learning_rate 0.001): eval_loss 2.2000; the best is 0.2000 lower"),
+        ("[3e-4, 1e-3, 3e-3]", 1e-3, "the base's own values (learning_rate 0.001) are the best"),
+        ("[1e-5, 5e-5, 1e-4]", 5e-5, "learning_rate 0.001 of the base lies outside of what is tried (1e-05 to 0.0001)"),
+        ("[5e-4, 2e-3, 8e-3]", 2e-3, ""),
+    ],
+)
+def test_the_base_s_own_values(swept: Make, rates: str, best: float, said: str) -> None:
+    """Whether the sweep was worth it: the base's point beside the best; or that the sweep does not reach to it, before and after.
+    A best value between others is said to be inside.
+    """
+    made = swept(f"array: {{parameters: {{lr: {rates}}}}}")
+    for i, cell in enumerate(made.cells):
+        made.finish(i, 2.0 if cell.job.optim.lr == best else 2.2)
+    told = strict(tell(made.folder))
+    words = told["analysis"]["words"]
+    assert words[0].startswith(f"best: learning_rate {best:g}")
+    assert said in words[1] if said else not any("the base" in line for line in words)
+    same = [i for i, cell in enumerate(made.cells) if cell.job.optim.lr == 1e-3]
+    assert told["analysis"]["base"] == (same[0] if same else None)
+    inner = best not in (3e-3, 1e-5)
+    assert told["analysis"]["inside"] == (["optim.lr"] if inner else [])
+    assert any(line.startswith(f"inside of what was tried: learning_rate {best:g} (") for line in words) == inner
+    ahead = forecast.tell(made.sweep, made.cells, [])["notes"]
+    assert any("lies outside" in note for note in ahead) == ("lies outside" in said)
+    statuses = [line.split("|")[-3].strip() for line in tables.markdown(told).splitlines()[2:5]]
+    assert statuses[0] == ("finished (best, base)" if best == 1e-3 else "finished (best)")
+    assert ("finished (base)" in statuses) == (bool(same) and best != 1e-3)
+    page = render(told, []).decode()
+    assert (">base</text>" in page) == bool(same)
 
 
 def test_a_natural_end_is_no_edge(swept: Make) -> None:
