@@ -253,6 +253,8 @@ def test_results_in_every_form(swept: SweepDir, capsys: pytest.CaptureFixture[st
     assert (told["best"], told["counts"]) == (4, {"finished": 9})
     assert (Path(swept.uri) / "results.parquet").stat().st_size > 0
     shown = call(capsys, "sweep", "results", swept.uri)[1].splitlines()
+    assert "GPU-hours" not in "".join(shown), "there was no GPU"
+    assert "cost" not in "".join(shown)
     assert shown[1].split()[:3] == ["0.003", "16", "2.0000"]
     assert call(capsys, "sweep", "results", swept.uri, "--csv")[1].count("\n") == 10
     assert call(capsys, "sweep", "results", swept.uri, "--markdown")[1].startswith("| learning_rate | batch_size |")

@@ -69,8 +69,10 @@ def _cards(told: Row) -> list[tuple[str, str, str]]:
         ),
         ("tokens", f"{totals['tokens'] or 0:,}", "all cells together"),
         ("time of cells", text.span(totals["seconds"] or 0.0), "those at once added up"),
-        ("GPU-hours", f"{totals['gpu_hours'] or 0:.3g}", ""),
     ]
+    if not totals["gpu_hours"]:
+        return shown
+    shown.append(("GPU-hours", f"{totals['gpu_hours']:.3g}", ""))
     return [*shown, ("cost", f"{totals['cost']:.3g}", "")] if totals["cost"] is not None else shown
 
 

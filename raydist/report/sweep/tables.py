@@ -99,7 +99,8 @@ def results(told: dict[str, Any], out: Console | None = None, failures: bool = T
     counts = ", ".join(f"{n:,} {status}" for status, n in told["counts"].items())
     totals = told["totals"]
     cost = "" if totals["cost"] is None else f"; cost {_amount(totals['cost'])}"
-    spent = f"{text.span(totals['seconds'])} of cells, {_amount(totals['gpu_hours'])} GPU-hours{cost}"
+    gpus = f", {_amount(totals['gpu_hours'])} GPU-hours{cost}" if totals["gpu_hours"] else ""
+    spent = f"{text.span(totals['seconds'])} of cells{gpus}"
     _say(out, f"{told['sweep']}: {counts}; {spent}", "bold")
     for line in told["analysis"]["words"]:
         _say(out, line)
@@ -141,14 +142,8 @@ def _results(told: dict[str, Any]) -> tuple[list[str], list[list[str]], list[str
         f"{objective['metric']}>",
         *(["95% interval>"] if many else []),
     ]
-    heads += [
-        "tokens>",
-        "time>",
-        "GPU-hours>",
-        *(["cost>"] if told["totals"]["cost"] is not None else []),
-        "status",
-        "run",
-    ]
+    amounts = _amounts(told)
+    heads += ["tokens>", "time>", *amounts.values(), "status", "run"]
     sign = 1 if objective["mode"] == "min" else -1
     best = told["best"]
 
@@ -166,13 +161,19 @@ def _results(told: dict[str, Any]) -> tuple[list[str], list[list[str]], list[str
             *([spread] if many else []),
             _count(row["tokens"]),
             text.span(row["seconds"]) if row["seconds"] else "-",
-            _amount(row["gpu_hours"]),
-            *([_amount(row["cost"])] if told["totals"]["cost"] is not None else []),
+            *(_amount(row[name]) for name in amounts),
             row["status"] + (f" ({', '.join(told_of)})" if (told_of := marks(told, row)) else ""),
             row["cells"][0] + (f" and {len(row['cells']) - 1} more" if len(row["cells"]) > 1 else ""),
         ])  # fmt: skip
         styles.append("bold green" if marked else _STYLES.get(row["status"], ""))
     return heads, rows, styles
+
+
+def _amounts(told: dict[str, Any]) -> dict[str, str]:
+    """Columns of what was spent, besides time: none without a GPU."""
+    if not told["totals"]["gpu_hours"]:
+        return {}
+    return {"gpu_hours": "GPU-hours>", **({"cost": "cost>"} if told["totals"]["cost"] is not None else {})}
 
 
 def _heads(fields: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -114,7 +114,7 @@ def test_time_and_cost_to_a_loss(swept: Make) -> None:
     first = told["analysis"]["reached"]
     assert (first["objective"], first["of"]) == (2.6, "second")
     assert (first["quickest"]["point"], first["cheapest"]["point"], first["best"]["step"]) == (1, 1, 100)
-    assert told["analysis"]["words"][2] == (
+    assert told["analysis"]["words"][3] == (
         "quickest and cheapest to eval_loss 2.6000 (that of the best but one): learning_rate 0.002 in 25 s, at cost 50; "
         "the best in 1:40, at cost 200: 4 times as long"
     )
