@@ -8,7 +8,6 @@ Runs anywhere. Must not import ray or torch.
           events/000001.jsonl   what happened to cells, a line each; 000001 counts up, and each driver begins a new one
           drivers/              who drives the sweep (raydist/lease.py)
           runs/CELL_ID/         an ordinary run folder (raydist/rundir.py)
-          hparams/CELL_ID/      its row for TensorBoard (raydist/observe/rows/)
           results.parquet       `raydist sweep results`: a row a point
           report.html           `raydist sweep report`
 
@@ -36,8 +35,8 @@ from raydist.runlog import plain
 from raydist.storage import Storage
 from raydist.storagechoice import choose
 
-SWEEP, BASE, CELLS, EVENTS, RUNS, RESULTS, HPARAMS = (
-    "sweep.yaml", "base.yaml", SWEEP_CELLS, "events", "runs", "results.parquet", "hparams",
+SWEEP, BASE, CELLS, EVENTS, RUNS, RESULTS = (
+    "sweep.yaml", "base.yaml", SWEEP_CELLS, "events", "runs", "results.parquet",
 )  # fmt: skip
 SEGMENT_LINES = 1000
 """Of events/: on an object store, which cannot append, each flush sends the open segment again."""

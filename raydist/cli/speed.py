@@ -78,17 +78,6 @@ def add(
     }
 
 
-def of_cluster(address: str) -> Device | str:
-    """The slowest GPU that a cluster's nodes say they have, or why it is not known. Raises UserError without such a cluster."""
-    from pathlib import Path
-    from tempfile import TemporaryDirectory
-
-    from raydist.cluster.session import open_session
-
-    with TemporaryDirectory() as logs, open_session(address, env={}, log_dir=Path(logs)) as session:
-        return slowest(session.resources)
-
-
 def slowest(resources: Mapping[str, float]) -> Device | str:
     """`resources`: of a Ray cluster, among them `accelerator_type:H100`, which Ray finds by the driver's names."""
     names = [name.removeprefix(_TYPE) for name in resources if name.startswith(_TYPE)]
@@ -114,13 +103,13 @@ def of_host() -> Device | str:
     return by_name(name)
 
 
-def reckon(gpu: str | None, address: str | None) -> Reckon | None:
-    """For the GPU that was asked for, else that of the cluster at `address`, else that of this machine, if it has one."""
-    found = named(gpu) if gpu is not None else of_cluster(address) if address is not None else of_host()
+def reckon(gpu: str | None, cluster: Mapping[str, float] | None) -> Reckon | None:
+    """For the GPU that was asked for, else the slowest of a cluster with these resources, else that of this machine, if any."""
+    found = named(gpu) if gpu is not None else slowest(cluster) if cluster is not None else of_host()
     if isinstance(found, Device):
         return Reckoner(found)
-    why = found
-    return None if address is None else lambda job: why
+    why = found if cluster is not None and cluster.get("GPU") else NO_GPU
+    return None if cluster is None else lambda job: why
 
 
 class Reckoner:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from raydist.cli import options, output, speed
+from raydist.cli import options, output, place, speed
 from raydist.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def run(
     device: Annotated[
         str | None,
         typer.Option(
-            help="With --dry-run: GPU to reckon hours for, such as h100. Default: the slowest at --address, else the one here."
+            help="With --dry-run: GPU to reckon the time for, such as h100. Default: the slowest at --address, else the one here."
         ),
     ] = None,
     wait_for_driver: options.WaitForDriver = 0.0,
@@ -72,7 +72,13 @@ def run(
         _train(sweep, cells, storage or default_storage(), address, wait_for_driver, as_json)
         return
     known = forecast.paces(Storage(storage or default_storage()), sweep, cells)
-    told = forecast.tell(sweep, cells, known, speed.reckon(device, None if address == "local" else address))
+    address = place.where(address)
+    ground = place.look(address) if device is None or address != "local" else None  # else it will run on other machines
+    reckon = speed.reckon(device, None if ground is None or address == "local" else ground.resources)
+    able = sweep.scouts() if sweep.spec.search.chooses else cells
+    jobs = [cell.spec for cell in able if cell.spec is not None]
+    here = None if ground is None else ground.place(jobs, sweep.spec.array.concurrent)
+    told = forecast.tell(sweep, cells, known, reckon, here)
     if as_json:
         print(json.dumps(told, allow_nan=False))
     else:

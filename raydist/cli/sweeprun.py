@@ -5,7 +5,6 @@ Runs in: the user's shell, or a Ray job's driver. Imports ray inside functions; 
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,12 +12,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raydist.cli.place import where
 from raydist.cli.train import run_logs
 from raydist.storage import Storage
 from raydist.sweepdir import SweepDir
 from raydist.sweepstate import DONE, fold
 
 if TYPE_CHECKING:
+    from raydist.records import Event
     from raydist.spec.sweep import Cell, Sweep
 
 
@@ -41,6 +42,7 @@ def train_cells(
     from raydist.lease import DriverLease
     from raydist.observe.rows import choose
     from raydist.report.preparing import data_progress
+    from raydist.report.sweep.standing import Standing
     from raydist.report.sweeplive import SweepConsole
     from raydist.rundir import RunDir
     from raydist.spec.sweep import check, store
@@ -55,17 +57,25 @@ def train_cells(
     names = {name for c in able for name in (c.job.model.name, c.job.parallel.strategy)}
     exporters = {e.name for c in able for e in c.job.observe.exporters}
     own_code = any(":" in name for name in names | exporters)
-    place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
+    place = where(address)
     rows = RowBook(
         folder, choose([e.model_dump() for e in sweep.base.observe.exporters], folder), sweep.spec.objective.metric
     )
+    standing = Standing(sweep.spec.objective.metric, sweep.spec.objective.better)
+
+    def heard(event: Event) -> None:
+        rows.heard(event)
+        standing.heard(event)
+
     with DriverLease(RunDir(folder.storage), wait_s=wait_for_driver) as lease, closing(rows):
         store(folder, sweep, cells)
         events = folder.events()
         search = Search(sweep, events) if sweep.spec.search.chooses else None
         if search is not None:
             cells = search.cells
-        rows.begin(folder.cells(events), events)
+        notes = folder.cells(events)
+        rows.begin(notes, events)
+        standing.begin(notes, events)
         states = fold(events)
         done = all(cell.id in states and states[cell.id].status in DONE for cell in cells)
         if done and (search is None or search.over):
@@ -84,7 +94,7 @@ def train_cells(
         ):
             known = cells if search is None else [*(cell for cell in cells if not cell.problems), *able]
             plans = Plans(known, folder, datasets, session, sweep.spec.array.concurrent)
-            with SweepConsole(sweep.name, limits.cost_per_gpu_hour) as console:
+            with SweepConsole(sweep.name, limits.cost_per_gpu_hour, standing) as console:
                 ended = SweepRun(
                     sweep.spec,
                     sweep.axes,
@@ -100,7 +110,7 @@ def train_cells(
                     keep=plans.add,
                     lost=lease.lost,
                     asked=lease.asked_to_stop,
-                    heard=rows.heard,
+                    heard=heard,
                 ).run()
     if ended.status == "paused":
         print(f"paused: {ended.because}; the same command goes on from there", file=sys.stderr)

@@ -1,4 +1,5 @@
-"""The live display of `raydist sweep`: a table of the cells that train on a terminal, plain lines elsewhere. All of it on stderr.
+"""The live display of `raydist sweep`: the cells that train, those that ended last and the best so far, as a table on a terminal
+and as plain lines elsewhere. All of it on stderr.
 
 Runs in: the driver's main thread. Must not import torch or ray.
 """
@@ -18,11 +19,15 @@ from rich.table import Table
 from rich.text import Text
 
 from raydist.report import text
+from raydist.report.sweep.standing import Leader, Over, Standing
+from raydist.report.sweep.words import measured, named
 
 LINE_EVERY_S = 10.0
 REFRESH_S = 0.5
 _ORDER = ("running", "waiting", "finished", "stopped", "failed")
-_STYLES = {"failed": "red", "running": "bold"}
+_ENDED = 5
+"""Cells that are over, in the table."""
+_STYLES = {"failed": "red", "finished": "green"}
 
 
 class Cell(Protocol):
@@ -70,38 +75,104 @@ def _hours(hours: float) -> str:
     return text.span(hours * 3600)
 
 
-def row(cell: Cell) -> tuple[str, str, str, str, str, str, str]:
-    """Id, state, step, loss, tokens/s, ETA and workers of a cell, in words."""
+_TITLES = ("cell", "state", "step", "loss", "eval loss", "tokens/s", "ETA", "workers")
+
+
+def row(cell: Cell) -> tuple[str, ...]:
+    """A cell that trains, in words, a word for each of _TITLES."""
     seen = cell.snapshot
     record = seen.get("record")
     shown = text.figures(seen, cell.total) if record else {}
     step = f"{seen['step']}/{cell.total}" if seen else ""
     loss = f"{record['loss']:.4f}" if record else ""
     pace = f"{seen['tokens_per_second']:,.0f}" if record and seen["tokens_per_second"] else ""
-    return cell.id, cell.state, step, loss, pace, shown.get("ETA", ""), str(cell.workers)
+    return cell.id, cell.state, step, loss, shown.get("eval", ""), pace, shown.get("ETA", ""), str(cell.workers)
 
 
-def table(cells: Sequence[Cell], counts: Mapping[str, int], cost: str, name: str) -> RenderableType:
-    """The whole display."""
-    head = Text.assemble((f"sweep {name}", "bold"), "  ", counts_line(counts), "  ", (cost, "dim"))
+def over_row(one: Over) -> tuple[str, ...]:
+    """The same of a cell that is over, with the time since it began in place of the time that is left."""
+    step = "" if one.steps is None else str(one.steps)
+    loss = "" if one.loss is None else text.loss(one.loss)
+    held_out = "" if one.eval_loss is None else text.loss(one.eval_loss)
+    pace = text.rate(one.tokens_per_second) if one.tokens_per_second else ""
+    took = "" if one.seconds is None else f"in {text.span(one.seconds)}"
+    return one.cell, one.status, step, loss, held_out, pace, took, ""
+
+
+def best_line(metric: str, best: Leader | None) -> str:
+    """`best so far: eval_loss 2.0245 with learning_rate 0.001`; empty before a cell has finished."""
+    if best is None:
+        return ""
+    seeds = f", mean of {best.seeds} seeds" if best.seeds > 1 else ""
+    return f"best so far: {metric} {measured(best.value)} with {named(best.parameters)}{seeds}"
+
+
+def over_line(metric: str, one: Over) -> str:
+    """`CELL: finished, eval_loss 2.0245, in 3:20`; why, where it failed or was stopped."""
+    told = [one.status]
+    if one.value is not None:
+        told.append(f"{metric} {measured(one.value)}")
+    if one.seconds is not None:
+        told.append(f"in {text.span(one.seconds)}")
+    why = f": {one.cause.splitlines()[0]}" if one.cause and one.status != "finished" else ""
+    return f"{one.cell}: {', '.join(told)}{why}"
+
+
+def table(
+    cells: Sequence[Cell],
+    counts: Mapping[str, int],
+    cost: str,
+    name: str,
+    standing: Standing,
+    height: int = 24,
+) -> RenderableType:
+    """The whole display, `height` lines at most: the cells that train, those that ended last, and the best point so far."""
+    head = Text.assemble((f"sweep {name}", "bold"), "  ", counts_line(counts), no_wrap=True, overflow="ellipsis")
+    said = best_line(standing.metric, standing.best)
+    rest = max(
+        2, height - 5
+    )  # without the two lines above, that of the best, the titles, and the line on those left out
+    ended = standing.last(min(_ENDED, rest // 2))
+    shown = cells[: rest - len(ended)]
     body = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("cell", "state", "step", "loss", "tokens/s", "ETA", "workers"):
-        right = title in ("step", "loss", "tokens/s", "ETA", "workers")
-        body.add_column(title, justify="right" if right else "left", no_wrap=True)
-    for cell in cells:
-        body.add_row(*map(Text, row(cell)))
-    return Group(head, body)
+    titles = _TITLES if len({cell.workers for cell in shown}) > 1 else _TITLES[:-1]
+    for title in titles:
+        words = title in ("cell", "state")  # these give way where a terminal is narrow, figures stay whole
+        body.add_column(title, justify="left" if words else "right", no_wrap=not words)
+    for cell in shown:
+        body.add_row(*map(_short, row(cell)[: len(titles)]))
+    for one in ended:
+        style = _STYLES.get(one.status, "dim")
+        body.add_row(*map(_short, over_row(one)[: len(titles)]), style=style)
+    left_out = len(cells) - len(shown)
+    return Group(
+        head,
+        Text(cost, "dim", no_wrap=True, overflow="ellipsis"),
+        *([Text(said, "green", no_wrap=True, overflow="ellipsis")] if said else []),
+        body,
+        *([Text(f"and {left_out:,} more that train", "dim")] if left_out else []),
+    )
+
+
+def _short(words: str) -> Text:
+    """On one line, whatever room there is."""
+    return Text(words, no_wrap=True, overflow="ellipsis")
 
 
 class SweepConsole:
-    """`with SweepConsole(name, cost_per_gpu_hour) as console:`; `update` and `note` may then be called from the main thread."""
+    """`with SweepConsole(name, cost_per_gpu_hour, standing) as console:`; `update` and `note` may then be called from the main
+    thread. `standing` is told of the sweep's events by others.
+    """
 
-    def __init__(self, name: str, cost_per_gpu_hour: float | None, stream: TextIO | None = None) -> None:
-        self._name, self._price = name, cost_per_gpu_hour
+    def __init__(
+        self, name: str, cost_per_gpu_hour: float | None, standing: Standing, stream: TextIO | None = None
+    ) -> None:
+        self._name, self._price, self._standing = name, cost_per_gpu_hour, standing
         self._stream = stream or sys.stderr
         self._rich = Rich(file=self._stream)
         self._live: Live | None = None
         self._said, self._line = float("-inf"), ""
+        self._over, self._best = standing.since(0)[0], standing.best
 
     def __enter__(self) -> SweepConsole:
         if self._rich.is_terminal:
@@ -117,8 +188,9 @@ class SweepConsole:
         """The cells that train, how many there are of each status, and what it has taken."""
         cost = cost_line(spent, self._price)
         if self._live is not None:
-            self._live.update(table(live, counts, cost, self._name))
+            self._live.update(table(live, counts, cost, self._name, self._standing, self._rich.size.height))
             return
+        self._ended()
         line, now = counts_line(counts), time.monotonic()
         due = now - self._said >= LINE_EVERY_S
         if line != self._line or due:
@@ -127,10 +199,19 @@ class SweepConsole:
         if due:
             self._said = now
             for cell in live:
-                name, state, step, loss, pace, eta, _ = row(cell)
-                named = {"step": step, "loss": loss, "tokens/s": pace, "ETA": eta}
+                name, state, step, loss, held_out, pace, eta, _ = row(cell)
+                named = {"step": step, "loss": loss, "eval loss": held_out, "tokens/s": pace, "ETA": eta}
                 told = [f"{label} {value}" for label, value in named.items() if value]
                 self.note(f"  {name}: {', '.join([state, *told])}")
+
+    def _ended(self) -> None:
+        """A line for each cell that has ended since, and one for a new best."""
+        self._over, new = self._standing.since(self._over)
+        for one in new:
+            self.note(over_line(self._standing.metric, one))
+        if new and (best := self._standing.best) != self._best:
+            self._best = best
+            self.note(best_line(self._standing.metric, best))
 
     def note(self, text: str) -> None:
         """A line of its own."""

@@ -12,13 +12,23 @@ from typing import Any
 import pytest
 
 from raydist.cli import main as cli
-from raydist.cli import speed
+from raydist.cli import place, speed
 from raydist.rundir import SPEC
 from raydist.spec import dump, load
 from raydist.spec.sweep import load_sweep, note, store
 from raydist.sweepdir import CellNote, SweepDir, SweepLog
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of four processors, no GPU and no cluster, whatever the tests run on."""
+    monkeypatch.setattr(place, "_cpus", lambda: 4)
+    monkeypatch.setattr(place, "_gpus", lambda: 0)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
 LR_BATCH = str(ROOT / "tune_sweeps/lr-batch.yaml")
 
 
@@ -55,10 +65,10 @@ def test_a_dry_run_shows_the_cells(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0].split() == [
-        "cell", "learning_rate", "batch_size", "seed", "workers", "steps", "tokens", "hours", "GPU-hours", "cost",
+        "cell", "learning_rate", "batch_size", "seed", "workers", "steps", "tokens", "time",
     ]  # fmt: skip
-    assert lines[1].split()[1:7] == ["0.0001", "64", "17", "2", "100", "819,200"]
-    assert lines[10] == "9 cells, 9 points; 7,372,800 tokens; GPU-hours - of 10; hours - of 2"
+    assert lines[1].split()[1:7] == ["0.001", "8", "17", "2", "800", "819,200"]
+    assert lines[10] == "9 cells, 9 points; 7,372,800 tokens; it pauses after 2:00:00 (limits.hours)"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -68,17 +78,17 @@ def test_a_dry_run_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert one == call(capsys, "sweep", "--storage", str(tmp_path), "--json", "--dry-run", LR_BATCH)
     assert one == call(capsys, "sweep", "run", "--storage", str(tmp_path), "--json", "--dry-run", LR_BATCH)
     told = strict(one[1])
-    assert list(told) == ["v", "sweep", "source", "base", "cells", "totals", "limits", "over", "notes"]
+    assert list(told) == ["v", "sweep", "source", "base", "where", "cells", "totals", "limits", "over", "notes"]
     assert list(told["cells"][0]) == [
         "index", "id", "point", "parameters", "seed", "workers", "steps", "tokens", "hours", "gpu_hours", "cost", "by",
         "adjusted", "notes", "problems",
     ]  # fmt: skip
     assert [cell["id"] for cell in told["cells"]] == [cell.id for cell in load_sweep(LR_BATCH).cells()]
     assert told["cells"][0]["adjusted"] == {
-        "train.steps": 100,
-        "eval.every": 25,
-        "checkpoint.every": 25,
-        "eval.batches": 4,
+        "train.steps": 800,
+        "eval.every": 200,
+        "checkpoint.every": 200,
+        "eval.batches": 32,
     }
 
 
@@ -101,7 +111,7 @@ def test_a_dry_run_for_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert [cell["by"] for cell in cells[2:]] == [
         "unknown: the speed of the disk of offload.path is not known", "unknown: it trains on CPUs",
     ]  # fmt: skip
-    assert "hours marked ~, of 2 of 4 cells: reckoned as raydist plan does, for H200" in call(capsys, *asked)[1]
+    assert "time marked ~, of 2 of 4 cells: reckoned as raydist plan does, for H200" in call(capsys, *asked)[1]
     for wrong, why in (
         (["--dry-run", "--device", "h20"], 'did you mean "h200"?'),
         (["--device", "h200"], "goes with --dry-run"),
@@ -148,12 +158,14 @@ def test_a_dry_run_of_a_search(
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         "12 cells, 6 points; 9,830,400 tokens",
-        "search: bayes chooses 6 points as results come, each with 2 seeds: tokens, hours and cost are at most these",
+        "search: bayes chooses 6 points as results come, each with 2 seeds: tokens, time and cost are at most these",
         "from heads 2, 4, 5; layers 1 to 2, whole",
         "there are no more than 6 points, array.samples is 20",
         f"{path}: model.heads: 5 does not divide width 128; try 2 or 4 or 8 (in heads5-layers2-seed17-gnguxsyw): such cells "
         "fail when they are chosen",
-        "hours and cost: measured as it runs",
+        "layers 4 of the base lies outside of what is tried (1 to 2): the best may be worse than the base",
+        "time: not known until a cell, or quickstart, the base, has run in the same storage: then by its tokens/s",
+        "on this machine (4 CPUs, no GPU): 2 cells at once",
     ]
     told = strict(call(capsys, "sweep", str(path), "--dry-run", "--json", "--storage", str(tmp_path))[1])
     assert (told["cells"], told["totals"]["cells"], told["totals"]["tokens"]) == ([], 12, 12 * 819_200)
@@ -241,7 +253,9 @@ def test_results_in_every_form(swept: SweepDir, capsys: pytest.CaptureFixture[st
     assert (told["best"], told["counts"]) == (4, {"finished": 9})
     assert (Path(swept.uri) / "results.parquet").stat().st_size > 0
     shown = call(capsys, "sweep", "results", swept.uri)[1].splitlines()
-    assert shown[1].split()[:3] == ["5e-05", "128", "2.0000"]
+    assert "GPU-hours" not in "".join(shown), "there was no GPU"
+    assert "cost" not in "".join(shown)
+    assert shown[1].split()[:3] == ["0.003", "16", "2.0000"]
     assert call(capsys, "sweep", "results", swept.uri, "--csv")[1].count("\n") == 10
     assert call(capsys, "sweep", "results", swept.uri, "--markdown")[1].startswith("| learning_rate | batch_size |")
 
@@ -251,8 +265,8 @@ def test_the_best_is_ready_to_train(swept: SweepDir, tmp_path: Path, capsys: pyt
     out = tmp_path / "best.yaml"
     assert call(capsys, "sweep", "best", swept.uri, "-o", str(out))[0] == 0
     job = load(out)
-    assert (job.name, job.optim.lr, job.train.global_batch, job.train.steps) == ("lr-batch-best", 5e-5, 128, 50)
-    assert out.read_text().startswith("# The best cell of sweep lr-batch: lr5e-05-batch128-")
+    assert (job.name, job.optim.lr, job.train.global_batch, job.train.steps) == ("lr-batch-best", 3e-3, 16, 400)
+    assert out.read_text().startswith("# The best cell of sweep lr-batch: lr0.003-batch16-")
     assert call(capsys, "sweep", "best", swept.uri)[1] == out.read_text()
     code, _, err = call(capsys, "sweep", "best", swept.uri, "-o", str(tmp_path / "no/such/folder.yaml"))
     # What is wrong, and where to look.

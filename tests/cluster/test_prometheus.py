@@ -87,7 +87,8 @@ class Job:
         self.step = 0
         failure = {"attempt": 1, "rank": 0, "cause": "x", "fault": "worker_died", "traceback": "", "echoes": 0}
         capacity = {"flops_per_token": 1e6, "peak_flops": 1e10}
-        events = [Event("capacity", 1.0, capacity), Event("failure", 1.0, failure)]
+        held_out = {"step": 0, "loss": 3.25, "seconds": 1.0}
+        events = [Event("capacity", 1.0, capacity), Event("failure", 1.0, failure), Event("eval", 1.0, held_out)]
         self._get(self.monitor.push.remote([], [event.to_dict() for event in events]))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._train)
@@ -175,6 +176,10 @@ def test_the_figures_are_the_job_s(scraped: tuple[Prometheus, Job]) -> None:
     assert tokens[0]["metric"]["run"] == "a-run"
     expected = {
         "ray_raydist_step": {(): job.step},
+        "ray_raydist_loss_nats": {(): 2.5},
+        "ray_raydist_eval_loss_nats": {(): 3.25},
+        "ray_raydist_learning_rate": {(): 1e-3},
+        "ray_raydist_grad_norm": {(): 0.5},
         "ray_raydist_step_seconds": {("0",): 0.5},
         "ray_raydist_mfu_ratio": {(): 1000 / 0.5 * 1e6 / 1e10},
         "ray_raydist_restarts_total": {("worker_died",): 1},

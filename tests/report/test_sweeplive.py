@@ -6,7 +6,13 @@ import io
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from rich.console import Console as Rich
+
+from raydist.records import Event
+from raydist.report.sweep.standing import Standing
 from raydist.report.sweeplive import SweepConsole, cost_line, counts_line
+from raydist.sweepdir import CellNote
 
 COUNTS = {"running": 2, "waiting": 3, "finished": 1, "stopped": 0, "failed": 1}
 SPENT: Any = SimpleNamespace(hours=0.5, gpu_hours=2.0, worker_hours=4.0)
@@ -20,6 +26,20 @@ def cell(name: str, step: int) -> Any:
     return SimpleNamespace(
         id=name, state=state, total=40, workers=2, snapshot={"step": step, "record": record, **rates}
     )
+
+
+def standing(cells: int = 6, seeds: int = 1, mode: str = "min") -> Standing:
+    """Of a sweep over the learning rate: cell0, cell1, ..., none of them over yet."""
+    made = Standing("eval_loss", mode)
+    made.begin([CellNote(i, f"cell{i}", i // seeds, {"optim.lr": 0.5 + i // seeds}, i) for i in range(cells)], [])
+    return made
+
+
+def end(standing: Standing, number: int, value: float | None, kind: str = "finished", **data: Any) -> None:
+    """A cell trained for 200 s, and is over."""
+    figures = {"steps": 40, "loss": 2.75, "eval_loss": value, "tokens_per_second": 1234.0}
+    standing.heard(Event("started", 100.0, {"cell": f"cell{number}", "workers": 2, "gpus": 0.0}))
+    standing.heard(Event(kind, 300.0, {"cell": f"cell{number}", "figures": figures, **data}))
 
 
 class Terminal(io.StringIO):
@@ -40,7 +60,7 @@ def test_lines() -> None:
 def test_plain_lines_are_few() -> None:
     """The same counts again say nothing; new counts say one line more."""
     out = io.StringIO()
-    with SweepConsole("grid", 2.5, out) as console:
+    with SweepConsole("grid", 2.5, standing(), out) as console:
         for _ in range(5):
             console.update([cell("lr1", 10), cell("lr2", 0)], COUNTS, SPENT)
         console.update([cell("lr2", 1)], {**COUNTS, "finished": 2, "running": 1}, SPENT)
@@ -56,8 +76,92 @@ def test_table_on_a_terminal(monkeypatch: Any) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "140")
     out = Terminal()
-    with SweepConsole("grid", None, out) as console:
+    with SweepConsole("grid", None, standing(), out) as console:
         console.update([cell("lr1", 10), cell("lr2", 0)], COUNTS, SPENT)
     text = out.getvalue()
     for word in ("sweep grid", "3 waiting", "lr1", "10/40", "2.5000", "1,234", "1:00", "waiting for workers"):
         assert word in text
+
+
+def test_a_line_for_each_cell_that_ends() -> None:
+    """Its objective, its time, why it failed; and the best point so far, when it is another one. What was over before is not
+    told again.
+    """
+    out, known = io.StringIO(), standing()
+    end(known, 0, 2.5)
+    with SweepConsole("grid", None, known, out) as console:
+        console.update([], COUNTS, SPENT)
+        end(known, 1, 2.25)
+        end(known, 2, 3.0, "stopped", because="asha: rung 1")
+        end(known, 3, None, "failed", cause="KeyError: x\nand more", final=False)
+        end(known, 3, None, "failed", cause="KeyError: x\nand more", final=True)
+        console.update([], COUNTS, SPENT)
+        console.update([], COUNTS, SPENT)
+    assert out.getvalue().splitlines()[1:] == [
+        "cell1: finished, eval_loss 2.2500, in 3:20",
+        "cell2: stopped, eval_loss 3.0000, in 3:20: asha: rung 1",
+        "cell3: failed, in 3:20: KeyError: x",
+        "best so far: eval_loss 2.2500 with learning_rate 1.5",
+    ]
+
+
+@pytest.mark.parametrize(("running", "rows"), [(0, 5), (3, 8), (500, 19)])
+def test_the_table_shows_what_is_over_and_fits(monkeypatch: Any, running: int, rows: int) -> None:
+    """The newest five of the cells that are over, the best of all of them though it is none of these, and 24 lines at most."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "24")
+    out, known = Terminal(), standing(40)
+    for number in range(40):
+        end(known, number, 2.0 + abs(number - 7))
+    with SweepConsole("grid", None, known, out) as console:
+        console.update([cell(f"lr{i}", 10) for i in range(running)], COUNTS, SPENT)
+        shown = io.StringIO()
+        Rich(file=shown, width=100).print(console._live.get_renderable())  # type: ignore[union-attr]
+    lines = shown.getvalue().splitlines()
+    assert len(lines) <= 24
+    assert lines[2].strip() == "best so far: eval_loss 2.0000 with learning_rate 7.5"
+    assert sum(line.startswith(("lr", "cell3")) for line in lines) == rows
+    assert [line.split()[0] for line in lines if line.startswith("cell3")] == [f"cell{i}" for i in range(39, 34, -1)]
+    assert lines[rows + 3].split() == [
+        "cell35",
+        "finished",
+        "40",
+        "2.7500",
+        "30.0000",
+        "1,234",
+        "in",
+        "3:20",
+    ]
+    if running == 500:
+        assert lines[-1].strip() == "and 486 more that train"
+
+
+def test_the_best_is_that_of_the_results() -> None:
+    """The mean over the seeds that have finished; another seed can take the lead from it again; of a maximum the largest; and
+    what is stopped, or is no number, leads nothing.
+    """
+    known = standing(4, seeds=2)
+    assert known.best is None
+    end(known, 2, 2.5)
+    end(known, 0, 2.0)
+    assert known.best is not None
+    assert (known.best.parameters, known.best.value, known.best.seeds) == ({"optim.lr": 0.5}, 2.0, 1)
+    end(known, 1, 4.0)
+    assert (known.best.parameters, known.best.value, known.best.seeds) == ({"optim.lr": 1.5}, 2.5, 1)
+    largest = standing(4, mode="max")
+    end(largest, 0, 2.0)
+    end(largest, 1, 3.0)
+    end(largest, 2, 9.0, "stopped", because="x")
+    end(largest, 3, float("nan"))
+    assert largest.best is not None
+    assert largest.best.value == 3.0
+
+
+def test_the_best_under_pbt_has_the_values_that_it_took_on() -> None:
+    """An exploited cell goes on with others than it began with."""
+    known = standing()
+    known.heard(Event("exploited", 1.0, {"cell": "cell0", "source": "cell1", "changes": {"optim.lr": [0.5, 0.6]}}))
+    end(known, 0, 2.0)
+    assert known.best is not None
+    assert known.best.parameters == {"optim.lr": 0.6}

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raydist.errors import PreflightError
+from raydist.spec.models import ClusterSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,13 @@ class Shape:
     def each(self) -> dict[str, float]:
         """A worker's resources, without those it has none of."""
         return {name: count for name, count in (("CPU", self.cpus), ("GPU", self.gpus)) if count}
+
+
+def asked(cluster: ClusterSpec, gpus: float, nodes: Sequence[Mapping[str, float]]) -> Shape:
+    """As many workers as a job with that `cluster` would have alone: the most it may have that fit. `gpus`: of each."""
+    shape = Shape(cluster.most, cluster.cpus_per_worker, gpus)
+    fits = places(nodes, shape.each)
+    return shape if fits >= cluster.most else Shape(max(cluster.least, fits), shape.cpus, shape.gpus)
 
 
 def places(nodes: Iterable[Mapping[str, float]], each: Mapping[str, float]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from raydist.cluster import nodes, preflight
 from raydist.cluster.request import Request
 from raydist.cluster.session import Session
-from raydist.cluster.sweep.capacity import Shape, at_once, places, room
+from raydist.cluster.sweep.capacity import Shape, asked, at_once, room
 from raydist.cluster.sweep.cell import Plan
 from raydist.data import open_or_prepare
 from raydist.data.batches import Batches
@@ -110,11 +110,7 @@ class Plans:
         return preflight.gpus_per_worker(job, self._session.resources)
 
     def _asked(self, job: JobSpec) -> Shape:
-        """As many workers as it would have alone: the most it may have that fit."""
-        cluster = job.cluster
-        shape = Shape(cluster.most, cluster.cpus_per_worker, self._gpus(job))
-        fits = places(self._nodes, shape.each)
-        return shape if fits >= cluster.most else Shape(max(cluster.least, fits), shape.cpus, shape.gpus)
+        return asked(job.cluster, self._gpus(job), self._nodes)
 
     def _fitted(self, job: JobSpec) -> JobSpec:
         """The job with a fixed number of workers, and no spares: a cell that grows would take the workers of another."""

@@ -2,7 +2,7 @@
 
 Runs in: the driver; each place has a thread. Imports neither ray nor torch.
 
-    the sweep's log --heard--> RowBook --a cell is over, for good--> queue of each place --its thread--> known? else write
+    the sweep's log --heard--> RowBook --a cell is over, for good--> queue of each place --its thread--> has it? else write
 
 Nothing waits for it but the end of the sweep, and that not long. What a place refuses is tried again, and told once, at the end.
 Rows that a driver did not come to write are written by the next one: they come from the sweep's events, so they are the same.
@@ -120,7 +120,6 @@ class _Shelf:
         self._closing = False
         self._error = "it does not answer"
         self._rows: Rows | None = None
-        self._known: set[str] = set()
         self._thread: threading.Thread | None = None
 
     def put(self, note: CellNote, events: Sequence[Event]) -> None:
@@ -172,10 +171,8 @@ class _Shelf:
         note, events = self._waiting[0]
         try:
             if self._rows is None:
-                rows = self._place.open()
-                self._known = rows.known()
-                self._rows = rows
-            if note.id not in self._known:
+                self._rows = self._place.open()
+            if not self._rows.has(note.id):
                 self._rows.write(self._row(note, events))
         except Exception as error:  # a place that is away costs the sweep nothing
             line = (str(error).strip().splitlines() or [""])[0]

@@ -27,6 +27,9 @@ MEMORY = ("allocated", "reserved", "peak", "inactive", "parameters", "gradients"
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "raydist_step": ("newest optimizer step", ("run",)),
     "raydist_loss_nats": ("loss of the newest step", ("run",)),
+    "raydist_eval_loss_nats": ("loss of the newest evaluation on held-out text", ("run",)),
+    "raydist_learning_rate": ("learning rate of the newest step", ("run",)),
+    "raydist_grad_norm": ("global gradient norm of the newest step, before clipping", ("run",)),
     "raydist_step_seconds": ("mean time of a step since the last report, as rank 0 saw it", ("run", "rank")),
     "raydist_mfu_ratio": ("model FLOP/s over the devices' peak, 0 to 1; on GPUs whose peak is known", ("run",)),
     "raydist_memory_bytes": ("memory of a rank, by kind", ("run", "rank", "kind")),
@@ -66,6 +69,8 @@ class Exporter(BaseExporter):
         self._counted: dict[tuple[int, str], tuple[int, float]] = {}
         """(rank, column) -> (attempt, total) of the newest sample."""
         self._capacity: tuple[float, float] | None = None
+        self._run_gauges: dict[str, tuple[float, dict[str, str]]] = {}
+        """Gauge of the whole run -> its newest value and labels."""
         facts.note(_where())
 
     @staticmethod
@@ -78,20 +83,24 @@ class Exporter(BaseExporter):
         return dict(options)
 
     def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
-        """The newest step and loss; tokens; and over these rows the mean time of a step, and the MFU."""
+        """The newest step with its loss, learning rate and gradient norm; tokens; over these rows mean time of a step, and MFU."""
         tokens, seconds = sum(row["tokens"] for row in rows), sum(row["seconds"] for row in rows)
-        self._set("raydist_step", rows[-1]["step"])
-        self._set("raydist_loss_nats", rows[-1]["loss"])
-        self._set("raydist_step_seconds", seconds / len(rows), rank="0")
+        self._hold("raydist_step", rows[-1]["step"])
+        self._hold("raydist_loss_nats", rows[-1]["loss"])
+        self._hold("raydist_learning_rate", rows[-1]["lr"])
+        self._hold("raydist_grad_norm", rows[-1]["grad_norm"])
+        self._hold("raydist_step_seconds", seconds / len(rows), rank="0")
         self._add("raydist_tokens_total", tokens)
         if self._capacity and seconds > 0:
             per_token, peak = self._capacity
-            self._set("raydist_mfu_ratio", tokens / seconds * per_token / peak)
+            self._hold("raydist_mfu_ratio", tokens / seconds * per_token / peak)
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Failures, and what is needed for the MFU."""
+        """Failures, the loss of an evaluation, and what is needed for the MFU."""
         if event["kind"] == "failure":
             self._add("raydist_restarts_total", 1, cause=event["fault"] if event["fault"] in CAUSES else "other")
+        elif event["kind"] == "eval":
+            self._hold("raydist_eval_loss_nats", event["loss"])
         elif event["kind"] == "capacity":
             self._capacity = event["flops_per_token"], event["peak_flops"]
 
@@ -100,7 +109,11 @@ class Exporter(BaseExporter):
         self._newest |= {(row["rank"], row["attempt"]): row for row in rows if row["kind"] == "rank"}
 
     def flush(self) -> None:
-        """Hands the newest samples on."""
+        """Hands the newest samples on, and the run's gauges again: Ray drops a gauge that was not set for two of its reports,
+        but an evaluation holds until the next one, however long that takes.
+        """
+        for name, (value, labels) in self._run_gauges.items():
+            self._set(name, value, **labels)
         while self._newest:
             rank, attempt = next(iter(self._newest))
             for column, value in self._newest.pop((rank, attempt)).items():
@@ -118,6 +131,9 @@ class Exporter(BaseExporter):
         of, before = self._counted.get((rank, column), (attempt, 0.0))
         self._counted[rank, column] = attempt, total
         return total - before if of == attempt and total >= before else total
+
+    def _hold(self, name: str, value: float, **labels: str) -> None:
+        self._run_gauges[name] = value, labels
 
     def _set(self, name: str, value: float, **labels: str) -> None:
         self._gauges[name].set(value, {"run": self._run, **labels})

@@ -14,7 +14,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -29,6 +29,15 @@ _UPLOAD_EVERY_S = 15.0
 _TAGS = ("loss", "lr", "grad_norm", "seconds", "data_seconds", "grad_noise_scale")
 
 
+def next_stamp(names: Iterable[str], at: float) -> int:
+    """The time, in Unix seconds, for the name of a new event file beside those: `at`, but later than theirs.
+
+    TensorBoard reads files by name, and the name begins with a time: never an earlier one than those that are there.
+    """
+    found = (_FILE.match(name.rsplit("/", 1)[-1]) for name in names)
+    return max(max((int(match[1]) for match in found if match), default=0) + 1, int(at))
+
+
 class Exporter(BaseExporter):
     """All but `flush` and `close` only buffer; those raise StorageError, and keep what was not written. A file ends at 1 MiB
     and the next begins, so that on an object store, where a file cannot grow, each upload is small.
@@ -36,10 +45,7 @@ class Exporter(BaseExporter):
 
     def __init__(self, facts: Facts) -> None:
         run = self._run = facts.run
-        names = (_FILE.match(name.rsplit("/", 1)[-1]) for name in run.storage.files(TENSORBOARD))
-        newest = max((int(match[1]) for match in names if match), default=0)
-        # TensorBoard reads files by name, and the name begins with a time: never an earlier one than those that are there.
-        self._numbers = itertools.count(max(newest + 1, int(time.time())))
+        self._numbers = itertools.count(next_stamp(run.storage.files(TENSORBOARD), time.time()))
         self._name = ""
         self._buffer = BytesIO()
         self._head = 0

@@ -6,7 +6,7 @@ A place is chosen by the exporter of the base job that goes to the same tool (`P
 there is the first row to write:
 
     Rows(facts)        may connect, and raise: it is tried again
-    .known()           cells that have their row already: of an earlier driver
+    .has(cell)         whether the cell has its row already, from an earlier driver
     .write(row)        the cell is over, for good. One that was killed in the middle of it is followed by one that calls it again:
                        what there is of the row then is completed, never doubled
 
@@ -73,8 +73,8 @@ class Facts:
 class Rows(Protocol):
     """What a place has; its constructor takes Facts."""
 
-    def known(self) -> set[str]:
-        """Cells whose rows are written."""
+    def has(self, cell: str) -> bool:
+        """Whether that cell's row is written."""
         ...
 
     def write(self, row: Row) -> None:

@@ -1,9 +1,11 @@
-"""A sweep's cells in TensorBoard's tab HPARAMS: a row a cell, in SWEEP/hparams/CELL, for `tensorboard --logdir SWEEP`.
+"""A sweep's cells in TensorBoard's tab HPARAMS: a row a cell, for `tensorboard --logdir SWEEP`.
 
 Runs in: the sweep's driver. Must not import torch or TensorFlow: the messages are those of the tensorboard package, whose own
 functions for them (tensorboard.plugins.hparams.summary) load TensorFlow.
 
-A file a cell, written whole, and the same whoever writes it: a driver that follows one that was killed may write it again.
+TensorBoard calls each folder with event files a run. So a cell's row is one more file beside its curves, in
+runs/CELL/tensorboard: a row in a folder of its own would be listed as a second run of the cell. The file is written whole, and is
+the same whoever writes it: a driver that follows one that was killed may write it again.
 """
 
 from __future__ import annotations
@@ -13,22 +15,25 @@ from collections.abc import Mapping
 from io import BytesIO
 from typing import Any
 
+from raydist.observe.exporters.tensorboard import next_stamp
 from raydist.observe.rows import Facts, Row
-from raydist.sweepdir import HPARAMS
+from raydist.rundir import TENSORBOARD, RunDir
 
 _STATUS = {"finished": "STATUS_SUCCESS", "failed": "STATUS_FAILURE"}
 """What the tab calls it; it has no word for a cell that a scheduler stopped, which the column `status` tells."""
+_END = ".row"
+"""Of the file's name, which sets it apart from the curves' files."""
 
 
 class Rows:
     """Written through the sweep's storage. Raises StorageError."""
 
     def __init__(self, facts: Facts) -> None:
-        self._storage = facts.folder.storage
+        self._folder = facts.folder
 
-    def known(self) -> set[str]:
-        """Those that have a folder: it is made with the file in it."""
-        return set(self._storage.folders(HPARAMS))
+    def has(self, cell: str) -> bool:
+        """Whether its file is there."""
+        return any(name.endswith(_END) for name in self._folder.run(cell).storage.files(TENSORBOARD))
 
     def write(self, row: Row) -> None:
         """Parameters and status as what was set, the rest as what came of it."""
@@ -55,8 +60,14 @@ class Rows:
             event_pb2.Event(wall_time=row.at, file_version="brain.Event:2"),
             event_pb2.Event(wall_time=row.at, step=row.step, summary=summary_pb2.Summary(value=values)),
         ]
-        name = f"{HPARAMS}/{row.cell}/events.out.tfevents.{int(row.at):010d}.raydist"
-        self._storage.write(name, _framed(events))
+        run = self._folder.run(row.cell)
+        run.storage.write(_name(run, row), _framed(events))
+
+
+def _name(run: RunDir, row: Row) -> str:
+    """After the curves' files, for TensorBoard reads files by name and does not come back to one."""
+    curves = [name for name in run.storage.files(TENSORBOARD) if not name.endswith(_END)]
+    return f"{TENSORBOARD}/events.out.tfevents.{next_stamp(curves, row.at):010d}.raydist{_END}"
 
 
 def _set(field: Any, value: Any) -> None:

@@ -40,9 +40,9 @@ class Rows:
         self._known: set[str] = set()
         self._look()
 
-    def known(self) -> set[str]:
-        """Those whose run says how they ended."""
-        return set(self._known)
+    def has(self, cell: str) -> bool:
+        """Whether its run said how it ended when the place was opened."""
+        return cell in self._known
 
     def write(self, row: Row) -> None:
         """Its end; then in one request what was set, unless it is there, what came of it, and tags."""

@@ -18,9 +18,12 @@ _DIVERGING = {
     "dark": ("#59a9e8", "#3c6f99", "#34383f", "#b8682b", "#ff9b52"),
 }
 _PALETTE = {
-    "light": ("#0072b2", "#d55e00", "#009e73", "#b0568c", "#56b4e9", "#8a7a00"),
+    "light": ("#0072b2", "#d55e00", "#008f68", "#b0568c", "#3a93c9", "#8a7a00"),
     "dark": ("#5ab4ec", "#f08a3c", "#35c79b", "#dd92bd", "#9ad4f5", "#d8c84a"),
 }
+
+_THIN = {"light": _VIRIDIS[:5], "dark": _VIRIDIS[3:]}
+"""The part of viridis that a thin line can have: at least 3:1 against the sheet (WCAG 1.4.11)."""
 
 SERIES = len(_PALETTE["light"])
 """Colours of series; a chart of more begins again."""
@@ -33,11 +36,14 @@ def level(value: float, low: float, high: float) -> int:
 
 
 def css(mode: str) -> str:
-    """Custom properties for "light" or "dark": --s0 ... of series, --v0 ... of the even scale, --d0 ... of that with a middle."""
+    """Custom properties for "light" or "dark": --s0 ... of series, --v0 ... of the even scale, --l0 ... of that for thin lines,
+    --d0 ... of that with a middle.
+    """
     series = [f"--s{i}:{colour}" for i, colour in enumerate(_PALETTE[mode])]
     even = [f"--v{i}:{_between(_VIRIDIS, i / (LEVELS - 1))}" for i in range(LEVELS)]
+    thin = [f"--l{i}:{_between(_THIN[mode], i / (LEVELS - 1))}" for i in range(LEVELS)]
     middle = [f"--d{i}:{_between(_DIVERGING[mode], i / (LEVELS - 1))}" for i in range(LEVELS)]
-    return ";".join([*series, *even, *middle])
+    return ";".join([*series, *even, *thin, *middle])
 
 
 def rules() -> str:

@@ -17,9 +17,13 @@ from raydist.report.html import axes, colours
 from raydist.report.html.axes import Form, Scale
 from raydist.report.html.svg import Markup, number, tag
 
-WIDTH, HEIGHT = 600.0, 230.0
+WIDTH, HEIGHT = 600.0, 236.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 588.0, 18.0, 190.0
 """Of the plot within the drawing."""
+CHAR = 9.6
+"""Units of the drawing that a character takes at most: on a phone, where text is larger."""
+_MOST = 20
+"""Characters of a label beside an axis."""
 COLUMNS = int(RIGHT - LEFT)
 """A pixel each, about: points in one column become its first, its least, its most and its last."""
 
@@ -113,26 +117,42 @@ def wants_log(values: Array) -> bool:
     return bool(len(known) and known.max() > 100 * np.median(known))
 
 
-def mark_lines(marks: Sequence[Mark], across: Scale, top: float = TOP, bottom: float = BOTTOM) -> list[Markup]:
-    """Vertical lines; a word only where the one before leaves room for it."""
-    drawn, free = [], LEFT
+def inside(x: float, text: str, width: float = WIDTH) -> tuple[float, str]:
+    """(x, text-anchor) of a text that is to be centred there, moved where it would be cut off at the drawing's left or right."""
+    half = CHAR * len(text) / 2
+    if x - half < 0:
+        return 0.0, "start"
+    return (width, "end") if x + half > width else (round(x, 1), "middle")
+
+
+def shortened(text: str) -> str:
+    """What of it has room beside an axis."""
+    return text if len(text) <= _MOST else f"{text[: _MOST - 1]}…"
+
+
+def mark_lines(
+    marks: Sequence[Mark], across: Scale, top: float = TOP, bottom: float = BOTTOM, free: float = LEFT
+) -> list[Markup]:
+    """Vertical lines; a word only where the one before leaves room for it. `free`: x where the first may begin."""
+    drawn = []
     for mark in sorted(marks, key=lambda m: m.x):
         x = float(across(mark.x))
         if not LEFT - 1 <= x <= RIGHT + 1:
             continue
         drawn.append(tag("path", class_=f"mark {mark.kind}", d=f"M{number(round(x, 1))} {top - 4:g}V{bottom:g}"))
-        if x >= free and x < RIGHT - 7 * len(mark.label):
+        if x >= free and x < WIDTH - CHAR * len(mark.label):
             drawn.append(tag("text", mark.label, class_=f"mark {mark.kind}", x=round(x + 3, 1), y=top - 6))
-            free = x + 8.0 * len(mark.label) + 8
+            free = x + CHAR * len(mark.label) + 8
     return drawn
 
 
 def x_tick(tick: float, across: Scale, form: Form, bottom: float = BOTTOM) -> list[Markup]:
     """A tick below the plot."""
     x = round(float(across(tick)), 1)
+    at, anchor = inside(x, form(tick))
     return [
         tag("path", class_="tick", d=f"M{number(x)} {bottom:g}v4"),
-        tag("text", form(tick), x=x, y=bottom + 17, text_anchor="middle"),
+        tag("text", form(tick), x=at, y=bottom + 17, text_anchor=anchor),
     ]
 
 
@@ -176,7 +196,8 @@ class _Shown:
 
     def drawn(self, colour: str) -> Markup:
         at = self.vertices()
-        if self.series.style == "dots":
+        style = "dots" if len(at) == 1 else self.series.style  # a line of one point would hardly be seen
+        if style == "dots":
             path = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in zip(self.px[at], self.py[at], strict=True))
         else:
             new = _first(self.gaps[at])
@@ -185,7 +206,7 @@ class _Shown:
                 f"{'M' if begins else 'L'}{x:.1f} {y:.1f}{'h0' if lone else ''}"
                 for begins, lone, x, y in zip(new, alone, self.px[at], self.py[at], strict=True)
             )
-        return tag("path", class_=f"line {colour} {self.series.style}", d=path)
+        return tag("path", class_=f"line {colour} {style}", d=path)
 
 
 def _first(values: NDArray[Any]) -> NDArray[np.bool_]:

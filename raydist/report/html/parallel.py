@@ -1,4 +1,4 @@
-"""Parallel coordinates: an axis a column, a line a row, in the colour of its last value.
+"""Parallel coordinates: an axis a column, a line a row, in the colour of its last value. Narrow screens scroll it.
 
 Runs anywhere. Pure.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from raydist.report.html import axes, colours
+from raydist.report.html import axes, colours, lines
 from raydist.report.html.axes import Form, Scale
 from raydist.report.html.svg import Markup, number, tag
 
@@ -37,11 +37,12 @@ class Axis:
 def chart(
     title: str, columns: Sequence[Axis], names: Sequence[str], *, best: int | None = None, about: str = ""
 ) -> Markup:
-    """A figure. `names` [N] are the rows', told where one is pointed at; the last column gives the colours; `best` is drawn thick.
+    """A figure. `names` [N] are the rows', told where one is pointed at; the last column gives the colours; `best` is drawn thick,
+    in the colour of text.
 
     Two columns at least, one row at least.
     """
-    places = np.linspace(LEFT, RIGHT, len(columns))
+    places = np.linspace(max(LEFT, 12 + lines.CHAR * _longest(columns[0])), RIGHT, len(columns))
     scales = [_scale(axis) for axis in columns]
     at = np.stack([scale(axis.values) for scale, axis in zip(scales, columns, strict=True)])
     last = columns[-1].values
@@ -50,18 +51,21 @@ def chart(
     # The best one last, and so on top.
     for i in sorted(range(len(names)), key=lambda i: i == best):
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in zip(places, at[:, i], strict=True))
-        look = f"fill:none;stroke:var(--v{colours.level(float(last[i]), low, high)});stroke-width:{4 if i == best else 1.4}"
-        drawn.append(tag("path", tag("title", names[i]), d=path, style=look))
+        colour = "var(--ink)" if i == best else f"var(--l{colours.level(float(last[i]), low, high)})"
+        look = f"stroke:{colour};stroke-width:{4 if i == best else 1.4}"
+        drawn.append(tag("path", tag("title", names[i]), class_="row", d=path, style=look))
     drawing = tag(
         "svg",
         tag("desc", about or title),
-        [_axis(axis, scale, float(x)) for axis, scale, x in zip(columns, scales, places, strict=True)],
         tag("g", drawn),
+        [_axis(axis, scale, float(x)) for axis, scale, x in zip(columns, scales, places, strict=True)],
         viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}",
         role="img",
         aria_label=title,
     )
-    return tag("figure", tag("figcaption", title), drawing, class_="chart parallel")
+    return tag(
+        "figure", tag("figcaption", title), tag("div", drawing, class_="wide", tabindex="0"), class_="chart parallel"
+    )
 
 
 def _scale(axis: Axis) -> Scale:
@@ -71,19 +75,27 @@ def _scale(axis: Axis) -> Scale:
     return Scale(low, high, BOTTOM, TOP, axis.log)
 
 
-def _axis(axis: Axis, scale: Scale, x: float) -> list[Markup]:
+def _ticks(axis: Axis, scale: Scale) -> list[tuple[float, str]]:
     if axis.words:
-        ticks = [(float(i), word) for i, word in enumerate(axis.words)]
-    else:
-        found = axes.log_ticks(scale.low, scale.high) if axis.log else axes.ticks(scale.low, scale.high)
-        found = list(axis.ticks) or found
-        ticks = [(tick, axis.form(tick)) for tick in found]
+        return [(float(i), lines.shortened(word)) for i, word in enumerate(axis.words)]
+    found = axes.log_ticks(scale.low, scale.high) if axis.log else axes.ticks(scale.low, scale.high)
+    return [(tick, axis.form(tick)) for tick in list(axis.ticks) or found]
+
+
+def _longest(axis: Axis) -> int:
+    """Characters of its longest tick."""
+    return max((len(word) for _, word in _ticks(axis, _scale(axis))), default=0)
+
+
+def _axis(axis: Axis, scale: Scale, x: float) -> list[Markup]:
+    ticks = _ticks(axis, scale)
     heights = [(round(float(scale(tick)), 1), word) for tick, word in ticks]
     # The last one's words stand outside, where no line crosses them.
     side, anchor = (7, "start") if x >= RIGHT else (-7, "end")
+    name_x, name_anchor = lines.inside(x, axis.name, WIDTH)
     return [
         tag("path", class_="tick", d=f"M{number(round(x, 1))} {TOP:g}V{BOTTOM:g}"),
-        tag("text", axis.name, class_="name", x=round(x, 1), y=TOP - 16, text_anchor="middle"),
+        tag("text", axis.name, class_="name", x=name_x, y=TOP - 16, text_anchor=name_anchor),
         *(tag("path", class_="tick", d=f"M{number(round(x, 1))} {number(y)}h{side // 2}") for y, _ in heights),
         *(tag("text", word, x=round(x + side, 1), y=y + 4, text_anchor=anchor) for y, word in heights),
     ]

@@ -44,9 +44,14 @@ svg text{fill:var(--quiet);font-size:12px;font-variant-numeric:tabular-nums}
 svg .grid{stroke:var(--line)}svg .tick{stroke:var(--quiet)}
 svg .line{fill:none;stroke:var(--own);stroke-width:1.6;stroke-linejoin:round;stroke-linecap:round}
 svg .faint{stroke-width:1;opacity:.55}svg .dots{stroke-width:6}
-.behind{--own:var(--quiet)}svg .behind.faint{opacity:.3}svg text.label{fill:var(--ink);font-size:11px}
+.behind{--own:var(--quiet)}svg .behind.faint{opacity:.3}
+
+svg text.label,.parallel text{paint-order:stroke;stroke:var(--sheet);stroke-width:3px;stroke-linejoin:round}
+svg text.label{fill:var(--ink)}
+.parallel .wide{margin-top:0}.parallel svg{min-width:960px}.row{fill:none}svg .frame{fill:none;stroke:#fff;stroke-width:1.5}
+svg .frame.behind{stroke:#000;stroke-width:3.5}
 svg path.mark{stroke:var(--quiet);stroke-dasharray:3 3;fill:none}svg path.mark.bad{stroke:var(--bad)}
-svg text.mark{font-size:11px}svg text.mark.bad{fill:var(--bad)}
+svg text.mark.bad{fill:var(--bad)}
 svg .cross{stroke:var(--ink);stroke-width:.8;fill:none;pointer-events:none}
 .cells{shape-rendering:crispEdges}.empty{fill:var(--empty)}
 .bar,.timeline{display:flex;overflow:hidden;border-radius:5px;background:var(--empty)}
@@ -77,8 +82,8 @@ background:var(--sheet);border:1px solid var(--line);border-radius:6px;padding:6
 font-size:13px;box-shadow:0 3px 12px #0003;font-variant-numeric:tabular-nums;max-width:280px}
 #tip[hidden]{display:none}#tip div{white-space:nowrap}#tip .head{color:var(--quiet)}
 footer{color:var(--quiet);font-size:12.5px;margin-top:18px}
-@media (max-width:640px){main{padding:16px 10px 32px}section{padding:14px 12px}svg text{font-size:17px}svg text.mark{font-size:15px}
-svg text.label{font-size:15px}h1{font-size:22px}
+@media (max-width:640px){main{padding:16px 10px 32px}section{padding:14px 12px}
+svg text{font-size:17px}.parallel svg{min-width:680px}h1{font-size:22px}
 .parts tr,.tall tr{display:grid;padding:5px 0;border-bottom:1px solid var(--line)}
 .parts th,.parts td,.tall th,.tall td{border:0;padding:1px 0}
 .parts tr{grid-template-columns:1fr 60px 64px}.parts .about{grid-column:1/-1;font-size:12.5px}
@@ -87,7 +92,8 @@ svg text.label{font-size:15px}h1{font-size:22px}
 .tall [data-label]::before{content:attr(data-label) " ";color:var(--quiet);font-size:12px}}
 @media print{body{background:#fff;font-size:12px}
 main{max-width:none;padding:0}section{break-inside:avoid;border-color:#ccc}#tip{display:none}
-*{-webkit-print-color-adjust:exact;print-color-adjust:exact}.charts{grid-template-columns:1fr 1fr}pre{max-height:none}}
+*{-webkit-print-color-adjust:exact;print-color-adjust:exact}.charts{grid-template-columns:1fr 1fr}pre{max-height:none}
+.parallel svg{min-width:0}}
 """
 _LIGHT = (
     "--page:#f5f6f8;--sheet:#fff;--ink:#1b1f24;--quiet:#5c6570;--line:#e2e5e9;--empty:#eef0f3;"

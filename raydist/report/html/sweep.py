@@ -18,6 +18,7 @@ from raydist.report.html.lines import Series
 from raydist.report.html.page import cards, missing, page, section, table
 from raydist.report.html.svg import Markup, tag
 from raydist.report.sweep.curves import Curve
+from raydist.report.sweep.ownvalues import marks
 from raydist.report.sweep.words import BATCH, RATE, measured, named, value
 from raydist.spec.sweep.names import shortest
 
@@ -68,8 +69,10 @@ def _cards(told: Row) -> list[tuple[str, str, str]]:
         ),
         ("tokens", f"{totals['tokens'] or 0:,}", "all cells together"),
         ("time of cells", text.span(totals["seconds"] or 0.0), "those at once added up"),
-        ("GPU-hours", f"{totals['gpu_hours'] or 0:.3g}", ""),
     ]
+    if not totals["gpu_hours"]:
+        return shown
+    shown.append(("GPU-hours", f"{totals['gpu_hours']:.3g}", ""))
     return [*shown, ("cost", f"{totals['cost']:.3g}", "")] if totals["cost"] is not None else shown
 
 
@@ -107,7 +110,20 @@ def _map(told: Row, finished: Sequence[Row]) -> Markup | None:
         y_name=shortest(down),
         about=f"the objective of each point{more}; empty where none has finished",
         marks=_critical(finished, columns) if across == BATCH else (),
+        named=_named(told, rows, columns, down, across),
     )  # fmt: skip
+
+
+def _named(
+    told: Row, rows: Sequence[Any], columns: Sequence[Any], down: str, across: str
+) -> list[tuple[int, int, str]]:
+    """The cells of the map that the best point and that of the base's own values lie in."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for row in told["points"]:
+        at = row["parameters"].get(down), row["parameters"].get(across)
+        if (words := marks(told, row)) and at[0] in rows and at[1] in columns:
+            found.setdefault((rows.index(at[0]), columns.index(at[1])), []).extend(words)
+    return [(*at, ", ".join(words)) for at, words in found.items()]
 
 
 def _critical(finished: Sequence[Row], columns: Sequence[Any]) -> list[lines.Mark]:
@@ -140,19 +156,22 @@ def _rate(told: Row, finished: Sequence[Row]) -> Markup | None:
     if not series:
         return None
     fits = told["analysis"]["optima"]
-    marks = [lines.Mark(math.log10(one["optimum"]), f"{one['optimum']:.2g}") for one in fits[:MOST] if one["inside"]]
+    lying = [lines.Mark(math.log10(one["optimum"]), f"{one['optimum']:.2g}") for one in fits[:MOST] if one["inside"]]
+    at = told["analysis"]["base"]
+    if at is not None and (rate := told["points"][at]["parameters"].get(RATE, 0)) > 0:
+        lying.append(lines.Mark(math.log10(rate), "base"))
     ticks = sorted({float(x) for one in series for x in one.x})
     return lines.chart(
         f"{told['objective']['metric']} over {shortest(RATE)}",
         series,
         unit="log scale",
-        about="a line a setting of the other parameters; a vertical line at each fitted optimum",
+        about="a line a setting of the other parameters; a vertical line at each fitted optimum, and at the base's own",
         form=measured,
         x_form=lambda x: f"{10**x:.3g}",
         x_tick_form=lambda x: f"{10**x:.2g}",
         x_ticks=ticks[:: -(-len(ticks) // 8)],
         x_name=shortest(RATE),
-        marks=marks,
+        marks=lying,
     )
 
 
@@ -183,7 +202,7 @@ def _column(name: str, values: Sequence[Any]) -> parallel.Axis:
         numbers = np.array(values, dtype=np.float64)
         log = bool(numbers.min() > 0 and numbers.max() / numbers.min() >= 8)
         few = sorted(set(numbers.tolist()))
-        return parallel.Axis(shortest(name), numbers, log=log, ticks=few if len(few) <= 8 else ())
+        return parallel.Axis(shortest(name), numbers, value, log=log, ticks=few if len(few) <= 8 else ())
     words = [value(v) for v in values]
     known = sorted(set(words))
     return parallel.Axis(shortest(name), np.array([known.index(w) for w in words], dtype=np.float64), words=known)
@@ -226,7 +245,7 @@ def _front(told: Row, finished: Sequence[Row]) -> Markup | None:
         x_form=lambda v: f"{v:.3g}",
         x_ticks=[low + (high - low) * i / 5 for i in range(6)],
         x_tick_form=lambda v: f"{v:.3g}",
-        x_name=cost.replace("_", "-"),
+        x_name="GPU-hours" if cost == "gpu_hours" else cost,
     )
 
 
@@ -274,7 +293,7 @@ def _points(told: Row) -> list[Markup | None]:
             "-" if row["low"] is None else f"{measured(row['low'])} to {measured(row['high'])}",
             "-" if row["tokens"] is None else f"{row['tokens']:,}",
             text.span(row["seconds"]) if row["seconds"] else "-",
-            row["status"],
+            ", ".join([row["status"], *marks(told, row)]),
             row["cause"] or "",
         )
         for row in best[:ROWS]

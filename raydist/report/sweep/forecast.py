@@ -2,9 +2,11 @@
 
 Runs anywhere. Must not import torch or ray.
 
-Hours follow from tokens a second that were measured: in cells of this sweep that have run already, else in the base's own run,
-where there is one in the storage. They hold for cells of the same model, precision and workers. For the others `raydist plan`
-reckons, where the GPU is known; else nothing is known before they run. The time to start a cell is not in them.
+How many cells train at once is worked out from the nodes of the place that it will run on (`Place`); GPU-hours and cost are told
+of cells that have GPUs there. Hours follow from tokens a second that were measured: in cells of this sweep that have run already,
+else in the base's own run, where there is one in the storage. They hold for cells of the same model, precision and workers. For the
+others `raydist plan` reckons, where the GPU is known; else nothing is known before they run. The time to start a cell is not in
+them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 import yaml
 
 from raydist.errors import RaydistError
-from raydist.report.sweep import unchosen
+from raydist.report.sweep import ownvalues, unchosen
 from raydist.report.sweep.figures import measure
 from raydist.rundir import SPEC, RunDir
 from raydist.runlog import plain
@@ -40,6 +42,20 @@ class Pace:
     kind: str
     tokens_per_second: float
     where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the sweep will run: `where` in words, and how many of its cells train there `at_once`.
+
+    `at_once` is None where there is no valid cell, or not even one fits: then `problem` says why. `gpus(job)`: GPUs of each of its
+    workers there.
+    """
+
+    where: str
+    at_once: int | None
+    problem: str
+    gpus: Callable[[JobSpec], float]
 
 
 Reckon = Callable[[JobSpec], Pace | str]
@@ -74,20 +90,28 @@ def paces(storage: Storage, sweep: Sweep, cells: Iterable[Cell]) -> list[Pace]:
     return found
 
 
-def tell(sweep: Sweep, cells: Sequence[Cell], known: Sequence[Pace], reckon: Reckon | None = None) -> dict[str, Any]:
-    """{"v", "sweep", "source", "base", "cells", "totals", "limits", "over", "notes"}: docs/sweeps.md has the keys. Plain data.
+def tell(
+    sweep: Sweep,
+    cells: Sequence[Cell],
+    known: Sequence[Pace],
+    reckon: Reckon | None = None,
+    place: Place | None = None,
+) -> dict[str, Any]:
+    """{"v", "sweep", "source", "base", "where", "cells", "totals", "limits", "over", "notes"}, plain data: see docs/sweeps.md.
 
-    `reckon` is asked for the cells that `known` says nothing of.
+    `reckon` is asked for the cells that `known` says nothing of. Without a `place` nothing is known of where it will run.
     """
     speeds = {pace.kind: pace for pace in known}
     rate = sweep.spec.limits.cost_per_gpu_hour
-    rows = [_row(cell, speeds, rate, reckon) for cell in cells]
-    points, at_once = len({cell.point for cell in cells}), sweep.spec.array.concurrent
+    gpus = _gpus if place is None else place.gpus
+    rows = [_row(cell, speeds, rate, reckon, gpus) for cell in cells]
+    points = len({cell.point for cell in cells})
+    at_once = sweep.spec.array.concurrent if place is None else place.at_once
     scouts: list[Cell] = []
     taken = able = rows
     if sweep.spec.search.chooses:  # those at the ends of the space stand for the others
         scouts, points = sweep.scouts(), sweep.most()
-        able = [_row(cell, speeds, rate, reckon) for cell in scouts if not cell.problems]
+        able = [_row(cell, speeds, rate, reckon, gpus) for cell in scouts if not cell.problems]
         taken = [unchosen.longest(able, ("tokens", "gpu_hours", "hours", "cost"))] * (points * sweep.spec.array.seeds)
     totals = {
         "cells": len(taken),
@@ -107,13 +131,20 @@ def tell(sweep: Sweep, cells: Sequence[Cell], known: Sequence[Pace], reckon: Rec
     ]
     return dict(
         plain({
-            "v": 1, "sweep": sweep.name, "source": sweep.source, "base": sweep.base.name, "cells": rows, "totals": totals,
-            "limits": limits, "over": over, "notes": _notes(sweep, [*cells, *scouts], known, totals, able),
+            "v": 1, "sweep": sweep.name, "source": sweep.source, "base": sweep.base.name,
+            "where": None if place is None else place.where, "cells": rows, "totals": totals,
+            "limits": limits, "over": over, "notes": _notes(sweep, [*cells, *scouts], known, totals, able, place),
         })
     )  # fmt: skip
 
 
-def _row(cell: Cell, speeds: dict[str, Pace], rate: float | None, reckon: Reckon | None) -> dict[str, Any]:
+def _row(
+    cell: Cell,
+    speeds: dict[str, Pace],
+    rate: float | None,
+    reckon: Reckon | None,
+    gpus: Callable[[JobSpec], float],
+) -> dict[str, Any]:
     job = cell.spec
     row: dict[str, Any] = {
         "index": cell.index,
@@ -125,7 +156,9 @@ def _row(cell: Cell, speeds: dict[str, Pace], rate: float | None, reckon: Reckon
     keys = ("workers", "steps", "tokens", "hours", "gpu_hours", "cost", "by")
     row |= dict.fromkeys(keys)
     if job is not None:
-        hours = gpu_hours = by = None
+        hours = by = None
+        each = gpus(job)
+        gpu_hours = None if each else 0.0
         pace = speeds.get(kind(job)) if speeds else None
         if pace is not None:
             by = f"measured in {pace.where}"
@@ -135,7 +168,7 @@ def _row(cell: Cell, speeds: dict[str, Pace], rate: float | None, reckon: Reckon
             pace = None if isinstance(found, str) else found
         if pace is not None and cell.tokens is not None:
             hours = cell.tokens / pace.tokens_per_second / 3600
-            gpu_hours = hours * job.cluster.most * _gpus(job)
+            gpu_hours = hours * job.cluster.most * each
         cost = gpu_hours * rate if gpu_hours is not None and rate is not None else None
         told = (job.cluster.most, job.train.steps, cell.tokens, hours, gpu_hours, cost, by)
         row |= dict(zip(keys, told, strict=True))
@@ -143,6 +176,7 @@ def _row(cell: Cell, speeds: dict[str, Pace], rate: float | None, reckon: Reckon
 
 
 def _gpus(job: JobSpec) -> float:
+    """Of each worker, where nobody knows the place: one, if the job leaves it open."""
     each = job.cluster.gpus_per_worker
     return 1.0 if isinstance(each, str) else each
 
@@ -163,6 +197,7 @@ def _notes(
     known: Sequence[Pace],
     totals: dict[str, Any],
     rows: Sequence[dict[str, Any]],
+    place: Place | None,
 ) -> list[str]:
     """`rows`: those that the hours follow from."""
     notes = []
@@ -170,33 +205,48 @@ def _notes(
     reckoned = [one.removeprefix(RECKONED) for one in by if one.startswith(RECKONED)]
     if sweep.spec.search.chooses:
         notes += unchosen.notes(sweep, cells)
+    notes += ownvalues.outside(sweep.axes, sweep.base)
     asked = (sweep.spec.array.samples or 0) * sweep.spec.array.seeds
     if sweep.spec.array.type == "random" and not sweep.spec.search.chooses and totals["cells"] < asked:
         notes.append(f"{asked - totals['cells']} draws repeat others, and are left out")
     if known:
         of = known[-1] if known[-1].where.startswith("run") else known[0]
         more = f" and {len(known) - 1} more cells" if len(known) > 1 else ""
-        notes.append(
-            f"hours: by {of.tokens_per_second:,.0f} tokens/s of {of.where}{more}; starting a cell comes on top"
-        )
+        notes.append(f"time: by {of.tokens_per_second:,.0f} tokens/s of {of.where}{more}; starting a cell comes on top")
     if reckoned:
         some = len(reckoned) < len(rows) and not sweep.spec.search.chooses
         of_them = f" marked ~, of {len(reckoned)} of {len(rows)} cells" if some else ""
         notes.append(
-            f"hours{of_them}: reckoned as raydist plan does, {reckoned[0]}, not measured; starting a cell comes on top"
+            f"time{of_them}: reckoned as raydist plan does, {reckoned[0]}, not measured; starting a cell comes on top"
         )
     if known or reckoned:
-        if totals["gpu_hours"] is not None and any(
-            c.spec is not None and c.spec.cluster.gpus_per_worker == "auto" for c in cells
+        if (
+            place is None
+            and totals["gpu_hours"] is not None
+            and any(c.spec is not None and c.spec.cluster.gpus_per_worker == "auto" for c in cells)
         ):
             notes.append("GPU-hours: one GPU a worker, for cluster.gpus_per_worker is auto")
     elif cells:
-        notes.append("hours and cost: measured as it runs")
+        notes.append(
+            f"time: not known until a cell, or {sweep.base.name}, the base, has run in the same storage: then by its tokens/s"
+        )
     why = dict.fromkeys(one.removeprefix(UNKNOWN) for one in by if one.startswith(UNKNOWN))
-    notes += [f"hours are not reckoned: {one}" for one in why]
-    if at_once := totals["at_once"]:
-        notes.append("one cell after another" if at_once == 1 else f"{at_once} cells at once")
-    return notes
+    notes += [f"time is not reckoned: {one}" for one in why]
+    return [*notes, *_room(sweep, totals["at_once"], place)]
+
+
+def _room(sweep: Sweep, at_once: int | None, place: Place | None) -> list[str]:
+    """How many cells train at once, and where."""
+    if place is not None and place.problem:
+        return [f"on {place.where} it cannot run: {place.problem}; --address says where else"]
+    if not at_once:
+        return []
+    many = "one cell after another" if at_once == 1 else f"{at_once} cells at once"
+    asked = sweep.spec.array.concurrent
+    if place is None:
+        return [many]
+    why = f"; array.concurrent is {asked}, there is no room for more" if asked is not None and asked > at_once else ""
+    return [f"on {place.where}: {many}{why}"]
 
 
 def _all(values: Sequence[Any]) -> Any:

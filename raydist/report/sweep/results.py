@@ -17,7 +17,7 @@ import yaml
 
 from raydist.errors import StorageError, UsageError
 from raydist.lease import driven_since
-from raydist.report.sweep import analysis, stats
+from raydist.report.sweep import analysis, ownvalues, stats
 from raydist.report.sweep.course import front, of_point
 from raydist.report.sweep.figures import measure, spent
 from raydist.report.sweep.words import analyse
@@ -71,6 +71,7 @@ def tell(folder: SweepDir, now: float | None = None) -> dict[str, Any]:
         "pareto": {"unit": unit, "seconds": front(rows, "seconds", sign), "amount": front(rows, "amount", sign)},
     }
     told["analysis"] = analyse(told, spec, base)
+    ownvalues.add(told, spec, base)
     courses = [row.pop("course") for row in rows]  # plain already, and far more than all the rest
     made = dict(plain(told))
     for row, course in zip(made["points"], courses, strict=True):

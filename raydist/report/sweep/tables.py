@@ -18,6 +18,7 @@ from rich.text import Text
 
 from raydist.report import text
 from raydist.report.sweep.forecast import RECKONED
+from raydist.report.sweep.ownvalues import marks
 from raydist.report.sweep.results import flatten
 from raydist.report.sweep.words import measured, value
 from raydist.spec.sweep.names import shortest
@@ -38,14 +39,17 @@ def forecast(told: dict[str, Any], out: Console | None = None) -> None:
     cells, totals = told["cells"], told["totals"]
     if cells:
         fields = list(dict.fromkeys(name for cell in cells for name in cell["parameters"]))
-        numbers = ["seed>", "workers>", "steps>", "tokens>", "hours>", "GPU-hours>", "cost>"]
+        amounts = {"gpu_hours": "GPU-hours>", "cost": "cost>"}  # where no cell has a GPU, they say nothing
+        amounts = {name: head for name, head in amounts.items() if any(_positive(cell[name]) for cell in cells)}
+        numbers = ["seed>", "workers>", "steps>", "tokens>", "time>", *amounts.values()]
         heads = ["cell", *_heads(fields, cells), *numbers]
         rows = [
             [
                 cell["id"],
                 *(_parameter(cell["parameters"].get(name)) for name in fields),
                 *(_count(cell[name]) for name in ("seed", "workers", "steps", "tokens")),
-                *(_reckoned(cell["by"], _amount(cell[name])) for name in ("hours", "gpu_hours", "cost")),
+                _reckoned(cell["by"], _span(cell["hours"])),
+                *(_reckoned(cell["by"], _amount(cell[name])) for name in amounts),
             ]
             for cell in cells
         ]
@@ -58,15 +62,28 @@ def forecast(told: dict[str, Any], out: Console | None = None) -> None:
             _say(out, f"{them[0]}{f' and {len(them) - 1} more' if len(them) > 1 else ''}: {note}", "dim")
     took = [f"{totals['cells']:,} cells, {totals['points']:,} points"]
     took += [f"{_count(totals['tokens'])} tokens"] if totals["tokens"] is not None else []
-    for name, what in (("gpu_hours", "GPU-hours"), ("hours", "hours"), ("cost", "cost")):
-        limit = told["limits"].get(name)
-        of = "" if limit is None else f" of {limit:g}"
-        took += [f"{what} {_amount(totals[name])}{of}"] if totals[name] is not None or of else []
+    if totals["hours"] is not None:
+        took.append(f"about {_span(totals['hours'])} on the wall")
+    if totals["gpu_hours"] is None or totals["gpu_hours"] > 0:
+        for name, what in (("gpu_hours", "GPU-hours"), ("cost", "cost")):
+            limit = told["limits"].get(name)
+            of = "" if limit is None else f" of {limit:g}"
+            took += [f"{what} {_amount(totals[name])}{of}"] if totals[name] is not None or of else []
+    if told["limits"]["hours"] is not None:
+        took.append(f"it pauses after {_span(told['limits']['hours'])} (limits.hours)")
     _say(out, "; ".join(took), "bold")
     for note in told["notes"]:
         _say(out, note)
     for over in told["over"]:
         _say(out, over, "yellow")
+
+
+def _positive(amount: float | None) -> bool:
+    return amount is not None and amount > 0
+
+
+def _span(hours: float | None) -> str:
+    return "-" if hours is None else text.span(hours * 3600)
 
 
 def _reckoned(by: str | None, shown: str) -> str:
@@ -82,7 +99,8 @@ def results(told: dict[str, Any], out: Console | None = None, failures: bool = T
     counts = ", ".join(f"{n:,} {status}" for status, n in told["counts"].items())
     totals = told["totals"]
     cost = "" if totals["cost"] is None else f"; cost {_amount(totals['cost'])}"
-    spent = f"{text.span(totals['seconds'])} of cells, {_amount(totals['gpu_hours'])} GPU-hours{cost}"
+    gpus = f", {_amount(totals['gpu_hours'])} GPU-hours{cost}" if totals["gpu_hours"] else ""
+    spent = f"{text.span(totals['seconds'])} of cells{gpus}"
     _say(out, f"{told['sweep']}: {counts}; {spent}", "bold")
     for line in told["analysis"]["words"]:
         _say(out, line)
@@ -124,14 +142,8 @@ def _results(told: dict[str, Any]) -> tuple[list[str], list[list[str]], list[str
         f"{objective['metric']}>",
         *(["95% interval>"] if many else []),
     ]
-    heads += [
-        "tokens>",
-        "time>",
-        "GPU-hours>",
-        *(["cost>"] if told["totals"]["cost"] is not None else []),
-        "status",
-        "run",
-    ]
+    amounts = _amounts(told)
+    heads += ["tokens>", "time>", *amounts.values(), "status", "run"]
     sign = 1 if objective["mode"] == "min" else -1
     best = told["best"]
 
@@ -149,13 +161,19 @@ def _results(told: dict[str, Any]) -> tuple[list[str], list[list[str]], list[str
             *([spread] if many else []),
             _count(row["tokens"]),
             text.span(row["seconds"]) if row["seconds"] else "-",
-            _amount(row["gpu_hours"]),
-            *([_amount(row["cost"])] if told["totals"]["cost"] is not None else []),
-            f"{row['status']}{' (best)' if marked else ''}",
+            *(_amount(row[name]) for name in amounts),
+            row["status"] + (f" ({', '.join(told_of)})" if (told_of := marks(told, row)) else ""),
             row["cells"][0] + (f" and {len(row['cells']) - 1} more" if len(row["cells"]) > 1 else ""),
         ])  # fmt: skip
         styles.append("bold green" if marked else _STYLES.get(row["status"], ""))
     return heads, rows, styles
+
+
+def _amounts(told: dict[str, Any]) -> dict[str, str]:
+    """Columns of what was spent, besides time: none without a GPU."""
+    if not told["totals"]["gpu_hours"]:
+        return {}
+    return {"gpu_hours": "GPU-hours>", **({"cost": "cost>"} if told["totals"]["cost"] is not None else {})}
 
 
 def _heads(fields: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -32,7 +32,7 @@ def notes(sweep: Sweep, scouts: Sequence[Cell]) -> list[str]:
     asked, seeds, points = sweep.spec.array.samples or 0, sweep.spec.array.seeds, sweep.most()
     each = f", each with {seeds} seeds" if seeds > 1 else ""
     told = [
-        f"search: {sweep.spec.search.name} chooses {points} points as results come{each}: tokens, hours and cost are at most these",
+        f"search: {sweep.spec.search.name} chooses {points} points as results come{each}: tokens, time and cost are at most these",
         f"from {'; '.join(map(_range, sweep.axes))}",
     ]
     if points < asked:

@@ -37,8 +37,8 @@ class Place:
             raise self.refuse
         return self
 
-    def known(self) -> set[str]:
-        return set(self.written)
+    def has(self, cell: str) -> bool:
+        return cell in self.written
 
     def write(self, row: Row) -> None:
         assert self.gate.wait(30)

@@ -24,11 +24,17 @@ Make = Callable[..., Row]
 ALL = [api_pb2.STATUS_UNKNOWN, api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE, api_pb2.STATUS_RUNNING]
 
 
-def shown(folder: SweepDir) -> dict[str, Any]:
-    """The rows of `tensorboard --logdir SWEEP`: name -> what it is asked for."""
+def read(folder: SweepDir) -> EventMultiplexer:
+    """What `tensorboard --logdir SWEEP` has read."""
     events = EventMultiplexer()
     events.AddRunsFromDirectory(folder.uri)
     events.Reload()
+    return events
+
+
+def shown(folder: SweepDir) -> dict[str, Any]:
+    """The rows of the tab HPARAMS: name -> what it is asked for."""
+    events = read(folder)
     context = Context(TBContext(data_provider=MultiplexerDataProvider(events, folder.uri)))
     request = api_pb2.ListSessionGroupsRequest(start_index=0, slice_size=100, allowed_statuses=ALL)
     answer = list_session_groups.Handler(RequestContext(), context, "", request).run()
@@ -46,11 +52,7 @@ def shown(folder: SweepDir) -> dict[str, Any]:
 
 
 def test_a_row_a_cell(folder: SweepDir, row: Make) -> None:
-    """Parameters with their types and the status among them; objective, losses, tokens and seconds; status and times. The cells'
-    own curves, which lie in the same folder, make no rows."""
-    curves = Exporter(RunFacts(folder.run("lr0.001-a")))
-    curves.scalars(1, {"train/loss": 4.0}, 150.0)
-    curves.close()
+    """Parameters with their types and the status among them; objective, losses, tokens and seconds; status and times."""
     rows = Rows(Facts(folder))
     rows.write(row("lr0.001-a"))
     rows.write(row("lr0.01-b", 0.01, "stopped", metric="loss"))
@@ -72,13 +74,31 @@ def test_a_row_a_cell(folder: SweepDir, row: Make) -> None:
     assert (told["lr0.1-c"]["metrics"], told["lr0.1-c"]["status"]) == ({"seconds": 12.5}, "STATUS_FAILURE")
 
 
+def test_a_cell_is_listed_once(folder: SweepDir, row: Make) -> None:
+    """Its curves, of two attempts, and its row are one run for TensorBoard, which reads all of its points."""
+    run = folder.run("lr0.001-a")
+    for step in (1, 2):
+        curves = Exporter(RunFacts(run))
+        curves.scalars(step, {"train/loss": 4.0 - step}, 150.0)
+        curves.close()
+    Rows(Facts(folder)).write(row("lr0.001-a"))
+    Rows(Facts(folder)).write(row("lr0.01-b", figures={}))
+    events = read(folder)
+    assert sorted(events.Runs()) == ["runs/lr0.001-a/tensorboard", "runs/lr0.01-b/tensorboard"]
+    losses = events.Tensors("runs/lr0.001-a/tensorboard", "train/loss")
+    assert [point.step for point in losses] == [1, 2]
+    assert shown(folder)["lr0.001-a"]["metrics"]["objective"] == 2.25
+    assert sorted(run.storage.files("tensorboard"))[-1].endswith(".row"), "TensorBoard reads it last"
+
+
 def test_written_again_it_is_the_same(folder: SweepDir, row: Make) -> None:
     """A driver that follows one that was killed knows which rows there are; writing one again changes nothing."""
     rows = Rows(Facts(folder))
-    assert rows.known() == set()
+    assert not rows.has("a")
     rows.write(row("a"))
     before = {name: folder.storage.read(name) for name in folder.storage.files(recursive=True)}
-    assert Rows(Facts(folder)).known() == {"a"}
+    assert Rows(Facts(folder)).has("a")
+    assert not Rows(Facts(folder)).has("b")
     rows.write(row("a"))
     assert {name: folder.storage.read(name) for name in folder.storage.files(recursive=True)} == before
     assert len(before) == 1

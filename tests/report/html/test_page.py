@@ -15,6 +15,7 @@ from raydist.report.html import lines, page
 from raydist.report.html.run import render
 from raydist.rundir import SPEC, RunDir
 from tests.report import story
+from tests.report.html import looks
 from tests.report.html.chromium import Chromium
 from tests.report.story import GIB
 
@@ -165,7 +166,14 @@ def test_every_drawing_says_what_it_is(browser: Chromium, written: Path) -> None
 
 @pytest.mark.parametrize(
     ("width", "dark", "media"),
-    [(1280, False, "screen"), (1280, True, "screen"), (380, False, "screen"), (900, True, "print")],
+    [
+        (1400, False, "screen"),
+        (1400, True, "screen"),
+        (800, True, "screen"),
+        (400, False, "screen"),
+        (400, True, "screen"),
+        (900, True, "print"),
+    ],
 )
 def test_light_dark_phone_paper(browser: Chromium, written: Path, width: int, dark: bool, media: str) -> None:
     """Text stands out from what is behind it, nothing is wider than the page, and paper is light whatever the screen is."""
@@ -188,6 +196,8 @@ def test_light_dark_phone_paper(browser: Chromium, written: Path, width: int, da
     assert sheet < 0.05 if dark and not paper else sheet > 0.9
     assert least >= 4.5, "WCAG AA"
     assert browser.value("document.documentElement.scrollWidth") <= width
+    if not paper:
+        looks.check(browser, lines=8)
     assert browser.complaints == []
 
 

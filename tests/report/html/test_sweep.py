@@ -16,6 +16,7 @@ from raydist.report.html.sweep import render
 from raydist.report.sweep.curves import curves
 from raydist.report.sweep.results import tell
 from raydist.report.sweep.words import named
+from tests.report.html import looks
 from tests.report.html.chromium import Chromium
 from tests.report.sweep.conftest import Swept, swept, train
 
@@ -82,6 +83,34 @@ def test_the_page_of_a_grid(swept: Callable[..., Swept], browser: Chromium, tmp_
     assert texts(browser, "#lineage") == []
     assert browser.complaints == []
     assert {address.partition(":")[0] for address in browser.asked} <= {"file", "data"}
+
+
+WORDS = (
+    "array: {parameters: {learning_rate: [1e-4, 1e-3, 1e-2], optim.schedule: [wsd, {name: cosine, warmup: 0.05}],"
+    " observe.grad_noise: [1, 100]}}"
+)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [400, 800, 1400])
+@pytest.mark.parametrize("text", [GRID, WORDS])
+def test_lines_are_seen_and_labels_are_whole(
+    swept: Callable[..., Swept], browser: Chromium, tmp_path: Path, text: str, width: int, dark: bool
+) -> None:
+    """In the light and in the dark, on a phone and on a screen: the best line too, and long names and values."""
+    made = swept(text)
+    for i, cell in enumerate(made.cells):
+        course = {"eval_loss": [[s, s * (1 + i / 30), s * (2 + i / 15), 3.0 - s / 100 + i / 50] for s in (25, 50, 75)]}
+        made.finish(i, 2 + abs(i - 3) / 30, grad_noise_scale=24.0, course=course)
+        train(made.folder.run(cell.id), cell, [5.0, 4.0, 3.0], 2.5)
+    told = tell(made.folder)
+    (tmp_path / "s.html").write_bytes(render(told, curves(told, 6)))
+    browser.open(tmp_path / "s.html", width=width, dark=dark)
+    assert len(texts(browser, "#parameters svg .row")) == len(told["points"])
+    looks.check(browser, lines=20)
+    thick = browser.value("getComputedStyle([...document.querySelectorAll('#parameters .row')].at(-1)).strokeWidth")
+    assert thick == "4px"
+    assert browser.value("document.documentElement.scrollWidth") <= width
 
 
 def assert_fronts(browser: Chromium, told: dict[str, Any]) -> None:

@@ -114,7 +114,7 @@ def test_time_and_cost_to_a_loss(swept: Make) -> None:
     first = told["analysis"]["reached"]
     assert (first["objective"], first["of"]) == (2.6, "second")
     assert (first["quickest"]["point"], first["cheapest"]["point"], first["best"]["step"]) == (1, 1, 100)
-    assert told["analysis"]["words"][2] == (
+    assert told["analysis"]["words"][3] == (
         "quickest and cheapest to eval_loss 2.6000 (that of the best but one): learning_rate 0.002 in 25 s, at cost 50; "
         "the best in 1:40, at cost 200: 4 times as long"
     )
@@ -132,7 +132,7 @@ def test_within_the_noise_seeds_are_means(swept: Make) -> None:
     assert course["amount"][-1] == pytest.approx(300 / 3600)
     first = told["analysis"]["reached"]
     assert (first["of"], first["objective"]) == ("as_good", told["points"][2]["objective"])
-    assert told["analysis"]["words"][2] == (
+    assert told["analysis"]["words"][3] == (
         "quickest and cheapest to eval_loss 2.1300 (as good as the best, within the noise): learning_rate 0.003 in 10 s, for "
         "0.00556 worker-hours, in the mean of its seeds; the best in 2:30, for 0.0833 worker-hours: 15 times as long"
     )

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from raydist.cli.place import Ground
 from raydist.errors import StorageError, UsageError
 from raydist.lease import DriverLease
 from raydist.report.html.sweep import render
@@ -188,8 +189,12 @@ def test_words_of_a_grid(swept: Make) -> None:
     assert words[0].startswith(
         "best: learning_rate 0.001, batch_size 16: eval_loss 2.0000 (95% interval 1.9503 to 2.0497 over 3"
     )
-    assert words[1] == "within the noise of it: learning_rate 0.001, batch_size 32"
-    assert words[2] == "batch_size 16 is the lowest that was tried: try 8 before you trust it"
+    assert words[1] == (
+        "the base's own values (learning_rate 0.001, batch_size 32): eval_loss 2.0280; the best is 0.0280 lower, within the noise"
+    )
+    assert words[2] == "inside of what was tried: learning_rate 0.001 (0.0001 to 0.01)"
+    assert words[3] == "within the noise of it: learning_rate 0.001, batch_size 32"
+    assert words[4] == "batch_size 16 is the lowest that was tried: try 8 before you trust it"
     assert [(o["at"], o["inside"]) for o in told["analysis"]["optima"]] == [
         ({"train.global_batch": 16}, True),
         ({"train.global_batch": 32}, True),
@@ -197,8 +202,8 @@ def test_words_of_a_grid(swept: Make) -> None:
     for one, true in zip(told["analysis"]["optima"], (1e-3, 1e-3 * 2**0.5), strict=True):
         assert one["low"] < true < one["high"]
         assert one["optimum"] == pytest.approx(true, rel=0.02)
-    assert words[3].startswith("optimum of learning_rate at batch_size 16: 0.001 (95% interval 0.000")
-    assert len(words) == 5
+    assert words[5].startswith("optimum of learning_rate at batch_size 16: 0.001 (95% interval 0.000")
+    assert len(words) == 7
 
 
 @pytest.mark.parametrize(
@@ -228,7 +233,41 @@ def test_one_seed_says_that_noise_is_unknown(swept: Make) -> None:
         made.finish(i, 2.0 + 0.1 * i)
     told = tell(made.folder)
     assert (told["analysis"]["as_good"], told["analysis"]["noise_known"]) == ([], False)
-    assert "one seed a point" in told["analysis"]["words"][1]
+    assert any("one seed a point" in line for line in told["analysis"]["words"])
+
+
+@pytest.mark.parametrize(
+    ("rates", "best", "said"),
+    [
+        ("[3e-4, 1e-3, 3e-3]", 3e-3, "(learning_rate 0.001): eval_loss 2.2000; the best is 0.2000 lower"),
+        ("[3e-4, 1e-3, 3e-3]", 1e-3, "the base's own values (learning_rate 0.001) are the best"),
+        ("[1e-5, 5e-5, 1e-4]", 5e-5, "learning_rate 0.001 of the base lies outside of what is tried (1e-05 to 0.0001)"),
+        ("[5e-4, 2e-3, 8e-3]", 2e-3, ""),
+    ],
+)
+def test_the_base_s_own_values(swept: Make, rates: str, best: float, said: str) -> None:
+    """Whether the sweep was worth it: the base's point beside the best; or that the sweep does not reach to it, before and after.
+    A best value between others is said to be inside.
+    """
+    made = swept(f"array: {{parameters: {{lr: {rates}}}}}")
+    for i, cell in enumerate(made.cells):
+        made.finish(i, 2.0 if cell.job.optim.lr == best else 2.2)
+    told = strict(tell(made.folder))
+    words = told["analysis"]["words"]
+    assert words[0].startswith(f"best: learning_rate {best:g}")
+    assert said in words[1] if said else not any("the base" in line for line in words)
+    same = [i for i, cell in enumerate(made.cells) if cell.job.optim.lr == 1e-3]
+    assert told["analysis"]["base"] == (same[0] if same else None)
+    inner = best not in (3e-3, 1e-5)
+    assert told["analysis"]["inside"] == (["optim.lr"] if inner else [])
+    assert any(line.startswith(f"inside of what was tried: learning_rate {best:g} (") for line in words) == inner
+    ahead = forecast.tell(made.sweep, made.cells, [])["notes"]
+    assert any("lies outside" in note for note in ahead) == ("lies outside" in said)
+    statuses = [line.split("|")[-3].strip() for line in tables.markdown(told).splitlines()[2:5]]
+    assert statuses[0] == ("finished (best, base)" if best == 1e-3 else "finished (best)")
+    assert ("finished (base)" in statuses) == (bool(same) and best != 1e-3)
+    page = render(told, []).decode()
+    assert (">base</text>" in page) == bool(same)
 
 
 def test_a_natural_end_is_no_edge(swept: Make) -> None:
@@ -337,7 +376,10 @@ def test_the_forecast(swept: Make, tmp_path: Path) -> None:
 
     told = tell_it()
     assert [(cell["hours"], cell["by"]) for cell in told["cells"]] == [(None, None)] * 4
-    assert told["notes"] == ["hours and cost: measured as it runs", "one cell after another"]
+    assert told["notes"] == [
+        "time: not known until a cell, or quickstart, the base, has run in the same storage: then by its tokens/s",
+        "one cell after another",
+    ]
     assert (told["totals"]["cells"], told["totals"]["tokens"], told["over"]) == (4, 4 * 819200, [])
     base = made.sweep.base
     run = SweepDir(storage.uri).storage.at(base.name)
@@ -355,13 +397,13 @@ def test_the_forecast(swept: Make, tmp_path: Path) -> None:
         measured, measured, "reckoned for H100 at 40%", "unknown: its model is new"
     ]  # fmt: skip
     assert told["notes"][1:3] == [
-        "hours marked ~, of 1 of 4 cells: reckoned as raydist plan does, for H100 at 40%, not measured; starting a cell comes "
+        "time marked ~, of 1 of 4 cells: reckoned as raydist plan does, for H100 at 40%, not measured; starting a cell comes "
         "on top",
-        "hours are not reckoned: its model is new",
+        "time is not reckoned: its model is new",
     ]
     sink = io.StringIO()
     tables.forecast(told, Console(file=sink, width=40))
-    assert [line.split()[7] for line in sink.getvalue().splitlines()[1:5]] == ["0.228", "0.228", "~0.0278", "-"]
+    assert [line.split()[7] for line in sink.getvalue().splitlines()[1:5]] == ["13:39", "13:39", "~1:40", "-"]
     made.finish(0, 2.0, tokens_per_second=2000.0)
     made.finish(2, 2.0, tokens_per_second=4000.0)
     told = tell_it()
@@ -371,6 +413,45 @@ def test_the_forecast(swept: Make, tmp_path: Path) -> None:
     assert told["totals"]["cost"] == pytest.approx(4 * sum(each))
     assert told["totals"]["hours"] == pytest.approx(sum(each))
     assert told["over"] == ["limits.gpu_hours: 0.1 will end the sweep before its last cell: it takes about 0.683"]
+
+
+def test_the_forecast_of_a_place(swept: Make, tmp_path: Path) -> None:
+    """What really runs there: as many cells at once as fit, no GPU-hours and no cost without a GPU; or why none can run."""
+    made = swept("array: {parameters: {batch_size: [16, 32, 64]}, concurrent: 3}\n"
+                 "limits: {gpu_hours: 10, hours: 2, cost_per_gpu_hour: 2}")  # fmt: skip
+    known = [forecast.Pace(forecast.kind(made.sweep.base), 4096.0, "run quickstart")]
+    jobs = [cell.job for cell in made.cells]
+
+    def tell_it(*nodes: dict[str, float]) -> tuple[dict[str, Any], list[str]]:
+        ground = Ground("this machine", nodes, {k: sum(n.get(k, 0.0) for n in nodes) for k in ("CPU", "GPU")})
+        told = dict(strict(forecast.tell(made.sweep, made.cells, known, None, ground.place(jobs, 3))))
+        sink = io.StringIO()
+        tables.forecast(told, Console(file=sink, width=200))
+        return told, sink.getvalue().splitlines()
+
+    told, shown = tell_it({"CPU": 2.0})
+    assert told["where"] == "this machine (2 CPUs, no GPU)"
+    assert (told["totals"]["at_once"], told["totals"]["gpu_hours"], told["totals"]["cost"]) == (1, 0.0, 0.0)
+    assert shown[0].split()[-2:] == ["tokens", "time"]
+    assert shown[1].split()[-1] == "3:20"
+    assert shown[4:] == [
+        "3 cells, 3 points; 2,457,600 tokens; about 10:00 on the wall; it pauses after 2:00:00 (limits.hours)",
+        "time: by 4,096 tokens/s of run quickstart; starting a cell comes on top",
+        "on this machine (2 CPUs, no GPU): one cell after another; array.concurrent is 3, there is no room for more",
+    ]
+    told, shown = tell_it({"CPU": 4.0})
+    assert "about 6:40 on the wall" in shown[4]
+    assert shown[-1].startswith("on this machine (4 CPUs, no GPU): 2 cells at once; array.concurrent is 3")
+    told, shown = tell_it({"CPU": 16.0, "GPU": 8.0}, {"CPU": 16.0})
+    assert shown[0].split()[-3:] == ["time", "GPU-hours", "cost"]
+    assert shown[-1] == "on this machine (32 CPUs, 8 GPUs, 2 nodes): 3 cells at once"
+    assert "GPU-hours 0.333 of 10; cost 0.667" in shown[4]
+    told, shown = tell_it({"CPU": 1.0})
+    assert (told["totals"]["at_once"], told["totals"]["hours"]) == (None, None)
+    assert shown[-1] == (
+        "on this machine (1 CPU, no GPU) it cannot run: a cell asks for 2 workers of 1 CPU, the cluster has 1 CPU on 1 node: "
+        "1 would fit; --address says where else"
+    )
 
 
 def test_ten_thousand_cells_are_read_from_the_log_alone(swept: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,9 +33,9 @@ def cells(folder: Path, text: str, *overrides: str) -> list[Cell]:
     return found
 
 
-def test_ids_are_the_same_for_ever() -> None:
+def test_ids_are_the_same_for_ever(tmp_path: Path) -> None:
     """They name run folders: a later version must find the runs of this one."""
-    found = load_sweep(ROOT / "tune_sweeps/lr-batch.yaml").cells()
+    found = cells(tmp_path, "name: lr-batch\narray: {parameters: {learning_rate: [1e-4], batch_size: [64, 128]}}")
     assert [c.id for c in found[:2]] == ["lr0.0001-batch64-3hqeq4j5", "lr0.0001-batch128-fhtvwjvj"]
 
 

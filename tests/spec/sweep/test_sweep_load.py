@@ -40,7 +40,7 @@ def test_the_issue_s_own_file_runs_as_it_stands() -> None:
     check(sweep, cells)
     assert sweep.name == "lr-batch"
     assert [(c.job.optim.lr, c.job.train.global_batch, c.job.train.steps) for c in cells] == [
-        (lr, batch, 200 * 32 // batch) for lr in (1e-4, 5e-5, 1e-5) for batch in (64, 128, 256)
+        (lr, batch, 200 * 32 // batch) for lr in (1e-3, 3e-3, 1e-2) for batch in (8, 16, 32)
     ]
     assert {c.tokens for c in cells} == {200 * 32 * 128}
     assert (sweep.spec.array.concurrent, sweep.spec.limits.cost_per_gpu_hour, sweep.spec.objective.better) == (
@@ -201,7 +201,7 @@ def test_a_cell_s_problem_names_its_cells(tmp_path: Path) -> None:
 def test_overrides_change_the_base(tmp_path: Path) -> None:
     """`--set` is for the job: cells train on the tokens of the base as it is then."""
     sweep = load_sweep(ROOT / "tune_sweeps/lr-batch.yaml", ["train.steps=20"], name="short")
-    assert [c.job.train.steps for c in sweep.cells()[:3]] == [10, 5, 3]
+    assert [c.job.train.steps for c in sweep.cells()[:3]] == [80, 40, 20]
     assert sweep.name == "short"
 
 

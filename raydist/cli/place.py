@@ -1,0 +1,105 @@
+"""Where a sweep will run, as `raydist sweep FILE --dry-run` looks at it: the nodes, and how many cells train there at once.
+
+Runs in: the user's shell. Imports ray and pynvml inside functions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raydist.errors import PreflightError
+
+if TYPE_CHECKING:
+    from raydist.report.sweep.forecast import Place
+    from raydist.spec import JobSpec
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def where(address: str | None) -> str:
+    """What `open_session` is given: `address`, else the cluster that RAY_ADDRESS names, else "local": a private Ray here."""
+    return address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """The nodes of a cluster, or this machine alone. `nodes`: the total resources of each."""
+
+    name: str
+    nodes: tuple[Mapping[str, float], ...]
+    resources: Mapping[str, float]
+    """All nodes' together, with `accelerator_type:NAME` where they say it."""
+
+    def place(self, jobs: Iterable[JobSpec], concurrent: int | None) -> Place:
+        """What the forecast is told: how many of these cells train at once, at most `concurrent`."""
+        from raydist.cluster.preflight import gpus_per_worker
+        from raydist.cluster.sweep.capacity import asked, at_once
+        from raydist.report.sweep.forecast import Place
+
+        def gpus(job: JobSpec) -> float:
+            return gpus_per_worker(job, self.resources)
+
+        known = list(jobs)
+        count, problem = None, ""
+        if known:
+            try:
+                count = at_once(self.nodes, {asked(job.cluster, gpus(job), self.nodes) for job in known}, concurrent)
+            except PreflightError as error:
+                problem = error.message
+        return Place(f"{self.name} ({self._has()})", count, problem, gpus)
+
+    def _has(self) -> str:
+        cpus, gpus = (sum(node.get(kind, 0.0) for node in self.nodes) for kind in ("CPU", "GPU"))
+        many = f", {len(self.nodes)} nodes" if len(self.nodes) > 1 else ""
+        return f"{_count(cpus, 'CPU')}, {_count(gpus, 'GPU')}{many}"
+
+
+def look(address: str) -> Ground:
+    """`address` as `where` gives it. Raises UserError without such a cluster."""
+    if address == "local":
+        here = {"CPU": float(_cpus()), **({"GPU": float(gpus)} if (gpus := _gpus()) else {})}
+        return Ground("this machine", (here,), here)
+    from tempfile import TemporaryDirectory
+
+    from raydist.cluster import nodes
+    from raydist.cluster.session import open_session
+
+    with TemporaryDirectory() as logs, open_session(address, env={}, log_dir=Path(logs)) as session:
+        import ray
+
+        gone = nodes.unreachable()
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in gone]
+        return Ground(f"the cluster at {session.address}", tuple(alive), session.resources)
+
+
+def _cpus() -> int:
+    """Those that a private Ray has: the machine's, or what the container is limited to."""
+    count = os.cpu_count() or 1
+    try:
+        quota, period = _QUOTA.read_text().split()
+    except (OSError, ValueError):
+        return count
+    return count if quota == "max" else max(1, min(count, int(quota) // int(period)))
+
+
+def _gpus() -> int:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            count = int(pynvml.nvmlDeviceGetCount())
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return 0
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return count if allowed is None else min(count, len([one for one in allowed.split(",") if one.strip()]))
+
+
+def _count(number: float, what: str) -> str:
+    return f"no {what}" if not number else f"{number:g} {what}{'s' if number != 1 else ''}"
