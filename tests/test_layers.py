@@ -35,7 +35,7 @@ LAYERS = [
         "swapspace",
         "requests",
     },
-    {"records", "errors", "redact", "noisescale", "__init__", "__version__"},
+    {"records", "errors", "redact", "noisescale", "pysource", "__init__", "__version__"},
 ]
 MODULES = sorted(ROOT.rglob("*.py"))
 

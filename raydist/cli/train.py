@@ -56,6 +56,7 @@ def train(
         raise UsageError(
             "--resume and --fresh exclude one another", "give one of them, or none to resume what is there"
         )
+    from raydist.cluster import preflight
     from raydist.lease import DriverLease
     from raydist.observe.exporters import resolve
     from raydist.spec import load
@@ -68,6 +69,7 @@ def train(
         raise RunNotFound(
             f"nothing to resume at {run.uri}", "leave out --resume to start it, or check --name and --storage"
         )
+    preflight.check_early(job, local=_place(address) == "local")
     exporters = resolve([e.model_dump() for e in job.observe.exporters], run)
     dataset, total = _data(job, home)
     with DriverLease(run, wait_s=wait_for_driver) as lease:
@@ -135,6 +137,11 @@ def _already(run: RunDir, job: JobSpec, fingerprint: str, until: int | None, all
     return None
 
 
+def _place(address: str | None) -> str:
+    """Where to train: what `--address` says, else the cluster that this is a job of, else here."""
+    return address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
+
+
 def _faults(path: Path | None, job: JobSpec) -> tuple[Fault, ...]:
     from raydist.faults import load
 
@@ -165,7 +172,7 @@ def _train(
     run.storage.write(SPEC, stored(job).encode())
     extensions = [job.model.name, job.parallel.strategy, *(e.name for e in job.observe.exporters)]
     own_code = any(":" in name for name in extensions)
-    place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
+    place = _place(address)
     with (
         run_logs(run) as log_dir,
         open_session(

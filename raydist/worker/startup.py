@@ -9,6 +9,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+_AFTER = {"rendezvous": "build", "load": "first_step"}
+"""The last stage that is done -> the one that the rank is in, if errors in it are the model's rather than the machines'."""
+
 
 class Startup:
     """`begun`: Unix time at which the driver began the attempt. `incident`: what it follows, None for a command's first attempt:
@@ -22,6 +25,8 @@ class Startup:
         self._incident = incident
         self._last = time.time() if begun is None else begun
         self._stages: dict[str, float] = {}
+        self.doing = ""
+        """`build` while the model is imported, built and wrapped, `first_step` until that is done, else empty."""
         if incident is not None:
             if "seen" in incident:
                 self._stages["detect"] = incident["silent_s"]
@@ -33,6 +38,7 @@ class Startup:
         now = time.time()
         self._stages[stage] = now - self._last
         self._last = now
+        self.doing = _AFTER.get(stage, "")
 
     def told(self, resumed: int) -> dict[str, Any]:
         """The event `first_step`: seconds in all and of each stage; steps trained once more, from step `resumed` on."""
