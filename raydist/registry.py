@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from raydist import pysource
 from raydist.errors import ExtensionNotFound
 
 _ROOT = Path(__file__).parent
@@ -22,6 +23,21 @@ FOLDERS = {
     "exporter": ("observe/exporters", "Exporter"),
 }
 """Kind of extension -> (its folder under raydist/, the attribute that a file of it must have)."""
+
+
+_SHARDED = "fully sharded is zero3 here, or hsdp, which keeps a copy in each group of ranks (docs/sharding.md)"
+_STAGES = "DeepSpeed's stages are zero1, zero2 and zero3 here; --deepspeed FILE takes its whole configuration"
+_ALONE = "one worker trains the model as it is: leave parallel out, and set cluster.workers: 1"
+ELSEWHERE = {
+    "parallel": {
+        **dict.fromkeys(("fsdp", "fsdp1", "fsdp2", "fully_shard", "full_shard"), _SHARDED),
+        "hybrid_shard": _SHARDED,
+        **dict.fromkeys(("deepspeed", "zero", "zero-1", "zero-2", "zero-3"), _STAGES),
+        **dict.fromkeys(("none", "single", "no", "null"), _ALONE),
+        **dict.fromkeys(("dp", "data_parallel"), 'copies on all ranks are "ddp"'),
+    }
+}
+"""Kind of extension -> what other programs call one -> what it is here."""
 
 
 def names(kind: str) -> list[str]:
@@ -39,18 +55,30 @@ def did_you_mean(value: str, known: list[str]) -> str:
 def check(kind: str, name: str) -> None:
     """Raises ExtensionNotFound if `name` cannot be an extension of that kind. Imports nothing but parents' packages."""
     if ":" in name:
-        module, _, attribute = name.partition(":")
-        try:
-            found = bool(attribute) and find_spec(module) is not None
-        except (ImportError, ValueError):
-            found = False
-        if not found:
-            raise ExtensionNotFound(
-                f'{kind} "{name}": no module "{module}" can be imported',
-                "write package.module:attribute, and run from the folder that holds the package",
-            )
+        check_attribute(kind, name)
     elif name not in names(kind):
-        raise ExtensionNotFound(f'unknown {kind} "{name}"', did_you_mean(name, names(kind)))
+        if hint := ELSEWHERE.get(kind, {}).get(name.lower()):
+            raise ExtensionNotFound(f'unknown {kind} "{name}"', hint)
+        near = did_you_mean(name, names(kind))
+        own = f"one of your own is package.module:{FOLDERS[kind][1]}"
+        raise ExtensionNotFound(f'unknown {kind} "{name}"', f"{near}{'' if near.endswith('?') else ';'} {own}")
+
+
+def check_attribute(kind: str, name: str) -> None:
+    """Raises ExtensionNotFound if there is no "package.module:attribute" of that name, as far as the module's text says."""
+    module, _, attribute = name.partition(":")
+    try:
+        found = bool(attribute) and find_spec(module) is not None
+        missing = pysource.lacks(module, attribute) if found else None
+    except (ImportError, ValueError):
+        found, missing = False, None
+    if not found:
+        raise ExtensionNotFound(
+            f'{kind} "{name}": no module "{module}" can be imported',
+            "write package.module:attribute, and run from the folder that holds the package",
+        )
+    if missing is not None:
+        raise ExtensionNotFound(f'{kind} "{name}": {missing}', "check the name after the colon")
 
 
 def load(kind: str, name: str) -> Any:

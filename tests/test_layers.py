@@ -37,7 +37,7 @@ LAYERS = [
         "requests",
         "ranklogs",
     },
-    {"records", "errors", "redact", "noisescale", "__init__", "__version__"},
+    {"records", "errors", "redact", "noisescale", "pysource", "__init__", "__version__"},
 ]
 MODULES = sorted(ROOT.rglob("*.py"))
 

@@ -79,9 +79,11 @@ class Trainer:
     def __init__(self, rank: Rank, spec: JobSpec, full: int, model: nn.Module | None = None) -> None:
         self.rank, self.spec = rank, spec
         self.strategy: ParallelStrategy = registry.load("parallel", spec.parallel.strategy)(spec, rank)
-        with torch.device("meta") if self.strategy.takes_meta and model is None else nullcontext():
+        build = registry.load("model", spec.model.name)
+        later = self.strategy.takes_meta and model is None and getattr(build, "takes_meta", False)
+        with torch.device("meta") if later else nullcontext():
             torch.manual_seed(1)
-            self.model = model or registry.load("model", spec.model.name)(spec.model, VOCAB)
+            self.model = model or build(spec.model, VOCAB)
         tokens, targets = samples(1)
         self.precision = Precision(spec.precision, rank.device)
 

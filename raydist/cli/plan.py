@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -38,13 +40,14 @@ def plan(
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node: the group of hsdp.")] = 8,
     memory: Annotated[
-        str | None, typer.Option(help="Of one device, such as 80GiB; default: that of the GPU here, if there is one.")
+        str | None, typer.Option(help="Of one device, such as 80GiB; default: that of --device, else of the GPU here.")
     ] = None,
     vocab: Annotated[
         int | None, typer.Option(min=1, help="Size of the vocabulary; default: what the job's data says.")
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option("--device", help="GPU to reckon the speed for, such as h100; default: the one here.")
+        str | None,
+        typer.Option("--device", help="GPU to plan for, such as h100 or a100-40; default: the one here."),
     ] = None,
     efficiency: Annotated[
         float | None,
@@ -68,26 +71,41 @@ def plan(
     size = parse_size(memory) if memory else None
     chosen = speed.named(gpu) if gpu else None
     vocab_size = vocab or vocabulary(job.data)
-    from raydist.worker.plan.advice import advise
-    from raydist.worker.plan.measure import Planner, device_memory, device_name
+    with progress() as say:
+        say("importing torch")
+        from raydist.worker.plan.advice import advise
+        from raydist.worker.plan.measure import Planner, device_memory, device_name
 
-    here = device_memory()
-    device, because = target(job, asked=any((gpus, memory, gpu)), here=here is not None)
-    machine = Machine(job.cluster.most, gpus_per_node, device, size or (here if device == "cuda" else None))
-    planner = Planner(job, vocab_size, device)
-    model = planner.model()
-    advice = advise(job, machine, model, planner.measure)
-    told = tell(str(spec), job, machine, because, model, planner.attention, advice)
-    reckoned = (chosen or speed.by_name(device_name())) if device == "cuda" else speed.NO_GPU
-    if not isinstance(reckoned, str):
-        reckoned = reckoned.but(efficiency, in_node, between_nodes)
-    speed.add(told, job, machine, model, reckoned, planner.flops_per_token)
+        here = chosen.memory if chosen else device_memory()
+        device, because = target(job, asked=any((gpus, memory, gpu)), here=here is not None)
+        machine = Machine(job.cluster.most, gpus_per_node, device, size or (here if device == "cuda" else None))
+        planner = Planner(job, vocab_size, device, say)
+        model = planner.model()
+        advice = advise(job, machine, model, planner.measure)
+        told = tell(str(spec), job, machine, because, model, planner.attention, advice)
+        reckoned = (chosen or speed.by_name(device_name())) if device == "cuda" else speed.NO_GPU
+        if not isinstance(reckoned, str):
+            reckoned = reckoned.but(efficiency, in_node, between_nodes)
+        speed.add(told, job, machine, model, reckoned, planner.flops_per_token)
     if as_json:
         print(json.dumps(told))
     else:
         from raydist.report.plan import show
 
         show(told)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Shows what it is told that is being done, on stderr, where that is a terminal; gone with the block."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("planning") as status:
+        yield lambda text: status.update(f"planning: {text}")
 
 
 def parse_size(text: str, option: str = "--memory") -> int:

@@ -61,6 +61,7 @@ def train(
 
     with Starting() as starting:
         starting.stage("job")  # before the imports that follow, which take seconds
+        from raydist.cluster import preflight
         from raydist.lease import DriverLease
         from raydist.observe.exporters import resolve
         from raydist.spec import load
@@ -73,6 +74,7 @@ def train(
             raise RunNotFound(
                 f"nothing to resume at {run.uri}", "leave out --resume to start it, or check --name and --storage"
             )
+        preflight.check_early(job, local=_place(address) == "local")
         exporters = resolve([e.model_dump() for e in job.observe.exporters], run)
         starting.stage("data")
         dataset, total = _data(job, home, starting)
@@ -150,6 +152,11 @@ def _already(
     return None
 
 
+def _place(address: str | None) -> str:
+    """Where to train: what `--address` says, else the cluster that this is a job of, else here."""
+    return address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
+
+
 def _faults(path: Path | None, job: JobSpec) -> tuple[Fault, ...]:
     from raydist.faults import load
 
@@ -170,6 +177,7 @@ def _train(
     starting: Starting,
 ) -> None:
     place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
+    place = _place(address)
     starting.stage("ray", None if place == "local" else "connecting to Ray")
     from raydist.cluster import preflight
     from raydist.cluster.request import Request, raise_if_stopped, worker_env

@@ -29,6 +29,10 @@ Kind = Literal[
 communication: nothing but lost peers is known; startup_*: workers never ran; rollback: the ranks want to go on from a checkpoint,
 without a batch or with sound weights; aborted: we asked for it."""
 
+Repeats = Literal["unknown", "on_rank", "on_all"]
+"""Whether the next attempt would meet the same error, as it begins alike: on_rank: one rank says so, and its host may be to blame;
+on_all: every rank that has raised says the same, rank 0 among them."""
+
 _DEATHS: tuple[Kind, ...] = ("node_died", "out_of_memory", "worker_died", "worker_hung")
 
 # What a rank says when a peer is gone. An echo: true, but never the cause while a better one is there.
@@ -62,7 +66,7 @@ class RankError:
     """What one rank ended with. `at` is Unix time in seconds on that rank's host, None where nobody saw it.
 
     `type_name` and `message` are the exception's; `bases` names its base classes, so that a subclass of an error that
-    no restart can heal is known as one. `traceback` is text.
+    no restart can heal is known as one. `traceback` is text. `stage`: see `raydist.worker.startup.Startup.doing`.
     """
 
     rank: int | None
@@ -72,6 +76,7 @@ class RankError:
     at: float | None = None
     kind: Kind = "user_error"
     bases: tuple[str, ...] = ()
+    stage: str = ""
 
     @property
     def cause(self) -> str:
@@ -94,11 +99,14 @@ class Failure:
     heals: bool = True
     """False: restarting cannot help (a wrong spec, a graph mismatch, a loss that is not finite)."""
     node: str | None = None
+    repeats: Repeats = "unknown"
+    stage: str = ""
+    """Of the rank that is to blame: see RankError."""
 
     @property
     def signature(self) -> tuple[str, str]:
         """Equal for failures that are the same but for numbers (steps, pids, addresses)."""
-        return self.kind, re.sub(r"0x[0-9a-fA-F]+|[0-9a-f]{24,}|\d+(\.\d+)?", "#", self.cause)
+        return self.kind, _but_numbers(self.cause)
 
 
 def _names(*roots: type[BaseException]) -> frozenset[str]:
@@ -136,6 +144,63 @@ def _no_memory(error: RankError) -> bool:
     return error.type_name == "RuntimeError" and _NO_MEMORY.search(error.message) is not None
 
 
+# What of an exception that is raised before the first step may be gone the next time: devices, links, files, the web.
+_MAY_GO_AWAY_TYPES = frozenset(
+    [
+        "OSError",  # ConnectionError, TimeoutError and requests' errors among them
+        "AcceleratorError",
+        "DistError",
+        "HTTPError",  # httpx's, which are no OSError
+        "TransportError",
+        "RpcError",
+        "InjectedError",  # each once in a run
+    ]
+)
+_MAY_GO_AWAY = re.compile(
+    r"\b(cuda|cudnn|cublas|cusparse|cufft|nccl|rccl|hip|gloo|mpi|driver|device-side|socket|network)\b"
+    r"|\b(connect\w*|store|time[sd]? ?out|timeout)\b"
+    r"|CU(DNN|BLAS)_STATUS|resource temporarily|too many open files",
+    re.IGNORECASE,
+)
+# What Python itself says of a mistake in the code, whatever words its message has.
+_OF_CODE = frozenset(["TypeError", "NameError", "AttributeError", "ImportError", "SyntaxError", "NotImplementedError"])
+_OF_A_PATH = frozenset(["FileNotFoundError", "NotADirectoryError", "IsADirectoryError", "PermissionError"])
+_LAST_FRAME = re.compile(r'^ +File ".*$', re.MULTILINE)
+
+
+def _but_numbers(text: str) -> str:
+    return re.sub(r"0x[0-9a-fA-F]+|[0-9a-f]{24,}|\d+(\.\d+)?", "#", text)
+
+
+def _raised_as(error: RankError) -> tuple[str, str, str]:
+    """Type, message and the line that raised: what ranks that meet the same error have in common."""
+    frames = _LAST_FRAME.findall(error.traceback)
+    return error.type_name, _but_numbers(error.message), frames[-1] if frames else ""
+
+
+def repeats(error: RankError, found: Sequence[RankError]) -> Repeats:
+    """Whether another attempt would meet `error`, the cause of all that was `found`. Pure.
+
+    Before an attempt's first step is done a rank has done nothing but run the user's code on what a run begins with. So an
+    exception of that code comes again, unless it tells of a device, a link, a file or the web. In the first step it must be the
+    same on all ranks that raised; and a file that one rank lacks may be missing on one host only.
+    """
+    if error.kind != "user_error" or not error.stage or _no_memory(error) or is_echo(error):
+        return "unknown"
+    own = [e for e in found if e.kind == "user_error" and not is_echo(e)]
+    same = any(e.rank == 0 for e in own) and len({_raised_as(e) for e in own}) == 1
+    names = {error.type_name, *error.bases}
+    if error.stage == "build" and same and not _OF_A_PATH.isdisjoint(names):
+        return "on_all"
+    if not _MAY_GO_AWAY_TYPES.isdisjoint(names):
+        return "unknown"
+    if names.isdisjoint(_OF_CODE) and _MAY_GO_AWAY.search(error.message):
+        return "unknown"
+    if error.stage == "build":
+        return "on_all" if same else "on_rank"
+    return "on_all" if same else "unknown"
+
+
 def root_cause(found: Sequence[RankError]) -> Failure:
     """The one error that explains the others. `found` must not be empty.
 
@@ -168,4 +233,6 @@ def root_cause(found: Sequence[RankError]) -> Failure:
         traceback=first.traceback,
         echoes=len(found) - 1,
         heals=_NEVER_HEALS.isdisjoint({first.type_name, *first.bases}),
+        repeats=repeats(first, found),
+        stage=first.stage,
     )

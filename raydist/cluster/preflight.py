@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from raydist import swapspace
@@ -33,6 +34,56 @@ def gpus_per_worker(spec: JobSpec, resources: Mapping[str, float]) -> float:
     if wanted != "auto":
         return float(wanted)
     return 1.0 if resources.get("GPU", 0.0) >= spec.cluster.least else 0.0
+
+
+def check_early(spec: JobSpec, *, local: bool) -> None:
+    """What can be told before Ray starts, or data are prepared. `local`: it is to train on this host. Raises PreflightError."""
+    found = host_gpus() if local else None
+    asked = spec.cluster.gpus_per_worker
+    problems = []
+    if asked == 0 or found is not None:
+        problems += check_precision(spec, gpus_per_worker(spec, {"GPU": found or 0}))
+    if found == 0 and asked not in ("auto", 0):
+        problems.append(
+            f"cluster.gpus_per_worker: {asked:g}, and this machine has no GPU; set it to 0 or auto, or give --address "
+            "of a cluster"
+        )
+    if problems:
+        raise PreflightError("\n".join(problems))
+
+
+def check_precision(spec: JobSpec, gpus: float) -> list[str]:
+    """What is wrong with the number format where each worker has so many GPUs: one line, or none. Pure."""
+    if spec.precision.params != "fp16" or gpus:
+        return []
+    why = (
+        "cluster.gpus_per_worker is 0"
+        if spec.cluster.gpus_per_worker == 0
+        else "there is not a GPU here for each worker"
+    )
+    return [
+        f"precision: fp16 is not trained on CPUs, which have no fast fp16 kernels, and {why}; set precision: bf16 or fp32"
+    ]
+
+
+def host_gpus() -> int | None:
+    """GPUs of this host, at least as many as Ray may use; None where NVIDIA's driver cannot tell: AMD's are not its own."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles"):
+        return 0
+    if Path("/dev/kfd").exists():
+        return None
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            return int(pynvml.nvmlDeviceGetCount())
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError_LibraryNotFound:
+        return 0
+    except pynvml.NVMLError as error:
+        return 0 if error.value == pynvml.NVML_ERROR_DRIVER_NOT_LOADED else None
 
 
 def check_resources(spec: JobSpec, resources: Sequence[Mapping[str, float]]) -> list[str]:
@@ -63,6 +114,7 @@ def check(spec: JobSpec, session: Session, run_uri: str, dataset: str) -> None:
     gone = set() if session.private else nodes.unreachable()
     alive = [n for n in ray.nodes() if n["Alive"] and n["NodeID"] not in gone]
     problems = check_resources(spec, [n["Resources"] for n in alive])
+    problems += check_precision(spec, gpus_per_worker(spec, session.resources))
     # A private Ray is this host, where the driver has read the spec and the data and written to storage already.
     if session.private:
         problems += check_offload(spec.offload.path) + check_copies(spec.snapshot_every)

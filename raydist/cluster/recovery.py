@@ -131,7 +131,8 @@ def decide(
 ) -> Restart | Stop:
     """Restart or stop. `history` holds the failures before this one, and the newest committed step now.
 
-    The first failure since progress restarts at once; each further one waits twice as long, up to the cap. A lack of memory and
+    What the user's code raises before the first step ends the run, for it would be raised again. Of others the first since progress
+    restarts at once; each further one waits twice as long, up to the cap. A lack of memory and
     a rollback have a cure of their own, which is bounded: they restart at once, and do not count among the others.
     `split`: of the attempt that failed; None: it is not known, and so there is no smaller micro-batch. `elsewhere`: there is room
     for enough workers without the failure's node, which is then left once its ranks die again and again.
@@ -140,6 +141,9 @@ def decide(
         return Stop(failure.cause, "the attempt was aborted on request")
     if not failure.heals:
         return Stop(failure.cause, "a restart would meet the same error")
+    if _comes_again(failure, history):
+        while_ = "while the model was built" if failure.stage == "build" else "in the first step"
+        return Stop(failure.cause, f"{while_}: a restart would meet the same error")
     if failure.kind == "out_of_memory":
         return _after_no_memory(failure, policy, split)
     if failure.kind == "rollback":
@@ -173,6 +177,16 @@ def decide(
             exclude=failure.node,
         )
     return Restart(after, because)
+
+
+def _comes_again(failure: Failure, history: History) -> bool:
+    """Whether what was raised before the attempt's first step is the code's, and so stays.
+
+    Where the run has trained before, only what all ranks say while they build: its code has worked then, perhaps on other hosts.
+    """
+    if history.committed:
+        return failure.stage == "build" and failure.repeats == "on_all"
+    return failure.repeats != "unknown"
 
 
 def _in_a_row(failure: Failure, stuck: Sequence[Past]) -> int:

@@ -288,5 +288,7 @@ def _unresolved(tree: Mapping[str, Any], origin: Mapping[str, str], source: str)
             try:
                 registry.check(kind, name)
             except ExtensionNotFound as error:
-                problems.append(f'{where(field, origin, source)}: {field}: unknown "{name}"; {error.hint}')
+                what = error.message.partition(": ")[2] if ":" in name else ""
+                told = f'unknown "{name}": {what}' if what else f'unknown "{name}"'
+                problems.append(f"{where(field, origin, source)}: {field}: {told}; {error.hint}")
     return problems

@@ -64,7 +64,7 @@ def run(calls: int, control: int, stacks: int, probe: int, output: int) -> int:
         reached = Probe(probe, order["spec"]["recovery"]["step_timeout"])
         ended = {"outcome": train(order, agent, reached, startup)}
     except BaseException as error:
-        ended = {"error": facts(error, order["rank"])}
+        ended = {"error": {**facts(error, order["rank"]), "stage": startup.doing}}
     agent("ended", **ended)
     return 0
 

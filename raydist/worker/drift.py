@@ -255,6 +255,8 @@ def hashes(tensors: Iterable[Tensor]) -> list[int]:
     """
     found: list[int | Tensor] = []
     for tensor in tensors:
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
         bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
         if bits.device.type == "cpu":
             found.append(xxhash.xxh3_64_intdigest(bits.numpy().data) - (1 << 63))

@@ -25,11 +25,17 @@ PEAK_FLOPS: dict[str, float] = {
     "L40S": 362e12,
     "A10": 125e12,
     "L4": 121e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "RTX 4090": 165.2e12,
+    "MI300X": 1307.4e12,
 }
-"""Dense bf16 tensor-core FLOP/s by the words of a device name; the first entry whose words all occur is it.
+"""Dense bf16 tensor-core FLOP/s by the words of a device name; the first entry whose words all occur is it. V100, T4: fp16, for
+they have no bf16.
 
 NVIDIA's datasheets print the figure with 2:4 sparsity, which no training here has: half of it. Where torchtitan's and
-nanochat's tables have the GPU too, they agree. A GPU that is not here gets no MFU rather than a guess.
+nanochat's tables have the GPU too, they agree. RTX 4090: Ada's white paper, with sums in fp32. MI300X: AMD's data sheet. A GPU
+that is not here gets no MFU rather than a guess.
 """
 
 PEAK_FP32: dict[str, float] = {
@@ -43,6 +49,10 @@ PEAK_FP32: dict[str, float] = {
     "L40S": 91.6e12,
     "A10": 31.2e12,
     "L4": 30.3e12,
+    "V100": 15.7e12,
+    "T4": 8.1e12,
+    "RTX 4090": 82.6e12,
+    "MI300X": 163.4e12,
 }
 """The same in fp32, from the same datasheets: without tensor cores, for torch does not round to TF32 unless it is asked to."""
 
@@ -76,8 +86,8 @@ def flops_per_token(model: nn.Module, context: int) -> float:
 def known_device(device_name: str) -> str | None:
     """The entry of the tables for a device's name, as the driver gives it; None for one that is not there."""
     words = set(device_name.replace("-", " ").split())
-    if "MIG" in words:
-        return None  # a slice of a GPU carries the GPU's name
+    if not words.isdisjoint({"MIG", "Laptop", "D"}):
+        return None  # a slice of a GPU carries the GPU's name, and so do slower ones
     return next((name for name in PEAK_FLOPS if set(name.split()) <= words), None)
 
 

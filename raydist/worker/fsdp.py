@@ -21,9 +21,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from raydist.errors import UserError
 from raydist.spec import JobSpec
 from raydist.worker import exchange
-from raydist.worker.graph import blocks_of, check_graph, initialise, refuse_scalars, weakly
+from raydist.worker.graph import blocks_of, check_graph, initialise, refuse_scalars, tied_across, weakly
 from raydist.worker.parallel import Example, ParamShard
 from raydist.worker.precision import DTYPES
 from raydist.worker.setup import Rank
@@ -48,6 +49,12 @@ class FullyShardedStrategy(ABC):
         """See `ParallelStrategy.wrap`. Runs `example` twice, sharded. The model's parameters move to the device block by block."""
         names = [n for n, p in model.named_parameters() if p.requires_grad]
         refuse_scalars(model)
+        if self._rank.world_size > 1 and (tied := tied_across(model)):  # each block would get a copy of its own
+            shown = "; ".join(" = ".join(same) for same in tied.values())
+            raise UserError(
+                f"{shown}: one parameter in several blocks, or in a block and outside",
+                "parallel.strategy: zero2, zero1 and ddp keep it as one; zero3 and hsdp split block by block",
+            )
         self.module = model
         if self._rank.world_size == 1:
             model.to(self._rank.device)

@@ -5,9 +5,11 @@ Runs in: each train worker. Torch, never ray.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from weakref import WeakMethod
 
 import torch
@@ -54,7 +56,27 @@ def initialise(model: nn.Module) -> Iterator[str]:
                     made[id(p)] = nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=p.requires_grad)
                 setattr(module, key, made[id(p)])
         model.init_module(name, module)  # type: ignore[operator]
+        empty = [f"{name}.{key}".lstrip(".") for key, b in module.named_buffers(recurse=False) if b.is_meta]
+        if empty:
+            raise UserError(
+                f"no values for {some(empty)}: buffers on the meta device",
+                'have build make buffers with device="cpu": only parameters are made anew for init_module',
+            )
         yield name
+
+
+def tied_across(model: nn.Module) -> dict[int, list[str]]:
+    """The parameters that belong to several blocks, or to a block and to the rest of the model: id -> all their names."""
+    blocks = [block for _, block in blocks_of(model)]
+    inside = {id(m) for block in blocks for m in block.modules()}
+    rest = [p for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False)]
+    units = [{id(p) for p in block.parameters()} for block in blocks] + [{id(p) for p in rest}]
+    owners = Counter(chain.from_iterable(units))
+    found: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if owners[id(p)] > 1:
+            found.setdefault(id(p), []).append(name)
+    return found
 
 
 def refuse_scalars(model: nn.Module) -> None:
@@ -150,7 +172,7 @@ def check_graph(model: nn.Module, loss: Callable[[], Tensor], rank: Rank) -> Non
     _same_on_all_ranks(without, rank, "uses other parameters in its loss", remedy)
     if without:
         raise GraphMismatch(
-            f"these parameters take no part in the loss: {_some(without)}",
+            f"these parameters take no part in the loss: {some(without)}",
             "use them in forward, remove them, or call requires_grad_(False) on them",
         )
 
@@ -162,10 +184,11 @@ def _same_on_all_ranks(mine: list[str], rank: Rank, fault: str, remedy: str) -> 
         dist.all_gather_object(every, mine, group=rank.control)
     for other, theirs in enumerate(every):
         if theirs != every[0]:
-            names = _some(sorted(set(theirs) ^ set(every[0])))
+            names = some(sorted(set(theirs) ^ set(every[0])))
             raise GraphMismatch(f"rank {other} {fault} than rank 0: {names}", remedy)
 
 
-def _some(names: Sequence[str], most: int = 8) -> str:
+def some(names: Sequence[str], most: int = 8) -> str:
+    """The first of the names, in one line, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -127,6 +127,9 @@ class _Run:
         settled = build.settled(spec, rank, job.run, dataset.vocab_size, self._example, self._note)
         self.strategy = cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(settled, rank))
         model = build.build_model(spec, dataset.vocab_size, self.strategy.takes_meta)
+        if note := build.make_trainable(model):
+            self._note(note)
+        build.check_same(model, rank)  # every rank: hashes are compared
         if self.injector:
             self.injector.attach(model)
         capacity = build.capacity(spec, rank, model)

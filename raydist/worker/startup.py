@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _ORDER = ("schedule", "import", "rendezvous", "build", "load", "first_step")
+_AFTER = {"rendezvous": "build", "load": "first_step"}
+"""The last stage that is done -> the one that the rank is in, if errors in it are the model's rather than the machines'."""
 
 
 class Startup:
@@ -32,6 +34,8 @@ class Startup:
         self._incident, self._before, self._tell = incident, before, tell
         self._last = time.time() if begun is None else begun
         self._stages: dict[str, float] = {}
+        self.doing = ""
+        """`build` while the model is imported, built and wrapped, `first_step` until that is done, else empty."""
         if incident is not None:
             if "seen" in incident:
                 self._stages["detect"] = incident["silent_s"]
@@ -46,6 +50,7 @@ class Startup:
         following = _ORDER[_ORDER.index(stage) + 1 :]
         if following:
             self._tell(following[0])
+        self.doing = _AFTER.get(stage, "")
 
     def told(self, resumed: int) -> dict[str, Any]:
         """The event `first_step`: seconds in all and of each stage; steps trained once more, from step `resumed` on."""

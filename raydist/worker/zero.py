@@ -27,7 +27,7 @@ from torch.nn.utils import get_total_norm
 
 from raydist.spec import JobSpec
 from raydist.worker import exchange
-from raydist.worker.graph import blocks_of, check_graph, refuse_scalars, weakly
+from raydist.worker.graph import blocks_of, check_graph, refuse_scalars, tied_across, weakly
 from raydist.worker.parallel import Example, ParamShard
 from raydist.worker.precision import DTYPES
 from raydist.worker.setup import Rank
@@ -151,11 +151,12 @@ class ZeroStrategy:
 
     def _split(self, model: nn.Module) -> None:
         world, device = self._rank.world_size, self._rank.device
+        shared = tied_across(model)  # they go with what is of no block, which is there first
         names = {id(p): n for n, p in self._parameters.items()}
         modules: list[nn.Module] = [model]
         members: list[dict[str, nn.Parameter]] = [{}]
         for _, block in blocks_of(model):
-            own = {names.pop(id(p)): p for p in block.parameters() if id(p) in names}
+            own = {names.pop(id(p)): p for p in block.parameters() if id(p) in names and id(p) not in shared}
             if own:
                 modules.append(block)
                 members.append(own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,25 @@ def test_without_memory_sizes_only(small: Path) -> None:
     assert made["machine"]["usable"] is None
     assert [r["fits"] for r in made["strategies"]] == [None] * 5
     assert made["pick"] is None
+
+
+def test_a_gpu_brings_its_memory(small: Path) -> None:
+    """--device says what fits, without --memory, which is believed before it."""
+    made = told(small, "--device", "a100-40")
+    assert made["machine"]["device"] == "cuda"
+    assert made["machine"]["memory"] == int(39.4 * GIB)
+    assert [r["fits"] for r in made["strategies"]] == [True] * 5
+    assert told(small, "--device", "a100-40", "--memory", "2GiB")["machine"]["memory"] == 2 * GIB
+
+
+def test_it_says_what_it_measures(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass is told as it begins; on stdout nothing of it is seen."""
+    said: list[str] = []
+    monkeypatch.setattr(plan, "progress", lambda: nullcontext(said.append))
+    out = call(small)
+    assert said[:2] == ["importing torch", "building the model"]
+    assert "pass 1: micro-batch 2, nothing computed again" in said
+    assert "pass 1" not in out
 
 
 def test_gpus_stand_for_workers(small: Path) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from raydist.cluster import preflight
 from raydist.cluster.preflight import check_resources, gpus_per_worker, look_around, versions
+from raydist.errors import PreflightError
 from raydist.spec import JobSpec, parse
 
 
@@ -48,6 +50,49 @@ def test_resources(cluster: dict[str, Any], nodes: list[dict[str, float]], expec
 def test_gpus_are_taken_where_there_are_enough(wanted: Any, gpus: float, expected: float) -> None:
     """`auto` is one GPU each if all of two workers get one, else none; a number is that number."""
     assert gpus_per_worker(job(workers=2, gpus_per_worker=wanted), {"CPU": 8.0, "GPU": gpus}) == expected
+
+
+@pytest.mark.parametrize(
+    ("sections", "gpus", "local", "told"),
+    [
+        ({"precision": {"params": "fp16"}}, 0, True, "precision: fp16 is not trained on CPUs"),
+        ({"precision": {"params": "fp16"}}, 1, True, "there is not a GPU here for each worker"),
+        ({"precision": {"params": "fp16"}}, 2, True, None),
+        ({"precision": {"params": "fp16"}}, None, True, None),  # AMD's: not known before Ray counts them
+        ({"precision": {"params": "fp16"}}, 0, False, None),  # the cluster may have some
+        (
+            {"precision": {"params": "fp16"}, "cluster": {"gpus_per_worker": 0}},
+            8,
+            False,
+            "cluster.gpus_per_worker is 0",
+        ),
+        ({"precision": {"params": "bf16"}}, 0, True, None),
+        ({"cluster": {"gpus_per_worker": 1}}, 0, True, "cluster.gpus_per_worker: 1, and this machine has no GPU"),
+        ({"cluster": {"gpus_per_worker": 1}}, 0, False, None),
+        ({"cluster": {"gpus_per_worker": 1}}, 1, True, None),
+        ({}, 0, True, None),
+    ],
+)
+def test_what_can_be_told_before_ray_starts(
+    sections: dict[str, Any], gpus: int | None, local: bool, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp16 where no worker gets a GPU, and GPUs that are not there; nothing is said where only the cluster can tell."""
+    monkeypatch.setattr(preflight, "host_gpus", lambda: gpus)
+    both = {"workers": 2, **sections.get("cluster", {})}
+    spec = parse({"data": {"source": "x"}, "train": {"steps": 1}, **sections, "cluster": both})
+    if told is None:
+        preflight.check_early(spec, local=local)
+        return
+    with pytest.raises(PreflightError) as caught:
+        preflight.check_early(spec, local=local)
+    assert told in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_no_gpus_where_none_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA_VISIBLE_DEVICES empty: Ray counts none either, whatever the driver has."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert preflight.host_gpus() == 0
 
 
 def test_a_node_says_all_that_it_lacks(tmp_path: Path) -> None:

@@ -123,6 +123,78 @@ def test_what_a_restart_can_heal(type_name: str, bases: tuple[str, ...], heals: 
     assert root_cause([raised(0, type_name, "x", None, *bases)]).heals is heals
 
 
+def built(rank: int, type_name: str, message: str = "", *bases: str, stage: str = "build", line: int = 7) -> RankError:
+    trace = f'Traceback:\n  File "raydist/worker/build.py", line 40\n  File "mine.py", line {line}, in build\n'
+    return RankError(rank, type_name, message, trace, bases=bases, stage=stage)
+
+
+def first(rank: int, type_name: str, message: str = "", *bases: str, line: int = 7) -> RankError:
+    return built(rank, type_name, message, *bases, stage="first_step", line=line)
+
+
+SHAPES = "mat1 and mat2 shapes cannot be multiplied (8x16 and 8x16)"
+GONE_FILE = "[Errno 2] No such file or directory: 'weights.pt'"
+REPEATS: dict[str, tuple[list[RankError], str]] = {
+    "a bug in build": ([built(0, "KeyError", "'wte'")], "on_all"),
+    "the same on two ranks": ([built(0, "ValueError", "rank 0"), built(1, "ValueError", "rank 1")], "on_all"),
+    "on one rank, which others have lost": ([built(1, "ValueError", "a"), built(0, "RuntimeError", RESET)], "on_rank"),
+    "other errors on other ranks": ([built(0, "ValueError", "a"), built(1, "KeyError", "b")], "on_rank"),
+    "another line": ([built(0, "ValueError", "a"), built(1, "ValueError", "a", line=8)], "on_rank"),
+    "a module that cannot be imported": ([built(0, "ModuleNotFoundError", "No module named 'networkx'", "ImportError")], "on_all"),
+    "a shape in the graph check": ([built(0, "RuntimeError", SHAPES), built(1, "RuntimeError", SHAPES)], "on_all"),
+    "words of a device in Python's own error": ([built(0, "TypeError", "to() got an unexpected cuda", "TypeError")], "on_all"),
+    "words of a device": ([built(0, "RuntimeError", "CUDA error: unspecified launch failure")], "unknown"),
+    "a device": ([built(0, "AcceleratorError", "no kernel image", "RuntimeError")], "unknown"),
+    "a link": ([built(0, "DistBackendError", "NCCL", "DistError", "RuntimeError")], "unknown"),
+    "gloo, which says RuntimeError": ([built(0, "RuntimeError", "Gloo connectFullMesh failed")], "unknown"),
+    "the web": ([built(0, "ConnectTimeout", "", "TransportError", "HTTPError")], "unknown"),
+    "the hub": ([built(0, "OSError", "We couldn't connect to load the files", "OSError")], "unknown"),
+    "storage": ([built(0, "OSError", "[Errno 5] Input/output error", "OSError")], "unknown"),
+    "a file that no rank finds": (
+        [built(r, "FileNotFoundError", GONE_FILE, "OSError") for r in (0, 1)], "on_all"),
+    "a file that one host lacks": (
+        [built(1, "FileNotFoundError", GONE_FILE, "OSError"), built(0, "RuntimeError", RESET)], "unknown"),
+    "no memory": ([built(0, "MemoryError", "")], "unknown"),
+    "a rank that died": ([built(0, "RuntimeError", RESET), died(1)], "unknown"),
+    "injected": ([first(0, "InjectedError", "as of a bug")], "unknown"),
+    "a shape in the first step": ([first(r, "RuntimeError", SHAPES) for r in (0, 1)], "on_all"),
+    "in the first step of rank 1 only": ([first(1, "IndexError", "a"), first(0, "RuntimeError", RESET)], "unknown"),
+    "in a later step": ([raised(0, "KeyError", "'wte'")], "unknown"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPEATS)
+def test_what_comes_again(name: str) -> None:
+    """Before the first step the code's own exceptions repeat themselves; what a device, a link, a file or the web says may not."""
+    errors, want = REPEATS[name]
+    assert root_cause(errors).repeats == want
+
+
+def again(repeats: str, stage: str = "build") -> Failure:
+    return Failure("user_error", 0, "ValueError: a", repeats=repeats, stage=stage)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("failure", "committed", "stops"),
+    [
+        (again("on_all"), 0, True),
+        (again("on_rank"), 0, True),
+        (again("unknown"), 0, False),
+        (again("on_all", "first_step"), 0, True),
+        (again("on_all"), 50, True),  # the code was changed between two commands
+        (again("on_rank"), 50, False),  # a new host lacks something
+        (again("on_all", "first_step"), 50, False),
+    ],
+)
+def test_what_comes_again_is_not_tried_again(failure: Failure, committed: int, stops: bool) -> None:
+    """The first such failure ends the run, with the reason; where it has trained before, only if all ranks say so as they build."""
+    decision = decide(failure, History(committed=committed), Policy())
+    assert isinstance(decision, Stop if stops else Restart)
+    if stops:
+        when = "while the model was built" if failure.stage == "build" else "in the first step"
+        assert decision.because == f"{when}: a restart would meet the same error"
+
+
 def fail(cause: str = "ValueError: a", *, heals: bool = True, kind: str = "user_error") -> Failure:
     return Failure(kind, 0, cause, heals=heals)  # type: ignore[arg-type]
 

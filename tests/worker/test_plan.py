@@ -28,7 +28,7 @@ from raydist.worker.plan.estimate import STRATEGIES, batches, estimate, measured
 from raydist.worker.plan.facts import ROOT, Activations, Estimate, Machine, Model, Param, Pass, Peak
 from raydist.worker.plan.live import LiveBytes
 from raydist.worker.plan.measure import Planner
-from raydist.worker.plan.speed import _LINKS, NAMES, Device, find, refusal, speed
+from raydist.worker.plan.speed import _LINKS, _MEMORY, NAMES, Device, find, refusal, speed
 from raydist.worker.plan.target import OnTarget, wide_on_cuda
 from raydist.worker.precision import Precision
 from raydist.worker.setup import Rank
@@ -148,7 +148,7 @@ def test_offload_by_hand() -> None:
     assert (here.optimizer, here.host) == (304, 0)
 
 
-SLOW = Device("none", half=1000.0, fp32=100.0, efficiency=0.5, node=20.0, network=5.0, host=48.0)
+SLOW = Device("none", half=1000.0, fp32=100.0, efficiency=0.5, node=20.0, network=5.0, host=48.0, memory=0)
 """FLOP/s and bytes/s for 98 parameters: launching kernels is nothing beside."""
 CPU_ADAM = {"offload": {"optimizer": "cpu"}}
 
@@ -196,30 +196,44 @@ def test_a_small_model_waits_for_its_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "known", "node", "network"),
+    ("name", "known", "node", "network", "gib"),
     [
-        ("h100", "H100", 450e9, 50e9),
-        ("NVIDIA H100 80GB HBM3", "H100", 450e9, 50e9),
-        ("h200-nvl", "H200 NVL", 64e9, None),
-        ("NVIDIA A100-SXM4-80GB", "A100", 300e9, 25e9),
-        ("NVIDIA A100 80GB PCIe", "A100", 32e9, None),
-        ("A100", "A100", 300e9, 25e9),
+        ("h100", "H100", 450e9, 50e9, 79.1),
+        ("NVIDIA H100 80GB HBM3", "H100", 450e9, 50e9, 79.1),
+        ("h200-nvl", "H200 NVL", 64e9, None, 139.8),
+        ("NVIDIA A100-SXM4-80GB", "A100", 300e9, 25e9, 79.1),
+        ("NVIDIA A100-SXM4-40GB", "A100", 300e9, 25e9, 39.4),
+        ("NVIDIA A100 80GB PCIe", "A100", 32e9, None, 79.1),
+        ("A100", "A100", 300e9, 25e9, 79.1),
+        ("a100-80", "A100", 300e9, 25e9, 79.1),
+        ("a100-40gb", "A100", 300e9, 25e9, 39.4),
+        ("V100", "V100", 150e9, 6.25e9, 15.7),
+        ("Tesla V100-SXM2-32GB", "V100", 150e9, 6.25e9, 31.7),
+        ("rtx 4090", "RTX 4090", 32e9, None, 23.6),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090", 32e9, None, 23.6),
+        ("AMD Instinct MI300X", "MI300X", 448e9, None, 191.6),
     ],
 )
-def test_gpus_by_name(name: str, known: str, node: float, network: float | None) -> None:
+def test_gpus_by_name(name: str, known: str, node: float, network: float | None, gib: float) -> None:
     """As users, drivers and Ray call them; a card for PCIe has no NVLink to all others, and no network of its own."""
     found = find(name)
     assert found is not None
-    assert (found.name, found.node, found.network) == (known, node, network)
+    assert (found.name, found.node, found.network, found.memory) == (known, node, network, int(gib * 2**30))
     assert found.half == PEAK_FLOPS[known] > found.fp32 == PEAK_FP32[known]
-    assert find("rtx-4090") is None
-    assert find("NVIDIA A100-SXM4-40GB MIG 1g.5gb") is None
+
+
+@pytest.mark.parametrize(
+    "name", ["rtx-5090", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GeForce RTX 4090 D", "a100-41", "h100-foo", ""]
+)
+def test_other_gpus_are_not_guessed(name: str) -> None:
+    """A slice of a GPU, a slower one of the same number, and one that is sold with no such memory."""
+    assert find(name) is None
 
 
 def test_every_gpu_has_all_its_figures() -> None:
     """The tables have the same entries, in the order in which the first that matches is taken."""
-    assert list(PEAK_FLOPS) == list(PEAK_FP32) == list(_LINKS)
-    assert [find(name) is not None for name in NAMES] == [True] * len(PEAK_FLOPS)
+    assert list(PEAK_FLOPS) == list(PEAK_FP32) == list(_LINKS) == list(_MEMORY)
+    assert all(find(name) is not None for name in NAMES)
 
 
 def test_what_is_not_reckoned() -> None:
@@ -229,6 +243,9 @@ def test_what_is_not_reckoned() -> None:
     assert "--between-nodes" in str(refusal(job(), machine, card))
     assert refusal(job(), machine, card.but(0.5, None, 12.5)) is None
     assert refusal(job(), Machine(8, 8, "cuda"), card) is None
+    old = find("t4")
+    assert old is not None
+    assert "no bf16" in str(refusal(job(precision="bf16"), Machine(8, 8, "cuda"), old))
     assert "disk" in str(refusal(job(offload={"optimizer": "nvme", "path": "/x"}), Machine(8, 8, "cuda"), card))
     sharded = job(parallel={"strategy": "zero3"}, offload={"parameters": "cpu"})
     assert "offload.parameters" in str(refusal(sharded, Machine(8, 8, "cuda"), card))

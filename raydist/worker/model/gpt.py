@@ -51,6 +51,9 @@ def build(spec: ModelSpec, vocab_size: int) -> GPT:
     return model
 
 
+build.takes_meta = True  # type: ignore[attr-defined]  # GPT.init_module makes the weights
+
+
 def default_hidden(width: int) -> int:
     """Width of the feed-forward layer: 8/3 of the width (as many weights as 4x without a gate), in whole 32s."""
     return 32 * math.ceil(width * 8 / 3 / 32)

@@ -62,7 +62,11 @@ class _Adviser:
     def advice(self) -> Advice:
         rows = tuple(self._row(s) for s in STRATEGIES)
         if self._machine.usable is None:
-            return Advice(rows, None, ("Give --memory, such as --memory 80GiB, to know what fits.",))
+            return Advice(
+                rows,
+                None,
+                ("Give --device, such as h100, or --memory, such as 16GiB, to know what fits.",),
+            )
         pick = self._pick(rows)
         return Advice(rows, pick, tuple(self._suggestions(rows, pick)))
 

@@ -14,6 +14,7 @@ Runs anywhere. Plain python: no torch, no ray. docs/plan.md has the assumptions 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -46,18 +47,42 @@ _LINKS: dict[str, tuple[float, float | None, float]] = {
     "L40S": (32, None, 32),
     "A10": (32, None, 32),
     "L4": (32, None, 32),
+    "V100": (150, 6.25, 16),
+    "T4": (16, None, 16),
+    "RTX 4090": (32, None, 32),
+    "MI300X": (448, None, 64),
 }
 """GB/s of a GPU, one way: to the others of its node, its share of the network, to the host. NVIDIA's datasheets add up both ways.
 
 NVLink through switches, else PCIe: a bridge between two cards does not carry a ring of eight. The network is that of NVIDIA's own
-machines, DGX B200, H200 and H100 (400 Gb/s a GPU) and A100 (200 Gb/s); cards for PCIe come in any machine."""
+machines, DGX B200, H200 and H100 (400 Gb/s a GPU), A100 (200 Gb/s) and DGX-1 and DGX-2 with V100 (50 Gb/s); cards for PCIe
+come in any machine, and MI300X in those of several makers. MI300X: seven links of 64 GB/s, AMD's data sheet."""
+
+_MEMORY: dict[str, dict[int, float]] = {
+    "B200": {180: 178.3},
+    "H200 NVL": {141: 139.8},
+    "H200": {141: 139.8},
+    "H100 NVL": {94: 93.0},
+    "H100 PCIe": {80: 79.1},
+    "H100": {80: 79.1},
+    "A100": {80: 79.1, 40: 39.4},
+    "L40S": {48: 44.4},
+    "A10": {24: 22.0},
+    "L4": {24: 22.0},
+    "V100": {16: 15.7, 32: 31.7},
+    "T4": {16: 14.5},
+    "RTX 4090": {24: 23.6},
+    "MI300X": {192: 191.6},
+}
+"""GB as they are sold -> GiB as torch counts them (`total_memory`, "total capacity" in its messages); the first, where a name does
+not say. About the least that drivers of the last years leave: error correction and the driver keep the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
     """What a step is reckoned with: FLOP/s in half precision and in fp32, the share of it, and bytes/s one way, of one GPU.
 
-    `network`: None where it is not known.
+    `network`: None where it is not known. `memory`: bytes, as torch counts them.
     """
 
     name: str
@@ -67,6 +92,7 @@ class Device:
     node: float
     network: float | None
     host: float
+    memory: int
 
     def but(self, efficiency: float | None, node_gb: float | None, network_gb: float | None) -> Device:
         """With what somebody knows better; links in GB/s."""
@@ -78,18 +104,28 @@ class Device:
         )
 
 
-NAMES = tuple(name.lower().replace(" ", "-") for name in PEAK_FLOPS)
-"""As a user writes them."""
+_BY_NAME = {name.lower().replace(" ", "-"): name for name in PEAK_FLOPS}
+NAMES = tuple(
+    shown
+    for short, name in _BY_NAME.items()
+    for shown in (short, *(f"{short}-{size}" for size in _MEMORY[name] if len(_MEMORY[name]) > 1))
+)
+"""As a user writes them; with the GB of memory where there are several of that name."""
 
 
 def find(name: str) -> Device | None:
-    """A GPU by what a user, the driver or Ray calls it: `h100-pcie`, `NVIDIA H100 PCIe`, `H100`. None if no table has it."""
-    known = dict(zip(NAMES, PEAK_FLOPS, strict=True)).get(name.lower()) or known_device(name)
-    if known is None:
+    """A GPU as a user, its driver or Ray calls it: `h100-pcie`, `a100-40`, `NVIDIA A100-SXM4-40GB`. None if it is not known."""
+    short = re.sub(r"[ _]+", "-", name.strip().lower())
+    sizes = [int(found) for found in re.findall(r"(?<=-)(\d+)(?:gb)?(?=-|$)", short)]
+    known = _BY_NAME.get(short) or _BY_NAME.get(short.rpartition("-")[0]) or known_device(name)
+    if known is None or (short not in _BY_NAME and known_device(name) is None and not {*sizes} & _MEMORY[known].keys()):
         return None
     node, network, host = _LINKS[known]
-    if "pcie" in name.lower():
+    if "pcie" in short:
         node, network = host, None  # an A100 may be one: its name says so
+    memory = next(
+        (_MEMORY[known][size] for size in sizes if size in _MEMORY[known]), next(iter(_MEMORY[known].values()))
+    )
     return Device(
         known,
         PEAK_FLOPS[known],
@@ -98,6 +134,7 @@ def find(name: str) -> Device | None:
         node * _GB,
         None if network is None else network * _GB,
         host * _GB,
+        int(memory * 2**30),
     )
 
 
@@ -125,6 +162,8 @@ def refusal(spec: JobSpec, machine: Machine, device: Device) -> str | None:
         return "offload.parameters is not reckoned with"
     if device.network is None and machine.nodes > 1:
         return f"the network between nodes with {device.name} is not known: give --between-nodes GB/s"
+    if spec.precision.params == "bf16" and device.name in ("V100", "T4"):
+        return f"{device.name} has no bf16 units, and bf16 is refused there: set precision: fp16"
     return None
 
 

@@ -1,0 +1,83 @@
+"""A name that a module surely lacks is known without running it; where only its import can tell, nothing is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raydist.pysource import lacks
+
+THERE = {
+    "a function": "def build(): ...",
+    "an async one": "async def build(): ...",
+    "a class": "class build: ...",
+    "assigned": "build = 1",
+    "unpacked": "(a, [build, *c]) = f()",
+    "annotated": "build: int = 1",
+    "imported": "from models import build",
+    "imported by another name": "import models as build",
+    "a package": "import build.parts",
+    "under a condition": "if cuda:\n    from fast import build\nelse:\n    build = None",
+    "where an import failed": "try:\n    from fast import build\nexcept ImportError:\n    def build(): ...",
+    "in a with": "with f() as build: ...",
+    "in a loop": "for build in (): ...",
+    "a walrus": "if (build := f()): ...",
+    "global in a function": "def f():\n    global build\n    build = 1\nf()",
+    "matched": "match f():\n    case {'a': 1, **build}: ...",
+}
+UNSURE = {
+    "all of another": "from models import *",
+    "asked for": "def __getattr__(name): ...",
+    "by globals": "globals()['build'] = 1",
+    "by globals in a function": "def f():\n    globals()['build'] = 1\nf()",
+    "executed": "exec('build = 1')",
+    "by sys": "import sys\nsys.modules[__name__] = object()",
+    "by a registry in a function": "import sys\ndef f():\n    setattr(sys.modules[__name__], 'build', 1)\nf()",
+}
+MISSING = {
+    "another name": "def bild(): ...",
+    "inside a function": "def f():\n    build = 1",
+    "inside a class": "class A:\n    def build(self): ...",
+    "only read": "f = build",
+    "an attribute": "model.build = 1",
+    "nothing": "",
+}
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a module `early_look`, which raises if it is imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path / "early_look.py"
+
+
+@pytest.mark.parametrize("text", [*THERE.values(), *UNSURE.values()], ids=[*THERE, *UNSURE])
+def test_nothing_is_said_where_it_may_be_there(module: Path, text: str) -> None:
+    """Bound by a statement of the module, or in a way that its text does not show."""
+    module.write_text(f"{text}\nraise SystemExit\n")
+    assert lacks("early_look", "build") is None
+
+
+@pytest.mark.parametrize("text", MISSING.values(), ids=list(MISSING))
+def test_what_is_surely_missing_is_named(module: Path, text: str) -> None:
+    """No statement of the module binds it."""
+    module.write_text(f"{text}\nraise SystemExit\n")
+    assert lacks("early_look", "build") == 'early_look has no "build"'
+
+
+def test_a_file_that_is_no_python_says_where(module: Path) -> None:
+    """With its line."""
+    module.write_text("a = 1\ndef build(:\n")
+    assert lacks("early_look", "build") == "early_look.py, line 2: invalid syntax"
+
+
+def test_packages_and_what_is_no_source(module: Path) -> None:
+    """A package has its submodules; of a module without a source file only the import can tell."""
+    package = module.parent / "early_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "parts.py").write_text("")
+    assert lacks("early_package", "parts") is None
+    assert lacks("early_package", "build") == 'early_package has no "build"'
+    assert lacks("math", "build") is None
