@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,9 +43,9 @@ class Package:
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Package]:
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """One for all tests here."""
-    yield Package(tmp_path_factory.mktemp("package"))
+    return Package(tmp_path_factory.mktemp("package"))
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(package: Package) -> None:
@@ -54,11 +53,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(package: Package) -> None:
     with zipfile.ZipFile(package.wheel) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     ours = {path.relative_to(ROOT) for path in (ROOT / "raydist").rglob("*") if path.is_file()}
-    ours |= {
-        Path("raydist/starter", kind.name, path.name)
-        for kind in (ROOT / "raydist/starter").iterdir()
-        for path in kind.iterdir()
-    }
+    for link in (ROOT / "raydist/starter").iterdir():
+        ours |= {Path("raydist/starter", link.name, path.name) for path in link.iterdir()}
     assert names == {str(path) for path in ours if "__pycache__" not in path.parts}
     assert "raydist/starter/jobs/quickstart.yaml" in names
     assert "raydist/py.typed" in names
