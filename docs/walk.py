@@ -4,8 +4,8 @@
     python docs/walk.py --short VENV       as a test does it: with VENV's packages, and jobs cut to a few steps of a tiny model
 
 The commands are WALK. They run one after another, as in one shell; the first that fails ends the walk. README's commands between
-`<!-- walk -->` and `<!-- end -->` are among them, in their order (tests/end_to_end/test_walk.py). The clone is of the commit that is
-checked out, with the changes that are not committed yet.
+`<!-- walk -->` and `<!-- end -->` are among them, in their order (tests/end_to_end/test_walk.py). The clone is of the commit that
+is checked out, with the changes that are not committed yet.
 
 In the transcript, of an output longer than 30 lines the first 16 and the last 12 are shown, and lines are cut at 150 characters.
 The folder of the walk is ~, and this machine's address is 10.0.0.1.
@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,10 +46,10 @@ class Step:
 WALK = (
     Step(
         "make quickstart",
-        "Installs raydist into `.venv`, makes a corpus of the Python standard library's source, trains a GPT on two workers, shows the "
-        "run and prints a sample of its text. After 200 steps the model knows letters, spaces and short words; its text is not yet "
-        "Python. `eval` is the loss on text that is held out, in nats a byte: 5.55 for a model that knows nothing, 3.16 for the "
-        "frequencies of bytes alone.",
+        "Installs raydist into `.venv`, makes a corpus of the Python standard library's source, trains a GPT on two workers, shows "
+        "the run and prints a sample of its text. After 200 steps the model knows letters, spaces and short words; its text is not "
+        "yet Python. `eval` is the loss on text that is held out, in nats a byte: 5.55 for a model that knows nothing, 3.16 for "
+        "the frequencies of bytes alone.",
     ),
     Step(_ACTIVATE, "The command is `.venv/bin/raydist`; with the virtual environment active, `raydist`."),
     Step("raydist runs", "What there is. The runs are in `./runs`."),
@@ -72,8 +73,8 @@ WALK = (
     ),
     Step(
         "raydist train jobs/python-10min.yaml",
-        "A model whose text reads like Python, on two cores in about ten minutes. Its tokens are pieces of words (`bpe:2048`), so its "
-        "loss is in nats a token, of 3.2 bytes on average.",
+        "A model whose text reads like Python, on two cores in about ten minutes. Its tokens are pieces of words (`bpe:2048`), so "
+        "its loss is in nats a token, of 3.2 bytes on average.",
     ),
     Step(
         'raydist sample python-10min --prompt "class "',
@@ -164,20 +165,23 @@ def shown(output: str, home: Path) -> str:
 
 def page(passages: list[tuple[Step, float, str]]) -> str:
     """The transcript as Markdown."""
+    memory = psutil.virtual_memory().total / 2**30
     told = [
         "# The first day",
         "",
-        "Written by `python docs/walk.py`, which runs these commands one after another in a fresh clone, with an empty home folder,",
-        f"and notes the seconds: here on {os.cpu_count()} cores with {psutil.virtual_memory().total / 2**30:.0f} GiB of memory, Python "
-        f"{platform.python_version()}. Of an output longer than {_MOST} lines",
-        f"the first {_HEAD} and the last {_TAIL} are shown, and lines are cut at {_WIDE} characters. A test walks the same way with jobs "
-        "of a few steps.",
+        textwrap.fill(
+            "Written by `python docs/walk.py`, which runs these commands one after another in a fresh clone, with an empty home "
+            f"folder, and notes the seconds: here on {os.cpu_count()} cores with {memory:.0f} GiB of memory, "
+            f"Python {platform.python_version()}. Of an output longer than {_MOST} lines the first {_HEAD} and the last {_TAIL} "
+            f"are shown, and lines are cut at {_WIDE} characters. A test walks the same way with jobs of a few steps.",
+            width=130,
+        ),
         "",
         "    git clone REPOSITORY raydist",
         "    cd raydist",
     ]
     for step, seconds, output in passages:
-        told += ["", f"## `{step.command}`", "", f"{step.told} **{seconds:.1f} s.**"]
+        told += ["", f"## `{step.command}`", "", textwrap.fill(f"{step.told} **{seconds:.1f} s.**", width=130)]
         if output:
             told += ["", *(f"    {line}".rstrip() for line in output.split("\n"))]
     return "\n".join(told) + "\n"
