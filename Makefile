@@ -1,4 +1,4 @@
-# make quickstart: a trained model in a few minutes.  make test: every part.  make test-whole: the whole.  make lint: style and types.
+# make quickstart: a trained model in a few minutes. make test: every part. make test-whole: the whole. make lint: style and types.
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin

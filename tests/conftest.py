@@ -38,9 +38,10 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # in a shell's background: what tests interrupt would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# How fast the machine is decides on no test: neither how long an example takes, nor how long it takes to make one.
+# How fast the machine is decides on no test: neither how long an example takes, nor how long it takes to make one. Where CI is set,
+# hypothesis would take the same examples each time.
 hypothesis.settings.register_profile(
-    "any-machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "any-machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], derandomize=False
 )
 hypothesis.settings.load_profile("any-machine")
 
