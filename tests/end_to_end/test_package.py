@@ -68,7 +68,7 @@ def test_the_installed_command_works_without_the_repository(package: Package) ->
     assert "next: raydist train jobs/quickstart.yaml" in package.run("raydist", "init")
     assert package.run("raydist", "schema") == (package.home / "schemas/spec.schema.json").read_text()
     assert "zero3" in package.run("raydist", "plan", "jobs/quickstart.yaml", "--memory", "8GiB")
-    assert "kill_rank" in package.run("raydist", "faults")
+    assert "kill: SIGKILL" in package.run("raydist", "faults")
     assert "lr-batch" in package.run("raydist", "sweep", "tune_sweeps/lr-batch.yaml", "--dry-run")
     changes = [word for field in TINY for word in ("--set", field)]
     told = package.run("raydist", "train", "jobs/quickstart.yaml", "--storage", "runs", *changes)
