@@ -100,7 +100,7 @@ def main() -> None:
             shorten(home / "raydist" / "jobs")
         passages, failed = walk(home)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(page(passages), encoding="utf-8")
+    options.out.write_text(page(passages, options.short is not None), encoding="utf-8")
     if failed is not None:
         sys.exit(f"failed: {failed}\n{passages[-1][2]}")
 
@@ -163,7 +163,7 @@ def shown(output: str, home: Path) -> str:
     return "\n".join(line if len(line) <= _WIDE else f"{line[: _WIDE - 3]}..." for line in lines)
 
 
-def page(passages: list[tuple[Step, float, str]]) -> str:
+def page(passages: list[tuple[Step, float, str]], short: bool) -> str:
     """The transcript as Markdown."""
     memory = psutil.virtual_memory().total / 2**30
     told = [
@@ -173,7 +173,12 @@ def page(passages: list[tuple[Step, float, str]]) -> str:
             "Written by `python docs/walk.py`, which runs these commands one after another in a fresh clone, with an empty home "
             f"folder, and notes the seconds: here on {os.cpu_count()} cores with {memory:.0f} GiB of memory, "
             f"Python {platform.python_version()}. Of an output longer than {_MOST} lines the first {_HEAD} and the last {_TAIL} "
-            f"are shown, and lines are cut at {_WIDE} characters. A test walks the same way with jobs of a few steps.",
+            f"are shown, and lines are cut at {_WIDE} characters. "
+            + (
+                "**This is the short walk**: nothing was installed, and jobs were cut to a few steps of a tiny model."
+                if short
+                else "A test walks the same way with jobs of a few steps."
+            ),
             width=130,
         ),
         "",
