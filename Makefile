@@ -1,10 +1,10 @@
-# make quickstart: a trained model in a few minutes.  make test: every part.  make test-whole: the whole.  make lint: style and types.
+# make quickstart: a trained model in a few minutes. make test: every part. make test-whole: the whole. make lint: style and types.
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: install quickstart test test-whole lint format docs bench clean
+.PHONY: install quickstart tools test test-whole lint format docs bench clean
 
 install: $(VENV)/.run
 $(VENV)/.run: pyproject.toml constraints.txt
@@ -27,10 +27,14 @@ quickstart: $(VENV)/.run
 	$(BIN)/raydist show quickstart $(STORAGE:%=--storage %)
 	$(BIN)/raydist sample quickstart $(STORAGE:%=--storage %)
 
+# What some tests need beside Python: installed where this user may, else those tests are skipped and listed.
+tools: $(VENV)/.test
+	@$(BIN)/python -m tests.needs
+
 WHOLE := tests/end_to_end tests/faults
-test: $(VENV)/.test
+test: $(VENV)/.test tools
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests $(WHOLE:%=--ignore %) $(PYTEST_ARGS)
-test-whole: $(VENV)/.test
+test-whole: $(VENV)/.test tools
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WHOLE) $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint

@@ -28,6 +28,7 @@ from urllib.request import Request, urlopen
 import hypothesis
 import pytest
 
+from tests import needs
 from tests.hosts import WATCHFUL, Cluster, Hosts
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,14 +38,20 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # in a shell's background: what tests interrupt would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# How fast the machine is decides on no test: neither how long an example takes, nor how long it takes to make one.
+# How fast the machine is decides on no test: neither how long an example takes, nor how long it takes to make one. Where CI is set,
+# hypothesis would take the same examples each time.
 hypothesis.settings.register_profile(
-    "any-machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "any-machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], derandomize=False
 )
 hypothesis.settings.load_profile("any-machine")
 
 SLOW = ("observe/test_monitor_actor", "cluster", "faults", "cli/test_train", "end_to_end")
 """Files and folders that start Ray or groups of processes: they come last, in this order."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests whose tools are missing are skipped, and listed at the end."""
+    config.pluginmanager.register(needs, "needs")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -253,7 +260,8 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB of its own, in memory, which can be filled, remounted and unmounted. The tests run as root."""
+    """A file system of 16 MiB of its own, in memory, which can be filled, remounted and unmounted."""
+    needs.require("mount")
     folder = tmp_path / "disk"
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "raydist-test", str(folder)], check=True)

@@ -27,6 +27,8 @@ from typing import Any
 
 import psutil
 
+from tests import needs
+
 NETWORK = "10.77.0"
 """Each host's address starts with it; nothing outside the hosts' own network ever sees one."""
 
@@ -37,7 +39,6 @@ _BURST, _LATENCY = "128kb", "50ms"
 _NOBODY = "02:00:00:00:ff:ff"  # the switch knows all addresses, and drops what is sent to this one
 _OWN_TMP, _OWN_RAY = "/run/tmp", "/run/ray"
 _ENTERED = ("--net", "--uts", "--ipc", "--mount", "--pid")
-_MAP_ROOT = () if os.geteuid() == 0 else ("--user", "--map-root-user")
 
 _INIT = """
 set -e
@@ -87,7 +88,7 @@ class _Namespaces:
 
     def __init__(self, script: str, env: Mapping[str, str], owner: _Namespaces | None = None) -> None:
         unshare = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc"]
-        command = [*unshare, *_MAP_ROOT] if owner is None else [*owner.entering(), *unshare]
+        command = [*unshare, *needs.MAP_ROOT] if owner is None else [*owner.entering(), *unshare]
         self._outer = subprocess.Popen(
             [*command, "sh", "-c", script],
             env={**os.environ, **env}, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -95,7 +96,7 @@ class _Namespaces:
         assert self._outer.stdout is not None
         if self._outer.stdout.readline() != "ready\n":
             _, why = self._outer.communicate()
-            raise OSError(f"cannot make a host: {why.strip()}; it takes root, or the right to make user namespaces")
+            raise OSError(f"cannot make a host: {why.strip()}")
         process = psutil.Process(self._outer.pid)
         while children := process.children():  # nsenter and unshare each wait for what they have forked
             (process,) = children
@@ -103,7 +104,7 @@ class _Namespaces:
 
     def entering(self, *namespaces: str) -> list[str]:
         """The command that runs what follows it in those namespaces."""
-        user = ("--user", "--preserve-credentials") if _MAP_ROOT else ()
+        user = ("--user", "--preserve-credentials") if needs.MAP_ROOT else ()
         return ["nsenter", "--target", str(self.init), *user, *namespaces]
 
     def network(self, tool: str, *lines: str) -> None:
@@ -253,7 +254,7 @@ class Hosts:
     """`n` hosts on one switch, for the time of a `with` block. `rate` is each link's in either direction, as `tc` writes it;
     None: as fast as this machine.
 
-    hosts[0].run(["ping", hosts[1].name]). Raises OSError where this machine does not let one make hosts.
+    hosts[0].run(["ping", hosts[1].name]). Raises needs.Missing where this machine does not let one make hosts.
     """
 
     def __init__(self, n: int, rate: str | None = "1gbit") -> None:
@@ -261,6 +262,7 @@ class Hosts:
         self._hosts = [Host(self, i) for i in range(n)]
 
     def __enter__(self) -> Hosts:
+        needs.require(*needs.HOSTS)
         with contextlib.ExitStack() as stack:
             self.switch = _Namespaces("trap '' CHLD; echo ready; exec cat > /dev/null", {})
             stack.callback(self.close)
@@ -343,8 +345,9 @@ class Cluster:
             stack.callback(self.close)
             self._start(self.hosts[0], "--head", "--port=6379", f"--temp-dir={_OWN_RAY}", "--dashboard-host=0.0.0.0")
             self._watch = self.hosts[0].popen(
-                [sys.executable, __file__, self.address], env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
+                [sys.executable, "-m", "tests.hosts", self.address],
+                cwd=Path(__file__).parents[1], env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
             for number in range(1, self._size):
                 self.add_node(self.hosts[number])
             stack.pop_all()

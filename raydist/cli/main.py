@@ -20,6 +20,7 @@ from raydist.cli import (
     convert,
     data,
     faults,
+    init,
     logs,
     plan,
     profile,
@@ -46,6 +47,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+init.register(app)
 train.register(app)
 submit.register(app)
 runs.register(app)

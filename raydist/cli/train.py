@@ -176,7 +176,6 @@ def _train(
     lease: DriverLease,
     starting: Starting,
 ) -> None:
-    place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
     place = _place(address)
     starting.stage("ray", None if place == "local" else "connecting to Ray")
     from raydist.cluster import preflight

@@ -205,7 +205,7 @@ def named_files(layers: Sequence[Layer]) -> list[tuple[str, str, Path]]:
     return found
 
 
-def read_yaml(path: Path, by: str = "", examples: str = "jobs/ has examples") -> Any:
+def read_yaml(path: Path, by: str = "", examples: str = "`raydist init` writes examples") -> Any:
     """What a YAML file holds. `by`: who wants it, and `examples` where such files are, for the errors. Raises SpecError."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import needs
 from tests.hosts import Host, Hosts, Process
 
 MBIT = 100
@@ -208,6 +209,7 @@ with Hosts(2) as hosts:
 @pytest.mark.parametrize("end", ["raise", "cut", "SIGINT", "SIGTERM", "SIGKILL"])
 def test_nothing_is_left(end: str) -> None:
     """However the process that made hosts ends: no process, no namespace, no mount, no link is there that was not."""
+    needs.require(*needs.HOSTS)
     before = surroundings()
     command = [sys.executable, "-c", OWNER]
     pipe = subprocess.PIPE

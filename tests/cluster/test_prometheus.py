@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import socket
 import subprocess
 import threading
@@ -26,6 +25,7 @@ from raydist.records import Event, StepRecord
 from raydist.rundir import RunDir
 from raydist.runlog import read_events
 from raydist.samples import OPS, PHASES
+from tests import needs
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "raydist.json"
 
@@ -40,8 +40,6 @@ class Prometheus:
     """One that scrapes `target` every 250 ms, with its data in `folder`."""
 
     def __init__(self, folder: Path, target: str) -> None:
-        binary = shutil.which("prometheus")
-        assert binary, "the test needs Debian's package prometheus; .ci/run installs it"
         config = folder / "prometheus.yml"
         config.write_text(
             "global: {scrape_interval: 250ms, scrape_timeout: 250ms}\n"
@@ -51,7 +49,7 @@ class Prometheus:
         self._url = f"http://{place}/api/v1/"
         flags = [f"--config.file={config}", f"--storage.tsdb.path={folder}/data", f"--web.listen-address={place}"]
         with (folder / "prometheus.log").open("w") as log:
-            self.process = subprocess.Popen([binary, *flags], stdout=log, stderr=log)
+            self.process = subprocess.Popen(["prometheus", *flags], stdout=log, stderr=log)
 
     def ask(self, expression: str) -> list[dict[str, Any]]:
         """What the query gives now. Raises AssertionError with Prometheus's word if it is no query."""
@@ -119,6 +117,7 @@ class Job:
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, Job]]:
     """A job on a private Ray that serves metrics, each second, and a Prometheus that has found it by the run's own note."""
+    needs.require("prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
     run = RunDir(folder / "a-run")
     env = {"RAY_metrics_report_interval_ms": "1000"}

@@ -10,10 +10,12 @@ from typing import Any
 
 from raydist.rundir import RunDir
 from raydist.runstate import this_process
+from tests import needs
 
 
 def test_storage_that_takes_no_checkpoint_stops_the_run_with_one_cause(project: Any) -> None:
     """Read-only from the start: exit code 3 and SavesFailed after three failed saves, and no restart in between."""
+    needs.require("mount")
     folder = project.runs / "read-only" / "checkpoints"
     folder.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=1m", "raydist-test", str(folder)], check=True)

@@ -29,7 +29,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), name: str | None
     """
     path = Path(path)
     source = str(path)
-    raw = read_yaml(path, examples="tune_sweeps/ has examples")
+    raw = read_yaml(path)
     if not isinstance(raw, dict):
         raise SpecError(f"{source}: holds {type(raw).__name__}, not fields; begin with base: and array:")
     spec, problems = validate(SweepSpec, raw, {}, source, "`raydist schema --sweep` or docs/sweep-spec.md")

@@ -16,8 +16,9 @@ import pytest
 from raydist import samples
 from raydist.observe.hardware import host
 from raydist.observe.hardware.host import FreeSpace, Host, process, training_interface
+from tests import needs
 
-ALONE = ("unshare", "--net", *(() if os.geteuid() == 0 else ("--user", "--map-root-user")))
+ALONE = ("unshare", "--net", *needs.MAP_ROOT)
 
 SEND = """
 import json, socket, subprocess, sys
@@ -37,6 +38,7 @@ print(json.dumps([before, watch.read()]))
 
 def test_bytes_and_packets_of_the_interface() -> None:
     """What is sent over it, in a network where nobody else sends: each datagram with its headers."""
+    needs.require(*needs.HOSTS)
     run = subprocess.run([*ALONE, sys.executable, "-c", SEND], capture_output=True, text=True, check=True)
     before, after = json.loads(run.stdout)
     grown = {name: after[name] - before[name] for name in samples.NODE if name.startswith("nic_") and name in after}

@@ -7,12 +7,13 @@ import fcntl
 import json
 import os
 import select
-import shutil
 import subprocess
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from tests import needs
 
 WAIT_S = 120.0
 """For an answer: a browser that has hung must not hang the tests."""
@@ -23,8 +24,7 @@ class Chromium:
 
     def __init__(self, folder: Path, online: bool = False) -> None:
         self._offline = not online
-        binary = shutil.which("chromium")
-        assert binary, "the test needs Debian's package chromium; .ci/run installs it"
+        needs.require("chromium")
         down, self._down = os.pipe()
         self._up, up = os.pipe()
         # Chromium takes 3 and 4; the ends get numbers that are not in the way of these.
@@ -45,7 +45,7 @@ class Chromium:
                     "-c",
                     place,
                     "bash",
-                    binary,
+                    "chromium",
                     *flags,
                     "--remote-debugging-pipe",
                     f"--user-data-dir={folder}",

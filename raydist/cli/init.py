@@ -1,0 +1,63 @@
+"""`raydist init`: the sample jobs and sweeps, for those who have the package and not the repository.
+
+Runs in: the user's shell. The files are the repository's own jobs/, tune_sweeps/ and deploy/grafana/: raydist/starter has links
+to them, which a wheel holds as files.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import raydist
+from raydist.cli import output
+from raydist.cli.schema import job_schema, sweep_schema
+from raydist.errors import UserError
+
+_STARTER = Path(raydist.__file__).parent / "starter"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(init)
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="Where to; it is made if need be.", show_default="here")] = Path("."),
+) -> None:
+    """Write sample jobs, sweeps, their schemas for editors, and the Grafana dashboard into a folder."""
+    wanted = {f"schemas/{name}.schema.json": json.dumps(schema, indent=2) + "\n" for name, schema in
+              (("spec", job_schema()), ("sweep-spec", sweep_schema()))}  # fmt: skip
+    for path in sorted(_STARTER.glob("*/*")):
+        text = path.read_text(encoding="utf-8")
+        wanted[f"{path.parent.name}/{path.name}"] = text.replace("$schema=../docs/", "$schema=../schemas/")
+    missing = {name: text for name, text in wanted.items() if not _same(folder / name, text)}
+    for name, text in missing.items():
+        try:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{(folder / name).parent}: cannot be made: {error.strerror}", "choose another folder"
+            ) from None
+        output.write(folder / name, text)
+        print(folder / name)
+    there = "" if folder == Path(".") else f"cd {folder} && "
+    print(f"next: {there}raydist train jobs/quickstart.yaml")
+
+
+def _same(path: Path, text: str) -> bool:
+    """Whether the file is there as it would be written. Raises UserError if it is there and says something else."""
+    try:
+        found = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}", "choose another folder") from None
+    if found != text:
+        raise UserError(
+            f"{path} is there and is not the sample: nothing was written", "move it away, or choose another folder"
+        )
+    return True

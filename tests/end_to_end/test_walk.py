@@ -1,0 +1,78 @@
+"""A new user's first day: what README and docs/tutorials/first-day.md say to type, typed."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def walk() -> ModuleType:
+    """docs/walk.py."""
+    spec = importlib.util.spec_from_file_location("walk", ROOT / "docs/walk.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["walk"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def commands(page: str) -> list[str]:
+    """What stands between `<!-- walk -->` and `<!-- end -->`, without the comments."""
+    blocks = re.findall(r"<!-- walk -->\n(.*?)<!-- end -->", page, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("    ")]
+    return [line.partition("  #")[0].strip() for line in lines]
+
+
+def test_readme_s_commands_are_walked(walk: ModuleType) -> None:
+    """Each as it stands there, in the order that it has there."""
+    walked = [step.command for step in walk.WALK]
+    told = commands((ROOT / "README.md").read_text())
+    assert len(told) >= 8
+    assert [command for command in walked if command in told] == told
+
+
+def test_the_tutorial_is_of_this_walk(walk: ModuleType) -> None:
+    """docs/tutorials/first-day.md has the commands of the script, all of them, and no path or address of where it was written."""
+    page = (ROOT / "docs/tutorials/first-day.md").read_text()
+    assert re.findall(r"^## `(.*)`$", page, re.MULTILINE) == [step.command for step in walk.WALK]
+    assert not re.search(r"/tmp/|/home/|/root/|raydist-walk-", page)
+
+
+def test_what_a_reader_sees_of_an_output(walk: ModuleType) -> None:
+    """The middle of a long one is left out, and counted; a bar is as it was last; colours and this machine's paths are gone."""
+    output = "\x1b[1m/w/raydist/runs\x1b[0m\n" + "one\rtwo\n" + "".join(f"{i}\n" for i in range(40)) + "x" * 200 + "\n"
+    told = walk.shown(output, Path("/w")).split("\n")
+    assert told[:3] == ["~/raydist/runs", "two", "0"]
+    assert told[16] == "... 15 lines ..."
+    assert told[-2:] == ["39", "x" * 147 + "..."]
+    assert len(told) == 29
+
+
+@pytest.mark.timeout(900)
+def test_the_first_day(tmp_path: Path, walk: ModuleType) -> None:
+    """Every command of the walk ends well in a fresh clone, with tiny jobs; the page has what each printed."""
+    page = tmp_path / "first-day.md"
+    command = [sys.executable, str(ROOT / "docs/walk.py"), "--out", str(page), "--short", sys.prefix]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = page.read_text()
+    assert re.findall(r"^## `(.*)`$", told, re.MULTILINE) == [step.command for step in walk.WALK]
+    passages = dict(re.findall(r"^## `(.*)`$\n(.*?)(?=^## |\Z)", told, re.MULTILINE | re.DOTALL))
+    for asked, expected in {
+        "make quickstart": "run quickstart: finished at step 4",
+        "raydist runs": "quickstart",
+        "raydist train jobs/quickstart.yaml --set train.steps=400": "finished at step 400",
+        "raydist sweep tune_sweeps/lr-batch.yaml --dry-run": "lr-batch",
+        "raydist train jobs/python-10min.yaml": "run python-10min: finished at step 4",
+    }.items():
+        assert expected in passages[asked], passages[asked]
