@@ -89,7 +89,7 @@ class ParallelStrategy(Protocol):
     """What forward is called on."""
 
     takes_meta: bool
-    """Whether `wrap` wants a model on the meta device, where its `build` has `takes_meta` too: see the models' contract."""
+    """Whether `wrap` wants a model without weights, on the meta device, if its `build` has `takes_meta`: see the models."""
 
     loss_factor: float
     """Each rank's loss is multiplied by it before backward: the world size where the reduction averages, else 1."""
