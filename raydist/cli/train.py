@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raydist.cli import options
+from raydist.cli.place import where
 from raydist.errors import RunNotFound, UsageError
 from raydist.rundir import LOGS, SPEC, RunDir, check_name, default_storage, start_anew
 from raydist.storage import Storage
@@ -74,7 +74,7 @@ def train(
             raise RunNotFound(
                 f"nothing to resume at {run.uri}", "leave out --resume to start it, or check --name and --storage"
             )
-        preflight.check_early(job, local=_place(address) == "local")
+        preflight.check_early(job, local=where(address) == "local")
         exporters = resolve([e.model_dump() for e in job.observe.exporters], run)
         starting.stage("data")
         dataset, total = _data(job, home, starting)
@@ -152,11 +152,6 @@ def _already(
     return None
 
 
-def _place(address: str | None) -> str:
-    """Where to train: what `--address` says, else the cluster that this is a job of, else here."""
-    return address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
-
-
 def _faults(path: Path | None, job: JobSpec) -> tuple[Fault, ...]:
     from raydist.faults import load
 
@@ -176,7 +171,7 @@ def _train(
     lease: DriverLease,
     starting: Starting,
 ) -> None:
-    place = _place(address)
+    place = where(address)
     starting.stage("ray", None if place == "local" else "connecting to Ray")
     from raydist.cluster import preflight
     from raydist.cluster.request import Request, raise_if_stopped, worker_env
