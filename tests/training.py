@@ -81,9 +81,11 @@ class Trainer:
         self.strategy: ParallelStrategy = registry.load("parallel", spec.parallel.strategy)(spec, rank)
         build = registry.load("model", spec.model.name)
         later = self.strategy.takes_meta and model is None and getattr(build, "takes_meta", False)
-        with torch.device("meta") if later else nullcontext():
+        if model is None:
             torch.manual_seed(1)
-            self.model = model or build(spec.model, VOCAB)
+            with torch.device("meta") if later else nullcontext():
+                model = build(spec.model, VOCAB)
+        self.model: nn.Module = model
         tokens, targets = samples(1)
         self.precision = Precision(spec.precision, rank.device)
 

@@ -147,6 +147,33 @@ def test_a_bug_in_the_model_stops_with_its_own_traceback(project: Any) -> None:
     assert project.show("broken")["status"] == "stopped"
 
 
+def test_what_build_raises_is_not_tried_again(project: Any) -> None:
+    """zero3, and a build that cannot load its weights: one attempt, exit code 3, the user's error and where it was raised."""
+    zero3 = ("--set", "parallel.strategy=zero3", "--set", "model.name=faulty:unloadable")
+    done = project.raydist("train", "job.yaml", "--name", "unloadable", *zero3, "--set", "recovery.max_failures=9")
+    assert done.returncode == 3, done.stderr
+    assert 'Missing key(s) in state_dict: "weight"' in done.stderr
+    assert "while the model was built: a restart would meet the same error" in done.stderr
+    assert "in unloadable" in done.stderr
+    assert [f["fault"] for f in project.events("unloadable", "failure")] == ["user_error"]
+    assert [d["action"] for d in project.events("unloadable", "decision")] == ["stop"]
+
+
+def test_what_cannot_work_is_refused_before_anything_starts(project: Any) -> None:
+    """A name that the user's module lacks, and fp16 for workers without a GPU: exit code 2, one line, no run."""
+    for wrong, told in (
+        ("model.name=faulty:nosuch", 'unknown "faulty:nosuch": faulty has no "nosuch"; check the name after the colon'),
+        ("precision=fp16", "precision: fp16 is not trained on CPUs"),
+    ):
+        done = project.raydist(
+            "train", "job.yaml", "--name", "refused", "--set", wrong, "--set", "cluster.gpus_per_worker=0"
+        )
+        assert done.returncode == 2, done.stderr
+        assert told in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+        assert not (project.runs / "refused").exists()
+
+
 def test_other_numbers_are_refused(project: Any, undisturbed: dict[str, Any]) -> None:
     """Resuming with another learning rate is refused before anything starts, with the field, both values and the remedy."""
     done = project.raydist(

@@ -81,6 +81,13 @@ def build(model: ModelSpec, vocab_size: int) -> nn.Module:
     return Faulty(gpt.build(plain(model), vocab_size), faults, micro_batch=int(model.options["micro_batch"]))
 
 
+def unloadable(model: ModelSpec, vocab_size: int) -> nn.Module:
+    """A build whose weights are not those of its modules."""
+    made = nn.Linear(model.width, vocab_size, bias=False)
+    made.load_state_dict({})
+    return made
+
+
 def broken(model: ModelSpec, vocab_size: int) -> nn.Module:
     """A model whose forward raises on rank 1, each time it is tried."""
 
