@@ -214,6 +214,7 @@ def shorten(jobs: Path) -> None:
         job["data"] = {"source": "python-stdlib", "tokenizer": "bytes"}
         job["train"] |= {"steps": 4, "global_batch": 4, "micro_batch": 2}
         job["checkpoint"] = {"every": 200}
+        job["optim"]["schedule"]["warmup"] = 0.1
         job["eval"] = {"every": 200, "batches": 2}
         path.write_text(yaml.safe_dump(job), encoding="utf-8")
 
