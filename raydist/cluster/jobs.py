@@ -5,6 +5,7 @@ Runs in: `raydist submit`. Imports ray inside functions; never torch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,6 +74,7 @@ def submit(url: str, entrypoint: str, package: Path, variables: Mapping[str, str
     import requests
     from ray.exceptions import AuthenticationError
 
+    logging.getLogger("ray.dashboard").setLevel(logging.WARNING)  # raydist has said what is sent
     client = connect(url)
     environment = {"working_dir": str(package), "env_vars": dict(variables)}
     try:

@@ -72,12 +72,12 @@ class Package:
         return text
 
     def write(self, out: Path, limit: int) -> int:
-        """Writes the archive; gives its bytes. Raises UserError where it reaches `limit` bytes, or a file cannot be read."""
+        """Writes the archive; gives its bytes. Raises UserError where it has more than `limit` bytes, or a file cannot be read."""
         with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
             for name in self.files:
                 self._add(archive, name, limit)
         size = out.stat().st_size
-        if size >= limit:
+        if size > limit:
             raise self._too_large(limit)
         return size
 
@@ -89,7 +89,7 @@ class Package:
             with path.open("rb") as source, archive.open(info, "w") as sink:
                 while chunk := source.read(_CHUNK):
                     sink.write(chunk)
-                    if archive.fp is not None and archive.fp.tell() >= limit:
+                    if archive.fp is not None and archive.fp.tell() > limit:
                         raise self._too_large(limit)
         except (OSError, UnicodeEncodeError) as error:
             raise UserError(
@@ -99,7 +99,7 @@ class Package:
 
     def _too_large(self, limit: int) -> UserError:
         return UserError(
-            f"{self.root}: {len(self.files)} files, {mib(self.size)}, make a package of {mib(limit)} or more, which a cluster "
+            f"{self.root}: {len(self.files)} files, {mib(self.size)}, make a package of more than {mib(limit)}, which a cluster "
             f"does not take; the largest: {self.largest()}",
             "name what the job does not need in .gitignore or .rayignore, or give a smaller --working-dir; for large data name a "
             "place that the nodes reach: an absolute path on shared storage, or a URI",
