@@ -23,6 +23,7 @@ LAYERS = [
     {
         "rundir",
         "storage",
+        "remotefs",
         "runlog",
         "samples",
         "samplelog",
