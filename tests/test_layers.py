@@ -24,6 +24,7 @@ LAYERS = [
         "rundir",
         "storage",
         "storagechoice",
+        "remotefs",
         "runlog",
         "samples",
         "samplelog",

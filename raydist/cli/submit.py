@@ -9,15 +9,21 @@ import asyncio
 import os
 import shlex
 import sys
+import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from raydist.cli import options
 from raydist.errors import UsageError, UserError, WorkerFailed
 from raydist.redact import redact
+from raydist.rundir import default_storage
+
+if TYPE_CHECKING:
+    from raydist.spec import JobSpec
 
 _AWAY_S = 600.0
 """How long a cluster may be out of reach: its head restarts."""
@@ -35,7 +41,7 @@ def submit(
     spec: Annotated[
         Path, typer.Argument(help="The job, or a sweep: a YAML file under the working directory.", show_default=False)
     ],
-    address: Annotated[str, typer.Option(help="The cluster's Jobs API: http://HOST:8265.", show_default=False)],
+    address: Annotated[str, typer.Option(help="The cluster's Jobs API: http://HEAD:8265.", show_default=False)],
     overrides: options.Overrides = None,
     deepspeed: options.DeepSpeed = None,
     name: options.Name = None,
@@ -46,7 +52,7 @@ def submit(
     working_dir: Annotated[
         Path,
         typer.Option(
-            help="The folder that is shipped to the cluster, with all files that the job's or the sweep's names."
+            help="The folder that is shipped to the cluster, but for what .gitignore and .rayignore name, and runs."
         ),
     ] = Path(),
     retries: Annotated[
@@ -70,10 +76,11 @@ def submit(
         given = {"--deepspeed": deepspeed, "--until": until, "--faults": faults, "--fresh": fresh or None}
         if unfit := [option for option, value in given.items() if value is not None]:
             raise UsageError(f"{', '.join(unfit)}: not for a sweep", "leave it out, or set it in the sweep's base")
-        _check_sweep(spec, overrides or [])
+        jobs = _check_sweep(spec, overrides or [])
     else:
-        _check_job(spec, overrides or [], deepspeed, faults)
-    _check_files(spec, overrides or [], root, swept, configured=deepspeed is not None)
+        jobs = _check_job(spec, overrides or [], deepspeed, faults)
+    needed = _check_files(spec, overrides or [], root, swept, configured=deepspeed is not None)
+    needed += [inside, *_named_by(jobs, root)]
     words = ["python", "-m", "raydist", "sweep" if swept else "train", str(inside)]
     for text in overrides or []:
         words += ["--set", text]
@@ -88,8 +95,10 @@ def submit(
             f"{', '.join(secret)}: was given with secrets, and a job's command is there for all who see the cluster",
             "leave them out, and give the nodes credentials in their environment (AWS_ACCESS_KEY_ID, an instance's role)",
         )
+    needed += [path for path in (config, injected) if path is not None]
+    storages = [default_storage(), *([storage] if storage else [])]
     once = ["--fresh"] if fresh else []
-    _submit(address, words, root, once=once, no_wait=no_wait, retries=retries)
+    _submit(address, words, root, needed, storages, once=once, no_wait=no_wait, retries=retries)
 
 
 def _is_sweep(path: Path) -> bool:
@@ -100,7 +109,7 @@ def _is_sweep(path: Path) -> bool:
     return isinstance(raw, dict) and "array" in raw
 
 
-def _check_job(path: Path, overrides: list[str], deepspeed: Path | None, faults: Path | None) -> None:
+def _check_job(path: Path, overrides: list[str], deepspeed: Path | None, faults: Path | None) -> list[JobSpec]:
     from raydist.spec import load
 
     job = load(path, overrides, deepspeed)
@@ -108,17 +117,20 @@ def _check_job(path: Path, overrides: list[str], deepspeed: Path | None, faults:
         from raydist.faults import load as load_faults
 
         load_faults(faults, job)
+    return [job]
 
 
-def _check_sweep(path: Path, overrides: list[str]) -> None:
+def _check_sweep(path: Path, overrides: list[str]) -> list[JobSpec]:
     from raydist.spec.sweep import check, load_sweep
 
     sweep = load_sweep(path, overrides)
-    check(sweep, sweep.cells())
+    cells = sweep.cells()
+    check(sweep, cells)
+    return [cell.spec for cell in cells if cell.spec is not None]
 
 
-def _check_files(path: Path, overrides: list[str], root: Path, swept: bool, configured: bool) -> None:
-    """Raises UserError where a file that this one has read would not be where the driver looks for it on the cluster.
+def _check_files(path: Path, overrides: list[str], root: Path, swept: bool, configured: bool) -> list[Path]:
+    """The files that this one has read, under `root`. Raises UserError where one would not be where the driver looks for it.
 
     `configured`: by --deepspeed, which beats what the file names.
     """
@@ -133,10 +145,11 @@ def _check_files(path: Path, overrides: list[str], root: Path, swept: bool, conf
     if configured:
         over.tree.setdefault("deepspeed", None)
     named += named_files([*read_layers(path), over])
-    wrong = []
+    wrong, found = [], []
     for where, name, folder in named:
         # What `--set` names is looked for in the working directory there, and in this one here.
         there = root / name if where.startswith("--set") else folder / name
+        found.append(Path(os.path.relpath(there, root)))
         shipped = there.resolve().is_relative_to(root) and there.resolve() == (folder / name).resolve()
         if Path(name).is_absolute() or not shipped:
             wrong.append(f"{where}: {name} would not be found on the cluster: only {root} is shipped")
@@ -145,6 +158,39 @@ def _check_files(path: Path, overrides: list[str], root: Path, swept: bool, conf
             "\n".join(wrong),
             "name files relative to the one that names them, under the working directory: --working-dir",
         )
+    return found
+
+
+def _named_by(jobs: Iterable[JobSpec], root: Path) -> list[Path]:
+    """The data and the modules under `root` that jobs name; modules may also be installed there. Raises UserError for data that is
+    named relative, and is not under `root`.
+    """
+    from raydist.data.sources import STDLIB, is_records
+
+    found: dict[Path, None] = {}
+    for job in jobs:
+        source, tokenizer = job.data.source or STDLIB, job.data.tokenizer
+        modules = [job.model.name, job.parallel.strategy, *(e.name for e in job.observe.exporters)]
+        data = {"data.path": job.data.path}
+        if is_records(source):
+            modules.append(source)
+        elif source != STDLIB:
+            data["data.source"] = source
+        if tokenizer != "bytes" and not tokenizer.startswith("bpe:"):
+            data["data.tokenizer"] = tokenizer
+        for module in (name.partition(":")[0].partition(".")[0] for name in modules if ":" in name):
+            found |= {path: None for path in (Path(f"{module}.py"), Path(module)) if (root / path).exists()}
+        for field, name in data.items():
+            if name is None or "://" in name or name.startswith(("/", "~")):
+                continue
+            there = [Path(name)] if (root / name).exists() else [p.relative_to(root) for p in root.glob(name)]
+            if not there or ".." in Path(os.path.normpath(name)).parts:
+                raise UserError(
+                    f"{field}: {name} is not under {root}, and the cluster would look for it there",
+                    "put it there, or name a place that the nodes reach: an absolute path on shared storage, or a URI",
+                )
+            found |= dict.fromkeys(there)
+    return list(found)
 
 
 def _inside(path: Path, root: Path) -> Path:
@@ -158,23 +204,47 @@ def _inside(path: Path, root: Path) -> Path:
         ) from None
 
 
-def _submit(address: str, words: list[str], root: Path, *, once: list[str], no_wait: bool, retries: int) -> None:
-    """Submits `raydist train`; again while its driver dies, up to `retries` times, then without the words of `once`."""
-    from raydist.cluster.session import token_mode
+def _submit(
+    address: str,
+    words: list[str],
+    root: Path,
+    needed: list[Path],
+    storages: list[str],
+    *,
+    once: list[str],
+    no_wait: bool,
+    retries: int,
+) -> None:
+    """Ships what of `root` is to be shipped, and submits `raydist train` there."""
+    from raydist.cluster import authentication, jobs, package
+
+    os.environ.update(authentication.token_mode())
+    authentication.reread()
+    url = jobs.url_of(address)
+    jobs.connect(url)  # what is wrong with the address or the token is said before a large folder is packed
+    chosen = package.select(root, storages, [str(path) for path in needed])
+    with tempfile.TemporaryDirectory(prefix="raydist-package-") as folder:
+        archive = Path(folder) / "package.zip"
+        size = chosen.write(archive, package.JOBS_LIMIT)
+        print(chosen.told(size), file=sys.stderr)
+        _drive(url, words, archive, once=once, no_wait=no_wait, retries=retries)
+
+
+def _drive(url: str, words: list[str], package: Path, *, once: list[str], no_wait: bool, retries: int) -> None:
+    """Submits the command; again while its driver dies, up to `retries` times, then without the words of `once`."""
     from raydist.runstate import LOST_AFTER_S
 
-    os.environ.update(token_mode())  # before ray reads it
-    job = _start(address, shlex.join(words + once), root)
+    job = _start(url, shlex.join(words + once), package)
     if no_wait:
         print(job)
         return
     for left in range(retries, -1, -1):
         try:
-            status, code, message = _ended(address, job)
+            status, code, message = _ended(url, job)
         except KeyboardInterrupt:
             print(
-                f"\njob {job} goes on; its log: ray job logs {job} --follow --address {address}; a checkpoint, and its end: "
-                f"ray job stop {job} --address {address}",
+                f"\njob {job} goes on; its log: ray job logs {job} --follow --address {url}; a checkpoint, and its end: "
+                f"ray job stop {job} --address {url}",
                 file=sys.stderr,
             )
             raise typer.Exit(130) from None
@@ -189,54 +259,46 @@ def _submit(address: str, words: list[str], root: Path, *, once: list[str], no_w
             raise WorkerFailed(f"job {job} ended as {status}", message)
         print(f"job {job} ended as {status}: {message or 'its driver is gone'}; submitting it again", file=sys.stderr)
         # The lease of a driver that died on another host has to run out.
-        job = _start(address, shlex.join([*words, "--wait-for-driver", str(2 * LOST_AFTER_S)]), root, wait_s=_AWAY_S)
+        job = _start(url, shlex.join([*words, "--wait-for-driver", str(2 * LOST_AFTER_S)]), package, wait_s=_AWAY_S)
 
 
-def _start(address: str, entrypoint: str, root: Path, wait_s: float = 0.0) -> str:
+def _start(url: str, entrypoint: str, package: Path, wait_s: float = 0.0) -> str:
     """Its id. Waits so long for a cluster that does not answer."""
-    from ray.job_submission import JobSubmissionClient
+    from raydist.cluster import jobs
 
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            job = JobSubmissionClient(address).submit_job(
-                # Without a shell between: Ray sees the driver end, and need not wait for somebody else to reap it.
-                entrypoint=f"exec {entrypoint}",
-                runtime_env={
-                    "working_dir": str(root),
-                    "excludes": [".git", ".venv", "**/__pycache__"],
-                    "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_S)},
-                },
-            )
+            # Without a shell between: Ray sees the driver end, and need not wait for somebody else to reap it.
+            job = jobs.submit(url, f"exec {entrypoint}", package, {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_S)})
             break
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            if time.monotonic() < deadline:
-                time.sleep(_AGAIN_S)
-                continue
-            line = str(error).strip().splitlines()[0]
-            raise UserError(
-                f"the Jobs API at {address} refused: {line}",
-                "check the address (http://HEAD:8265) and, with token authentication, RAY_AUTH_MODE=token",
-            ) from error
-    print(f"submitted as {job}; its log: ray job logs {job} --address {address}", file=sys.stderr)
-    return str(job)
+        except jobs.Unreachable:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_AGAIN_S)
+    print(f"submitted as {job}; its log: ray job logs {job} --address {url}", file=sys.stderr)
+    return job
 
 
-def _ended(address: str, job: str) -> tuple[str, int | None, str]:
+def _ended(url: str, job: str) -> tuple[str, int | None, str]:
     """Follows a job to its end: status, exit code of its driver, and a line of Ray's. LOST: the cluster does not know it any more,
-    or has not answered for `_AWAY_S`.
+    or has not answered for `_AWAY_S`. Raises UserError where the cluster takes the token no more.
     """
     import aiohttp
-    from ray.job_submission import JobSubmissionClient
+    from ray.exceptions import AuthenticationError
+
+    from raydist.cluster import authentication, jobs
 
     heard = time.monotonic()
     while time.monotonic() - heard < _AWAY_S:
         try:
-            client = JobSubmissionClient(address)
+            client = jobs.connect(url)
             asyncio.run(_follow(client, job))
             info: Any = client.get_job_info(job)
             heard = time.monotonic()
-        except (aiohttp.ClientError, OSError, RuntimeError) as error:
+        except AuthenticationError:
+            raise authentication.refused(f"the cluster at {url}") from None
+        except (aiohttp.ClientError, OSError, RuntimeError, jobs.Unreachable) as error:
             if "does not exist" in str(error):
                 break
             time.sleep(_AGAIN_S)

@@ -21,9 +21,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
-from raydist.cluster import headwatch
+from raydist.cluster import authentication, headwatch, package
 from raydist.cluster.headwatch import speaks_grpc
 from raydist.errors import UserError
+from raydist.rundir import default_storage
 from raydist.worker.forkserver import start_nursery
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
@@ -144,12 +145,12 @@ def _private(
             nursery = start_nursery(temp, ranks)  # first, for it has most to import
             stack.callback(nursery.close)
             variables |= nursery.variables
-        stack.callback(_read_authentication)  # as it was before, once the environment is
+        stack.callback(authentication.reread)  # as it was before, once the environment is
         # RAY_ADDRESS of an outer cluster would win over our own wherever Ray looks for "the" cluster.
         stack.enter_context(_environment(variables, without=("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")))
         import ray
 
-        _read_authentication()
+        authentication.reread()
         _warm_up()
         from raydist.cluster import head
 
@@ -174,18 +175,25 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
     # PlacementGroupCleaner, an actor of Ray Train, looks for "the" cluster of its host: tell it which one.
     runtime_env: dict[str, Any] = {"env_vars": {**env, "RAY_ADDRESS": address}}
     in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-    if working_dir is not None and not in_job:
-        runtime_env["working_dir"] = str(working_dir)
     # Inside `ray job submit` both the job and we set variables: ours win, the job's working_dir stays.
-    with _environment({**token_mode(), **_DRIVER, "RAY_ADDRESS": address, "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}):
+    variables = {**_DRIVER, "RAY_ADDRESS": address, "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}
+    with _environment({**authentication.token_mode(), **variables}):
         import ray
 
-        _read_authentication()
-        try:
-            context = ray.init(address=address, log_to_driver=False, configure_logging=False, runtime_env=runtime_env)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            ray.shutdown()
-            raise _unreachable(address, str(error).splitlines()[0]) from error
+        authentication.reread()
+        authentication.check_head(address)
+        with tempfile.TemporaryDirectory(prefix="raydist-package-") as folder:
+            if working_dir is not None and not in_job:
+                archive = Path(folder) / "package.zip"
+                package.select(working_dir, [default_storage()]).write(archive, package.HEAD_LIMIT)
+                runtime_env["working_dir"] = str(archive)
+            try:
+                context = ray.init(
+                    address=address, log_to_driver=False, configure_logging=False, runtime_env=runtime_env
+                )
+            except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+                ray.shutdown()
+                raise _refused(address, " ".join(str(error).split())) from error
         try:
             info = context.address_info
             yield _session(info, private=False, temp=Path(info["session_dir"]).parent)
@@ -194,22 +202,6 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
                 _shut_down()
             else:
                 headwatch.lost = True
-
-
-def _read_authentication() -> None:
-    """Ray keeps the mode and the token that it first met in this process: it must look at os.environ once more."""
-    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
-
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
-
-
-def token_mode() -> dict[str, str]:
-    """Authenticate if there is a token: `ray start --head` then asks for one, and Ray's clients must be told so."""
-    known = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    if "RAY_AUTH_MODE" in os.environ or not (known or (Path.home() / ".ray" / "auth_token").is_file()):
-        return {}
-    return {"RAY_AUTH_MODE": "token"}
 
 
 def _session(info: Mapping[str, Any], *, private: bool, temp: Path) -> Session:
@@ -247,8 +239,14 @@ def _find_cluster(address: str) -> str:
                     "say which with --address HOST:PORT",
                 )
             found = running[0]
-    host, _, port = found.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
+    scheme, _, place = found.rpartition("://")
+    host, _, port = place.rpartition(":")
+    if scheme in ("http", "https"):
+        raise UserError(
+            f"{found} is the address of a dashboard, not of a cluster's head",
+            "use HOST:PORT, as `ray start --head` prints it (port 6379 by default); `raydist submit` takes http://HOST:8265",
+        )
+    if scheme or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UserError(
             f'"{address}" is no address of a Ray cluster', "use local, auto or HOST:PORT (port 6379 by default)"
         )
@@ -263,9 +261,18 @@ def _find_cluster(address: str) -> str:
 def _unreachable(address: str, why: str) -> UserError:
     return UserError(
         f"cannot connect to the Ray cluster at {address}: {why}",
-        "check the address and that `ray status --address HOST:PORT` works; "
-        "a cluster with token authentication needs RAY_AUTH_MODE=token and its token",
+        "check the address, and that the cluster runs: `ray status --address HOST:PORT`",
     )
+
+
+def _refused(address: str, why: str) -> UserError:
+    """The error for a head that answers, and takes the token, and yet this process cannot become a driver of its cluster."""
+    if "ersion mismatch" in why:
+        return UserError(
+            f"cannot connect to the Ray cluster at {address}: {why}",
+            "install that Ray and that Python here, or use `raydist submit`, which trains with those of the cluster",
+        )
+    return _unreachable(address, why)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from raydist import remotefs
 from raydist.data import sources
 from raydist.data.sources import Piece, SourceFile
 from raydist.errors import DataError
@@ -39,7 +40,8 @@ def read(piece: Piece, column: str) -> Iterator[Document]:
     except FileNotFoundError as error:
         raise DataError(f"{piece.file.name} is gone", "do not change the sources while they are prepared") from error
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{piece.file.name} cannot be read: {error}", "check the file and its rights") from error
+        hint = remotefs.remedy(piece.file.root, "check the file and its rights")
+        raise DataError(f"{piece.file.name} cannot be read: {remotefs.reason(error)}", hint) from error
 
 
 def of_record(record: Any, where: str, *, raw: bool = False) -> Document | None:
@@ -147,6 +149,8 @@ def _json_line(line: bytes, piece: Piece, column: str, number: int) -> Iterator[
             f"{_where(piece, number)}: no JSON: {error.msg} at column {error.colno}",
             "one object a line is expected",
         ) from None
+    except RecursionError:
+        raise DataError(f"{_where(piece, number)}: nested too deeply", "one object a line is expected") from None
     if not isinstance(row, dict):
         raise DataError(
             f"{_where(piece, number)}: {type(row).__name__}, not an object", "one object a line is expected"

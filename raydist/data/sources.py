@@ -22,7 +22,9 @@ import importlib
 import importlib.util
 import json
 import re
+import sys
 import sysconfig
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -34,6 +36,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import xxhash
 
+from raydist import remotefs
 from raydist.errors import DataError, UserError
 from raydist.redact import redact
 from raydist.storage import Storage
@@ -117,38 +120,71 @@ def is_records(source: str) -> bool:
 
 
 def records(source: str) -> Iterable[Any]:
-    """The documents of "package.module:attribute". Raises DataError if there is no such thing; the user's
-    errors pass."""
+    """The documents of "package.module:attribute". Raises DataError if there is no such thing, and for what the user's code
+    raises: the error then says where.
+    """
     module, _, attribute = source.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
+        documents = found() if callable(found) else found
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
+            raise _of_the_user(source, error) from error
         raise DataError(
             f"source {source}: no module {error.name!r}", "run from the folder that holds it, or install it"
         ) from None
-    except AttributeError:
-        raise DataError(f"source {source}: {module} has no {attribute!r}", "check the name after the colon") from None
-    documents = found() if callable(found) else found
+    except Exception as error:
+        if isinstance(error, AttributeError) and error.name == attribute and module in sys.modules:
+            raise DataError(
+                f"source {source}: {module} has no {attribute!r}", "check the name after the colon"
+            ) from None
+        raise _of_the_user(source, error) from error
     if isinstance(documents, str | bytes) or not isinstance(documents, Iterable):
         raise DataError(
             f"source {source}: gives {type(documents).__name__}, not an iterable of documents",
             "yield each document as str, bytes or a list of token ids",
         )
-    return documents
+    return _guarded(source, documents)
+
+
+def _guarded(source: str, documents: Iterable[Any]) -> Iterator[Any]:
+    try:
+        yield from documents
+    except Exception as error:
+        raise _of_the_user(source, error) from error
+
+
+def _of_the_user(source: str, error: Exception) -> DataError:
+    """The error for one that the user's own code raised, with the line that did."""
+    where = ""
+    if isinstance(error, SyntaxError):
+        where = f" ({error.filename}, line {error.lineno})"
+    else:
+        theirs = [
+            f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and f.filename[0] != "<"
+        ]
+        if theirs:
+            where = f" ({theirs[-1].filename}, line {theirs[-1].lineno}, in {theirs[-1].name})"
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    return DataError(
+        f"source {source}: {type(error).__name__}: {message}{where}",
+        "the source's own code raises it: mend it there",
+    )
 
 
 def find(source: str) -> list[SourceFile]:
     """The files of a source, sorted by path. Raises DataError if there is none, or nothing in them."""
+    if not source.strip():
+        raise DataError("a source has no name", f"give a file, a folder, a quoted glob, a URI, or {STDLIB}")
     if source == STDLIB:
         files = _standard_library()
     else:
         try:
             files = _list(source)
         except (OSError, pa.ArrowException, UserError) as error:
-            reason = error.message if isinstance(error, UserError) else str(error)
-            raise DataError(f"source {source}: {reason}", "check the path or URI, and that it may be read") from error
+            reason = error.message if isinstance(error, UserError) else remotefs.reason(error)
+            hint = remotefs.remedy(source, "check the path or URI, and that it may be read")
+            raise DataError(f"source {source}: {reason.removeprefix(f'storage {redact(source)!r}: ')}", hint) from error
     if not files:
         raise DataError(
             f"source {source}: no such file, and nothing that matches",
@@ -277,7 +313,9 @@ def parquet(file: SourceFile, column: str) -> pq.ParquetFile:
     try:
         table = pq.ParquetFile(filesystem(file.root).open_input_file(file.path))
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{file.name}: no Parquet file that can be read: {error}", "check the file") from error
+        raise DataError(
+            f"{file.name}: no Parquet file that can be read: {remotefs.reason(error)}", "check the file"
+        ) from error
     names = table.schema_arrow.names
     if column not in names:
         raise missing_column(file.name, column, names)
@@ -300,6 +338,8 @@ def code_of(source: str) -> str:
         spec = importlib.util.find_spec(module)
     except ImportError:
         spec = None
+    except Exception as error:  # of the package that holds it
+        raise _of_the_user(source, error) from error
     if spec is None:
         raise DataError(f"source {source}: no module {module!r}", "run from the folder that holds it, or install it")
     path = Path(spec.origin or "")

@@ -1,0 +1,110 @@
+"""Ray's Jobs API, over HTTP: a client of it, or one clear error, and a job with the package of its working directory.
+
+Runs in: `raydist submit`. Imports ray inside functions; never torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from raydist.cluster import authentication
+from raydist.cluster.headwatch import answers
+from raydist.errors import UserError
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
+
+_ANSWER_S = 10.0
+_TOO_LARGE = ("413", "Too Large", "Maximum request body size")
+
+
+class Unreachable(UserError):
+    """No Jobs API answers at that address; one may do so later."""
+
+
+def url_of(address: str) -> str:
+    """`address` as http://HOST:PORT. Raises UserError for what is no address of a Jobs API."""
+    url = address if "://" in address else f"http://{address}"
+    hint = "use that of the dashboard, http://HEAD:8265"
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise UserError(f"--address {address}: {error}", hint) from None
+    if parts.scheme not in ("http", "https") or not host:
+        raise UserError(f"--address {address!r} is no address of a cluster's Jobs API", hint)
+    if parts.scheme == "http" and port is not None and answers(f"{host}:{port}"):
+        raise UserError(f"--address {address}: the head's GCS answers there, not its Jobs API", hint)
+    return url.rstrip("/")
+
+
+def connect(url: str) -> JobSubmissionClient:
+    """A client of the Jobs API at http://HOST:PORT. Raises Unreachable, and UserError for what waiting does not mend."""
+    import requests
+    from ray.exceptions import AuthenticationError
+    from ray.job_submission import JobSubmissionClient
+
+    authentication.check_token()
+    try:
+        # Ray's own client waits for an answer without an end.
+        version = requests.get(f"{url}/api/version", timeout=_ANSWER_S)
+        if version.status_code not in (401, 403) and not _is_ray(version):
+            raise Unreachable(
+                f"{url}: what answers there is no Ray dashboard (status {version.status_code})",
+                "check the address: http://HEAD:8265",
+            )
+        return JobSubmissionClient(url)
+    except AuthenticationError:
+        raise authentication.refused(f"the cluster at {url}") from None
+    except (requests.RequestException, OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise Unreachable(
+            f"no Jobs API answers at {url}: {_why(error)}",
+            "check the address (http://HEAD:8265), and that the cluster runs",
+        ) from None
+
+
+def submit(url: str, entrypoint: str, package: Path, variables: Mapping[str, str]) -> str:
+    """Submits a job; gives its id. `package`: the archive of its working directory. Raises as `connect` does."""
+    import requests
+    from ray.exceptions import AuthenticationError
+
+    logging.getLogger("ray.dashboard").setLevel(logging.WARNING)  # raydist has said what is sent
+    client = connect(url)
+    environment = {"working_dir": str(package), "env_vars": dict(variables)}
+    try:
+        return str(client.submit_job(entrypoint=entrypoint, runtime_env=environment))
+    except AuthenticationError:
+        raise authentication.refused(f"the cluster at {url}") from None
+    except (requests.RequestException, OSError, RuntimeError, ValueError) as error:
+        if any(word in str(error) for word in _TOO_LARGE):
+            raise UserError(
+                f"{url} does not take a package of {package.stat().st_size:,} bytes (413)",
+                "a proxy before the dashboard may take less than its 100 MiB: raise its limit, or ship less: see .rayignore",
+            ) from None
+        raise Unreachable(
+            f"the Jobs API at {url} refused the job: {_why(error)}", "see the dashboard's log on the head"
+        ) from None
+
+
+def _is_ray(answer: object) -> bool:
+    try:
+        return "ray_version" in answer.json()  # type: ignore[attr-defined]
+    except (ValueError, TypeError):
+        return False
+
+
+def _why(error: BaseException) -> str:
+    """The reason of the innermost error that has one: those around it repeat the address, in several lines."""
+    found = ""
+    at: BaseException | None = error
+    while at is not None:
+        found = getattr(at, "strerror", None) or found
+        reason = getattr(at.args[0], "reason", None) if at.args else None
+        at = reason if isinstance(reason, BaseException) else at.__cause__ or at.__context__
+    return found or " ".join(str(error).split())[:300]

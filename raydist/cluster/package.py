@@ -1,0 +1,232 @@
+"""What of a working directory is shipped to a cluster: which files, and one archive of them.
+
+Runs in: the driver, and `raydist submit`. Imports ray inside functions; never torch.
+
+Inside a git work tree these are the files that git tracks, and those that it would: what .gitignore names stays behind.
+Elsewhere Ray's own reading of .gitignore files decides; .rayignore files count everywhere. Left out in any case: .git, virtual
+environments, caches (`CACHEDIR.TAG`), and what raydist itself makes: runs, sweeps, prepared data, and storages of runs.
+What a job names is shipped even so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from raydist.errors import UserError
+from raydist.rundir import ATTEMPTS, EVENTS, SPEC, STATE
+from raydist.sweepdir import CELLS, SWEEP
+
+JOBS_LIMIT = 100 << 20
+"""Bytes that the Jobs API of a cluster takes (ray_constants.DASHBOARD_CLIENT_MAX_SIZE); no option of Ray changes it."""
+HEAD_LIMIT = 512 << 20
+"""Bytes that a head takes from a driver (packaging.GCS_STORAGE_MAX_SIZE), unless RAY_max_grpc_message_size says otherwise."""
+_LARGE = 10 << 20
+_LARGEST = 5
+_CHUNK = 1 << 20
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+"""Of every file in the archive: equal files make equal bytes, and Ray does not send again what it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """Files of `root`: name, relative and with `/`, -> bytes. `left_out`: folders of raydist's own -> what they are."""
+
+    root: Path
+    files: Mapping[str, int]
+    left_out: Mapping[str, str]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(self.files.values())
+
+    def largest(self) -> str:
+        """The largest files, and the folders that hold most, in words."""
+        folders: Counter[str] = Counter()
+        for name, size in self.files.items():
+            if "/" in name:
+                folders[name.split("/", 1)[0] + "/"] += size
+        largest = Counter(dict(self.files)).most_common(_LARGEST)
+        told = ", ".join(f"{name} {mib(size)}" for name, size in largest)
+        if folders:
+            told += f"; by folder: {', '.join(f'{n} {mib(s)}' for n, s in folders.most_common(_LARGEST))}"
+        return told
+
+    def told(self, packed: int) -> str:
+        """What is shipped, and what of raydist's own is not, for the user. `packed`: bytes of the archive."""
+        text = f"ships {len(self.files)} files of {self.root}: {mib(self.size)}, {mib(packed)} packed"
+        if packed >= _LARGE:
+            text += f"; the largest: {self.largest()}"
+        if self.left_out:
+            names = sorted(self.left_out)
+            more = f" and {len(names) - _LARGEST} more" if len(names) > _LARGEST else ""
+            text += f"; left out: {', '.join(f'{n} ({self.left_out[n]})' for n in names[:_LARGEST])}{more}"
+        return text
+
+    def write(self, out: Path, limit: int) -> int:
+        """Writes the archive; gives its bytes. Raises UserError where it has more than `limit` bytes, or a file cannot be read."""
+        with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name in self.files:
+                self._add(archive, name, limit)
+        size = out.stat().st_size
+        if size > limit:
+            raise self._too_large(limit)
+        return size
+
+    def _add(self, archive: zipfile.ZipFile, name: str, limit: int) -> None:
+        path = self.root / name
+        try:
+            info = zipfile.ZipInfo.from_file(path, name, strict_timestamps=False)
+            info.date_time, info.compress_type = _EPOCH, zipfile.ZIP_DEFLATED
+            with path.open("rb") as source, archive.open(info, "w") as sink:
+                while chunk := source.read(_CHUNK):
+                    sink.write(chunk)
+                    if archive.fp is not None and archive.fp.tell() > limit:
+                        raise self._too_large(limit)
+        except (OSError, UnicodeEncodeError) as error:
+            raise UserError(
+                f"{path}: cannot be shipped: {getattr(error, 'strerror', None) or error}",
+                "mend its rights or its name, or name it in .rayignore",
+            ) from None
+
+    def _too_large(self, limit: int) -> UserError:
+        return UserError(
+            f"{self.root}: {len(self.files)} files, {mib(self.size)}, make a package of more than {mib(limit)}, which a cluster "
+            f"does not take; the largest: {self.largest()}",
+            "name what the job does not need in .gitignore or .rayignore, or give a smaller --working-dir; for large data name a "
+            "place that the nodes reach: an absolute path on shared storage, or a URI",
+        )
+
+
+def mib(size: int) -> str:
+    """Bytes for a reader: KiB below 1 MiB."""
+    return f"{size / (1 << 10):.1f} KiB" if size < 1 << 20 else f"{size / (1 << 20):.1f} MiB"
+
+
+def select(root: Path, storages: Sequence[str] = (), needed: Sequence[str] = ()) -> Package:
+    """The files of `root` to ship. `storages`: folders or URIs that hold runs; `needed`: names in `root` of files and folders that
+    the job names, and which are shipped whatever ignores them. Raises UserError.
+    """
+    from ray._private.ray_constants import get_runtime_env_default_excludes
+
+    root = root.resolve()
+    walk = _Walk(root, frozenset(get_runtime_env_default_excludes()), frozenset(map(_local, storages)), _listed(root))
+    files = dict(walk.files(root))
+    for name in map(os.path.normpath, needed):
+        path = root / name
+        if path.is_dir():
+            files |= _Walk(root, walk.never, frozenset(), None, ignoring=False).files(path)
+        elif path.is_file():
+            files[name] = path.stat().st_size
+    left_out = {
+        name: what for name, what in walk.left_out.items() if not any(file.startswith(f"{name}/") for file in files)
+    }
+    return Package(root, dict(sorted(files.items())), left_out)
+
+
+class _Walk:
+    """One pass over a folder. `listed`: the files that git has or would have, and the folders that it does not look into;
+    None where it cannot say. `left_out` fills on the way."""
+
+    def __init__(
+        self,
+        root: Path,
+        never: frozenset[str],
+        storages: frozenset[Path | None],
+        listed: frozenset[str] | None,
+        *,
+        ignoring: bool = True,
+    ) -> None:
+        self.root, self.never, self.storages, self.ignoring = root, never, storages, ignoring
+        self.listed = listed
+        self.above = None if listed is None else frozenset(p.as_posix() for n in listed for p in Path(n).parents)
+        self.left_out: dict[str, str] = {}
+
+    def files(self, folder: Path) -> Iterator[tuple[str, int]]:
+        """Name and bytes of each file to ship."""
+        yield from self._inside(folder, [], [folder.resolve()], by_git=self.listed is not None)
+
+    def _inside(
+        self, folder: Path, rules: Sequence[Callable[[Path], bool]], above: list[Path], by_git: bool
+    ) -> Iterator[tuple[str, int]]:
+        try:
+            entries = sorted(os.scandir(folder), key=lambda e: e.name)
+        except OSError as error:
+            raise UserError(
+                f"{folder}: cannot be read: {error.strerror}", "name it in .gitignore or .rayignore"
+            ) from None
+        if self.ignoring:
+            rules = [*rules, *_rules(folder, gitignore=not by_git)]
+        for entry in entries:
+            path = Path(entry.path)
+            name = path.relative_to(self.root).as_posix()
+            if entry.name in self.never or any(rule(path) for rule in rules):
+                continue
+            if entry.is_dir():
+                # A submodule, another repository or a link to a folder: git names it, and does not look into it.
+                other = by_git and self.listed is not None and name in self.listed
+                known = not by_git or other or (self.above is not None and name in self.above)
+                real = path.resolve()
+                if known and real not in above and not self._own(path, name):
+                    yield from self._inside(path, rules, [*above, real], by_git and not other)
+            elif entry.is_file() and (not by_git or (self.listed is not None and name in self.listed)):
+                yield name, entry.stat().st_size
+
+    def _own(self, path: Path, name: str) -> bool:
+        """Whether it is a folder that no job needs: an environment, a cache, or raydist's own work, which is then noted."""
+        if (path / "pyvenv.cfg").is_file() or (path / "CACHEDIR.TAG").is_file():
+            return True
+        if not self.ignoring:
+            return False
+        if what := "a storage of runs" if path.resolve() in self.storages else made_by_raydist(path):
+            self.left_out[name] = what
+        return bool(what)
+
+
+def made_by_raydist(folder: Path) -> str:
+    """What raydist made there: "a run", "a sweep" or "prepared data"; "" for any other folder."""
+    there = set(os.listdir(folder)) if os.access(folder, os.R_OK | os.X_OK) else set()
+    if SPEC in there and there & {STATE, EVENTS, ATTEMPTS}:
+        return "a run"
+    if {SWEEP, CELLS} <= there:
+        return "a sweep"
+    if ".prepare" in there or ("index.json" in there and any(name.endswith(".arrow") for name in there)):
+        return "prepared data"
+    return ""
+
+
+def _local(storage: str) -> Path | None:
+    return None if "://" in storage else Path(storage).expanduser().resolve()
+
+
+def _listed(root: Path) -> frozenset[str] | None:
+    """What git tracks under `root`, and what it would; None outside a work tree, without git, or in a folder that git ignores."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    if (
+        subprocess.run([git, "-C", str(root), "check-ignore", "-q", "."], capture_output=True, check=False).returncode
+        == 0
+    ):
+        return None
+    command = [git, "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode != 0:
+        return None
+    return frozenset(os.fsdecode(name).rstrip("/") for name in done.stdout.split(b"\0") if name)
+
+
+def _rules(folder: Path, gitignore: bool) -> list[Callable[[Path], bool]]:
+    from ray._private.runtime_env.packaging import get_excludes_from_ignore_files
+
+    quiet = logging.getLogger("raydist.package")
+    quiet.setLevel(logging.WARNING)
+    return list(get_excludes_from_ignore_files(folder, include_gitignore=gitignore, logger=quiet))

@@ -1,0 +1,100 @@
+"""Filesystems by URI: what pyarrow.fs opens, with errors that are OSError, and an end to its tries.
+
+Runs anywhere. Imports pyarrow inside functions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pyarrow.fs as pafs
+
+_GCS_LIMIT = "retry_limit_seconds"
+_GCS_LIMIT_S = 60
+"""Google's client tries for 15 minutes by itself, also where there is no network and no such bucket."""
+_SHOWN = 300
+_REMEDIES = {
+    "hf": "check the name (hf://datasets/OWNER/NAME/FILES) and the network; HF_TOKEN opens what is private or gated, "
+    "HF_ENDPOINT names a mirror",
+    "http": "download it first, and name the file: what is read must be a filesystem, such as a folder, s3://, gs:// or "
+    "hf://datasets/OWNER/NAME",
+    "s3": "check the bucket's name, the network and the credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role",
+    "gs": "check the bucket's name, the network and the credentials: GOOGLE_APPLICATION_CREDENTIALS; gs://anonymous@BUCKET "
+    "needs none",
+}
+_REMEDIES |= {"https": _REMEDIES["http"], "gcs": _REMEDIES["gs"]}
+
+
+def open_uri(uri: str) -> tuple[pafs.FileSystem, str]:
+    """The filesystem of a URI, and the path in it. Raises OSError, or pyarrow's own errors, for one that it does not open."""
+    import pyarrow.fs as pafs
+
+    if uri.startswith(("gs://", "gcs://")) and _GCS_LIMIT not in uri:
+        uri += f"{'&' if '?' in uri else '?'}{_GCS_LIMIT}={_GCS_LIMIT_S}"
+    try:
+        filesystem, root = pafs.FileSystem.from_uri(uri)
+    except (ValueError, ImportError) as error:  # ArrowInvalid among them
+        raise OSError(str(error)) from error
+    if isinstance(filesystem, pafs.PyFileSystem):
+        filesystem = pafs.PyFileSystem(_handler(filesystem.handler))
+    return filesystem, root
+
+
+def remedy(uri: str, otherwise: str) -> str:
+    """What to check where that URI cannot be opened or read; `otherwise` where its scheme says nothing of it."""
+    return _REMEDIES.get(uri.partition("://")[0], otherwise) if "://" in uri else otherwise
+
+
+def reason(error: BaseException) -> str:
+    """An error's text in one line, cut where it is long: some clients add pages."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _handler(inner: Any) -> Any:
+    """A handler as `inner`, that of a filesystem in Python: its HTTP client's errors and others become OSError, also in files."""
+    import pyarrow as pa
+    import pyarrow.fs as pafs
+
+    class Handler(pafs.FSSpecHandler):  # type: ignore[misc]
+        def open_input_stream(self, path: str) -> Any:
+            return self.open_input_file(path)
+
+        def open_input_file(self, path: str) -> Any:
+            file = _as_os_error(self.fs.open)(path, mode="rb")
+            return pa.PythonFile(_File(file), mode="r")
+
+    for name in (
+        "get_file_info",
+        "get_file_info_selector",
+        "create_dir",
+        "delete_dir",
+        "delete_file",
+        "open_output_stream",
+    ):
+        setattr(Handler, name, _as_os_error(getattr(pafs.FSSpecHandler, name)))
+    return Handler(inner.fs)
+
+
+class _File:
+    """An open file whose methods raise OSError alone."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._file, name)
+        return _as_os_error(found) if callable(found) else found
+
+
+def _as_os_error(function: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, **options)
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
+
+    return call

@@ -1,0 +1,153 @@
+"""The Jobs API and the head: what is wrong with an address or a token is one clear error, within seconds."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from raydist.cluster import authentication, jobs
+from raydist.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def no_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A user without a token, and Ray as it was before at the end."""
+    for name in (authentication.MODE, authentication.TOKEN, authentication.TOKEN_PATH):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    authentication.reread()
+    yield
+    monkeypatch.undo()
+    authentication.reread()
+
+
+@pytest.fixture
+def dashboard() -> Iterator[Any]:
+    """An HTTP server; `answers` has path -> (status, body), of which what is not there is 404."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            self.rfile.read(length)
+            path = self.path if self.path in self.server.answers else self.path.rpartition("/")[0]  # type: ignore[attr-defined]
+            status, body = self.server.answers.get(path, (404, ""))  # type: ignore[attr-defined]
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        do_PUT = do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.answers = {"/api/version": (200, '{"ray_version": "2.60.0"}')}  # type: ignore[attr-defined]
+        server.url = f"http://127.0.0.1:{server.server_port}"  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def head() -> Iterator[str]:
+    """A GCS that refuses every token."""
+
+    class Refuses(grpc.ServerInterceptor):  # type: ignore[misc]
+        def intercept_service(self, go_on: Any, call: Any) -> Any:
+            def refuse(request: bytes, context: Any) -> bytes:
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+                return b""
+
+            return grpc.unary_unary_rpc_method_handler(refuse)
+
+    server = grpc.server(futures.ThreadPoolExecutor(1), interceptors=[Refuses()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+GIVE = "ray get-auth-token"
+
+
+@pytest.mark.parametrize(
+    ("env", "says", "hint"),
+    [
+        ({}, "asks for a token, and there is none here", GIVE),
+        ({"RAY_AUTH_MODE": "disabled"}, "asks for a token, and there is none here", "unset RAY_AUTH_MODE"),
+        ({"RAY_AUTH_MODE": "token"}, "RAY_AUTH_MODE is token, and there is no token", "unset RAY_AUTH_MODE"),
+        ({"RAY_AUTH_TOKEN": "f" * 40}, "refuses the token of RAY_AUTH_TOKEN", GIVE),
+        ({"RAY_AUTH_TOKEN": "f" * 40, "RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE=disabled keeps", "or unset it"),
+        ({"RAY_AUTH_TOKEN_PATH": "/no/such"}, "/no/such (RAY_AUTH_TOKEN_PATH): cannot be read: No such file", GIVE),
+        ({"RAY_AUTH_TOKEN_PATH": "/dev/null"}, "/dev/null (RAY_AUTH_TOKEN_PATH): is empty", GIVE),
+    ],
+)
+def test_a_token_that_is_missing_or_wrong(
+    monkeypatch: pytest.MonkeyPatch, dashboard: Any, head: str, env: dict[str, str], says: str, hint: str
+) -> None:
+    """The same error of the Jobs API and of the head: what is the matter, and the remedy for just that."""
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    for name, value in authentication.token_mode().items():
+        monkeypatch.setenv(name, value)
+    authentication.reread()
+    dashboard.answers["/api/version"] = (403 if "RAY_AUTH_TOKEN" in env else 401, "no")
+    for ask in (lambda: jobs.connect(dashboard.url), lambda: authentication.check_head(head)):
+        with pytest.raises(UserError) as caught:
+            ask()
+        assert says in caught.value.message
+        assert hint in caught.value.hint
+        assert "\n" not in caught.value.message
+
+
+def test_what_is_no_address_of_a_jobs_api(dashboard: Any, head: str) -> None:
+    """Each with what is wrong; HOST:PORT alone is http."""
+    for address, says in {
+        "": "is no address", "ray://h:1": "is no address", "http://h:x": "Port could not be cast", "http://": "is no address",
+        head: "the head's GCS answers there", f"http://{head}": "the head's GCS answers there",
+    }.items():  # fmt: skip
+        with pytest.raises(UserError, match=says) as caught:
+            jobs.url_of(address)
+        assert "http://HEAD:8265" in caught.value.hint
+    bare = dashboard.url.removeprefix("http://")
+    assert jobs.url_of(bare) == jobs.url_of(f"{dashboard.url}/") == dashboard.url
+
+
+def test_a_jobs_api_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, dashboard: Any) -> None:
+    """Nobody listens, somebody says nothing, a host has no such name, no Ray answers: each with the reason, and worth a wait."""
+    monkeypatch.setattr(jobs, "_ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        found = {f"http://127.0.0.1:{mute.getsockname()[1]}": "timed out"}
+        found |= {"http://127.0.0.1:1": "Connection refused", "http://no-such-host.invalid:8265": ""}
+        found |= {dashboard.url.replace("http:", "https:"): "SSL"}
+        for url, says in found.items():
+            with pytest.raises(jobs.Unreachable, match=f"no Jobs API answers at {url}: .*{says}"):
+                jobs.connect(url)
+    for status, body in ((404, ""), (200, "<html>"), (200, "[]")):
+        dashboard.answers["/api/version"] = (status, body)
+        with pytest.raises(jobs.Unreachable, match=rf"no Ray dashboard \(status {status}\)"):
+            jobs.connect(dashboard.url)
+
+
+def test_a_package_that_is_refused(dashboard: Any, tmp_path: Path) -> None:
+    """413 has its own remedy, and is not tried again; another refusal has its reason."""
+    archive = tmp_path / "package.zip"
+    archive.write_bytes(b"PK\x05\x06" + bytes(18))
+    dashboard.answers["/api/packages/gcs"] = (413, "Maximum request body size 104857600 exceeded")
+    with pytest.raises(UserError, match=r"does not take a package of 22 bytes \(413\)\n.*proxy") as caught:
+        jobs.submit(dashboard.url, "true", archive, {})
+    assert not isinstance(caught.value, jobs.Unreachable)
+    dashboard.answers["/api/packages/gcs"] = (500, "out\nof disk")
+    with pytest.raises(jobs.Unreachable, match="refused the job: Request failed with status code 500: out of disk"):
+        jobs.submit(dashboard.url, "true", archive, {})

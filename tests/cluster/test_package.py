@@ -1,0 +1,148 @@
+"""What of a working directory is shipped: by git, by .gitignore files, and without what raydist made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from raydist.cluster import package
+from raydist.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A user's folder: code and a job; runs, a sweep and data that raydist made; an environment, a cache and what is ignored."""
+    files = {
+        "job.yaml": "name: j",
+        "own/model.py": "x = 1",
+        "own/__pycache__/model.pyc": "x",
+        "env/pyvenv.cfg": "home = /usr",
+        "env/lib/big.py": "x",
+        "cache/CACHEDIR.TAG": "x",
+        "cache/x": "x",
+        "old/spec.yaml": "name: j",
+        "old/attempts/0001.json": "{}",
+        "old/checkpoints/step-00000001/shard": "x",
+        "grid/sweep.yaml": "x",
+        "grid/cells.jsonl": "x",
+        "corpus/index.json": "{}",
+        "corpus/train-000000-000.arrow": "x",
+        "results/notes.txt": "x",
+        ".gitignore": "*.log\n/scratch/\n",
+        "a.log": "x",
+        "scratch/x": "x",
+        "own/.gitignore": "made.*",
+        "own/made.txt": "x",
+        ".rayignore": "secret.txt",
+        "secret.txt": "x",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+ALWAYS = {".gitignore", ".rayignore", "job.yaml", "own/.gitignore", "own/model.py"}
+
+
+def git(folder: Path, *words: str) -> None:
+    """Runs git there, as nobody in particular."""
+    subprocess.run(
+        ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=b", *words], check=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("by_git", [True, False])
+def test_what_is_shipped(folder: Path, by_git: bool) -> None:
+    """Without environments, caches, runs, sweeps, prepared data, the storage, and what is ignored; what of it was raydist's is
+    told. Inside a git work tree a file that is tracked counts, also where it is ignored; so do new files."""
+    if by_git:
+        git(folder, "init", "-q")
+        git(folder, "add", "-f", "job.yaml", "own", "scratch", ".gitignore")
+    found = package.select(folder, [str(folder / "results"), "s3://b/x"])
+    tracked = {"own/made.txt", "scratch/x"} if by_git else set()
+    assert set(found.files) == ALWAYS | tracked
+    assert found.left_out == {
+        "old": "a run", "grid": "a sweep", "corpus": "prepared data", "results": "a storage of runs",
+    }  # fmt: skip
+    assert "left out: corpus (prepared data), grid (a sweep), old (a run), results (a storage of runs)" in found.told(9)
+
+
+@pytest.mark.parametrize("by_git", [True, False])
+def test_what_a_job_names_is_shipped_all_the_same(folder: Path, by_git: bool) -> None:
+    """Files and folders, whatever ignores them, and prepared data."""
+    if by_git:
+        git(folder, "init", "-q")
+    found = package.select(folder, [], ["./corpus", "a.log", "own", "secret.txt"])
+    more = {"a.log", "corpus/index.json", "corpus/train-000000-000.arrow", "own/made.txt", "secret.txt"}
+    assert set(found.files) == ALWAYS | more | {"results/notes.txt"}
+    assert "corpus" not in found.left_out
+
+
+def test_other_repositories_and_links(folder: Path) -> None:
+    """A repository inside, which git lists as one name, is shipped by its own rules; so is a link to a folder, and one that leads
+    back is followed once. A work tree inside of which git ignores all is read as any folder."""
+    git(folder, "init", "-q")
+    git(folder / "own", "init", "-q", "inner")
+    (folder / "own/inner/code.py").write_text("x")
+    (folder / "own/inner/.gitignore").write_text("no.py")
+    (folder / "own/inner/no.py").write_text("x")
+    (folder / "scratch/deep").mkdir()
+    (folder / "scratch/deep/y.py").write_text("x")
+    (folder / "linked").symlink_to("scratch/deep")
+    (folder / "own/back").symlink_to("..")
+    found = set(package.select(folder).files)
+    assert {"own/inner/code.py", "linked/y.py"} < found
+    assert not {"own/inner/no.py", "scratch/deep/y.py"} & found
+    assert not any(name.startswith("own/back/own/back/") for name in found)
+    assert set(package.select(folder / "scratch/deep").files) == {"y.py"}
+
+
+def test_the_archive(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """It holds the files with their rights; equal files make equal bytes, so that Ray does not send them again."""
+    (folder / "own/model.py").chmod(0o755)
+    out = tmp_path_factory.mktemp("out")
+    chosen = package.select(folder)
+    assert chosen.write(out / "a.zip", 1 << 20) == (out / "a.zip").stat().st_size
+    os.utime(folder / "job.yaml", (5e8, 5e8))
+    package.select(folder).write(out / "b.zip", 1 << 20)
+    assert (out / "a.zip").read_bytes() == (out / "b.zip").read_bytes()
+    with zipfile.ZipFile(out / "a.zip") as archive:
+        assert archive.namelist() == sorted(chosen.files)
+        assert archive.read("job.yaml") == b"name: j"
+        assert archive.getinfo("own/model.py").external_attr >> 16 & 0o777 == 0o755
+
+
+def test_a_package_that_is_too_large(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The error has the size, the largest files and folders, and what to do; the archive is not written to its end."""
+    (folder / "weights").mkdir()
+    (folder / "weights/big.bin").write_bytes(os.urandom(6 << 20))
+    (folder / "weights/big2.bin").write_bytes(os.urandom(2 << 20))
+    out = tmp_path_factory.mktemp("out") / "a.zip"
+    with pytest.raises(
+        UserError, match=r"big.bin 6.0 MiB, weights/big2.bin 2.0 MiB.*by folder: weights/ 8.0"
+    ) as caught:
+        package.select(folder).write(out, 1 << 20)
+    assert "8.0 MiB, make a package of more than 1.0 MiB" in caught.value.message
+    assert ".rayignore" in caught.value.hint
+    assert out.stat().st_size < 4 << 20
+
+
+def test_a_file_that_cannot_be_read(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """It is named, with the reason."""
+    chosen = package.select(folder)
+    (folder / "job.yaml").unlink()
+    with pytest.raises(UserError, match=r"job.yaml: cannot be shipped: No such file"):
+        chosen.write(tmp_path_factory.mktemp("out") / "a.zip", 1 << 20)
+
+
+def test_the_limits_are_ray_s() -> None:
+    """Those that a cluster of the Ray installed here has."""
+    from ray._private import ray_constants
+
+    assert ray_constants.DASHBOARD_CLIENT_MAX_SIZE == package.JOBS_LIMIT
+    assert ray_constants.GRPC_CPP_MAX_MESSAGE_SIZE == package.HEAD_LIMIT
