@@ -73,6 +73,7 @@ class Output:
                 if (over := len(self._waiting) - WAITING_BYTES) > 0:
                     del self._waiting[:over]
                     self._dropped += over
+                self._changed.notify_all()
         os.close(self._source)
         with self._changed:
             self._ended = True
@@ -82,6 +83,10 @@ class Output:
         text, ended, tries = b"", False, 0
         while not ended or (text and tries < _LAST_TRIES):
             with self._changed:
+                if not text:
+                    self._changed.wait_for(
+                        lambda: self._ended or self._waiting
+                    )  # of a rank that prints nothing: to its end
                 self._changed.wait_for(lambda: self._ended, self._interval_s)
                 ended = self._ended
             if ended and tries:
