@@ -69,7 +69,7 @@ def test_the_installed_command_works_without_the_repository(package: Package) ->
     assert package.run("raydist", "schema") == (package.home / "schemas/spec.schema.json").read_text()
     assert "zero3" in package.run("raydist", "plan", "jobs/quickstart.yaml", "--memory", "8GiB")
     assert "kill: SIGKILL" in package.run("raydist", "faults")
-    assert "lr-batch" in package.run("raydist", "sweep", "tune_sweeps/lr-batch.yaml", "--dry-run")
+    assert "learning_rate" in package.run("raydist", "sweep", "tune_sweeps/lr-batch.yaml", "--dry-run")
     changes = [word for field in TINY for word in ("--set", field)]
     told = package.run("raydist", "train", "jobs/quickstart.yaml", "--storage", "runs", *changes)
     assert "run quickstart: finished at step 3" in told

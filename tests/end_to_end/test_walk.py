@@ -72,7 +72,7 @@ def test_the_first_day(tmp_path: Path, walk: ModuleType) -> None:
         "make quickstart": "run quickstart: finished at step 4",
         "raydist runs": "quickstart",
         "raydist train jobs/quickstart.yaml --set train.steps=400": "finished at step 400",
-        "raydist sweep tune_sweeps/lr-batch.yaml --dry-run": "lr-batch",
+        "raydist sweep tune_sweeps/lr-batch.yaml --dry-run": "learning_rate",
         "raydist train jobs/python-10min.yaml": "run python-10min: finished at step 4",
     }.items():
         assert expected in passages[asked], passages[asked]
