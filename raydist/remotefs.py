@@ -33,12 +33,18 @@ def open_uri(uri: str) -> tuple[pafs.FileSystem, str]:
     if uri.startswith(("gs://", "gcs://")) and _GCS_LIMIT not in uri:
         uri += f"{'&' if '?' in uri else '?'}{_GCS_LIMIT}={_GCS_LIMIT_S}"
     try:
-        filesystem, root = pafs.FileSystem.from_uri(uri)
+        filesystem, root = _from_uri(uri)
     except (ValueError, ImportError) as error:  # ArrowInvalid among them
         raise OSError(str(error)) from error
     if isinstance(filesystem, pafs.PyFileSystem):
         filesystem = pafs.PyFileSystem(_handler(filesystem.handler))
     return filesystem, root
+
+
+def _from_uri(uri: str) -> tuple[pafs.FileSystem, str]:
+    import pyarrow.fs as pafs
+
+    return pafs.FileSystem.from_uri(uri)
 
 
 def remedy(uri: str, otherwise: str) -> str:

@@ -7,6 +7,7 @@ Runs in: the user's shell. Must stay light: `raydist --help` answers in half a s
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Annotated
@@ -38,6 +39,9 @@ from raydist.cli import (
 )
 from raydist.cluster.headwatch import leave
 from raydist.errors import RaydistError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""What a write to stdout may end with, where that is a file on a disk."""
 
 app = typer.Typer(
     name="raydist",
@@ -86,11 +90,15 @@ def _options(
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command and exits with its code. What raydist raises becomes one clear message on stderr."""
-    # The user's own modules are found from where the command is called, as `python -m raydist` finds them.
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
     try:
-        app(arguments)
+        # The user's own modules are found from where the command is called, as `python -m raydist` finds them.
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.insert(0, here)
+    except FileNotFoundError:
+        print("raydist: the working directory is gone\n  go to one that is there: cd", file=sys.stderr)
+        sys.exit(2)
+    try:
+        _run(arguments)
     except RaydistError as error:
         print(f"raydist: {error}", file=sys.stderr)
         leave(error.exit_code)
@@ -105,3 +113,20 @@ def main(arguments: list[str] | None = None) -> None:
         # `raydist runs | head`: the reader has seen enough. Nothing may be written to stdout any more.
         sys.stdout = None
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        # What is still buffered can never be written: Python would say so once more at its end.
+        sys.stdout = None
+        print(f"raydist: stdout cannot be written: {error.strerror}", file=sys.stderr)
+        sys.exit(3)
+
+
+def _run(arguments: list[str] | None) -> None:
+    """The command; what it printed has then been written."""
+    try:
+        app(arguments)
+    except SystemExit:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        raise

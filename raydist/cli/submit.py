@@ -6,6 +6,7 @@ Runs in: the user's shell. Imports ray inside the command; never torch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shlex
 import sys
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raydist.cli import options
-from raydist.errors import UsageError, UserError, WorkerFailed
+from raydist.errors import DataError, UsageError, UserError, WorkerFailed
 from raydist.redact import redact
 from raydist.rundir import default_storage
 
@@ -183,14 +184,23 @@ def _named_by(jobs: Iterable[JobSpec], root: Path) -> list[Path]:
         for field, name in data.items():
             if name is None or "://" in name or name.startswith(("/", "~")):
                 continue
-            there = [Path(name)] if (root / name).exists() else [p.relative_to(root) for p in root.glob(name)]
-            if not there or ".." in Path(os.path.normpath(name)).parts:
-                raise UserError(
-                    f"{field}: {name} is not under {root}, and the cluster would look for it there",
-                    "put it there, or name a place that the nodes reach: an absolute path on shared storage, or a URI",
-                )
-            found |= dict.fromkeys(there)
+            found |= dict.fromkeys(_under(root, name, field))
     return list(found)
+
+
+def _under(root: Path, name: str, field: str) -> list[Path]:
+    """What a job's relative `name`, a file's, a folder's or a glob, means in `root`. Raises UserError for what is not there."""
+    from raydist.data.sources import find
+
+    if ".." not in Path(os.path.normpath(name)).parts:
+        if (root / name).exists():
+            return [Path(name)]
+        with contextlib.suppress(DataError):
+            return [Path(file.path).relative_to(root) for file in find(str(root / name))]
+    raise UserError(
+        f"{field}: {name} is not under {root}, and the cluster would look for it there",
+        "put it there, or name a place that the nodes reach: an absolute path on shared storage, or a URI",
+    )
 
 
 def _inside(path: Path, root: Path) -> Path:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from raydist import remotefs
 from raydist.data import index as indexes
 from raydist.data import shards, tokenizers
 from raydist.data.index import (
@@ -308,8 +309,13 @@ def open_or_prepare(wanted: Any, storage_uri: str, progress: Callable[[Progress]
     DataError, StorageError.
     """
     if wanted.path is not None:
-        indexes.read(Storage(wanted.path))
-        return Storage(wanted.path).full_uri
+        there = Storage(wanted.path)
+        try:
+            indexes.read(there)
+        except StorageError as error:
+            hint = error.hint or remotefs.remedy(wanted.path, "check the path or URI, and that it may be read")
+            raise DataError(f"data.path: {error.message}", hint) from error
+        return there.full_uri
     if wanted.source is None:
         raise DataError(
             "data: neither source nor path is given", "data.source: python-stdlib is there on every machine"

@@ -92,7 +92,10 @@ def load(
     over = overriding(overrides)
     if deepspeed is not None:
         over.tree.setdefault("deepspeed", str(deepspeed))
-    return resolve([*read_layers(Path(path)), over], str(path), warn)
+    layers = read_layers(Path(path))
+    if {"base", "array"} <= layers[-1].tree.keys():
+        raise SpecError(f"{path}: is a sweep, not a job; train it with `raydist sweep {path}`")
+    return resolve([*layers, over], str(path), warn)
 
 
 def overriding(overrides: Sequence[str]) -> Layer:
@@ -217,6 +220,8 @@ def read_yaml(path: Path, by: str = "", examples: str = "`raydist init` writes e
         raise SpecError(f"{path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise SpecError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise SpecError(f"{path}: not valid YAML: nested too deeply") from None
 
 
 SHORT_NAMES = {"precision": "params", "schedule": "name"}

@@ -10,7 +10,6 @@ import typer
 import yaml
 
 from raydist.cli import submit
-from raydist.cluster import session
 from raydist.errors import SpecError, UsageError, UserError
 
 
@@ -18,8 +17,9 @@ from raydist.errors import SpecError, UsageError, UserError
 def sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """What would be submitted; in a folder with a sweep and its base."""
     words: list[list[str]] = []
-    monkeypatch.setattr(submit, "_submit", lambda address, told, root, **_: words.append(told))
+    monkeypatch.setattr(submit, "_submit", lambda address, told, root, needed, storages, **_: words.append(told))
     monkeypatch.chdir(tmp_path)
+    Path("d").mkdir()
     Path("job.yaml").write_text(yaml.safe_dump({"name": "j", "data": {"path": "d"}, "train": {"steps": 5}}))
     array = {"parameters": [{"learning_rate": [1e-3, 1e-2]}]}
     Path("grid.yaml").write_text(yaml.safe_dump({"base": "job.yaml", "array": array}))
@@ -66,6 +66,7 @@ def test_files_that_would_not_be_shipped(sent: list[list[str]], tmp_path: Path) 
     are told, all of them, and nothing is sent."""
     inner = tmp_path / "inner"
     (inner / "deep").mkdir(parents=True)
+    (inner / "d").mkdir()
     (tmp_path / "ds.json").write_text("{}")
     (inner / "deep/ds.json").write_text("{}")
     job = {"name": "j", "data": {"path": "d"}, "train": {"steps": 5}}
@@ -112,11 +113,10 @@ def test_ctrl_c_leaves_the_job_alone(monkeypatch: pytest.MonkeyPatch, capsys: py
         raise KeyboardInterrupt
 
     started: list[str] = []
-    monkeypatch.setattr(session, "token_mode", dict)  # it would stay in the environment of this process
-    monkeypatch.setattr(submit, "_start", lambda address, words, root, **_: started.append(words) or "job-7")
+    monkeypatch.setattr(submit, "_start", lambda url, words, package, **_: started.append(words) or "job-7")
     monkeypatch.setattr(submit, "_ended", interrupted)
     with pytest.raises(typer.Exit) as caught:
-        submit._submit("http://head:8265", ["raydist"], Path(), once=[], no_wait=False, retries=3)
+        submit._drive("http://head:8265", ["raydist"], Path("p.zip"), once=[], no_wait=False, retries=3)
     assert caught.value.exit_code == 130
     assert "ray job stop job-7 --address http://head:8265" in capsys.readouterr().err
     assert started == ["raydist"]
@@ -125,10 +125,47 @@ def test_ctrl_c_leaves_the_job_alone(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_a_job_that_was_stopped_is_not_submitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever stopped it meant it, whatever `--retries` says."""
     started: list[str] = []
-    monkeypatch.setattr(session, "token_mode", dict)  # it would stay in the environment of this process
-    monkeypatch.setattr(submit, "_start", lambda address, words, root, **_: started.append(words) or "job-7")
-    monkeypatch.setattr(submit, "_ended", lambda address, job: ("STOPPED", None, "stopped"))
+    monkeypatch.setattr(submit, "_start", lambda url, words, package, **_: started.append(words) or "job-7")
+    monkeypatch.setattr(submit, "_ended", lambda url, job: ("STOPPED", None, "stopped"))
     with pytest.raises(typer.Exit) as caught:
-        submit._submit("http://head:8265", ["raydist"], Path(), once=[], no_wait=False, retries=3)
+        submit._drive("http://head:8265", ["raydist"], Path("p.zip"), once=[], no_wait=False, retries=3)
     assert caught.value.exit_code == 143
     assert len(started) == 1
+
+
+def test_what_a_job_names_is_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its file and those that it extends, faults, data, tokenizer, and modules: .gitignore may name them. What is installed, or on
+    storage that the nodes share, is not looked for."""
+    needed: list[set[str]] = []
+    monkeypatch.setattr(
+        submit,
+        "_submit",
+        lambda address, told, root, named, storages, **_: needed.append({*map(str, named), *storages}),
+    )
+    monkeypatch.setenv("RAYDIST_STORAGE", "/runs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "inner"))
+    for name in (
+        "inner/text/a.txt",
+        "inner/text/b.txt",
+        "inner/tok.json",
+        "inner/own_shipped/deep.py",
+        "inner/rows.py",
+    ):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("x = 1")
+    base = {"name": "j", "train": {"steps": 5}, "model": {"name": "own_shipped.deep:build"}}
+    Path("inner/base.yaml").write_text(yaml.safe_dump(base))
+    Path("inner/faults.yaml").write_text("- {fault: kill, rank: 0, step: 2}\n")
+    data = {"source": "text/*.txt", "tokenizer": "tok.json"}
+    Path("inner/job.yaml").write_text(yaml.safe_dump({"extends": "base.yaml", "data": data}))
+    given: dict[str, Any] = {"working_dir": tmp_path / "inner"}
+    submitted("inner/job.yaml", faults=Path("inner/faults.yaml"), storage="s3://b/x", **given)
+    submitted("inner/job.yaml", overrides=["data.source=rows:all", "data.tokenizer=bytes"], **given)
+    submitted("inner/job.yaml", overrides=["data.path=/shared/d", "model.name=gpt"], **given)
+    files = {"/runs", "base.yaml", "job.yaml"}
+    assert needed == [
+        files | {"own_shipped", "faults.yaml", "text/a.txt", "text/b.txt", "tok.json", "s3://b/x"},
+        files | {"own_shipped", "rows.py"},
+        files | {"tok.json"},
+    ]

@@ -146,3 +146,34 @@ def test_the_limits_are_ray_s() -> None:
 
     assert ray_constants.DASHBOARD_CLIENT_MAX_SIZE == package.JOBS_LIMIT
     assert ray_constants.GRPC_CPP_MAX_MESSAGE_SIZE == package.HEAD_LIMIT
+
+
+def test_what_of_this_repository_is_shipped(tmp_path: Path) -> None:
+    """By `ray job submit --working-dir .` and by raydist: the package, jobs and sweeps; neither tests, docs nor what tools leave."""
+    from ray._private.ray_constants import get_runtime_env_default_excludes
+    from ray._private.runtime_env.packaging import create_package
+
+    root = Path(__file__).parents[2]
+    create_package(
+        str(root), tmp_path / "p.zip", include_gitignore=True, excludes=list(get_runtime_env_default_excludes())
+    )
+    with zipfile.ZipFile(tmp_path / "p.zip") as archive:
+        by_ray = set(archive.namelist())
+    ours = set(package.select(root).files)
+    for found in (by_ray, ours):
+        assert {
+            "raydist/cli/main.py",
+            "raydist/worker/entry.py",
+            "jobs/quickstart.yaml",
+            "tune_sweeps/lr-batch.yaml",
+        } < found
+        assert not {name.split("/")[0] for name in found} & {
+            "tests",
+            "docs",
+            "benchmarks",
+            "deploy",
+            "runs",
+            ".venv",
+            ".git",
+        }
+    assert {name for name in by_ray if name.startswith("raydist/")} == {n for n in ours if n.startswith("raydist/")}

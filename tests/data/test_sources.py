@@ -277,3 +277,17 @@ def test_a_missing_module_is_an_error() -> None:
     for ask in (sources.records, sources.code_of):
         with pytest.raises(DataError, match="no module 'no_such_module'"):
             ask("no_such_module:records")
+
+
+def test_an_error_of_the_user_s_code_names_its_line(module: str, tmp_path: Path) -> None:
+    """On import, on call and on the way through: the kind, the text and the line, without a frame of raydist's."""
+    (tmp_path / f"{module}_late.py").write_text("def rows():\n    yield 'a'\n    yield [][1]\n")
+    (tmp_path / f"{module}_import.py").write_text("import json\njson.loads('{')\n")
+    (tmp_path / f"{module}_syntax.py").write_text("x = 1\ndef f(:\n")
+    for source, says in {
+        f"{module}_late:rows": rf"IndexError: .*{module}_late.py, line 3, in rows",
+        f"{module}_import:rows": r"JSONDecodeError: .*decoder.py",
+        f"{module}_syntax:rows": rf"SyntaxError: .*{module}_syntax.py, line 2",
+    }.items():
+        with pytest.raises(DataError, match=f"source {source}: {says}"):
+            list(sources.records(source))

@@ -32,6 +32,8 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), name: str | None
     raw = read_yaml(path)
     if not isinstance(raw, dict):
         raise SpecError(f"{source}: holds {type(raw).__name__}, not fields; begin with base: and array:")
+    if "train" in raw and not raw.keys() & {"base", "array"}:
+        raise SpecError(f"{source}: is a job, not a sweep; train it with `raydist train {source}`")
     spec, problems = validate(SweepSpec, raw, {}, source, "`raydist schema --sweep` or docs/sweep-spec.md")
     array_fits = spec is not None and not any(line.startswith(f"{source}: array") for line in problems)
     found, wrong = axes(spec) if spec is not None and array_fits else ([], [])

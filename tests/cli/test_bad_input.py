@@ -1,0 +1,186 @@
+"""What users give by mistake, to every command: exit code 2, a few lines, the remedy, and never a traceback."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raydist.cli.main import main
+
+NOWHERE = "http://127.0.0.1:1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files that are wrong in one way each, beside a good job and its text."""
+    root = tmp_path_factory.mktemp("bad")
+    job: dict[str, Any] = {"name": "j", "data": {"source": "good.txt"}, "train": {"steps": 3}}
+    files: dict[str, str | bytes] = {
+        "job.yaml": yaml.safe_dump(job),
+        "grid.yaml": yaml.safe_dump({"base": "job.yaml", "array": {"parameters": [{"learning_rate": [1e-3, 1e-2]}]}}),
+        "far.yaml": yaml.safe_dump({**job, "data": {"source": "../elsewhere.txt"}}),
+        "orphan.yaml": "base: nosuch.yaml\narray: {parameters: [{learning_rate: [1.0e-3]}]}\n",
+        "circle.yaml": "extends: circle.yaml\n",
+        "syntax.yaml": "a: [1\nb: }",
+        "empty.yaml": "",
+        "binary.yaml": b"\xff\xfe\x00",
+        "zero.yaml": b"name: a\0b\n",
+        "list.yaml": "[1, 2]",
+        "deep.yaml": "[" * 600,
+        "bad.json": '{"a":',
+        "fault.yaml": "- {fault: nosuch}\n",
+        "good.txt": "hello " * 500,
+        "latin.txt": b"caf\xe9\n",
+        "empty.txt": "",
+        "cut.txt.gz": gzip.compress(os.urandom(1000))[:500],
+        "not.txt.zst": "plain text",
+        "not.parquet": b"PAR1xxxx",
+        "cut.jsonl": '{"text": "a"}\n{"text": "b"\n',
+        "column.jsonl": '{"text": "a"}\n{"tex": "b"}\n',
+        "deep.jsonl": '{"text": ' + "[" * 100_000 + "\n",
+        "bad_import.py": "raise RuntimeError('at import')\n",
+        "bad_syntax.py": "def x(:\n",
+        "bad_need.py": "import no_such_library\n",
+        "bad_rows.py": "def rows():\n    yield 'one'\n    raise ValueError('row 2')\ndef needs(a):\n    return a\n",
+    }
+    for name, content in files.items():
+        (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (root / "dir.yaml").mkdir()
+    return root
+
+
+JOB_FILES = {
+    "nosuch.yaml": "no such file", "syntax.yaml": "not valid YAML", "empty.yaml": "holds NoneType", "binary.yaml": "cannot be read",
+    "zero.yaml": "not valid YAML", "list.yaml": "holds list", "dir.yaml": "Is a directory",
+}  # fmt: skip
+SOURCES = {
+    "nosuch": "no such file", "'no*.txt'": "nothing that matches", "''": "a source has no name", "empty.txt": "is empty",
+    "latin.txt": "latin.txt: bad UTF-8: byte 0xe9 at offset 3", "cut.txt.gz": "cut.txt.gz cannot be read",
+    "not.txt.zst": "not.txt.zst cannot be read", "not.parquet": "not.parquet: no Parquet file",
+    "cut.jsonl": "cut.jsonl: line 2: no JSON", "column.jsonl": 'column.jsonl: line 2: no column "text"',
+    "deep.jsonl": "deep.jsonl: line 1: nested too deeply", "http://127.0.0.1:1/a.txt": "download it first",
+    "ftp://h/x": "source ftp://h/x", "hf://one": "HF_TOKEN",
+    "nomodule:x": "no module 'nomodule'", "bad_rows:nosuch": "has no 'nosuch'",
+    "bad_import:x": "bad_import.py, line 1, in <module>", "bad_syntax:x": "bad_syntax.py, line 1",
+    "bad_need:x": "No module named 'no_such_library'", "bad_rows:rows": "ValueError: row 2",
+    "bad_rows:needs": "needs() missing 1 required",
+}  # fmt: skip
+COMMANDS = {
+    **{f"train {name}": says for name, says in JOB_FILES.items()},
+    **{f"sweep {name}": says for name, says in JOB_FILES.items()},
+    **{f"submit {name} --address {NOWHERE}": says for name, says in JOB_FILES.items()},
+    **{f"plan {name}": JOB_FILES[name] for name in ("nosuch.yaml", "syntax.yaml")},
+    **{f"bench comm {name}": JOB_FILES[name] for name in ("nosuch.yaml", "dir.yaml")},
+    **{f"data prepare {name} --out made": says for name, says in SOURCES.items()},
+    "train deep.yaml": "nested too deeply",
+    "train circle.yaml": "goes round in a circle",
+    "train grid.yaml": "raydist sweep grid.yaml",
+    "sweep job.yaml": "raydist train job.yaml",
+    "sweep orphan.yaml": "nosuch.yaml: no such file",
+    "convert deepspeed bad.json": "not valid JSON",
+    "convert deepspeed nosuch.json": "no such file",
+    "train job.yaml --deepspeed dir.yaml": "Is a directory",
+    "train job.yaml --faults fault.yaml": "unknown 'nosuch'",
+    "train job.yaml --faults syntax.yaml": "not valid YAML",
+    "train job.yaml --set train.steps": "--set optim.lr=3e-4",
+    "train job.yaml --set train.steps=-1": "greater than or equal to 1",
+    "train job.yaml --set 'train.steps=['": "quote it",
+    "train job.yaml --set nosuch.x=1": "fields here",
+    "train job.yaml --set data.source=bad_import:x": "mend it there",
+    "train job.yaml --set data.path=hf://one": "HF_TOKEN",
+    "train job.yaml --until 0": "--until",
+    "train job.yaml --address ray://h:1": "HOST:PORT",
+    "train job.yaml --address http://h:8265": "the address of a dashboard",
+    "train job.yaml --address 127.0.0.1:1": "Connection refused",
+    "sweep grid.yaml --address 127.0.0.1:1": "Connection refused",
+    "sweep grid.yaml --dry-run --address 127.0.0.1:1": "Connection refused",
+    "bench comm --address 127.0.0.1:1": "Connection refused",
+    "data prepare good.txt --out made --address 127.0.0.1:1": "Connection refused",
+    f"submit job.yaml --address {NOWHERE}": "Connection refused",
+    f"submit grid.yaml --address {NOWHERE}": "Connection refused",
+    "submit job.yaml --address ''": "http://HEAD:8265",
+    f"submit far.yaml --address {NOWHERE}": "data.source: ../elsewhere.txt is not under",
+    f"submit job.yaml --address {NOWHERE} --set data.path=nosuch": "data.path: nosuch is not under",
+    f"submit job.yaml --address {NOWHERE} --working-dir /no/such": "is not under the working directory",
+    **{
+        f"{command} nosuch": "nosuch"
+        for command in ("show", "report", "sample", "watch", "profile", "trace", "checkpoint list", "checkpoint verify",
+                        "checkpoint prune", "data show", "data verify", "sweep results", "sweep best", "sweep report")
+    },
+    **{f"{command} foo://x/y": "foo://x/y" for command in ("show", "data show", "sweep results", "runs --storage")},
+    "checkpoint export nosuch --out x": "nosuch",
+    "plan job.yaml --memory x": "write 80GiB",
+    "plan job.yaml --device nosuch": "no GPU whose peak is known",
+    "plan job.yaml --gpus 0": "--gpus",
+    "bench comm --min-bytes x": "write 4MiB",
+    "bench comm --workers 1": "--workers",
+    "trace x --steps -1": "--steps",
+    "nosuch": "No such command",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_mistake_is_one_clear_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    """Exit code 2, no more than four lines, among them what says it; and no traceback, which `main` would let pass."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("RAYDIST_STORAGE", str(tmp_path / "runs"))
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    with pytest.raises(SystemExit) as caught:
+        main(shlex.split(command))
+    told = capsys.readouterr()
+    assert caught.value.code == 2, told
+    assert COMMANDS[command] in told.err
+    assert "Traceback" not in told.err
+    assert told.out == ""
+    assert len(told.err.splitlines()) <= 4, told.err
+
+
+def run(*words: str, cwd: Path, **streams: Any) -> subprocess.CompletedProcess[str]:
+    """The command as a process of its own."""
+    command = [sys.executable, "-m", "raydist", *words]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.run(command, cwd=cwd, env=environment, text=True, timeout=60, check=False, **streams)
+
+
+def test_a_disk_without_room_for_stdout(tmp_path: Path) -> None:
+    """One line, and not Python's own at the end besides: for much that is printed, and for little."""
+    for command in (["schema"], ["--version"]):
+        with open("/dev/full", "w") as full:
+            done = run(*command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE)
+        assert (done.returncode, done.stderr) == (3, "raydist: stdout cannot be written: No space left on device\n")
+
+
+def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
+    """It is said, with what to do."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = [
+        "sh",
+        "-c",
+        f'rmdir "{gone}"; exec "$@"',
+        "sh",
+        sys.executable,
+        "-c",
+        "from raydist.cli.main import main; main()",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [*command, "schema"], cwd=gone, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-2] == "raydist: the working directory is gone"
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,79 @@
+"""Filesystems in Python behave as pyarrow's own: what they raise is OSError; and none tries for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fsspec
+import pyarrow.fs as pafs
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from raydist import remotefs
+from raydist.data import sources
+from raydist.errors import DataError, StorageError
+from raydist.storage import Storage
+
+
+class Failing(MemoryFileSystem):  # type: ignore[misc]
+    """Files in memory behind a network: each name with a word in it fails in its own way."""
+
+    protocol = "failing"
+
+    def info(self, path: str, **options: Any) -> Any:
+        if "unreachable" in path:
+            raise RuntimeError("no route\nto host")
+        return super().info(path, **options)
+
+    def _open(self, path: str, *arguments: Any, **options: Any) -> Any:
+        file = super()._open(path, *arguments, **options)
+        if "torn" in path:
+            file.read = self.fail
+        return file
+
+    @staticmethod
+    def fail(*_: Any) -> bytes:
+        raise RuntimeError("connection reset")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """hf:// URIs open such a filesystem."""
+    fsspec.register_implementation("failing", Failing, clobber=True)
+    files = Failing()
+    files.pipe({"/ok/a.txt": b"text " * 10, "/torn/a.txt": b"text " * 10})
+    handler = pafs.FSSpecHandler(files)
+    monkeypatch.setattr(remotefs, "_from_uri", lambda uri: (pafs.PyFileSystem(handler), uri.removeprefix("hf:/")))
+
+
+@pytest.mark.usefixtures("hub")
+def test_errors_of_a_filesystem_in_python() -> None:
+    """Of a look and of a read, also past `open`: StorageError, or DataError with what to check."""
+    assert Storage("hf://ok").read("a.txt") == b"text " * 10
+    with pytest.raises(StorageError, match=r"no route"):
+        Storage("hf://unreachable").size("a")
+    with pytest.raises(StorageError, match="connection reset"):
+        Storage("hf://torn").read("a.txt")
+    with pytest.raises(DataError, match=r"source hf://unreachable/x: RuntimeError: no route to host\n.*HF_ENDPOINT"):
+        sources.find("hf://unreachable/x")
+
+
+def test_google_s_client_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a minute, unless the URI says otherwise; other filesystems are opened as they are given."""
+    opened: list[str] = []
+    monkeypatch.setattr(
+        remotefs, "_from_uri", lambda uri: opened.append(uri) or (pafs.LocalFileSystem(), "/x"), raising=True
+    )
+    for uri in ("gs://b/x", "gs://b/x?scheme=http", "gs://b/x?retry_limit_seconds=5", "s3://b/x"):
+        remotefs.open_uri(uri)
+    assert opened == [
+        "gs://b/x?retry_limit_seconds=60", "gs://b/x?scheme=http&retry_limit_seconds=60", "gs://b/x?retry_limit_seconds=5",
+        "s3://b/x",
+    ]  # fmt: skip
+
+
+def test_reasons_are_one_line() -> None:
+    """And short: some clients add pages."""
+    assert remotefs.reason(OSError("a\n  b")) == "a b"
+    assert len(remotefs.reason(OSError("x" * 999))) == 303
+    assert remotefs.reason(ValueError()) == "ValueError"
