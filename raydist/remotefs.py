@@ -44,7 +44,8 @@ def open_uri(uri: str) -> tuple[pafs.FileSystem, str]:
 def _from_uri(uri: str) -> tuple[pafs.FileSystem, str]:
     import pyarrow.fs as pafs
 
-    return pafs.FileSystem.from_uri(uri)
+    filesystem, root = pafs.FileSystem.from_uri(uri)
+    return filesystem, str(root)
 
 
 def remedy(uri: str, otherwise: str) -> str:

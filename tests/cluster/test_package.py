@@ -149,7 +149,7 @@ def test_the_limits_are_ray_s() -> None:
 
 
 def test_what_of_this_repository_is_shipped(tmp_path: Path) -> None:
-    """By `ray job submit --working-dir .` and by raydist: the package, jobs and sweeps; neither tests, docs nor what tools leave."""
+    """By `ray job submit --working-dir .` and by raydist: the package, jobs and sweeps; not tests, docs nor caches."""
     from ray._private.ray_constants import get_runtime_env_default_excludes
     from ray._private.runtime_env.packaging import create_package
 

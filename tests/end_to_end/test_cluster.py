@@ -108,6 +108,9 @@ def test_raydist_submit(project: Any, cluster: dict[str, str], undisturbed: dict
     the job again by itself, and the run is the one that a private Ray gives, bit for bit."""
     folder, arguments = working_dir(project, "submitted")
     (folder / "faults.yaml").write_text("- {fault: kill_driver, step: 5}\n")
+    (folder / ".gitignore").write_text("*.yaml\n")  # what the job names is shipped all the same
+    (folder / "old/attempts").mkdir(parents=True)
+    (folder / "old/spec.yaml").touch()
     job = [sys.executable, "-m", "raydist", "submit", "job.yaml", "--address", cluster["jobs"], *arguments]
     job += ["--retries", "1", "--faults", "faults.yaml"]
     done = subprocess.run(
@@ -116,6 +119,9 @@ def test_raydist_submit(project: Any, cluster: dict[str, str], undisturbed: dict
     assert done.returncode == 0, done.stderr
     assert "step 12/12" in done.stderr or "step 12" in done.stderr
     assert "submitting it again" in done.stderr
+    assert re.search(
+        rf"ships \d+ files of {folder}: .* MiB packed; left out: old \(a run\)$", done.stderr, re.MULTILINE
+    )
     assert project.show("submitted")["status"] == "finished"
     assert len(project.show("submitted")["attempts"]) == 2
     assert exact(project.steps("submitted")) == exact(undisturbed["rows"])
@@ -144,6 +150,16 @@ def test_train_by_address_and_what_a_cluster_refuses(project: Any, cluster: dict
     )
     assert done.returncode == 2
     assert "8 workers of 1 CPU, the cluster has 1 node with 2 CPUs in all: 2 would fit" in done.stderr
+    other = {"RAY_AUTH_TOKEN": "f" * 64}
+    for command in (
+        ["submit", "job.yaml", "--address", cluster["jobs"], *project.options("big")],
+        ["train", "job.yaml", "--name", "big", "--address", cluster["gcs"], *project.options("big")],
+    ):
+        done = project.raydist(*command, env=other)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 2), done.stderr
+        assert (
+            f"{cluster['jobs' if command[0] == 'submit' else 'gcs']} refuses the token of RAY_AUTH_TOKEN" in done.stderr
+        )
 
 
 def test_a_dry_run_by_address(project: Any, cluster: dict[str, str]) -> None:
