@@ -157,6 +157,8 @@ def shown(output: str, home: Path) -> str:
         if not address.startswith("127."):
             output = output.replace(address, "10.0.0.1")
     output = output.replace(str(home), "~").replace(platform.node(), "host")
+    # A model that has learnt little yields control characters, which Markdown cannot show.
+    output = "".join(c if c.isprintable() or c in "\n\r" else "\ufffd" for c in output.expandtabs())
     lines = [line.rpartition("\r")[2].rstrip() for line in output.strip("\n").replace("\r\n", "\n").split("\n")]
     if len(lines) > _MOST:
         lines[_HEAD:-_TAIL] = [f"... {len(lines) - _HEAD - _TAIL} lines ..."]

@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TINY = ["model.layers=1", "model.width=32", "train.steps=3", "train.global_batch=4", "eval.every=3", "eval.batches=1"]
+TINY = [
+    "model.layers=1",
+    "model.width=32",
+    "train.steps=3",
+    "train.global_batch=4",
+    "train.micro_batch=2",
+    "eval.every=3",
+    "eval.batches=1",
+]
 
 
 class Package:
