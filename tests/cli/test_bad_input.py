@@ -152,7 +152,7 @@ def test_a_mistake_is_one_clear_error(
 def run(*words: str, cwd: Path, **streams: Any) -> subprocess.CompletedProcess[str]:
     """The command as a process of its own."""
     command = [sys.executable, "-m", "raydist", *words]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": ""}
     return subprocess.run(command, cwd=cwd, env=environment, text=True, timeout=60, check=False, **streams)
 
 
