@@ -20,11 +20,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write
 
-from raydist import samples
+from raydist.ipc import mailbox
+from raydist.ipc.mailbox import Mailbox
 from raydist.observe.hardware.host import process
-from raydist.observe.node import NodeAgent
-from raydist.worker import board
-from raydist.worker.board import Board
+from raydist.observe.node_monitor import NodeMonitor
+from raydist.run import telemetry_schema
 
 READINGS = 200
 
@@ -44,21 +44,26 @@ class Sink(Idle):
         """As the run's monitor has it."""
 
 
-class Agent(NodeAgent, Idle):  # type: ignore[misc]
+class Agent(NodeMonitor, Idle):  # type: ignore[misc]
     """The real one."""
 
 
-def tell(boards: list[Board]) -> None:
+def tell(boards: list[Mailbox]) -> None:
     """Each rank leaves a row with all its columns."""
     for rank, place in enumerate(boards):
-        row = dict.fromkeys(samples.RANK, 123456789) | {"at": time.time(), "rank": rank, "attempt": 1, "step": 7}
+        row = dict.fromkeys(telemetry_schema.RANK, 123456789) | {
+            "at": time.time(),
+            "rank": rank,
+            "attempt": 1,
+            "step": 7,
+        }
         place.write({**row, "pid": os.getpid()})
 
 
-def reading(folder: str, boards: list[Board]) -> dict[str, float]:
+def reading(folder: str, boards: list[Mailbox]) -> dict[str, float]:
     """Milliseconds of processor time, and bytes that are sent, of one reading."""
     monitor = SimpleNamespace(observe=SimpleNamespace(remote=lambda rows: None))
-    agent = NodeAgent(folder, "127.0.0.1", monitor, 3600.0, folder)
+    agent = NodeMonitor(folder, "127.0.0.1", monitor, 3600.0, folder)
     agent.note()
     spent, rows = 0.0, []
     for _ in range(READINGS):
@@ -69,7 +74,7 @@ def reading(folder: str, boards: list[Board]) -> dict[str, float]:
     return {"reading_ms": spent / READINGS * 1e3, "rows": len(rows), "message_bytes": len(pickle.dumps(rows))}
 
 
-def whole(folder: str, boards: list[Board], seconds: float) -> dict[str, float]:
+def whole(folder: str, boards: list[Mailbox], seconds: float) -> dict[str, float]:
     """Shares of a core that the agent's process and an idle actor take in the same time."""
     import ray
 
@@ -102,12 +107,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        boards = [Board(folder, "127.0.0.1", rank) for rank in range(asked.ranks)]
+        boards = [Mailbox(folder, "127.0.0.1", rank) for rank in range(asked.ranks)]
         try:
             tell(boards)
             found = reading(folder, boards) | whole(folder, boards, asked.seconds)
         finally:
-            board.clear(folder, "127.0.0.1")
+            mailbox.clear(folder, "127.0.0.1")
     print(write("agent", {"ranks": asked.ranks, "seconds": asked.seconds, **found}).read_text())
 
 

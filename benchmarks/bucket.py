@@ -3,7 +3,7 @@
     python benchmarks/bucket.py [--rounds 12]
 
 Two hosts in network namespaces with one gloo rank of one thread each; links of 200 Mbit/s, or as fast as the machine. Both ranks
-hold trainings of the same GPT at once: one with torch's buckets, one with what `raydist.worker.buckets.choose.tried` chose
+hold trainings of the same GPT at once: one with torch's buckets, one with what `raydist.worker.comm.buckets.choose.tried` chose
 there, and some with fixed sizes (`asked`), so that one sees what there was to choose from. They take turns step by step, in an
 order that shifts each round. `ratio` is auto over torch's: the median of the rounds' quotients. Where auto chose torch's own
 both are the same, and it shows the noise. `chose_s` is what choosing took. Needs root, or the right to make user namespaces.
@@ -30,11 +30,12 @@ from torch import nn
 from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.spec import JobSpec
-from raydist.worker import optim, setup
-from raydist.worker.buckets import choose
-from raydist.worker.buckets.measure import slowest
+from raydist.worker import distributed
+from raydist.worker.comm.buckets import choose
+from raydist.worker.comm.buckets.measure import slowest
+from raydist.worker.distributed import Rank
+from raydist.worker.optim import optimizers
 from raydist.worker.precision import Precision
-from raydist.worker.setup import Rank
 from raydist.worker.step import TrainStep, loss_sum
 from tests.hosts import Hosts
 
@@ -56,7 +57,7 @@ class Training:
         self.batch = MicroBatch(tokens[:, :-1], tokens[:, 1:].contiguous())
         strategy = registry.load("parallel", "ddp")(spec, rank)
         strategy.wrap(build(spec), lambda module, samples=1: example(module, tokens, samples))
-        optimizer = optim.build(strategy.shards(), spec.optim, rank.device)
+        optimizer = optimizers.build(strategy.shards(), spec.optim, rank.device)
         self.step = TrainStep(
             rank,
             strategy,
@@ -87,7 +88,7 @@ def example(module: nn.Module, tokens: torch.Tensor, samples: int) -> torch.Tens
 
 def one_rank(model: str, rounds: int) -> None:
     """Prints, on rank 0, what the two ranks measured."""
-    rank = setup.start(gpus=0, threads=1, timeout_s=600)
+    rank = distributed.start(gpus=0, threads=1, timeout_s=600)
     spec = JobSpec.model_validate(
         {
             "data": {"source": "none"},
@@ -121,7 +122,7 @@ def one_rank(model: str, rounds: int) -> None:
             "quotients": [round(b / a, 3) for a, b in zip(times["auto"], times["default"], strict=True)],
         }
         print(json.dumps(found))
-    setup.stop(rank)
+    distributed.stop(rank)
 
 
 def on_hosts(rate: str | None, model: str, rounds: int) -> dict[str, Any]:

@@ -39,12 +39,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import write
 
 from raydist import faults
+from raydist.checkpoint import manifest
 from raydist.faults import Fault
 from raydist.records import Event
-from raydist.rundir import RunDir
-from raydist.runlog import read_events, read_steps
-from raydist.runstate import last_word
-from raydist.worker.checkpoint import manifest
+from raydist.run.directory import RunDir
+from raydist.run.log import read_events, read_steps
+from raydist.run.status import last_word
 from tests.hosts import Cluster, Host, Hosts
 
 RAYDIST = str(Path(sys.executable).with_name("raydist"))

@@ -34,12 +34,12 @@ import torch.nn.functional as F
 from common import write
 from torch.nn.parallel import DistributedDataParallel
 
-from raydist.rundir import RunDir
+from raydist.run.directory import RunDir
 from raydist.spec import ModelSpec
 from raydist.worker.checkpoint.save import Saver
+from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.model import gpt
 from raydist.worker.parallel import ParamShard
-from raydist.worker.state import TrainState
 
 WORLD, VOCAB, CONTEXT, QUIET = 2, 16384, 256, 3
 

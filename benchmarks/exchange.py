@@ -2,9 +2,9 @@
 
     python benchmarks/exchange.py [--rounds 15]
 
-2 and 4 ranks of one thread each sum and gather arrays of fp32 numbers by raydist.worker.exchange and by torch.distributed, in turn.
-`processor`: rank 0's processor time over that of torch's, the median of the rounds; `wall`: the same of the time that it takes.
-Four ranks share the cores of a smaller machine, where only the processor time says much.
+2 and 4 ranks of one thread each sum and gather arrays of fp32 numbers by raydist.worker.parallel._gloo_p2p and by
+torch.distributed, in turn. `processor`: rank 0's processor time over that of torch's, the median of the rounds; `wall`: the same
+of the time that it takes. Four ranks share the cores of a smaller machine, where only the processor time says much.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import write
 
-from raydist.worker import exchange
+from raydist.worker.parallel import _gloo_p2p as gloo_p2p
 
 SIZES = (100_000, 600_000, 7_000_000)
 CALLS = 4
@@ -49,11 +49,11 @@ def main(rank: int, world: int, port: int, rounds: int, told: Any) -> None:
         whole, parts, mine = torch.randn(size), torch.empty(size), torch.empty(size // world)
         pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
             "reduce_scatter": (
-                lambda w=whole, p=parts, m=mine: exchange.reduce_scatter(m, w, p, group).wait(),
+                lambda w=whole, p=parts, m=mine: gloo_p2p.reduce_scatter(m, w, p, group).wait(),
                 lambda w=whole, m=mine: dist.reduce_scatter_tensor(m, w),
             ),
             "all_gather": (
-                lambda p=parts, m=mine: exchange.all_gather(p, m, group).wait(),
+                lambda p=parts, m=mine: gloo_p2p.all_gather(p, m, group).wait(),
                 lambda p=parts, m=mine: dist.all_gather_into_tensor(p, m),
             ),
         }

@@ -7,9 +7,9 @@ of raydist.diagnosis. Each second it is given the rows of all nodes, of 8 GPUs a
 larger from row to row. Printed: the share of a core that this process takes for it, less what making the rows takes, the longest
 call, and how resident memory grew over the second half.
 
---tree: as on a cluster the first 64 nodes tell the monitor and every other 64 a gatherer, an actor among them. Measured one after
-the other: the monitor, which is handed the newest rows of all others every 10 s, and one such gatherer. What Ray takes to bring the
-rows is in neither.
+--tree: as on a cluster the first 64 nodes tell the monitor and every other 64 a aggregator, an actor among them. Measured one after
+the other: the monitor, which is handed the newest rows of all others every 10 s, and one such aggregator. What Ray takes to bring
+the rows is in neither.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write
 
-from raydist.observe.gather import HAND_ON_S, NODES, Gatherer
-from raydist.observe.run import RunMonitor
-from raydist.samplelog import is_counter, read_samples
-from raydist.samples import GPU, NODE, RANK
+from raydist.observe.aggregator import HAND_ON_S, NODES, Aggregator
+from raydist.observe.run_monitor import RunMonitor
+from raydist.run.telemetry_log import is_counter, read_samples
+from raydist.run.telemetry_schema import GPU, NODE, RANK
 
 A_NODE = 8
 
@@ -136,17 +136,17 @@ def main() -> None:
         found["monitor"] = held(monitor.observe, near, options.seconds, hand_on)
         if far:
             push, export = SimpleNamespace(remote=monitor.push), SimpleNamespace(remote=monitor.export)
-            gatherer = Gatherer(f"{folder}/run", 1, SimpleNamespace(push=push, export=export))
-            found["gatherer"] = held(gatherer.observe, NODES * A_NODE, options.seconds)
-            gatherer.close()
+            aggregator = Aggregator(f"{folder}/run", 1, SimpleNamespace(push=push, export=export))
+            found["gatherer"] = held(aggregator.observe, NODES * A_NODE, options.seconds)
+            aggregator.close()
         monitor.end("finished")
         kept = read_samples(monitor._run, ["at"]).num_rows
     given = sum(options.seconds * (each.ranks * 2 + each.ranks // A_NODE) for each in found.values())
     for name, each in found.items():
         print(f"{name}, {each}")
-    gatherers = -(-far // (NODES * A_NODE))
-    print(f"{options.ranks} ranks, {gatherers} gatherers; {kept} of {given} rows stored")
-    result = {"ranks": options.ranks, "seconds": options.seconds, "gatherers": gatherers}
+    aggregators = -(-far // (NODES * A_NODE))
+    print(f"{options.ranks} ranks, {aggregators} aggregators; {kept} of {given} rows stored")
+    result = {"ranks": options.ranks, "seconds": options.seconds, "gatherers": aggregators}
     result |= {"rows_given": given, "rows_kept": kept, **{name: asdict(each) for name, each in found.items()}}
     print(write("monitor_tree" if options.tree else "monitor", result))
 

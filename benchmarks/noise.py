@@ -26,11 +26,11 @@ from common import write
 from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.spec import JobSpec
-from raydist.worker import optim
+from raydist.worker.distributed import Rank
+from raydist.worker.metrics.gradient_noise_scale import GradientNoise
 from raydist.worker.model import gpt
-from raydist.worker.noise import GradientNoise
+from raydist.worker.optim import optimizers
 from raydist.worker.precision import Precision
-from raydist.worker.setup import Rank
 from raydist.worker.step import TrainStep, loss_sum
 
 WORLD, VOCAB, BATCH, EVERY = 2, 256, 8, 10
@@ -50,7 +50,7 @@ def trainer(rank: Rank, strategy: str) -> tuple[TrainStep, MicroBatch]:
     made.wrap(model, lambda module: loss_sum(module, MicroBatch(batch.tokens[:1], batch.targets[:1])))
     noise = GradientNoise(rank, made.module, made.loss_factor, every=2, batch=WORLD * BATCH, total=1)
     step = TrainStep(
-        rank, made, optim.build(made.shards(), spec.optim, rank.device), Precision(spec.precision, rank.device),
+        rank, made, optimizers.build(made.shards(), spec.optim, rank.device), Precision(spec.precision, rank.device),
         full_tokens=WORLD * batch.targets.numel(), clip=1.0, before_update=lambda: None, noise=noise,
     )  # fmt: skip
     return step, batch

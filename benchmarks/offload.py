@@ -28,8 +28,8 @@ from common import write
 from torch import nn
 
 from raydist.spec.models import OffloadSpec
-from raydist.worker.offload import OffloadedAdamW
-from raydist.worker.offload.swapfile import SwapFile
+from raydist.worker.optim.offload import OffloadedAdamW
+from raydist.worker.optim.offload.swapfile import SwapFile
 
 MIB = 2**20
 SHAPES = [(1, 1), (1, 4), (1, 8), (2, 1), (2, 4), (2, 8)]

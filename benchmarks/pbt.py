@@ -6,7 +6,7 @@ A small network learns another one's answers, with noise on them, by plain SGD. 
 rates, and each cell has the same samples, three times over:
 
     random   every cell keeps its rate: random search
-    pbt      `raydist.cluster.sweep.rules.pbt.Population`, as a sweep with `scheduler: pbt` asks for it
+    pbt      `raydist.cluster.sweep.schedulers.pbt.Population`, as a sweep with `scheduler: pbt` asks for it
     cosine   random search in which every cell's rate falls along a cosine: what a job of raydist does by itself
 
 A figure is the held-out loss, without noise, of the cell whose noisy held-out loss is the best at the end. Cells, samples
@@ -29,7 +29,7 @@ from common import write
 from torch import nn
 from torch.nn import functional
 
-from raydist.cluster.sweep.rules import Copy, make, score
+from raydist.cluster.sweep.schedulers import Copy, make, score
 from raydist.spec.sweep import Axis, SweepSpec
 from raydist.spec.sweep.space import draw
 

@@ -152,8 +152,8 @@ def run(peer: str, fault: str, storage: str) -> dict[str, float]:
 
 def repeated(storage: str) -> int:
     """What raydist itself says of the last incident."""
-    from raydist.rundir import RunDir
-    from raydist.runlog import read_events
+    from raydist.run.directory import RunDir
+    from raydist.run.log import read_events
 
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:

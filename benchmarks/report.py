@@ -21,11 +21,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import write
 
 from raydist.records import Event, StepRecord
-from raydist.rundir import SPEC, RunDir
-from raydist.runlog import SEGMENT_ROWS, RunLog
-from raydist.runstate import this_process, write_state
-from raydist.samplelog import SEGMENT_ROWS as ROWS_AT_ONCE
-from raydist.samplelog import SampleLog
+from raydist.run.directory import SPEC, RunDir
+from raydist.run.log import SEGMENT_ROWS, RunLog
+from raydist.run.status import this_process, write_state
+from raydist.run.telemetry_log import SEGMENT_ROWS as ROWS_AT_ONCE
+from raydist.run.telemetry_log import TelemetryLog
 
 SECONDS = 0.3
 """Of a step."""
@@ -63,7 +63,7 @@ def make(run: RunDir, steps: int, ranks: int, readings: int) -> None:
         log.flush()
     log.event(Event("ended", begun + steps * SECONDS, {"status": "finished", "step": steps}))
     log.close()
-    samples = SampleLog(run)
+    samples = TelemetryLog(run)
     samples._thinned_at = math.inf  # raw rows, all of them: more to read than a run ever has
     rows: list[dict[str, Any]] = []
     for i in range(1, readings + 1):

@@ -16,13 +16,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write
 
-from raydist.cluster.cause import Failure, RankError, root_cause
-from raydist.cluster.hangs import Sight, judge
+from raydist.checkpoint.memory_layout import Shard
 from raydist.cluster.nodes import Node, room
-from raydist.cluster.placement import Copy, Inventory, place
-from raydist.cluster.recovery import History, Split, decide, resize
+from raydist.cluster.run.hang_detection import RankView, judge
+from raydist.cluster.run.memory_checkpoint_recovery import Copy, Inventory, place
+from raydist.cluster.run.recovery import History, Split, decide, resize
+from raydist.cluster.run.root_cause import Failure, RankError, root_cause
 from raydist.spec.models import RecoverySpec
-from raydist.worker.checkpoint.vaultdir import Shard
 
 PER_NODE = 8
 COLLECTIVES = 100
@@ -35,11 +35,11 @@ def errors(world: int) -> list[RankError]:
     return [RankError(0, "WorkerDied", "process 7 ended without a word (SIGKILL)", at=1.0, kind="worker_died"), *echoes]
 
 
-def sights(world: int) -> dict[int, Sight]:
+def sights(world: int) -> dict[int, RankView]:
     """All wait in a collective that one rank has not started."""
     every = [["0", n, "gloo:all_reduce of [[1000]]"] for n in range(COLLECTIVES)]
-    waiting = Sight("S", 7, "backward", 11.0, "", True, every)
-    behind = Sight("S", 7, "backward", 11.0, "train.py:3 in f", True, every[:-1])
+    waiting = RankView("S", 7, "backward", 11.0, "", True, every)
+    behind = RankView("S", 7, "backward", 11.0, "train.py:3 in f", True, every[:-1])
     return dict.fromkeys(range(world), waiting) | {world // 2: behind}
 
 

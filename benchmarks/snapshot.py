@@ -30,33 +30,34 @@ from typing import Any
 import torch.multiprocessing as mp
 from common import write
 
-from raydist.cluster.vault import Vault
+from raydist.checkpoint import memory_layout
+from raydist.cluster.run.memory_checkpoints import MemoryCheckpointer
 from raydist.data.prepare import prepare
-from raydist.rundir import RunDir
+from raydist.ipc.heartbeat import Heartbeat
+from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
-from raydist.worker import setup
-from raydist.worker.checkpoint import pace, vaultdir
-from raydist.worker.checkpoint import vault as vault_module
-from raydist.worker.checkpoint.pace import Pace
-from raydist.worker.checkpoint.vault import VaultJob
-from raydist.worker.job import Door, Job
+from raydist.worker import distributed
+from raydist.worker.attempt import Job, MonitorChannel
+from raydist.worker.checkpoint import memory_manager as memory_store_module
+from raydist.worker.checkpoint import snapshot_interval
+from raydist.worker.checkpoint.memory_manager import MemoryStoreJob
+from raydist.worker.checkpoint.snapshot_interval import Pace
 from raydist.worker.loop import train
-from raydist.worker.probe import Probe
 
 WORLD, WARM, BLOCK, GAP = 2, 60, 40, 3
 
 
-class Turns(Pace):
+class PausedTrials(Pace):
     """A pace that rests in every second stretch, and counts the steps of the others only."""
 
-    newest: Turns
+    newest: PausedTrials
     """The one of this process."""
 
     def __init__(self, every: Any, newest: int = 0) -> None:
         super().__init__(every, newest)
         self.copies: list[tuple[int, float]] = []
         """(step, what a copy was believed to cost then) of each."""
-        Turns.newest = self
+        PausedTrials.newest = self
 
     def due(self, step: int) -> bool:
         """As Pace's, in stretches with copies."""
@@ -81,7 +82,7 @@ def counted(step: int) -> int:
     return WARM + pairs * (BLOCK - GAP) + min(max(rest - BLOCK, 0), BLOCK - GAP)
 
 
-class Clock(Probe):
+class Clock(Heartbeat):
     """Notes when each step is done."""
 
     def __init__(self) -> None:
@@ -98,30 +99,30 @@ def rank_main(number: int, port: int, spec: JobSpec, path: str, folder: str, sha
     """One rank of one training; rank 0 tells (when each step was done, the copies, seconds of a calm step)."""
     os.environ |= {"RANK": str(number), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(number)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    vault_module.Pace, pace.SHARE = Turns, share
-    rank = setup.start(gpus=0, threads=1, timeout_s=120)
+    memory_store_module.Pace, snapshot_interval.SHARE = PausedTrials, share
+    rank = distributed.start(gpus=0, threads=1, timeout_s=120)
     clock = Clock()
-    job = Job(spec, RunDir(path), str(spec.data.path), vault=VaultJob(folder))
-    train(job, rank, Door(lambda records, events: None, lambda: None) if rank.first else None, clock)
-    setup.stop(rank)
+    job = Job(spec, RunDir(path), str(spec.data.path), memory_store=MemoryStoreJob(folder))
+    train(job, rank, MonitorChannel(lambda records, events: None, lambda: None) if rank.first else None, clock)
+    distributed.stop(rank)
     if rank.first:
-        told.put((clock.at, Turns.newest.copies, Turns.newest.base))
+        told.put((clock.at, PausedTrials.newest.copies, PausedTrials.newest.base))
 
 
 def trained(spec: JobSpec, share: float) -> tuple[list[float], list[tuple[int, float]], float]:
     """One training on WORLD new processes."""
     place = tempfile.mkdtemp(prefix="raydist-")
-    vault = Vault(vaultdir.new_folder())
+    memory_store = MemoryCheckpointer(memory_layout.new_folder())
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     told = mp.get_context("spawn").SimpleQueue()
     try:
-        mp.spawn(rank_main, (port, spec, place, str(vault._folder), share, told), nprocs=WORLD)
+        mp.spawn(rank_main, (port, spec, place, str(memory_store._folder), share, told), nprocs=WORLD)
         return told.get()
     finally:
         shutil.rmtree(place)
-        vault.close()
+        memory_store.close()
 
 
 def corpus(folder: Path) -> str:
@@ -194,7 +195,7 @@ def main() -> None:
         "ratio": round(middle / belief, 3),
         "low": round((middle - half) / belief, 3),
         "high": round((middle + half) / belief, 3),
-        "percent": [round(pace.AIM * (middle + each) / belief, 3) for each in (0, -half, half)],
+        "percent": [round(snapshot_interval.AIM * (middle + each) / belief, 3) for each in (0, -half, half)],
         "shares": [round(each, 4) for each in share],
     }
     print(write("snapshot", result).read_text())

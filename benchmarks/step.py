@@ -32,10 +32,11 @@ from torch.distributed.tensor import DTensor
 from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.spec import JobSpec
-from raydist.worker import compute, optim
+from raydist.worker import model_transforms
+from raydist.worker.distributed import Rank
 from raydist.worker.model import gpt
+from raydist.worker.optim import optimizers
 from raydist.worker.precision import Precision
-from raydist.worker.setup import Rank
 from raydist.worker.step import TrainStep, loss_sum
 
 WORLD, VOCAB, BATCH = 2, 2048, 4
@@ -69,9 +70,9 @@ class Ours:
         torch.manual_seed(1)
         model = gpt.build(spec.model, VOCAB)
         self.strategy.wrap(model, lambda module: loss_sum(module, MicroBatch(tokens[:1, :-1], tokens[:1, 1:])))
-        compute.prepare(model, spec.train)
+        model_transforms.prepare(model, spec.train)
         shards = self.strategy.shards()
-        optimizer = optim.build(shards, spec.optim, rank.device)
+        optimizer = optimizers.build(shards, spec.optim, rank.device)
         self.counted = 0
 
         def count() -> None:

@@ -42,10 +42,10 @@ from ray.tune.schedulers import (
 )
 from ray.tune.schedulers.pbt import _PBTTrialState
 
-from raydist.cluster.sweep import rules, tuning
-from raydist.cluster.sweep.floor import Floor
+from raydist.cluster.sweep import ray_tune, schedulers
+from raydist.cluster.sweep.trial_runner import TrialRunner
+from raydist.run.sweep_directory import SweepDir, SweepLog
 from raydist.spec.sweep import Axis, SweepSpec
-from raydist.sweepdir import SweepDir, SweepLog
 
 REPORTS, TOKENS = 4, 4096
 RULES: dict[str, dict[str, Any]] = {
@@ -74,7 +74,7 @@ class _Floor:
     def begin(self, cell: str) -> None:
         """Nothing."""
 
-    def end(self, cell: str, wish: object) -> None:
+    def end(self, cell: str, end_request: object) -> None:
         """Nothing."""
 
     def ready(self, cell: str) -> bool:
@@ -112,10 +112,10 @@ class Sweep:
         self.own = {cell: {"optim.lr": 1e-3} for cell in ids}
         self.cells, self.chance, self.memory = cells, random.Random(1), memory
         self.log, self.floor, self.controller = SweepLog(SweepDir(folder)), _Floor(), _Controller()
-        self.queue = tuning.CellQueue(ids, at_once, "10.0.0.1")
+        self.queue = ray_tune.CellQueue(ids, at_once, "10.0.0.1")
         self.queue.add_configurations([SimpleNamespace(spec={"run": "x", "storage": None, "checkpoint_config": None})])
-        rule = rules.make(spec, [RATE], TOKENS, self.own.__getitem__)
-        self.decisions = tuning.Decisions(rule, "min", cast(Floor, self.floor), self.log, self.queue)
+        rule = schedulers.make(spec, [RATE], TOKENS, self.own.__getitem__)
+        self.decisions = ray_tune.Decisions(rule, "min", cast(TrialRunner, self.floor), self.log, self.queue)
         self.busy: list[Trial] = []
         self.reports: dict[Trial, int] = {}
         self.done = self.stopped = self.paused = 0
@@ -151,7 +151,7 @@ class Sweep:
         place = self.chance.randrange(len(self.busy))
         trial = self.busy[place]
         count = self.reports[trial] = self.reports.get(trial, 0) + 1
-        told = {tuning.TIME: count * TOKENS // REPORTS, tuning.METRIC: self.chance.random(), "step": count}
+        told = {ray_tune.TIME: count * TOKENS // REPORTS, ray_tune.METRIC: self.chance.random(), "step": count}
         last = count == REPORTS
         decision = TrialScheduler.STOP if last else self.decisions.on_trial_result(self.controller, trial, told)
         if decision != TrialScheduler.CONTINUE:
@@ -276,13 +276,13 @@ class Theirs:
         self.scheduler.on_trial_result(self.controller, trial, {"tokens": tokens, "score": score})
 
 
-def known(name: str, cells: int) -> rules.Rule:
+def known(name: str, cells: int) -> schedulers.Rule:
     """Our rule, which knows of so many cells."""
     told = {"base": "b", "array": {"parameters": [{"lr": [1]}]}, "scheduler": {**RULES[name]}}
     if name == "asha":
         told["scheduler"] |= {"rungs": [TOKENS // REPORTS]}
     own = {"optim.lr": 1e-3}
-    rule = rules.make(SweepSpec.model_validate(told), [RATE], TOKENS, lambda cell: own)
+    rule = schedulers.make(SweepSpec.model_validate(told), [RATE], TOKENS, lambda cell: own)
     assert rule is not None
     chance = random.Random(1)
     for number in range(cells):
@@ -318,7 +318,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=16)
     asked = parser.parse_args()
     logging.getLogger("ray.tune").setLevel(logging.WARNING)
-    setattr(tuning, "Trial", _Trial)  # noqa: B010  # without Ray's registry of trainables
+    setattr(ray_tune, "Trial", _Trial)  # noqa: B010  # without Ray's registry of trainables
     result: dict[str, Any] = {
         "cells": asked.cells,
         "at_once": asked.at_once,

@@ -32,11 +32,11 @@ DRIVER = """
 import sys
 from pathlib import Path
 from raydist.cli.main import main
-from raydist.observe.node import NodeAgent
+from raydist.observe.node_monitor import NodeMonitor
 
-off, read, send = Path(sys.argv.pop(1)), NodeAgent.read, NodeAgent._send
-NodeAgent.read = lambda self: [] if off.exists() else read(self)
-NodeAgent._send = lambda self: None if off.exists() else send(self)
+off, read, send = Path(sys.argv.pop(1)), NodeMonitor.read, NodeMonitor._send
+NodeMonitor.read = lambda self: [] if off.exists() else read(self)
+NodeMonitor._send = lambda self: None if off.exists() else send(self)
 main()
 """
 

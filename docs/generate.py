@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from raydist import samples
 from raydist.cli.schema import job_schema, sweep_schema
+from raydist.run import telemetry_schema
 from raydist.spec.sweep.names import SHORT
 
 HERE = Path(__file__).parent
@@ -95,10 +95,10 @@ def tables(schema: dict[str, Any]) -> list[str]:
 
 
 def with_columns(page: str) -> str:
-    """A page with the tables between `<!-- columns: NAME -->` and `<!-- end -->` made anew from raydist/samples.py."""
+    """A page with the tables between `<!-- columns: NAME -->` and `<!-- end -->` made anew from raydist/run/telemetry_schema.py."""
 
     def table(found: re.Match[str]) -> str:
-        columns = getattr(samples, found[1])
+        columns = getattr(telemetry_schema, found[1])
         lines = [f"| `{name}` | {kind} | {text} |" for name, (kind, text) in columns.items()]
         return "\n".join(
             [f"<!-- columns: {found[1]} -->", "| column | type | meaning |", "|---|---|---|", *lines, "<!-- end -->"]

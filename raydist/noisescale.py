@@ -1,6 +1,6 @@
 """When a global batch is far beyond the gradient noise scale: a run says so as it trains, and a sweep in the end.
 
-Runs anywhere. Pure. docs/noise.md says what the scale means, raydist/worker/noise.py how it is measured.
+Runs anywhere. Pure. docs/noise.md says what the scale means, raydist/worker/metrics/gradient_noise_scale.py how it is measured.
 """
 
 from __future__ import annotations

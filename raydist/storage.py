@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 
-from raydist import remotefs
+from raydist import remote_filesystem
 from raydist.errors import StorageError, UserError
 from raydist.redact import redact
 
@@ -53,15 +53,15 @@ class Storage:
         self.local: Path | None = None
         try:
             if "://" in text and not text.startswith("file://"):
-                self.fs, self.root = remotefs.open_uri(text)
+                self.fs, self.root = remote_filesystem.open_uri(text)
                 self.full_uri = text.rstrip("/")
             else:
                 self.local = Path(text.removeprefix("file://")).expanduser().absolute()
                 self.fs, self.root, self.full_uri = pafs.LocalFileSystem(), str(self.local), str(self.local)
         except (pa.ArrowInvalid, OSError) as error:
             # Not `from error`: its text has the URI as it was given, and a traceback shows it.
-            hint = remotefs.remedy(text, "give a folder, or a URI such as s3://bucket/folder")
-            raise UserError(f"storage {text!r}: {remotefs.reason(error)}", hint) from None
+            hint = remote_filesystem.remedy(text, "give a folder, or a URI such as s3://bucket/folder")
+            raise UserError(f"storage {text!r}: {remote_filesystem.reason(error)}", hint) from None
         self.uri = redact(self.full_uri)
 
     def __reduce__(self) -> tuple[type[Storage], tuple[str]]:

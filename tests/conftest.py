@@ -76,7 +76,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 class Ranks:
     """`run(function, world, *args)` calls `function(rank, *args)` on `world` real ranks and gives what each returned.
 
-    `function` stands at the top of a test file; `rank` is a raydist.worker.setup.Rank. What a rank raises is returned as
+    `function` stands at the top of a test file; `rank` is a raydist.worker.distributed.Rank. What a rank raises is returned as
     the exception itself. Arguments and results are pickled, plainly: multiprocessing would pass each tensor on as a file in shared
     memory, which takes a millisecond.
     """
@@ -129,7 +129,7 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from raydist.worker.setup import Rank
+    from raydist.worker.distributed import Rank
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -9,7 +9,7 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 ALONE = (
-    "tests/worker/test_commlog.py",
+    "tests/worker/metrics/test_collective_counters.py",
     "tests/cluster/test_hosts.py::test_a_link_has_its_rate",
     "tests/cluster/test_hosts.py::test_nothing_is_left",
 )

@@ -12,7 +12,7 @@ import yaml
 from raydist import faults
 from raydist.errors import SpecError
 from raydist.faults import KINDS, Fault, Kill, Raise, StorageGone
-from raydist.rundir import RunDir
+from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
 
 DOCS = Path(__file__).parents[1] / "docs"

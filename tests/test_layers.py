@@ -123,7 +123,7 @@ def test_torch_and_ray_keep_to_their_rooms(path: Path) -> None:
         return any(n == package or n.startswith(package + ".") for n in found)
 
     if room == "worker":
-        assert name == "raydist.worker.entry" or not has(every, "ray"), f"{name} imports ray"
+        assert name == "raydist.launch.agent" or not has(every, "ray"), f"{name} imports ray"
     elif room in ("cluster", "observe"):
         assert not has(every, "torch"), f"{name} imports torch"
     elif room == "bench":

@@ -16,7 +16,7 @@ SELECTED = [
     "tests/cluster/test_hosts.py::test_nothing_is_left",
     "tests/report/html/test_page.py::test_the_page_is_whole_and_asks_for_nothing",
     "tests/cluster/test_prometheus.py::test_the_dashboard_shows_a_running_job",
-    "tests/test_requests.py",
+    "tests/run/test_requests.py",
 ]
 
 

@@ -9,7 +9,7 @@ import pyarrow.fs as pafs
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from raydist import remotefs
+from raydist import remote_filesystem
 from raydist.data import sources
 from raydist.errors import DataError, StorageError
 from raydist.storage import Storage
@@ -43,7 +43,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> None:
     files = Failing()
     files.pipe({"/ok/a.txt": b"text " * 10, "/torn/a.txt": b"text " * 10})
     handler = pafs.FSSpecHandler(files)
-    monkeypatch.setattr(remotefs, "_from_uri", lambda uri: (pafs.PyFileSystem(handler), uri.removeprefix("hf:/")))
+    monkeypatch.setattr(
+        remote_filesystem, "_from_uri", lambda uri: (pafs.PyFileSystem(handler), uri.removeprefix("hf:/"))
+    )
 
 
 @pytest.mark.usefixtures("hub")
@@ -62,10 +64,10 @@ def test_google_s_client_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a minute, unless the URI says otherwise; other filesystems are opened as they are given."""
     opened: list[str] = []
     monkeypatch.setattr(
-        remotefs, "_from_uri", lambda uri: opened.append(uri) or (pafs.LocalFileSystem(), "/x"), raising=True
+        remote_filesystem, "_from_uri", lambda uri: opened.append(uri) or (pafs.LocalFileSystem(), "/x"), raising=True
     )
     for uri in ("gs://b/x", "gs://b/x?scheme=http", "gs://b/x?retry_limit_seconds=5", "s3://b/x"):
-        remotefs.open_uri(uri)
+        remote_filesystem.open_uri(uri)
     assert opened == [
         "gs://b/x?retry_limit_seconds=60", "gs://b/x?scheme=http&retry_limit_seconds=60", "gs://b/x?retry_limit_seconds=5",
         "s3://b/x",
@@ -74,6 +76,6 @@ def test_google_s_client_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_reasons_are_one_line() -> None:
     """And short: some clients add pages."""
-    assert remotefs.reason(OSError("a\n  b")) == "a b"
-    assert len(remotefs.reason(OSError("x" * 999))) == 303
-    assert remotefs.reason(ValueError()) == "ValueError"
+    assert remote_filesystem.reason(OSError("a\n  b")) == "a b"
+    assert len(remote_filesystem.reason(OSError("x" * 999))) == 303
+    assert remote_filesystem.reason(ValueError()) == "ValueError"

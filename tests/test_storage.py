@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from raydist import registry, rundir
+from raydist import registry
 from raydist.errors import ExtensionNotFound, RunNotFound, StorageError, UsageError, UserError
-from raydist.rundir import RunDir
+from raydist.run import directory
+from raydist.run.directory import RunDir
 from raydist.storage import Storage
 
 
@@ -80,9 +81,9 @@ def test_a_checkpoint_exists_once_its_manifest_does(tmp_path: Path) -> None:
     """Folders without a manifest, and files that are no checkpoint, are not listed."""
     run = RunDir(tmp_path)
     for step in (20, 3, 100):
-        run.storage.write(f"{rundir.step_folder(step)}/shard", b"x")
+        run.storage.write(f"{directory.step_folder(step)}/shard", b"x")
     for step in (100, 3):
-        run.storage.write(f"{rundir.step_folder(step)}/MANIFEST-0001.json", b"{}")
+        run.storage.write(f"{directory.step_folder(step)}/MANIFEST-0001.json", b"{}")
     run.storage.write("checkpoints/step-x/MANIFEST-0001.json", b"{}")
     assert run.committed() == [3, 100]
 
@@ -91,11 +92,11 @@ def test_a_run_by_path_uri_or_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """The three ways to name a run give the same folder; one that is not there says where it looked and what is there."""
     Storage(tmp_path).at("one").write("spec.yaml", b"")
     for run, storage in ((str(tmp_path / "one"), None), (f"file://{tmp_path}/one", None), ("one", str(tmp_path))):
-        assert rundir.resolve(run, storage).uri == str(tmp_path / "one")
+        assert directory.resolve(run, storage).uri == str(tmp_path / "one")
     monkeypatch.setenv("RAYDIST_STORAGE", str(tmp_path))
-    assert rundir.resolve("one").name == "one"
+    assert directory.resolve("one").name == "one"
     with pytest.raises(RunNotFound, match="two") as caught:
-        rundir.resolve("two")
+        directory.resolve("two")
     assert "one" in caught.value.hint
 
 
@@ -103,7 +104,7 @@ def test_a_run_by_path_uri_or_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_names_that_no_folder_may_have(name: str) -> None:
     """A run's name is one plain part of a path."""
     with pytest.raises(UsageError, match="run name"):
-        rundir.check_name(name)
+        directory.check_name(name)
 
 
 def test_extensions_are_found_without_importing_them() -> None:

@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from raydist import registry
 from raydist.data.batches import MASKED, MicroBatch, share
 from raydist.spec import JobSpec
-from raydist.worker import compute, offload, optim
+from raydist.worker import model_transforms
+from raydist.worker.distributed import Rank
+from raydist.worker.optim import offload, optimizers
 from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.precision import Precision
-from raydist.worker.setup import Rank
 from raydist.worker.step import TrainStep, loss_sum
 
 VOCAB, CONTEXT, STEPS = 13, 8, 5
@@ -94,11 +95,11 @@ class Trainer:
                 return loss_sum(module, MicroBatch(tokens, targets))
 
         self.strategy.wrap(self.model, example)
-        compute.prepare(self.model, spec.train)
+        model_transforms.prepare(self.model, spec.train)
         shards = self.strategy.shards()
         self.optimizer: torch.optim.Optimizer
         if spec.offload.optimizer == "none":
-            self.optimizer = optim.build(shards, spec.optim, rank.device)
+            self.optimizer = optimizers.build(shards, spec.optim, rank.device)
         else:
             self.optimizer = offload.build(shards, spec.optim, spec.offload, rank.device, tag=f"rank{rank.rank}")
             self.strategy.on_final = self.optimizer.gradients_final

@@ -34,16 +34,17 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.common import RESULTS, write
 from raydist import registry
 from raydist.data.batches import MicroBatch
-from raydist.report.intervals import length, union
+from raydist.report.overlap import length, union
 from raydist.spec import JobSpec
-from raydist.worker import build, compute, flops
-from raydist.worker.clock import Marks
-from raydist.worker.feed import to_device
-from raydist.worker.memory import Held
+from raydist.worker import build, model_transforms
+from raydist.worker.dataloader import to_device
+from raydist.worker.distributed import Rank
+from raydist.worker.metrics import flops
+from raydist.worker.metrics.device_clock import Marks
+from raydist.worker.metrics.memory import Held
 from raydist.worker.model.gpt import default_hidden
-from raydist.worker.offload import OffloadedAdamW
+from raydist.worker.optim.offload import OffloadedAdamW
 from raydist.worker.precision import Precision
-from raydist.worker.setup import Rank
 from raydist.worker.step import TrainStep, loss_sum
 
 Event = dict[str, Any]
@@ -123,7 +124,7 @@ class Trainer:
         if rank.device.type == "cuda":
             self.tokens, self.targets = self.tokens.pin_memory(), self.targets.pin_memory()
         self.strategy.wrap(self.model, lambda module: self._example(module))
-        compute.prepare(self.model, spec.train.model_copy(update={"compile": False}))
+        model_transforms.prepare(self.model, spec.train.model_copy(update={"compile": False}))
         shards = self.strategy.shards()
         self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards)
         self.held: Held | None = None
@@ -155,7 +156,7 @@ class Trainer:
 
     def compile(self) -> None:
         """As the job asks for."""
-        compute.prepare(self.model, self.spec.train.model_copy(update={"checkpoint_activations": "none"}))
+        model_transforms.prepare(self.model, self.spec.train.model_copy(update={"checkpoint_activations": "none"}))
 
     def __call__(self, count: int | None = None) -> float:
         """One step, of so many micro-batches; its loss."""

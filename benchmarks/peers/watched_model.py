@@ -13,14 +13,14 @@ from typing import Any
 
 from peer_model import GPT
 
-from raydist.worker import commlog
-from raydist.worker.board import Board
-from raydist.worker.telemetry import Telemetry
+from raydist.ipc.mailbox import Mailbox
+from raydist.worker.metrics import collective_counters
+from raydist.worker.metrics.telemetry import Telemetry
 
 WARM, STRETCH = 37, 12
 
 
-class Turns:
+class PausedTrials:
     """A meter: each forward begins a step. A line with time and processor seconds in OUT.RANK.turns where a stretch begins.
 
     OUT.off is there while nothing is watched.
@@ -32,7 +32,7 @@ class Turns:
         self._lines = os.open(f"{out}.{rank}.turns", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._steps = 0
         self._log: Any = None
-        self._row, self._write = Telemetry.row, Board.write
+        self._row, self._write = Telemetry.row, Mailbox.write
 
     def tick(self) -> None:
         """One forward begins."""
@@ -44,17 +44,17 @@ class Turns:
     def _turn(self, on: bool) -> None:
         if on:
             self._log.install()
-            Telemetry.row, Board.write = self._row, self._write
+            Telemetry.row, Mailbox.write = self._row, self._write
             if self._off is not None:
                 self._off.unlink()
             return
-        self._log = self._log or commlog._installed
+        self._log = self._log or collective_counters._installed
         self._log.close()
-        Telemetry.row, Board.write = (lambda telemetry: {}), (lambda board, row: None)
+        Telemetry.row, Mailbox.write = (lambda telemetry: {}), (lambda board, row: None)
         if self._off is not None:
             self._off.touch()
 
 
 def build(model: Any, vocab_size: int) -> GPT:
     """The peers' model, with such a meter. `options` holds out."""
-    return GPT(Turns(model.options["out"]))
+    return GPT(PausedTrials(model.options["out"]))

@@ -1,7 +1,8 @@
 """Collectives, timed and checked element by element: sizes, algbw and busbw by the conventions of nccl-tests.
 
-Runs in: every rank, together. Torch, never ray. Sizes are those of nccl-tests' PERFORMANCE.md (and of raydist/samples.py): the
-whole array, so for all_gather and reduce_scatter all ranks' parts together, and for all_to_all all that one rank sends.
+Runs in: every rank, together. Torch, never ray. Sizes are those of nccl-tests' PERFORMANCE.md (and of
+raydist/run/telemetry_schema.py): the whole array, so for all_gather and reduce_scatter all ranks' parts together, and for
+all_to_all all that one rank sends.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from raydist.bench import pattern
-from raydist.bench.pattern import Pattern
-from raydist.worker.buckets.measure import slowest
-from raydist.worker.clock import Marks
+from raydist.bench import verify
+from raydist.bench.verify import Pattern
+from raydist.worker.comm.buckets.measure import slowest
+from raydist.worker.distributed import Rank
+from raydist.worker.metrics.device_clock import Marks
 from raydist.worker.precision import DTYPES
-from raydist.worker.setup import Rank
 
 _POINT_S = 2.0
 """How long one size may take, so long as it is measured at all: iterations are left out for it."""
@@ -48,7 +49,7 @@ class Row:
 def bus_factor(op: str, world: int) -> float:
     """busbw / algbw on `world` ranks: what the busiest link carries of each byte. nccl-tests, PERFORMANCE.md.
 
-    Raises KeyError for an operation that is none of raydist.bench.ask.OPS.
+    Raises KeyError for an operation that is none of raydist.bench.options.OPS.
     """
     share = (world - 1) / world
     factors = {"all_reduce": 2 * share, "broadcast": 1.0, "send_recv": 1.0}
@@ -99,24 +100,24 @@ class _Operation:
         match op:
             case "all_reduce":
                 self._given = self._got = empty(whole)
-                given, expected = pattern.term(me, world), pattern.total(world)
+                given, expected = verify.term(me, world), verify.total(world)
             case "reduce_scatter":
                 self._given, self._got = empty(whole), empty(part)
-                given, expected = pattern.term(me, world), pattern.shifted(me * part, pattern.total(world))
+                given, expected = verify.term(me, world), verify.shifted(me * part, verify.total(world))
             case "all_gather":
                 self._given, self._got = empty(part), empty(whole)
-                given, expected = pattern.message(me, me), pattern.block(part, lambda b: pattern.message(b, b))
+                given, expected = verify.message(me, me), verify.block(part, lambda b: verify.message(b, b))
             case "broadcast":
                 self._given = self._got = empty(whole)
-                given, expected = pattern.message(me, me), pattern.message(0, 0)
+                given, expected = verify.message(me, me), verify.message(0, 0)
             case "all_to_all":
                 self._given, self._got = empty(whole), empty(whole)
-                given = pattern.block(part, lambda b: pattern.message(me, b))
-                expected = pattern.block(part, lambda b: pattern.message(b, me))
+                given = verify.block(part, lambda b: verify.message(me, b))
+                expected = verify.block(part, lambda b: verify.message(b, me))
             case _:
                 self._given, self._got = empty(whole), empty(whole)
                 before, after = (me - 1) % world, (me + 1) % world
-                given, expected = pattern.message(me, after), pattern.message(before, me)
+                given, expected = verify.message(me, after), verify.message(before, me)
         self._pattern, self._expected = given, expected
         self._call: Callable[[], object] = {
             "all_reduce": lambda: dist.all_reduce(self._got),
@@ -131,12 +132,12 @@ class _Operation:
         """(wrong elements, of all ranks together; seconds of the slowest) of one call on numbers that say where they are from."""
         if self._got is not self._given:
             self._got.fill_(float("nan"))
-        pattern.fill(self._given, self._pattern)
+        verify.fill(self._given, self._pattern)
         marks = self._start()
         self._call()
         marks.mark()
         (seconds,) = slowest(self._rank, marks.seconds())
-        count = torch.tensor(pattern.wrong(self._got, self._expected))
+        count = torch.tensor(verify.wrong(self._got, self._expected))
         dist.all_reduce(count, group=self._rank.control)
         return int(count), seconds
 

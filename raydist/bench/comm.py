@@ -21,17 +21,17 @@ from torch import nn
 
 from raydist import registry
 from raydist.bench import collectives, predict, topology
-from raydist.bench.ask import Ask, read
+from raydist.bench.options import Ask, read
 from raydist.data.batches import MicroBatch
 from raydist.errors import RankFailed, RaydistError, UserError
+from raydist.launch.rank_main import facts
 from raydist.spec import JobSpec, parse
-from raydist.worker import setup
-from raydist.worker.buckets import choose
-from raydist.worker.buckets.measure import slowest
-from raydist.worker.child import facts
-from raydist.worker.clock import Marks
+from raydist.worker import distributed
+from raydist.worker.comm.buckets import choose
+from raydist.worker.comm.buckets.measure import slowest
+from raydist.worker.distributed import Rank
+from raydist.worker.metrics.device_clock import Marks
 from raydist.worker.precision import Precision
-from raydist.worker.setup import Rank
 from raydist.worker.step import loss_sum
 
 _AT_ONCE = 256 * 2**20
@@ -51,11 +51,11 @@ def in_ranks(config: dict[str, Any]) -> dict[str, Any]:
 def measure(config: Mapping[str, Any]) -> dict[str, Any]:
     """Joins the group that the environment describes, measures, and leaves it. Every rank. Raises UserError for less than two."""
     ask = read(config)
-    rank = setup.start(gpus=ask.gpus, threads=ask.threads, timeout_s=ask.timeout_s)
+    rank = distributed.start(gpus=ask.gpus, threads=ask.threads, timeout_s=ask.timeout_s)
     if rank.world_size < 2:
         raise UserError("one rank has nobody to speak to", "ask for two or more")
     told = run(ask, rank)
-    setup.stop(rank)
+    distributed.stop(rank)
     return told
 
 
@@ -63,7 +63,7 @@ def run(ask: Ask, rank: Rank) -> dict[str, Any]:
     """Collectives, pairs, the model's gradients, its buckets. Every rank; all get the same."""
     begun = time.perf_counter()
     every: list[dict[str, Any]] = [{}] * rank.world_size
-    dist.all_gather_object(every, setup.describe(rank), group=rank.control)
+    dist.all_gather_object(every, distributed.describe(rank), group=rank.control)
     rows = [
         asdict(collectives.measure(op, size, dtype, rank, ask.iterations))
         for op in ask.ops
@@ -126,7 +126,7 @@ def bucket(job: JobSpec, vocab: int, rank: Rank) -> choose.Chosen:
     precision = Precision(job.precision, rank.device)
 
     def build() -> nn.Module:
-        setup.seed_all(job.train.seed, "init")
+        distributed.seed_all(job.train.seed, "init")
         make: Callable[..., nn.Module] = registry.load("model", job.model.name)
         return make(job.model, vocab)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 
-from raydist.worker.buckets.model import AlphaBeta
+from raydist.worker.comm.buckets.model import AlphaBeta
 
 ALGORITHMS = ("ring", "tree", "halving_doubling", "torus_2d")
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from raydist.worker.buckets.model import AlphaBeta, fit
-from raydist.worker.clock import Marks
-from raydist.worker.setup import Rank
+from raydist.worker.comm.buckets.model import AlphaBeta, fit
+from raydist.worker.distributed import Rank
+from raydist.worker.metrics.device_clock import Marks
 
 SIZES = (8, 2**10, 16 * 2**10, 256 * 2**10, 2 * 2**20, 8 * 2**20)
 _EACH_S, _MOST = 0.1, 100

@@ -78,7 +78,7 @@ def comm(
     """Measure collectives, pairs of nodes, and what a job's gradients take on them; suggest the size of its buckets."""
     from dataclasses import asdict, replace
 
-    from raydist.bench.ask import OPS, Ask
+    from raydist.bench.options import OPS, Ask
 
     job = _job(spec, overrides or [], workers)
     gradients, vocab_size = None, 0
@@ -91,7 +91,7 @@ def comm(
         iterations=iterations,
     )
     if spec is not None:
-        from raydist.worker.plan.measure import Planner
+        from raydist.planner.measure import Planner
 
         vocab_size = vocab or vocabulary(job.data)
         gradients = (4 if job.precision.reduce == "fp32" else 2) * Planner(job, vocab_size, "cpu").model().size(
@@ -105,7 +105,7 @@ def comm(
         job=job.model_dump(mode="json") if tried else None,
         threads=max(1, int(job.cluster.cpus_per_worker)),
     )
-    from raydist.cluster.request import worker_env
+    from raydist.cluster.run.request import worker_env
     from raydist.cluster.session import open_session
 
     place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")

@@ -15,7 +15,7 @@ import typer
 
 from raydist.cli import options
 from raydist.errors import CheckpointNotFound
-from raydist.rundir import RunDir, resolve
+from raydist.run.directory import RunDir, resolve
 
 app = typer.Typer(help="List, check, prune and export a run's checkpoints.", no_args_is_help=True)
 
@@ -27,7 +27,7 @@ _Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")
 @app.command("list")
 def list_(run: _Run, storage: options.Storage = None, as_json: _Json = False) -> None:
     """List a run's committed checkpoints, oldest first."""
-    from raydist.worker.checkpoint import manifest
+    from raydist.checkpoint import manifest
 
     folder = resolve(run, storage)
     rows = manifest.summary(folder)
@@ -54,14 +54,14 @@ def _line(row: dict[str, Any]) -> str:
 @app.command()
 def verify(run: _Run, step: _Step = None, storage: options.Storage = None, as_json: _Json = False) -> None:
     """Check every byte of a run's checkpoints against their hashes. Exit code 3 if a file is bad; it is named."""
-    from raydist.worker.checkpoint import manifest, pruning
+    from raydist.checkpoint import manifest, retention
 
     folder = resolve(run, storage)
     steps = folder.committed() if step is None else [step]
     checked: list[dict[str, Any]] = []
     for number in steps:
         try:
-            with pruning.leased(folder, number):
+            with retention.leased(folder, number):
                 problems = manifest.verify(folder, number)
         except CheckpointNotFound:
             if step is not None:
@@ -90,10 +90,10 @@ def prune(
     as_json: _Json = False,
 ) -> None:
     """Delete all checkpoints but the newest ones, the best by eval loss, and those being read."""
-    from raydist.worker.checkpoint import pruning
+    from raydist.checkpoint import retention
 
     folder = resolve(run, storage)
-    gone = pruning.prune(folder, _keep(folder) if keep is None else keep)
+    gone = retention.prune(folder, _keep(folder) if keep is None else keep)
     left = folder.committed()
     if as_json:
         print(json.dumps({"pruned": gone, "left": left}))
@@ -107,7 +107,7 @@ def _keep(run: RunDir) -> int:
     """`checkpoint.keep` of the run's own spec."""
     import yaml
 
-    from raydist.rundir import SPEC
+    from raydist.run.directory import SPEC
     from raydist.spec import parse
 
     return parse(yaml.safe_load(run.storage.read(SPEC)), source=f"{run.uri}/{SPEC}").checkpoint.keep

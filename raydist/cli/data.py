@@ -48,7 +48,7 @@ def prepare(
     as_json: _Json = False,
 ) -> None:
     """Make a dataset of these sources. The same command again finishes one that was cut short."""
-    from raydist.cluster.prepare import RayMap
+    from raydist.cluster.data_prepare import RayMap
     from raydist.data.prepare import prepare as make
     from raydist.report.preparing import data_progress
 

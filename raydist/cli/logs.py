@@ -17,8 +17,8 @@ from raydist.cli import options
 from raydist.errors import UsageError
 
 if TYPE_CHECKING:
-    from raydist.ranklogs import Reader
-    from raydist.rundir import RunDir
+    from raydist.run.directory import RunDir
+    from raydist.run.rank_logs import Reader
 
 POLL_S = 0.5
 _NEXT_S, _LATE_S = 1.5, 3.0
@@ -46,10 +46,10 @@ def logs(
     as_json: Annotated[bool, typer.Option("--json", help="An object a line: attempt, rank, line.")] = False,
 ) -> None:
     """Show what the ranks of a run printed, stdout and stderr together."""
-    from raydist.ranklogs import Reader
-    from raydist.rundir import resolve
-    from raydist.runlog import last_attempt
-    from raydist.runstate import read_state
+    from raydist.run.directory import resolve
+    from raydist.run.log import last_attempt
+    from raydist.run.rank_logs import Reader
+    from raydist.run.status import read_state
 
     if follow and attempt is not None:
         raise UsageError("--follow and --attempt exclude one another", "--follow begins with the newest attempt")
@@ -93,9 +93,9 @@ class _Printer:
 
 def _follow(place: RunDir, reader: Reader, out: _Printer) -> None:
     """Until the run has ended and nothing more has come for a moment."""
-    from raydist.ranklogs import Reader
-    from raydist.runlog import last_attempt
-    from raydist.runstate import read_state
+    from raydist.run.log import last_attempt
+    from raydist.run.rank_logs import Reader
+    from raydist.run.status import read_state
 
     quiet = 0.0
     while True:
@@ -117,7 +117,7 @@ def _follow(place: RunDir, reader: Reader, out: _Printer) -> None:
 
 def _nothing(place: RunDir, attempt: int, rank: int | None) -> str:
     """Why nothing was shown, and where else to look."""
-    from raydist.rundir import LOGS
+    from raydist.run.directory import LOGS
 
     who = "no rank has" if rank is None else f"rank {rank} has not"
     if attempt == 0:

@@ -37,7 +37,7 @@ from raydist.cli import (
     train,
     watch,
 )
-from raydist.cluster.headwatch import leave
+from raydist.cluster.head_monitor import leave
 from raydist.errors import RaydistError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)

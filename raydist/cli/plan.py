@@ -19,10 +19,10 @@ from raydist.cli import speed
 from raydist.errors import DataError, UsageError
 
 if TYPE_CHECKING:
+    from raydist.planner.advice import Advice, Row
+    from raydist.planner.facts import Machine, Model
     from raydist.spec import JobSpec
     from raydist.spec.models import DataSpec
-    from raydist.worker.plan.advice import Advice, Row
-    from raydist.worker.plan.facts import Machine, Model
 
 
 def register(app: typer.Typer) -> None:
@@ -64,8 +64,8 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Say what a job needs of each device under every strategy, which fit, which to take, and how fast it would be."""
+    from raydist.planner.facts import Machine
     from raydist.spec import load
-    from raydist.worker.plan.facts import Machine
 
     job = load(spec, [*(overrides or []), *([f"cluster.workers={gpus}"] if gpus else [])])
     size = parse_size(memory) if memory else None
@@ -73,8 +73,8 @@ def plan(
     vocab_size = vocab or vocabulary(job.data)
     with progress() as say:
         say("importing torch")
-        from raydist.worker.plan.advice import advise
-        from raydist.worker.plan.measure import Planner, device_memory, device_name
+        from raydist.planner.advice import advise
+        from raydist.planner.measure import Planner, device_memory, device_name
 
         here = chosen.memory if chosen else device_memory()
         device, because = target(job, asked=any((gpus, memory, gpu)), here=here is not None)
@@ -150,7 +150,7 @@ def tell(
     source: str, job: JobSpec, machine: Machine, because: str, model: Model, attention: str, advice: Advice
 ) -> dict[str, Any]:
     """All of a plan as plain values: what --json prints. docs/plan.md has its keys."""
-    from raydist.worker.plan.estimate import batches
+    from raydist.planner.estimate import batches
 
     micro, count = batches(job, machine.ranks)
     pick = advice.pick

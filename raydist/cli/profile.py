@@ -31,9 +31,9 @@ def profile(
     """Measure a run that trains: means, least and most of each rank, node and GPU, and whether they are as they should be."""
     from raydist.errors import UsageError
     from raydist.report import profile as profiles
-    from raydist.rundir import resolve
-    from raydist.runstate import read_state
-    from raydist.samplelog import read_samples
+    from raydist.run.directory import resolve
+    from raydist.run.status import read_state
+    from raydist.run.telemetry_log import read_samples
 
     names = profiles.chosen(metric.split(",") if metric is not None else None)
     place = resolve(run, storage)

@@ -31,9 +31,9 @@ def report(
 ) -> None:
     """Write a page about a run, live or over: one offline file. Losses, where the time went, memory, slow ranks, incidents."""
     from raydist.errors import UsageError
-    from raydist.report import figures
+    from raydist.report import run_metrics
     from raydist.report.html import run as pages
-    from raydist.rundir import REPORT, resolve
+    from raydist.run.directory import REPORT, resolve
     from raydist.storage import Storage
 
     place = resolve(run, storage)
@@ -44,7 +44,7 @@ def report(
         home = Storage(f"{folder or slash or '.'}{mark}{query}")
         if not name or (home.exists(name) and home.size(name) is None):
             raise UsageError(f"-o {out} is a folder", f"name a file in it, such as {path.rstrip('/')}/{REPORT}")
-    found = figures.report(place)
+    found = run_metrics.report(place)
     home.write(name, pages.render(found))
     where = home.at(name).uri
     print(json.dumps({**found.told, "report": where}, allow_nan=False) if as_json else where)

@@ -19,8 +19,8 @@ from raydist.cli import options
 from raydist.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
-    from raydist.rundir import RunDir
-    from raydist.sweepdir import SweepDir
+    from raydist.run.directory import RunDir
+    from raydist.run.sweep_directory import SweepDir
 
 
 def register(app: typer.Typer) -> None:
@@ -88,10 +88,10 @@ class _Chosen:
 
 def _chosen(name: str, storage: str | None) -> _Chosen:
     """Raises UserError for what is no run or sweep, is a link or a cell, or has a driver."""
-    from raydist.lease import newest_driver
-    from raydist.rundir import RunDir
-    from raydist.runstate import read_state
-    from raydist.sweepdir import resolve_any, sweep_of
+    from raydist.run.directory import RunDir
+    from raydist.run.lease import newest_driver
+    from raydist.run.status import read_state
+    from raydist.run.sweep_directory import resolve_any, sweep_of
 
     folder = resolve_any(name, storage)
     local = folder.storage.local
@@ -135,8 +135,8 @@ def _stays(folder: RunDir | SweepDir) -> tuple[str, ...]:
     """What of it is on other storage, in words."""
     import yaml
 
-    from raydist.rundir import SPEC, RunDir
-    from raydist.sweepdir import BASE
+    from raydist.run.directory import SPEC, RunDir
+    from raydist.run.sweep_directory import BASE
 
     try:
         spec = yaml.safe_load(folder.storage.read(SPEC if isinstance(folder, RunDir) else BASE))
@@ -148,9 +148,9 @@ def _stays(folder: RunDir | SweepDir) -> tuple[str, ...]:
 
 def _delete(folder: RunDir | SweepDir) -> None:
     """All of it. Nobody can begin to train it meanwhile; what makes it a run goes last, so that a second call goes on."""
-    from raydist.lease import DriverLease
-    from raydist.rundir import DRIVERS, SPEC, RunDir
-    from raydist.sweepdir import CELLS
+    from raydist.run.directory import DRIVERS, SPEC, RunDir
+    from raydist.run.lease import DriverLease
+    from raydist.run.sweep_directory import CELLS
 
     storage = folder.storage
     with DriverLease(RunDir(storage)):

@@ -31,9 +31,9 @@ def runs(
         print(json.dumps(found, allow_nan=False))
         return
     from raydist.report import tables
-    from raydist.rundir import elsewhere
+    from raydist.run.directory import elsewhere
+    from raydist.run.storage_choice import choose, how_to_set
     from raydist.storage import Storage
-    from raydist.storagechoice import choose, how_to_set
 
     choice = choose(storage)
     tables.runs(found, Storage(choice.uri).uri, choice.because, elsewhere(choice) if not found else how_to_set())
@@ -47,7 +47,7 @@ def show(
 ) -> None:
     """Show a run: status, losses, attempts, checkpoints, workers."""
     from raydist.report import summary
-    from raydist.rundir import resolve
+    from raydist.run.directory import resolve
 
     place = resolve(run, storage)
     if steps:

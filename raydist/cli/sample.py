@@ -12,7 +12,7 @@ import typer
 from raydist.cli import options
 from raydist.errors import CheckpointNotFound, UserError
 from raydist.redact import beside
-from raydist.rundir import SPEC, resolve
+from raydist.run.directory import SPEC, resolve
 
 
 def register(app: typer.Typer) -> None:

@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raydist.errors import RaydistError, UsageError
+from raydist.planner import estimate
+from raydist.planner.facts import Machine
+from raydist.planner.speed import NAMES, Device, find, refusal, speed
 from raydist.registry import did_you_mean
-from raydist.worker.plan import estimate
-from raydist.worker.plan.facts import Machine
-from raydist.worker.plan.speed import NAMES, Device, find, refusal, speed
 
 if TYPE_CHECKING:
+    from raydist.planner.facts import Model
     from raydist.report.sweep.forecast import Pace, Reckon
     from raydist.spec import JobSpec
-    from raydist.worker.plan.facts import Model
 
 NO_GPU = "it trains on CPUs"
 _TYPE = "accelerator_type:"
@@ -154,7 +154,7 @@ class Reckoner:
 
     def _model(self, job: JobSpec) -> tuple[Model, float]:
         from raydist.cli.plan import vocabulary
-        from raydist.worker.plan.measure import Planner
+        from raydist.planner.measure import Planner
 
         vocab = vocabulary(job.data)
         asked = f"{vocab} {job.model.model_dump_json()}"

@@ -1,6 +1,6 @@
 """`raydist stop`: a run, or a sweep, ends after one checkpoint, asked from any shell that reaches its folder.
 
-Runs in: the user's shell. Never imports ray or torch. The driver finds the request beside its lease (raydist/lease.py).
+Runs in: the user's shell. Never imports ray or torch. The driver finds the request beside its lease (raydist/run/lease.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from raydist.cli import options
 from raydist.errors import StopFailed, UsageError
 
 if TYPE_CHECKING:
-    from raydist.lease import Driver
-    from raydist.rundir import RunDir
-    from raydist.sweepdir import SweepDir
+    from raydist.run.directory import RunDir
+    from raydist.run.lease import Driver
+    from raydist.run.sweep_directory import SweepDir
 
 POLL_S = 0.5
 _GOES_ON = "the same command goes on from there"
@@ -41,8 +41,8 @@ def stop(
     as_json: options.LastJson = False,
 ) -> None:
     """End a run or a sweep after one checkpoint, as Ctrl-C in its shell does. The same command as before goes on with it."""
-    from raydist.lease import ask_stop, newest_driver
-    from raydist.sweepdir import resolve_any
+    from raydist.run.lease import ask_stop, newest_driver
+    from raydist.run.sweep_directory import resolve_any
 
     folder = _Folder(resolve_any(run, storage))
     driver = newest_driver(folder.place)
@@ -66,7 +66,7 @@ def stop(
 
 def wait(folder: _Folder, driver: Driver, timeout: float) -> None:
     """Returns once that driver has ended. Raises StopFailed if it has not in `timeout` seconds, or died before it had."""
-    from raydist.lease import newest_driver
+    from raydist.run.lease import newest_driver
 
     deadline = time.monotonic() + timeout
     while True:
@@ -105,13 +105,13 @@ class _Folder:
 
     @property
     def _run(self) -> RunDir | None:
-        from raydist.rundir import RunDir
+        from raydist.run.directory import RunDir
 
         return self.place if isinstance(self.place, RunDir) else None
 
     def refuse_cell(self, driver: Driver | None) -> None:
         """A cell of a sweep has no driver of its own. Raises UsageError."""
-        from raydist.sweepdir import sweep_of
+        from raydist.run.sweep_directory import sweep_of
 
         if self._run is not None and driver is None and (sweep := sweep_of(self._run)) is not None:
             raise UsageError(
@@ -121,8 +121,8 @@ class _Folder:
 
     def state(self) -> tuple[str, int | None]:
         """Its status, and of a run the newest step."""
-        from raydist.runstate import read_state
-        from raydist.sweepdir import SweepDir
+        from raydist.run.status import read_state
+        from raydist.run.sweep_directory import SweepDir
 
         if isinstance(self.place, SweepDir):
             told = [e for e in self.place.events() if e.kind in ("began", "ended")]
@@ -132,8 +132,8 @@ class _Folder:
 
     def as_it_is(self) -> str:
         """The step and the checkpoint of a run, the cells of a sweep."""
-        from raydist.sweepdir import SweepDir
-        from raydist.sweepstate import fold
+        from raydist.run.sweep_directory import SweepDir
+        from raydist.run.sweep_state import fold
 
         if isinstance(self.place, SweepDir):
             events = self.place.events()

@@ -21,7 +21,7 @@ import typer
 from raydist.cli import options
 from raydist.errors import DataError, UsageError, UserError, WorkerFailed
 from raydist.redact import redact
-from raydist.rundir import default_storage
+from raydist.run.directory import default_storage
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec
@@ -242,7 +242,7 @@ def _submit(
 
 def _drive(url: str, words: list[str], package: Path, *, once: list[str], no_wait: bool, retries: int) -> None:
     """Submits the command; again while its driver dies, up to `retries` times, then without the words of `once`."""
-    from raydist.runstate import LOST_AFTER_S
+    from raydist.run.status import LOST_AFTER_S
 
     job = _start(url, shlex.join(words + once), package)
     if no_wait:

@@ -60,7 +60,7 @@ def run(
 ) -> None:
     """Train a sweep. The same command again goes on with it."""
     from raydist.report.sweep import forecast, tables
-    from raydist.rundir import check_name, default_storage
+    from raydist.run.directory import check_name, default_storage
     from raydist.spec.sweep import check, load_sweep
     from raydist.storage import Storage
 
@@ -113,7 +113,7 @@ def results(
         raise UsageError("--json, --csv and --markdown exclude one another", "give one of them, or none for a table")
     from raydist.report.sweep import tables
     from raydist.report.sweep.results import tell, write_parquet
-    from raydist.sweepdir import resolve_sweep
+    from raydist.run.sweep_directory import resolve_sweep
 
     folder = resolve_sweep(name, storage)
     told = tell(folder)
@@ -141,8 +141,8 @@ def best(
 ) -> None:
     """Write the job of a sweep's best cell, ready to train."""
     from raydist.report.sweep.results import best_job, tell
+    from raydist.run.sweep_directory import resolve_sweep
     from raydist.spec import dump
-    from raydist.sweepdir import resolve_sweep
 
     folder = resolve_sweep(name, storage)
     job, told_by = best_job(folder, tell(folder))
@@ -167,8 +167,8 @@ def report(
     """Write a page about a sweep, while it runs and after: one offline file."""
     from raydist.cli.sweepend import page, write_page
     from raydist.report.sweep.results import tell
-    from raydist.rundir import REPORT
-    from raydist.sweepdir import resolve_sweep
+    from raydist.run.directory import REPORT
+    from raydist.run.sweep_directory import resolve_sweep
 
     folder = resolve_sweep(name, storage)
     told = tell(folder)

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from raydist.errors import TrainingStopped
-from raydist.rundir import REPORT
-from raydist.sweepdir import RESULTS, SweepDir
-from raydist.sweepstate import DONE, fold
+from raydist.run.directory import REPORT
+from raydist.run.sweep_directory import RESULTS, SweepDir
+from raydist.run.sweep_state import DONE, fold
 
 _NAMED = 10
 """Failed cells that are named at the end; `raydist sweep results` has all of them."""

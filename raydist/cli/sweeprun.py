@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from raydist.cli.place import where
 from raydist.cli.train import run_logs
+from raydist.run.sweep_directory import SweepDir
+from raydist.run.sweep_state import DONE, fold
 from raydist.storage import Storage
-from raydist.sweepdir import SweepDir
-from raydist.sweepstate import DONE, fold
 
 if TYPE_CHECKING:
     from raydist.records import Event
@@ -33,18 +33,18 @@ def train_cells(
     Returns its folder, and the command's exit code: 0, or 130 or 143 if it was interrupted. Raises UserError if another driver has
     the sweep, or it cannot run here.
     """
-    from raydist.cluster.request import worker_env
+    from raydist.cluster.run.request import worker_env
     from raydist.cluster.session import open_session
-    from raydist.cluster.sweep.plans import Datasets, Plans
-    from raydist.cluster.sweep.rows import RowBook
+    from raydist.cluster.sweep.result_export import ResultExport
     from raydist.cluster.sweep.search import Search, require
     from raydist.cluster.sweep.sweep import SweepRun
-    from raydist.lease import DriverLease
-    from raydist.observe.rows import choose
+    from raydist.cluster.sweep.trial_setup import Datasets, TrialSetup
+    from raydist.observe.sweep_results import choose
     from raydist.report.preparing import data_progress
     from raydist.report.sweep.standing import Standing
     from raydist.report.sweeplive import SweepConsole
-    from raydist.rundir import RunDir
+    from raydist.run.directory import RunDir
+    from raydist.run.lease import DriverLease
     from raydist.spec.sweep import check, store
 
     check(sweep, cells)
@@ -58,7 +58,7 @@ def train_cells(
     exporters = {e.name for c in able for e in c.job.observe.exporters}
     own_code = any(":" in name for name in names | exporters)
     place = where(address)
-    rows = RowBook(
+    rows = ResultExport(
         folder, choose([e.model_dump() for e in sweep.base.observe.exporters], folder), sweep.spec.objective.metric
     )
     standing = Standing(sweep.spec.objective.metric, sweep.spec.objective.better)
@@ -93,7 +93,7 @@ def train_cells(
             ) as session,
         ):
             known = cells if search is None else [*(cell for cell in cells if not cell.problems), *able]
-            plans = Plans(known, folder, datasets, session, sweep.spec.array.concurrent)
+            plans = TrialSetup(known, folder, datasets, session, sweep.spec.array.concurrent)
             with SweepConsole(sweep.name, limits.cost_per_gpu_hour, standing) as console:
                 ended = SweepRun(
                     sweep.spec,

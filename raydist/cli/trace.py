@@ -17,11 +17,11 @@ import typer
 
 from raydist.cli import options, output
 from raydist.errors import TraceFailed, UsageError
-from raydist.requests import MOST_STEPS
+from raydist.run.requests import MOST_STEPS
 
 if TYPE_CHECKING:
-    from raydist.requests import TraceRequest
-    from raydist.rundir import RunDir
+    from raydist.run.directory import RunDir
+    from raydist.run.requests import TraceRequest
 
 POLL_S = 0.5
 
@@ -42,11 +42,11 @@ def trace(
     as_json: Annotated[bool, typer.Option("--json", help="Each rank's shares, as one object.")] = False,
 ) -> None:
     """Trace the next steps of a run that trains, on every rank, into one file for Perfetto or chrome://tracing."""
-    from raydist import requests
     from raydist.report import tables
     from raydist.report.trace import merge
-    from raydist.rundir import resolve
-    from raydist.runstate import read_state
+    from raydist.run import requests
+    from raydist.run.directory import resolve
+    from raydist.run.status import read_state
 
     place = resolve(run, storage)
     status = read_state(place)["status"]
@@ -76,9 +76,9 @@ def trace(
 
 def wait(place: RunDir, request: TraceRequest, timeout: float, say: Callable[[str], None]) -> list[str]:
     """The ranks' parts, once all are there. `timeout`: what `ask_trace` was given. Raises TraceFailed with what kept them away."""
-    from raydist import requests
-    from raydist.runlog import read_events
-    from raydist.runstate import read_state
+    from raydist.run import requests
+    from raydist.run.log import read_events
+    from raydist.run.status import read_state
 
     ask_again = f"ask again: raydist trace {place.uri} --steps {request.steps}"
     told = ""

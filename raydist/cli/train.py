@@ -19,14 +19,14 @@ import typer
 from raydist.cli import options
 from raydist.cli.place import where
 from raydist.errors import RunNotFound, UsageError
-from raydist.rundir import LOGS, SPEC, RunDir, check_name, default_storage, start_anew
+from raydist.run.directory import LOGS, SPEC, RunDir, check_name, default_storage, start_anew
 from raydist.storage import Storage
 
 if TYPE_CHECKING:
     from raydist.data.dataset import TokenDataset
     from raydist.faults import Fault
-    from raydist.lease import DriverLease
     from raydist.report.starting import Starting
+    from raydist.run.lease import DriverLease
     from raydist.spec import JobSpec
 
 
@@ -62,8 +62,8 @@ def train(
     with Starting() as starting:
         starting.stage("job")  # before the imports that follow, which take seconds
         from raydist.cluster import preflight
-        from raydist.lease import DriverLease
         from raydist.observe.exporters import resolve
+        from raydist.run.lease import DriverLease
         from raydist.spec import load
 
         job = load(spec, overrides or [], deepspeed, lambda line: starting.note(f"raydist: {line}"))
@@ -135,8 +135,9 @@ def _already(
     run: RunDir, job: JobSpec, fingerprint: str, total: int, until: int | None, allow_spec_change: bool
 ) -> str | None:
     """Why there is nothing left to do, if so. Raises SpecChanged for a run that has other numbers, or more steps."""
-    from raydist.runstate import read_state
-    from raydist.worker.checkpoint import manifest, numbers
+    from raydist.checkpoint import manifest
+    from raydist.run.status import read_state
+    from raydist.worker.checkpoint import numbers
 
     steps = run.committed() if run.exists() else []
     if not steps:
@@ -174,9 +175,9 @@ def _train(
     place = where(address)
     starting.stage("ray", None if place == "local" else "connecting to Ray")
     from raydist.cluster import preflight
-    from raydist.cluster.request import Request, raise_if_stopped, worker_env
+    from raydist.cluster.run.request import Request, raise_if_stopped, worker_env
+    from raydist.cluster.run.supervisor import Supervisor
     from raydist.cluster.session import open_session
-    from raydist.cluster.supervisor import Supervisor
     from raydist.observe.exporters import metrics_port
     from raydist.report.console import Console
     from raydist.spec import stored

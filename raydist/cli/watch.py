@@ -33,7 +33,7 @@ def watch(
     from rich.live import Live
 
     from raydist.report import watch as looks
-    from raydist.rundir import resolve
+    from raydist.run.directory import resolve
 
     place = resolve(run, storage)
     console = Console()

@@ -13,11 +13,11 @@ from typing import Any
 import ray
 
 from raydist.cluster import preflight
-from raydist.cluster.cause import Failure
-from raydist.cluster.request import worker_kind
+from raydist.cluster.run.fit import Attempt, AttemptResult, run_attempt
+from raydist.cluster.run.request import worker_kind
+from raydist.cluster.run.root_cause import Failure
+from raydist.cluster.run.supervisor import handling
 from raydist.cluster.session import Session
-from raydist.cluster.supervisor import handling
-from raydist.cluster.trainer import Attempt, AttemptResult, run_attempt
 from raydist.errors import PreflightError, WorkerFailed
 from raydist.spec import JobSpec
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from raydist.cluster import authentication
-from raydist.cluster.headwatch import answers
+from raydist.cluster.head_monitor import answers
 from raydist.errors import UserError
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raydist.errors import UserError
-from raydist.rundir import ATTEMPTS, EVENTS, SPEC, STATE
-from raydist.sweepdir import CELLS, SWEEP
+from raydist.run.directory import ATTEMPTS, EVENTS, SPEC, STATE
+from raydist.run.sweep_directory import CELLS, SWEEP
 
 JOBS_LIMIT = 100 << 20
 """Bytes that the Jobs API of a cluster takes (ray_constants.DASHBOARD_CLIENT_MAX_SIZE); no option of Ray changes it."""

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from raydist import swapspace
+from raydist.checkpoint.memory_layout import SHM
 from raydist.cluster import nodes
 from raydist.cluster.session import Session
 from raydist.errors import PreflightError, RaydistError, UserError
 from raydist.spec import JobSpec
 from raydist.storage import Storage
-from raydist.worker.checkpoint.vaultdir import SHM
 
 _NODE_TIMEOUT_S = 60.0
 _VERSIONS = ("raydist", "torch", "ray", "pyarrow")

@@ -21,11 +21,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
-from raydist.cluster import authentication, headwatch, package
-from raydist.cluster.headwatch import speaks_grpc
+from raydist.cluster import authentication, head_monitor, package
+from raydist.cluster.head_monitor import speaks_grpc
 from raydist.errors import UserError
-from raydist.rundir import default_storage
-from raydist.worker.forkserver import start_nursery
+from raydist.launch.fork_server import start_zygote
+from raydist.run.directory import default_storage
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
 _TEMP_PREFIX = "raydist-"
@@ -46,7 +46,7 @@ _UNMEASURED = {
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
 _DRIVER = {
-    # After 60 s without the head Ray would end this process in mid-sentence; cluster/headwatch.py minds the head.
+    # After 60 s without the head Ray would end this process in mid-sentence; cluster/head_monitor.py minds the head.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
 }
 _LEFT_BY_RAY = ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE", "RAY_ADDRESS")
@@ -102,7 +102,7 @@ def open_session(
     `env` reaches every worker: a private Ray inherits it, a cluster gets it by runtime_env. `python_path` goes in
     front of the workers' PYTHONPATH. `working_dir` is shipped to a cluster's nodes (unless a Ray job brought its own).
     `metrics_port`: where a private Ray serves metrics to Prometheus, 0 for any free port; None: it gathers none.
-    `ranks`: whether models will be trained on it; a private Ray then has a nursery for them (raydist/worker/nursery.py).
+    `ranks`: whether models will be trained on it; a private Ray then has a zygote for them (raydist/launch/zygote.py).
 
     What Ray prints goes to files in `log_dir` (driver.log, and for a private Ray its logs in ray/).
     Raises UserError within seconds when there is no such cluster.
@@ -142,9 +142,9 @@ def _private(
         temp = stack.enter_context(_temp_dir())
         stack.callback(_keep_logs, temp, log_dir / "ray")
         if ranks is not None:
-            nursery = start_nursery(temp, ranks)  # first, for it has most to import
-            stack.callback(nursery.close)
-            variables |= nursery.variables
+            zygote = start_zygote(temp, ranks)  # first, for it has most to import
+            stack.callback(zygote.close)
+            variables |= zygote.variables
         stack.callback(authentication.reread)  # as it was before, once the environment is
         # RAY_ADDRESS of an outer cluster would win over our own wherever Ray looks for "the" cluster.
         stack.enter_context(_environment(variables, without=("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")))
@@ -152,10 +152,10 @@ def _private(
 
         authentication.reread()
         _warm_up()
-        from raydist.cluster import head
+        from raydist.cluster import local_ray
 
         node = stack.enter_context(
-            head.running(temp, object_store_bytes=_OBJECT_STORE_BYTES, metrics_port=metrics_port)
+            local_ray.running(temp, object_store_bytes=_OBJECT_STORE_BYTES, metrics_port=metrics_port)
         )
         context = ray.init(address=node.address, log_to_driver=False, configure_logging=False)
         stack.callback(_shut_down)
@@ -167,7 +167,7 @@ def _warm_up() -> None:
     """Import Ray Train while Ray's processes start: this one mostly waits for them."""
     # It registers hooks for fork. Registered by the thread while this one forks, the second half of a pair runs alone.
     import_module("concurrent.futures.thread")
-    threading.Thread(target=import_module, args=("raydist.cluster.raytrain",), daemon=True).start()
+    threading.Thread(target=import_module, args=("raydist.cluster.run.ray_train_adapter",), daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -198,10 +198,10 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
             info = context.address_info
             yield _session(info, private=False, temp=Path(info["session_dir"]).parent)
         finally:
-            if headwatch.answers(address):
+            if head_monitor.answers(address):
                 _shut_down()
             else:
-                headwatch.lost = True
+                head_monitor.lost = True
 
 
 def _session(info: Mapping[str, Any], *, private: bool, temp: Path) -> Session:

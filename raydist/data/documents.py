@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raydist import remotefs
+from raydist import remote_filesystem
 from raydist.data import sources
 from raydist.data.sources import Piece, SourceFile
 from raydist.errors import DataError
@@ -40,8 +40,8 @@ def read(piece: Piece, column: str) -> Iterator[Document]:
     except FileNotFoundError as error:
         raise DataError(f"{piece.file.name} is gone", "do not change the sources while they are prepared") from error
     except (OSError, pa.ArrowException) as error:
-        hint = remotefs.remedy(piece.file.root, "check the file and its rights")
-        raise DataError(f"{piece.file.name} cannot be read: {remotefs.reason(error)}", hint) from error
+        hint = remote_filesystem.remedy(piece.file.root, "check the file and its rights")
+        raise DataError(f"{piece.file.name} cannot be read: {remote_filesystem.reason(error)}", hint) from error
 
 
 def of_record(record: Any, where: str, *, raw: bool = False) -> Document | None:

@@ -1,6 +1,6 @@
 """Text -> a dataset of token shards: planned in blocks, made by whoever maps them, committed by its index.
 
-Runs in the process that was asked; blocks may be made elsewhere (`map_files`; raydist/cluster/prepare.py uses
+Runs in the process that was asked; blocks may be made elsewhere (`map_files`; raydist/cluster/data_prepare.py uses
 Ray Data). numpy and pyarrow; must not import torch or ray.
 
 Same input, same bytes, whatever the parallelism: the blocks follow from names and sizes alone, and a block's
@@ -20,21 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from raydist import remotefs
+from raydist import remote_filesystem
 from raydist.data import index as indexes
 from raydist.data import shards, tokenizers
-from raydist.data.index import (
-    INDEX,
-    SPLITS,
-    TOKENIZER,
-    DatasetIndex,
-    Shard,
-    Split,
-    SplitIndex,
-    TokenizerIndex,
-)
+from raydist.data.index import INDEX, SPLITS, TOKENIZER, DatasetIndex, Shard, Split, SplitIndex, TokenizerIndex
 from raydist.data.locks import locked
-from raydist.data.plan import SHARD_TOKENS, Plan, as_json, hash_of, plan_of, request_key
+from raydist.data.prepare_plan import SHARD_TOKENS, Plan, as_json, hash_of, plan_of, request_key
 from raydist.data.shards import JOURNAL, Job, Made
 from raydist.data.sources import Block
 from raydist.errors import DataError, StorageError
@@ -313,7 +304,7 @@ def open_or_prepare(wanted: Any, storage_uri: str, progress: Callable[[Progress]
         try:
             indexes.read(there)
         except StorageError as error:
-            hint = error.hint or remotefs.remedy(wanted.path, "check the path or URI, and that it may be read")
+            hint = error.hint or remote_filesystem.remedy(wanted.path, "check the path or URI, and that it may be read")
             raise DataError(f"data.path: {error.message}", hint) from error
         return there.full_uri
     if wanted.source is None:

@@ -36,7 +36,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import xxhash
 
-from raydist import remotefs
+from raydist import remote_filesystem
 from raydist.errors import DataError, UserError
 from raydist.redact import redact
 from raydist.storage import Storage
@@ -182,8 +182,8 @@ def find(source: str) -> list[SourceFile]:
         try:
             files = _list(source)
         except (OSError, pa.ArrowException, UserError) as error:
-            reason = error.message if isinstance(error, UserError) else remotefs.reason(error)
-            hint = remotefs.remedy(source, "check the path or URI, and that it may be read")
+            reason = error.message if isinstance(error, UserError) else remote_filesystem.reason(error)
+            hint = remote_filesystem.remedy(source, "check the path or URI, and that it may be read")
             raise DataError(f"source {source}: {reason.removeprefix(f'storage {redact(source)!r}: ')}", hint) from error
     if not files:
         raise DataError(
@@ -314,7 +314,7 @@ def parquet(file: SourceFile, column: str) -> pq.ParquetFile:
         table = pq.ParquetFile(filesystem(file.root).open_input_file(file.path))
     except (OSError, pa.ArrowException) as error:
         raise DataError(
-            f"{file.name}: no Parquet file that can be read: {remotefs.reason(error)}", "check the file"
+            f"{file.name}: no Parquet file that can be read: {remote_filesystem.reason(error)}", "check the file"
         ) from error
     names = table.schema_arrow.names
     if column not in names:

@@ -4,7 +4,7 @@ Runs anywhere: plain python and numpy. docs/extending.md says how to add one.
 
 A rule's file has
 
-    COLUMNS: tuple[str, ...]                      # columns of raydist.samples, of rows of ranks, that it wants to see
+    COLUMNS: tuple[str, ...]                      # columns of raydist.run.telemetry_schema, of rows of ranks, that it wants to see
     def check(window: Window) -> Finding | None   # the worst that it sees there, or None
 
 and is called with windows of 32 minutes, 64, 128 and so on, up to 11 days (`History`). A rule is pure: what it needs to know is in

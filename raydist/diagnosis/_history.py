@@ -76,7 +76,7 @@ class _Past:
 
 
 class History:
-    """Takes rows of raydist.samples; `windows` gives those that are due. Memory: 26 KB a rank with five columns."""
+    """Takes rows of raydist.run.telemetry_schema; `windows` gives those that are due. Memory: 26 KB a rank with five columns."""
 
     def __init__(self, columns: Sequence[str], bin_s: float = BIN_S, warmup_s: float = WARMUP_S) -> None:
         self._columns = tuple(dict.fromkeys(("step", *columns)))

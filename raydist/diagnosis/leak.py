@@ -39,7 +39,7 @@ _WHAT = {
 }
 _REMEDY = {
     "allocated_bytes": "look for tensors that outlive their step: losses kept without .detach() or .item(), lists of outputs, "
-    "hooks; two of raydist.worker.memory.snapshot(), some minutes apart, show what is new",
+    "hooks; two of raydist.worker.metrics.memory.snapshot(), some minutes apart, show what is new",
     "reserved_bytes": "tensors do not grow, so it is fragmentation: set PYTORCH_CUDA_ALLOC_CONF to expandable_segments:True in "
     "cluster.env, and keep shapes the same from step to step",
     "anon_bytes": "look for what grows in the Python code of your model and data: lists that each step appends to, caches without "

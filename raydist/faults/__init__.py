@@ -1,7 +1,7 @@
 """Faults as data: what is to go wrong in a run, on which rank, at which step. For tests, and to see one's own job survive.
 
-Runs anywhere. Imports neither torch nor ray: a rank does to itself what is a rank's (worker/injector.py), and the driver what
-is the driver's (cluster/injector.py).
+Runs anywhere. Imports neither torch nor ray: a rank does to itself what is a rank's (worker/faults/injector.py), and the driver
+what is the driver's (cluster/run/fault_injector.py).
 
     faults.yaml --load--> [Kill(rank=1, step=7), ...] --> job --> Injector --note--> RUN/faults/*.json --> event `fault`
 

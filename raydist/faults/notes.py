@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from raydist.faults.kinds import Fault
-from raydist.rundir import FAULTS, RunDir
+from raydist.run.directory import FAULTS, RunDir
 
 
 def names(faults: Sequence[Fault]) -> list[str]:

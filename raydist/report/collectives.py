@@ -2,9 +2,9 @@
 
 Runs in: the user's shell. Plain python.
 
-gloo: kineto records what its threads do as `gloo:all_reduce`, with the shapes that go in; what raydist/worker/exchange.py sends
-as several of them is one, from the first one's start to the last one's end. NCCL: its kernels, from their start on the device to
-their end, to which torch adds elements, type, group and number.
+gloo: kineto records what its threads do as `gloo:all_reduce`, with the shapes that go in; what
+raydist/worker/parallel/_gloo_p2p.py sends as several of them is one, from the first one's start to the last one's end. NCCL: its
+kernels, from their start on the device to their end, to which torch adds elements, type, group and number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from raydist.report import text
-from raydist.report.intervals import Interval, at
+from raydist.report.overlap import Interval, at
 
 BINDING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """Those that no rank leaves before all have entered."""
@@ -36,7 +36,7 @@ _BYTES = {
 }  # fmt: skip
 _FSDP = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((.*)\))?")
 _ONE = re.compile(r"raydist::(reduce_scatter|all_gather)")
-"""What is launched within is one collective (raydist/worker/exchange.py)."""
+"""What is launched within is one collective (raydist/worker/parallel/_gloo_p2p.py)."""
 
 Event = dict[str, Any]
 
@@ -65,7 +65,7 @@ def of_gpu(event: Event) -> bool:
 
 
 def collectives(events: Sequence[Event], steps: list[Interval], about: dict[str, Any]) -> list[Collective]:
-    """Those in the steps, in the order in which they began. `about`: what raydist/worker/trace.py says of the part."""
+    """Those in the steps, in the order in which they began. `about`: what raydist/worker/metrics/trace.py says of the part."""
     gpu = any(e.get("cat") == "kernel" for e in events)
     found = [
         (index, event)
@@ -161,7 +161,7 @@ def _launches(events: Sequence[Event], by_kind: bool) -> dict[Hashable, Iterator
     ends: dict[Any, float] = {}
     for event in sorted(launched, key=lambda e: (e["ts"], -e.get("dur", 0.0))):
         if event["ts"] < ends.get(event["tid"], 0.0):
-            continue  # the same call, handed on by who stands before the backend (raydist/worker/commlog.py)
+            continue  # the same call, handed on by who stands before the backend (raydist/worker/metrics/collective_counters.py)
         ends[event["tid"]] = event["ts"] + event.get("dur", 0.0)
         kind = _KINDS.get(_kind(event["name"]), "other")
         sizes = [math.prod(shape) for shape in _shapes(event.get("args", {}).get("Input Dims", []))]

@@ -22,7 +22,7 @@ from rich.text import Text
 from raydist.records import Event
 from raydist.report import text
 from raydist.report.starting import REFRESH_HZ, Starting
-from raydist.rundir import RunDir
+from raydist.run.directory import RunDir
 
 LINE_EVERY_S = 5.0
 REFRESH_S = 0.25

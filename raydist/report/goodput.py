@@ -20,8 +20,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from raydist.records import Event
-from raydist.report.readings import Readings
-from raydist.runlog import Segment
+from raydist.report.telemetry_reader import Readings
+from raydist.run.log import Segment
 
 PARTS = ("compute", "exposed", "data", "eval", "checkpoint", "recovery", "startup", "other", "unknown")
 """In the order that they are shown."""

@@ -45,7 +45,7 @@ def found(
     """at, kind, severity, attempt, step, rank, cause, remedy, then, detail: in the order of time. What is not known is None.
 
     `trained`: the last step of each attempt, which is the `step` of what ended it. `then`: what was done about it, and what it
-    cost; `detail`: a traceback. `slow`: ranks, as raydist.report.grids.slow has them, with `at`.
+    cost; `detail`: a traceback. `slow`: ranks, as raydist.report.heatmap_data.slow has them, with `at`.
     """
     told: list[dict[str, Any]] = []
     attempt, ended = None, True

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from raydist.errors import UsageError
 from raydist.registry import did_you_mean
-from raydist.report import shares
-from raydist.samples import OPS
+from raydist.report import time_breakdown
+from raydist.run.telemetry_schema import OPS
 
 Row = Mapping[str, Any]
 Subject = Literal["rank", "node", "gpu"]
@@ -46,12 +46,12 @@ def _mean(name: str) -> Callable[[Sequence[Row]], float | None]:
 
 
 def _rate(name: str) -> Callable[[Sequence[Row]], float | None]:
-    return lambda rows: shares.rate(rows, name)
+    return lambda rows: time_breakdown.rate(rows, name)
 
 
 def _spent(name: str) -> Callable[[Sequence[Row]], float | None]:
     def value(rows: Sequence[Row]) -> float | None:
-        found = shares.spent(rows)
+        found = time_breakdown.spent(rows)
         return None if found is None else found[name]
 
     return value
@@ -59,15 +59,15 @@ def _spent(name: str) -> Callable[[Sequence[Row]], float | None]:
 
 def _sync(rows: Sequence[Row]) -> float | None:
     """Seconds in which gradients were on their way, over those of the forward passes."""
-    forward = shares.grown(rows[0], rows[-1], "forward_seconds")
-    moved = sum(shares.grown(rows[0], rows[-1], f"{op}_seconds") for op in OPS)
+    forward = time_breakdown.grown(rows[0], rows[-1], "forward_seconds")
+    moved = sum(time_breakdown.grown(rows[0], rows[-1], f"{op}_seconds") for op in OPS)
     return moved / forward if forward else None
 
 
 def _link(rows: Sequence[Row]) -> float | None:
     """The busier direction of the interface, over its limit."""
     limit = next((row["nic_limit_bytes_per_second"] for row in rows if row.get("nic_limit_bytes_per_second")), None)
-    rates = [rate for way in ("in", "out") if (rate := shares.rate(rows, f"nic_{way}_bytes")) is not None]
+    rates = [rate for way in ("in", "out") if (rate := time_breakdown.rate(rows, f"nic_{way}_bytes")) is not None]
     return max(rates) / limit if limit and rates else None
 
 
@@ -191,7 +191,9 @@ def measured(rows: Sequence[Row], names: Sequence[str], begun: float, interval_s
     for name in names:
         metric = METRICS[name]
         keys = SUBJECTS[metric.subject]
-        for who, told in sorted(shares.by_subject((r for r in rows if r["kind"] == metric.subject), *keys).items()):
+        for who, told in sorted(
+            time_breakdown.by_subject((r for r in rows if r["kind"] == metric.subject), *keys).items()
+        ):
             binned: dict[int, list[Row]] = {}
             for row in told:
                 binned.setdefault(int((row["at"] - begun) // interval_s), []).append(row)

@@ -33,7 +33,7 @@ _WORDS = {
     "load": "looking for a saved state",
     "first_step": "training begins",
 }
-"""Stages in order: the driver's, then those of raydist/worker/startup.py."""
+"""Stages in order: the driver's, then those of raydist/worker/metrics/startup_timing.py."""
 
 
 def process_start() -> float:

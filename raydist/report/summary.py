@@ -11,14 +11,14 @@ from typing import Any
 
 import pyarrow as pa
 
+from raydist.checkpoint import manifest
 from raydist.faults import read_notes
-from raydist.observe.live import WINDOW, rates
+from raydist.observe.summary import WINDOW, rates
 from raydist.records import Event
-from raydist.rundir import SPEC, RunDir, default_storage
-from raydist.runlog import Segment, merge, plain, read_events, read_segments, read_steps
-from raydist.runstate import read_state
+from raydist.run.directory import SPEC, RunDir, default_storage
+from raydist.run.log import Segment, merge, plain, read_events, read_segments, read_steps
+from raydist.run.status import read_state
 from raydist.storage import Storage
-from raydist.worker.checkpoint import manifest
 
 
 def show(run: RunDir) -> dict[str, Any]:

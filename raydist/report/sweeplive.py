@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from raydist.report import text
+from raydist.report.sweep.conclusions import measured, named
 from raydist.report.sweep.standing import Leader, Over, Standing
-from raydist.report.sweep.words import measured, named
 
 LINE_EVERY_S = 10.0
 REFRESH_S = 0.5
@@ -31,7 +31,7 @@ _STYLES = {"failed": "red", "finished": "green"}
 
 
 class Cell(Protocol):
-    """A cell that trains: `raydist.cluster.sweep.cell.Live`."""
+    """A cell that trains: `raydist.cluster.sweep.trial.Live`."""
 
     id: str
     state: str
@@ -41,7 +41,7 @@ class Cell(Protocol):
 
 
 class Spent(Protocol):
-    """Hours so far: `raydist.cluster.sweep.limits.Spent`."""
+    """Hours so far: `raydist.cluster.sweep.budget.Spent`."""
 
     @property
     def hours(self) -> float:

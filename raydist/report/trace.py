@@ -1,7 +1,7 @@
 """The ranks' traces as one: a process a rank, clocks aligned, collectives with their names; and what each rank's time went into.
 
-Runs in: the user's shell. Plain python. What it reads is what raydist/worker/trace.py writes: Chrome's trace format, as kineto has
-it. Perfetto and chrome://tracing open what it makes.
+Runs in: the user's shell. Plain python. What it reads is what raydist/worker/metrics/trace.py writes: Chrome's trace format, as
+kineto has it. Perfetto and chrome://tracing open what it makes.
 
 One rank's events are in memory at a time: each part is read twice, once for what it has in common with the others.
 """
@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raydist.errors import StorageError
-from raydist.report import clocks
+from raydist.report import clock_sync
 from raydist.report.collectives import Collective, collectives, of_gpu
-from raydist.report.intervals import Interval, Shares, innermost, shares
-from raydist.rundir import RunDir
+from raydist.report.overlap import Interval, Shares, innermost, shares
+from raydist.run.directory import RunDir
 
 STEP = "ProfilerStep#"
 PHASES = ("data wait", "forward", "backward", "optimizer", "checkpoint", "checkpoint copy", "eval")
@@ -160,21 +160,21 @@ class _Apart:
         return self._after + 1 + place
 
 
-def _leads(facts: Sequence[Part]) -> dict[str, clocks.Offset]:
-    by_clock: dict[str, list[clocks.Collectives]] = defaultdict(list)
+def _leads(facts: Sequence[Part]) -> dict[str, clock_sync.Offset]:
+    by_clock: dict[str, list[clock_sync.Collectives]] = defaultdict(list)
     for part in facts:
         between = (part.base_ns - facts[0].base_ns) / 1e9
         common = {c.key: (c.begin + between, c.end + between) for c in part.collectives if c.binds}
         by_clock[part.about["clock"]].append(common)
-    return clocks.offsets(by_clock)
+    return clock_sync.offsets(by_clock)
 
 
-def _shift(part: Part, first: Part, leads: dict[str, clocks.Offset]) -> float:
+def _shift(part: Part, first: Part, leads: dict[str, clock_sync.Offset]) -> float:
     """What makes seconds of this part's seconds after the first one's base, by the first one's clock."""
     return (part.base_ns - first.base_ns) / 1e9 - leads[part.about["clock"]].seconds
 
 
-def _told(facts: Sequence[Part], leads: dict[str, clocks.Offset]) -> dict[str, Any]:
+def _told(facts: Sequence[Part], leads: dict[str, clock_sync.Offset]) -> dict[str, Any]:
     ranks = []
     for part in facts:
         lead = leads[part.about["clock"]]

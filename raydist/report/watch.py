@@ -14,11 +14,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raydist.report import shares, text
-from raydist.rundir import SPEC, RunDir
-from raydist.runlog import plain
-from raydist.runstate import read_state
-from raydist.samplelog import read_samples
+from raydist.report import text, time_breakdown
+from raydist.run.directory import SPEC, RunDir
+from raydist.run.log import plain
+from raydist.run.status import read_state
+from raydist.run.telemetry_log import read_samples
 
 WINDOW_S = 30.0
 """What shares and rates are taken over."""
@@ -31,12 +31,12 @@ def view(run: RunDir) -> dict[str, Any]:
     now = time.time()
     rows = read_samples(run, since=now - WINDOW_S).to_pylist() if state["status"] == "running" else []
     attempt = state.get("attempt")
-    ranks = shares.by_subject((r for r in rows if r["kind"] == "rank" and r["attempt"] == attempt), "rank")
-    nodes = shares.by_subject((r for r in rows if r["kind"] == "node"), "node")
-    gpus = shares.by_subject((r for r in rows if r["kind"] == "gpu"), "node", "gpu")
+    ranks = time_breakdown.by_subject((r for r in rows if r["kind"] == "rank" and r["attempt"] == attempt), "rank")
+    nodes = time_breakdown.by_subject((r for r in rows if r["kind"] == "node"), "node")
+    gpus = time_breakdown.by_subject((r for r in rows if r["kind"] == "gpu"), "node", "gpu")
     total, pace = _total(run), state.get("tokens_per_second")
-    spent = {rank: shares.spent(told) for (rank,), told in ranks.items()}
-    last = shares.slowest(spent)
+    spent = {rank: time_breakdown.spent(told) for (rank,), told in ranks.items()}
+    last = time_breakdown.slowest(spent)
     found = {
         "at": now,
         "run": run.name,
@@ -133,8 +133,8 @@ def _node(rows: list[Any]) -> dict[str, Any]:
             name: newest[name]
             for name in ("node", "host", "at", "cpu_util", "memory_used_bytes", "memory_total_bytes", "nic")
         },
-        "nic_in_bytes_per_second": shares.rate(rows, "nic_in_bytes"),
-        "nic_out_bytes_per_second": shares.rate(rows, "nic_out_bytes"),
+        "nic_in_bytes_per_second": time_breakdown.rate(rows, "nic_in_bytes"),
+        "nic_out_bytes_per_second": time_breakdown.rate(rows, "nic_out_bytes"),
     }
 
 

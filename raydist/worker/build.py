@@ -15,13 +15,15 @@ from torch import nn
 
 from raydist import registry
 from raydist.errors import GraphMismatch, UserError
-from raydist.rundir import RunDir
+from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
-from raydist.worker import flops, offload, optim, setup
-from raydist.worker.drift import hashes
-from raydist.worker.graph import initialise, some
+from raydist.worker import distributed
+from raydist.worker.checks.replicas import hashes
+from raydist.worker.distributed import Rank
+from raydist.worker.metrics import flops
+from raydist.worker.optim import offload, optimizers
 from raydist.worker.parallel import Example, ParallelStrategy, ParamShard
-from raydist.worker.setup import Rank
+from raydist.worker.parallel._model_graph import initialise, some
 
 T = TypeVar("T")
 
@@ -35,7 +37,7 @@ def build_model(spec: JobSpec, vocab_size: int, meta: bool = False) -> nn.Module
     """
     name = spec.model.name
     build = registry.load("model", name)
-    setup.seed_all(spec.train.seed, "init")
+    distributed.seed_all(spec.train.seed, "init")
     if getattr(build, "takes_meta", False):
         with torch.device("meta"):
             model = _module(build(spec.model, vocab_size), name)
@@ -44,7 +46,7 @@ def build_model(spec: JobSpec, vocab_size: int, meta: bool = False) -> nn.Module
                 f"model.name: {name}: takes_meta is set, and {type(model).__name__} has no init_module to make weights with",
                 "add init_module(name, module), or take takes_meta away (docs/models.md)",
             )
-        setup.seed_all(spec.train.seed, "init")  # what build has drawn, weights are not to depend on
+        distributed.seed_all(spec.train.seed, "init")  # what build has drawn, weights are not to depend on
         if not meta:
             for _ in initialise(model):
                 pass
@@ -121,7 +123,7 @@ def settled(
     parallel = spec.parallel
     if parallel.bucket_mb != "auto" or parallel.strategy != "ddp" or rank.world_size == 1:
         return spec
-    from raydist.worker.buckets import choose
+    from raydist.worker.comm.buckets import choose
 
     chosen = choose.settle(spec, rank, run, vocab_size, partial(build_model, spec, vocab_size), example)
     say(f"parallel.bucket_mb: auto: {chosen.because}")
@@ -134,7 +136,7 @@ def build_optimizer(
     """Where the shards are, or with its state in host memory or in a file."""
     device = next(iter(shards.values())).local.device
     if spec.offload.optimizer == "none":
-        return optim.build(shards, spec.optim, device)
+        return optimizers.build(shards, spec.optim, device)
     made = offload.build(shards, spec.optim, spec.offload, device, tag=f"rank{rank.rank}")
     strategy.on_final = made.gradients_final
     if rank.world_size == 1:

@@ -1,6 +1,6 @@
 """The training loop, from an empty process group to the last checkpoint; says who takes part in what.
 
-Runs in: each train worker. Torch, never ray: what it needs of the outside comes as `Door`, a few plain callables.
+Runs in: each train worker. Torch, never ray: what it needs of the outside comes as `MonitorChannel`, a few plain callables.
 """
 
 from __future__ import annotations
@@ -20,32 +20,34 @@ from torch import nn
 from raydist import registry
 from raydist.data.batches import Batches, Loader, Stall, StepBatch
 from raydist.data.dataset import TokenDataset
+from raydist.ipc.heartbeat import Heartbeat
 from raydist.records import Event, StepRecord
 from raydist.redact import redact
-from raydist.worker import build, compute, memory, offload, precision, setup
-from raydist.worker.drift import DriftWatch
-from raydist.worker.feed import Feed
-from raydist.worker.gradients import GradientCheck
-from raydist.worker.guard import Guard
-from raydist.worker.histograms import Histograms
-from raydist.worker.job import Door, Job, Outcome
-from raydist.worker.keeper import Keeper, Progress
-from raydist.worker.memory import MemoryMeter
-from raydist.worker.noise import GradientNoise
+from raydist.worker import build, distributed, model_transforms, precision
+from raydist.worker.attempt import Job, MonitorChannel, Outcome
+from raydist.worker.checkpoint.manager import CheckpointManager, Progress
+from raydist.worker.checkpoint.state_dict import TrainState
+from raydist.worker.checks.bad_steps import BadStepCheck
+from raydist.worker.checks.gradients import GradientCheck
+from raydist.worker.checks.replicas import ReplicaCheck
+from raydist.worker.dataloader import Feed
+from raydist.worker.distributed import Rank
+from raydist.worker.metrics import memory
+from raydist.worker.metrics.gradient_noise_scale import GradientNoise
+from raydist.worker.metrics.histograms import Histograms
+from raydist.worker.metrics.memory import MemoryMeter
+from raydist.worker.metrics.reporter import Reporter
+from raydist.worker.metrics.startup_timing import Startup
+from raydist.worker.metrics.telemetry import Telemetry
+from raydist.worker.metrics.trace import Tracer
+from raydist.worker.optim import offload
+from raydist.worker.optim.schedule import lr_at, peak_lr
 from raydist.worker.parallel import ParallelStrategy, ParamShard
 from raydist.worker.precision import Precision
-from raydist.worker.probe import Probe
-from raydist.worker.reporter import Reporter
-from raydist.worker.schedule import lr_at, peak_lr
-from raydist.worker.setup import Rank
-from raydist.worker.startup import Startup
-from raydist.worker.state import TrainState
 from raydist.worker.step import MESSAGES, TrainStep, evaluate, loss_sum
-from raydist.worker.telemetry import Telemetry
-from raydist.worker.trace import Tracer
 
 if TYPE_CHECKING:
-    from raydist.worker.injector import Injector
+    from raydist.worker.faults.injector import Injector
 
 
 def _to_stderr(event: Event) -> None:
@@ -55,30 +57,30 @@ def _to_stderr(event: Event) -> None:
 def train(
     job: Job,
     rank: Rank,
-    door: Door | None,
-    probe: Probe | None = None,
+    channel: MonitorChannel | None,
+    heartbeat: Heartbeat | None = None,
     startup: Startup | None = None,
     tell: Callable[[Event], None] = _to_stderr,
 ) -> Outcome:
     """Trains from the newest good checkpoint, or from the start, to the end. Called by every rank; `door` by rank 0.
 
-    `probe` is told what this rank is doing, `startup` how far it has come before its first step. `tell`: how a rank without a
+    `heartbeat` is told what this rank is doing, `startup` how far it has come before its first step. `tell`: how a rank without a
     door says what it alone knows; it must not block.
 
     Raises what stops the run: NonFinite, LossSpike, GraphMismatch, SavesFailed, Fenced, SuspectHardware, CheckpointError,
     DataError, or the model's own exception; and Rollback, which ends the attempt.
     """
-    reporter = Reporter(door.push, door.durable) if door is not None else None
+    reporter = Reporter(channel.push, channel.durable) if channel is not None else None
     try:
-        workers = _gather(setup.describe(rank), rank)
+        workers = _gather(distributed.describe(rank), rank)
         if reporter:
             reporter.say("workers", workers=workers)
             reporter.say("note", text="; ".join(rank.notes))
         tell = reporter.event if reporter else tell
-        probe = probe or Probe()
+        heartbeat = heartbeat or Heartbeat()
         memory.keep_history(job.run, rank, job.attempt, job.spec.observe.memory_history)
-        with Telemetry(job.run.uri, rank, job.attempt, probe, job.spec.observe.interval_s, tell) as telemetry:
-            return _Run(job, rank, reporter, probe, startup or Startup(), tell, telemetry).train()
+        with Telemetry(job.run.uri, rank, job.attempt, heartbeat, job.spec.observe.interval_s, tell) as telemetry:
+            return _Run(job, rank, reporter, heartbeat, startup or Startup(), tell, telemetry).train()
     except torch.OutOfMemoryError:
         tell(Event("note", time.time(), {"text": memory.after_oom(rank.rank, job.spec.observe.memory_history)}))
         raise
@@ -89,7 +91,7 @@ def train(
 
 def _injector(job: Job, rank: Rank) -> Injector:
     """What spoils the run where it was asked to."""
-    from raydist.worker.injector import Injector
+    from raydist.worker.faults.injector import Injector
 
     return Injector(job.faults, job.run, rank, job.attempt)
 
@@ -102,7 +104,7 @@ class _Run:
         job: Job,
         rank: Rank,
         reporter: Reporter | None,
-        probe: Probe,
+        heartbeat: Heartbeat,
         startup: Startup,
         tell: Callable[[Event], None],
         telemetry: Telemetry,
@@ -110,9 +112,9 @@ class _Run:
         spec, self._tell = job.spec, tell
         self.job, self.spec, self.rank, self.reporter = job, spec, rank, reporter
         self.injector = _injector(job, rank) if job.faults else None
-        phases = probe
-        probe = self.injector.watch(probe) if self.injector else probe
-        self.probe, self.startup = probe, startup
+        phases = heartbeat
+        heartbeat = self.injector.watch(heartbeat) if self.injector else heartbeat
+        self.heartbeat, self.startup = heartbeat, startup
         # Data: every rank opens it; nothing is sent.
         dataset = TokenDataset(job.dataset)
         self.feed = Feed(spec, rank, dataset)
@@ -121,7 +123,7 @@ class _Run:
         self.eval_set = self.feed.eval_set() if spec.eval.every else []
         # Model, strategy, optimizer: the same on every rank, from the same seed.
         if spec.train.deterministic:
-            setup.be_deterministic()
+            distributed.be_deterministic()
         precision.refuse(spec.precision, rank.device)
         self.precision = Precision(spec.precision, rank.device)
         settled = build.settled(spec, rank, job.run, dataset.vocab_size, self._example, self._note)
@@ -138,36 +140,36 @@ class _Run:
         if rank.world_size == 1 and spec.parallel.strategy != "ddp":
             self._note(f"parallel.strategy: {spec.parallel.strategy} on one worker: nothing is split")
         self.strategy.wrap(model, self._example)
-        compute.prepare(model, spec.train)
+        model_transforms.prepare(model, spec.train)
         shards = self.strategy.shards()
         self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards)
-        setup.seed_all(spec.train.seed, "dropout", rank.rank)
+        distributed.seed_all(spec.train.seed, "dropout", rank.rank)
         self.peak_lr = peak_lr(spec.optim, spec.train.global_batch)
         self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages)
-        self.guard = Guard(spec, rank, job.run, job.attempt, model, reporter)
+        self.bad_steps = BadStepCheck(spec, rank, job.run, job.attempt, model, reporter)
         self.noise = self._noise()
         # State: from the newest good checkpoint, which all ranks agree on.
         self.at = Progress()
-        self.keeper = Keeper(
+        self.checkpoints = CheckpointManager(
             job,
             rank,
             reporter,
             self.at,
             TrainState(model, self.optimizer, shards),
             precision=self.precision,
-            guard=self.guard,
+            bad_steps=self.bad_steps,
             noise=self.noise,
             fingerprint=dataset.fingerprint,
             total=self.total,
             steps_per_epoch=self.batches.steps_per_epoch,
         )
         startup.done("build")
-        if self.keeper.resume():
+        if self.checkpoints.resume():
             self.strategy.updated()
         startup.done("load")
-        self.keeper.open()
+        self.checkpoints.open()
         self.last = min(self.total, job.until or self.total)
-        self.watch = self.keeper.watch = self._drift_watch(model, shards) if spec.train.check_replicas else None
+        self.watch = self.checkpoints.watch = self._drift_watch(model, shards) if spec.train.check_replicas else None
         self.memory = MemoryMeter(rank.device, model, shards, self.optimizer)
         telemetry.memory = self.memory.read
         every = spec.train.check_gradients
@@ -182,11 +184,11 @@ class _Run:
             full_tokens=spec.train.global_batch * spec.model.context,
             clip=spec.optim.clip,
             before_update=self._before_update,
-            judge=self.guard,
+            judge=self.bad_steps,
             watch=self.watch,
             gradients=self.gradients,
             noise=self.noise,
-            probe=probe,
+            heartbeat=heartbeat,
             telemetry=telemetry,
         )
 
@@ -212,7 +214,7 @@ class _Run:
             with loader:
                 begun = before = time.perf_counter()
                 unusual = True  # besides the step: its caches warm up
-                self.probe.step(at.step + 1)
+                self.heartbeat.step(at.step + 1)
                 for batch in loader:  # every rank, its own slice of the same global batch
                     at.step += 1
                     ending = at.step == self.last
@@ -224,27 +226,27 @@ class _Run:
                         batch.tokens,
                         lr,
                         want_stop=bool(self.reporter and self.reporter.command == "stop"),
-                        vote=self.keeper.vote(self._due(self.spec.checkpoint.every, ending)),
+                        vote=self.checkpoints.vote(self._due(self.spec.checkpoint.every, ending)),
                         trace=self.tracer.asks(self.reporter.traces) if self.reporter else (0, 0),
                         samples=len(batch.ids),
                     )
-                    report = self.guard.step(at.step, batch, train)  # every rank; not what the ledger leaves out
+                    report = self.bad_steps.step(at.step, batch, train)  # every rank; not what the ledger leaves out
                     at.cursor, stop = batch.after, report.stop
                     at.loss = report.loss if math.isfinite(report.loss) else at.loss
                     ended = time.perf_counter()
-                    self.probe.stepped(ended - begun - batch.wait_seconds)
+                    self.heartbeat.stepped(ended - begun - batch.wait_seconds)
                     self._record(batch, lr, report.loss, report.grad_norm, report.tokens, ended - begun)
                     found = self.noise.verdict(at.step) if self.noise else None
                     if found and self.reporter:
                         self.reporter.event(found.event(time.time()))
-                    self.keeper.stepped(ended - before, unusual)
+                    self.checkpoints.stepped(ended - before, unusual)
                     before, unusual = ended, False
                     if at.step == first:
                         self.startup.done("first_step")
                         if self.reporter:
                             told = self.startup.told(first - 1)
                             self.reporter.say("first_step", attempt=self.job.attempt, step=first, **told)
-                        self.keeper.prepare()  # every rank: memory for copies
+                        self.checkpoints.prepare()  # every rank: memory for copies
                         unusual = True
                         # What torch and the model have made by now stays: a full collection walks through it for 0.2 s.
                         gc.collect()
@@ -253,24 +255,24 @@ class _Run:
                         self._evaluate()  # every rank: losses are summed
                         unusual = True
                     if self._due(self.spec.checkpoint.every, stop or ending):
-                        self.probe.enter("save")
-                        self.keeper.save(stop or ending)  # every rank writes its part; rank 0 commits, last
+                        self.heartbeat.enter("save")
+                        self.checkpoints.save(stop or ending)  # every rank writes its part; rank 0 commits, last
                         unusual = True
                     elif report.votes == 1.0:
-                        self.probe.enter("save")
-                        self.keeper.snapshot()  # every rank: to memory
+                        self.heartbeat.enter("save")
+                        self.checkpoints.snapshot()  # every rank: to memory
                     self.tracer.step(at.step + 1, report.trace, ends=stop or ending)  # every rank, the same steps
                     begun = time.perf_counter()
-                    self.probe.step(at.step + 1)
+                    self.heartbeat.step(at.step + 1)
                     if stop:
                         break
-            self.probe.enter("end")
+            self.heartbeat.enter("end")
             if self.gradients:
                 self.gradients.close()
-            self.keeper.finish()  # every rank
+            self.checkpoints.finish()  # every rank
         finally:
             self.tracer.close()
-            self.keeper.close()
+            self.checkpoints.close()
             if isinstance(self.optimizer, offload.OffloadedAdamW):
                 self.optimizer.close()
         status = "finished" if at.step >= self.total else "interrupted" if stop else "paused"
@@ -320,7 +322,7 @@ class _Run:
             )
 
     def _evaluate(self) -> None:
-        self.at.eval_loss, tokens = evaluate(self.rank, self.strategy, self.precision, self.eval_set, self.probe)
+        self.at.eval_loss, tokens = evaluate(self.rank, self.strategy, self.precision, self.eval_set, self.heartbeat)
         self.at.evaluated = self.at.step
         best = self.at.best_eval is None or self.at.eval_loss < self.at.best_eval
         self.at.best_eval = self.at.eval_loss if best else self.at.best_eval
@@ -334,10 +336,10 @@ class _Run:
         batch, factor = self.spec.train.global_batch, self.strategy.loss_factor
         return GradientNoise(self.rank, self.strategy.module, factor, every=every, batch=batch, total=self.total)
 
-    def _drift_watch(self, model: nn.Module, shards: Mapping[str, ParamShard]) -> DriftWatch | None:
+    def _drift_watch(self, model: nn.Module, shards: Mapping[str, ParamShard]) -> ReplicaCheck | None:
         """None where no two ranks hold the same."""
         every, saved = self.spec.train.check_replicas or 1, self.spec.checkpoint.every
-        made = DriftWatch(
+        made = ReplicaCheck(
             self.rank,
             self.job.run,
             self.job.attempt,
@@ -357,8 +359,8 @@ class _Run:
         return None
 
     def _before_mending(self) -> None:
-        self.probe.enter("save")  # no deadline of a step: the state may be large, and storage slow
-        self.keeper.before_update()
+        self.heartbeat.enter("save")  # no deadline of a step: the state may be large, and storage slow
+        self.checkpoints.before_update()
 
     def _before_update(self) -> None:
         self.memory.before_update()
@@ -366,7 +368,7 @@ class _Run:
             optimizer = self.optimizer
             pending = optimizer.pending_factor if isinstance(optimizer, offload.OffloadedAdamW) else 1.0
             self.histograms.look(self.at.step, pending)
-        self.keeper.before_update()
+        self.checkpoints.before_update()
 
     def _example(self, module: nn.Module, samples: int = 1) -> torch.Tensor:
         """The loss of the first sample, so many times: what a strategy needs to see the graph."""

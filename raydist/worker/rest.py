@@ -1,6 +1,6 @@
 """Lets the main thread of a Ray worker sleep while a run is in its stride: Ray wakes it 100 times a second.
 
-Runs in: the processes of Ray that stand beside ranks (agents, conductor, monitor, controller). Neither torch nor ray.
+Runs in: the processes of Ray that stand beside ranks (agents, coordinator, monitor, controller). Neither torch nor ray.
 
 Ray's worker loop asks Python every 10 ms whether a signal has come, and no setting changes that. It takes 0.5 to 1% of a core
 in each process, and where ranks fill all cores every interruption of one keeps its peers waiting (docs/adr/0008). But what

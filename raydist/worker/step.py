@@ -17,14 +17,14 @@ from torch import nn
 
 from raydist.data.batches import MASKED, MicroBatch
 from raydist.errors import NonFinite
-from raydist.worker.graph import watch_gradients
-from raydist.worker.noise import GradientNoise
-from raydist.worker.offload import OffloadedAdamW
+from raydist.ipc.heartbeat import Heartbeat
+from raydist.worker.distributed import Rank
+from raydist.worker.metrics.gradient_noise_scale import GradientNoise
+from raydist.worker.metrics.telemetry import Telemetry
+from raydist.worker.optim.offload import OffloadedAdamW
 from raydist.worker.parallel import ParallelStrategy
+from raydist.worker.parallel._model_graph import watch_gradients
 from raydist.worker.precision import Precision
-from raydist.worker.probe import Probe
-from raydist.worker.setup import Rank
-from raydist.worker.telemetry import Telemetry
 
 MESSAGES = (
     ("all_reduce", 6, "sums of the step"),
@@ -76,7 +76,7 @@ class Bad:
 
 
 class Judge(Protocol):
-    """Who says what becomes of a step's numbers: `raydist.worker.guard.Guard`."""
+    """Who says what becomes of a step's numbers: `raydist.worker.checks.bad_steps.BadStepCheck`."""
 
     def spike(self, loss: float) -> float | None:
         """The median of the losses before if `loss` is a spike, else None: the same on every rank."""
@@ -88,7 +88,7 @@ class Judge(Protocol):
 
 
 class Watch(Protocol):
-    """Who sees to it that replicas hold the same weights: `raydist.worker.drift.DriftWatch`."""
+    """Who sees to it that replicas hold the same weights: `raydist.worker.checks.replicas.ReplicaCheck`."""
 
     def begin(self) -> None:
         """A step begins, or does so again."""
@@ -112,7 +112,7 @@ def loss_sum(module: nn.Module, batch: MicroBatch) -> torch.Tensor:
 
 
 class Look(Protocol):
-    """Who looks at gradients: `raydist.worker.gradients.GradientCheck`."""
+    """Who looks at gradients: `raydist.worker.checks.gradients.GradientCheck`."""
 
     def look(self, step: int) -> None:
         """Every rank: the gradients of `step` are summed, and not yet clipped."""
@@ -136,10 +136,10 @@ class TrainStep:
         watch: Watch | None = None,
         gradients: Look | None = None,
         noise: GradientNoise | None = None,
-        probe: Probe | None = None,
+        heartbeat: Heartbeat | None = None,
         telemetry: Telemetry | None = None,
     ) -> None:
-        self._probe = probe or Probe()
+        self._heartbeat = heartbeat or Heartbeat()
         self._around_backward: Callable[[], AbstractContextManager[None]] = (
             telemetry.backward if telemetry else nullcontext
         )
@@ -178,10 +178,10 @@ class TrainStep:
                 self.optimizer.prefetch()
             listening = small.listening() if small is not None and i == 0 else nullcontext()
             with listening, self.strategy.accumulate(last):
-                self._probe.enter("forward")
+                self._heartbeat.enter("forward")
                 with self.precision.autocast():
                     loss = loss_sum(self.strategy.module, batch)
-                self._probe.enter("backward")
+                self._heartbeat.enter("backward")
                 sums[0] += loss.detach()
                 if last and self.rank.world_size > 1:
                     # Its milliseconds hide behind the backward pass. Every rank issues it before DDP's own.
@@ -230,9 +230,9 @@ class TrainStep:
                 self._scale_grads(factor)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_factor", 1.0)
-            self._probe.enter("save")  # stands, if at all, for a copy of the state
+            self._heartbeat.enter("save")  # stands, if at all, for a copy of the state
             self._before_update()
-            self._probe.enter("update")
+            self._heartbeat.enter("update")
             self.optimizer.step()
         else:
             skipped = True  # fp16 overflow: the same on all ranks, for the gradient is
@@ -284,16 +284,16 @@ def evaluate(
     strategy: ParallelStrategy,
     precision: Precision,
     batches: Sequence[MicroBatch],
-    probe: Probe | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> tuple[float, int]:
     """(mean loss in nats, tokens) over the held-out batches of all ranks, each of which brings its own part."""
     module = getattr(strategy.module, "module", strategy.module)
     was_training = module.training
     module.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=rank.device)
-    probe = probe or Probe()
+    heartbeat = heartbeat or Heartbeat()
     for batch in batches:
-        probe.enter("eval")
+        heartbeat.enter("eval")
         with precision.autocast():
             sums[0] += loss_sum(module, batch)
         sums[1] += (batch.targets != MASKED).sum()

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from raydist.bench import collectives, pattern, topology
-from raydist.bench.ask import DTYPES, OPS, Ask, read
+from raydist.bench import collectives, topology, verify
 from raydist.bench.collectives import Row
+from raydist.bench.options import DTYPES, OPS, Ask, read
 from raydist.errors import UsageError
-from raydist.worker import clock
-from raydist.worker.setup import Rank
+from raydist.worker.distributed import Rank
+from raydist.worker.metrics import device_clock
 from tests.training import run
 
 
@@ -56,7 +56,7 @@ def spoiled(rank: Rank, op: str, how: str) -> int:
 
     def of_rank_2() -> None:
         other = Rank(2, rank.world_size, 2, rank.device, rank.backend, rank.node_ip, rank.control, ())
-        pattern.fill(made._given, collectives._Operation(op, 8400, torch.float32, other)._pattern)
+        verify.fill(made._given, collectives._Operation(op, 8400, torch.float32, other)._pattern)
         real()
 
     def two_elements() -> None:
@@ -95,19 +95,19 @@ def test_numbers_are_exact_in_bf16() -> None:
     """Up to 251, for any number of ranks: sums and parts come back whole from bf16; and any two ranks' messages differ."""
     i = torch.arange(10_000)
     for world in (2, 5, 64, 1000):
-        total = pattern.total(world)(i)
+        total = verify.total(world)(i)
         assert total.max() <= 251
         assert torch.equal(total.bfloat16().long(), total)
-    terms = torch.stack([pattern.term(r, 5)(i) for r in range(5)])
-    assert torch.equal(terms.sum(0), pattern.total(5)(i))
-    assert (pattern.message(3, 1)(i) != pattern.message(4, 1)(i))[::2].all()
-    assert (pattern.message(3, 1)(i) != pattern.message(3, 2)(i))[1::2].all()
+    terms = torch.stack([verify.term(r, 5)(i) for r in range(5)])
+    assert torch.equal(terms.sum(0), verify.total(5)(i))
+    assert (verify.message(3, 1)(i) != verify.message(4, 1)(i))[::2].all()
+    assert (verify.message(3, 1)(i) != verify.message(3, 2)(i))[1::2].all()
 
 
 def test_nan_is_wrong() -> None:
     """What was never written is not the number that belongs there."""
     tensor = torch.full((10,), float("nan"))
-    assert pattern.wrong(tensor, pattern.total(2)) == 10
+    assert verify.wrong(tensor, verify.total(2)) == 10
 
 
 def test_percentiles_and_sizes() -> None:
@@ -125,7 +125,7 @@ def test_marks_are_times_between_moments(monkeypatch: pytest.MonkeyPatch) -> Non
     """On the CPU, by the host's clock."""
     ticks = iter([1.0, 3.0, 3.5])
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
-    marks = clock.Marks(torch.device("cpu"))
+    marks = device_clock.Marks(torch.device("cpu"))
     for _ in range(3):
         marks.mark()
     assert marks.seconds() == [2.0, 0.5]

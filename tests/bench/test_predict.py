@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raydist.bench.predict import ALGORITHMS, predict, ring, torus_2d
-from raydist.worker.buckets.model import AlphaBeta
+from raydist.worker.comm.buckets.model import AlphaBeta
 
 LINK = AlphaBeta(alpha=1e-5, beta=1e-9)
 N = 8_000_000  # 8 ms on the wire

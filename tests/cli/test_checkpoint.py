@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import xxhash
 
+from raydist.checkpoint import manifest, retention
+from raydist.checkpoint.manifest import FileEntry, Manifest
 from raydist.cli.main import main
-from raydist.rundir import RunDir
-from raydist.worker.checkpoint import manifest, pruning
-from raydist.worker.checkpoint.manifest import FileEntry, Manifest
+from raydist.run.directory import RunDir
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_verify(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_prune(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     """The run's own `keep` unless told otherwise, and the best; what is being read stays."""
-    with pruning.leased(run, 30):
+    with retention.leased(run, 30):
         code, out, _ = call(capsys, "prune", run.uri, "--json")
     assert code == 0
     assert json.loads(out) == {"pruned": [10], "left": [20, 30, 40, 50]}

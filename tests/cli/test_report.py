@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from raydist.cli import report as command
 from raydist.errors import RunNotFound, StorageError, UsageError
-from raydist.report.figures import report
 from raydist.report.goodput import PARTS
-from raydist.rundir import RunDir
+from raydist.report.run_metrics import report
+from raydist.run.directory import RunDir
 from tests.conftest import ObjectStore
 from tests.report import story
 

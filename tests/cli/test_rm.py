@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from raydist.cli import rm
 from raydist.errors import RunNotFound, UsageError
-from raydist.lease import DriverLease
-from raydist.rundir import SPEC, RunDir
+from raydist.run.directory import SPEC, RunDir
+from raydist.run.lease import DriverLease
+from raydist.run.sweep_directory import CellNote, SweepDir
 from raydist.storage import Storage
-from raydist.sweepdir import CellNote, SweepDir
 
 
 @pytest.fixture

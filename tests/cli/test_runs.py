@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from raydist.cli import runs
 from raydist.errors import RunNotFound
-from raydist.observe.run import RunMonitor
+from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, StepRecord
 from raydist.report import summary
-from raydist.rundir import SPEC, RunDir
+from raydist.run.directory import SPEC, RunDir
 
 KEYS = [
     "run", "path", "status", "steps", "loss", "eval_loss", "tokens_per_second", "attempts", "checkpoints", "faults",

@@ -13,14 +13,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from raydist import lease as leases
 from raydist.cli import stop
 from raydist.errors import RunNotFound, StopFailed, UsageError
-from raydist.lease import DriverLease, ask_stop, newest_driver
 from raydist.records import Event
-from raydist.rundir import SPEC, RunDir
-from raydist.runstate import LOST_AFTER_S, this_process, write_state
-from raydist.sweepdir import CellNote, SweepDir, SweepLog
+from raydist.run import lease as leases
+from raydist.run.directory import SPEC, RunDir
+from raydist.run.lease import DriverLease, ask_stop, newest_driver
+from raydist.run.status import LOST_AFTER_S, this_process, write_state
+from raydist.run.sweep_directory import CellNote, SweepDir, SweepLog
 
 
 @pytest.fixture(autouse=True)

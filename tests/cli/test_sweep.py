@@ -13,10 +13,10 @@ import pytest
 
 from raydist.cli import main as cli
 from raydist.cli import place, speed
-from raydist.rundir import SPEC
+from raydist.run.directory import SPEC
+from raydist.run.sweep_directory import CellNote, SweepDir, SweepLog
 from raydist.spec import dump, load
 from raydist.spec.sweep import load_sweep, note, store
-from raydist.sweepdir import CellNote, SweepDir, SweepLog
 
 ROOT = Path(__file__).parents[2]
 

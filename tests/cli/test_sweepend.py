@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from raydist.cli import main as cli
+from raydist.run.sweep_directory import SweepDir, SweepLog
 from raydist.spec.sweep import load_sweep, store
-from raydist.sweepdir import SweepDir, SweepLog
 
 QUICKSTART = Path(__file__).parents[2] / "jobs/quickstart.yaml"
 Done = Callable[..., tuple[SweepDir, list[str]]]

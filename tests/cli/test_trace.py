@@ -16,12 +16,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from raydist import requests
 from raydist.cli import trace
 from raydist.errors import RaydistError, RunNotFound, TraceFailed, UsageError
-from raydist.observe.run import RunMonitor
+from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event
-from raydist.rundir import REQUESTS, SPEC, RunDir
+from raydist.run import requests
+from raydist.run.directory import REQUESTS, SPEC, RunDir
 from tests.report.test_trace import on_cpu, part
 
 

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from raydist.cluster.run.fit import AttemptResult, WorkerKind, run_attempt
 from raydist.cluster.session import Session, open_session, worker_environment
-from raydist.cluster.trainer import AttemptResult, WorkerKind, run_attempt
 from raydist.errors import RankFailed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raydist.cluster.nodes import Node, room
-from raydist.cluster.recovery import SETTLE_S, Stop, Team, Wait, resize
+from raydist.cluster.run.recovery import SETTLE_S, Stop, Team, Wait, resize
 from raydist.spec.models import RecoverySpec
 
 NODES = [

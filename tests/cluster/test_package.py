@@ -163,7 +163,7 @@ def test_what_of_this_repository_is_shipped(tmp_path: Path) -> None:
     for found in (by_ray, ours):
         assert {
             "raydist/cli/main.py",
-            "raydist/worker/entry.py",
+            "raydist/launch/agent.py",
             "jobs/quickstart.yaml",
             "tune_sweeps/lr-batch.yaml",
         } < found

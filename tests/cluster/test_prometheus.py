@@ -17,14 +17,14 @@ from urllib.request import urlopen
 
 import pytest
 
-from raydist.cluster.cause import Kind
+from raydist.cluster.run.root_cause import Kind
 from raydist.cluster.session import open_session
 from raydist.observe.exporters import prometheus
-from raydist.observe.run import start_monitor
+from raydist.observe.run_monitor import start_monitor
 from raydist.records import Event, StepRecord
-from raydist.rundir import RunDir
-from raydist.runlog import read_events
-from raydist.samples import OPS, PHASES
+from raydist.run.directory import RunDir
+from raydist.run.log import read_events
+from raydist.run.telemetry_schema import OPS, PHASES
 from tests import needs
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "raydist.json"

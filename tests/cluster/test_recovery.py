@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from raydist.cluster.cause import Failure, RankError, is_echo, root_cause
-from raydist.cluster.recovery import CRASH_LOOP, History, Restart, Split, Stop, decide
+from raydist.cluster.run.recovery import CRASH_LOOP, History, Restart, Split, Stop, decide
+from raydist.cluster.run.root_cause import Failure, RankError, is_echo, root_cause
 
 RESET = "[../gloo/transport/tcp/pair.cc:553] Connection reset by peer [127.0.0.1]:41"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from raydist.cluster.attempts import Wishes
-from raydist.cluster.supervisor import Supervisor
+from raydist.cluster.run.restart_loop import StopRequest
+from raydist.cluster.run.supervisor import Supervisor
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_a_monitor_that_was_killed_hears_of_a_stop_again(
     told: list[str | None] = []
     made: Any = object.__new__(Supervisor)
     made._injector, made._begun, made._shown, made._seen = None, 0.0, 0.0, 0
-    made._wishes = Wishes(signals=[signal.SIGINT] if asked else [])
+    made._stop_request = StopRequest(signals=[signal.SIGINT] if asked else [])
     snapshot = {"next": 1, "events": [], "record": None, "command": known}
     made._line = SimpleNamespace(snapshot=lambda seen: snapshot, command=told.append)
     made._view = SimpleNamespace(update=lambda snapshot: None)

@@ -10,12 +10,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from raydist import registry
-from raydist.rundir import RunDir
+from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
 from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.save import Saver
-from raydist.worker.setup import Rank
-from raydist.worker.state import TrainState
+from raydist.worker.checkpoint.state_dict import TrainState
+from raydist.worker.distributed import Rank
 from tests.training import CONTEXT, Trainer, counted, job, mine, run, samples
 
 N, MICRO = 6, 2

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from raydist import registry, samples
+from raydist import registry
+from raydist.run import telemetry_schema
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -20,10 +21,10 @@ def test_every_extension_has_a_section(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("rows", ["WHO", "RANK", "NODE", "GPU"])
 def test_every_column_has_a_line(rows: str) -> None:
-    """docs/observe.md has the tables of raydist/samples.py, as they are now (`make docs`)."""
+    """docs/observe.md has the tables of raydist/run/telemetry_schema.py, as they are now (`make docs`)."""
     found = re.search(rf"<!-- columns: {rows} -->(.*?)<!-- end -->", (DOCS / "observe.md").read_text(), re.DOTALL)
     assert found is not None
-    columns = getattr(samples, rows)
+    columns = getattr(telemetry_schema, rows)
     assert re.findall(r"^\| `(\w+)` \| \w+ \| (.*) \|$", found[1], re.MULTILINE) == [
         (n, t) for n, (_, t) in columns.items()
     ]

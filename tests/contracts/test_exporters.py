@@ -13,10 +13,10 @@ import pytest
 from raydist import registry
 from raydist.errors import UserError
 from raydist.observe.exporters import BaseExporter, resolve
-from raydist.observe.run import RunMonitor
+from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, StepRecord
-from raydist.rundir import RunDir
-from raydist.runlog import read_events
+from raydist.run.directory import RunDir
+from raydist.run.log import read_events
 
 NAMES = registry.names("exporter")
 HISTOGRAM = {"edges": [-1.0, 0.0, 2.0], "counts": [3, 4], "sum": 1.0, "sum_squares": 2.0}

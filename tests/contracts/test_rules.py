@@ -8,9 +8,10 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from raydist import registry, samples
+from raydist import registry
 from raydist.diagnosis import BINS, Window
 from raydist.records import Finding, Severity
+from raydist.run import telemetry_schema
 
 RULES = registry.names("diagnosis")
 
@@ -27,7 +28,7 @@ def test_it_asks_for_columns_of_ranks(name: str) -> None:
     """COLUMNS are numbers that a rank's row has."""
     columns = import_module(f"raydist.diagnosis.{name}").COLUMNS
     assert columns
-    assert set(columns) <= set(samples.RANK)
+    assert set(columns) <= set(telemetry_schema.RANK)
 
 
 @pytest.mark.parametrize("values", [0.0, 2.0**34, np.nan], ids=["zero", "constant", "no reading"])

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.errors import GraphMismatch, NonFinite, Rollback
-from raydist.rundir import RunDir
+from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
-from raydist.worker import offload
-from raydist.worker.drift import DriftWatch
-from raydist.worker.setup import Rank
+from raydist.worker.checks.replicas import ReplicaCheck
+from raydist.worker.distributed import Rank
+from raydist.worker.optim import offload
 from raydist.worker.step import StepReport, evaluate, loss_sum
 from tests.training import CONTEXT, MODEL, STEPS, VARIANTS, VOCAB, Trainer, alone, counted, job, mine, run, samples
 
@@ -328,7 +328,7 @@ def drifting(rank: Rank, spec: JobSpec, path: str, disturbed: bool) -> tuple[boo
     Gives whether anything is compared, what Rollback says, and the weights.
     """
     trainer = Trainer(rank, spec, full=6 * CONTEXT)
-    made = DriftWatch(
+    made = ReplicaCheck(
         rank,
         RunDir(path),
         1,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from raydist.diagnosis import BINS, Diagnosis, Window, leak
 from raydist.records import Finding
-from raydist.worker.memory import process
+from raydist.worker.metrics.memory import process
 
 GIB = 2**30
 START = 1_700_000_010.0  # a bin begins there

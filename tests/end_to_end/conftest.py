@@ -110,8 +110,8 @@ class Project:
 
     def weights(self, name: str, step: int) -> dict[str, bytes]:
         """Every tensor of a checkpoint, optimizer state and all, as bytes; random states left out."""
-        from raydist.rundir import RunDir
-        from raydist.worker.checkpoint import manifest
+        from raydist.checkpoint import manifest
+        from raydist.run.directory import RunDir
 
         run = RunDir(self.runs / name)
         found = manifest.read(run, step)

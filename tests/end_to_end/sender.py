@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from raydist import registry
-from raydist.worker.commlog import CommLog
-from raydist.worker.setup import Rank
+from raydist.worker.distributed import Rank
+from raydist.worker.metrics.collective_counters import CollectiveCounters
 from tests.training import CONTEXT, MODEL, VARIANTS, Trainer, counted, job, mine, samples
 
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -35,7 +35,7 @@ def steps(rank: Rank, strategy: str) -> Callable[[], object]:
     return step
 
 
-def wire(log: CommLog) -> float:
+def wire(log: CollectiveCounters) -> float:
     """What has been sent, by the log."""
     dist.barrier()  # whoever has come by here has nothing left in its sockets' buffers
     return sum(total.wire_bytes for total in log.totals().values())
@@ -51,7 +51,7 @@ def main(rank: int, head: str) -> None:
     # With one rank to a copy, hsdp sends sums between the hosts; with two it would be zero3 once more.
     VARIANTS["hsdp"] = {"strategy": "hsdp", "shard": 1}
     x, whole = torch.ones(N), torch.ones(2 * N)
-    log = CommLog(torch.device("cpu"))
+    log = CollectiveCounters(torch.device("cpu"))
     log.install()
     sending: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(x),

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from raydist.records import Event
-from raydist.sweepdir import SweepDir
+from raydist.run.sweep_directory import SweepDir
 from tests.end_to_end.conftest import Project
 
 BASE = {

@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 import pytest
 
-from raydist.sweepdir import SweepDir
-from raydist.sweepstate import fold
+from raydist.run.sweep_directory import SweepDir
+from raydist.run.sweep_state import fold
 from tests.end_to_end.conftest import exact
 
 RAY = str(Path(sys.executable).with_name("ray"))

@@ -77,7 +77,7 @@ def test_a_lost_node_costs_no_copy(project: Any, ray_hosts: Cluster, undisturbed
 
     while not kept():
         assert process.poll() is None, (project.root / "lost.log").read_text()
-        time.sleep(0.2)  # ranks and Vaults of the hosts do it
+        time.sleep(0.2)  # ranks and MemoryCheckpoints of the hosts do it
     ray_hosts.kill_node(second)
     (project.root / "marks" / "lost" / "go").touch()
     ray_hosts.add_node(second)

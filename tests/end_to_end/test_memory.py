@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from raydist.worker.checkpoint.vaultdir import SHM
+from raydist.checkpoint.memory_layout import SHM
 from tests.end_to_end.conftest import exact
 
 PLAIN = ("--set", "checkpoint.every=null", "--set", "recovery.snapshot_every=2")

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from raydist.runlog import read_steps
+from raydist.run.log import read_steps
 from tests.end_to_end.conftest import exact
 from tests.end_to_end.sweeps import Sweeps, until
 from tests.hosts import WATCHFUL, Cluster, Host, Hosts, Process

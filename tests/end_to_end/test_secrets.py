@@ -13,9 +13,9 @@ import yaml
 from typer.testing import CliRunner
 
 from raydist.cli.main import app
-from raydist.rundir import RunDir
+from raydist.run.directory import RunDir
+from raydist.run.sweep_directory import SweepDir
 from raydist.storage import Storage
-from raydist.sweepdir import SweepDir
 
 KEY, SECRET = "AK1DXXEXAMPLE", "wJalrXUtnFEMI+K7MDENG"
 

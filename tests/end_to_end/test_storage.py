@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from raydist.rundir import RunDir
-from raydist.runstate import this_process
+from raydist.run.directory import RunDir
+from raydist.run.status import this_process
 from tests import needs
 
 

@@ -14,13 +14,13 @@ import psutil
 import pytest
 import yaml
 
-from raydist.cluster.sweep.rules.hyperband import Hyperband
 from raydist.cluster.sweep.sampler import Sampler
+from raydist.cluster.sweep.schedulers.hyperband import Hyperband
 from raydist.cluster.sweep.search import History
 from raydist.records import Event
+from raydist.run.sweep_state import fold
 from raydist.spec.sweep import load_sweep
 from raydist.spec.sweep.cells import cell_id
-from raydist.sweepstate import fold
 from tests.end_to_end.conftest import Project
 from tests.end_to_end.sweeps import Sweeps, until
 
@@ -34,7 +34,7 @@ def sweeps(project: Project) -> Sweeps:
 
 
 def test_one_cell_after_another(sweeps: Sweeps) -> None:
-    """Two at a time, on two crews of workers that are started once: a cell whose process is killed goes on inside its run and ends
+    """Two at a time, on two slots of workers that are started once: a cell whose process is killed goes on inside its run and ends
     with the bits of one that was not; a cell with a bug is tried twice, its cause is known, and the others are trained. Each has
     its row for TensorBoard, and the sweep its page."""
     cells = [
@@ -63,8 +63,8 @@ def test_one_cell_after_another(sweeps: Sweeps) -> None:
     assert sorted(rows) == sorted(sweeps.cells("one")), "one row a cell, beside its curves"
     assert folder.size("report.html")
     below = {mark.name.rpartition("-")[2] for mark in sweeps.marks("one").glob("*-below-*")}
-    # One crew, where the other has taken so long to start that all was done.
-    assert len(below) <= 2, "each crew's ranks are forked by one process, whatever becomes of them"
+    # One slot, where the other has taken so long to start that all was done.
+    assert len(below) <= 2, "each slot's ranks are forked by one process, whatever becomes of them"
 
 
 def test_a_lack_of_memory(sweeps: Sweeps) -> None:
@@ -271,10 +271,10 @@ def test_an_interrupt_and_a_limit(sweeps: Sweeps) -> None:
 
 DRIVER = """
 from raydist.cli.main import main
-from raydist.cluster.attempts import Attempts
+from raydist.cluster.run.restart_loop import RestartLoop
 
-job = Attempts._job
-Attempts._job = lambda self, *about: {**job(self, *about), "gpus": 0.0}
+job = RestartLoop._job
+RestartLoop._job = lambda self, *about: {**job(self, *about), "gpus": 0.0}
 main()
 """
 """`raydist` whose ranks are told that they have no GPU."""

@@ -21,10 +21,10 @@ def on_ray(project: Any) -> dict[str, Any]:
 
 
 def test_torchrun_gives_the_same_bits_without_ray(project: Any, on_ray: dict[str, Any], tmp_path: Path) -> None:
-    """`torchrun -m raydist.worker.standalone`, with ray made impossible to import: records and weights equal those on Ray."""
+    """`torchrun -m raydist.launch.standalone`, with ray made impossible to import: records and weights equal those on Ray."""
     (tmp_path / "ray.py").write_text("raise ImportError('there is no ray here')\n")
     env = project.environment() | {"PYTHONPATH": str(tmp_path)}
-    command = [TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "raydist.worker.standalone", "job.yaml"]
+    command = [TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "raydist.launch.standalone", "job.yaml"]
     command = [*command, "--name", "by-torchrun", "--json", *GPT]
     done = subprocess.run(command, cwd=project.root, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

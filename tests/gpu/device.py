@@ -16,9 +16,9 @@ from torch import nn
 from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.spec import JobSpec
-from raydist.worker import build, compute
+from raydist.worker import build, model_transforms
+from raydist.worker.distributed import Rank
 from raydist.worker.precision import Precision
-from raydist.worker.setup import Rank
 from raydist.worker.step import StepReport, TrainStep, loss_sum
 
 DEVICE = torch.device(os.environ.get("RAYDIST_GPU_TESTS", "cuda"))
@@ -62,7 +62,7 @@ class Trainer:
             for part in text.split(micro)
         ]
         self.strategy.wrap(self.model, self.loss)
-        compute.prepare(self.model, spec.train)
+        model_transforms.prepare(self.model, spec.train)
         self.shards = self.strategy.shards()
         self.optimizer = build.build_optimizer(spec, self.rank, self.strategy, self.shards)
         self.before_update: Callable[[], None] = lambda: None

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from raydist import registry
-from raydist.worker import build, setup
-from raydist.worker.commlog import CommLog
+from raydist.worker import build, distributed
+from raydist.worker.metrics.collective_counters import CollectiveCounters
 from tests.gpu.device import CUDA, DEVICE, VOCAB, Trainer, alone, job
 
 N = 1 << 20
@@ -32,7 +32,7 @@ def group() -> Iterator[None]:
     about = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     before = {name: os.environ.get(name) for name in about}
     os.environ.update(about)
-    backend = setup.choose_backend(DEVICE).value
+    backend = distributed.choose_backend(DEVICE).value
     dist.init_process_group(backend, device_id=DEVICE if CUDA else None)
     yield
     dist.destroy_process_group()
@@ -44,7 +44,7 @@ def test_every_collective_is_counted_and_timed_by_the_device() -> None:
     """Number and bytes by nccl-tests' conventions; seconds of the kernels, and of the stream's waits for them."""
     x, whole = torch.ones(N, device=DEVICE), torch.empty(N, device=DEVICE)
     dist.all_reduce(x)  # NCCL's first makes its communicator
-    log = CommLog(DEVICE)
+    log = CollectiveCounters(DEVICE)
     log.install()
     try:
         dist.all_reduce(x)
@@ -79,7 +79,7 @@ def ddp(watched: bool) -> list[torch.Tensor]:
     model = DistributedDataParallel(build.build_model(spec, VOCAB).to(DEVICE))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     trainer = Trainer(spec)
-    log = CommLog(DEVICE)
+    log = CollectiveCounters(DEVICE)
     if watched:
         log.install()
     try:

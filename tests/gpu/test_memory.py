@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from raydist.rundir import RunDir
-from raydist.worker import memory
-from raydist.worker.memory import MemoryMeter, keep_history
-from raydist.worker.plan.estimate import estimate, measured_pass
-from raydist.worker.plan.facts import Machine
-from raydist.worker.plan.measure import Planner
+from raydist.planner.estimate import estimate, measured_pass
+from raydist.planner.facts import Machine
+from raydist.planner.measure import Planner
+from raydist.run.directory import RunDir
+from raydist.worker.metrics import memory
+from raydist.worker.metrics.memory import MemoryMeter, keep_history
 from tests.gpu.device import CUDA, DEVICE, VOCAB, Trainer, alone, job
 
 if not CUDA:

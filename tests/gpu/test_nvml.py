@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raydist.observe.hardware.nvml import Gpus, Reading
-from raydist.samples import GPU
+from raydist.run.telemetry_schema import GPU
 from tests.gpu.device import CUDA, DEVICE
 
 if not CUDA:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from raydist.spec.models import OffloadSpec
-from raydist.worker.memory import process
-from raydist.worker.offload import OffloadedAdamW
+from raydist.worker.metrics.memory import process
+from raydist.worker.optim.offload import OffloadedAdamW
 from tests.gpu.device import CUDA, DEVICE, cuda_only, job, trained
 
 MODES = ["cpu", "nvme"]

@@ -1,4 +1,4 @@
-"""Whole runs without Ray: `python -m raydist.worker.standalone` on the GPU."""
+"""Whole runs without Ray: `python -m raydist.launch.standalone` on the GPU."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import pytest
 import torch
 import yaml
 
-from raydist import requests
+from raydist.checkpoint import manifest
 from raydist.data.batches import MicroBatch
 from raydist.report.summary import steps
 from raydist.report.trace import load, merge
-from raydist.rundir import RunDir
-from raydist.runlog import read_events
-from raydist.worker.checkpoint import manifest
-from raydist.worker.feed import _tensors, to_device
+from raydist.run import requests
+from raydist.run.directory import RunDir
+from raydist.run.log import read_events
+from raydist.worker.dataloader import _tensors, to_device
 from tests.gpu.device import CUDA, DEVICE, cuda_only
 
 MODEL = {"layers": 2, "width": 64, "heads": 2, "context": 64}
@@ -57,7 +57,7 @@ class Project:
         }
         path = self.root / f"{name}.yaml"
         path.write_text(yaml.safe_dump(spec))
-        command = program or ("-m", "raydist.worker.standalone")
+        command = program or ("-m", "raydist.launch.standalone")
         arguments = [sys.executable, *command, str(path), "--storage", str(self.root / "runs"), "--json", *options]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         return subprocess.run(arguments, capture_output=True, text=True, timeout=300, env=environment, check=False)

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from raydist.worker import flops, optim, setup
+from raydist.worker import distributed
 from raydist.worker.build import capacity
+from raydist.worker.metrics import flops
+from raydist.worker.optim import optimizers
 from raydist.worker.parallel import ParamShard
 from tests.gpu.device import DEVICE, Trainer, alone, cuda_only, job, trained
 
@@ -24,7 +26,7 @@ def reference() -> tuple[list[float], dict[str, torch.Tensor]]:
 @cuda_only
 def test_device_and_backend_are_chosen_with_their_reasons() -> None:
     """The first GPU by name, and NCCL for its tensors."""
-    device, backend = setup.choose_device(0, None), setup.choose_backend(DEVICE)
+    device, backend = distributed.choose_device(0, None), distributed.choose_backend(DEVICE)
     assert device.value == DEVICE
     assert torch.cuda.get_device_name(0) in device.because
     assert backend.value == "cpu:gloo,cuda:nccl"
@@ -93,7 +95,7 @@ def test_the_fused_kernel_is_taken_and_is_that_of_the_cpu() -> None:
     results = []
     for device in (DEVICE, CPU):
         parameters = {n: torch.nn.Parameter(p.clone().to(device)) for n, p in start.items()}
-        optimizer = optim.build({n: ParamShard(p) for n, p in parameters.items()}, spec, device)
+        optimizer = optimizers.build({n: ParamShard(p) for n, p in parameters.items()}, spec, device)
         assert optimizer.param_groups[0]["fused"]
         noise = torch.Generator().manual_seed(1)
         for _ in range(10):
@@ -138,7 +140,7 @@ def test_mfu_has_the_devices_peak() -> None:
     name = torch.cuda.get_device_name(0)
     peak = flops.peak_flops(name)
     if peak is None:
-        pytest.skip(f"{name} is not in raydist.worker.flops.PEAK_FLOPS")
+        pytest.skip(f"{name} is not in raydist.worker.metrics.flops.PEAK_FLOPS")
     told = capacity(job(), alone(), Trainer(job()).model)
     assert told is not None
     assert told["peak_flops"] == peak

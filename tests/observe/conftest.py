@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from raydist.records import StepRecord
-from raydist.rundir import RunDir
+from raydist.run.directory import RunDir
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Exporters that misbehave, for the tests of raydist.observe.outlets: `tests.observe.strange:Raises`."""
+"""Exporters that misbehave, for the tests of raydist.observe.exporter_threads: `tests.observe.strange:Raises`."""
 
 from __future__ import annotations
 

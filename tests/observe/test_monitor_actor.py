@@ -11,10 +11,10 @@ import pytest
 import ray
 from ray.util.state import get_actor
 
-from raydist.observe.run import start_monitor
-from raydist.rundir import RunDir
-from raydist.runlog import read_events, read_steps
-from raydist.runstate import last_word, read_state
+from raydist.observe.run_monitor import start_monitor
+from raydist.run.directory import RunDir
+from raydist.run.log import read_events, read_steps
+from raydist.run.status import last_word, read_state
 
 Rows = Callable[..., list[dict[str, Any]]]
 Push = Callable[[Any, list[dict[str, Any]]], None]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from raydist import faults
-from raydist.observe.run import RunMonitor
+from raydist.checkpoint.manifest import FileEntry, Manifest, path
+from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, StepRecord
-from raydist.rundir import SPEC, RunDir, manifest_name
-from raydist.worker.checkpoint.manifest import FileEntry, Manifest, path
+from raydist.run.directory import SPEC, RunDir, manifest_name
 
 
 def steps(first: int, last: int, attempt: int, world_size: int = 2) -> list[dict[str, Any]]:

@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from raydist.records import Event, Finding, StepRecord
-from raydist.rundir import SPEC, RunDir
-from raydist.runlog import RunLog
-from raydist.runstate import this_process, write_state
-from raydist.samplelog import SampleLog
+from raydist.run.directory import SPEC, RunDir
+from raydist.run.log import RunLog
+from raydist.run.status import this_process, write_state
+from raydist.run.telemetry_log import TelemetryLog
 
 T = 1_700_000_000.0
 GIB = 1 << 30
@@ -139,7 +139,7 @@ def write(
     for one in told:
         log.event(one)
     log.close()
-    samples = SampleLog(run)
+    samples = TelemetryLog(run)
     samples.add(rows)
     samples.flush()
     write_state(

@@ -12,7 +12,7 @@ from rich.console import Console as Rich
 from raydist.records import Event
 from raydist.report.console import LINE_EVERY_S, REFRESH_S, Console, panel
 from raydist.report.text import line
-from raydist.rundir import RunDir
+from raydist.run.directory import RunDir
 
 
 def snapshot(step: int = 120, **changes: Any) -> dict[str, Any]:

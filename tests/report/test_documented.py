@@ -11,12 +11,12 @@ from typing import Any, get_args
 
 import pytest
 
-from raydist.observe.run import RunMonitor
+from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Status, StepRecord
 from raydist.report import summary
-from raydist.rundir import RunDir
-from raydist.runlog import FIELDS
-from raydist.runstate import last_word
+from raydist.run.directory import RunDir
+from raydist.run.log import FIELDS
+from raydist.run.status import last_word
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/records.md").read_text(), re.M | re.S))

@@ -9,8 +9,8 @@ import pytest
 
 from raydist.records import Event
 from raydist.report import goodput
-from raydist.report.figures import report
-from raydist.rundir import RunDir
+from raydist.report.run_metrics import report
+from raydist.run.directory import RunDir
 from tests.report import story
 from tests.report.story import T, begun, event, failed, first, reading, steps
 

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from raydist.cluster.cause import Kind
+from raydist.cluster.run.root_cause import Kind
 from raydist.records import Event
 from raydist.report import incidents
 from tests.report import story

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from raydist.cli import profile as command
 from raydist.errors import UsageError
-from raydist.observe.run import RunMonitor
+from raydist.observe.run_monitor import RunMonitor
 from raydist.report.profile import DEFAULT, METRICS, chosen, measured
-from raydist.rundir import SPEC, RunDir
-from raydist.samples import COLUMNS
+from raydist.run.directory import SPEC, RunDir
+from raydist.run.telemetry_schema import COLUMNS
 
 DOCS = Path(__file__).parents[2] / "docs" / "thresholds.md"
 

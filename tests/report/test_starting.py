@@ -14,8 +14,8 @@ import pytest
 
 from raydist.report.console import Console
 from raydist.report.starting import Starting, process_start
-from raydist.rundir import RunDir
-from raydist.worker.startup import Startup
+from raydist.run.directory import RunDir
+from raydist.worker.metrics.startup_timing import Startup
 from tests.report.test_console import snapshot
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from raydist.observe.run import RunMonitor
+from raydist.checkpoint.manifest import path
+from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, StepRecord
 from raydist.report import summary
-from raydist.rundir import SPEC, STATE, RunDir, manifest_name
-from raydist.runlog import RunLog
-from raydist.runstate import this_process
-from raydist.worker.checkpoint.manifest import path
+from raydist.run.directory import SPEC, STATE, RunDir, manifest_name
+from raydist.run.log import RunLog
+from raydist.run.status import this_process
 from tests.report.conftest import STARTUP
 
 Trained = Callable[..., tuple[RunDir, RunMonitor]]

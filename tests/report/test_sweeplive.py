@@ -12,7 +12,7 @@ from rich.console import Console as Rich
 from raydist.records import Event
 from raydist.report.sweep.standing import Standing
 from raydist.report.sweeplive import SweepConsole, cost_line, counts_line
-from raydist.sweepdir import CellNote
+from raydist.run.sweep_directory import CellNote
 
 COUNTS = {"running": 2, "waiting": 3, "finished": 1, "stopped": 0, "failed": 1}
 SPENT: Any = SimpleNamespace(hours=0.5, gpu_hours=2.0, worker_hours=4.0)

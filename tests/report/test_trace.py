@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from raydist.errors import StorageError
-from raydist.report import clocks, tables
-from raydist.report.clocks import Offset
-from raydist.report.intervals import Shares, common, innermost, length, shares, union
+from raydist.report import clock_sync, tables
+from raydist.report.clock_sync import Offset
+from raydist.report.overlap import Shares, common, innermost, length, shares, union
 from raydist.report.trace import describe, merge
-from raydist.requests import part_name
-from raydist.rundir import RunDir
+from raydist.run.directory import RunDir
+from raydist.run.requests import part_name
 
 BASE = 1_700_000_000_000_000_000
 
@@ -41,19 +41,19 @@ def test_a_clock_ahead_is_found_within_its_bounds() -> None:
     """b's clock is 5 s ahead. Each entered one collective last, so the bounds are as narrow as that one took them."""
     a = {1: (0.000, 0.101), 2: (1.000, 1.004), 3: (2.0, 2.010)}
     b = {1: (5.100, 5.101), 2: (5.900, 6.004), 3: (7.0, 7.011)}
-    found = clocks.between([a], [b])
+    found = clock_sync.between([a], [b])
     assert found is not None
     assert found.seconds == pytest.approx(5.0, abs=1e-9)
     assert found.error == pytest.approx(0.004)  # 5.100 - 0.101 <= 5.0 <= 6.004 - 1.000
     # The median of 8 s and 0 says 4; the second collective allows 0.1 at most.
-    held = clocks.between([{1: (0.0, 1.0), 2: (2.0, 2.1)}], [{1: (0.0, 9.0), 2: (2.0, 2.1), 3: (1.0, 1.0)}])
+    held = clock_sync.between([{1: (0.0, 1.0), 2: (2.0, 2.1)}], [{1: (0.0, 9.0), 2: (2.0, 2.1), 3: (1.0, 1.0)}])
     assert held == Offset(pytest.approx(0.1), pytest.approx(0.2))  # type: ignore[arg-type]
 
 
 def test_clocks_with_nothing_in_common() -> None:
     """One is compared by way of another; where there is no way, nothing is known."""
     one, two, three = {"x": (0.0, 1.0)}, {"x": (3.0, 4.0), "y": (5.0, 6.0)}, {"y": (7.0, 8.0)}
-    found = clocks.offsets({"one": [one], "two": [two], "three": [three], "four": [{"z": (0.0, 1.0)}]})
+    found = clock_sync.offsets({"one": [one], "two": [two], "three": [three], "four": [{"z": (0.0, 1.0)}]})
     assert [found[name].seconds for name in ("one", "two", "three")] == [0.0, 3.0, 5.0]
     assert [found[name].error for name in ("one", "two", "three")] == [0.0, 1.0, 2.0]
     assert found["four"] == Offset(0.0, None)
@@ -67,7 +67,7 @@ def x(name: str, cat: str, tid: int, begin: float, end: float, pid: int = 100, *
 
 
 def part(rank: int, events: list[dict[str, Any]], **about: Any) -> dict[str, Any]:
-    """As raydist/worker/trace.py leaves it."""
+    """As raydist/worker/metrics/trace.py leaves it."""
     return {
         "raydist": {
             "v": 1, "run": "a-run", "trace": 1, "attempt": 1, "rank": rank, "world_size": 2, "first_step": 5, "last_step": 5,
@@ -194,7 +194,7 @@ def test_who_launched_a_collective_says_what_it_is() -> None:
     ):
         begin = 10.0 * i
         events.append(x(f"FSDP::{module}", "user_annotation", 7, begin, begin + 5))
-        for inside in (0.0, 0.1):  # one call, as raydist/worker/commlog.py hands it on
+        for inside in (0.0, 0.1):  # one call, as raydist/worker/metrics/collective_counters.py hands it on
             events.append(
                 x(f"c10d::{what}", "cpu_op", 7, begin + 1 + inside, begin + 2 - inside, **{"Input Dims": dims})
             )

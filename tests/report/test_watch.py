@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from raydist.cli import watch as command
 from raydist.errors import RunNotFound
-from raydist.observe.run import RunMonitor
-from raydist.report import shares, watch
-from raydist.rundir import SPEC, RunDir
+from raydist.observe.run_monitor import RunMonitor
+from raydist.report import time_breakdown, watch
+from raydist.run.directory import SPEC, RunDir
 
 GIB = 1 << 30
 
@@ -89,14 +89,14 @@ def test_ranks_of_an_attempt_before_are_not_shown(monitor: RunMonitor, tmp_path:
 def test_shares() -> None:
     """They add up to one; a rank with one reading has none; nobody is slow who is not clearly so."""
     rows = [reading(0, 0.0, 0, 0, 0), reading(0, 1.0, 2, 1, 0.5, save_seconds=0.25, eval_seconds=0.25)]
-    found = shares.spent(rows)
+    found = time_breakdown.spent(rows)
     assert found == {"compute": 0.5, "exposed": 0.25, "data": 0.125, "eval": 0.0625, "save": 0.0625}
-    assert shares.spent(rows[:1]) is None
-    assert shares.spent([rows[0], rows[0]]) is None
+    assert time_breakdown.spent(rows[:1]) is None
+    assert time_breakdown.spent([rows[0], rows[0]]) is None
     even = {0: {"compute": 0.5}, 1: {"compute": 0.52}, 2: None}
-    assert shares.slowest(even) is None
-    assert shares.slowest({**even, 2: {"compute": 0.6}}) == 2
-    assert shares.slowest({0: {"compute": 0.5}}) is None
+    assert time_breakdown.slowest(even) is None
+    assert time_breakdown.slowest({**even, 2: {"compute": 0.6}}) == 2
+    assert time_breakdown.slowest({0: {"compute": 0.5}}) is None
 
 
 def call(*arguments: str) -> str:

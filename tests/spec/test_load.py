@@ -103,7 +103,10 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
             "model.name=tests.ownmodels:nosuch",
             'unknown "tests.ownmodels:nosuch": tests.ownmodels has no "nosuch"; check',
         ),
-        ("parallel.strategy=raydist.worker.zero:Nosuch", 'raydist.worker.zero has no "Nosuch"; check the name after'),
+        (
+            "parallel.strategy=raydist.worker.parallel._zero:Nosuch",
+            'raydist.worker.parallel._zero has no "Nosuch"; check the name after',
+        ),
         ("model.name=llama", 'unknown "llama"; there are: gpt, mlp; one of your own is package.module:build'),
         ("parallel.strategy=fsdp", 'unknown "fsdp"; fully sharded is zero3 here, or hsdp, which'),
         ("parallel.strategy=FSDP2", "fully sharded is zero3 here, or hsdp, which"),

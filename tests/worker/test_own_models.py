@@ -13,7 +13,7 @@ from raydist import registry
 from raydist.errors import GraphMismatch, UserError
 from raydist.spec import JobSpec
 from raydist.worker import build
-from raydist.worker.setup import Rank
+from raydist.worker.distributed import Rank
 from tests.ownmodels import Own, save_pretrained
 from tests.training import CONTEXT, MODEL, VOCAB, Trainer, alone, counted, job, mine, run, samples
 

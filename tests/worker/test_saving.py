@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from raydist.checkpoint import manifest
 from raydist.data.prepare import prepare
 from raydist.errors import SavesFailed, SpecChanged
-from raydist.rundir import RunDir
+from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
-from raydist.worker.checkpoint import manifest
-from raydist.worker.job import Door, Job
+from raydist.worker.attempt import Job, MonitorChannel
+from raydist.worker.distributed import Rank
 from raydist.worker.loop import train
-from raydist.worker.setup import Rank
 from tests.training import run
 
 
@@ -60,7 +60,7 @@ def trained(rank: Rank, dataset: str, disk: str, mended_after: int) -> tuple[lis
 
     try:
         outcome: Any = train(
-            Job(spec, RunDir(f"{disk}/run"), dataset), rank, Door(push, lambda: None) if rank.first else None
+            Job(spec, RunDir(f"{disk}/run"), dataset), rank, MonitorChannel(push, lambda: None) if rank.first else None
         )
     except SavesFailed as error:
         outcome = error.message
@@ -111,7 +111,7 @@ def copied(rank: Rank, dataset: str, root: str, attempt: int, until: int) -> tup
         kinds.extend(e["kind"] for e in told)
 
     job = Job(spec, RunDir(f"{root}/run"), dataset, attempt, until)
-    train(job, rank, Door(push, lambda: None) if rank.first else None)
+    train(job, rank, MonitorChannel(push, lambda: None) if rank.first else None)
     return kinds, losses
 
 
@@ -155,7 +155,11 @@ def extended(rank: Rank, dataset: str, root: str, attempt: int, steps: int) -> t
         records.extend(new)
         notes.extend(e["text"] for e in told if e["kind"] == "note")
 
-    train(Job(spec, RunDir(f"{root}/run"), dataset, attempt), rank, Door(push, lambda: None) if rank.first else None)
+    train(
+        Job(spec, RunDir(f"{root}/run"), dataset, attempt),
+        rank,
+        MonitorChannel(push, lambda: None) if rank.first else None,
+    )
     return records, notes
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from raydist.data.batches import MASKED, MicroBatch
-from raydist.worker import optim
+from raydist.worker.distributed import Rank
+from raydist.worker.optim import optimizers
 from raydist.worker.parallel import ParamShard
-from raydist.worker.setup import Rank
 from raydist.worker.step import evaluate, loss_sum
 from tests.training import CONTEXT, Trainer, alone, counted, job, mine, samples
 
@@ -26,7 +26,7 @@ def test_the_step_is_adamw_on_the_mean_loss() -> None:
     plain = copy.deepcopy(trainer.model)
     batch, spec = MicroBatch(*samples(4)), trainer.spec.optim
     trainer.step(1, [batch], counted([batch]), 1e-2, False)
-    reference = optim.build({n: ParamShard(p) for n, p in plain.named_parameters()}, spec, torch.device("cpu"))
+    reference = optimizers.build({n: ParamShard(p) for n, p in plain.named_parameters()}, spec, torch.device("cpu"))
     for group in reference.param_groups:
         group["lr"] = 1e-2
     logits = plain(batch.tokens).flatten(0, 1)

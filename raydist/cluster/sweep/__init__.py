@@ -3,11 +3,11 @@
 Runs in: the driver, and one light actor of Ray Tune for each cell that trains. Never imports torch.
 
     capacity.py   how many cells at once, so that none ever waits for another (pure)
-    pool.py       the crews of workers, as many as the cluster has room for
-    floor.py      the cells that train on them
+    pool.py       the slots of workers, as many as the cluster has room for
+    trial runner.py      the cells that train on them
     cell.py       one cell: its run, tried again if it fails, and what Ray Tune is told of it
     fitting.py    the micro-batch that it begins with, after a lack of memory
-    desk.py       where cells leave their reports for Ray Tune's actors
+    report queue.py       where cells leave their reports for Ray Tune's actors
     tuning.py     Ray Tune's side: its trials, the cells' order, what the rule decides
     search.py     cells that are chosen as results come, and written to the log before they train
     sampler.py    which point is tried next: optuna, in an actor of its own

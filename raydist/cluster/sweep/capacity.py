@@ -4,7 +4,7 @@ Runs anywhere. Pure: tested over random clusters.
 
 The workers of all cells are taken to be as large as the largest. A worker takes one place of that size at most, wherever Ray puts
 it, so k cells of w workers leave at least (places - k w) free, and the next one fits as long as (k + 1) w are there. Workers that
-wait for their next cell count like those that train: a cell has one crew of them, and there are no more crews than cells at once.
+wait for their next cell count like those that train: a cell has one slot of them, and there are no more slots than cells at once.
 """
 
 from __future__ import annotations

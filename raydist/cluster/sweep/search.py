@@ -19,9 +19,9 @@ from typing import Any
 from raydist.cluster.sweep.sampler import Told
 from raydist.errors import RaydistError, SpecError, StorageError, TrainingStopped, UserError
 from raydist.records import Event
+from raydist.run.sweep_directory import CellNote, SweepLog
 from raydist.spec.sweep import Cell, Point, Sweep, note
 from raydist.spec.sweep.models import SearchSpec
-from raydist.sweepdir import CellNote, SweepLog
 
 _ENDS = ("finished", "stopped", "paused", "failed")
 _PATIENCE_S = 5.0

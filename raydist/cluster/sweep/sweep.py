@@ -18,22 +18,22 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
+from raydist.cluster.run.supervisor import handling
 from raydist.cluster.session import Session
-from raydist.cluster.supervisor import handling
-from raydist.cluster.sweep import rules
-from raydist.cluster.sweep.cell import Live, Plan
-from raydist.cluster.sweep.desk import start_desk
-from raydist.cluster.sweep.floor import Floor
-from raydist.cluster.sweep.limits import HOUR, Spent, before, reached
-from raydist.cluster.sweep.pool import Pool
+from raydist.cluster.sweep import schedulers
+from raydist.cluster.sweep.budget import HOUR, Spent, before, reached
+from raydist.cluster.sweep.report_queue import start_report_queue
 from raydist.cluster.sweep.sampler import start_sampler
 from raydist.cluster.sweep.search import Search, asker
+from raydist.cluster.sweep.trial import Live, Plan
+from raydist.cluster.sweep.trial_runner import TrialRunner
+from raydist.cluster.sweep.worker_group_pool import WorkerGroupPool
 from raydist.errors import RaydistError, StorageError, TrainingStopped
-from raydist.observe.standby import Monitors
+from raydist.observe.warm_monitors import WarmMonitors
 from raydist.records import Event
+from raydist.run.sweep_directory import SweepDir, SweepLog
+from raydist.run.sweep_state import DONE, fold
 from raydist.spec.sweep import Axis, Cell, SweepSpec
-from raydist.sweepdir import SweepDir, SweepLog
-from raydist.sweepstate import DONE, fold
 
 _REFRESH_S = 0.5
 _TUNE_S = 30.0
@@ -64,9 +64,9 @@ class Ended:
 class SweepRun:
     """Use once: `SweepRun(...).run()`.
 
-    `cells`: id -> parameters of all cells, in order; `plan` makes one of them ready to train, see `Floor`; `tokens`: those of the
-    longest cell. `at_once`: how many train at a time, `room`: see `Pool`. `search` chooses the cells after those; `keep` is given
-    each. `lost` and `asked`: see `DriverLease.lost` and `asked_to_stop`. `heard`: see `SweepLog`.
+    `cells`: id -> parameters of all cells, in order; `plan` makes one of them ready to train, see `TrialRunner`; `tokens`: those
+    of the longest cell. `at_once`: how many train at a time, `room`: see `WorkerGroupPool`. `search` chooses the cells after
+    those; `keep` is given each. `lost` and `asked`: see `DriverLease.lost` and `asked_to_stop`. `heard`: see `SweepLog`.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class SweepRun:
         """
 
         # First what a thread of the session imports just now: two that import halves of Ray each would both be left with a half.
-        import raydist.cluster.raytrain  # noqa: F401
-        from raydist.cluster.sweep import tuning
+        import raydist.cluster.run.ray_train_adapter  # noqa: F401
+        from raydist.cluster.sweep import ray_tune
 
         events = self._folder.events()
         states = fold(events)
@@ -125,17 +125,17 @@ class SweepRun:
             search.begin(log, asker(sampler), self._keep, self._over)
             waiting = [cell for cell in waiting if cell not in self._done]
         self._left = len(waiting) + to_come
-        monitors = Monitors(self._session.temp_dir / f"monitors-{self._session.job_id}", lambda: self._left > 0)
-        pool = Pool(self._session, min(self._at_once, self._left), monitors, self._room)
-        desk = start_desk()
+        monitors = WarmMonitors(self._session.temp_dir / f"monitors-{self._session.job_id}", lambda: self._left > 0)
+        pool = WorkerGroupPool(self._session, min(self._at_once, self._left), monitors, self._room)
+        report_queue = start_report_queue()
         limits = self._spec.limits
-        floor = Floor(
+        trial_runner = TrialRunner(
             self._session,
             pool,
             log,
             self._plan,
-            desk.post,
-            desk.forget,
+            report_queue.post,
+            report_queue.forget,
             states,
             metric=self._spec.objective.metric,
             allowed=limits.failures_per_cell,
@@ -148,14 +148,14 @@ class SweepRun:
             with suppress(RaydistError):  # of a cell that cannot train it is said when it is its turn
                 pool.warm(self._plan(cell, {}))  # while Ray Tune starts
         scratch = self._session.temp_dir / f"tune-{self._session.job_id}"
-        queue = tuning.CellQueue(waiting, self._at_once, self._session.node_ip, search)
-        rule = rules.make(self._spec, self._axes, self._tokens, self._cells.__getitem__)
-        decisions = tuning.Decisions(rule, self._spec.objective.better, floor, log, queue)
+        queue = ray_tune.CellQueue(waiting, self._at_once, self._session.node_ip, search)
+        rule = schedulers.make(self._spec, self._axes, self._tokens, self._cells.__getitem__)
+        decisions = ray_tune.Decisions(rule, self._spec.objective.better, trial_runner, log, queue)
 
         def decide() -> None:
             try:
                 decisions.replay(events)
-                tuning.fit(queue, decisions, floor, scratch)
+                ray_tune.fit(queue, decisions, trial_runner, scratch)
             except RaydistError as error:
                 self._error = error
             except BaseException as error:
@@ -166,7 +166,7 @@ class SweepRun:
                 )
                 self._error.__cause__ = error
             if self._error is not None:
-                floor.close("Ray Tune has failed")
+                trial_runner.close("Ray Tune has failed")
 
         thread = threading.Thread(target=decide, name="ray_tune", daemon=True)
         # What was imported stays, and a full collection of garbage need not go through it, in the middle of a decision.
@@ -177,14 +177,14 @@ class SweepRun:
         try:
             with handling(self._on_signal):
                 thread.start()
-                ended = self._watch(thread, floor, log, queue)
+                ended = self._watch(thread, trial_runner, log, queue)
                 if not self._gone:
-                    floor.join()
+                    trial_runner.join()
                     thread.join(_TUNE_S)
-                self._show(floor, log)
+                self._show(trial_runner, log)
         except BaseException:
-            floor.close("the sweep's driver has failed", at_once=True)
-            floor.join()
+            trial_runner.close("the sweep's driver has failed", at_once=True)
+            trial_runner.join()
             raise
         finally:
             if not self._gone:  # else nobody answers
@@ -202,7 +202,7 @@ class SweepRun:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)  # only noted: a handler runs between any two lines of the main thread
 
-    def _watch(self, thread: threading.Thread, floor: Floor, log: SweepLog, queue: Any) -> Ended:
+    def _watch(self, thread: threading.Thread, trial_runner: TrialRunner, log: SweepLog, queue: Any) -> Ended:
         """Until no cell trains any more."""
         ended, acted = Ended("finished"), 0
         while thread.is_alive():
@@ -215,27 +215,27 @@ class SweepRun:
                 again = " (again to end at once)" if acted == 1 else ""
                 self._view.note(f"stopping: a checkpoint of every cell that trains, then a clean end{again}")
                 ended = Ended("interrupted", "interrupted", self._signals[0])
-                floor.close("interrupted", at_once=acted > 1)
-            why = reached(self._spec.limits, self._spent(floor)) if not floor.closed else None
+                trial_runner.close("interrupted", at_once=acted > 1)
+            why = reached(self._spec.limits, self._spent(trial_runner)) if not trial_runner.closed else None
             if why is not None:
                 self._view.note(f"{why}: a checkpoint of every cell that trains; the others wait")
                 ended = Ended("paused", why)
-                floor.close(why)
+                trial_runner.close(why)
             if self._error is None and (lost := self._lost()) is not None:
                 self._error = lost  # and not a word more into a folder that is another driver's
-                floor.close("another driver has taken over", at_once=True)
-            if self._error is None and (gone := floor.gone) is not None:
+                trial_runner.close("another driver has taken over", at_once=True)
+            if self._error is None and (gone := trial_runner.gone) is not None:
                 self._gone = True
                 self._error = TrainingStopped(
                     f"sweep {self._folder.name}: {gone}", "its cells are as of their last checkpoints"
                 )
-                floor.close(gone, at_once=True)
+                trial_runner.close(gone, at_once=True)
                 return Ended("paused", gone)
-            if floor.closed:
+            if trial_runner.closed:
                 queue.set_finished()
-                if not floor.live():
+                if not trial_runner.live():
                     break
-            self._show(floor, log)
+            self._show(trial_runner, log)
         return ended
 
     def _over(self, cell: str, status: str) -> None:
@@ -246,14 +246,14 @@ class SweepRun:
         """Those that are known, and at most so many of a search: which may find that there are no more points."""
         return self._search.count if self._search is not None else len(self._cells)
 
-    def _spent(self, floor: Floor) -> Spent:
-        return self._before + Spent((time.monotonic() - self._began) / HOUR, *floor.used())
+    def _spent(self, trial_runner: TrialRunner) -> Spent:
+        return self._before + Spent((time.monotonic() - self._began) / HOUR, *trial_runner.used())
 
-    def _show(self, floor: Floor, log: SweepLog) -> None:
+    def _show(self, trial_runner: TrialRunner, log: SweepLog) -> None:
         with suppress(StorageError):  # what storage refuses is kept, and tried again
             log.flush()
-        live = floor.live()
+        live = trial_runner.live()
         counts = Counter(self._done.values())
         self._left = self._cells_in_all() - len(self._done) - len(live)
         counts |= {"running": len(live), "waiting": self._left}
-        self._view.update(live, counts, self._spent(floor))
+        self._view.update(live, counts, self._spent(trial_runner))

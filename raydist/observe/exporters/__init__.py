@@ -13,7 +13,7 @@ its methods. The monitor calls them in this order, all in one thread that is thi
     .close()                               once, at the end of the run
 
 What the others raise is told once, and what they were given is lost. An exporter that raises or hangs costs neither the run nor
-other exporters anything (raydist/observe/outlets.py).
+other exporters anything (raydist/observe/exporter_threads.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from raydist import registry
 from raydist.errors import UserError
-from raydist.rundir import RunDir
+from raydist.run.directory import RunDir
 
 
 def _nobody(text: str) -> None:
@@ -68,7 +68,7 @@ class BaseExporter:
         """An event as a dict: `kind`, `at`, its data. docs/records.md lists the kinds."""
 
     def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Rows of raydist.samples, those columns that have a value: of ranks, nodes and GPUs."""
+        """Rows of raydist.run.telemetry_schema, those columns that have a value: of ranks, nodes and GPUs."""
 
     def flush(self) -> None:
         """Sends what was given."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from raydist.errors import StorageError, UserError
 from raydist.observe.exporters import BaseExporter, Facts, only
-from raydist.rundir import RunDir
-from raydist.runlog import plain
+from raydist.run.directory import RunDir
+from raydist.run.log import plain
 
 FILE = "export.jsonl"
 _BLOCK = 1 << 16

@@ -17,7 +17,7 @@ from typing import Any
 from raydist.errors import UserError
 from raydist.observe.exporters import BaseExporter, Facts, only
 from raydist.redact import redact
-from raydist.rundir import RunDir
+from raydist.run.directory import RunDir
 from raydist.spec.models import flatten
 
 FILE = "mlflow.json"

@@ -13,14 +13,14 @@ from typing import Any
 
 from raydist.errors import UserError
 from raydist.observe.exporters import BaseExporter, Facts, only
-from raydist.rundir import RunDir
-from raydist.samples import OPS, PHASES
+from raydist.run.directory import RunDir
+from raydist.run.telemetry_schema import OPS, PHASES
 
 CAUSES = (
     "user_error", "worker_died", "node_died", "out_of_memory", "worker_hung", "communication", "controller_died",
     "startup_timeout", "startup_failed", "rollback", "aborted",
 )  # fmt: skip
-"""Kinds of failures, as raydist.cluster.recovery names them; any other counts as `other`."""
+"""Kinds of failures, as raydist.cluster.run.recovery names them; any other counts as `other`."""
 MEMORY = ("allocated", "reserved", "peak", "inactive", "parameters", "gradients", "optimizer", "activations", "rss")
 """Kinds of memory: columns of a rank's sample, less their `_bytes`."""
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from raydist.errors import StorageError
 from raydist.observe.exporters import BaseExporter, Facts, only
-from raydist.rundir import TENSORBOARD, RunDir
+from raydist.run.directory import TENSORBOARD, RunDir
 
 _FILE = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
 _ROLL_BYTES = 1 << 20

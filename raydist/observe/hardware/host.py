@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from raydist.ipc.network_interface import interface_of
 from raydist.observe.hardware.cgroup import MemoryGroup
-from raydist.worker.interface import interface_of
 
 _SPEED_READS = 60
 """The interface's speed is asked for again after so many readings: some drivers take milliseconds, and it seldom changes."""
@@ -42,7 +42,7 @@ class Host:
         self._rdma = sorted((root / "sys/class/infiniband").glob("*/ports/*/counters"))
 
     def read(self) -> dict[str, Any]:
-        """Values of `raydist.samples.NODE`; what this kernel does not tell is left out."""
+        """Values of `raydist.run.telemetry_schema.NODE`; what this kernel does not tell is left out."""
         row: dict[str, Any] = {"cpu_count": os.cpu_count(), "disk_free_bytes": self._space.newest()}
         for what in (self._cpu, self._load, self._memory, self._shm, self._disk, self._interface, self._remote):
             with _as_far_as_told():
@@ -153,7 +153,7 @@ class FreeSpace:
 def training_interface(node_ip: str, env: Mapping[str, str]) -> str | None:
     """The interface that ranks on this node use: the one that the user named, else the one that carries `node_ip`.
 
-    As raydist.worker.setup chooses it. NCCL's patterns of names (`^docker`, `eth,ib`) name none.
+    As raydist.worker.distributed chooses it. NCCL's patterns of names (`^docker`, `eth,ib`) name none.
     """
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         name = env.get(variable, os.environ.get(variable, "")).removeprefix("=")

@@ -59,7 +59,7 @@ _VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A GPU at one moment. `row`: values of raydist.samples.GPU, and `gpu`; what is not known is left out.
+    """A GPU at one moment. `row`: values of raydist.run.telemetry_schema.GPU, and `gpu`; what is not known is left out.
 
     `processes`: pid -> bytes on it, None where NVML does not say; in a container these may be the host's pids.
     """

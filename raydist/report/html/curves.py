@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from raydist.report.figures import Report
 from raydist.report.html import lines
 from raydist.report.html.lines import Mark, Series
 from raydist.report.html.page import missing
 from raydist.report.html.svg import Markup, tag
+from raydist.report.run_metrics import Report
 
 POINTS = 150
 """Of means over some steps at a time, about."""

@@ -10,12 +10,12 @@ import math
 import numpy as np
 
 from raydist.report import text
-from raydist.report.figures import Report
-from raydist.report.grids import SLOW, Grid
-from raydist.report.html import axes, cells
+from raydist.report.heatmap_data import SLOW, Grid
+from raydist.report.html import axes, heatmap
 from raydist.report.html.lines import Mark
 from raydist.report.html.page import missing, table
 from raydist.report.html.svg import Markup, tag
+from raydist.report.run_metrics import Report
 
 _MEMORY = {
     "gpu_process_bytes": "what the rank's process has in use on its GPU, by NVML",
@@ -47,7 +47,7 @@ def memory(report: Report) -> Markup | list[Markup | None]:
         if attempt not in seen and attempt != report.spans[0].attempt:
             marks.append(Mark(at - report.spans[0].start, f"attempt {attempt}"))
         seen.add(attempt)
-    chart = cells.chart(
+    chart = heatmap.chart(
         "Memory",
         grid.values,
         unit=f"rank by time: {_MEMORY[column]}",
@@ -89,7 +89,7 @@ def slowness(report: Report) -> Markup | list[Markup | None]:
         values = np.log2(grid.values)
     values[~np.isfinite(values)] = np.nan
     last = float(grid.edges[-1])
-    chart = cells.chart(
+    chart = heatmap.chart(
         "Slowness",
         values,
         unit="rank by step: time of computing over the median rank's",

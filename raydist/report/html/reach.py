@@ -1,6 +1,6 @@
 """How soon, and for how much, the cells of a sweep came to each value of its objective: two charts, and the fronts as tables.
 
-Runs anywhere. Pure: raydist/report/sweep/course.py has what is drawn.
+Runs anywhere. Pure: raydist/report/sweep/time_to_loss.py has what is drawn.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from raydist.report.html import axes, lines
 from raydist.report.html.lines import Label, Series
 from raydist.report.html.page import table
 from raydist.report.html.svg import Markup, tag
-from raydist.report.sweep.course import Axis
-from raydist.report.sweep.words import UNITS, measured, named
+from raydist.report.sweep.conclusions import UNITS, measured, named
+from raydist.report.sweep.time_to_loss import Axis
 
 LINES = 500
 """Points whose course is drawn, the best ones; the fronts are those of all."""

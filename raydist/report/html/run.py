@@ -1,6 +1,6 @@
 """What `raydist report` says of a run, as a page.
 
-Runs anywhere. Pure: `raydist.report.figures` reads the run.
+Runs anywhere. Pure: `raydist.report.run_metrics` reads the run.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 from raydist.redact import redact
 from raydist.report import text
-from raydist.report.figures import Report
 from raydist.report.html import axes, bars, curves, ranks
 from raydist.report.html.page import cards, folded, lines, missing, page, section, table
 from raydist.report.html.svg import Markup, tag
+from raydist.report.run_metrics import Report
 
 _STATUS = {
     "running": "good",

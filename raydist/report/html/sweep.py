@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from raydist.report import text
-from raydist.report.html import cells as heat
+from raydist.report.html import heatmap as heat
 from raydist.report.html import lines, parallel, reach
 from raydist.report.html.lines import Series
 from raydist.report.html.page import cards, missing, page, section, table
 from raydist.report.html.svg import Markup, tag
+from raydist.report.sweep.base_values import marks
+from raydist.report.sweep.conclusions import BATCH, RATE, measured, named, value
 from raydist.report.sweep.curves import Curve
-from raydist.report.sweep.ownvalues import marks
-from raydist.report.sweep.words import BATCH, RATE, measured, named, value
 from raydist.spec.sweep.names import shortest
 
 MOST = 6

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raydist.report.summary import evals
-from raydist.report.sweep.words import named
-from raydist.rundir import RunDir
-from raydist.runlog import read_events, read_steps
+from raydist.report.sweep.conclusions import named
+from raydist.run.directory import RunDir
+from raydist.run.log import read_events, read_steps
 
 
 @dataclass(frozen=True)

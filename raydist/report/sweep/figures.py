@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from raydist.observe.live import WINDOW, rates
+from raydist.observe.summary import WINDOW, rates
 from raydist.records import Event
 from raydist.report.summary import evals
-from raydist.report.sweep.course import PARTS, course
-from raydist.rundir import RunDir
-from raydist.runlog import Segment, merge, read_events, read_segments
-from raydist.runstate import last_word
-from raydist.sweepstate import CellState
+from raydist.report.sweep.time_to_loss import PARTS, course
+from raydist.run.directory import RunDir
+from raydist.run.log import Segment, merge, read_events, read_segments
+from raydist.run.status import last_word
+from raydist.run.sweep_state import CellState
 
 
 def measure(run: RunDir) -> dict[str, Any]:

@@ -21,15 +21,15 @@ from typing import Any
 import yaml
 
 from raydist.errors import RaydistError
-from raydist.report.sweep import ownvalues, unchosen
+from raydist.report.sweep import base_values, search_forecast
 from raydist.report.sweep.figures import measure
-from raydist.rundir import SPEC, RunDir
-from raydist.runlog import plain
+from raydist.run.directory import SPEC, RunDir
+from raydist.run.log import plain
+from raydist.run.sweep_directory import SweepDir
+from raydist.run.sweep_state import fold
 from raydist.spec import JobSpec, parse
 from raydist.spec.sweep import Cell, Sweep
 from raydist.storage import Storage
-from raydist.sweepdir import SweepDir
-from raydist.sweepstate import fold
 
 RECKONED, UNKNOWN = "reckoned ", "unknown: "
 """What `by` of a cell begins with where nobody has measured its speed."""
@@ -75,7 +75,7 @@ def paces(storage: Storage, sweep: Sweep, cells: Iterable[Cell]) -> list[Pace]:
     folder = SweepDir(storage.at(sweep.name))
     if folder.exists():
         states = fold(folder.events())
-        for cell in unchosen.chosen(sweep, folder) if sweep.spec.search.chooses else cells:
+        for cell in search_forecast.chosen(sweep, folder) if sweep.spec.search.chooses else cells:
             speed = states[cell.id].figures.get("tokens_per_second") if cell.id in states else None
             if speed and cell.spec is not None:
                 found.append(Pace(kind(cell.spec), float(speed), f"cell {cell.id}"))
@@ -112,7 +112,9 @@ def tell(
     if sweep.spec.search.chooses:  # those at the ends of the space stand for the others
         scouts, points = sweep.scouts(), sweep.most()
         able = [_row(cell, speeds, rate, reckon, gpus) for cell in scouts if not cell.problems]
-        taken = [unchosen.longest(able, ("tokens", "gpu_hours", "hours", "cost"))] * (points * sweep.spec.array.seeds)
+        taken = [search_forecast.longest(able, ("tokens", "gpu_hours", "hours", "cost"))] * (
+            points * sweep.spec.array.seeds
+        )
     totals = {
         "cells": len(taken),
         "points": points,
@@ -204,8 +206,8 @@ def _notes(
     by = [row["by"] or "" for row in rows]
     reckoned = [one.removeprefix(RECKONED) for one in by if one.startswith(RECKONED)]
     if sweep.spec.search.chooses:
-        notes += unchosen.notes(sweep, cells)
-    notes += ownvalues.outside(sweep.axes, sweep.base)
+        notes += search_forecast.notes(sweep, cells)
+    notes += base_values.outside(sweep.axes, sweep.base)
     asked = (sweep.spec.array.samples or 0) * sweep.spec.array.seeds
     if sweep.spec.array.type == "random" and not sweep.spec.search.chooses and totals["cells"] < asked:
         notes.append(f"{asked - totals['cells']} draws repeat others, and are left out")

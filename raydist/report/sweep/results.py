@@ -16,17 +16,17 @@ from typing import Any
 import yaml
 
 from raydist.errors import StorageError, UsageError
-from raydist.lease import driven_since
-from raydist.report.sweep import analysis, ownvalues, stats
-from raydist.report.sweep.course import front, of_point
+from raydist.report.sweep import analysis, base_values, stats
+from raydist.report.sweep.conclusions import analyse
 from raydist.report.sweep.figures import measure, spent
-from raydist.report.sweep.words import analyse
-from raydist.rundir import SPEC
-from raydist.runlog import plain
+from raydist.report.sweep.time_to_loss import front, of_point
+from raydist.run.directory import SPEC
+from raydist.run.lease import driven_since
+from raydist.run.log import plain
+from raydist.run.sweep_directory import RESULTS, CellNote, SweepDir
+from raydist.run.sweep_state import CellState, fold
 from raydist.spec import JobSpec, parse
 from raydist.spec.sweep import SweepSpec, read_stored
-from raydist.sweepdir import RESULTS, CellNote, SweepDir
-from raydist.sweepstate import CellState, fold
 
 STATUSES = ("running", "lost", "waiting", "paused", "failed", "stopped", "finished")
 """Of a point whose cells differ: the first of these that one of them has."""
@@ -71,7 +71,7 @@ def tell(folder: SweepDir, now: float | None = None) -> dict[str, Any]:
         "pareto": {"unit": unit, "seconds": front(rows, "seconds", sign), "amount": front(rows, "amount", sign)},
     }
     told["analysis"] = analyse(told, spec, base)
-    ownvalues.add(told, spec, base)
+    base_values.add(told, spec, base)
     courses = [row.pop("course") for row in rows]  # plain already, and far more than all the rest
     made = dict(plain(told))
     for row, course in zip(made["points"], courses, strict=True):

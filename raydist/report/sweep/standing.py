@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from raydist.records import Event
-from raydist.sweepdir import CellNote
-from raydist.sweepstate import DONE
+from raydist.run.sweep_directory import CellNote
+from raydist.run.sweep_state import DONE
 
 KEPT = 100
 """Ended cells that are kept for the display, at most."""

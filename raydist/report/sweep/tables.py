@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.text import Text
 
 from raydist.report import text
+from raydist.report.sweep.base_values import marks
+from raydist.report.sweep.conclusions import measured, value
 from raydist.report.sweep.forecast import RECKONED
-from raydist.report.sweep.ownvalues import marks
 from raydist.report.sweep.results import flatten
-from raydist.report.sweep.words import measured, value
 from raydist.spec.sweep.names import shortest
 
 _STYLES = {

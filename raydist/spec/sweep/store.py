@@ -12,11 +12,11 @@ import yaml
 
 from raydist.errors import SpecError, StorageError
 from raydist.redact import redact
+from raydist.run.sweep_directory import BASE, SWEEP, CellNote, SweepDir
 from raydist.spec.load import parse, stored
 from raydist.spec.models import JobSpec
 from raydist.spec.sweep.cells import Cell, Sweep
 from raydist.spec.sweep.models import SweepSpec
-from raydist.sweepdir import BASE, SWEEP, CellNote, SweepDir
 
 
 def note(cell: Cell) -> CellNote:

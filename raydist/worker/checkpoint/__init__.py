@@ -7,7 +7,7 @@
     restore.py   the newest checkpoint whose every hash is right, at any world size
     manifest.py  what a checkpoint is made of; list, verify, best  (plain python: for the driver and the command line)
     pruning.py   which checkpoints go, and how no reader loses one (plain python)
-    vault.py     copies in the nodes' memory: when one is taken, and which one to go on from
+    memory store.py     copies in the nodes' memory: when one is taken, and which one to go on from
     snapshots.py this rank's part of such a copy, in shared memory
     export.py    weights for others to load
 

@@ -20,14 +20,14 @@ import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
+from raydist.checkpoint.manifest import Manifest
 from raydist.data.dataset import TokenDataset
 from raydist.data.tokenizers import END, Bytes
 from raydist.errors import CheckpointNotFound, DataError, UsageError, UserError
 from raydist.redact import beside
-from raydist.rundir import SPEC, RunDir
+from raydist.run.directory import SPEC, RunDir
 from raydist.spec import ModelSpec, parse
 from raydist.worker.checkpoint import restore
-from raydist.worker.checkpoint.manifest import Manifest
 from raydist.worker.model.gpt import NORM_EPS, default_hidden
 
 FORMATS = ("safetensors",)

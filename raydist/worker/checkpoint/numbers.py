@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from raydist.checkpoint.manifest import Manifest, changed_numbers
 from raydist.errors import SpecChanged
-from raydist.worker.checkpoint.manifest import Manifest, changed_numbers
-from raydist.worker.schedule import lr_at, peak_lr
+from raydist.worker.optim.schedule import lr_at, peak_lr
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec

@@ -16,22 +16,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from raydist.errors import (
-    CheckpointCorrupt,
-    CheckpointError,
-    CheckpointNotFound,
-    RaydistError,
-    StorageError,
-)
+from raydist.checkpoint import manifest
+from raydist.checkpoint.manifest import Manifest, TensorEntry
+from raydist.checkpoint.mirrors import answer, replica_of
+from raydist.checkpoint.retention import Lease
+from raydist.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, RaydistError, StorageError
 from raydist.records import Event
 from raydist.redact import redact
-from raydist.rundir import Lineage, RunDir, manifest_name
-from raydist.worker.checkpoint import manifest
-from raydist.worker.checkpoint.layout import rank_name
-from raydist.worker.checkpoint.manifest import Manifest, TensorEntry
-from raydist.worker.checkpoint.pruning import Lease
-from raydist.worker.checkpoint.replicas import answer, replica_of
-from raydist.worker.checkpoint.writer import ShardReader, TensorPlanner
+from raydist.run.directory import Lineage, RunDir, manifest_name
+from raydist.worker.checkpoint.dcp_storage import ShardReader, TensorPlanner
+from raydist.worker.checkpoint.save_plan import rank_name
 
 T = TypeVar("T")
 

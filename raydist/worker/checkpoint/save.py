@@ -36,14 +36,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from raydist import __version__
+from raydist.checkpoint import manifest, retention
+from raydist.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from raydist.errors import CheckpointError, Fenced, SavesFailed, StorageError
 from raydist.records import Event
-from raydist.rundir import ATTEMPTS, RunDir, fenced, manifest_name
-from raydist.worker.checkpoint import layout, manifest, pruning
-from raydist.worker.checkpoint.layout import Part
-from raydist.worker.checkpoint.manifest import FileEntry, Manifest, TensorEntry
+from raydist.run.directory import ATTEMPTS, RunDir, fenced, manifest_name
+from raydist.worker.checkpoint import save_plan
+from raydist.worker.checkpoint.dcp_storage import Commit, PartsPlanner, ShardWriter
+from raydist.worker.checkpoint.save_plan import Part
 from raydist.worker.checkpoint.staging import Stage
-from raydist.worker.checkpoint.writer import Commit, PartsPlanner, ShardWriter
 
 CLOSE_S = 60.0
 PATIENCE_S = 5.0
@@ -155,7 +156,7 @@ class Saver:
         """
         parts = self._plan(tensors, rank_tensors)
         stage = self._stage_for(tensors)
-        nbytes = layout.aligned(parts[-1].start + parts[-1].length) if parts else 0
+        nbytes = save_plan.aligned(parts[-1].start + parts[-1].length) if parts else 0
         self._warm = threading.Thread(
             target=stage.reserve, args=(nbytes,), name="raydist-checkpoint-buffer", daemon=True
         )
@@ -187,7 +188,7 @@ class Saver:
         save = _Save(
             step,
             self._plan(tensors, rank_tensors),
-            layout.aliases(tensors),
+            save_plan.aliases(tensors),
             _plain(dict(plain), "plain"),
             begun,
         )
@@ -379,10 +380,10 @@ class Saver:
             no_dist=self._group is None,
         )
 
-    # --- what raydist.worker.checkpoint.vault does otherwise
+    # --- what raydist.worker.checkpoint.memory_manager does otherwise
 
     def _plan(self, tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor]) -> list[Part]:
-        return layout.plan(tensors, rank_tensors, self._rank, self._world_size)
+        return save_plan.plan(tensors, rank_tensors, self._rank, self._world_size)
 
     def _writer(self, step: int, parts: list[Part], stage: Stage, commit: Commit) -> ShardWriter:
         # A name of its own for every save: what is committed is never written again, whatever is saved there once more.
@@ -425,8 +426,8 @@ class Saver:
         try:
             if fenced(self._run, self._attempt):
                 return  # what goes is now another attempt's to say
-            pruning.sweep(self._run, manifest.read(self._run, step))
-            pruning.prune(self._run, self._keep, orphans=True, attempt=self._attempt)
+            retention.sweep(self._run, manifest.read(self._run, step))
+            retention.prune(self._run, self._keep, orphans=True, attempt=self._attempt)
         except Exception as error:
             self._say("note", text=f"old checkpoints could not be deleted: {type(error).__name__}: {error}")
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from raydist.worker.checkpoint.layout import Part, aligned
+from raydist.worker.checkpoint.save_plan import Part, aligned
 
 
 class Stage:

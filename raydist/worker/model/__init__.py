@@ -21,14 +21,14 @@ Optional, used where present:
 - `blocks`: an nn.ModuleList of the repeated layers; the unit of sharding and of compilation, and what muon trains.
 - `build.takes_meta = True`, on the function (or the class) itself, with `init_module(name, module)` on the model: training then
   calls `build` under torch's meta device, where it makes no weights, and `init_module` for each module of `named_modules`, in
-  that order, to draw the weights that this one holds itself from torch's default generator (worker/graph.py, `initialise`). So
-  zero3 and hsdp make and split one block after the other, and no rank ever holds the whole model. Buffers are made on the
-  CPU all the same. Without `takes_meta` no `build` is called under the meta device.
+  that order, to draw the weights that this one holds itself from torch's default generator (worker/parallel/_model_graph.py,
+  `initialise`). So zero3 and hsdp make and split one block after the other, and no rank ever holds the whole model. Buffers are
+  made on the CPU all the same. Without `takes_meta` no `build` is called under the meta device.
 - `gives_loss`: where it is true, `module(tokens_BT, targets=targets_BT)` (with `documents` where they are packed) gives the cross
   entropy in nats, summed over the targets that are not MASKED, a scalar in fp32, and need not make all logits at once
-  (worker/headloss.py). Its `head` is then compiled by `train.compile: blocks` too. A subclass whose `forward` takes no targets
-  sets it to False.
-- `flops_per_token(context) -> float`: else 6 a parameter that is no embedding (worker/flops.py).
+  (worker/model/_chunked_cross_entropy.py). Its `head` is then compiled by `train.compile: blocks` too. A subclass whose `forward`
+  takes no targets sets it to False.
+- `flops_per_token(context) -> float`: else 6 a parameter that is no embedding (worker/metrics/flops.py).
 - `generate(tokens_BT, max_new, ...) -> tokens_BS`: else `raydist train` prints no sample of text.
 
 tests/contracts/test_models.py holds every file here to this.

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raydist.errors import UserError
-from raydist.worker.flops import decoder_flops
-from raydist.worker.graph import initialise
-from raydist.worker.headloss import head_loss
+from raydist.worker.metrics.flops import decoder_flops
+from raydist.worker.model._chunked_cross_entropy import head_loss
+from raydist.worker.parallel._model_graph import initialise
 
 if TYPE_CHECKING:
     from raydist.spec import ModelSpec
@@ -278,7 +278,7 @@ class GPT(nn.Module):
         return out
 
     def flops_per_token(self, context: int) -> float:
-        """FLOPs of training on one token of a sequence of `context` tokens: see worker/flops.py."""
+        """FLOPs of training on one token of a sequence of `context` tokens: see worker/metrics/flops.py."""
         parameters = sum(p.numel() for p in self.parameters())
         if not self.spec.tie_embeddings:
             parameters -= self.embedding.weight.numel()

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from raydist.spec import JobSpec
-from raydist.worker.setup import Rank
+from raydist.worker.distributed import Rank
 
 
 class Example(Protocol):

@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from raydist.spec import JobSpec
-from raydist.worker.graph import check_graph
+from raydist.worker.distributed import Rank
 from raydist.worker.parallel import Example, ParamShard
+from raydist.worker.parallel._model_graph import check_graph
 from raydist.worker.precision import DTYPES
-from raydist.worker.setup import Rank
 
 # Renamed in torch 2.13.
 _SYNC_BUFFERS = (

@@ -12,7 +12,7 @@ import os
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from raydist.errors import UserError
-from raydist.worker.fsdp import FullyShardedStrategy
+from raydist.worker.parallel._fsdp import FullyShardedStrategy
 
 
 class Strategy(FullyShardedStrategy):

@@ -5,7 +5,7 @@ Runs in: each train worker. Torch, never ray.
 
 from __future__ import annotations
 
-from raydist.worker.zero import ZeroStrategy
+from raydist.worker.parallel._zero import ZeroStrategy
 
 
 class Strategy(ZeroStrategy):

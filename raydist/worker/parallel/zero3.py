@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from raydist.worker.fsdp import FullyShardedStrategy
+from raydist.worker.parallel._fsdp import FullyShardedStrategy
 
 
 class Strategy(FullyShardedStrategy):

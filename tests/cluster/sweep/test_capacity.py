@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 
+from raydist.cluster.run.fit import WorkerKind
 from raydist.cluster.session import Session
-from raydist.cluster.sweep import pool as module
+from raydist.cluster.sweep import worker_group_pool as module
 from raydist.cluster.sweep.capacity import Shape, at_once, places
-from raydist.cluster.sweep.cell import Plan
-from raydist.cluster.sweep.pool import Pool
-from raydist.cluster.trainer import WorkerKind
+from raydist.cluster.sweep.trial import Plan
+from raydist.cluster.sweep.worker_group_pool import WorkerGroupPool
 from raydist.errors import PreflightError
 
 CPU, GPU = "CPU", "GPU"
@@ -66,7 +66,7 @@ class Cluster:
 
 
 class FakeCrew:
-    """A crew whose workers are places on a cluster."""
+    """A slot whose workers are places on a cluster."""
 
     cluster: Cluster
 
@@ -103,7 +103,7 @@ class FakePlan:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_no_cell_waits_for_another(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a random cluster, with cells of several shapes that end in random order and leave their workers waiting: whenever a crew
+    """On a random cluster, with cells of several shapes that end in random order and leave their workers waiting: whenever a slot
     is free, the next cell's workers fit at once."""
     chance = random.Random(seed)
     nodes = [
@@ -121,15 +121,15 @@ def test_no_cell_waits_for_another(seed: int, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "kind", lambda plan: WorkerKind(plan.shape.cpus, plan.shape.gpus, {}))
     monkeypatch.setattr(FakeCrew, "cluster", Cluster(nodes, chance), raising=False)
     count = at_once(nodes, shapes, chance.choice([None, 2, 100]))
-    pool = Pool(cast(Session, None), count)
+    pool = WorkerGroupPool(cast(Session, None), count)
     busy: list[Any] = []
     for _ in range(60):
         if len(busy) == count or (busy and chance.random() < 0.3):
             pool.put(busy.pop(chance.randrange(len(busy))))
         plan = FakePlan(chance.choice(shapes))
-        crew = cast(FakeCrew, pool.get(cast(Plan, plan)))
-        crew.train(plan.shape)
-        busy.append(crew)
+        slot = cast(FakeCrew, pool.get(cast(Plan, plan)))
+        slot.train(plan.shape)
+        busy.append(slot)
     assert count >= 1
 
 

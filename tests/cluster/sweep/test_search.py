@@ -18,10 +18,10 @@ from raydist.cluster.sweep.sampler import Sampler, Told
 from raydist.cluster.sweep.search import Search, require
 from raydist.errors import SpecError, StorageError, TrainingStopped, UserError
 from raydist.records import Event
+from raydist.run.sweep_directory import SweepDir, SweepLog
+from raydist.run.sweep_state import fold
 from raydist.spec.sweep import Cell, Point, Sweep, load_sweep
 from raydist.spec.sweep.models import SearchSpec
-from raydist.sweepdir import SweepDir, SweepLog
-from raydist.sweepstate import fold
 
 QUICKSTART = Path(__file__).parents[3] / "jobs/quickstart.yaml"
 RATES = {"learning_rate": {"log_uniform": [1e-4, 1e-1]}}

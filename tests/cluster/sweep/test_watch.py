@@ -12,19 +12,19 @@ from typing import Any, cast
 import pytest
 
 from raydist.cluster.session import Session
-from raydist.cluster.sweep.cell import Wish
-from raydist.cluster.sweep.floor import Floor
-from raydist.cluster.sweep.limits import Spent
-from raydist.cluster.sweep.pool import Pool
+from raydist.cluster.sweep.budget import Spent
+from raydist.cluster.sweep.ray_tune import CellQueue
 from raydist.cluster.sweep.sweep import Ended, SweepRun
-from raydist.cluster.sweep.tuning import CellQueue
+from raydist.cluster.sweep.trial import EndRequest
+from raydist.cluster.sweep.trial_runner import TrialRunner
+from raydist.cluster.sweep.worker_group_pool import WorkerGroupPool
 from raydist.errors import PreflightError
+from raydist.run.sweep_directory import SweepDir, SweepLog
 from raydist.spec.sweep import SweepSpec
-from raydist.sweepdir import SweepDir, SweepLog
 
 
 class Noted:
-    """A display that only notes, and a floor's pool that gives nothing."""
+    """A display that only notes, and a trial runner's pool that gives nothing."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -50,53 +50,53 @@ class Training:
         self.hours = 0.5
         self.plan = SimpleNamespace(workers=workers, request=SimpleNamespace(gpus=gpus))
         self.live = name
-        self.told: list[Wish] = []
-        self.wish = self.status = None
+        self.told: list[EndRequest] = []
+        self.end_request = self.status = None
         self.ended = threading.Event()
 
-    def end(self, wish: Wish) -> None:
-        self.told.append(wish)
+    def end(self, end_request: EndRequest) -> None:
+        self.told.append(end_request)
         self.ended.set()
 
     def join(self, timeout_s: float | None = None) -> bool:
         return self.ended.wait(timeout_s)
 
 
-def floor_of(tmp_path: Path, *training: Training) -> tuple[Floor, SweepLog]:
-    """A floor on which these train."""
+def trial_runner_of(tmp_path: Path, *training: Training) -> tuple[TrialRunner, SweepLog]:
+    """A trial runner on which these train."""
     log = SweepLog(SweepDir(tmp_path))
     nothing: Any = lambda *_: None  # noqa: E731
-    pool, session = cast(Pool, Noted()), cast(Session, None)
-    floor = Floor(session, pool, log, nothing, nothing, nothing, {}, metric="loss", allowed=0)
-    floor._cells = cast(Any, {cell.id: cell for cell in training})
-    return floor, log
+    pool, session = cast(WorkerGroupPool, Noted()), cast(Session, None)
+    trial_runner = TrialRunner(session, pool, log, nothing, nothing, nothing, {}, metric="loss", allowed=0)
+    trial_runner._cells = cast(Any, {cell.id: cell for cell in training})
+    return trial_runner, log
 
 
 def test_hours_of_workers_and_of_their_gpus(tmp_path: Path) -> None:
     """Hours with workers x workers, x GPUs of each; those of a cell that has ended stay."""
     two, none = Training("two", 2, 4.0), Training("none", 3, 0.0)
-    floor, _ = floor_of(tmp_path, two, none)
-    assert floor.used() == (4.0, 2.5)
+    trial_runner, _ = trial_runner_of(tmp_path, two, none)
+    assert trial_runner.used() == (4.0, 2.5)
     two.ended.set()
-    assert floor.live() == ["none"]
-    assert floor.used() == (4.0, 2.5)
+    assert trial_runner.live() == ["none"]
+    assert trial_runner.used() == (4.0, 2.5)
 
 
 def test_reports_of_an_earlier_stretch(tmp_path: Path) -> None:
-    """A cell that begins again reports anew, though the floor knows nothing any more of the stretch before; while it trains nothing
-    is taken from it."""
+    """A cell that begins again reports anew, though the trial runner knows nothing any more of the stretch before; while it trains
+    nothing is taken from it."""
     told: list[tuple[str, ...]] = []
 
     def refuse(cell: str, changes: Any) -> Any:
         raise PreflightError("no room", "")
 
     trains = Training("trains", 1, 0.0)
-    floor, _ = floor_of(tmp_path, trains)
-    floor._plan = refuse
-    floor._forget_reports = lambda cell: told.append(("forget", cell))
-    floor._post = lambda cell, report: told.append(("post", cell))
-    floor.begin("again")
-    floor.begin("trains")
+    trial_runner, _ = trial_runner_of(tmp_path, trains)
+    trial_runner._plan = refuse
+    trial_runner._forget_reports = lambda cell: told.append(("forget", cell))
+    trial_runner._post = lambda cell, report: told.append(("post", cell))
+    trial_runner.begin("again")
+    trial_runner.begin("trains")
     assert told == [("forget", "again"), ("post", "again")]
 
 
@@ -114,7 +114,7 @@ def test_a_limit_is_reached(tmp_path: Path, limits: Any, earlier: Spent, gpus: f
     to make a checkpoint and end, the others wait."""
     spec = SweepSpec.model_validate({"base": "b.yaml", "array": {"parameters": [{"lr": [1, 2]}]}, "limits": limits})
     cell, view, queue = Training("cell", 2, gpus), Noted(), CellQueue(["waits"], 1, "10.0.0.1")
-    floor, log = floor_of(tmp_path, cell)
+    trial_runner, log = trial_runner_of(tmp_path, cell)
     run = SweepRun(
         spec, [], SweepDir(tmp_path), {"cell": {}, "waits": {}}, cast(Any, None), cast(Session, None), view,
         tokens=1, at_once=1,
@@ -122,9 +122,9 @@ def test_a_limit_is_reached(tmp_path: Path, limits: Any, earlier: Spent, gpus: f
     run._done, run._before, run._began = {}, earlier, time.monotonic() - 1.5 * 3600
     thread = threading.Thread(target=cell.join)
     thread.start()
-    assert run._watch(thread, floor, log, queue) == Ended("paused", why)
+    assert run._watch(thread, trial_runner, log, queue) == Ended("paused", why)
     thread.join()
-    assert cell.told == [Wish("paused", why, at_once=False)]
+    assert cell.told == [EndRequest("paused", why, at_once=False)]
     assert view.notes == [f"{why}: a checkpoint of every cell that trains; the others wait"]
     assert queue.is_finished()
     assert queue.left == 1
@@ -134,7 +134,7 @@ def test_raydist_stop(tmp_path: Path) -> None:
     """Asked from another shell: as one SIGINT, and no second one while the request stands."""
     spec = SweepSpec.model_validate({"base": "b.yaml", "array": {"parameters": [{"lr": [1, 2]}]}})
     cell, view, queue = Training("cell", 2, 0.0), Noted(), CellQueue(["waits"], 1, "10.0.0.1")
-    floor, log = floor_of(tmp_path, cell)
+    trial_runner, log = trial_runner_of(tmp_path, cell)
     run = SweepRun(
         spec, [], SweepDir(tmp_path), {"cell": {}, "waits": {}}, cast(Any, None), cast(Session, None), view,
         tokens=1, at_once=1, asked=lambda: "process 7 on h",
@@ -142,9 +142,9 @@ def test_raydist_stop(tmp_path: Path) -> None:
     run._done, run._before, run._began = {}, Spent(), time.monotonic()
     thread = threading.Thread(target=cell.join)
     thread.start()
-    assert run._watch(thread, floor, log, queue) == Ended("interrupted", "interrupted", signal.SIGINT)
+    assert run._watch(thread, trial_runner, log, queue) == Ended("interrupted", "interrupted", signal.SIGINT)
     thread.join()
-    assert cell.told == [Wish("paused", "interrupted", at_once=False)]
+    assert cell.told == [EndRequest("paused", "interrupted", at_once=False)]
     assert view.notes[0] == "`raydist stop`, process 7 on h, asks this sweep to end"
 
 
@@ -152,7 +152,7 @@ def test_what_a_search_will_not_choose_is_not_waited_for(tmp_path: Path) -> None
     """Of three points that it was to try there are two: one trains, one is over, and none waits."""
     spec = SweepSpec.model_validate({"base": "b.yaml", "array": {"parameters": [{"lr": [1, 2]}]}})
     view, search = Noted(), SimpleNamespace(count=3)
-    floor, log = floor_of(tmp_path, Training("two", 1, 0.0))
+    trial_runner, log = trial_runner_of(tmp_path, Training("two", 1, 0.0))
     run = SweepRun(
         spec, [], SweepDir(tmp_path), {}, cast(Any, None), cast(Session, None), view,
         tokens=1, at_once=1, search=cast(Any, search),
@@ -160,5 +160,5 @@ def test_what_a_search_will_not_choose_is_not_waited_for(tmp_path: Path) -> None
     run._done, run._before, run._began = {"one": "finished"}, Spent(), time.monotonic()
     for count, waiting in ((3, 1), (2, 0)):
         search.count = count
-        run._show(floor, log)
+        run._show(trial_runner, log)
         assert [view.counts[name] for name in ("finished", "running", "waiting")] == [1, 1, waiting]

@@ -12,7 +12,7 @@ import pytest
 from raydist.errors import StorageError, UserError
 from raydist.observe.exporters import Facts
 from raydist.observe.exporters.jsonl import FILE, Exporter
-from raydist.rundir import RunDir
+from raydist.run.directory import RunDir
 
 Rows = Callable[..., list[dict[str, Any]]]
 

@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 from raydist.errors import UserError
 from raydist.observe.exporters import Facts
 from raydist.observe.exporters.mlflow import Exporter
-from raydist.rundir import RunDir
+from raydist.run.directory import RunDir
 
 Rows = Callable[..., list[dict[str, Any]]]
 SPEC = {"model": {"name": "gpt", "layers": 4, "hidden": None}, "train": {"steps": 20}, "name": "x" * 7000}

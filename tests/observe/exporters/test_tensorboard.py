@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from raydist.errors import StorageError
 from raydist.observe.exporters import Facts
 from raydist.observe.exporters.tensorboard import Exporter
-from raydist.rundir import TENSORBOARD, RunDir
+from raydist.run.directory import TENSORBOARD, RunDir
 
 Rows = Callable[..., list[dict[str, Any]]]
 
@@ -28,12 +28,12 @@ def curve(run: RunDir, tag: str) -> list[tuple[int, float]]:
 
 def test_curves(run: RunDir, rows: Rows) -> None:
     """Every field that makes a curve, at its step; and the eval loss."""
-    board = Exporter(Facts(run))
-    board.attempt(1, 0, 1.0)
+    mailbox = Exporter(Facts(run))
+    mailbox.attempt(1, 0, 1.0)
     known = {1: None, 2: None, 3: 41.5}
-    board.steps([{**row, "grad_noise_scale": known[row["step"]]} for row in rows(range(1, 4))], 2.0)
-    board.event({"kind": "eval", "at": 2.5, "step": 2, "loss": 0.25, "tokens": 9, "best": True})
-    board.close()
+    mailbox.steps([{**row, "grad_noise_scale": known[row["step"]]} for row in rows(range(1, 4))], 2.0)
+    mailbox.event({"kind": "eval", "at": 2.5, "step": 2, "loss": 0.25, "tokens": 9, "best": True})
+    mailbox.close()
     assert curve(run, "train/loss") == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     assert curve(run, "train/tokens_per_second") == [(s, pytest.approx(1000.0)) for s in (1, 2, 3)]
     assert curve(run, "eval/loss") == [(2, 0.25)]
@@ -45,14 +45,14 @@ def test_curves(run: RunDir, rows: Rows) -> None:
 @pytest.mark.parametrize("same_driver", [True, False])
 def test_steps_trained_again_replace_the_old(run: RunDir, rows: Rows, same_driver: bool) -> None:
     """One point a step after a restart, in one driver or the next within the same second, and after a later restart too."""
-    board = Exporter(Facts(run))
+    mailbox = Exporter(Facts(run))
     for attempt, (resume, end) in enumerate([(0, 10), (6, 8), (3, 12)], start=1):
-        board.attempt(attempt, resume, 1.0)
-        board.steps(rows(range(resume + 1, end + 1), attempt), 1.0)
-        board.flush()
+        mailbox.attempt(attempt, resume, 1.0)
+        mailbox.steps(rows(range(resume + 1, end + 1), attempt), 1.0)
+        mailbox.flush()
         if not same_driver:
-            board = Exporter(Facts(run))
-    board.close()
+            mailbox = Exporter(Facts(run))
+    mailbox.close()
     assert [step for step, _ in curve(run, "train/loss")] == list(range(1, 13))
 
 
@@ -62,12 +62,12 @@ def test_files_stay_small_and_whole(run: RunDir, rows: Rows, local: bool) -> Non
     Path(run.storage.path(TENSORBOARD)).mkdir(parents=True)
     if not local:
         run.storage.local = None
-    board = Exporter(Facts(run))
+    mailbox = Exporter(Facts(run))
     for start in range(1, 12_001, 1_500):
-        board.steps(rows(range(start, start + 1_500)), 1.0)
-        board.flush(now=True)
-        board.flush()
-    board.close()
+        mailbox.steps(rows(range(start, start + 1_500)), 1.0)
+        mailbox.flush(now=True)
+        mailbox.flush()
+    mailbox.close()
     sizes = [size for name, size in run.storage.files(TENSORBOARD).items()]
     assert len(sizes) > 1
     assert max(sizes) < 1.1 * 2**20
@@ -76,13 +76,13 @@ def test_files_stay_small_and_whole(run: RunDir, rows: Rows, local: bool) -> Non
 
 def test_histograms(run: RunDir) -> None:
     """Edges, counts and sums come back as they were given, under the parameter's name; one without counts is left out."""
-    board = Exporter(Facts(run))
+    mailbox = Exporter(Facts(run))
     shown = {"edges": [-2.0, -1.0, 1.0, 1.5], "counts": [3, 0, 5], "sum": 1.25, "sum_squares": 20.0}
     empty: dict[str, Any] = {"edges": [], "counts": [], "sum": 0.0, "sum_squares": 0.0}
-    board.event(
+    mailbox.event(
         {"kind": "histograms", "at": 3.0, "step": 7, "weights": {"head.weight": shown}, "gradients": {"x": empty}}
     )
-    board.close()
+    mailbox.close()
     read = EventAccumulator(run.storage.path(TENSORBOARD))
     read.Reload()
     assert read.Tags()["histograms"] == ["weights/head.weight"]
@@ -103,21 +103,21 @@ def test_what_storage_refused_is_written_later(run: RunDir, rows: Rows) -> None:
     """StorageError while the folder cannot be made; nothing is lost or doubled once it can."""
     Path(run.storage.path()).mkdir(parents=True)
     obstacle = Path(run.storage.path(TENSORBOARD))
-    board = Exporter(Facts(run))
+    mailbox = Exporter(Facts(run))
     obstacle.write_text("a file where the folder should be")
-    board.steps(rows(range(1, 3)), 1.0)
+    mailbox.steps(rows(range(1, 3)), 1.0)
     with pytest.raises(StorageError):
-        board.flush()
+        mailbox.flush()
     obstacle.unlink()
-    board.steps(rows(range(3, 5)), 1.0)
-    board.flush()
+    mailbox.steps(rows(range(3, 5)), 1.0)
+    mailbox.flush()
     assert [step for step, _ in curve(run, "train/loss")] == [1, 2, 3, 4]
 
 
 def test_loads_neither_torch_nor_tensorflow(tmp_path: Path) -> None:
     """The monitor with its curves stays a light process."""
     script = (
-        "import sys; from raydist.observe.run import RunMonitor; m = RunMonitor(sys.argv[1], interval_s=60.0);"
+        "import sys; from raydist.observe.run_monitor import RunMonitor; m = RunMonitor(sys.argv[1], interval_s=60.0);"
         "m.begin_attempt(1, 1, 0); m.push([dict(step=1, loss=1.0, lr=1.0, grad_norm=1.0, tokens=1, seconds=1.0,"
         " data_seconds=0.0, world_size=1, attempt=1, samples_hash='0')], []); m.end('finished');"
         "print(sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'tensorflow', 'pandas', 'ray'}))"

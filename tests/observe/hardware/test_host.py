@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raydist import samples
 from raydist.observe.hardware import host
 from raydist.observe.hardware.host import FreeSpace, Host, process, training_interface
+from raydist.run import telemetry_schema
 from tests import needs
 
 ALONE = ("unshare", "--net", *needs.MAP_ROOT)
@@ -41,7 +41,9 @@ def test_bytes_and_packets_of_the_interface() -> None:
     needs.require(*needs.HOSTS)
     run = subprocess.run([*ALONE, sys.executable, "-c", SEND], capture_output=True, text=True, check=True)
     before, after = json.loads(run.stdout)
-    grown = {name: after[name] - before[name] for name in samples.NODE if name.startswith("nic_") and name in after}
+    grown = {
+        name: after[name] - before[name] for name in telemetry_schema.NODE if name.startswith("nic_") and name in after
+    }
     size = 1000 + 8 + 20  # UDP and IP; Ethernet's 14 are not counted on a loopback
     assert after["nic"] == "lo"
     assert grown == {
@@ -98,7 +100,7 @@ def test_against_another_reader(tmp_path: Path) -> None:
     assert row["nic"] == name
     assert row["cpu_count"] == psutil.cpu_count()
     assert 0 < row["memory_used_bytes"] < row["memory_total_bytes"] <= psutil.virtual_memory().total
-    assert row.keys() <= samples.NODE.keys()
+    assert row.keys() <= telemetry_schema.NODE.keys()
 
 
 TREE = {

@@ -7,8 +7,8 @@ import inspect
 import pynvml
 import pytest
 
-from raydist import samples
 from raydist.observe.hardware.nvml import Gpus
+from raydist.run import telemetry_schema
 from tests.nvml import HBM3E, FakeGpu, FakeNvml
 
 ALL = 0xFFFFFFFF
@@ -43,7 +43,8 @@ def test_the_stand_in_has_the_functions_of_pynvml() -> None:
 
 
 def test_every_column_of_a_hopper() -> None:
-    """Each value, in the units of raydist.samples; from the second reading on also what is known of the time between."""
+    """Each value, in the units of raydist.run.telemetry_schema; from the second reading on also what is known of the time
+    between."""
     reasons = pynvml.nvmlClocksEventReasonSwPowerCap | pynvml.nvmlClocksEventReasonHwThermalSlowdown
     gpu = FakeGpu(reasons=reasons, ecc=2, processes={7: 5 << 30, 8: None}, fields=NVLINK, gpm=GPM)
     lib = FakeNvml(gpu)
@@ -59,7 +60,7 @@ def test_every_column_of_a_hopper() -> None:
         "gpu_xid_count": 2, "gpu_xid": 79, "gpu_ecc_errors": 2, "gpu_sm_active": pytest.approx(0.9),
         "gpu_tensor_active": pytest.approx(0.55), "gpu_dram_active": pytest.approx(0.3),
     }  # fmt: skip
-    assert {*samples.GPU, "gpu"} - set(second.row) == {"gpu_process_bytes", "gpu_other_bytes"}  # the agent's
+    assert {*telemetry_schema.GPU, "gpu"} - set(second.row) == {"gpu_process_bytes", "gpu_other_bytes"}  # the agent's
     since = {name for name in second.row if "active" in name or "pcie" in name}
     assert set(second.row) - set(first.row) == {*since, "gpu_xid"}
     assert (second.processes, second.uuid) == ({7: 5 << 30, 8: None}, gpu.uuid)

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from raydist.report.html import axes, bars, cells, colours, lines
+from raydist.report.html import axes, bars, colours, heatmap, lines
 from raydist.report.html.lines import Mark, Series
 from raydist.report.html.svg import Markup, number, tag
 
@@ -181,7 +181,7 @@ def heat(values: Any, **more: Any) -> Markup:
     known = {"limits": (0.0, 1.0), "edges": (0.0, float(grid.shape[1])), "x_ticks": [0.0], "x_form": axes.short, "form": axes.short,
              "legend": [(0.0, "low")], "rows": list("abcdefgh")[: len(grid)],
              "columns": [str(j) for j in range(grid.shape[1])]}  # fmt: skip
-    return cells.chart("Heat", grid, **{**known, **more})
+    return heatmap.chart("Heat", grid, **{**known, **more})
 
 
 def test_cells_have_the_colour_of_their_value() -> None:

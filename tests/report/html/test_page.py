@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raydist.report.figures import report
 from raydist.report.html import lines, page
 from raydist.report.html.run import render
-from raydist.rundir import SPEC, RunDir
+from raydist.report.run_metrics import report
+from raydist.run.directory import SPEC, RunDir
 from tests.report import story
 from tests.report.html import looks
 from tests.report.html.chromium import Chromium

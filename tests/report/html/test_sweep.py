@@ -13,9 +13,9 @@ import pytest
 
 from raydist.cli import main as cli
 from raydist.report.html.sweep import render
+from raydist.report.sweep.conclusions import named
 from raydist.report.sweep.curves import curves
 from raydist.report.sweep.results import tell
-from raydist.report.sweep.words import named
 from tests.report.html import looks
 from tests.report.html.chromium import Chromium
 from tests.report.sweep.conftest import Swept, swept, train
@@ -114,7 +114,8 @@ def test_lines_are_seen_and_labels_are_whole(
 
 
 def assert_fronts(browser: Chromium, told: dict[str, Any]) -> None:
-    """Each front is a table, and a chart that numbers the cells which take it; brute force in tests/report/sweep/test_course.py."""
+    """Each front is a table, and a chart that numbers the cells which take it; brute force in
+    tests/report/sweep/test_time_to_loss.py."""
     captions = texts(browser, "#reach figcaption")
     assert [caption.strip() for caption in captions] == ["eval_loss over seconds trained", "eval_loss over cost"]
     for place, axis in enumerate(("seconds", "amount")):

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from raydist.observe.run import RunMonitor
+from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, StepRecord
-from raydist.rundir import SPEC, RunDir
+from raydist.run.directory import SPEC, RunDir
+from raydist.run.sweep_directory import SweepDir, SweepLog
 from raydist.spec import dump
 from raydist.spec.sweep import Cell, Sweep, load_sweep, store
-from raydist.sweepdir import SweepDir, SweepLog
 
 ROOT = Path(__file__).parents[3]
 

@@ -19,16 +19,16 @@ from rich.console import Console
 
 from raydist.cli.place import Ground
 from raydist.errors import StorageError, UsageError
-from raydist.lease import DriverLease
 from raydist.report.html.sweep import render
 from raydist.report.sweep import forecast, stats, tables
 from raydist.report.sweep.figures import measure, spent
 from raydist.report.sweep.results import best_job, tell, write_parquet
-from raydist.rundir import RunDir
+from raydist.run.directory import RunDir
+from raydist.run.lease import DriverLease
+from raydist.run.sweep_directory import SweepDir
+from raydist.run.sweep_state import CellState, Stretch
 from raydist.spec import JobSpec, dump, load
 from raydist.storage import Storage
-from raydist.sweepdir import SweepDir
-from raydist.sweepstate import CellState, Stretch
 from tests.report.sweep.conftest import Swept, train
 
 Make = Callable[..., Swept]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from raydist.report.sweep import forecast
 from raydist.report.sweep.results import STATUSES, tell
-from raydist.sweepstate import fold
+from raydist.run.sweep_state import fold
 from tests.report.sweep.conftest import Swept
-from tests.test_sweepdir import story
+from tests.run.test_sweep_directory import story
 
 DOCS = (Path(__file__).parents[3] / "docs/sweeps.md").read_text()
 

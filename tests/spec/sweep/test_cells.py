@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raydist.errors import SpecError
+from raydist.run.sweep_directory import CellNote, SweepDir
 from raydist.spec import JobSpec, dump, load, parse
 from raydist.spec.sweep import Cell, check, load_sweep, note, store
 from raydist.spec.sweep.equal import adjusted
-from raydist.sweepdir import CellNote, SweepDir
-from raydist.worker.schedule import peak_lr
+from raydist.worker.optim.schedule import peak_lr
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "jobs/quickstart.yaml"

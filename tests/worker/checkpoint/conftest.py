@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raydist.records import Event
-from raydist.rundir import RunDir
+from raydist.run.directory import RunDir
 from raydist.worker.checkpoint.save import Saver
 
 

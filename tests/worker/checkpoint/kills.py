@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from raydist import storage
-from raydist.rundir import RunDir, begin_attempt, resume_attempt
-from raydist.worker.checkpoint import manifest, restore
+from raydist.checkpoint import manifest
+from raydist.run.directory import RunDir, begin_attempt, resume_attempt
+from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.save import Saver
 
 

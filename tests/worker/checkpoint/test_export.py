@@ -16,7 +16,7 @@ from raydist.data.dataset import TokenDataset
 from raydist.data.prepare import prepare
 from raydist.data.tokenizers import Bytes
 from raydist.errors import CheckpointCorrupt, CheckpointNotFound, DataError, UsageError, UserError
-from raydist.rundir import SPEC, RunDir
+from raydist.run.directory import SPEC, RunDir
 from raydist.spec import JobSpec, dump
 from raydist.worker.checkpoint import export as exporting
 from raydist.worker.checkpoint.export import byte_tokenizer, export, hf_name

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
+from raydist.checkpoint import manifest, retention
 from raydist.errors import Fenced, TrainingStopped, UsageError
-from raydist.rundir import Lineage, RunDir, begin_attempt, fenced, resume_attempt
-from raydist.runlog import last_attempt
-from raydist.worker.checkpoint import manifest, pruning, restore
+from raydist.run.directory import Lineage, RunDir, begin_attempt, fenced, resume_attempt
+from raydist.run.log import last_attempt
+from raydist.worker.checkpoint import restore
 
 BEGIN = """
 import sys
 from raydist.errors import UsageError
-from raydist.rundir import RunDir, begin_attempt
+from raydist.run.directory import RunDir, begin_attempt
 run = RunDir(sys.argv[1])
 run.storage.files("")
 print("ready", flush=True)
@@ -131,9 +132,9 @@ def test_a_cut_off_attempt_deletes_nothing_of_a_later_one(kit: Any, cut_off: tup
     old, new = cut_off
     shard = "checkpoints/step-00000020/shard-00000-of-00001-0002-abcdef01.bin"
     new.run.storage.write(shard, b"in flight")
-    pruning.prune(old.run, 1, orphans=True, attempt=1)
+    retention.prune(old.run, 1, orphans=True, attempt=1)
     assert new.run.storage.size(shard) is not None
-    pruning.prune(new.run, 1, orphans=True, attempt=2)
+    retention.prune(new.run, 1, orphans=True, attempt=2)
     assert new.run.storage.size(shard) is None, "its own failed save's"
 
 
@@ -197,7 +198,7 @@ def test_what_counts(begun: dict[int, int | None], attempt: int, step: int, by: 
 
 def test_no_restart_heals_it() -> None:
     """A fenced attempt ends for good: its driver must not begin a number that fences the rightful one."""
-    from raydist.cluster.cause import RankError, root_cause
+    from raydist.cluster.run.root_cause import RankError, root_cause
 
     assert issubclass(Fenced, TrainingStopped)
     assert not root_cause([RankError(0, "Fenced", "attempt 1 may not commit")]).heals

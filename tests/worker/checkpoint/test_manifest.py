@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from raydist.checkpoint import manifest
+from raydist.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from raydist.errors import CheckpointCorrupt, CheckpointNotFound
-from raydist.rundir import RunDir
-from raydist.worker.checkpoint import manifest
-from raydist.worker.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
+from raydist.run.directory import RunDir
 
 SMALL = Manifest(
     step=20,

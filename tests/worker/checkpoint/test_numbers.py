@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from raydist.checkpoint.manifest import Manifest
 from raydist.errors import SpecChanged
 from raydist.spec import JobSpec
-from raydist.worker.checkpoint.manifest import Manifest
 from raydist.worker.checkpoint.numbers import check, schedule_change
-from raydist.worker.schedule import lr_at
+from raydist.worker.optim.schedule import lr_at
 
 
 def job(**train: Any) -> JobSpec:

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from raydist.checkpoint import manifest, retention
 from raydist.storage import Storage
-from raydist.worker.checkpoint import manifest, pruning, restore
+from raydist.worker.checkpoint import restore
 
 
 def test_save_verify_restore_and_prune(kit: Any, s3: Any) -> None:
@@ -34,11 +35,11 @@ def test_save_verify_restore_and_prune(kit: Any, s3: Any) -> None:
     chosen = restore.choose(one.run)
     assert chosen is not None
     assert chosen.step == 2
-    assert pruning.prune(one.run, 1) == [], "it is being read"
+    assert retention.prune(one.run, 1) == [], "it is being read"
     into = kit.empty()
     restore.load(one.run, chosen, into, {})
     assert kit.same(into, kit.state(2))
-    assert pruning.prune(one.run, 1) == [2]
+    assert retention.prune(one.run, 1) == [2]
     assert one.run.storage.folders("checkpoints") == ["step-00000003"]
 
 

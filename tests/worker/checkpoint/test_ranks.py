@@ -17,13 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from raydist.rundir import RunDir
-from raydist.worker.checkpoint import manifest, restore
+from raydist.checkpoint import manifest
+from raydist.run.directory import RunDir
+from raydist.worker.checkpoint import restore
+from raydist.worker.checkpoint.dcp_storage import ShardWriter
 from raydist.worker.checkpoint.save import Saver
-from raydist.worker.checkpoint.writer import ShardWriter
+from raydist.worker.checkpoint.state_dict import TrainState
+from raydist.worker.distributed import Rank
 from raydist.worker.parallel import ParamShard
-from raydist.worker.setup import Rank
-from raydist.worker.state import TrainState
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

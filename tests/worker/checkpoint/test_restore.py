@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from raydist.checkpoint import manifest, retention
 from raydist.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from raydist.records import Event
-from raydist.rundir import RunDir
-from raydist.worker.checkpoint import manifest, pruning, restore
+from raydist.run.directory import RunDir
+from raydist.worker.checkpoint import restore
 
 
 @pytest.fixture
@@ -105,13 +106,13 @@ def test_what_is_chosen_is_safe_until_it_is_loaded(saved: RunDir, kit: Any) -> N
     """Between `choose` and the end of `load` pruning spares it; a rejected one is not held."""
     found = restore.choose(saved, step=10)
     assert found is not None
-    assert pruning.prune(saved, 1) == []
+    assert retention.prune(saved, 1) == []
     restore.load(saved, found, kit.empty(), {})
-    assert pruning.prune(saved, 1) == [10]
+    assert retention.prune(saved, 1) == [10]
     flip(files(saved, 20)[-1], 0.5)
     with pytest.raises(CheckpointCorrupt):
         restore.choose(saved)
-    assert not any(f.name.startswith(pruning.LEASE) for f in files(saved, 20))
+    assert not any(f.name.startswith(retention.LEASE) for f in files(saved, 20))
 
 
 def test_mismatches_are_named(saved: RunDir, kit: Any) -> None:
@@ -177,7 +178,7 @@ def test_only_tensors_are_read(saved: RunDir, kit: Any) -> None:
     assert found is not None
     with pytest.raises((CheckpointError, AttributeError)):
         restore.load(saved, found, {"model/matrix": "not a tensor"}, {})  # type: ignore[dict-item]
-    from raydist.worker.checkpoint.writer import TensorPlanner
+    from raydist.worker.checkpoint.dcp_storage import TensorPlanner
 
     item = type("Item", (), {"dest_index": type("Index", (), {"fqn": "model/evil"})})
     with pytest.raises(CheckpointError, match="model/evil: not a tensor"):

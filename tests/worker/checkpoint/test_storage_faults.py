@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from raydist.checkpoint import manifest
 from raydist.errors import CheckpointError, Fenced, SavesFailed, TrainingStopped
-from raydist.rundir import RunDir, begin_attempt, resume_attempt
-from raydist.worker.checkpoint import manifest, save, writer
+from raydist.run.directory import RunDir, begin_attempt, resume_attempt
+from raydist.worker.checkpoint import dcp_storage, save
+from raydist.worker.checkpoint.dcp_storage import ShardWriter
 from raydist.worker.checkpoint.save import Saver
-from raydist.worker.checkpoint.writer import ShardWriter
-from raydist.worker.setup import Rank
+from raydist.worker.distributed import Rank
 
 
 def mount(*arguments: str) -> None:
@@ -133,7 +134,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until it is set every shard hangs; a due step waits 0.05 s."""
     may_write = threading.Event()
     write = ShardWriter._write
-    monkeypatch.setattr(writer.ShardWriter, "_write", lambda *a: (may_write.wait(), write(*a))[1])
+    monkeypatch.setattr(dcp_storage.ShardWriter, "_write", lambda *a: (may_write.wait(), write(*a))[1])
     monkeypatch.setattr(save, "PATIENCE_S", 0.05)
     return may_write
 

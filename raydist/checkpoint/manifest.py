@@ -1,0 +1,258 @@
+"""What a committed checkpoint is made of: one canonical JSON file that names every shard, its size and its hash.
+
+Runs anywhere: plain python, no torch. The driver and the command line read checkpoints through it.
+
+MANIFEST-<attempt>.json is written atomically and last. It holds its own hash, and is read only if it is byte for byte the
+canonical form of what it says: a flipped byte in the manifest is found like one in a shard.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import xxhash
+
+from raydist.errors import CheckpointCorrupt, CheckpointNotFound
+from raydist.run.directory import RunDir, manifest_attempt, step_folder
+from raydist.storage import Storage
+
+VERSION = 1
+EVAL = "EVAL.json"
+"""Beside the manifest, which never changes: the eval loss, where it became known after the commit."""
+READ_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of one tensor, as raw little-endian bytes in row-major order: `length` bytes from `start` of `file`."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor: dtype as torch spells it without `torch.`, its whole shape, and the chunks that cover it once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One shard: its size, and the xxh3-128 of its bytes in hex."""
+
+    bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint after `step` updates, saved by `world_size` ranks.
+
+    `plain`: the state that is no tensor (cursor, loss scale, ...). `numbers`: the spec's fields that change the numbers.
+    `eval_loss`: the held-out loss of this state, if it was measured. `saved_at`: Unix time.
+    """
+
+    step: int
+    world_size: int
+    attempt: int
+    saved_at: float
+    spec_hash: str
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+    plain: dict[str, Any] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    eval_loss: float | None = None
+    version: int = VERSION
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all shards."""
+        return sum(f.bytes for f in self.files.values())
+
+    def dumps(self) -> bytes:
+        """The file's content: canonical JSON with its own hash."""
+        body: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        body["files"] = {n: [f.bytes, f.xxh3] for n, f in self.files.items()}
+        body["tensors"] = {
+            name: [t.dtype, t.shape, [[c.offsets, c.sizes, c.file, c.start, c.length] for c in t.chunks]]
+            for name, t in self.tensors.items()
+        }
+        return canonical({**body, "xxh3": xxhash.xxh3_128_hexdigest(canonical(body))})
+
+    @classmethod
+    def loads(cls, data: bytes) -> Manifest:
+        """The inverse of `dumps`. Raises ValueError, saying why, for anything that `dumps` did not write."""
+        try:
+            body = json.loads(data)
+        except ValueError as error:  # UnicodeDecodeError is one
+            raise ValueError("is no JSON") from error
+        if not isinstance(body, dict) or canonical(body) != data:
+            raise ValueError("is not in canonical form")
+        claimed = body.pop("xxh3", None)
+        if claimed != xxhash.xxh3_128_hexdigest(canonical(body)):
+            raise ValueError("does not have the hash that it claims")
+        if body["version"] != VERSION:
+            raise ValueError(f"has version {body['version']}, and this raydist reads {VERSION}")
+        body["files"] = {name: FileEntry(*entry) for name, entry in body["files"].items()}
+        body["tensors"] = {
+            name: TensorEntry(dtype, tuple(shape), tuple(Chunk(tuple(o), tuple(s), *place) for o, s, *place in chunks))
+            for name, (dtype, shape, chunks) in body["tensors"].items()
+        }
+        return cls(**{f.name: body[f.name] for f in fields(cls)})
+
+
+def canonical(value: Any) -> bytes:
+    """The one spelling of some plain data as JSON. Raises TypeError for what is not plain."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def path(step: int, name: str) -> str:
+    """A checkpoint's file, relative to the run's folder."""
+    return f"{step_folder(step)}/{name}"
+
+
+def read(run: RunDir, step: int, name: str | None = None) -> Manifest:
+    """The manifest of a step, the one that counts; `name`: its file, where that is known already.
+
+    Raises CheckpointNotFound if that step is not committed, CheckpointCorrupt naming the file.
+    """
+    name = name or run.manifest(step)
+    try:
+        if name is None:
+            raise FileNotFoundError
+        data = run.storage.read(path(step, name))
+    except FileNotFoundError:
+        steps = ", ".join(map(str, run.committed())) or "none"
+        raise CheckpointNotFound(f"{run.uri}: no checkpoint of step {step}", f"committed steps: {steps}") from None
+    try:
+        found = Manifest.loads(data)
+        if found.step != step:
+            raise ValueError(f"is that of step {found.step}")
+        if found.attempt != manifest_attempt(name):
+            raise ValueError(f"is that of attempt {found.attempt}")
+    except ValueError as error:
+        raise CheckpointCorrupt(f"{run.uri}/{path(step, name)}: {error}", _MENDING) from error
+    late = None if found.eval_loss is not None else _late_eval(run.storage, step)
+    return replace(found, eval_loss=late) if late is not None else found
+
+
+_MENDING = "`raydist checkpoint verify` lists every bad file; a resumed run takes the checkpoint before this one"
+
+
+def _late_eval(storage: Storage, step: int) -> float | None:
+    try:
+        body = json.loads(storage.read(path(step, EVAL)))
+        return float(body["eval_loss"]) if body["step"] == step else None
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        # Written atomically, and no part of the state: one that cannot be read says nothing of the checkpoint.
+        return None
+
+
+def write_eval(run: RunDir, step: int, loss: float) -> None:
+    """Notes the eval loss of a committed checkpoint."""
+    run.storage.write(path(step, EVAL), canonical({"step": step, "eval_loss": loss}))
+
+
+def read_newest(run: RunDir) -> Manifest | None:
+    """The newest manifest that can be read, without a look at its shards; None if there is none."""
+    for step, name in reversed(run.manifests().items()):
+        try:
+            return read(run, step, name)
+        except (CheckpointCorrupt, CheckpointNotFound):
+            continue  # corrupt, or pruned since it was listed
+    return None
+
+
+def check_file(run: RunDir, step: int, name: str, entry: FileEntry) -> str | None:
+    """What is wrong with one shard, or None. Reads all of it; what storage cannot give is wrong too."""
+    where = f"{run.uri}/{path(step, name)}"
+    try:
+        with run.storage.open(path(step, name)) as source:
+            size = source.size()
+            if size != entry.bytes:
+                return f"{where}: {size} bytes instead of {entry.bytes}"
+            hasher = xxhash.xxh3_128()
+            while block := source.read_buffer(READ_BYTES):
+                hasher.update(block)
+    except FileNotFoundError:
+        return f"{where}: is missing"
+    except OSError as error:  # a disk that cannot give the bytes has lost them
+        return f"{where}: cannot be read: {error}"
+    if hasher.hexdigest() != entry.xxh3:
+        return f"{where}: its bytes are not those that were written (xxh3 {hasher.hexdigest()} instead of {entry.xxh3})"
+    return None
+
+
+def verify(run: RunDir, step: int) -> list[str]:
+    """Reads every byte of a checkpoint: its problems, each naming the bad file; empty if it is as it was written.
+
+    Raises CheckpointNotFound if that step is not committed.
+    """
+    try:
+        found = read(run, step)
+    except CheckpointCorrupt as error:
+        return [error.message]
+    problems = [check_file(run, step, name, entry) for name, entry in sorted(found.files.items())]
+    return [p for p in problems if p]
+
+
+def best(run: RunDir) -> int | None:
+    """The committed step with the lowest eval loss, the newest of equals; None if none was evaluated."""
+    return best_of(summary(run))
+
+
+def best_of(rows: list[dict[str, Any]]) -> int | None:
+    """`best` of what `summary` gave."""
+    losses = [
+        (r["eval_loss"], -r["step"]) for r in rows if r["eval_loss"] is not None and math.isfinite(r["eval_loss"])
+    ]
+    return -min(losses)[1] if losses else None
+
+
+def summary(run: RunDir) -> list[dict[str, Any]]:
+    """A run's committed checkpoints, oldest first: step, bytes, best, eval_loss, world_size, attempt, saved_at, problem.
+
+    `problem`: why its manifest cannot be read (the other fields are then None), or None. Shards are not looked at.
+    """
+    rows: list[dict[str, Any]] = []
+    for step, name in run.manifests().items():
+        row: dict[str, Any] = {"step": step, "bytes": None, "best": False}
+        names = ("eval_loss", "world_size", "attempt", "saved_at")
+        try:
+            found = read(run, step, name)
+        except CheckpointNotFound:
+            continue  # pruned since it was listed
+        except CheckpointCorrupt as error:
+            rows.append({**row, **dict.fromkeys(names), "problem": error.message})
+        else:
+            rows.append({**row, "bytes": found.nbytes, **{n: getattr(found, n) for n in names}, "problem": None})
+    winner = best_of(rows)
+    for row in rows:
+        row["best"] = row["step"] == winner
+    return rows
+
+
+def changed_numbers(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """A line for each field that differs, "field: old, now new"; empty if the two compute the same numbers."""
+    old, new = json.loads(canonical(dict(old))), json.loads(canonical(dict(new)))
+    absent = "nothing"
+    return [
+        f"{name}: was {_show(old.get(name, absent))}, is {_show(new.get(name, absent))}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name, absent) != new.get(name, absent)
+    ]
+
+
+def _show(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

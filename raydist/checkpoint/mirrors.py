@@ -1,0 +1,271 @@
+"""Copies of committed checkpoints on other storage: made and verified in the background, used where the first one is bad.
+
+Runs in: rank 0, a thread for each replica and one that re-hashes; the readers anywhere. Plain python, no torch.
+
+    commit --> run ----copy, hash, read back, manifest last----> replica 1, replica 2, ...
+    every so many commits: all of them are read again; what is bad is copied from where it is good
+
+A replica is a folder that holds runs, as `--storage` is. Nobody waits for one but the end of the run, for a bounded time; one that
+cannot be reached is an event. Each round copies all that is missing there, so what one round could not the next one does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import xxhash
+
+from raydist.checkpoint import manifest, retention
+from raydist.checkpoint.manifest import EVAL, READ_BYTES, FileEntry, path
+from raydist.errors import CheckpointCorrupt, CheckpointNotFound, RaydistError, StorageError, UserError
+from raydist.records import Event
+from raydist.redact import redact
+from raydist.run.directory import ATTEMPTS, RunDir, fenced
+from raydist.storage import Storage
+
+T = TypeVar("T")
+
+LOOK_S = 20.0
+"""How long the start of a run waits for a word from a replica."""
+
+
+def replica_of(run: RunDir, uri: str) -> RunDir:
+    """Where the replica at `uri` keeps this run. Raises UserError for what can be none."""
+    found = RunDir(Storage(uri).at(run.name))
+    if found.uri == run.uri:
+        raise UserError(f"checkpoint.replicas: {uri} holds the run itself", "name other storage, or leave it out")
+    return found
+
+
+def answer(look: Callable[[], T]) -> T:
+    """What `look` gives, in at most LOOK_S seconds. Raises StorageError after them, and leaves the thread that looks to itself."""
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            found.append(look())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work, name="raydist-look", daemon=True)
+    thread.start()
+    thread.join(LOOK_S)
+    if failed:
+        raise failed[0]
+    if not found:
+        raise StorageError(f"no answer in {LOOK_S:g} s")
+    return found[0]
+
+
+def newest_attempt(run: RunDir, uris: Sequence[str]) -> int:
+    """The highest attempt number that a replica knows of; 0 if none does. One that cannot be reached knows nothing.
+
+    A run whose own folder was lost counts on from it: an attempt with a lower number than its checkpoints' would commit in vain.
+    """
+    newest = 0
+    for uri in uris:
+        with suppress(RaydistError, OSError):
+            newest = max(newest, answer(lambda uri=uri: replica_of(run, uri).lineage().newest))  # type: ignore[misc]
+    return newest
+
+
+def copy(source: RunDir, target: RunDir, step: int, name: str) -> int:
+    """Makes `target` have the checkpoint of `step` whose manifest is `name`, byte for byte as at `source`; how many were copied.
+
+    What is good there already stays. Each copied file is read again and its hash compared; the manifest comes last. Raises
+    CheckpointCorrupt naming what is bad at the source, CheckpointNotFound if that is on its way out, StorageError.
+    """
+    copied = 0
+    with retention.leased(source, step):
+        found = manifest.read(source, step, name)
+        for file, entry in sorted(found.files.items()):
+            if manifest.check_file(target, step, file, entry) is None:
+                continue
+            _copy_shard(source, target, path(step, file), entry)
+            if problem := manifest.check_file(target, step, file, entry):
+                raise StorageError(f"not as it was copied: {problem}")
+            copied += entry.bytes
+        for last in (EVAL, name):
+            with suppress(FileNotFoundError):  # most have no EVAL.json
+                target.storage.write(path(step, last), source.storage.read(path(step, last)))
+        manifest.read(target, step, name)
+    return copied
+
+
+def _copy_shard(source: RunDir, target: RunDir, name: str, entry: FileEntry) -> None:
+    hasher = xxhash.xxh3_128()
+    with target.storage.create(name) as sink:
+        for block in _blocks(source, name):
+            hasher.update(block)
+            while block:
+                block = block[sink.write(block) or len(block) :]
+        if hasher.hexdigest() != entry.xxh3:
+            raise CheckpointCorrupt(f"{source.uri}/{name}: its bytes are not those that were written")
+
+
+def _blocks(source: RunDir, name: str) -> Iterator[memoryview]:
+    """A file's bytes; what cannot be read is bad at the source, and no fault of the target."""
+    try:
+        with source.storage.open(name) as stream:
+            while block := memoryview(stream.read_buffer(READ_BYTES)):
+                yield block
+    except OSError as error:
+        raise CheckpointCorrupt(f"{source.uri}/{name}: cannot be read: {error}") from error
+
+
+class Mirrors:
+    """Keeps the copies of one run, and looks after all of its checkpoints; rank 0 has one. No method waits for storage but `close`.
+
+    `uris`: the replicas. `keep`: as in pruning, on each of them. `verify_every`: commits between two looks at all bytes; None:
+    never. `on_event` gets replica_saved, replica_failed, checkpoint_damaged, from threads.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        uris: Sequence[str],
+        *,
+        keep: int,
+        attempt: int,
+        verify_every: int | None,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        self._run, self._uris, self._keep, self._attempt = run, list(uris), keep, attempt
+        self._verify_every, self._on_event, self._commits = verify_every, on_event, 0
+        self._copiers = [_Worker(f"raydist-replica-{n}", partial(self._sync, uri)) for n, uri in enumerate(uris)]
+        self._verifier = _Worker("raydist-verify", self._verify) if verify_every is not None else None
+        for copier in self._copiers:
+            copier.wake()  # what an earlier attempt did not come to
+
+    def committed(self) -> None:
+        """There is a new checkpoint."""
+        self._commits += 1
+        for copier in self._copiers:
+            copier.wake()
+        if self._verifier is not None and self._verify_every is not None and self._commits % self._verify_every == 0:
+            self._verifier.wake()
+
+    def close(self, timeout_s: float) -> None:
+        """Waits until the replicas have all checkpoints; what is not there by then is told in an event. 0: ends at once.
+
+        With time to wait, the run's own old checkpoints go too that were still being copied when it was their turn. No save
+        may be in flight.
+        """
+        if self._verifier is not None:
+            self._verifier.end(last_round=False)
+        for copier in self._copiers:
+            copier.end(last_round=timeout_s > 0)
+        deadline = time.monotonic() + timeout_s
+        for uri, copier in zip(self._uris, self._copiers, strict=True):
+            if timeout_s > 0 and not copier.over.wait(max(0.0, deadline - time.monotonic())):
+                cause = f"still being copied {timeout_s:g} s after the end of training; the next start of this run goes on with it"
+                self._say("replica_failed", replica=redact(uri), cause=cause)
+        if timeout_s > 0 and self._copiers:
+            self._prune()
+
+    def _prune(self) -> None:
+        try:
+            if not fenced(self._run, self._attempt):
+                retention.prune(self._run, self._keep, attempt=self._attempt)
+        except Exception as error:  # it costs disk space, and no checkpoint
+            self._say("note", text=f"old checkpoints could not be deleted: {_text(error)}")
+
+    def _sync(self, uri: str) -> None:
+        """One round: the replica has what the run has, and no more than the same pruning leaves."""
+        try:
+            replica = replica_of(self._run, uri)
+            if fenced(self._run, self._attempt):
+                return  # what is copied is now another attempt's to say
+            lineage = self._run.lineage()
+            # Notes first: without them the replica would not know which of its manifests are void.
+            for note in self._run.storage.files(ATTEMPTS).keys() - replica.storage.files(ATTEMPTS).keys():
+                replica.storage.write(note, self._run.storage.read(note))
+            there = replica.manifests(lineage)
+            for step, name in reversed(self._run.manifests(lineage).items()):
+                if there.get(step) != name:
+                    self._copy(replica, uri, step, name)
+            retention.prune(replica, self._keep, orphans=True, attempt=self._attempt)
+        except Exception as error:  # whatever a replica does, training goes on
+            self._say("replica_failed", replica=redact(uri), cause=_text(error))
+
+    def _copy(self, replica: RunDir, uri: str, step: int, name: str) -> None:
+        begun = time.monotonic()
+        try:
+            copied = copy(self._run, replica, step, name)
+            retention.sweep(replica, manifest.read(replica, step, name))
+        except CheckpointNotFound:
+            return  # pruned meanwhile
+        except CheckpointCorrupt as error:
+            self._say("replica_failed", replica=redact(uri), step=step, cause=error.message)
+            return
+        seconds = round(time.monotonic() - begun, 3)
+        self._say("replica_saved", replica=redact(uri), step=step, bytes=copied, seconds=seconds)
+
+    def _verify(self) -> None:
+        """Reads every checkpoint of the run and of its replicas, and mends what is bad from where it is good."""
+        places = [self._run]
+        for uri in self._uris:
+            with suppress(RaydistError, OSError):  # the copier tells of one that cannot be reached
+                places.append(replica_of(self._run, uri))
+        for place in places:
+            try:
+                for step, name in place.manifests(self._run.lineage()).items():
+                    if self._verifier is None or self._verifier.ending or fenced(self._run, self._attempt):
+                        return
+                    with suppress(CheckpointNotFound), retention.leased(place, step):
+                        if problems := manifest.verify(place, step):
+                            self._mend(place, [p for p in places if p is not place], step, name, problems)
+            except Exception as error:
+                self._say("note", text=f"{place.uri}: its checkpoints could not be verified: {_text(error)}")
+
+    def _mend(self, place: RunDir, others: Sequence[RunDir], step: int, name: str, problems: list[str]) -> None:
+        mended = None
+        for other in others:
+            with suppress(RaydistError, OSError):  # bad or not there: the next one
+                copy(other, place, step, name)
+                mended = other.uri
+                break
+        file, _, cause = problems[0].partition(": ")
+        self._say("checkpoint_damaged", step=step, file=file, cause=cause, mended_from=mended)
+
+    def _say(self, kind: str, **data: Any) -> None:
+        self._on_event(Event(kind, time.time(), data))
+
+
+class _Worker:
+    """A thread that does one round of work each time it is woken; calls during a round make one more."""
+
+    def __init__(self, name: str, work: Callable[[], None]) -> None:
+        self._work, self._wake = work, threading.Event()
+        self.ending, self._last_round = False, False
+        self.over = threading.Event()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def end(self, last_round: bool) -> None:
+        """Ends after one more round, or after the present one; does not wait for it."""
+        self._last_round, self.ending = last_round, True
+        self._wake.set()
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            ending = self.ending
+            if not ending or self._last_round:
+                self._work()
+            if ending:
+                self.over.set()
+                return
+
+
+def _text(error: BaseException) -> str:
+    return error.message if isinstance(error, RaydistError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,133 @@
+"""Which checkpoints go, and how no reader loses the one that it is reading.
+
+Runs anywhere: plain python, no torch.
+
+A reader leaves a lease in the step's folder, then looks whether that folder is being pruned. Who prunes leaves a mark,
+then looks for leases. Whichever comes second sees the other: a leased folder is spared, and a marked one is not read.
+A lease ends by its time if its reader died; so does a mark. Files only: it works on any storage, with no locks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import PurePosixPath
+
+from raydist.checkpoint import manifest
+from raydist.checkpoint.manifest import path
+from raydist.errors import CheckpointNotFound, StorageError
+from raydist.run.directory import CHECKPOINTS, RunDir, manifest_attempt, step_folder
+from raydist.storage import Storage
+
+LEASE, MARK = "lease-", "PRUNING"
+_WRITTEN = re.compile(r"(?:\.tmp-)?(?:shard-\d+-of-\d+-|MANIFEST-)(\d+)\b.*")
+"""A shard or a manifest, finished or not: the number is the attempt's."""
+LEASE_S, MARK_S = 3600.0, 60.0
+"""How long a lease and a mark count. No read of a checkpoint, and no look for leases, takes that long."""
+
+
+class Lease:
+    """A reader's claim on one checkpoint, for LEASE_S seconds or until it is released."""
+
+    def __init__(self, run: RunDir, step: int) -> None:
+        """Raises CheckpointNotFound if that checkpoint is on its way out."""
+        self._storage = run.storage
+        self._name: str | None = path(step, f"{LEASE}{uuid.uuid4().hex[:12]}")
+        gone = CheckpointNotFound(f"{run.uri}: the checkpoint of step {step} was just pruned", "take a newer one")
+        if run.manifest(step) is None:
+            raise gone
+        try:
+            run.storage.write(self._name, manifest.canonical({"until": time.time() + LEASE_S}))
+        except StorageError:
+            # A reader that may not write there cannot be seen. It reads unprotected, as docs/checkpoints.md says.
+            self._name = None
+        if _fresh(run.storage, path(step, MARK)) or run.manifest(step) is None:
+            self.release()
+            raise gone
+
+    def release(self) -> None:
+        """Gives it back. A second call does nothing."""
+        if self._name is not None:
+            self._storage.delete(self._name)
+            self._name = None
+
+
+@contextmanager
+def leased(run: RunDir, step: int) -> Iterator[None]:
+    """Around reading a checkpoint. Raises CheckpointNotFound if it is on its way out."""
+    lease = Lease(run, step)
+    try:
+        yield
+    finally:
+        lease.release()
+
+
+def prune(
+    run: RunDir, keep: int, *, orphans: bool = False, spare: int | None = None, attempt: int | None = None
+) -> list[int]:
+    """Deletes all committed checkpoints but the `keep` newest, the best, and those being read. Returns their steps.
+
+    `orphans`: also what failed and killed saves left, in any folder but that of step `spare`; only for the one process
+    that saves to this run, since another's save in flight looks the same. `attempt`: who prunes; files of a later attempt
+    stay, for the pruning one may have been cut off without knowing it. None: the command line.
+    """
+    assert keep >= 1, "the newest checkpoint is never pruned"
+    rows = manifest.summary(run)
+    stay = {r["step"] for r in rows[-keep:]} | {manifest.best_of(rows)}
+    gone = [r["step"] for r in rows if r["step"] not in stay and _remove(run.storage, r["step"], attempt)]
+    if orphans:
+        committed = {step_folder(s) for s in run.committed()} | ({step_folder(spare)} if spare is not None else set())
+        for folder in run.storage.folders(CHECKPOINTS):
+            name = f"{CHECKPOINTS}/{folder}"
+            if name not in committed:
+                _clear(run.storage, name, attempt)
+    return gone
+
+
+def sweep(run: RunDir, found: manifest.Manifest) -> None:
+    """Deletes the shards and manifests in a committed checkpoint's folder that are an earlier save's: failed, or void."""
+    for name in sorted(run.storage.files(step_folder(found.step))):
+        last = PurePosixPath(name).name
+        by = _attempt(last)
+        # A manifest comes before the shards that it names: M sorts before s.
+        stale = last not in found.files if last.startswith("shard-") else (by or found.attempt) < found.attempt
+        if stale and (by or 0) <= found.attempt:
+            run.storage.delete(name)
+
+
+def _attempt(name: str) -> int | None:
+    """The attempt that wrote the shard or the manifest of that name; None for any other file."""
+    match = _WRITTEN.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def _clear(storage: Storage, folder: str, attempt: int | None) -> None:
+    """Deletes what attempts up to `attempt` (None: all) left in a checkpoint's folder, manifests first; then the empty folder."""
+    names = storage.files(folder, unfinished=True)
+    for name in sorted(names, key=lambda n: (manifest_attempt(n) is None, n)):
+        by = _attempt(PurePosixPath(name).name)
+        if attempt is None or by is None or by <= attempt:
+            storage.delete(name)
+    storage.delete_empty(folder)
+
+
+def _remove(storage: Storage, step: int, attempt: int | None) -> bool:
+    mark = path(step, MARK)
+    storage.write(mark, manifest.canonical({"until": time.time() + MARK_S}))
+    if any(_fresh(storage, n) for n in storage.files(step_folder(step)) if PurePosixPath(n).name.startswith(LEASE)):
+        storage.delete(mark)
+        return False
+    # The manifest goes first: it is no checkpoint any more, even if this process dies before the shards are gone.
+    _clear(storage, step_folder(step), attempt)
+    return True
+
+
+def _fresh(storage: Storage, name: str) -> bool:
+    try:
+        return float(json.loads(storage.read(name))["until"]) > time.time()
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,68 @@
+"""Whether the cluster's head answers. Ray ends a process that has not heard of it for a minute, without a word to the user.
+
+Runs in: the driver, in a thread. Never imports torch or ray: it only connects, as any client would.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+
+lost = False
+"""Whether a session ended without its head. Ray's client must not be asked to disconnect then: it ends the process, with code 1."""
+_LOOK_S = 1.0
+_CONNECT_S = 3.0
+
+
+class HeadMonitor:
+    """Looks every second, from its construction to `close`. `address`: HOST:PORT of the head."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._heard = time.monotonic()
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="raydist-head", daemon=True).start()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since it last answered."""
+        return time.monotonic() - self._heard
+
+    def close(self) -> None:
+        """No more looks."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_LOOK_S):
+            asked = time.monotonic()
+            if answers(self.address):
+                self._heard = asked
+
+
+def answers(address: str) -> bool:
+    """Whether the head at HOST:PORT does, within seconds."""
+    host, _, port = address.rpartition(":")
+    try:
+        return speaks_grpc(host.strip("[]"), int(port))
+    except OSError:
+        return False
+
+
+def speaks_grpc(host: str, port: int) -> bool:
+    """Whether an HTTP/2 server answers there, as Ray's head does. OSError if nobody does within seconds."""
+    with socket.create_connection((host, port), timeout=_CONNECT_S) as sock:
+        sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))  # preface, SETTINGS
+        head = sock.recv(9)
+    return len(head) == 9 and head[3] == 4  # the type of its first frame: SETTINGS
+
+
+def leave(code: int) -> None:
+    """Ends the process with that exit code: where the head is lost at once, for at its end Python has Ray's client disconnect."""
+    if lost:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    sys.exit(code)

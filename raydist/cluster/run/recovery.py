@@ -1,0 +1,268 @@
+"""What to do about what an attempt died of. Policies decide; the supervisor acts.
+
+Runs anywhere. Pure: no ray, no torch, no clock, no I/O; tested as a table.
+
+    errors of all ranks --root_cause--> Failure --decide(history, policy, split)--> Restart | Stop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from raydist.cluster.run.root_cause import Failure, Kind
+
+
+class Policy(Protocol):
+    """What `decide` reads of `recovery:` in a job. `max_failures` -1 is without limit."""
+
+    @property
+    def max_failures(self) -> int:
+        """Failures in a row without progress that are restarted."""
+
+    @property
+    def backoff_s(self) -> float:
+        """The wait after the second of them; each further one doubles it."""
+
+    @property
+    def backoff_cap_s(self) -> float:
+        """The longest wait."""
+
+    @property
+    def max_rollbacks(self) -> int:
+        """Rollbacks of the whole run."""
+
+    @property
+    def wait_for_nodes(self) -> float:
+        """Seconds to wait for the fewest workers that the run may have."""
+
+    @property
+    def wait_for_spare_s(self) -> float:
+        """Seconds to wait for all workers before going on with fewer."""
+
+    @property
+    def on_oom(self) -> Literal["stop", "shrink_micro_batch"]:
+        """What is done when memory runs out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How the attempt that failed cut its global batch, in sequences: over `workers`, in passes of at most `micro_batch`."""
+
+    global_batch: int
+    micro_batch: int
+    workers: int
+
+    @property
+    def largest_pass(self) -> int:
+        """Sequences of the largest forward pass: a rank's share may be smaller than a micro-batch (`data.batches.share`)."""
+        share = -(-self.global_batch // self.workers)
+        return -(-share // -(-share // self.micro_batch))
+
+    def smaller(self) -> int | None:
+        """The micro-batch for the next attempt: at most half of the largest pass, and a divisor of the global batch; None at 1."""
+        half = self.largest_pass // 2
+        return next((n for n in range(half, 0, -1) if self.global_batch % n == 0), None)
+
+
+CRASH_LOOP = 3
+"""The same cause this many times without one more committed step: another try would end alike."""
+SUSPECT = 2
+"""So many ranks of one node in a row died or hung without one more committed step: the node may be to blame. Less than CRASH_LOOP,
+so that a try elsewhere comes before the end."""
+_OF_A_NODE: tuple[Kind, ...] = ("worker_died", "worker_hung")
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """A failure that has been decided on, and the newest committed step at that time."""
+
+    signature: tuple[str, str]
+    committed: int
+    node: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The failures of this run before the present one, and the newest step that is committed now."""
+
+    past: tuple[Past, ...] = ()
+    committed: int = 0
+
+    def at(self, committed: int) -> History:
+        """The same history, now that `committed` is the newest committed step."""
+        return replace(self, committed=committed)
+
+    def then(self, failure: Failure) -> History:
+        """This history with `failure` added: what the next `decide` gets."""
+        return replace(self, past=(*self.past, Past(failure.signature, self.committed, failure.node)))
+
+    def stuck(self) -> tuple[Past, ...]:
+        """The failures since the last progress: those at the step that is still the newest committed one."""
+        n = 0
+        for past in reversed(self.past):
+            if past.committed < self.committed:
+                break
+            n += 1
+        return self.past[len(self.past) - n :]
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Start a fresh attempt after `after_s` seconds, with another `micro_batch` and without the node `exclude`, if given."""
+
+    after_s: float
+    because: str
+    micro_batch: int | None = None
+    exclude: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the run with `cause`."""
+
+    cause: str
+    because: str
+
+
+def decide(
+    failure: Failure, history: History, policy: Policy, split: Split | None = None, *, elsewhere: bool = False
+) -> Restart | Stop:
+    """Restart or stop. `history` holds the failures before this one, and the newest committed step now.
+
+    What the user's code raises before the first step ends the run, for it would be raised again. Of others the first since progress
+    restarts at once; each further one waits twice as long, up to the cap. A lack of memory and
+    a rollback have a cure of their own, which is bounded: they restart at once, and do not count among the others.
+    `split`: of the attempt that failed; None: it is not known, and so there is no smaller micro-batch. `elsewhere`: there is room
+    for enough workers without the failure's node, which is then left once its ranks die again and again.
+    """
+    if failure.kind == "aborted":
+        return Stop(failure.cause, "the attempt was aborted on request")
+    if not failure.heals:
+        return Stop(failure.cause, "a restart would meet the same error")
+    if _comes_again(failure, history):
+        while_ = "while the model was built" if failure.stage == "build" else "in the first step"
+        return Stop(failure.cause, f"{while_}: a restart would meet the same error")
+    if failure.kind == "out_of_memory":
+        return _after_no_memory(failure, policy, split)
+    if failure.kind == "rollback":
+        done = sum(past.signature[0] == "rollback" for past in history.past)
+        if done >= policy.max_rollbacks:
+            return Stop(failure.cause, f"rolled back {done} times; recovery.max_rollbacks is {policy.max_rollbacks}")
+        where = f"step {history.committed}" if history.committed else "the start"
+        return Restart(0.0, f"rollback {done + 1} of {policy.max_rollbacks}: from {where}")
+    stuck = [past for past in history.stuck() if past.signature[0] not in _CURED]
+    n = len(stuck) + 1
+    same = 1
+    for past in reversed(stuck):
+        if past.signature != failure.signature:
+            break
+        same += 1
+    if same >= CRASH_LOOP:
+        where = f"step {history.committed}" if history.committed else "the start"
+        return Stop(failure.cause, f"the same cause {same} times with no step committed after {where}")
+    if 0 <= policy.max_failures < n:
+        return Stop(
+            failure.cause,
+            f"{n} failures without progress; recovery.max_failures is {policy.max_failures}",
+        )
+    budget = "no limit" if policy.max_failures < 0 else f"of {policy.max_failures}"
+    after = 0.0 if n == 1 else min(policy.backoff_cap_s, policy.backoff_s * 2.0 ** (n - 2))
+    because = f"failure {n} ({budget}) since step {history.committed}"
+    if failure.node is not None and elsewhere and _in_a_row(failure, stuck) >= SUSPECT:
+        return Restart(
+            after,
+            f"{because}; node {failure.node[:8]} is left: its ranks died or hung {SUSPECT} times in a row",
+            exclude=failure.node,
+        )
+    return Restart(after, because)
+
+
+def _comes_again(failure: Failure, history: History) -> bool:
+    """Whether what was raised before the attempt's first step is the code's, and so stays.
+
+    Where the run has trained before, only what all ranks say while they build: its code has worked then, perhaps on other hosts.
+    """
+    if history.committed:
+        return failure.stage == "build" and failure.repeats == "on_all"
+    return failure.repeats != "unknown"
+
+
+def _in_a_row(failure: Failure, stuck: Sequence[Past]) -> int:
+    """Deaths and hangs of ranks on the failure's node, this one with them, since a failure of another sort or elsewhere."""
+    if failure.kind not in _OF_A_NODE:
+        return 0
+    n = 1
+    for past in reversed(stuck):
+        if past.node != failure.node or past.signature[0] not in _OF_A_NODE:
+            break
+        n += 1
+    return n
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Go on with `workers` ranks: with agents that are there, or where `anew`, with a new group of them."""
+
+    workers: int
+    anew: bool
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Look again soon."""
+
+    because: str
+
+
+SETTLE_S = 3.0
+"""Ray takes up to so long to count the resources of workers that have ended as free."""
+
+
+def resize(least: int, most: int, living: int, room: int, waited_s: float, policy: Policy) -> Team | Wait | Stop:
+    """With how many workers the run goes on, `least` to `most`. `living`: agents that are ready; `room`: workers that the cluster
+    can hold now, the living ones with it. `waited_s`: since the run has stood still.
+
+    All of them at once, if they are ready; else all, in a new group, if there is room; else wait, for as long as may be waited for
+    all; else those that are ready; else a smaller new group, as soon as there is room for the fewest.
+    """
+    if living >= most:
+        return Team(most, False, "all workers are there")
+    if room >= most:
+        return Team(most, True, f"there is room for {most}")
+    if least == most:
+        return Team(most, True, "so many it must be")  # Ray waits for the room, and an autoscaler hears of it
+    if waited_s >= policy.wait_for_spare_s:
+        if living >= least:
+            return Team(living, False, f"{living} of {most} workers are left, and {least} are enough")
+        if room >= least and waited_s >= SETTLE_S:
+            return Team(room, True, f"there is room for {room} of {most} workers, and {least} are enough")
+    if waited_s < policy.wait_for_nodes:
+        return Wait(f"{max(living, room)} of {least} workers")
+    return Stop(
+        f"there is room for {room} workers, and the run needs {least}",
+        f"no more nodes came in {waited_s:.0f} s; recovery.wait_for_nodes says how long to wait, cluster.workers for how many",
+    )
+
+
+_CURED = frozenset(["out_of_memory", "rollback"])
+
+
+def _after_no_memory(failure: Failure, policy: Policy, split: Split | None) -> Restart | Stop:
+    remedy = (
+        "more workers with parallel.strategy: zero3, offload.optimizer: cpu, train.checkpoint_activations: full, or a shorter "
+        "model.context need less"
+    )
+    if policy.on_oom == "stop":
+        return Stop(failure.cause, f"recovery.on_oom is stop; a smaller train.micro_batch, {remedy}")
+    smaller = split.smaller() if split is not None else None
+    if split is None or smaller is None:
+        return Stop(failure.cause, f"out of memory, and there is no smaller micro-batch; {remedy}")
+    return Restart(
+        0.0,
+        f"out of memory with passes of {split.largest_pass} sequences: train.micro_batch {smaller} (was {split.micro_batch}), and "
+        f"as much more accumulation",
+        micro_batch=smaller,
+    )

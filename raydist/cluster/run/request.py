@@ -1,0 +1,70 @@
+"""What a run is asked for, what its workers are, and how it ended.
+
+Runs in: the driver. Neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raydist.cluster.run.fit import WorkerKind
+from raydist.cluster.session import worker_environment
+from raydist.errors import WorkerFailed
+from raydist.faults import Fault
+from raydist.observe.run_monitor import DEFAULT_EXPORTERS
+from raydist.run.directory import RunDir
+from raydist.spec import JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call of `raydist train`, after everything about it has been checked.
+
+    `before(at)`: seconds of what the command has done until that Unix time, by stage; None: nobody waited for that.
+    """
+
+    spec: JobSpec
+    run: RunDir
+    dataset: str
+    gpus: float
+    until: int | None = None
+    allow_spec_change: bool = False
+    faults: Sequence[Fault] = ()
+    exporters: Sequence[Mapping[str, Any]] = DEFAULT_EXPORTERS
+    before: Callable[[float], Mapping[str, float]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the run ended: a status of records.Status, its cause if it stopped, and the signal that interrupted it; None where its
+    slot had no room for its workers.
+    """
+
+    status: str
+    step: int
+    cause: str = ""
+    traceback: str = ""
+    signal: int | None = None
+
+
+def worker_kind(spec: JobSpec, gpus: float) -> WorkerKind:
+    """What a worker of that job is. `gpus`: of each."""
+    return WorkerKind(spec.cluster.cpus_per_worker, gpus, worker_env(spec))
+
+
+def worker_env(spec: JobSpec) -> dict[str, str]:
+    """What the workers' environment holds: threads and allocator, the user's NCCL_, GLOO_ and TORCH_ variables, the job's."""
+    passed = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_"))}
+    return {**worker_environment(max(1, int(spec.cluster.cpus_per_worker))), **passed, **spec.cluster.env}
+
+
+def raise_if_stopped(ending: Ending, run: RunDir) -> None:
+    """Raises WorkerFailed with the root cause of a run that stopped."""
+    if ending.status == "stopped":
+        raise WorkerFailed(
+            f"run {run.name} stopped after step {ending.step}: {ending.cause}",
+            f"the whole story: raydist show {run.uri}; its logs: {run.uri}/logs",
+        )

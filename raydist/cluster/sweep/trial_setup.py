@@ -1,0 +1,130 @@
+"""Cells made ready to train: their data, how many workers each has, and how many train at once.
+
+Runs in: the driver, once it is connected to Ray. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from raydist.cluster import nodes, preflight
+from raydist.cluster.run.request import Request
+from raydist.cluster.session import Session
+from raydist.cluster.sweep.capacity import Shape, asked, at_once, room
+from raydist.cluster.sweep.trial import Plan
+from raydist.data import open_or_prepare
+from raydist.data.batches import Batches
+from raydist.data.dataset import TokenDataset, Windows
+from raydist.data.prepare import Progress
+from raydist.observe.exporters import resolve
+from raydist.observe.sweep_results import of_sweep
+from raydist.run.sweep_directory import SweepDir
+from raydist.spec import JobSpec, parse
+from raydist.spec.load import merge, nest
+from raydist.spec.sweep import Cell
+
+
+class Datasets:
+    """Those of the cells: each opened once, and prepared if need be. `home`: where prepared ones are kept.
+
+    `progress`: shows how far the preparation of one is, see raydist/report/preparing.py.
+    """
+
+    def __init__(self, home: str, progress: Callable[[], AbstractContextManager[Callable[[Progress], None]]]) -> None:
+        self._home, self._progress = home, progress
+        self._open: dict[str, TokenDataset] = {}
+
+    def of(self, job: JobSpec) -> TokenDataset:
+        """The job's. Raises DataError."""
+        asked = job.data.model_dump_json()
+        if asked not in self._open:
+            with self._progress() as report:
+                uri = open_or_prepare(job.data, self._home, report)
+            self._open[asked] = TokenDataset(uri)
+        return self._open[asked]
+
+    def steps(self, job: JobSpec) -> int:
+        """Optimizer steps of the whole job."""
+        if job.train.steps is not None:
+            return job.train.steps
+        windows = Windows(self.of(job).split("train"), job.model.context)
+        return job.train.total(Batches(len(windows), job.train.global_batch, 0, "").steps_per_epoch)
+
+
+class TrialSetup:
+    """`plans(cell_id)` is a cell, ready to train; `at_once` how many train at a time, `tokens` those of the longest cell.
+
+    Raises PreflightError where the cluster cannot run a cell: before anything starts.
+    """
+
+    def __init__(
+        self, cells: Sequence[Cell], folder: SweepDir, datasets: Datasets, session: Session, concurrent: int | None
+    ) -> None:
+        self._folder, self._datasets, self._session = folder, datasets, session
+        self._cells = {cell.id: cell for cell in cells}
+        self._nodes = self._look()
+        self._shapes = {self._asked(cell.job) for cell in cells}
+        self.at_once = at_once(self._nodes, self._shapes, concurrent)
+        checked: dict[str, JobSpec] = {}
+        for cell in cells:
+            checked.setdefault(_looked_at(cell.job), cell.job)
+        for job in checked.values():
+            preflight.check(self._fitted(job), session, folder.full_uri, datasets.of(job).storage.full_uri)
+        self.tokens = max(self._tokens(cell.job) for cell in cells)
+
+    def add(self, cell: Cell) -> None:
+        """One that a search has chosen: between those that were checked."""
+        self._cells[cell.id] = cell
+
+    def __call__(self, cell: str, changes: Mapping[str, Any]) -> Plan:
+        """The cell of that id, with these values in place of its own: dotted field -> value. Its run goes on with them."""
+        job, run = self._fitted(self._cells[cell].job), self._folder.run(cell)
+        if changes:
+            raw = job.model_dump(mode="json")
+            for field, value in changes.items():
+                raw = merge(raw, nest(field, value))
+            job = parse(raw, source=cell)
+        exporters = resolve(of_sweep([e.model_dump() for e in job.observe.exporters], self._folder), run)
+        dataset, gpus = self._datasets.of(job).storage.full_uri, self._gpus(job)
+        request = Request(job, run, dataset, gpus, allow_spec_change=bool(changes), exporters=exporters)
+        return Plan(cell, request, self._datasets.steps(job))
+
+    def room(self) -> int:
+        """For how many cells at a time the cluster has room now: fewer than `at_once` where nodes are lost."""
+        return room(self._look(), self._shapes)
+
+    def _look(self) -> list[Mapping[str, float]]:
+        """The resources of each node that answers."""
+        import ray
+
+        gone = set() if self._session.private else nodes.unreachable()
+        return [n["Resources"] for n in ray.nodes() if n["Alive"] and n["NodeID"] not in gone]
+
+    def _tokens(self, job: JobSpec) -> int:
+        return self._datasets.steps(job) * job.train.global_batch * job.model.context
+
+    def _gpus(self, job: JobSpec) -> float:
+        return preflight.gpus_per_worker(job, self._session.resources)
+
+    def _asked(self, job: JobSpec) -> Shape:
+        return asked(job.cluster, self._gpus(job), self._nodes)
+
+    def _fitted(self, job: JobSpec) -> JobSpec:
+        """The job with a fixed number of workers, and no spares: a cell that grows would take the workers of another."""
+        cluster = job.cluster.model_copy(update={"workers": self._asked(job).workers, "spares": 0})
+        return job.model_copy(update={"cluster": cluster})
+
+
+def _looked_at(job: JobSpec) -> str:
+    """What a preflight looks at beside the resources: equal for jobs of which one check is enough."""
+    told: Mapping[str, Any] = {
+        "data": job.data.model_dump(mode="json"),
+        "model": job.model.name,
+        "strategy": job.parallel.strategy,
+        "offload": job.offload.path,
+        "snapshots": job.snapshot_every,
+    }
+    return json.dumps(told, sort_keys=True)

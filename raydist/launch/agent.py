@@ -1,0 +1,248 @@
+"""What Ray Train calls in each worker: the rank's agent, the one door between Ray and the loop.
+
+Runs in: each Ray Train worker. The only module of worker/ that imports ray. Never imports torch: the rank itself is a process
+below this one, which may crash, hang or be killed while the agent looks on, says how it ended, and starts the next one.
+
+    coordinator --order: attempt 2, meet at HOST:PORT--> agent --fork--> rank
+              <---- how the rank of attempt 1 ended ---      <--calls-- push, durable, ended
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from raydist.errors import StorageError
+from raydist.ipc import heartbeat as probing
+from raydist.ipc.stack_dump import Witness, where
+from raydist.launch.fork_server import ForkServer, Process
+from raydist.launch.oom_detector import MemoryWatch
+from raydist.launch.rank_main import facts
+from raydist.launch.rank_output import Output
+from raydist.launch.rendezvous import hold_port, port_of
+from raydist.run.directory import LOGS, RunDir
+from raydist.worker import rest
+
+_PUSH_TIMEOUT_S = 10.0
+_WATCH_S = 0.5
+_LATE_AGAIN_S = 10.0
+_COLLECTIVES = 1000
+_BEAT_S = 1.0
+_OUTPUT_S = 5.0
+"""How long the end of an agent waits until what its rank printed last is on storage."""
+_ALONE_S = 15.0
+"""How long an agent that is cut off from the coordinator lets its rank train: longer than the others need to go on without it."""
+
+
+def agent(config: dict[str, Any]) -> None:
+    """Obeys the coordinator until it says "leave". `config`: `coordinator`, an actor's handle, and `group`, a number."""
+    agent = _Agent(config["conductor"], config["group"])
+    threading.Thread(target=agent.beat, name="raydist-beat", daemon=True).start()
+    try:
+        agent.run()
+    finally:
+        agent.close()
+
+
+class _Agent:
+    def __init__(self, coordinator: Any, group: int) -> None:
+        self._coordinator, self._group = coordinator, group
+        self._number, self._local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        self._left = threading.Event()
+        self.node_ip = ray.util.get_node_ip_address()
+        self._node = ray.get_runtime_context().get_node_id()
+        self.server = ForkServer()
+        self._port = hold_port()
+        self._attempt: _Attempt | None = None
+
+    def run(self) -> None:
+        seen = 0
+        while True:
+            order = ray.get(self._coordinator.next.remote(self._group, self._number, seen, self._offer()))
+            seen = order["number"]
+            match order["do"]:
+                case "leave":
+                    return
+                case "train":
+                    self._attempt = _Attempt(self, order)
+                case "look" if self._attempt is not None:
+                    threading.Thread(target=self._attempt.look, name="raydist-look", daemon=True).start()
+                case "kill" if self._attempt is not None:
+                    self._attempt.kill()
+
+    def close(self) -> None:
+        self._left.set()
+        self.server.close()
+        self._port.close()
+        if self._attempt is not None:
+            self._attempt.wait_for_output(_OUTPUT_S)
+
+    def beat(self) -> None:
+        """Tells the coordinator every second that this agent lives. Cut off or given up, the agent ends, and its rank with it."""
+        heard = time.monotonic()
+        while not self._left.wait(_BEAT_S):
+            ours = True
+            with contextlib.suppress(RayError, TimeoutError):
+                ours = ray.get(self._coordinator.beat.remote(self._group, self._number), timeout=_ALONE_S)
+                heard = time.monotonic()
+            if not ours or time.monotonic() - heard > _ALONE_S:
+                self.server.close()
+                os._exit(1)
+
+    def tell(self, method: str, *what: Any) -> None:
+        """Calls the coordinator, in the name of this agent."""
+        ray.get(getattr(self._coordinator, method).remote(self._group, *what))
+
+    def take_port(self) -> socket.socket:
+        """The port that was offered last; another one is offered next."""
+        port, self._port = self._port, hold_port()
+        return port
+
+    def _offer(self) -> dict[str, Any]:
+        """Where this agent is, and where the ranks of the next attempt can meet if its rank is 0."""
+        return {
+            "node": self._node,
+            "placement_group": ray.util.get_current_placement_group().id.hex(),
+            "local_rank": self._local_rank,
+            "host": self.node_ip,
+            "port": port_of(self._port),
+        }
+
+
+class _Attempt:
+    """One attempt on this rank, from its start to the coordinator's knowing how it ended; in threads of its own."""
+
+    def __init__(self, agent: _Agent, order: dict[str, Any]) -> None:
+        self._agent, self._order, self._number = agent, order, int(order["attempt"])
+        self._rank = int(order["env"]["RANK"])
+        self._port = agent.take_port()
+        self._started = threading.Event()
+        self._process: Process | None = None
+        self._told: dict[str, Any] = {}
+        self._output: Output | None = None
+        self._thread = threading.Thread(target=self._run, name="raydist-attempt", daemon=True)
+        self._thread.start()
+
+    def kill(self) -> None:
+        self._started.wait()
+        if self._process is not None:
+            self._agent.server.kill(self._process)
+
+    def wait_for_output(self, timeout_s: float) -> None:
+        """Returns once all that the rank printed is on storage; or after that time."""
+        if self._output is not None:
+            self._output.wait(timeout_s)
+
+    def _run(self) -> None:
+        agent = self._agent
+        try:
+            with self._port, contextlib.ExitStack() as stack:
+                try:
+                    process = self._process = self._start(stack)
+                finally:
+                    self._started.set()
+                again, memory, begun = 0.0, MemoryWatch(process.pid), time.monotonic()
+                while not process.ended.wait(_WATCH_S):
+                    memory.look()
+                    if time.monotonic() - begun > rest.STRIDE_S:
+                        rest.begin()
+                    if self._reader.look().late and time.monotonic() > again:
+                        agent.tell("late", self._number)
+                        again = time.monotonic() + _LATE_AGAIN_S
+            seen, silent = time.time(), self._reader.look().seconds
+            if not self._told:
+                starved = memory.why() if process.how == "SIGKILL" else ""
+                self._told["died"] = {
+                    "pid": process.pid,
+                    "node_ip": agent.node_ip,
+                    "how": process.how,
+                    "starved": starved,
+                }
+        except Exception as error:
+            seen, silent = time.time(), 0.0
+            self._told["error"] = facts(error, self._rank)
+        rest.end()
+        agent.tell("ended", self._rank, self._number, {**self._told, "at": seen, "silent_s": silent})
+
+    def _start(self, stack: contextlib.ExitStack) -> Process:
+        calls, their_calls = socket.socketpair()
+        control, their_control = socket.socketpair()
+        stack.enter_context(control)
+        heartbeat, stacks = probing.create(), os.memfd_create("raydist-stacks")
+        self._reader = probing.Reader(heartbeat)
+        output = Output(self._order["job"]["run"], self._number, self._rank)
+        with their_calls, their_control:
+            fds = [their_calls.fileno(), their_control.fileno(), stacks, heartbeat, output.fd]
+            try:
+                process = self._agent.server.fork(fds, self._order["env"])
+            except BaseException:
+                output.abandon()
+                raise
+        output.begin()
+        self._output = output
+        os.close(heartbeat)
+        stack.callback(os.close, stacks)
+        self._witness = Witness(process.pid, stacks, control)
+        connection = Connection(calls.detach())
+        order = {**self._order["job"], "rank": self._rank, "node_ip": self._agent.node_ip}
+        connection.send_bytes(json.dumps(order).encode())
+        threading.Thread(target=self._serve, args=(connection,), name="raydist-calls", daemon=True).start()
+        return process
+
+    def look(self) -> None:
+        """Tells the coordinator what this rank is doing, and keeps its stacks and collectives in the run's logs."""
+        agent, look, witness = self._agent, self._reader.look(), self._witness
+        state, stacks, collectives = witness.state(), "", None
+        if state not in "TtZ":
+            stacks, collectives = witness.stacks(), witness.collectives()
+        sight = {
+            "state": state,
+            "step": look.step,
+            "phase": look.phase,
+            "seconds": look.seconds,
+            "where": where(stacks, look.thread),
+            "answers": collectives is not None,
+            "collectives": (collectives or [])[-_COLLECTIVES:],
+        }
+        storage = RunDir(self._order["job"]["run"]).storage
+        name = f"{LOGS}/attempt-{self._order['job']['attempt']:04d}/rank-{self._rank:05d}"
+        with contextlib.suppress(StorageError):  # storage may be what everybody waits for
+            storage.write(f"{name}.stacks.txt", stacks.encode())
+            storage.write(f"{name}.collectives.json", json.dumps(collectives).encode())
+        agent.tell("seen", self._rank, self._number, sight)
+
+    def _serve(self, connection: Connection) -> None:
+        """Answers the rank's calls, until it is gone."""
+        monitor = self._order["monitor"]  # the run's: the next attempt may be another run's
+        with connection:
+            while True:
+                try:
+                    call = json.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    return
+                what = call.pop("what")
+                answer: dict[str, Any] = {"value": None}
+                try:
+                    if what == "ended":
+                        self._told.update(call)
+                    elif what == "push":
+                        answer["value"] = ray.get(monitor.push.remote(**call), timeout=_PUSH_TIMEOUT_S)
+                    elif what == "stage":
+                        monitor.stage.remote(self._order["job"]["attempt"], **call)  # nobody waits for it
+                    elif what == "durable":
+                        ray.get(monitor.flush.remote(), timeout=_PUSH_TIMEOUT_S)
+                except (RayError, TimeoutError) as error:
+                    answer = {"error": f"{type(error).__name__}: {error}"}
+                try:
+                    connection.send_bytes(json.dumps(answer).encode())
+                except OSError:
+                    return

@@ -1,0 +1,142 @@
+"""A rank's process: takes its orders from the agent that had it forked, trains, and tells how it ended.
+
+Runs in: a process below each Ray Train worker. Torch, never ray: the agent (launch/agent.py) speaks to Ray for it.
+
+    agent --order--> child --push, durable, ended--> agent        one socket, JSON, a question and its answer at a time
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from raydist.errors import RaydistError
+from raydist.ipc.heartbeat import Heartbeat
+from raydist.ipc.stack_dump import answer
+from raydist.records import Event
+from raydist.redact import redact
+from raydist.worker.metrics.startup_timing import Startup
+
+
+class Agent:
+    """The agent, as the rank sees it: `agent("push", records=...)` gives its answer. From any thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+
+    def __call__(self, what: str, **data: Any) -> Any:
+        """Asks, and waits for the answer. Raises ConnectionError with what went wrong on the other side."""
+        with self._lock:
+            self._connection.send_bytes(json.dumps({"what": what, **data}).encode())
+            answer = json.loads(self._connection.recv_bytes())
+        if "error" in answer:
+            raise ConnectionError(answer["error"])
+        return answer["value"]
+
+
+def run(calls: int, control: int, stacks: int, heartbeat: int, output: int) -> int:
+    """One attempt on this rank; its descriptors. The exit status: 0 if it ended as the agent was told, be it with an error."""
+    _print_to(output)
+    faulthandler.enable()  # a segfault leaves its stack in the worker's log
+    answer(stacks, socket.socket(fileno=control))
+    connection = Connection(calls)
+    order = json.loads(connection.recv_bytes())
+    agent = Agent(connection)
+
+    def tell(stage: str) -> None:
+        with contextlib.suppress(OSError, EOFError):  # nobody's training depends on who looks on
+            agent("stage", name=stage, at=time.time())
+
+    watched = {"tell": tell} if order["rank"] == 0 else {}
+    startup = Startup(order["begun"], order["incident"], order["before"], **watched)
+    startup.done("schedule")
+    try:
+        reached = Heartbeat(heartbeat, order["spec"]["recovery"]["step_timeout"])
+        ended = {"outcome": train(order, agent, reached, startup)}
+    except BaseException as error:
+        ended = {"error": {**facts(error, order["rank"]), "stage": startup.doing}}
+    agent("ended", **ended)
+    return 0
+
+
+def _print_to(fd: int) -> None:
+    """What this process prints goes to the agent, a line at a time: raydist/launch/rank_output.py."""
+    for number in (1, 2):
+        os.dup2(fd, number)
+    os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+
+
+def train(order: dict[str, Any], agent: Agent, heartbeat: Heartbeat, startup: Startup) -> dict[str, Any]:
+    """The loop's outcome, plain. `order`: what the supervisor gives every rank of an attempt, and `rank` and `node_ip`."""
+    from raydist.run.directory import RunDir
+    from raydist.spec import parse
+    from raydist.worker import distributed, model_transforms
+    from raydist.worker.attempt import Job, MonitorChannel
+    from raydist.worker.checkpoint.memory_manager import MemoryStoreJob
+    from raydist.worker.loop import train
+
+    startup.done("import")
+    spec = parse(order["spec"])
+    rank = distributed.start(
+        gpus=order["gpus"],
+        threads=max(1, int(spec.cluster.cpus_per_worker)),
+        timeout_s=spec.recovery.timeout_s,
+        node_ip=order["node_ip"],
+    )
+    startup.done("rendezvous")
+    job = Job(
+        spec=spec,
+        run=RunDir(order["run"]),
+        dataset=order["dataset"],
+        attempt=order["attempt"],
+        until=order["until"],
+        allow_spec_change=order["allow_spec_change"],
+        faults=order["faults"],
+        memory_store=MemoryStoreJob(**order["vault"]) if order["vault"] is not None else None,
+    )
+
+    def push(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> dict[str, Any]:
+        return dict(agent("push", records=records, events=events))
+
+    def durable() -> None:
+        agent("durable")
+
+    def tell(event: Event) -> None:  # in a thread: nobody waits for the monitor
+        data = {"records": [], "events": [event.to_dict()]}
+        threading.Thread(target=agent, args=("push",), kwargs=data, name="raydist-tell", daemon=True).start()
+
+    model_transforms.on_compile(heartbeat.compiling)
+    outcome = train(job, rank, MonitorChannel(push, durable) if rank.first else None, heartbeat, startup, tell)
+    distributed.stop(rank)
+    return outcome.to_dict()
+
+
+def facts(error: BaseException, rank: int) -> dict[str, Any]:
+    """What went wrong, plain: the fields of raydist.errors.RankFailed."""
+    if isinstance(error, SystemExit | KeyboardInterrupt):
+        error = RuntimeError(f"the train function ended with {type(error).__name__}: {error}")
+    ours = isinstance(error, RaydistError)
+    return {
+        "rank": rank,
+        "type_name": type(error).__name__,
+        "message": "; ".join(filter(None, (error.message, error.hint)))
+        if isinstance(error, RaydistError)
+        else redact(str(error).strip()),
+        # What raydist raises says where and how to mend it; anything else needs the lines that led to it.
+        "traceback": "" if ours else redact("".join(traceback.format_exception(error))),
+        "at": time.time(),
+        "bases": [c.__name__ for c in type(error).__mro__],
+    }

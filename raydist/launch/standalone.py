@@ -1,0 +1,158 @@
+"""The same loop with no Ray at all: alone, or under torchrun. For a lone GPU, for profiling, for comparing.
+
+    python -m raydist.launch.standalone jobs/quickstart.yaml
+    torchrun --nproc-per-node 2 -m raydist.launch.standalone jobs/quickstart.yaml
+
+Runs in: each process that torchrun starts. Torch, never ray. Writes the same run folder as `raydist train`; it neither
+restarts a failed rank nor watches a live one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from raydist import data
+from raydist.checkpoint.mirrors import newest_attempt
+from raydist.errors import RaydistError, StorageError, TrainingStopped
+from raydist.records import Event
+from raydist.run import requests
+from raydist.run.directory import SPEC, RunDir, begin_attempt, check_name, default_storage
+from raydist.run.lease import DriverLease
+from raydist.run.log import RunLog, last_attempt
+from raydist.run.status import this_process, write_state
+from raydist.spec import JobSpec, load, stored
+from raydist.storage import Storage
+
+HEARTBEAT_S = 2.0
+
+
+class _Log:
+    """Rank 0's door to the run folder: what the RunMonitor does on Ray, less the live view. Runs in the reporter's thread."""
+
+    def __init__(self, run: RunDir, lease: DriverLease, attempt: int, world_size: int, quiet: bool) -> None:
+        self._run, self._lease, self._log, self._quiet = run, lease, RunLog(run), quiet
+        # What earlier runs recorded up to the newest checkpoint stays, until `resumed` says where this one goes on.
+        self._log.attempt(attempt, run.newest_step())
+        self._state: dict[str, Any] = {
+            "driver": this_process(),
+            "attempt": attempt,
+            "world_size": world_size,
+            "workers": [],
+        }
+        self._stored = 0.0
+        self._traces: list[tuple[int, int]] = []
+        self._store("running")
+
+    def push(self, records: list[dict[str, Any]], events: list[dict[str, Any]]) -> dict[str, Any]:
+        for raw in events:
+            if raw["kind"] == "resumed":
+                self._log.attempt(raw["attempt"], int(raw["step"]))
+            elif raw["kind"] == "workers":
+                self._state["workers"] = raw["workers"]
+            elif raw["kind"] == "eval":
+                self._state["eval_loss"] = raw["loss"]
+            self._log.event(Event.from_dict(raw))
+        self._log.steps(records)
+        for r in records:
+            rate = r["tokens"] / r["seconds"]
+            self._state |= {"step": r["step"], "loss": r["loss"], "tokens_per_second": rate}
+            if not self._quiet:
+                print(
+                    f"step {r['step']}  loss {r['loss']:.4f}  lr {r['lr']:.2e}  {rate:,.0f} tokens/s", file=sys.stderr
+                )
+        if time.monotonic() - self._stored > HEARTBEAT_S:
+            self.durable()
+            self._store("running")
+            with contextlib.suppress(StorageError):
+                self._traces = [(request.number, request.steps) for request in requests.pending(self._run)]
+        return {"traces": self._traces, "command": "stop" if self._lease.asked_to_stop() is not None else None}
+
+    def durable(self) -> None:
+        self._log.flush()
+
+    def end(self, status: str, step: int) -> None:
+        """The last word."""
+        self._log.event(Event("ended", time.time(), {"status": status, "step": step}))
+        self._log.close()
+        self._store(status)
+
+    def _store(self, status: str) -> None:
+        write_state(self._run, {"status": status, "heartbeat_at": time.time(), **self._state})
+        self._stored = time.monotonic()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command. Gives the exit code: 0, 2 for what was asked wrongly, 3 for a run that stopped."""
+    parser = argparse.ArgumentParser(prog="python -m raydist.launch.standalone", description=__doc__.split("\n")[0])
+    parser.add_argument("spec", help="a job file")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field of the job")
+    parser.add_argument("--name", help="name of the run; default: the job's")
+    parser.add_argument("--storage", help="folder or URI that holds the runs")
+    parser.add_argument("--until", type=int, help="end after this step, with a checkpoint")
+    parser.add_argument(
+        "--allow-spec-change", action="store_true", help="resume although the spec computes other numbers"
+    )
+    parser.add_argument("--json", action="store_true", help="end with the outcome as one line of JSON on stdout")
+    options = parser.parse_args(arguments)
+    first = int(os.environ.get("RANK", 0)) == 0
+    try:
+        options.storage = options.storage or default_storage()
+        spec = load(options.spec, options.set) if first else load(options.spec, options.set, warn=lambda line: None)
+        outcome = _run(spec, options, first)
+    except RaydistError as error:
+        if first or isinstance(error, TrainingStopped):
+            print(f"raydist: {error}", file=sys.stderr)
+        return error.exit_code
+    if first and options.json:
+        print(json.dumps(outcome))
+    return 0  # interrupted too: torchrun would start anew what ends otherwise
+
+
+def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, Any]:
+    from raydist.worker import distributed
+    from raydist.worker.attempt import Job, MonitorChannel
+    from raydist.worker.loop import train
+
+    run = RunDir(Storage(options.storage).at(check_name(options.name or spec.name)))
+    lease = None
+    if first:
+        # Before the group starts: the others wait in the rendezvous, and find the dataset and the attempt there.
+        dataset = data.open_or_prepare(spec.data, options.storage)
+        lease = DriverLease(run)  # that it was lost is told by the fence, at the next commit
+        attempt = max(last_attempt(run), newest_attempt(run, spec.checkpoint.replicas)) + 1
+        run.storage.write(SPEC, stored(spec).encode())
+        begin_attempt(run, attempt)
+    gpus = None if spec.cluster.gpus_per_worker == "auto" else float(spec.cluster.gpus_per_worker)
+    rank = distributed.start(
+        gpus=gpus, threads=max(1, int(spec.cluster.cpus_per_worker)), timeout_s=spec.recovery.timeout_s
+    )
+    if not first:
+        dataset, attempt = data.open_or_prepare(spec.data, options.storage), run.lineage().newest
+    log = _Log(run, lease, attempt, rank.world_size, quiet=options.json) if lease else None
+    job = Job(spec, run, dataset, attempt, options.until, options.allow_spec_change)
+    try:
+        outcome = train(job, rank, MonitorChannel(log.push, log.durable) if log else None)
+    except BaseException:
+        # What stopped the run is to be told, not that storage took no last word.
+        with contextlib.suppress(StorageError):
+            if log:
+                log.end("stopped", 0)
+        raise
+    else:
+        if log:
+            log.end(outcome.status, outcome.step)
+    finally:
+        if lease:
+            lease.release()
+    distributed.stop(rank)
+    return {"run": run.name, "path": run.uri, **outcome.to_dict()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

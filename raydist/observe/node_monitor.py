@@ -1,0 +1,174 @@
+"""What watches a node: its GPUs, its kernel's counters and its ranks, as rows for the run's monitor.
+
+Runs in: one zero-CPU actor on each node that has ranks, owned by the driver; on a private Ray, which is one node, in the driver
+itself. Must not import torch. Imports ray in functions only: `NodeMonitor` is a plain class.
+
+    ranks --board--> NodeMonitor <-- NVML, /proc, /sys
+                         |---- observe(rows) ----> RunMonitor      each `interval_s`; nobody waits for an answer
+
+Nobody depends on it: while it is gone, rows are missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raydist.ipc import mailbox
+from raydist.observe.hardware.host import Host, process
+from raydist.observe.hardware.nvml import Gpus, Reading
+
+_KEPT = 60
+"""Readings that are kept while the monitor does not answer; then the oldest go."""
+_FIRST_S = 30.0
+_CLOSE_S = 2.0
+_ARRIVE_S = 0.5
+
+Row = dict[str, Any]
+
+
+class NodeMonitor:
+    """Reads and sends from its construction to `close`. `node`: IP address of the node in the cluster.
+
+    `monitor`: handle of an actor that has `observe(rows)`, perhaps pickled. `folder`: whose free space is told. `env`: the
+    ranks' environment, as far as it is not this process's.
+    """
+
+    def __init__(
+        self,
+        run_uri: str,
+        node: str,
+        monitor: Any,
+        interval_s: float,
+        folder: str,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        if isinstance(monitor, bytes):
+            from ray import cloudpickle
+
+            monitor = cloudpickle.loads(monitor)
+        mailbox.clear_stale()
+        self._run_uri, self._node, self._monitor, self._interval_s = run_uri, node, monitor, interval_s
+        self._host = Host(node, folder, env)
+        self._name = socket.gethostname()
+        self._seen: dict[int, tuple[Any, Any]] = {}
+        self._unsent: deque[list[Row]] = deque(maxlen=_KEPT)
+        self._call: Any = None
+        self._complained = False
+        self._first, self._ended = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="raydist-node", daemon=True)
+        self._thread.start()
+
+    def note(self) -> str | None:
+        """What of this node cannot be watched, and why, in one line; None if all is. Waits for the first reading."""
+        if not self._first.wait(_FIRST_S):
+            return f"not watched: the GPU's driver has not answered for {_FIRST_S:.0f} s"
+        return self._gpus.note()
+
+    def close(self) -> None:
+        """The run is over: what was read has arrived, if the monitor answers in 1 s; nothing of its ranks stays on the mailbox."""
+        self._ended.set()
+        self._thread.join(_CLOSE_S)  # a GPU's driver that hangs may keep it: then it ends with this process
+        if not self._thread.is_alive():
+            for _ in range(2):  # the call that is on its way, and the one for what was read meanwhile
+                self._send(_ARRIVE_S)
+        mailbox.clear(self._run_uri, self._node)
+
+    def read(self) -> list[Row]:
+        """The rows of this moment: the node's, one a GPU, and those of its ranks that are new. Nulls are left out."""
+        ranks = {row["rank"]: row for row in mailbox.read(self._run_uri, self._node)}
+        used = {rank: process(row["pid"]) for rank, row in ranks.items()}
+        living = {rank: row for rank, row in ranks.items() if used[rank]}
+        gpus = self._gpus.read()
+        places = place(living, gpus)
+        who = {"at": time.time(), "host": self._name, "node": self._node}
+        rows = [{**who, "kind": "node", **self._host.read()}]
+        rows += [
+            {
+                **who,
+                "kind": "gpu",
+                **gpu.row,
+                **shared(gpu, {r: row["pid"] for r, row in living.items() if places.get(r) == i}),
+            }
+            for i, gpu in enumerate(gpus)
+        ]
+        for rank, row in living.items():
+            new = (row.get("attempt"), row["at"])
+            if self._seen.get(rank) != new:
+                self._seen[rank] = new
+                told = {name: value for name, value in row.items() if value is not None and name not in mailbox.PRIVATE}
+                found = used[rank]
+                if rank in places:
+                    gpu = gpus[places[rank]]
+                    found = {**found, "gpu": gpu.row["gpu"], "gpu_process_bytes": gpu.processes.get(row["pid"])}
+                found = {name: value for name, value in found.items() if value is not None}
+                rows.append({**found, **told, "kind": "rank", "host": self._name, "node": self._node})
+        return rows
+
+    # --- inside
+
+    def _watch(self) -> None:
+        self._gpus = Gpus()  # here, for it may take seconds, and nobody is to wait for it
+        due = time.monotonic()
+        while True:
+            try:
+                self._unsent.append(self.read())
+                self._send()
+            except Exception:  # a watcher must not die of what it watches
+                if not self._complained:
+                    logging.getLogger(__name__).exception("a reading of node %s failed", self._node)
+                self._complained = True
+            self._first.set()
+            due = max(due + self._interval_s, time.monotonic())  # one that is late is not made up for
+            if self._ended.wait(due - time.monotonic()):
+                break
+        self._gpus.close()
+
+    def _send(self, wait_s: float = 0.0) -> None:
+        """All that is unsent, unless the call before is still on its way. What a monitor that was killed took along is lost."""
+        if self._call is not None:
+            import ray
+            from ray.exceptions import RayError
+
+            done, _ = ray.wait([self._call], timeout=wait_s)
+            if not done:
+                return
+            with contextlib.suppress(RayError):
+                ray.get(self._call)  # else Ray tells that nobody asked
+        rows = [row for reading in self._unsent for row in reading]
+        self._unsent.clear()
+        self._call = self._monitor.observe.remote(rows) if rows else None
+
+
+def place(ranks: Mapping[int, Mapping[str, Any]], gpus: Sequence[Reading]) -> dict[int, int]:
+    """rank -> which of these GPUs it trains on: the one that holds its process, else the one that it says itself.
+
+    `ranks`: rows with `pid`, and perhaps `gpu_uuid`. In a container NVML may know processes by the host's numbers.
+    """
+    found = {}
+    for rank, row in ranks.items():
+        said = (row.get("gpu_uuid") or "").removeprefix("GPU-")
+        by_name = [i for i, gpu in enumerate(gpus) if said and (gpu.uuid or "").removeprefix("GPU-") == said]
+        by_process = [i for i, gpu in enumerate(gpus) if row["pid"] in gpu.processes]
+        if by_name or by_process:
+            found[rank] = (by_name or by_process)[0]
+    return found
+
+
+def shared(gpu: Reading, ranks: Mapping[int, int]) -> Row:
+    """Who uses a GPU: `rank`, and the bytes of this run's ranks and of others, if known. `ranks`: its own, rank -> pid."""
+    row: Row = {"rank": min(ranks)} if ranks else {}
+    pids = set(ranks.values())
+    if pids <= gpu.processes.keys():
+        ours = [used for pid, used in gpu.processes.items() if pid in pids]
+        others = [used for pid, used in gpu.processes.items() if pid not in pids]
+        for column, used in (("gpu_process_bytes", ours), ("gpu_other_bytes", others)):
+            if None not in used and (used or column == "gpu_other_bytes"):
+                row[column] = sum(n for n in used if n is not None)
+    return row

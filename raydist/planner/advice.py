@@ -1,0 +1,245 @@
+"""Which strategy to take: all of them side by side, the cheapest that fits, and what to change where none does.
+
+Runs in: the user's shell (`raydist plan`). Plain python: no torch, no ray. What a pass takes is asked of `measure`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from raydist.planner.estimate import STRATEGIES, batches, estimate, measured_pass, refusal, shard_of
+from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Pass
+
+if TYPE_CHECKING:
+    from raydist.spec import JobSpec
+
+Measure = Callable[[Pass], Activations]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One strategy with the job as it stands: an estimate, or why there is none. `fits`: None where no memory is given."""
+
+    strategy: str
+    estimate: Estimate | None
+    refused: str | None
+    fits: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The cheapest that fits. `changes`: fields of the job to set, by their dotted names; `because` is a sentence.
+
+    `micro_batch`: the largest that fits with it.
+    """
+
+    estimate: Estimate
+    micro_batch: int
+    changes: dict[str, Any]
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """`pick`: None without a memory to fit into, or where nothing fits. `suggestions` are sentences."""
+
+    rows: tuple[Row, ...]
+    pick: Pick | None
+    suggestions: tuple[str, ...]
+
+
+def advise(spec: JobSpec, machine: Machine, model: Model, measure: Measure) -> Advice:
+    """Every strategy, the pick, and what else to know."""
+    return _Adviser(spec, machine, model, measure).advice()
+
+
+class _Adviser:
+    def __init__(self, spec: JobSpec, machine: Machine, model: Model, measure: Measure) -> None:
+        self._spec, self._machine, self._model, self._measure = spec, machine, model, measure
+
+    def advice(self) -> Advice:
+        rows = tuple(self._row(s) for s in STRATEGIES)
+        if self._machine.usable is None:
+            return Advice(
+                rows,
+                None,
+                ("Give --device, such as h100, or --memory, such as 16GiB, to know what fits.",),
+            )
+        pick = self._pick(rows)
+        return Advice(rows, pick, tuple(self._suggestions(rows, pick)))
+
+    def _estimate(self, strategy: str, spec: JobSpec) -> Estimate | None:
+        if refusal(strategy, spec, self._machine, self._model) is not None:
+            return None
+        activations = self._measure(measured_pass(strategy, spec, self._machine))
+        return estimate(strategy, spec, self._machine, self._model, activations)
+
+    def _fits(self, found: Estimate) -> bool:
+        assert self._machine.usable is not None
+        return found.total <= self._machine.usable
+
+    def _row(self, strategy: str) -> Row:
+        found = self._estimate(strategy, self._spec)
+        fits = self._fits(found) if found is not None and self._machine.usable is not None else None
+        return Row(strategy, found, refusal(strategy, self._spec, self._machine, self._model), fits)
+
+    def _candidates(self) -> list[str]:
+        """In the order of preference. On one rank all are the same, and hsdp with one group is zero3."""
+        if self._machine.ranks == 1:
+            return [self._spec.parallel.strategy if self._spec.parallel.strategy in STRATEGIES else "ddp"]
+        if shard_of("hsdp", self._spec, self._machine) < self._machine.ranks:
+            return list(STRATEGIES)
+        twin = "zero3" if self._spec.parallel.strategy == "hsdp" else "hsdp"
+        return [s for s in STRATEGIES if s != twin]
+
+    def _pick(self, rows: tuple[Row, ...]) -> Pick | None:
+        if not any(row.fits for row in rows) and ((lightest := self._lightest()) is None or not self._fits(lightest)):
+            return None
+        for changes in self._ways():
+            spec = changed(self._spec, changes)
+            found = [e for s in self._candidates() if (e := self._estimate(s, spec)) is not None]
+            fitting = [e for e in found if self._fits(e)]
+            if fitting:
+                best = fitting[0]
+                if best.strategy != spec.parallel.strategy:
+                    changes = {"parallel.strategy": best.strategy, **changes}
+                larger = [e.strategy for e in found[: found.index(best)]]
+                least = best.sent == min(e.sent for e in fitting)
+                largest = self._micro_batch(best.strategy, changed(self._spec, changes))
+                return Pick(best, largest, changes, self._because(best, changes, larger, least))
+        return None
+
+    def _ways(self) -> Iterator[dict[str, Any]]:
+        """What to change beside the strategy, the cheapest first: nothing; offload; recomputation; smaller micro-batches."""
+        train, offload = self._spec.train, self._spec.offload
+        checkpoints = ["none", "selective", "full"]
+        checkpoints = checkpoints[checkpoints.index(train.checkpoint_activations) :] if self._has_blocks() else ["none"]
+        for micro in (
+            train.micro_batch,
+            *reversed(self._micro_batches(below=batches(self._spec, self._machine.ranks)[0])),
+        ):
+            for checkpoint in checkpoints:
+                for optimizer in ("none", "cpu") if self._can_offload() else (offload.optimizer,):
+                    wanted = {
+                        "train.micro_batch": micro,
+                        "train.checkpoint_activations": checkpoint,
+                        "offload.optimizer": optimizer,
+                    }
+                    yield {k: v for k, v in wanted.items() if value(self._spec, k) != v}
+
+    def _lightest(self) -> Estimate | None:
+        """What takes least of all that can be set: if this does not fit, nothing does."""
+        changes: dict[str, Any] = {"train.micro_batch": 1}
+        if self._has_blocks():
+            changes["train.checkpoint_activations"] = "full"
+        if self._can_offload():
+            changes["offload.optimizer"] = "cpu"
+        spec = changed(self._spec, changes)
+        found = [e for s in self._candidates() if (e := self._estimate(s, spec)) is not None]
+        return min(found, key=lambda e: e.total, default=None)
+
+    def _can_offload(self) -> bool:
+        """On a CPU the host's memory is the device's: nothing would be won."""
+        return (
+            self._machine.device == "cuda"
+            and self._spec.offload.optimizer == "none"
+            and self._spec.optim.name == "adamw"
+        )
+
+    def _has_blocks(self) -> bool:
+        return any(p.unit != ROOT for p in self._model.params)
+
+    def _micro_batches(self, below: int | None = None) -> list[int]:
+        """Sizes, ascending, that divide a rank's share of the global batch, so that all micro-batches are full."""
+        share, rest = divmod(self._spec.train.global_batch, self._machine.ranks)
+        sizes = [n for n in _divisors(self._spec.train.global_batch) if n <= share] if rest else _divisors(share)
+        return [n for n in sizes if below is None or n < below]
+
+    def _because(self, found: Estimate, changes: dict[str, Any], larger: list[str], least: bool) -> str:
+        others = [f"{k}: {v}" for k, v in changes.items() if k != "parallel.strategy"]
+        with_them = f"nothing fits as the job stands; with {' and '.join(others)}, " if others else ""
+        if self._machine.ranks == 1:
+            return with_them + ("it does." if others else "one rank has nothing to share, and it fits.")
+        too_large = f"{_list(larger)} {'does' if len(larger) == 1 else 'do'} not fit, and " if larger else ""
+        others_too = "of those that do" if larger else "of all that fit"
+        merit = f"it sends least, {_size(found.sent)} a step and rank" if least else "it waits least for other ranks"
+        return f"{with_them}{too_large}{others_too} {merit}."
+
+    def _suggestions(self, rows: tuple[Row, ...], pick: Pick | None) -> Iterator[str]:
+        own = next((r for r in rows if r.strategy == self._spec.parallel.strategy), None)
+        if own is None:
+            yield f"{self._spec.parallel.strategy} is not built in: it cannot be planned."
+        elif own.fits is False and own.estimate is not None and pick is not None:
+            yield f"{own.strategy}, which the job names, needs {_size(own.estimate.total)} and does not fit."
+        elif own.fits and pick is not None and pick.estimate.strategy != own.strategy:
+            yield f"{own.strategy}, which the job names, fits too."
+        if pick is None:
+            yield from self._nothing_fits()
+            return
+        if pick.micro_batch > batches(changed(self._spec, pick.changes), self._machine.ranks)[0]:
+            share = self._spec.train.global_batch // self._machine.ranks
+            yield f"train.micro_batch: {pick.micro_batch} is the largest that fits and divides a rank's {share} sequences."
+        found = pick.estimate
+        if found.loss > found.total / 3:
+            yield f"Logits and loss take {_size(found.loss)} of {_size(found.total)}: a smaller train.micro_batch shrinks them."
+        if found.host:
+            each = min(self._machine.ranks, self._machine.per_node)
+            yield f"Each node needs {_size(found.host * each)} of free host memory for what is offloaded."
+
+    def _micro_batch(self, strategy: str, spec: JobSpec) -> int:
+        """The largest that fits; memory grows with it, so halving the range finds it."""
+        sizes = self._micro_batches()
+        low, high = 0, len(sizes)
+        while low < high:
+            middle = (low + high) // 2
+            found = self._estimate(strategy, changed(spec, {"train.micro_batch": sizes[middle]}))
+            if found is not None and self._fits(found):
+                low = middle + 1
+            else:
+                high = middle
+        return sizes[low - 1] if low else batches(spec, self._machine.ranks)[0]
+
+    def _nothing_fits(self) -> Iterator[str]:
+        lightest = self._lightest()
+        if lightest is None:
+            yield "No strategy can train this job at all: see above."
+            return
+        assert self._machine.usable is not None
+        yield (
+            f"Nothing fits: with all that can be set, micro-batches of 1 among it, {lightest.strategy} still needs "
+            f"{_size(lightest.total)} a device, {_size(self._machine.usable)} are usable."
+        )
+        if lightest.state > lightest.total / 2:
+            yield "Most of it is parameters, gradients and optimizer: take more GPUs with zero3, or a smaller model."
+        else:
+            yield "Most of it is activations and loss: take a shorter model.context, or a narrower model."
+
+
+def value(spec: JobSpec, name: str) -> Any:
+    """A field of the job by its dotted name."""
+    found: Any = spec
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def changed(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
+    """The job with other values of these fields (section.field)."""
+    for name, new in changes.items():
+        section, _, field = name.partition(".")
+        spec = spec.model_copy(update={section: getattr(spec, section).model_copy(update={field: new})})
+    return spec
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _list(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,78 @@
+"""The bytes of tensors that live while code runs, by what they are for.
+
+Runs in: the user's shell. Torch, never ray. Real tensors and fake ones alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Literal
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from raydist.planner.facts import Phase
+
+Tag = Literal["whole", "activations", "loss"]
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the storages that operators make within it, while they live; by tag, with the worst moment of each phase.
+
+    `ignore` those that are counted elsewhere. What an operator takes inside itself and gives back is not seen.
+    Tags: `loss` for what is made in that phase, `whole` for casts of what is ignored, `activations` for the rest.
+    """
+
+    def __init__(self, ignore: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ignored = {id(s): s for s in (t.untyped_storage() for t in ignore)}
+        self._alive: dict[int, tuple[ReferenceType[Any], int, Tag]] = {}
+        self.bytes: dict[Tag, int] = {"whole": 0, "activations": 0, "loss": 0}
+        self.peaks: dict[Phase, dict[Tag, int]] = {}
+        self.phase: Phase = "forward"
+        self.operators: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.operators.add(func.__name__.partition(".")[0])
+        tag: Tag = "loss" if self.phase == "loss" else "activations"
+        if func is torch.ops.aten._to_copy.default and self._is_ignored(args[0]):
+            tag = "whole"  # a weight, cast by autocast
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self._see(tensor, tag)
+        return made
+
+    def _is_ignored(self, tensor: Tensor) -> bool:
+        return id(tensor.untyped_storage()) in self._ignored
+
+    def _see(self, tensor: Tensor, tag: Tag) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._alive or key in self._ignored:
+            return
+        self._alive[key] = (ref(storage, partial(self._gone, key)), storage.nbytes(), tag)
+        self._add(tag, storage.nbytes())
+
+    def _gone(self, key: int, dead: object) -> None:
+        _, size, tag = self._alive.pop(key)
+        self.bytes[tag] -= size
+
+    def _add(self, tag: Tag, size: int) -> None:
+        self.bytes[tag] += size
+        worst = self.peaks.get(self.phase)
+        if worst is None or sum(self.bytes.values()) > sum(worst.values()):
+            self.peaks[self.phase] = dict(self.bytes)
+
+    def retag(self, tensor: Tensor, tag: Tag) -> None:
+        """Counts this tensor's storage, made by an operator, as `tag` from now on."""
+        key = id(tensor.untyped_storage())
+        if key in self._alive:
+            alive, size, before = self._alive[key]
+            self._alive[key] = (alive, size, tag)
+            self.bytes[before] -= size
+            self._add(tag, size)

@@ -1,0 +1,221 @@
+"""What a model takes, measured without memory or data: its parameters, and one micro-batch's forward and backward pass.
+
+Runs in: the user's shell (`raydist plan`). Torch, never ray.
+
+The passes run on fake tensors, which have a shape and a storage's size but no values: the very code of model and loss, every
+operator's output counted when it is made and when it goes. Why fake tensors and not the meta device: autocast does nothing
+there, and attention takes another path. They are fake *CPU* tensors, for a torch without CUDA has no autocast or autograd for fake
+CUDA ones; where the job is for GPUs, target.py puts back what differs there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from raydist import registry
+from raydist.data.batches import MicroBatch
+from raydist.errors import RaydistError, UserError
+from raydist.planner.facts import ROOT, Activations, Model, Param, Pass, Peak
+from raydist.planner.live import LiveBytes
+from raydist.planner.target import KERNELS, OnTarget
+from raydist.worker import model_transforms
+from raydist.worker.metrics.flops import flops_per_token
+from raydist.worker.parallel._model_graph import blocks_of
+from raydist.worker.precision import DTYPES
+from raydist.worker.step import loss_sum
+
+if TYPE_CHECKING:
+    from raydist.spec import JobSpec
+    from raydist.spec.models import TrainSpec
+
+
+def device_memory() -> int | None:
+    """Bytes of the first GPU of this machine; None without one."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def device_name() -> str | None:
+    """What the driver calls that GPU."""
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+
+
+class Planner:
+    """A model of a job on fake tensors. `target` is the device type that it will train on: cuda or cpu.
+
+    `say` is told what is measured, as it begins. Raises UserError where the model cannot be built or run without values.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        vocab_size: int,
+        target: Literal["cuda", "cpu"],
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._spec, self._vocab, self._target, self._say = spec, vocab_size, target, say
+        self._build = cast(Callable[..., nn.Module], registry.load("model", spec.model.name))
+        # Constants of the user's module are real tensors.
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._models: dict[bool, _Fake] = {}
+        self._known: dict[Pass, Activations] = {}
+        self.attention = "none"
+        """The kernel that scaled_dot_product_attention took. `math` keeps T x T matrices for backward, the others do not."""
+
+    def model(self) -> Model:
+        """Its parameters and buffers."""
+        with self._guard("built"):
+            return self._model(cast=False).facts
+
+    def flops_per_token(self) -> float:
+        """Of training, nothing computed twice."""
+        with self._guard("built"):
+            return flops_per_token(self._model(cast=False).module, self._spec.model.context)
+
+    def measure(self, how: Pass) -> Activations:
+        """One micro-batch, forward and backward; kept, so that asking again is free."""
+        if how not in self._known:
+            count, again = f"pass {len(self._known) + 1}", how.checkpoint
+            self._say(
+                f"{count}: micro-batch {how.micro_batch}, {'nothing' if again == 'none' else again} computed again"
+            )
+            with self._guard("run"):
+                self._known[how] = self._measure(how)
+        return self._known[how]
+
+    def _model(self, cast: bool) -> _Fake:
+        if cast not in self._models:
+            self._say("building the model")
+            with self._fake:
+                module = self._build(self._spec.model, self._vocab).train()
+                if cast:
+                    _cast(module, DTYPES[self._spec.precision.params])
+                self._models[cast] = _Fake(module)
+        return self._models[cast]
+
+    def _measure(self, how: Pass) -> Activations:
+        made = self._model(how.cast)
+        shape = (how.micro_batch, self._spec.model.context)
+        dtype = DTYPES[self._spec.precision.params]
+        on_target = OnTarget(self._target == "cuda")
+        train = self._spec.train.model_copy(update={"checkpoint_activations": how.checkpoint, "compile": False})
+        with self._fake, made.prepared(train, on_target), on_target:
+            tokens = torch.zeros(shape, dtype=torch.int64)
+            documents = torch.zeros(shape, dtype=torch.int32) if self._spec.data.pack else None
+            batch = MicroBatch(tokens, torch.zeros_like(tokens), documents)
+            inputs = [t for t in (batch.tokens, batch.targets, batch.documents) if t is not None]
+            with LiveBytes([*made.module.parameters(), *made.module.buffers(), *inputs]) as live:
+                made.watch(live, how.hold)
+                with torch.autocast("cpu", dtype=dtype) if dtype is not torch.float32 else nullcontext():
+                    loss = loss_sum(made.module, batch)
+                saved = live.bytes["activations"] + live.bytes["loss"]
+                live.phase = "loss"
+                loss.backward()  # type: ignore[no-untyped-call]
+        if on_target.attends:
+            self.attention = " and ".join(sorted(KERNELS[n] for n in live.operators & KERNELS.keys())) or "math"
+        return Activations(saved, tuple(Peak(phase, **worst) for phase, worst in live.peaks.items()))
+
+    @contextmanager
+    def _guard(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RaydistError:
+            raise
+        except Exception as error:
+            first = next(iter(str(error).strip().splitlines()), "")
+            raise UserError(
+                f'model "{self._spec.model.name}" cannot be {what} without values: {type(error).__name__}: {first}',
+                "a plan has tensors with shapes only: no .item(), no branch on a value, no weights from a file, no kernel whose "
+                "shapes torch does not know; make the model do without, or train a few steps and look at the peak memory",
+            ) from error
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """All parameters in another format, as FSDP2 gathers them; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for holder in module.modules():
+        for name, p in list(holder.named_parameters(recurse=False)):
+            if p.is_floating_point():
+                made.setdefault(id(p), nn.Parameter(p.detach().to(dtype), p.requires_grad))
+                setattr(holder, name, made[id(p)])
+
+
+class _Fake:
+    """A module on fake tensors, with hooks that tell a `LiveBytes` what it cannot see: phases, and gradients."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._blocks = [block for _, block in blocks_of(module)]
+        units = {id(p): i for i, block in reversed(list(enumerate(self._blocks))) for p in block.parameters()}
+        self.facts = Model(
+            tuple(
+                Param(name, tuple(p.shape), p.requires_grad, units.get(id(p), ROOT))
+                for name, p in module.named_parameters()
+            ),
+            sum(b.untyped_storage().nbytes() for b in module.buffers()),
+        )
+        self._unit: dict[int, list[Tensor]] = {}
+        for p in module.parameters():
+            if p.requires_grad:
+                self._unit.setdefault(units.get(id(p), ROOT), []).append(p)
+                gradient = partial(self._has_gradient, units.get(id(p), ROOT))
+                p.register_post_accumulate_grad_hook(gradient)  # type: ignore[no-untyped-call]
+        for block in self._blocks:
+            block.register_forward_pre_hook(self._entered)
+            block.register_forward_hook(self._left)
+
+    def watch(self, live: LiveBytes, hold: bool) -> None:
+        """Reports to `live`. `hold`: see `Pass`."""
+        self._live, self._hold = live, hold
+        self._missing = {unit: len(members) for unit, members in self._unit.items()}
+
+    def _entered(self, block: nn.Module, args: object) -> None:
+        if self._live.phase != "backward":  # a model may compute its blocks again by itself
+            self._live.phase = "forward"
+
+    def _left(self, block: nn.Module, args: object, out: object) -> None:
+        if self._live.phase == "backward":
+            return
+        self._live.phase = "loss"  # until the next block, if there is one
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._comes_back)  # type: ignore[no-untyped-call]
+
+    def _comes_back(self, grad: Tensor) -> None:
+        self._live.phase = "backward"
+
+    def _has_gradient(self, unit: int, parameter: Tensor) -> None:
+        if not self._hold:
+            parameter.grad = None  # added to memory that is counted as gradients
+            return
+        assert parameter.grad is not None
+        self._live.retag(parameter.grad, "whole")
+        self._missing[unit] -= 1
+        if not self._missing[unit]:
+            for p in self._unit[unit]:
+                p.grad = None
+
+    @contextmanager
+    def prepared(self, spec: TrainSpec, on_target: OnTarget) -> Iterator[None]:
+        """`train.checkpoint_activations` on each block, as the loop does it; never compiled."""
+
+        def within(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with on_target:
+                return forward(*args, **kwargs)
+
+        try:
+            for block in self._blocks:
+                # What is computed again is computed within `backward`, where a function mode is off: it is put on anew.
+                block.forward = partial(within, block.forward)
+            model_transforms.prepare(self.module, spec)
+            yield
+        finally:
+            for block in self._blocks:
+                block.__dict__.pop("forward", None)

@@ -1,0 +1,211 @@
+"""Seconds of a step, reckoned and not measured: FLOPs over a share of the GPU's peak, bytes over the links, what overlaps left out.
+
+Runs anywhere. Plain python: no torch, no ray. docs/plan.md has the assumptions in words.
+
+    compute    FLOPs of the fullest rank / (peak of the precision x efficiency); of a small model the launching of its kernels
+    exposed    what its collectives take beyond the part of the step that they run beside:
+               ddp    the sum, beside the last micro-batch's backward
+               zero1  the sum, beside the last micro-batch's backward; the gather, beside the next step's first forward
+               zero2  the sums, beside every backward; the gather as zero1's
+               zero3  gathers and sums, beside the whole step
+               hsdp   the same within a group; the sum across groups, beside the last micro-batch's backward
+    offload    gradients down beside the last backward; the update on the host and the new values up, beside nothing
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from raydist.planner.estimate import batches, shard_of, traffic
+from raydist.planner.facts import ROOT, Machine, Model
+from raydist.worker.metrics.flops import PEAK_FLOPS, PEAK_FP32, known_device
+
+if TYPE_CHECKING:
+    from raydist.spec import JobSpec
+
+EFFICIENCY = 0.4
+"""Share of the peak. Llama 3 405B on 8,192 and 16,384 H100s: 0.38 to 0.43 (arXiv 2407.21783, table 4); torchtitan, 8B on 8 to 128
+H100s: 0.33 to 0.39 (arXiv 2410.06511)."""
+_LAUNCH_S = 1e-3
+"""Of a block, forward and backward of a micro-batch, at the least: about a hundred kernels, launched at 5 to 10 us each."""
+_HOST_BYTES = 25e9
+"""Bytes/s of host memory that a rank's update gets: eight of them share two sockets' 400 to 600 GB/s, and reach half of it."""
+_UPDATE_BYTES = 28
+"""Of host memory a parameter: AdamW reads weight, gradient and two moments, and writes all but the gradient."""
+
+_GB = 1e9
+_LINKS: dict[str, tuple[float, float | None, float]] = {
+    "B200": (900, 50, 64),
+    "H200 NVL": (64, None, 64),
+    "H200": (450, 50, 64),
+    "H100 NVL": (64, None, 64),
+    "H100 PCIe": (64, None, 64),
+    "H100": (450, 50, 64),
+    "A100": (300, 25, 32),
+    "L40S": (32, None, 32),
+    "A10": (32, None, 32),
+    "L4": (32, None, 32),
+    "V100": (150, 6.25, 16),
+    "T4": (16, None, 16),
+    "RTX 4090": (32, None, 32),
+    "MI300X": (448, None, 64),
+}
+"""GB/s of a GPU, one way: to the others of its node, its share of the network, to the host. NVIDIA's datasheets add up both ways.
+
+NVLink through switches, else PCIe: a bridge between two cards does not carry a ring of eight. The network is that of NVIDIA's own
+machines, DGX B200, H200 and H100 (400 Gb/s a GPU), A100 (200 Gb/s) and DGX-1 and DGX-2 with V100 (50 Gb/s); cards for PCIe
+come in any machine, and MI300X in those of several makers. MI300X: seven links of 64 GB/s, AMD's data sheet."""
+
+_MEMORY: dict[str, dict[int, float]] = {
+    "B200": {180: 178.3},
+    "H200 NVL": {141: 139.8},
+    "H200": {141: 139.8},
+    "H100 NVL": {94: 93.0},
+    "H100 PCIe": {80: 79.1},
+    "H100": {80: 79.1},
+    "A100": {80: 79.1, 40: 39.4},
+    "L40S": {48: 44.4},
+    "A10": {24: 22.0},
+    "L4": {24: 22.0},
+    "V100": {16: 15.7, 32: 31.7},
+    "T4": {16: 14.5},
+    "RTX 4090": {24: 23.6},
+    "MI300X": {192: 191.6},
+}
+"""GB as they are sold -> GiB as torch counts them (`total_memory`, "total capacity" in its messages); the first, where a name does
+not say. About the least that drivers of the last years leave: error correction and the driver keep the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a step is reckoned with: FLOP/s in half precision and in fp32, the share of it, and bytes/s one way, of one GPU.
+
+    `network`: None where it is not known. `memory`: bytes, as torch counts them.
+    """
+
+    name: str
+    half: float
+    fp32: float
+    efficiency: float
+    node: float
+    network: float | None
+    host: float
+    memory: int
+
+    def but(self, efficiency: float | None, node_gb: float | None, network_gb: float | None) -> Device:
+        """With what somebody knows better; links in GB/s."""
+        return replace(
+            self,
+            efficiency=self.efficiency if efficiency is None else efficiency,
+            node=self.node if node_gb is None else node_gb * _GB,
+            network=self.network if network_gb is None else network_gb * _GB,
+        )
+
+
+_BY_NAME = {name.lower().replace(" ", "-"): name for name in PEAK_FLOPS}
+NAMES = tuple(
+    shown
+    for short, name in _BY_NAME.items()
+    for shown in (short, *(f"{short}-{size}" for size in _MEMORY[name] if len(_MEMORY[name]) > 1))
+)
+"""As a user writes them; with the GB of memory where there are several of that name."""
+
+
+def find(name: str) -> Device | None:
+    """A GPU as a user, its driver or Ray calls it: `h100-pcie`, `a100-40`, `NVIDIA A100-SXM4-40GB`. None if it is not known."""
+    short = re.sub(r"[ _]+", "-", name.strip().lower())
+    sizes = [int(found) for found in re.findall(r"(?<=-)(\d+)(?:gb)?(?=-|$)", short)]
+    known = _BY_NAME.get(short) or _BY_NAME.get(short.rpartition("-")[0]) or known_device(name)
+    if known is None or (short not in _BY_NAME and known_device(name) is None and not {*sizes} & _MEMORY[known].keys()):
+        return None
+    node, network, host = _LINKS[known]
+    if "pcie" in short:
+        node, network = host, None  # an A100 may be one: its name says so
+    memory = next(
+        (_MEMORY[known][size] for size in sizes if size in _MEMORY[known]), next(iter(_MEMORY[known].values()))
+    )
+    return Device(
+        known,
+        PEAK_FLOPS[known],
+        PEAK_FP32[known],
+        EFFICIENCY,
+        node * _GB,
+        None if network is None else network * _GB,
+        host * _GB,
+        int(memory * 2**30),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Of one strategy, in seconds a step; `communication` is that of all collectives, `exposed` what of it nothing runs beside."""
+
+    compute: float
+    communication: float
+    exposed: float
+    offload: float
+    tokens_per_second: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.compute + self.exposed + self.offload
+
+
+def refusal(spec: JobSpec, machine: Machine, device: Device) -> str | None:
+    """Why a job's speed cannot be reckoned; None if it can be."""
+    if spec.offload.optimizer == "nvme":
+        return "the speed of the disk of offload.path is not known"
+    if spec.offload.parameters == "cpu" and machine.ranks > 1:
+        return "offload.parameters is not reckoned with"
+    if device.network is None and machine.nodes > 1:
+        return f"the network between nodes with {device.name} is not known: give --between-nodes GB/s"
+    if spec.precision.params == "bf16" and device.name in ("V100", "T4"):
+        return f"{device.name} has no bf16 units, and bf16 is refused there: set precision: fp16"
+    return None
+
+
+def speed(
+    strategy: str, spec: JobSpec, machine: Machine, model: Model, device: Device, flops_per_token: float
+) -> Speed:
+    """Of a strategy that trains the job, and for which there is no `refusal`. `flops_per_token`: the model's own count."""
+    micro, count = batches(spec, machine.ranks)
+    # Forward, and twice that backward; checkpointing computes blocks once more.
+    forward, backward = 1 / 3, 2 / 3 + (1 / 3 if spec.train.checkpoint_activations == "full" else 0.0)
+    peak = device.fp32 if spec.precision.params == "fp32" else device.half
+    once = flops_per_token * micro * count * spec.model.context / (peak * device.efficiency)
+    once = max(once, count * _LAUNCH_S * (1 + len({p.unit for p in model.params if p.unit != ROOT})))
+    compute, ahead, last = once * (forward + backward), once * forward / count, once * backward / count
+    shard = shard_of(strategy, spec, machine)
+    sent = traffic(strategy, spec, machine, model)
+    within, across = _links(machine.ranks if strategy == "ddp" else shard, machine, device)
+    gathers, sums, between = sent.gathers / within, sent.sums / within, sent.across / across
+    match strategy:
+        case "ddp" | "zero1":
+            exposed = max(0.0, sums - last) + max(0.0, gathers - ahead)
+        case "zero2":
+            exposed = max(0.0, sums - last * count) + max(0.0, gathers - ahead)
+        case _:
+            exposed = max(0.0, gathers + sums - compute) + max(0.0, between - last)
+    offload = 0.0
+    if spec.offload.optimizer == "cpu":
+        values = sum(p.part(shard) for p in model.params if p.trained)
+        way = 4 * values / device.host
+        offload = max(0.0, way - last) + max(_UPDATE_BYTES * values / _HOST_BYTES, way)
+    found = Speed(compute, gathers + sums + between, exposed, offload, 0.0)
+    return replace(found, tokens_per_second=spec.train.global_batch * spec.model.context / found.seconds)
+
+
+def _links(group: int, machine: Machine, device: Device) -> tuple[float, float]:
+    """Bytes/s of a rank in a ring over a group of consecutive ranks, and in one over ranks that are so far apart.
+
+    A ring over nodes leaves each of them once: it has the network of all its ranks there.
+    """
+    network = device.network or 0.0
+    on_node = min(group, machine.per_node)
+    within = device.node if group <= machine.per_node else min(device.node, network * on_node)
+    apart = max(machine.per_node // group, 1)  # ranks of a node that are in one ring across
+    across = device.node if machine.nodes == 1 else min(device.node, network * apart)
+    return within, across

@@ -1,0 +1,130 @@
+"""Ranks over time, and over steps: what heat maps show, from the readings of a run.
+
+Runs anywhere. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raydist.report.telemetry_reader import Readings, Track
+
+COLUMNS, ROWS = 200, 125
+"""Of a grid, at most; more ranks than rows share them."""
+READ = 5
+"""Readings that a column of the strip is to hold, at least."""
+SLOW = 1.2
+"""A rank that computes for so many times as long as the median, over STRETCH columns or more, is told of."""
+STRETCH = 3
+TOLD = 10
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """values [R, C], NaN where nothing is known. Column j is from edges[j] to edges[j + 1]; `rows` [R] names the ranks of each."""
+
+    edges: Array
+    values: Array
+    rows: list[str]
+    group: int = 1
+    """Ranks in a row, which has the highest of them."""
+
+    def grouped(self) -> Grid:
+        """With ROWS rows at most."""
+        group = -(-len(self.values) // ROWS)
+        if group == 1:
+            return self
+        starts = range(0, len(self.values), group)
+        values = [np.fmax.reduce(self.values[i : i + group], axis=0) for i in starts]
+        ends = [min(i + group, len(self.values)) - 1 for i in starts]
+        names = [f"{i}" if i == end else f"{i}-{end}" for i, end in zip(starts, ends, strict=True)]
+        return Grid(self.edges, np.stack(values), names, group)
+
+
+def memory(readings: Readings, start: float, end: float) -> tuple[str, Grid] | None:
+    """(column of raydist.run.telemetry_schema, bytes over seconds since `start`): the most of each cell. None where no reading has
+    any."""
+    name = readings.memory()
+    if name is None or end <= start:
+        return None
+    times = np.concatenate([track.at for track in readings.tracks])
+    gap = _gap(readings.tracks)
+    columns = int(np.clip((times.max() - times.min()) / (1.5 * gap) if gap else 1, 1, COLUMNS))
+    edges = np.linspace(0.0, end - start, columns + 1)
+    values = np.full((_ranks(readings), columns), np.nan)
+    for track in readings.tracks:
+        column = np.clip(np.searchsorted(edges, track.at - start, side="right") - 1, 0, columns - 1)
+        np.fmax.at(values[track.rank], column, track.values[name])
+    return name, _grid(edges, values)
+
+
+def slowness(readings: Readings, last_step: int) -> Grid | None:
+    """Seconds of computing a step, over the median of the ranks in the same steps. None with fewer than two ranks.
+
+    The median of an even number is the lower one of the two, so that of two ranks the slower one stands out. Of steps that were
+    trained twice the newest attempt counts.
+    """
+    ranks = _ranks(readings)
+    tracks = [
+        track for track in sorted(readings.tracks, key=lambda t: t.attempt) if len(track.by_step("compute")[0]) > 1
+    ]
+    if ranks < 2 or last_step < 1 or not tracks:
+        return None
+    # A column needs some readings, or it shows how readings fall and not how ranks compute.
+    most = max(len(track.by_step("compute")[0]) for track in tracks)
+    share = max(track.by_step("compute")[0][-1] - track.by_step("compute")[0][0] for track in tracks) / last_step
+    columns = int(np.clip(most / READ / max(share, 1e-9), 1, min(COLUMNS, last_step)))
+    edges = np.linspace(0.0, float(last_step), columns + 1)
+    spent = np.full((ranks, columns), np.nan)
+    for track in tracks:
+        steps, seconds = track.by_step("compute")
+        lo, hi = np.maximum(edges[:-1], steps[0]), np.minimum(edges[1:], steps[-1])
+        inside = hi - lo >= (edges[1] - edges[0]) / 2
+        grew = np.interp(hi, steps, seconds) - np.interp(lo, steps, seconds)
+        spent[track.rank, inside] = grew[inside] / (hi - lo)[inside]
+    told = np.isfinite(spent).sum(axis=0)
+    middle = np.full(columns, np.nan)
+    middle[told > 1] = np.nanquantile(spent[:, told > 1], 0.5, axis=0, method="lower")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = spent / middle
+    values[~np.isfinite(values)] = np.nan
+    return _grid(edges, values)
+
+
+def slow(grid: Grid) -> list[dict[str, Any]]:
+    """Ranks that were clearly slower for a while: rank, first_step, last_step, factor; the worst first, TOLD at most."""
+    found: list[dict[str, Any]] = []
+    for rank, values in enumerate(grid.values):
+        over = np.flatnonzero(np.diff(np.concatenate([[0], (np.nan_to_num(values) >= SLOW).astype(int), [0]])))
+        for start, stop in zip(over[::2], over[1::2], strict=True):
+            if stop - start >= min(STRETCH, len(values)):
+                found.append(
+                    {
+                        "rank": rank,
+                        "first_step": int(grid.edges[start]) + 1,
+                        "last_step": int(grid.edges[stop]),
+                        "factor": float(values[start:stop].mean()),
+                    }
+                )
+    weight = {id(one): (one["factor"] - 1) * (one["last_step"] - one["first_step"] + 1) for one in found}
+    return sorted(found, key=lambda one: -weight[id(one)])[:TOLD]
+
+
+def _ranks(readings: Readings) -> int:
+    return 1 + max((track.rank for track in readings.tracks), default=-1)
+
+
+def _gap(tracks: Sequence[Track]) -> float:
+    """Seconds from one reading to the next, the widest of the usual ones."""
+    return max((float(np.median(np.diff(track.at))) for track in tracks if len(track.at) > 1), default=0.0)
+
+
+def _grid(edges: Array, values: Array) -> Grid:
+    return Grid(edges, values, [str(rank) for rank in range(len(values))])

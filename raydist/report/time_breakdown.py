@@ -1,0 +1,66 @@
+"""What ranks did with their time, from two readings of each: shares of computing, exposed communication, data and the rest.
+
+Runs anywhere. Pure.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from raydist.run.telemetry_schema import OPS, PHASES
+
+SLOWER = 1.1
+"""A rank that computes for so many times as long as the median is the one that the others wait for."""
+
+
+def spent(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """Shares of a rank's time between its first and last row, which add up to 1: compute, exposed, data, eval, save.
+
+    `rows`: of one rank and attempt, in order. None if there is no time between them. Exposed communication is taken out of the
+    phases that compute, for that is where it is waited for.
+    """
+    if len(rows) < 2:
+        return None
+    first, last = rows[0], rows[-1]
+    phases = {phase: grown(first, last, f"{phase}_seconds") for phase in PHASES}
+    total = sum(phases.values())
+    if total <= 0:
+        return None
+    computing = phases["forward"] + phases["backward"] + phases["update"]
+    exposed = min(computing, sum(grown(first, last, f"{op}_exposed_seconds") for op in OPS))
+    parts = {"compute": computing - exposed, "exposed": exposed}
+    parts |= {phase: phases[phase] for phase in ("data", "eval", "save")}
+    return {name: seconds / total for name, seconds in parts.items()}
+
+
+def slowest(shares: Mapping[int, Mapping[str, float] | None]) -> int | None:
+    """The rank that the others wait for: it computes for clearly longer than they do. None if there is none. `shares`: by rank."""
+    compute = {rank: share["compute"] for rank, share in shares.items() if share is not None}
+    if len(compute) < 2:
+        return None
+    rank = max(compute, key=lambda r: compute[r])
+    others = statistics.median(value for r, value in compute.items() if r != rank)
+    return rank if compute[rank] > SLOWER * others else None
+
+
+def rate(rows: Sequence[Mapping[str, Any]], counter: str) -> float | None:
+    """What a counter grew by a second, between the first and the last row that have it; None where that cannot be said."""
+    told = [row for row in rows if row.get(counter) is not None]
+    if len(told) < 2 or told[-1]["at"] <= told[0]["at"]:
+        return None
+    return grown(told[0], told[-1], counter) / float(told[-1]["at"] - told[0]["at"])
+
+
+def by_subject(rows: Iterable[Mapping[str, Any]], *keys: str) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
+    """Rows by these columns, in their order."""
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row.get(key) for key in keys), []).append(row)
+    return found
+
+
+def grown(first: Mapping[str, Any], last: Mapping[str, Any], counter: str) -> float:
+    """What a counter grew by from one row to another; one that is not there yet is 0."""
+    return max(0.0, (last.get(counter) or 0.0) - (first.get(counter) or 0.0))

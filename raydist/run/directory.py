@@ -1,0 +1,299 @@
+"""One run on storage: where its files are, and which of its checkpoints are committed.
+
+Runs anywhere.
+
+    RUN/spec.yaml                             the resolved job
+        state.json                            the last word of the run's monitor, with a heartbeat
+        events.jsonl                          what happened, a line each
+        metrics/*.parquet                     one row a step
+        tensorboard/                          the same for TensorBoard
+        samples/*.parquet                     what is watched beside the steps: memory, communication, GPUs, hosts
+        logs/                                 what Ray and the workers printed
+        ledger/*.json                         the batches that were left out of training
+        faults/*.json                         the faults that were injected (`raydist train --faults`)
+        requests/trace-0001.json              what somebody asks of the run while it trains (raydist/run/requests.py)
+        traces/0001.json.gz                   what `raydist trace` made of it; traces/0001/ has each rank's own
+        buckets/*.json                        the size of DDP's buckets, for each number of ranks (parallel.bucket_mb: auto)
+        report.html                               what `raydist report` has made of it
+        checkpoints/step-00000200/MANIFEST-0001.json and shards; 0001 is the attempt that saved it
+        attempts/0002.json                        attempt 2 has begun: none before it commits any more
+        attempts/0002-from-00000200.json          and where it went on from
+        drivers/000007.json                       who drives the run, and until when (raydist/run/lease.py)
+        drivers/000007.stop                       `raydist stop` has asked that driver to end
+
+**Fencing.** A cut-off attempt may still run while a newer one trains, and must not commit. Each attempt writes its number before
+its workers start; who commits looks whether its number is still the newest. No storage makes this look and the commit one, so
+a manifest may come too late all the same. Therefore its name carries its attempt, which overwrites nobody's, and each attempt
+notes the step that it went on from: **manifests of earlier attempts past that step do not count**. docs/checkpoints.md has
+the whole.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from raydist.errors import RunNotFound, UsageError
+from raydist.run import storage_choice
+from raydist.storage import Storage
+
+SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER = (
+    "spec.yaml", "state.json", "events.jsonl", "metrics", "logs", "tensorboard", "ledger",
+)  # fmt: skip
+CHECKPOINTS, ATTEMPTS, DRIVERS, FAULTS, DRIFT = "checkpoints", "attempts", "drivers", "faults", "drift"
+BUCKETS, SAMPLES, REQUESTS, TRACES, REPORT = "buckets", "samples", "requests", "traces", "report.html"
+DATA = ".data"
+"""Beside the runs: corpora that raydist prepared by itself."""
+SWEEP_CELLS = "cells.jsonl"
+"""Makes a folder a sweep (raydist/run/sweep_directory.py), as SPEC makes it a run."""
+TUNED = ".tuned"
+"""Beside the runs: what was measured for one and holds for the next."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_STEP = re.compile(r"step-(\d+)")
+_MANIFEST = re.compile(r"MANIFEST-(\d+)\.json")
+_ATTEMPT = re.compile(r"(\d+)(?:-from-(\d+))?\.json")
+
+
+def check_name(name: str) -> str:
+    """`name`, if a run may have it. Raises UsageError."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"run name {name!r}", "use letters, digits, '.', '_' and '-', 100 at most, no leading sign")
+    return name
+
+
+def step_folder(step: int) -> str:
+    """The folder of a checkpoint, relative to the run."""
+    return f"{CHECKPOINTS}/step-{step:08d}"
+
+
+def manifest_name(attempt: int) -> str:
+    """The manifest's name in its checkpoint's folder."""
+    return f"MANIFEST-{attempt:04d}.json"
+
+
+def manifest_attempt(name: str) -> int | None:
+    """The attempt that wrote the manifest of that name; None for another file's name."""
+    match = _MANIFEST.fullmatch(PurePosixPath(name).name)
+    return int(match[1]) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The attempts of a run that have begun -> the step each went on from, None where that is not noted (yet)."""
+
+    begun: Mapping[int, int | None] = field(default_factory=dict)
+
+    @property
+    def newest(self) -> int:
+        """The highest attempt number; 0 if none has begun."""
+        return max(self.begun, default=0)
+
+    def voided_by(self, attempt: int, step: int) -> int | None:
+        """The attempt that makes a checkpoint of `step`, committed by `attempt`, void: it had gone on from before that step."""
+        later = (b for b, start in sorted(self.begun.items()) if b > attempt and start is not None and start < step)
+        return next(later, None)
+
+    def joined(self, other: Lineage) -> Lineage:
+        """What the two know together."""
+        begun = dict(self.begun)
+        for attempt, start in other.begun.items():
+            begun[attempt] = begun.get(attempt) if start is None else start
+        return Lineage(begun)
+
+
+class Folder:
+    """A folder by path or URI. Opening it neither creates nor checks anything."""
+
+    def __init__(self, uri: str | os.PathLike[str] | Storage) -> None:
+        self.storage = uri if isinstance(uri, Storage) else Storage(uri)
+
+    @property
+    def uri(self) -> str:
+        """Path or URI of the folder, as people may see it."""
+        return self.storage.uri
+
+    @property
+    def full_uri(self) -> str:
+        """The one that opens it, secrets included: not to be shown or stored."""
+        return self.storage.full_uri
+
+    @property
+    def name(self) -> str:
+        """The folder's last part."""
+        return str(self.storage.root).rstrip("/").rsplit("/", 1)[-1]
+
+
+class RunDir(Folder):
+    """The folder of one run."""
+
+    @property
+    def home(self) -> Storage:
+        """The folder that holds the runs, this one among them."""
+        place, mark, rest = self.full_uri.partition("?")
+        return Storage(f"{place.rpartition('/')[0]}{mark}{rest}")
+
+    def exists(self) -> bool:
+        """Whether a run was ever started here."""
+        return self.storage.size(SPEC) is not None
+
+    def lineage(self) -> Lineage:
+        """Which attempts have begun, and from where: the names in attempts/ say it."""
+        begun: dict[int, int | None] = {}
+        for name in self.storage.files(ATTEMPTS):
+            match = _ATTEMPT.fullmatch(PurePosixPath(name).name)
+            if match:
+                number = int(match[1])
+                begun[number] = int(match[2]) if match[2] else begun.get(number)
+        return Lineage(begun)
+
+    def committed(self) -> list[int]:
+        """Steps of the committed checkpoints, ascending. One without a manifest that counts does not exist."""
+        return sorted(self.manifests())
+
+    def newest_step(self) -> int:
+        """The step of the newest committed checkpoint; 0 if there is none."""
+        return max(self.manifests(), default=0)
+
+    def manifests(self, lineage: Lineage | None = None) -> dict[int, str]:
+        """Committed step -> the name of its manifest that counts; ascending. `lineage`: the run's, if it is known better."""
+        lineage = self.lineage() if lineage is None else lineage
+        found = {}
+        for folder in self.storage.folders(CHECKPOINTS):
+            match = _STEP.fullmatch(folder)
+            name = self._counting(int(match[1]), lineage) if match else None
+            if match and name:
+                found[int(match[1])] = name
+        return dict(sorted(found.items()))
+
+    def manifest(self, step: int) -> str | None:
+        """The name of the manifest that counts of one step; None if that step is not committed."""
+        return self._counting(step, self.lineage())
+
+    def _counting(self, step: int, lineage: Lineage) -> str | None:
+        attempts = [a for a in self.attempts_of(step) if lineage.voided_by(a, step) is None]
+        return manifest_name(attempts[-1]) if attempts else None
+
+    def attempts_of(self, step: int) -> list[int]:
+        """The attempts that have a manifest at that step, whether it counts or not; ascending."""
+        found = (manifest_attempt(n) for n in self.storage.files(step_folder(step)))
+        return sorted(a for a in found if a is not None)
+
+    def void(self) -> list[tuple[int, int, int]]:
+        """(step, attempt, the attempt that makes it void) of each manifest that came too late to count."""
+        lineage, found = self.lineage(), []
+        for folder in self.storage.folders(CHECKPOINTS):
+            match = _STEP.fullmatch(folder)
+            for attempt in self.attempts_of(int(match[1])) if match else ():
+                by = lineage.voided_by(attempt, int(match[1])) if match else None
+                if match and by is not None:
+                    found.append((int(match[1]), attempt, by))
+        return found
+
+
+def begin_attempt(run: RunDir, number: int) -> None:
+    """Attempt `number` begins: once this has returned no earlier one commits. Call it before its workers start.
+
+    Raises UsageError if that number, or a higher one, has begun already: somebody else drives the run.
+    """
+    body = {"attempt": number, "at": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
+    newest = run.lineage().newest
+    if newest >= number or not run.storage.write_new(f"{ATTEMPTS}/{number:04d}.json", json.dumps(body).encode()):
+        raise UsageError(
+            f"run {run.name}: attempt {max(newest, number)} has begun already, and {number} cannot",
+            "another driver trains this run; `raydist runs` shows whether it lives",
+        )
+
+
+def resume_attempt(run: RunDir, number: int, step: int) -> None:
+    """Attempt `number` goes on from `step`, 0 for the start: what earlier ones commit past it does not count.
+
+    Call it once the step is decided, and before the first commit. Raises UsageError if the attempt is fenced off.
+    """
+    if fenced(run, number):
+        raise UsageError(
+            f"run {run.name}: attempt {run.lineage().newest} has begun, and {number} may not go on",
+            "another driver trains this run",
+        )
+    body = {"attempt": number, "step": step, "at": time.time()}
+    run.storage.write(f"{ATTEMPTS}/{number:04d}-from-{step:08d}.json", json.dumps(body).encode())
+
+
+def start_anew(run: RunDir) -> None:
+    """Deletes what a run has, but for its numbers: they go on, so that an attempt that was cut off stays fenced.
+
+    One attempt number is spent on it, as one that went on from the start: nothing that was committed before counts any more,
+    wherever a copy of it may be.
+    """
+    number = run.lineage().newest + 1
+    begin_attempt(run, number)
+    resume_attempt(run, number, 0)
+    for name in [*run.storage.folders(), *run.storage.files(unfinished=True)]:
+        if name not in (ATTEMPTS, DRIVERS):
+            run.storage.delete(name)
+
+
+def fenced(run: RunDir, number: int) -> bool:
+    """Whether attempt `number` may no longer commit: another one is the newest. A run without any note has no fence."""
+    newest = run.lineage().newest
+    return newest not in (0, number)
+
+
+def resolve(run: str, storage: str | None = None) -> RunDir:
+    """RUN as a user gives it: a run folder's path or URI, or a name under `storage`.
+
+    Raises RunNotFound, naming where it looked, why there, and what is there.
+    """
+    looked, candidate = [], None
+    if "/" in run or "://" in run or Path(run).is_dir():
+        candidate = RunDir(run)
+        looked.append(candidate.uri)
+        if candidate.exists():
+            return candidate
+    if "://" in run or run.startswith(("/", ".", "~")):
+        raise not_found("run", run, looked, [], "give a run folder's path or URI, or a name with --storage")
+    place = storage_choice.choose(storage)
+    stored = Storage(place.uri)
+    named = RunDir(stored.at(run))
+    if named.exists():
+        return named
+    looked.append(f"{named.uri} ({place.because})")
+    if stored.size(f"{run}/{SWEEP_CELLS}") is not None:
+        raise RunNotFound(
+            f"{run!r} is a sweep, at {named.uri}",
+            f"`raydist sweep results {run}` lists its runs, which are {named.uri}/runs/CELL",
+        )
+    known = [n for n in stored.folders() if not n.startswith(".") and stored.size(f"{n}/{SPEC}") is not None]
+    raise not_found("run", run, looked, known, elsewhere(place))
+
+
+def not_found(what: str, name: str, looked: Sequence[str], known: Sequence[str], hint: str) -> RunNotFound:
+    """The error for a run, or a sweep, of that name: where it was looked for, near names, what is there, and `hint`."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    more = f", and {len(known) - 10} more" if len(known) > 10 else ""
+    hints = [
+        f"did you mean {' or '.join(map(repr, near))}?" if near else "",
+        f"{what}s there: {', '.join(known[:10])}{more}" if known else "",
+        hint,
+    ]
+    return RunNotFound(f"no {what} {name!r}: looked at {' and '.join(looked)}", "\n  ".join(filter(None, hints)))
+
+
+def elsewhere(place: storage_choice.StorageChoice) -> str:
+    """Where else there are runs, and how another storage is given."""
+    also = storage_choice.others(place)
+    there = f"there are runs in {' and '.join(also)}: " if also else ""
+    return there + storage_choice.how_to_set()
+
+
+def default_storage() -> str:
+    """Where runs go unless `--storage` says otherwise: see raydist.run.storage_choice. Raises UserError for a bad configuration
+    file."""
+    return storage_choice.choose().uri

@@ -1,0 +1,79 @@
+"""What each rank of a run printed, in the run's folder: names, and reading. raydist/launch/rank_output.py writes it.
+
+Runs anywhere. Must not import ray or torch.
+
+    RUN/logs/attempt-0002/rank-00003.log          what rank 3 printed in attempt 2, stdout and stderr together
+                          rank-00003.0002.log     and where it goes on, on an object store, which cannot append
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from raydist.run.directory import LOGS, RunDir
+
+_ATTEMPT = re.compile(r"attempt-(\d+)")
+_PART = re.compile(r"rank-(\d+)(?:\.(\d+))?\.log")
+
+
+def name(attempt: int, rank: int, part: int = 1) -> str:
+    """A file of what that rank printed, relative to the run. Parts count from 1."""
+    return f"{LOGS}/attempt-{attempt:04d}/rank-{rank:05d}{'' if part == 1 else f'.{part:04d}'}.log"
+
+
+def attempts(run: RunDir) -> list[int]:
+    """The attempts of which there are logs, ascending. Raises StorageError."""
+    found = (_ATTEMPT.fullmatch(folder) for folder in run.storage.folders(LOGS))
+    return sorted(int(match[1]) for match in found if match)
+
+
+@dataclass(slots=True)
+class _Rank:
+    part: int = 1
+    offset: int = 0
+    rest: bytes = b""
+
+
+@dataclass(slots=True)
+class Reader:
+    """Reads one attempt's lines as they come. `rank`: of that one alone."""
+
+    run: RunDir
+    attempt: int
+    rank: int | None = None
+    _ranks: dict[int, _Rank] = field(default_factory=dict)
+
+    def read(self, last: bool = False) -> Iterator[tuple[int, str]]:
+        """(rank, line) of what is new since the call before, rank by rank. `last`: lines without their newline too.
+
+        Raises StorageError.
+        """
+        sizes: dict[int, dict[int, int]] = {}
+        for path, size in self.run.storage.files(f"{LOGS}/attempt-{self.attempt:04d}").items():
+            match = _PART.fullmatch(PurePosixPath(path).name)
+            if match and self.rank in (None, int(match[1])):
+                sizes.setdefault(int(match[1]), {})[int(match[2] or 1)] = size
+        for rank, parts in sorted(sizes.items()):
+            at = self._ranks.setdefault(rank, _Rank())
+            for part, size in sorted(parts.items()):
+                if part < at.part or (part == at.part and size <= at.offset):
+                    continue
+                start = at.offset if part == at.part else 0
+                data = self._bytes(name(self.attempt, rank, part), start)
+                at.part, at.offset = part, start + len(data)
+                *lines, at.rest = (at.rest + data).split(b"\n")
+                yield from ((rank, line.decode(errors="replace")) for line in lines)
+            if last and at.rest:
+                yield rank, at.rest.decode(errors="replace")
+                at.rest = b""
+
+    def _bytes(self, path: str, start: int) -> bytes:
+        try:
+            with self.run.storage.open(path) as source:
+                source.seek(start)
+                return bytes(source.read())
+        except FileNotFoundError:
+            return b""

@@ -1,0 +1,107 @@
+"""state.json: the last word of a run's monitor, with a heartbeat; and what a reader may conclude from it.
+
+Runs in: the run's monitor, and wherever a run is looked at. Must not import ray or torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from raydist.errors import StorageError
+from raydist.records import Status
+from raydist.redact import redact
+from raydist.run.directory import SPEC, STATE, RunDir
+from raydist.run.log import plain
+
+VERSION = 1
+LOST_AFTER_S = 30.0
+"""A run that says "running" with a heartbeat older than this is lost."""
+
+
+def this_process(pid: int | None = None) -> dict[str, Any]:
+    """What state.json says of a driver: {"host", "pid", "pids", "since"}.
+
+    `pids` is equal only where process ids mean the same; `since`, the Unix time of this call, tells drivers of one id apart.
+    """
+    driver = {"host": socket.gethostname(), "pid": os.getpid() if pid is None else pid}
+    return {**driver, "pids": _pid_space(), "since": time.time()}
+
+
+def write_state(run: RunDir, state: dict[str, Any]) -> None:
+    """Replaces state.json in one step. Raises StorageError."""
+    run.storage.write(STATE, json.dumps({"v": VERSION, **plain(redact(state))}, allow_nan=False).encode())
+
+
+def last_word(run: RunDir) -> dict[str, Any] | None:
+    """state.json as it was last written, to be taken with its age; None where no monitor has written. Raises StorageError."""
+    try:
+        state = json.loads(run.storage.read(STATE))
+        return {
+            **state,
+            "status": state["status"],
+            "heartbeat_at": float(state["heartbeat_at"]),
+            "driver": state["driver"],
+        }
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(
+            f"{run.uri}/{STATE} is damaged: {error}", "remove the file: the next start writes it"
+        ) from error
+
+
+def read_state(run: RunDir, now: float | None = None) -> dict[str, Any]:
+    """state.json as it was last written, but with "status" as it is: a run whose driver is gone is "lost".
+
+    Where no monitor has written yet: {"status"} alone, "running" for a spec.yaml of the last LOST_AFTER_S seconds.
+    `now` is Unix time. Clocks of hosts are taken to agree within a few seconds. Raises StorageError.
+    """
+    now = time.time() if now is None else now
+    state = last_word(run)
+    if state is None:
+        mtime = run.storage.fs.get_file_info(run.storage.path(SPEC)).mtime
+        fresh = mtime is not None and now - mtime.timestamp() < LOST_AFTER_S
+        return {"status": "running" if fresh else "lost"}
+    return {**state, "status": _status(state, now)}
+
+
+def _status(state: dict[str, Any], now: float) -> Status:
+    status: Status = state["status"]
+    if status != "running":
+        return status
+    if now - state["heartbeat_at"] > LOST_AFTER_S:
+        return "lost"
+    return "lost" if gone(state["driver"]) else "running"
+
+
+def gone(driver: dict[str, Any]) -> bool:
+    """Whether a driver, as `this_process` names it, ran on this host and its process has ended. Of another host nobody knows."""
+    here = driver.get("pids") == _pid_space() and driver["host"] == socket.gethostname()
+    return here and not _alive(int(driver["pid"]))
+
+
+def _alive(pid: int) -> bool:
+    import psutil
+
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
+@functools.cache
+def _pid_space() -> str:
+    """Names the set of process ids that this process sees: containers may share a host's name, yet not its processes."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,145 @@
+"""Where runs are stored, and why there: one rule for all commands.
+
+Runs anywhere. Must stay light: `raydist --help` and the ranks of torchrun ask it.
+
+The first of these that says something wins:
+
+    --storage
+    RAYDIST_STORAGE                        environment variable
+    ~/.config/raydist/config.toml          `storage = "..."`; $XDG_CONFIG_HOME stands for ~/.config
+    the nearest folder `runs`              in the current folder or in one above it, if raydist has runs there (see `holds_runs`)
+    ~/raydist
+
+The driver of a Ray job runs in a temporary copy of what was shipped: there no folder `runs` is looked for.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from raydist.errors import UserError
+
+VARIABLE = "RAYDIST_STORAGE"
+DEFAULT = "~/raydist"
+FOLDER = "runs"
+MARKS = (".data", ".tuned")
+"""Folders that raydist itself makes beside runs: see raydist.run.directory."""
+FIRSTS = ("spec.yaml", "cells.jsonl")
+"""The file that makes a folder a run, and the one that makes it a sweep."""
+_IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
+
+@dataclass(frozen=True, slots=True)
+class StorageChoice:
+    """The folder or URI that holds the runs, as it was given, secrets included.
+
+    `source`: what chose it; `because`: the same in words.
+    """
+
+    uri: str
+    source: Literal["option", "environment", "configuration", "folder", "default"]
+    because: str
+
+
+def choose(storage: str | None = None) -> StorageChoice:
+    """The storage of a command. `storage`: what its option `--storage` says.
+
+    Raises UserError if the user's configuration file cannot be read, or says something that raydist does not know.
+    """
+    if storage:
+        return StorageChoice(storage, "option", "--storage")
+    if given := os.environ.get(VARIABLE):
+        return StorageChoice(given, "environment", f"the environment variable {VARIABLE}")
+    if configured := _configured(config_file()):
+        return StorageChoice(configured, "configuration", f"storage in {config_file()}")
+    if (near := nearest()) is not None:
+        return StorageChoice(str(near), "folder", f"the nearest folder {FOLDER!r} with raydist's runs")
+    return StorageChoice(DEFAULT, "default", "the default")
+
+
+def config_file() -> Path:
+    """The user's configuration file, whether it is there or not."""
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    # The XDG Base Directory Specification: relative paths are invalid, and to be ignored.
+    folder = Path(base) if os.path.isabs(base) else Path("~/.config").expanduser()
+    return folder / "raydist" / "config.toml"
+
+
+def nearest() -> Path | None:
+    """The nearest folder `runs`, in the current folder or one above it, that belongs to this user and holds runs.
+
+    None if there is none, and in a Ray job.
+    """
+    if _IN_RAY_JOB in os.environ:
+        return None
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # the current folder was deleted
+        return None
+    for folder in (here, *here.parents):
+        found = folder / FOLDER
+        with suppress(OSError):
+            # Another user's /tmp/runs must not decide where a run of this user goes on.
+            if found.is_dir() and found.stat().st_uid == os.geteuid() and holds_runs(found):
+                return found
+    return None
+
+
+def holds_runs(folder: Path) -> bool:
+    """Whether raydist has stored there.
+
+    It has if there is `.data` or `.tuned`, or a folder with a spec.yaml (a run) or a cells.jsonl (a sweep).
+    """
+    try:
+        if any((folder / mark).is_dir() for mark in MARKS):
+            return True
+        with os.scandir(folder) as entries:
+            return any(entry.is_dir() and any(Path(entry, name).is_file() for name in FIRSTS) for entry in entries)
+    except OSError:
+        return False
+
+
+def others(choice: StorageChoice) -> list[str]:
+    """The well-known places that hold runs too, and are not `choice`: the nearest folder `runs`, and ~/raydist."""
+    default = Path(DEFAULT).expanduser()
+    places = [place for place in (nearest(), default) if place is not None and holds_runs(place)]
+    chosen = Path(choice.uri).expanduser().absolute() if "://" not in choice.uri else None
+    return [str(place) for place in places if place != chosen]
+
+
+def how_to_set() -> str:
+    """What a user can do to look elsewhere, in one line."""
+    return f'look elsewhere with --storage, {VARIABLE}, or storage = "..." in {config_file()}'
+
+
+def _configured(path: Path) -> str | None:
+    try:
+        told = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}", "make it readable, or remove it") from None
+    except ValueError as error:  # tomllib.TOMLDecodeError and UnicodeDecodeError are such
+        raise UserError(
+            f"{path}: no valid TOML: {error}", 'write storage = "/folder/or/uri", or remove the file'
+        ) from None
+    for key in told:
+        if key != "storage":
+            raise UserError(f'{path}: unknown key "{key}"', _meant(key, ["storage"]))
+    value = told.get("storage")
+    if value is not None and (not isinstance(value, str) or not value):
+        raise UserError(f"{path}: storage: {value!r}", 'give a folder or a URI in quotes: storage = "/data/runs"')
+    return value
+
+
+def _meant(key: str, known: Sequence[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f'did you mean "{near[0]}"?' if near else f"it may say: {', '.join(known)}"

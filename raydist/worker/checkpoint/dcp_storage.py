@@ -1,0 +1,369 @@
+"""torch.distributed.checkpoint (DCP) on raydist's storage: hashed shards of raw bytes out, the same bytes back in.
+
+Runs in: each train worker. Torch, never ray.
+
+DCP plans which rank writes and reads what, gathers the results, and carries one rank's failure to all. What it would
+pickle (its Metadata, and values that are no tensors) stands as JSON in the manifest instead, or is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from raydist.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, path
+from raydist.errors import CheckpointError, RaydistError
+from raydist.run.directory import RunDir
+from raydist.storage import Sink
+from raydist.worker.checkpoint.save_plan import Part, aligned
+
+Commit = Callable[[dict[str, FileEntry], dict[str, TensorEntry]], None]
+"""Makes a checkpoint of all shards and tensors; on rank 0."""
+WRITE_BYTES = 1 << 20
+PAGE = 4096
+"""O_DIRECT wants memory, file position and length in multiples of the disk's block, which is this at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Where a rank put a part: plain values, for they cross processes."""
+
+    file: str
+    start: int
+    length: int
+    file_bytes: int
+    file_xxh3: str
+
+
+def written(name: str, file: FileEntry, placed: Sequence[tuple[WriteItem, int, Part]]) -> Future[list[WriteResult]]:
+    """What DCP is told of a shard that is there: of each item its first byte and its part."""
+    done: Future[list[WriteResult]] = Future()
+    done.set_result(
+        [
+            WriteResult(item.index, part.length, Written(name, start, part.length, file.bytes, file.xxh3))
+            for item, start, part in placed
+        ]
+    )
+    return done
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """What others raise becomes a CheckpointError of text, which every rank can be sent."""
+    try:
+        yield
+    except RaydistError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{type(error).__name__}: {error}") from error
+
+
+class PartsPlanner(DefaultSavePlanner):
+    """Plans exactly the parts that this rank has staged. DCP checks that over the ranks they cover each tensor once.
+
+    `failure`: what kept this rank from staging; raised where DCP tells all ranks.
+    """
+
+    def __init__(self, parts: Sequence[Part], failure: BaseException | None) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.parts, self.failure = parts, failure
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Called on every rank, before anything is written."""
+        with plain_errors():
+            if self.failure is not None:
+                raise self.failure
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        """The staged parts."""
+        self.plan = SavePlan([p.write_item() for p in self.parts])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """Never called: the writer has the staged bytes."""
+        raise AssertionError("the shard is written from the staging buffer")
+
+
+class ShardWriter(StorageWriter):
+    """Writes one shard a rank, hashing it on the way; on rank 0 it then hands everything to `commit`.
+
+    `memory`: the staging buffer, laid out by `parts`. `name`: the shard's, which no other save has ever used, so that
+    a committed file is never written again.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        step: int,
+        name: str,
+        parts: Sequence[Part],
+        memory: memoryview,
+        commit: Commit,
+    ) -> None:
+        self._run, self._step, self._name = run, step, name
+        self._parts = {(p.name, p.offsets): p for p in parts}
+        self._memory, self._commit = memory, commit
+        self.busy = True
+        """Whether storage is waited for here: the shard is not durable yet, or the commit is on its way."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to forget: one writer serves one save."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up: folders are made with their first file."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As planned."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """As planned."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes and hashes the shard; durable on return. A part that another rank writes too (a replica) is left out."""
+        with plain_errors():
+            placed: list[tuple[WriteItem, int, Part]] = []
+            position = 0
+            for item in plan.items:
+                part = self._parts[item.index.fqn, tuple(item.index.offset or ())]
+                placed.append((item, position, part))
+                position = aligned(position + part.length)
+            file = self._write([p for _, _, p in placed]) if placed else FileEntry(0, "")
+        self.busy = False
+        return written(self._name, file, placed)
+
+    def _write(self, parts: Sequence[Part]) -> FileEntry:
+        hasher = xxhash.xxh3_128()
+        size = 0
+        with self._run.storage.create(path(self._step, self._name)) as sink:
+            past_cache = _PastCache(sink)
+            for start, end in _runs(parts):
+                for first in range(start, end, WRITE_BYTES):
+                    block = self._memory[first : min(first + WRITE_BYTES, end)]
+                    hasher.update(block)
+                    past_cache.write(block)
+                size += end - start
+        return FileEntry(size, hasher.hexdigest())
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Rank 0, once every rank's shard is durable: commits."""
+        self.busy = True
+        with plain_errors():
+            files: dict[str, FileEntry] = {}
+            chunks: dict[str, list[Chunk]] = defaultdict(list)
+            sizes = {
+                MetadataIndex(name, chunk.offsets): tuple(chunk.sizes)
+                for name, entry in metadata.state_dict_metadata.items()
+                if isinstance(entry, TensorStorageMetadata)
+                for chunk in entry.chunks
+            }
+            for result in (r for of_rank in results for r in of_rank):
+                at: Written = result.storage_data
+                files[at.file] = FileEntry(at.file_bytes, at.file_xxh3)
+                offsets = tuple(result.index.offset or ())
+                chunks[result.index.fqn].append(Chunk(offsets, sizes[result.index], at.file, at.start, at.length))
+            tensors = {}
+            for name, entry in metadata.state_dict_metadata.items():
+                if not isinstance(entry, TensorStorageMetadata):
+                    raise CheckpointError(f"{name}: not a tensor, and only tensors are saved")
+                dtype = str(entry.properties.dtype).removeprefix("torch.")
+                tensors[name] = TensorEntry(dtype, tuple(entry.size), tuple(chunks[name]))
+            self._commit(files, tensors)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Not to be chosen by a path."""
+        return False
+
+
+def _runs(parts: Sequence[Part]) -> Iterator[tuple[int, int]]:
+    """(first, end) of the buffer's stretches that hold these parts, each part with its padding."""
+    start = end = 0
+    for part in parts:
+        if part.start != end:
+            if end > start:
+                yield start, end
+            start = part.start
+        end = aligned(part.start + part.length)
+    if end > start:
+        yield start, end
+
+
+class _PastCache:
+    """Writes to a local file with O_DIRECT where that can be: the disk takes the bytes from the staging buffer itself.
+
+    Measured for 560 MiB: 0.03 s of CPU and 0.27 s, against 0.95 s of CPU and 1.7 s through the page cache; and that CPU
+    is the training's. Anything else (an object store, a file system without it, an odd tail) is written as ever.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink, self._position = sink, 0
+        self._file: int | None = sink.fileno() if isinstance(sink, io.FileIO) and hasattr(os, "O_DIRECT") else None
+
+    def write(self, block: memoryview) -> None:
+        """All of the block."""
+        address = np.frombuffer(block, dtype=np.uint8).ctypes.data
+        whole = len(block) // PAGE * PAGE if address % PAGE == 0 and self._position % PAGE == 0 else 0
+        before = self._position
+        if self._file is not None and whole:
+            try:
+                self._switch(True)
+                self._write_all(block[:whole])
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._switch(False)
+                self._file = None  # this file system does not
+        rest = block[self._position - before :]
+        if self._file is not None and rest:
+            self._switch(False)
+        self._write_all(rest)
+
+    def _switch(self, on: bool) -> None:
+        assert self._file is not None
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+
+    def _write_all(self, block: memoryview) -> None:
+        while block:
+            n = self._sink.write(block) or len(block)
+            self._position += n
+            block = block[n:]
+
+
+class TensorPlanner(DefaultLoadPlanner):
+    """Plans reads into tensors that are there already; unpickles nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Refused: DCP's own would unpickle it."""
+        raise CheckpointError(f"{read_item.dest_index.fqn}: not a tensor, and only tensors are restored")
+
+
+class ShardReader(StorageReader):
+    """Reads the chunks that a plan asks for into their tensors. The hashes were checked before (restore.choose)."""
+
+    def __init__(self, run: RunDir, manifest: Manifest) -> None:
+        self._run, self._manifest = run, manifest
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to forget: one reader serves one load."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """DCP's Metadata, from the manifest's JSON."""
+        tensors = self._manifest.tensors
+        return Metadata(
+            state_dict_metadata={
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=getattr(torch, entry.dtype)),
+                    torch.Size(entry.shape),
+                    [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks],
+                )
+                for name, entry in tensors.items()
+            },
+            storage_data={MetadataIndex(n, c.offsets): c for n, entry in tensors.items() for c in entry.chunks},
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Keeps where the chunks are."""
+        self._chunks: Mapping[MetadataIndex, Chunk] = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As planned."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As planned."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads file by file, in the order of their bytes."""
+        by_file: dict[str, list[tuple[Chunk, ReadItem]]] = defaultdict(list)
+        for item in plan.items:
+            if item.type is not LoadItemType.TENSOR:
+                raise CheckpointError(f"{item.storage_index.fqn}: not a tensor, and only tensors are restored")
+            chunk = self._chunks[item.storage_index]
+            by_file[chunk.file].append((chunk, item))
+        with plain_errors():
+            for name, wanted in by_file.items():
+                with self._run.storage.open(path(self._manifest.step, name)) as source:
+                    for chunk, item in sorted(wanted, key=lambda w: w[0].start):
+                        target = planner.resolve_tensor(item).detach()
+                        self._fill(source, chunk, item, target)
+                        planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _fill(self, source: Any, chunk: Chunk, item: ReadItem, target: Tensor) -> None:
+        """Reads the rows of the chunk that hold the wanted box, and takes the box out of them."""
+        sizes, start, length = list(chunk.sizes), chunk.start, chunk.length
+        offsets = list(item.storage_offsets)
+        if sizes and sizes[0]:
+            row = length // sizes[0]
+            start, length = start + offsets[0] * row, item.lengths[0] * row
+            sizes[0], offsets[0] = item.lengths[0], 0
+        if not length:
+            return
+        source.seek(start)
+        if target.device.type == "cpu" and target.is_contiguous() and sizes == list(item.lengths):
+            _read_all(source, target.reshape(-1).view(torch.uint8).numpy())
+            return
+        rows = torch.empty(length, dtype=torch.uint8)
+        _read_all(source, rows.numpy())
+        box = rows.view(target.dtype).view(sizes)
+        for dim, (first, n) in enumerate(zip(offsets, item.lengths, strict=True)):
+            box = box.narrow(dim, first, n)
+        target.copy_(box)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Not to be chosen by a path."""
+        return False
+
+
+def _read_all(source: Any, into: np.ndarray) -> None:
+    rest = memoryview(into)  # type: ignore[arg-type]
+    while rest:
+        n = source.readinto(rest)
+        if not n:
+            raise EOFError(f"the file ends {len(rest)} bytes too early")
+        rest = rest[n:]

@@ -1,0 +1,174 @@
+"""The training state as flat tensors and plain values, and back: model, optimizer, random states.
+
+Runs in: each train worker. Torch, never ray.
+
+    model/<fqn>            parameters and persistent buffers, by the names of the plain module's `state_dict`
+    optim/<fqn>/<slot>     the optimizer's tensors (exp_avg, ...), by their parameter's name
+    plain["optim"]         what of the optimizer is no tensor
+    rank tensors           the random states of torch, numpy and python on this rank
+
+Tensors are given as references to the live ones: a save copies them, a load writes into them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raydist.errors import CheckpointError
+from raydist.worker.parallel import ParamShard
+from raydist.worker.parallel._model_graph import plain_name
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+class TrainState:
+    """`model` and `optimizer` as the loop has them; a DDP or compiled wrapper around the model does not show in names.
+
+    `shards`: what the optimizer updates, by name, as the strategy gives it. To be made before the first step, with the
+    optimizer as the spec built it: see `restore`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Mapping[str, ParamShard]) -> None:
+        self._model, self._optimizer, self._shards = model, optimizer, shards
+        self._names: dict[Tensor, str] = {shard.local: name for name, shard in shards.items()}
+        self._built = self._groups()
+
+    def capture(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+        """(tensors, rank tensors, plain): the state as it is now.
+
+        Parameters and optimizer state are references, which hold until the next update. Buffers are copies, for a
+        forward pass may change them. Before the first step it makes the optimizer's state, so that it can be loaded into.
+        """
+        self._ensure_optimizer_state()
+        tensors: dict[str, Tensor] = {}
+        names = {id(p): plain_name(n) for n, p in self._model.named_parameters()}
+        # Both names of a tied weight lead to the one shard of it.
+        parameters = {plain_name(n): names[id(p)] for n, p in self._model.named_parameters(remove_duplicate=False)}
+        for name, value in self._model.state_dict().items():
+            name = plain_name(name)
+            if not isinstance(value, Tensor):
+                raise CheckpointError(f"model/{name}: a {type(value).__name__} in the state_dict", _ONLY_TENSORS)
+            if parameters.get(name) in self._shards:
+                # What this rank updates, and no other's rows: those may still be on their way here.
+                shard = self._shards[parameters[name]]
+                value = shard.whole(shard.local.detach())
+            tensors[f"model/{name}"] = value if name in parameters else value.detach().clone()
+        slots: dict[str, dict[str, Any]] = {}
+        for parameter, state in self._optimizer.state.items():
+            name = self._names[parameter]
+            for slot, value in state.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optim/{name}/{slot}"] = self._shards[name].whole(value)
+                elif isinstance(value, PLAIN):
+                    slots.setdefault(name, {})[slot] = value
+                else:
+                    raise CheckpointError(f"optim/{name}/{slot}: a {type(value).__name__}", _ONLY_TENSORS)
+        plain = {"optim": {"built": self._built, "groups": self._groups(), "slots": slots}}
+        return tensors, capture_rng(self._device()), plain
+
+    def restore(
+        self, tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor] | None, plain: Mapping[str, Any]
+    ) -> None:
+        """Takes up what was loaded into the tensors of `capture`, and the plain values saved with them.
+
+        `rank_tensors`: None leaves the random states alone. A group's value (lr, betas, ...) comes from the checkpoint
+        unless the spec now builds another one than it did then (--allow-spec-change): that one stays.
+        """
+        buffers = {plain_name(n): b for n, b in self._model.named_buffers()}
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                if f"model/{name}" in tensors:
+                    buffer.copy_(tensors[f"model/{name}"])
+        saved = plain["optim"]
+        if len(saved["groups"]) != len(self._optimizer.param_groups):
+            raise CheckpointError(
+                f"the optimizer has {len(self._optimizer.param_groups)} parameter groups, and had {len(saved['groups'])}",
+                "train with the optimizer that it was saved with, or start anew (--fresh)",
+            )
+        for group, now, built, then in zip(
+            self._optimizer.param_groups, saved["groups"], self._built, saved["built"], strict=True
+        ):
+            for key in now.keys() & group.keys():
+                if _listed(built.get(key)) == then.get(key):
+                    group[key] = tuple(now[key]) if isinstance(group[key], tuple) else now[key]
+        by_name = {n: p for p, n in self._names.items()}
+        for name, slots in saved["slots"].items():
+            self._optimizer.state[by_name[name]].update(slots)
+        if rank_tensors is not None:
+            restore_rng(rank_tensors)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Each parameter group's plain values."""
+        return [
+            {k: _listed(v) for k, v in g.items() if k not in ("params", "param_names") and _is_plain(v)}
+            for g in self._optimizer.param_groups
+        ]
+
+    def _ensure_optimizer_state(self) -> None:
+        if not self._optimizer.state:
+            # torch's own way (torch.distributed.checkpoint.state_dict): a step with gradients and learning rates of zero.
+            rates = [group["lr"] for group in self._optimizer.param_groups]
+            for group in self._optimizer.param_groups:
+                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+            for parameter in self._names:
+                parameter.grad = torch.zeros_like(parameter)
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+            for state in self._optimizer.state.values():
+                if isinstance(state.get("step"), Tensor):
+                    state["step"].zero_()  # it was none: where the first batch is left out, nothing is loaded over it
+            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _device(self) -> torch.device:
+        return next((p.device for p in self._names), torch.device("cpu"))
+
+
+_ONLY_TENSORS = "a checkpoint holds tensors and plain values only: keep the rest out of the state"
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _is_plain(value: Any) -> bool:
+    items = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(v, PLAIN) for v in items)
+
+
+def capture_rng(device: torch.device) -> dict[str, Tensor]:
+    """The random states of this process as tensors: torch (uint8), python and numpy (int64; float64 for a spare normal)."""
+    _, python, spare = random.getstate()
+    # The global generator, for that is the one that users' models draw from.
+    kind, keys, position, has_spare, spare_normal = cast(
+        "tuple[str, Any, int, int, float]", np.random.get_state(legacy=True)
+    )
+    assert kind == "MT19937", f"numpy's global generator is a {kind}"
+    states = {
+        "rng/torch": torch.get_rng_state(),
+        "rng/python": torch.tensor(python, dtype=torch.int64),
+        "rng/python_spare": torch.tensor([spare is not None, spare or 0.0], dtype=torch.float64),
+        "rng/numpy": torch.tensor([*keys.tolist(), position], dtype=torch.int64),
+        "rng/numpy_spare": torch.tensor([has_spare, spare_normal], dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        states["rng/cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_rng(states: Mapping[str, Tensor]) -> None:
+    """The inverse of `capture_rng`, in a process with the same current device."""
+    torch.set_rng_state(states["rng/torch"].cpu())
+    has_spare, spare = states["rng/python_spare"].tolist()
+    random.setstate((3, tuple(states["rng/python"].tolist()), spare if has_spare else None))
+    *keys, position = states["rng/numpy"].tolist()
+    has_normal, normal = states["rng/numpy_spare"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, int(has_normal), normal))
+    if "rng/cuda" in states:
+        torch.cuda.set_rng_state(states["rng/cuda"].cpu())

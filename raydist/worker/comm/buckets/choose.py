@@ -1,0 +1,162 @@
+"""What `parallel.bucket_mb: auto` comes to: once for a run and a number of ranks, and the same at every restart.
+
+Runs in: each train worker, every rank, before the run's own model is made. Torch, never ray.
+
+On three and more ranks the sum of a gradient depends on where it stands in its bucket, so a restart must have the buckets of
+the run's start to go on to the same bits. Rank 0 therefore writes the choice into the run's folder, once for each world size, and
+every attempt reads it there. Another run of the same model on the same ranks, nodes and links takes over what was measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+
+from raydist.errors import StorageError
+from raydist.ipc.network_interface import interface_of
+from raydist.run.directory import BUCKETS, TUNED, RunDir
+from raydist.spec import JobSpec
+from raydist.worker.comm.buckets.measure import Passes, all_reduce_line, passes
+from raydist.worker.comm.buckets.model import WORTH, suggest
+from raydist.worker.distributed import Rank
+from raydist.worker.parallel import Example
+from raydist.worker.precision import DTYPES
+
+Build = Callable[[], nn.Module]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A bucket size in MiB, None for torch's default, and why. `measured`: the figures behind it, plain."""
+
+    bucket_mb: float | None
+    because: str
+    measured: dict[str, Any]
+
+
+def settle(spec: JobSpec, rank: Rank, run: RunDir, vocab_size: int, build: Build, example: Example) -> Chosen:
+    """The bucket size of this run at this world size. Every rank; all get the same. Raises StorageError on rank 0.
+
+    `build` makes the model as the run's own will be, `example` gives the loss of so many samples.
+    """
+    name, key = f"{BUCKETS}/world-{rank.world_size:05d}.json", _key(spec, rank, vocab_size)
+    known = _from_first(rank, (_read(run, name) or _taken_over(run, key)) if rank.first else None)
+    chosen = known or tried(spec, rank, build, example)
+    if rank.first:
+        chosen = _keep(run, name, chosen)
+        if known is None:
+            with suppress(StorageError):  # the next run measures for itself
+                run.home.write(f"{TUNED}/{key}.json", _to_json(chosen))
+    made = _from_first(rank, chosen if rank.first else None)
+    assert made is not None
+    return made
+
+
+def tried(spec: JobSpec, rank: Rank, build: Build, example: Example) -> Chosen:
+    """Measures: the link, passes with torch's buckets, and, where the model sees a gain, passes with its own. Every rank.
+
+    Its own size is taken if it gained `WORTH` of a pass there, torch's being tried before and after: what the model says is never
+    enough.
+    """
+    if spec.train.compile:
+        return Chosen(None, "torch's: with train.compile, passes of a trial are not those of the run", {})
+    line = all_reduce_line(rank)
+    torchs = _passes(spec, rank, None, build, example)
+    share = DTYPES[spec.precision.reduce].itemsize / 4
+    # Arrivals are each rank's own.
+    asked = suggest(torchs.arrivals, torchs.pass_s, torchs.backward_s, line, share) if rank.first else None
+    suggestion = _from_first(rank, asked)
+    assert suggestion is not None
+    measured = {"line": asdict(line), "torchs": _figures(torchs), "suggestion": asdict(suggestion)}
+    if suggestion.bucket_mb is None:
+        return Chosen(None, f"torch's: {suggestion.because}", measured)
+    ours = _passes(spec, rank, suggestion.bucket_mb, build, example)
+    measured["tried"] = _figures(ours)
+    best = torchs.synced_s
+    if best / ours.synced_s >= 1 + WORTH:  # or is it the machine that is quicker than a moment ago?
+        again = _passes(spec, rank, None, build, example)
+        measured["torchs_again"] = _figures(again)
+        best = min(best, again.synced_s)
+    told = f"tried passes took {ours.synced_s:.3g} s with {suggestion.bucket_mb:g} MiB, {best:.3g} s with torch's"
+    if best / ours.synced_s < 1 + WORTH:
+        return Chosen(None, f"torch's: {told}, though {suggestion.because}", measured)
+    return Chosen(suggestion.bucket_mb, f"{suggestion.bucket_mb:g} MiB: {told}; {suggestion.because}", measured)
+
+
+def _passes(spec: JobSpec, rank: Rank, bucket_mb: float | None, build: Build, example: Example) -> Passes:
+    made = passes(spec, rank, bucket_mb, build, example)
+    gc.collect()  # DDP and its module hold one another: the model would stay beside the run's own
+    return made
+
+
+def _figures(made: Passes) -> dict[str, float]:
+    return {"synced_s": made.synced_s, "pass_s": made.pass_s, "backward_s": made.backward_s}
+
+
+def _keep(run: RunDir, name: str, chosen: Chosen) -> Chosen:
+    """Rank 0. Written once: where an attempt that was cut off came first, its word holds."""
+    if run.storage.write_new(name, _to_json(chosen)):
+        return chosen
+    return _read(run, name) or chosen
+
+
+def _read(run: RunDir, name: str) -> Chosen | None:
+    if not run.storage.exists(name):
+        return None
+    return Chosen(**json.loads(run.storage.read(name))["chosen"])
+
+
+def _taken_over(run: RunDir, key: str) -> Chosen | None:
+    """What an earlier run left. Whatever is wrong with it, this run can measure for itself."""
+    with suppress(StorageError, ValueError, KeyError, TypeError):
+        name = f"{TUNED}/{key}.json"
+        if run.home.exists(name):
+            known = Chosen(**json.loads(run.home.read(name))["chosen"])
+            return replace(known, because=f"{known.because} (as measured for an earlier run)")
+    return None
+
+
+def _to_json(chosen: Chosen) -> bytes:
+    return json.dumps({"v": 1, "at": time.time(), "chosen": asdict(chosen)}).encode()
+
+
+def _key(spec: JobSpec, rank: Rank, vocab_size: int) -> str:
+    """Of all that the choice depends on: the model and its passes, the ranks, their nodes, devices and links. Every rank."""
+    cuda = rank.device.type == "cuda"
+    here = {
+        "node": rank.node_ip,
+        "interface": interface_of(rank.node_ip),
+        "device": torch.cuda.get_device_name(rank.device) if cuda else "cpu",
+    }
+    every: list[Any] = [here] * rank.world_size
+    dist.all_gather_object(every, here, group=rank.control)
+    train = spec.train
+    what = {
+        "ranks": every,
+        "backend": rank.backend,
+        "vocab": vocab_size,
+        "model": spec.model.model_dump(mode="json"),
+        "precision": spec.precision.model_dump(mode="json"),
+        "passes": [train.micro_batch, train.checkpoint_activations, train.compile, spec.data.pack],
+        "cpus": spec.cluster.cpus_per_worker,
+        "torch": torch.__version__,
+    }
+    return f"buckets-{xxhash.xxh64_hexdigest(json.dumps(what, sort_keys=True).encode())}"
+
+
+def _from_first(rank: Rank, value: T) -> T:
+    """Rank 0's value, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=rank.control)
+    return box[0]

@@ -1,0 +1,120 @@
+"""The line of an all-reduce and the time of real passes, measured by all ranks in the run's own group.
+
+Runs in: each train worker, every rank, before training. Torch, never ray. All ranks come to the same figures: the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raydist.spec import JobSpec
+from raydist.worker import model_transforms
+from raydist.worker.comm.buckets.model import AlphaBeta, Arrival, fit
+from raydist.worker.distributed import Rank
+from raydist.worker.metrics.device_clock import Marks
+from raydist.worker.parallel import Example
+from raydist.worker.parallel.ddp import Strategy
+
+_SIZES = (2**18, 2**19, 2**20, 2**21, 2**23, 2**25)
+"""Bytes: those of buckets. What less takes is not what a bucket takes: links let a burst through at once."""
+_LEAST = 4
+_BUDGET_S = 0.5
+_EACH_S = 0.04
+_PASSES = 3
+
+
+def slowest(rank: Rank, seconds: list[float]) -> list[float]:
+    """Each time as it was on the rank where it was longest. Every rank."""
+    times = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(times, dist.ReduceOp.MAX, group=rank.control)
+    return times.tolist()
+
+
+def all_reduce_line(rank: Rank) -> AlphaBeta:
+    """What an all-reduce of n bytes costs in this group. Half a second; on a slow link as long as 2 MiB take four times."""
+    points, spent = [], 0.0
+    for i, size in enumerate(_SIZES):
+        buffer = torch.zeros(size // 4, device=rank.device)
+        (first,) = slowest(rank, _all_reduces(rank, buffer, 1))
+        times = slowest(rank, _all_reduces(rank, buffer, min(max(int(_EACH_S / max(first, 1e-6)), 3), 20)))
+        points += [(size, seconds) for seconds in times]
+        spent += first + sum(times)
+        if i + 1 >= _LEAST and spent + 8 * statistics.median(times) > _BUDGET_S:  # the next one is four times as large
+            break
+    return fit(points)
+
+
+def _all_reduces(rank: Rank, buffer: torch.Tensor, count: int) -> list[float]:
+    marks = Marks(rank.device)
+    dist.barrier(group=rank.control)
+    marks.mark()
+    for _ in range(count):
+        dist.all_reduce(buffer)
+        marks.mark()
+    return marks.seconds()
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Forward and backward of one micro-batch under ddp. `synced_s`: with the sum over the ranks; the others without.
+
+    `arrivals`: when this rank's gradients came, in the order in which they did.
+    """
+
+    synced_s: float
+    pass_s: float
+    backward_s: float
+    arrivals: tuple[Arrival, ...]
+
+
+def passes(
+    spec: JobSpec, rank: Rank, bucket_mb: float | None, build: Callable[[], nn.Module], example: Example
+) -> Passes:
+    """Runs passes on a model of its own, which is then dropped: nothing of the run's is touched, but for the random generators,
+    which the loop seeds before it makes its model, and once more before the first step.
+    """
+    parallel = spec.parallel.model_copy(update={"bucket_mb": bucket_mb})
+    strategy = Strategy(spec.model_copy(update={"parallel": parallel}), rank)
+    model = build()
+    strategy.wrap(model, example)
+    model_transforms.prepare(model, spec.train)
+    sizes: list[int] = []
+    came = Marks(rank.device)
+
+    def arrived(parameter: torch.Tensor) -> None:
+        came.mark()
+        sizes.append(parameter.numel() * parameter.element_size())
+
+    def one(last: bool) -> list[float]:
+        """Seconds of forward and of backward."""
+        marks = Marks(rank.device)
+        dist.barrier(group=rank.control)
+        with strategy.accumulate(last):
+            marks.mark()
+            loss = example(strategy.module, samples=spec.train.micro_batch)
+            marks.mark()
+            came.mark()
+            loss.backward()  # type: ignore[no-untyped-call]
+            marks.mark()
+        strategy.zero_grad()
+        return marks.seconds()
+
+    one(last=True)  # caches and allocators warm up
+    alone = [slowest(rank, one(last=False)) for _ in range(2)]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(arrived) for p in trained]  # type: ignore[no-untyped-call]
+    came = Marks(rank.device)
+    alone.append(slowest(rank, one(last=False)))
+    for handle in handles:
+        handle.remove()
+    arrivals = tuple(Arrival(n, at) for n, at in zip(sizes, accumulate(came.seconds()), strict=True))
+    synced = [sum(slowest(rank, one(last=True))) for _ in range(_PASSES)]
+    forward_s, backward_s = (statistics.median(times) for times in zip(*alone, strict=True))
+    return Passes(statistics.median(synced), forward_s + backward_s, backward_s, arrivals)

@@ -1,0 +1,76 @@
+"""What this rank is fed: micro-batches as tensors on its device.
+
+Runs in: each train worker. Torch, never ray.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from raydist.data.batches import MicroBatch, StepBatch, eval_batches, share
+from raydist.data.dataset import TokenDataset, Windows
+from raydist.errors import DataError
+from raydist.spec import JobSpec
+from raydist.worker.distributed import Rank
+
+
+class Feed:
+    """Of one rank; nothing is sent between ranks."""
+
+    def __init__(self, spec: JobSpec, rank: Rank, dataset: TokenDataset) -> None:
+        self._spec, self._rank, self._dataset = spec, rank, dataset
+        self.windows = Windows(dataset.split("train"), spec.model.context)
+
+    def to_torch(self, batch: StepBatch) -> StepBatch:
+        """For the loader's thread: every micro-batch as tensors, in pinned memory for CUDA."""
+        batch.micro_batches = [_tensors(m, pin=self._rank.device.type == "cuda") for m in batch.micro_batches]
+        return batch
+
+    def to_device(self, batch: MicroBatch) -> MicroBatch:
+        """On this rank's device."""
+        return to_device(batch, self._rank.device)
+
+    def example(self, samples: int = 1) -> MicroBatch:
+        """The first sample, so many times: what a strategy needs to see the graph."""
+        return self._made(self.windows, np.zeros(samples, np.int64))
+
+    def eval_set(self) -> list[MicroBatch]:
+        """This rank's part of the held-out batches: the same ones at each evaluation. Raises DataError if nothing is held out."""
+        windows, train = Windows(self._dataset.split("eval"), self._spec.model.context), self._spec.train
+        if not len(windows):
+            raise DataError(
+                f"{self._dataset.uri}: the eval split is empty, but eval.every is {self._spec.eval.every}",
+                "prepare with a larger eval_fraction, or set eval.every: null",
+            )
+        return [
+            self._made(windows, part)
+            for ids in eval_batches(len(windows), self._spec.eval.batches, train.global_batch)
+            for part in share(ids, self._rank.rank, self._rank.world_size, train.micro_batch)
+        ]
+
+    def _made(self, windows: Windows, ids: Any) -> MicroBatch:
+        return self.to_device(_tensors(MicroBatch(*windows.batch(ids, self._spec.data.pack)), pin=False))
+
+
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Tensors, where they are not there already; from pinned memory nobody waits for it."""
+    if device.type == "cpu":
+        return batch
+    move: dict[str, Any] = {"device": device, "non_blocking": True}
+    documents = None if batch.documents is None else batch.documents.to(**move)
+    return MicroBatch(batch.tokens.to(**move), batch.targets.to(**move), documents)
+
+
+def _tensors(batch: MicroBatch, pin: bool) -> MicroBatch:
+    """The same batch as tensors that share the arrays' memory; in pinned memory for CUDA."""
+
+    def make(array: Any) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if pin else tensor
+
+    return MicroBatch(
+        make(batch.tokens), make(batch.targets), None if batch.documents is None else make(batch.documents)
+    )

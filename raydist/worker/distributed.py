@@ -1,0 +1,175 @@
+"""Makes a process a rank: device, backend, network interface, process group, seeds. Each choice says why.
+
+Runs in: each train worker. Torch, never ray. Reads what torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import socket
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from raydist.errors import UserError
+from raydist.ipc.network_interface import interface_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[T]):
+    """An automatic choice, and its reason."""
+
+    value: T
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """This process among the others. `control` is a gloo group for what must not mix with training's collectives."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+    node_ip: str
+    control: dist.ProcessGroup | None
+    notes: tuple[str, ...]
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which speaks for all."""
+        return self.rank == 0
+
+
+def choose_device(local_rank: int, gpus: float | None) -> Choice[torch.device]:
+    """The device of this rank. `gpus`: GPUs that the job gives each worker; None: whatever there is.
+
+    Raises UserError if a GPU was promised and torch sees none.
+    """
+    if gpus == 0:
+        return Choice(torch.device("cpu"), "this run gives its workers no GPU")
+    n = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if n == 0:
+        if gpus:
+            raise UserError(
+                f"the job gives each worker {gpus:g} GPUs, but torch {torch.__version__} sees no CUDA device here",
+                "install a CUDA build of torch on the nodes, or set cluster.gpus_per_worker: 0",
+            )
+        return Choice(torch.device("cpu"), "torch sees no CUDA device")
+    # Ray shares CUDA_VISIBLE_DEVICES among the ranks of a node, as torchrun does; alone, a rank may see its own only.
+    index = local_rank % n
+    return Choice(torch.device("cuda", index), f"CUDA device {index} of {n}: {torch.cuda.get_device_name(index)}")
+
+
+def choose_backend(device: torch.device) -> Choice[str]:
+    """The backend that serves tensors of this device; CPU tensors always go by gloo."""
+    if device.type == "cuda":
+        return Choice("cpu:gloo,cuda:nccl", f"NCCL for {device}, gloo for the CPU's tensors")
+    return Choice("gloo", f"no CUDA device for {device}")
+
+
+def choose_interface(node_ip: str) -> Choice[str] | None:
+    """Tells gloo and NCCL which interface to use, unless the user did. To be called before the group starts.
+
+    Without it gloo takes the one that the hostname resolves to, often 127.0.0.1, and no other host can connect.
+    """
+    name = interface_of(node_ip)
+    if name is None:
+        return None
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    return Choice(os.environ["GLOO_SOCKET_IFNAME"], f"it carries {node_ip}")
+
+
+def start(*, gpus: float | None, threads: int | None, timeout_s: float, node_ip: str | None = None) -> Rank:
+    """Makes this process a rank of the group that its environment describes; alone if it describes none.
+
+    `threads` are torch's on CPU; `timeout_s` bounds each collective.
+    """
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = choose_device(local_rank, gpus)
+    backend = choose_backend(device.value)
+    node_ip = node_ip or _own_ip()
+    notes = [f"device {device.value}: {device.because}"]
+    if device.value.type == "cuda":
+        torch.cuda.set_device(device.value)
+    if threads:  # beside a GPU too: an offloaded optimizer computes on the CPU
+        torch.set_num_threads(threads)
+    control = None
+    if world > 1:
+        notes.append(f"backend {backend.value}: {backend.because}")
+        if interface := choose_interface(node_ip):
+            notes.append(f"interface {interface.value}: {interface.because}")
+        dist.init_process_group(
+            backend.value,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device.value if device.value.type == "cuda" else None,
+        )
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return Rank(rank, world, local_rank, device.value, backend.value, node_ip, control, tuple(notes))
+
+
+def stop(rank: Rank) -> None:
+    """Leaves the group, after everyone has come this far."""
+    if rank.world_size > 1 and dist.is_initialized():
+        dist.barrier(group=rank.control)
+        dist.destroy_process_group()
+
+
+def _own_ip() -> str:
+    """The address by which this host reaches the rendezvous; no packet is sent."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as sock:
+            sock.connect(address)
+            return str(sock.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def derive(seed: int, purpose: str, *parts: int) -> int:
+    """A seed of 63 bits for one purpose, independent of those of other purposes."""
+    text = ":".join([str(seed), purpose, *map(str, parts)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def seed_all(seed: int, purpose: str, *parts: int) -> None:
+    """Seeds torch, numpy and random for one purpose, such as ("init") or ("dropout", rank)."""
+    value = derive(seed, purpose, *parts)
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value % 2**32)  # the global generator, because that is the one users' models draw from
+
+
+def be_deterministic() -> None:
+    """Torch's deterministic algorithms, for bit-equal runs on GPU. Before the first CUDA call."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def describe(rank: Rank) -> dict[str, object]:
+    """What others may want to know of this worker: plain values."""
+    return {
+        "rank": rank.rank,
+        "host": socket.gethostname(),
+        "node_ip": rank.node_ip,
+        "pid": os.getpid(),
+        "device": str(rank.device),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,257 @@
+"""Traces the next steps of a run that trains, on every rank: torch's profiler (kineto) comes in between two steps, and goes again.
+
+Runs in: each train worker. Torch, never ray. raydist/run/requests.py says how a request comes here, raydist/report/trace.py what
+becomes of the ranks' parts.
+
+    rank 0's reporter: somebody asks for trace 7 -> a number among the step's sums -> all ranks know after the same step
+      -> the next step: profiler on, phases as ranges -> ... -> off -> a thread writes this rank's part to storage
+
+While nobody asks, a step costs one look at a number, and a phase one at an attribute. What goes wrong here is told, and training
+goes on.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from raydist.ipc.heartbeat import Heartbeat
+from raydist.records import Event
+from raydist.run.directory import RunDir
+from raydist.run.requests import part_name
+from raydist.worker.distributed import Rank
+
+VERSION = 1
+STEP = "ProfilerStep#"
+"""A step's range, with its number: what tools for kineto's traces look for."""
+RANGES = {"data": "data wait", "update": "optimizer", "save": "checkpoint"}
+"""Phases (raydist/ipc/heartbeat.py) whose range has a name of its own."""
+CLOSE_S = 60.0
+"""How long the end of a run waits for a part that is being written."""
+
+Message = tuple[str, int, str]
+"""What the ranks send: (kind of collective, elements that this rank gives, what it is)."""
+
+
+@dataclass(slots=True)
+class _Trace:
+    """One trace on this rank. Steps before `first` only warm the profiler up."""
+
+    number: int
+    first: int
+    last: int
+    profile: profile
+    recording: bool = False
+
+
+class _Ranges:
+    """Nested ranges in the training thread: a step, and in it one phase after the other; on CUDA NVTX ranges too."""
+
+    def __init__(self, cuda: bool) -> None:
+        self._cuda = cuda
+        self._open: list[record_function] = []
+        self._phase = ""
+
+    def step(self, number: int) -> None:
+        """A step begins."""
+        self._enter(f"{STEP}{number}")
+        self._phase = ""
+
+    def phase(self, phase: str) -> None:
+        """As `Heartbeat.enter` is told."""
+        if len(self._open) > 1:
+            self._leave()
+        # Where the update waits for an earlier state's copy; what stands behind a step is the checkpoint.
+        name = "checkpoint copy" if (self._phase, phase) == ("backward", "save") else RANGES.get(phase, phase)
+        self._phase = phase
+        self._enter(name)
+
+    def close(self) -> None:
+        """All that is open ends."""
+        while self._open:
+            self._leave()
+
+    def _enter(self, name: str) -> None:
+        made = record_function(name)
+        made.__enter__()  # type: ignore[no-untyped-call]
+        self._open.append(made)
+        if self._cuda:
+            torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+
+    def _leave(self) -> None:
+        if self._cuda:
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+        self._open.pop().__exit__(None, None, None)
+
+
+class Tracer:
+    """The traces of one rank in one attempt. Its methods are for the thread that trains, and raise nothing.
+
+    `heartbeat`: tells it the phases, while a trace is taken. `tell` must not block. `messages`: what the strategy sends, in the
+    order in which it does, if it says so.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        rank: Rank,
+        attempt: int,
+        heartbeat: Heartbeat,
+        tell: Callable[[Event], None],
+        messages: Callable[[], Sequence[Message]] = lambda: (),
+    ) -> None:
+        self._run, self._rank, self._attempt, self._heartbeat, self._tell = run, rank, attempt, heartbeat, tell
+        self._messages = messages
+        self._cuda = rank.device.type == "cuda"
+        self._ranges = _Ranges(self._cuda)
+        self._trace: _Trace | None = None
+        self._begun: set[int] = set()
+        self._newest = 0
+        self._writing: list[threading.Thread] = []
+
+    def asks(self, waiting: Sequence[Sequence[int]]) -> tuple[int, int]:
+        """Rank 0, before a step: (number, steps) of the oldest trace that was not begun yet, to be added up; (0, 0) for none."""
+        if self._trace is not None:
+            return 0, 0
+        return next(((int(n), int(steps)) for n, steps in waiting if n not in self._begun), (0, 0))
+
+    def step(self, number: int, asked: tuple[int, int], *, ends: bool) -> None:
+        """Between two steps, every rank: `number` is the next one, or would be if training did not end here. `asked`: the sum
+        over the ranks, so that all of them begin, and end, at the same step.
+        """
+        try:
+            if self._trace is None:
+                if asked[0] and asked[0] not in self._begun and not ends:
+                    self._begin(number, *asked)
+            else:
+                self._ranges.close()
+                if number > self._trace.last or ends:
+                    self._finish(number - 1)
+            if self._trace is not None and number >= self._trace.first:
+                self._record(number)
+        except Exception as error:  # kineto, or a profiler of the user's own that is in its way
+            self._abandon(f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Gives up a trace that is being taken, and waits for those that are being written."""
+        if self._trace is not None:
+            self._abandon("the attempt ended")
+        for thread in self._writing:
+            thread.join(CLOSE_S)
+
+    def _begin(self, number: int, trace: int, steps: int) -> None:
+        self._begun.add(trace)
+        self._newest = trace
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            raise RuntimeError("another profiler is on in this process")
+        # CUPTI's first step is slow: the profiler sees one that it does not record.
+        first = number + self._cuda
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._cuda
+        self._heartbeat.enter("save")  # no deadline either: CUPTI's first start takes seconds
+        made = profile(activities=activities, record_shapes=True)
+        made.prepare_trace()
+        self._trace = _Trace(trace, first, first + steps - 1, made)
+        if self._rank.first:
+            about = {"trace": trace, "attempt": self._attempt, "first_step": first, "steps": steps}
+            self._tell(Event("trace_started", time.time(), {**about, "world_size": self._rank.world_size}))
+
+    def _record(self, number: int) -> None:
+        assert self._trace is not None
+        if not self._trace.recording:
+            self._trace.profile.start_trace()
+            self._trace.recording = True
+            self._heartbeat.on_phase = self._ranges.phase
+        self._ranges.step(number)
+
+    def _finish(self, last: int) -> None:
+        trace = self._trace
+        assert trace is not None
+        if not trace.recording:
+            return self._abandon("the run ended")
+        trace.profile.add_metadata_json("raydist", json.dumps(self._about(trace, last)))
+        self._stop()
+        thread = threading.Thread(target=self._write, args=(trace,), name="raydist-trace", daemon=True)
+        self._writing = [t for t in self._writing if t.is_alive()] + [thread]
+        thread.start()
+
+    def _stop(self) -> None:
+        """Nothing of the trace is left in this process but what it has recorded."""
+        trace, self._trace = self._trace, None
+        self._heartbeat.on_phase = None
+        self._ranges.close()
+        if trace is None:
+            return
+        self._heartbeat.enter("save")  # has no deadline: kineto may have millions of events to put together
+        if not trace.recording:  # warmed up only: kineto lets go of that as of a trace
+            trace.profile.start_trace()
+        trace.profile.stop_trace()
+
+    def _abandon(self, cause: str) -> None:
+        try:
+            self._stop()
+        except Exception as error:
+            cause += f"; {type(error).__name__}: {error}"
+        self._failed(self._newest, cause)
+
+    def _failed(self, trace: int, cause: str) -> None:
+        data = {"trace": trace, "rank": self._rank.rank, "attempt": self._attempt, "cause": cause}
+        self._tell(Event("trace_failed", time.time(), data))
+
+    def _about(self, trace: _Trace, last: int) -> dict[str, Any]:
+        """What the merge needs to know of this part."""
+        return {
+            "v": VERSION,
+            "run": self._run.name,
+            "trace": trace.number,
+            "attempt": self._attempt,
+            "rank": self._rank.rank,
+            "world_size": self._rank.world_size,
+            "first_step": trace.first,
+            "last_step": last,
+            "host": socket.gethostname(),
+            "clock": _clock(),
+            "device": str(self._rank.device),
+            "pid": os.getpid(),
+            "thread": threading.get_native_id(),
+            "one_group": _one_group(self._rank.world_size),
+            "messages": [list(message) for message in self._messages()],
+        }
+
+    def _write(self, trace: _Trace) -> None:
+        """In a thread of its own, for storage may take its time."""
+        try:
+            with tempfile.TemporaryDirectory(prefix="raydist-trace-") as folder:
+                path = Path(folder) / "trace.json"
+                trace.profile.export_chrome_trace(str(path))
+                data = gzip.compress(path.read_bytes(), compresslevel=6)
+            name = part_name(trace.number, self._attempt, self._rank.rank, self._rank.world_size)
+            self._run.storage.write(name, data)
+        except Exception as error:
+            self._failed(trace.number, f"{type(error).__name__}: {error}")
+
+
+def _one_group(world_size: int) -> bool:
+    """Whether every group that this rank is in is of all ranks: gloo's collectives in a trace do not say of which they are."""
+    groups = dist.distributed_c10d._world.pg_group_ranks.values() if dist.is_initialized() else ()
+    return all(len(ranks) == world_size for ranks in groups)
+
+
+def _clock() -> str:
+    """Names the clock that this host's processes share."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()

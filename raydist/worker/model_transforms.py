@@ -1,0 +1,81 @@
+"""How a model's blocks are computed: activations kept or computed again, code as it is or compiled.
+
+Runs in: each train worker. Torch, never ray.
+
+Both replace `forward` of a module and nothing else: names of parameters stay, and so do the hooks by which a strategy gathers
+and reduces, which run outside of it. So it comes after the strategy has wrapped the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from raydist.errors import UserError
+from raydist.worker.parallel._model_graph import blocks_of
+
+if TYPE_CHECKING:
+    from raydist.spec import TrainSpec
+
+_KEPT = (
+    "mm",
+    "addmm",
+    "bmm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+"""aten's operations whose results selective checkpointing keeps: dear to compute, and not large for it."""
+
+
+def prepare(model: nn.Module, spec: TrainSpec) -> None:
+    """Does to `model` what `train.checkpoint_activations` and `train.compile` ask for.
+
+    Raises UserError if they are asked for each block and the model has none.
+    """
+    blocks = [block for _, block in blocks_of(model)]
+    for field, value, wanted in (
+        ("checkpoint_activations", spec.checkpoint_activations, spec.checkpoint_activations != "none"),
+        ("compile", spec.compile, spec.compile == "blocks"),
+    ):
+        if wanted and not blocks:
+            raise UserError(
+                f"train.{field}: {value} works block by block, and the model has no nn.ModuleList or nn.Sequential",
+                f"keep its blocks in an nn.ModuleList, or leave train.{field} out",
+            )
+    if spec.checkpoint_activations != "none":
+        for block in blocks:
+            _replace(block, _recomputed(block.forward, selective=spec.checkpoint_activations == "selective"))
+    if spec.compile:
+        # The loss is much of a small model's time, and a head that computes it is worth a compilation too.
+        parts = [*blocks, model.head] if getattr(model, "gives_loss", False) else blocks
+        for module in parts if spec.compile == "blocks" else [model]:
+            assert isinstance(module, nn.Module)
+            _replace(module, torch.compile(module.forward))
+
+
+def on_compile(tell: Callable[[bool], None]) -> None:
+    """`tell(True)` whenever torch begins to compile in this process, `tell(False)` when it is done."""
+    from torch._dynamo.callback import on_compile_end, on_compile_start
+
+    on_compile_start(lambda _: tell(True))
+    on_compile_end(lambda _: tell(False))
+
+
+def _recomputed(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
+    # Not reentrant: the reentrant one would hide parameters' gradients from DDP. It keeps the random state, for dropout.
+    options: dict[str, Any] = {"use_reentrant": False}
+    if selective:
+        kept = [getattr(torch.ops.aten, name).default for name in _KEPT if hasattr(torch.ops.aten, name)]
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+    return partial(checkpoint, forward, **options)
+
+
+def _replace(module: nn.Module, forward: Callable[..., Any]) -> None:
+    module.forward = forward

@@ -1,0 +1,4 @@
+"""Optimizers, the learning rate, and optimizer state in host memory or on disk.
+
+Runs in: each train worker. Torch, never ray.
+"""

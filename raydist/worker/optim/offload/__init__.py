@@ -1,0 +1,14 @@
+"""Optimizer state off the device: in host memory, or in a scratch file on a local disk. See docs/offload.md.
+
+Runs in: each train worker. Torch, never ray.
+
+    adamw.py      the optimizer, to its caller a torch.optim.AdamW
+    layout.py     which values stand in which chunk
+    moments.py    exp_avg and exp_avg_sq in memory, or in a file and streamed through a few buffers
+    swapfile.py   the scratch file
+    hostcopy.py   parameters and gradients of a device in host memory, and their way there and back
+"""
+
+from raydist.worker.optim.offload.adamw import OffloadedAdamW, build
+
+__all__ = ["OffloadedAdamW", "build"]

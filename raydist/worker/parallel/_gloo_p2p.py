@@ -1,0 +1,172 @@
+"""Reduce-scatter and all-gather: torch's own, and among gloo's ranks each straight to each other one.
+
+Runs in: each train worker. Torch, never ray.
+
+gloo's reduce-scatter is an all-reduce of which all but this rank's part is thrown away: twice the bytes. Its all-gather goes
+through memory of its own, and is copied to where it belongs. Here, on gloo, a reduce-scatter is an all-to-all of parts, which each
+rank sums in the order of ranks, and an all-gather a send to and a receipt from every other rank, in place (docs/adr/0005).
+
+To those who count, time and trace, either is the one collective that it stands for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.profiler import record_function
+
+from raydist.worker.metrics import collective_counters
+
+RANGE = "raydist::"
+"""In a profile, what is sent within a range of this and the kind's name is one collective."""
+_TAG = 0x5A
+"""Of these messages: none of a model's own sends and receipts takes them."""
+
+
+_pending: WeakKeyDictionary[ProcessGroup, dict[int, object]] = WeakKeyDictionary()
+"""What has not been waited for, and its memory. gloo reads nothing more from a peer whose message has lost the memory it was for
+(torch 2.13: the next exchange of the two waits until it times out), and who drops a strategy may have asked for weights that
+nobody needs any more. It goes with the group.
+"""
+_numbers = itertools.count()
+
+
+class Work(Protocol):
+    """What is on its way."""
+
+    def wait(self) -> object:
+        """Returns once it has arrived."""
+        ...
+
+
+def direct(group: ProcessGroup) -> bool:
+    """Whether these ranks send each straight to each."""
+    return group.size() > 1 and dist.get_backend(group) == "gloo"
+
+
+def reduce_scatter(mine: Tensor, whole: Tensor, parts: Tensor | None, group: ProcessGroup) -> Work:
+    """Of all ranks' `whole`, [W * S], the sum of row `rank` into `mine`, [S]. All stay untouched until it has arrived.
+
+    `parts`: room for what arrives, like `whole`; needed where `direct(group)`.
+    """
+    if not direct(group):
+        work: Work = dist.reduce_scatter_tensor(mine, whole, group=group, async_op=True)
+        return work
+    assert parts is not None
+    rows = parts.view(group.size(), -1)
+
+    def add() -> None:
+        total = rows[0]
+        for row in rows[1:]:
+            total = torch.add(total, row, out=mine)
+
+    return _Exchange(
+        "reduce_scatter", whole, group, lambda: [dist.all_to_all_single(parts, whole, group=group, async_op=True)], add
+    )
+
+
+def all_gather(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work:
+    """All ranks' `mine`, [S], into `whole`, [W * S]; `mine` may be this rank's row of it."""
+    if not direct(group):
+        work: Work = dist.all_gather_into_tensor(whole, mine, group=group, async_op=True)
+        return work
+    rows, rank, world = whole.view(group.size(), -1), group.rank(), group.size()
+    if rows[rank].data_ptr() != mine.data_ptr():
+        rows[rank].copy_(mine.view(-1))
+
+    def send() -> list[Work]:
+        # Each in another order, so that no rank is everyone's first.
+        others = [(rank + i) % world for i in range(1, world)]
+        works: list[Work] = [group.recv([rows[other]], other, _TAG) for other in reversed(others)]
+        return works + [group.send([rows[rank]], other, _TAG) for other in others]
+
+    return _Exchange("all_gather", whole, group, send)
+
+
+class _Exchange:
+    """See Work."""
+
+    def __init__(
+        self,
+        kind: str,
+        whole: Tensor,
+        group: ProcessGroup,
+        send: Callable[[], Sequence[Work]],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._kind, self._whole, self._group, self._then = kind, whole, group, then
+        self._number = next(_numbers)
+        self._begun = time.perf_counter()
+        self._works: Sequence[Work] = ()
+        self._failure: RuntimeError | None = None
+        try:
+            with _as_one(kind):
+                self._works = send()
+            _pending.setdefault(group, {})[self._number] = (self._works, whole)
+        except RuntimeError as error:
+            self._failure = error  # a peer that is gone: that is for whoever waits, as with torch's own
+        self._sending = time.perf_counter() - self._begun  # gloo writes to the socket as much as it takes, at once
+
+    def wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        waiting = time.perf_counter()
+        with collective_counters.uncounted():
+            for work in self._works:
+                work.wait()
+        _pending.get(self._group, {}).pop(self._number, None)
+        now = time.perf_counter()
+        nbytes = self._whole.numel() * self._whole.element_size()
+        collective_counters.count(
+            self._kind, nbytes, self._group.size(), now - self._begun, self._sending + now - waiting
+        )
+        self._then()
+
+
+@contextmanager
+def _as_one(kind: str) -> Iterator[None]:
+    with collective_counters.uncounted(), record_function(RANGE + kind):
+        yield
+
+
+class _Allocates:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Room for FSDP2, as its own communication makes it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class DirectReduceScatter(_Allocates):
+    """For FSDP2's `set_custom_reduce_scatter`, where `direct`. One may serve all modules: what arrives is summed at once."""
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Returns once it has arrived, as FSDP2 waits for gloo anyway."""
+        assert op in (ReduceOp.SUM, ReduceOp.AVG), op
+        if self._room.numel() < input_tensor.numel() or self._room.dtype is not input_tensor.dtype:
+            self._room = torch.empty_like(input_tensor)
+        reduce_scatter(output_tensor, input_tensor, self._room[: input_tensor.numel()], group).wait()
+        if op == ReduceOp.AVG:
+            output_tensor.div_(group.size())
+
+
+class DirectAllGather(_Allocates):
+    """For FSDP2's `set_custom_all_gather`, where `direct`."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Returns once it has arrived, as FSDP2 waits for gloo anyway."""
+        all_gather(output_tensor, input_tensor, group).wait()

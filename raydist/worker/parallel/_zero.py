@@ -1,0 +1,330 @@
+"""Whole parameters on every rank, and of the rest only this rank's rows: ZeRO-1 and ZeRO-2.
+
+Runs in: each train worker. Torch, never ray.
+
+    backward    a block's gradients are there -> packed by rank -> reduce-scatter -> this rank's rows of their sum
+    update      the optimizer has this rank's rows of each parameter: views of the parameter itself, no second copy
+    forward     a block's turn comes -> the other ranks' rows, all-gathered while the blocks before it computed
+
+FSDP2 with `reshard_after_forward=False` sends the same bytes, but holds the rows beside the whole parameters and lets go of the
+whole ones after each step (docs/adr/0005). torch's ZeroRedundancyOptimizer gives whole parameters to ranks, broadcasts
+them one by one after the update, and is no longer looked after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Rows
+from torch.nn.utils import get_total_norm
+
+from raydist.spec import JobSpec
+from raydist.worker.distributed import Rank
+from raydist.worker.parallel import Example, ParamShard
+from raydist.worker.parallel import _gloo_p2p as gloo_p2p
+from raydist.worker.parallel._model_graph import blocks_of, check_graph, refuse_scalars, tied_across, weakly
+from raydist.worker.precision import DTYPES
+
+IN_FLIGHT = 2
+"""Units whose gradients are on their way at a time: one is sent while the next is computed."""
+
+
+class Unit:
+    """Parameters that travel together: a block's, or those of no block.
+
+    Packed, they are [W, S]: a row for each of W ranks, in it its rows of every parameter. `size` is S.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], rank: int, world: int) -> None:
+        self.names, self.parameters = list(parameters), list(parameters.values())
+        self.world = world
+        # As torch.chunk cuts: the last ranks may get fewer rows, or none.
+        self.parts = [-(-p.shape[0] // world) * (p.numel() // max(p.shape[0], 1)) for p in self.parameters]
+        self.size = sum(self.parts)
+        self.own = [_rows(p.detach(), rank, world) for p in self.parameters]
+        self.missing = len(self.parameters)
+        """Gradients that this backward pass has yet to bring."""
+        self.stale = False
+        """Whether other ranks have newer values of their rows."""
+
+    def split(self, packed: Tensor) -> Iterator[Tensor]:
+        """[..., S] -> a view of it for each parameter."""
+        return iter(torch.split(packed, self.parts, dim=-1))
+
+    def pack(self, wholes: list[Tensor], into: Tensor) -> None:
+        """Whole tensors -> [W, S]. What stands behind the rows of a rank that has fewer is left as it is."""
+        for whole, box in zip(wholes, self.split(into), strict=True):
+            if whole.shape[0] % self.world == 0:
+                box.copy_(whole.view(self.world, -1))
+                continue
+            for part, place in zip(torch.split(whole.view(-1), box.shape[1]), box, strict=False):
+                place[: part.numel()].copy_(part)
+
+    def unpack(self, packed: Tensor) -> None:
+        """[W, S] -> the parameters."""
+        for p, box in zip(self.parameters, self.split(packed), strict=True):
+            whole = p.detach()
+            if p.shape[0] % self.world == 0:
+                whole.view(self.world, -1).copy_(box)
+                continue
+            for part, place in zip(torch.split(whole.view(-1), box.shape[1]), box, strict=False):
+                part.copy_(place[: part.numel()])
+
+
+class _Slot:
+    """Room for one unit on its way, kept for the next: packed for all ranks, this rank's part, and, for a sum whose `parts`
+    arrive one by one, those.
+    """
+
+    def __init__(self, world: int, size: int, dtype: torch.dtype, device: torch.device, parts: bool) -> None:
+        # Zeros, for what stands behind short rows is sent along.
+        self._all = torch.zeros(world * size, dtype=dtype, device=device)
+        self._mine = torch.zeros(size, dtype=dtype, device=device)
+        self._parts = torch.empty_like(self._all) if parts else None
+        self.unit: Unit | None = None
+        self.work: gloo_p2p.Work | None = None
+        self.last = False
+        """Whether it is of a step's last micro-batch."""
+
+    def room(self, unit: Unit) -> tuple[Tensor, Tensor]:
+        """([W, S], [S])."""
+        return self._all[: unit.world * unit.size].view(unit.world, unit.size), self._mine[: unit.size]
+
+    def reduce(self, unit: Unit, group: dist.ProcessGroup) -> None:
+        """Sends the gradients that its room holds; their sum comes to this rank's part."""
+        packed, mine = self.room(unit)
+        parts = self._parts[: packed.numel()] if self._parts is not None else None
+        self.unit, self.work = unit, gloo_p2p.reduce_scatter(mine, packed.view(-1), parts, group)
+
+    def gather(self, unit: Unit, group: dist.ProcessGroup) -> None:
+        """Sends this rank's part; those of all ranks come to the packed room."""
+        packed, mine = self.room(unit)
+        self.unit, self.work = unit, gloo_p2p.all_gather(packed.view(-1), mine, group)
+
+    def wait(self) -> Unit | None:
+        """Whose values have arrived here; None if nothing was on its way."""
+        unit, work = self.unit, self.work
+        if work is not None:
+            work.wait()
+        self.unit = self.work = None
+        return unit
+
+
+class ZeroStrategy:
+    """See `ParallelStrategy`. On one rank, the model as it is."""
+
+    module: nn.Module
+    takes_meta = False
+    on_final: Callable[[Sequence[Tensor]], None] | None = None
+    reduce_each: bool
+    """Whether gradients are cut to this rank's rows in every micro-batch (ZeRO-2), or stay whole until the last (ZeRO-1)."""
+
+    def __init__(self, spec: JobSpec, rank: Rank) -> None:
+        self._spec, self._rank = spec, rank
+        self.loss_factor = 1.0
+
+    def wrap(self, model: nn.Module, example: Example) -> nn.Module:
+        """See `ParallelStrategy.wrap`. Runs `example` once, for the graph check."""
+        refuse_scalars(model)
+        model.to(self._rank.device)
+        buffers = {name: b.clone() for name, b in model.named_buffers()}
+        check_graph(model, lambda: example(model), self._rank)
+        for name, b in model.named_buffers():
+            b.copy_(buffers[name])
+        self.module = model
+        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._units: list[Unit] = []
+        self._last = True
+        if self._rank.world_size == 1:
+            self._shards = {n: ParamShard(p) for n, p in self._parameters.items()}
+        else:
+            self._split(model)
+        self.zero_grad()
+        return model
+
+    def _split(self, model: nn.Module) -> None:
+        world, device = self._rank.world_size, self._rank.device
+        shared = tied_across(model)  # they go with what is of no block, which is there first
+        names = {id(p): n for n, p in self._parameters.items()}
+        modules: list[nn.Module] = [model]
+        members: list[dict[str, nn.Parameter]] = [{}]
+        for _, block in blocks_of(model):
+            own = {names.pop(id(p)): p for p in block.parameters() if id(p) in names and id(p) not in shared}
+            if own:
+                modules.append(block)
+                members.append(own)
+        members[0] = {n: self._parameters[n] for n in names.values()}
+        # In the order of the forward pass. The first unit is of no block, and may be empty.
+        for module, parameters in zip(modules, members, strict=True):
+            if not parameters:
+                continue
+            unit = Unit(parameters, self._rank.rank, world)
+            module.register_forward_pre_hook(partial(self._before_forward, unit))
+            for p in parameters.values():
+                p.register_post_accumulate_grad_hook(weakly(self._has_gradient, len(self._units)))  # type: ignore[no-untyped-call]
+            self._units.append(unit)
+        mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+        local = {n: own for unit in self._units for n, own in zip(unit.names, unit.own, strict=True)}
+        self._shards = {
+            n: ParamShard(
+                nn.Parameter(local[n]),
+                DTensor.from_local(local[n], mesh, [Rows(0)], run_check=False, shape=p.shape, stride=p.stride()),
+            )
+            for n, p in self._parameters.items()
+        }
+        largest = max(u.size for u in self._units)
+        reduce = DTYPES[self._spec.precision.reduce]
+        self._group = mesh.get_group()
+        direct = gloo_p2p.direct(self._group)
+        self._reducing = [_Slot(world, largest, reduce, device, direct) for _ in range(IN_FLIGHT)]
+        # Gathers come in the forward pass, when no gradient is on its way: the same memory serves both.
+        same = reduce is torch.float32
+        self._gathering = (
+            self._reducing if same else [_Slot(world, largest, torch.float32, device, False) for _ in range(IN_FLIGHT)]
+        )
+        if self.reduce_each:
+            self._sums = {id(u): torch.zeros(u.size, device=device) for u in self._units}
+
+    def shards(self) -> Mapping[str, ParamShard]:
+        """See `ParallelStrategy.shards`: this rank's rows, in the memory of the whole parameters."""
+        return self._shards
+
+    @contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        """See `ParallelStrategy.accumulate`."""
+        self._last = last
+        yield
+
+    def messages(self) -> list[tuple[str, int, str]]:
+        """For traces: a unit's gradients in backward, its rows in the forward pass after it."""
+        order = [(unit, _common(unit.names)) for unit in self._units]
+        out = [("reduce_scatter", unit.world * unit.size, name) for unit, name in reversed(order)]
+        return out + [("all_gather", unit.size, name) for unit, name in order]
+
+    # --- backward: gradients out, this rank's rows of their sum back
+
+    def _has_gradient(self, number: int, parameter: Tensor) -> None:
+        unit = self._units[number]
+        unit.missing -= 1
+        if unit.missing:
+            return
+        unit.missing = len(unit.parameters)
+        if not (self._last or self.reduce_each):
+            return
+        slot = self._reducing.pop(0)
+        self._reducing.append(slot)
+        self._take_sum(slot)
+        packed, _ = slot.room(unit)
+        unit.pack([_gradient(p) for p in unit.parameters], packed)
+        if self.reduce_each:
+            for p in unit.parameters:
+                p.grad = None
+        slot.reduce(unit, self._group)
+        slot.last = self._last
+
+    def _take_sum(self, slot: _Slot) -> None:
+        unit = slot.wait()
+        if unit is None:
+            return
+        _, mine = slot.room(unit)
+        if self.reduce_each:
+            total = self._sums[id(unit)].add_(mine)
+        for name, p, own, part in zip(
+            unit.names, unit.parameters, unit.own, unit.split(total if self.reduce_each else mine), strict=True
+        ):
+            part = part[: own.numel()].view(own.shape)
+            if not self.reduce_each:  # the sum takes the place of this rank's rows in the whole gradient
+                part = _rows(_gradient(p), self._rank.rank, unit.world).copy_(part)
+            self._shards[name].local.grad = part
+        if slot.last and self.on_final is not None:
+            self.on_final([self._shards[name].local for name in unit.names])
+
+    def grad_norm(self) -> Tensor:
+        """See `ParallelStrategy.grad_norm`: the squares of all ranks' rows are summed."""
+        if not self._units:
+            return get_total_norm([_gradient(p) for p in self._parameters.values()])
+        for slot in self._reducing:
+            self._take_sum(slot)
+        square = get_total_norm(self._grads()).double() ** 2
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    def scale_grads(self, factor: float) -> None:
+        """See `ParallelStrategy.scale_grads`."""
+        torch._foreach_mul_(self._grads(), factor)
+
+    def zero_grad(self) -> None:
+        """See `ParallelStrategy.zero_grad`."""
+        for slot in self._reducing if self._units else []:
+            slot.wait()
+        for unit in self._units:
+            unit.missing = len(unit.parameters)
+            if self.reduce_each:
+                self._sums[id(unit)].zero_()
+        for name, p in self._parameters.items():
+            p.grad = None
+            self._shards[name].local.grad = None
+
+    def _grads(self) -> list[Tensor]:
+        return [s.local.grad for s in self._shards.values() if s.local.grad is not None]
+
+    # --- forward: the rows that other ranks have updated
+
+    def updated(self) -> None:
+        """See `ParallelStrategy.updated`. The first units are asked for at once, the others as the forward pass goes on."""
+        for unit in self._units:
+            unit.stale = True
+        for unit in self._units[:IN_FLIGHT]:
+            self._gather(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        slot = self._gathering.pop(0)
+        self._gathering.append(slot)
+        _, mine = slot.room(unit)
+        for own, part in zip(unit.own, unit.split(mine), strict=True):
+            part[: own.numel()].copy_(own.reshape(-1))
+        slot.gather(unit, self._group)
+
+    def _before_forward(self, unit: Unit, module: nn.Module, args: object) -> None:
+        if not unit.stale:
+            return
+        at = next(i for i, u in enumerate(self._units) if u is unit)
+        for earlier in self._units[: at + 1]:  # one that the forward pass has left out, first
+            if earlier.stale:
+                self._arrive(earlier)
+
+    @torch.no_grad()
+    def _arrive(self, unit: Unit) -> None:
+        slot = next(s for s in self._gathering if s.unit is unit)
+        slot.wait()
+        unit.unpack(slot.room(unit)[0])
+        unit.stale = False
+        following = [u for u in self._units if u.stale and not any(s.unit is u for s in self._gathering)]
+        if following:
+            self._gather(following[0])
+
+
+def _rows(whole: Tensor, rank: int, world: int) -> Tensor:
+    """The rows of `rank`: a view, perhaps of none."""
+    each = -(-whole.shape[0] // world)
+    first = min(rank * each, whole.shape[0])
+    return whole[first : min(first + each, whole.shape[0])]
+
+
+def _common(names: Sequence[str]) -> str:
+    """What to call parameters that travel together: by the module that holds them, if one does."""
+    parts = [name.split(".")[:-1] for name in names]
+    same = [piece[0] for piece in zip(*parts, strict=False) if len(set(piece)) == 1]
+    return ".".join(same) or f"{names[0]} and {len(names) - 1} more"
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None, "the graph check has seen a gradient for every parameter"
+    return parameter.grad

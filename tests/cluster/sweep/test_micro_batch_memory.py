@@ -1,0 +1,75 @@
+"""raydist.cluster.sweep.micro_batch_memory: a cell does not run out of memory again where it is known that it would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist.cluster.run.request import Request
+from raydist.cluster.sweep.micro_batch_memory import MicroBatches, shrunk
+from raydist.records import Event
+from raydist.run.directory import SPEC, RunDir
+from raydist.run.log import RunLog
+from raydist.spec import parse
+
+
+def request(path: Path, micro_batch: int = 8, **fields: Any) -> Request:
+    """A cell with that micro-batch; `model` and `optim` as given."""
+    train = {"steps": 10, "global_batch": 24, "micro_batch": micro_batch, **fields.pop("train", {})}
+    spec = parse({"data": {"path": "d"}, "train": train, **fields}, source="test")
+    return Request(spec, RunDir(path), "d", 0.0)
+
+
+def decided(*micro_batches: int | None) -> list[Event]:
+    """What a run's supervisor has decided after failures."""
+    told = {"action": "restart", "because": "", "after_s": 0.0, "exclude": None}
+    return [Event("decision", 1.0, {**told, "micro_batch": n}) for n in micro_batches]
+
+
+def test_the_last_one_counts() -> None:
+    """Of a run that has shrunk it again and again; other failures change nothing."""
+    assert shrunk([]) is None
+    assert shrunk(decided(None)) is None
+    assert shrunk([Event("failure", 1.0, {"micro_batch": 7}), *decided(4, 2, None)]) == 2
+
+
+def test_a_cell_that_begins_again(tmp_path: Path) -> None:
+    """It has what its run's events say, whoever drove it; all else of it stays as it was asked for."""
+    asked, fits = request(tmp_path / "a"), MicroBatches()
+    assert fits.fitted(asked) is asked
+    asked.run.storage.write(SPEC, b"")
+    log = RunLog(asked.run)
+    for event in decided(4, 2):
+        log.event(event)
+    log.flush()
+    fitted = fits.fitted(asked)
+    assert fitted.spec.train.micro_batch == 2
+    assert fitted.spec.train.model_copy(update={"micro_batch": 8}) == asked.spec.train
+    assert (fitted.run, fitted.dataset) == (asked.run, "d")
+    assert fits.fitted(request(tmp_path / "a", 1)).spec.train.micro_batch == 1, "it is never made larger"
+
+
+@pytest.mark.parametrize(
+    ("other", "micro_batch"),
+    [
+        ({"optim": {"lr": 1.0}}, 4),
+        ({"train": {"seed": 5}}, 4),
+        ({"train": {"global_batch": 30, "micro_batch": 10}}, 3),
+        ({"model": {"width": 256}}, 8),
+        ({"train": {"checkpoint_activations": "full"}}, 8),
+        ({"precision": "bf16"}, 8),
+    ],
+)
+def test_cells_alike(tmp_path: Path, other: dict[str, Any], micro_batch: int) -> None:
+    """What one has learnt holds for those whose passes need as much: the largest that fits and divides the batch."""
+    fits = MicroBatches()
+    for learnt in (4, 6):
+        fits.learn(request(tmp_path / "a").spec, learnt)
+    assert fits.fitted(request(tmp_path / "b", **other)).spec.train.micro_batch == micro_batch
+
+
+def test_what_the_sweep_has_noted(tmp_path: Path) -> None:
+    """It counts where the run's own events are gone."""
+    assert MicroBatches().fitted(request(tmp_path / "a"), 3).spec.train.micro_batch == 3

@@ -1,0 +1,60 @@
+"""The report queue hands on every report of a cell once, in order, and keeps nothing of a cell that is over."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+
+from raydist.cluster.sweep.report_queue import ReportQueue
+
+
+def report(n: int, done: bool = False) -> dict[str, Any]:
+    """One that can be told from others."""
+    return {"n": n, "done": done}
+
+
+def test_reports_in_order() -> None:
+    """Who comes first waits for the report; cells do not mix; after the last report a cell can begin anew."""
+
+    async def test() -> None:
+        report_queue = ReportQueue()
+        waiting = asyncio.create_task(report_queue.take("a"))
+        await asyncio.sleep(0)
+        await report_queue.post("b", 0, report(9))
+        assert not waiting.done()
+        for n in (0, 1, 2):
+            await report_queue.post("a", n, report(n, done=n == 2))
+        assert [(await waiting)["n"], (await report_queue.take("a"))["n"], (await report_queue.take("a"))["n"]] == [
+            0,
+            1,
+            2,
+        ]
+        assert (await report_queue.take("b"))["n"] == 9
+        assert set(report_queue._cells) == {"b"}
+        await report_queue.post("a", 0, report(3, done=True))
+        assert (await report_queue.take("a"))["n"] == 3
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_reports_that_overtake_each_other(order: tuple[int, ...]) -> None:
+    """However Ray begins the calls, reports are taken in the order they were posted; forgotten ones are dropped."""
+
+    async def test() -> None:
+        report_queue = ReportQueue()
+        for n in order:
+            await report_queue.post("a", n, report(n))
+        assert [(await report_queue.take("a"))["n"] for _ in order] == [0, 1, 2, 3]
+        for n in order[:2]:
+            await report_queue.post("a", 4 + n, report(4 + n))
+        await report_queue.forget("a", 8)
+        for n in (*order[2:], 4):
+            await report_queue.post("a", 4 + n, report(4 + n))
+        assert (await report_queue.take("a"))["n"] == 8
+        assert not report_queue._cells["a"]._early
+
+    asyncio.run(asyncio.wait_for(test(), 20))

@@ -1,0 +1,78 @@
+"""A cell between its reports and what is decided on them, and one that waits for workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from raydist.cluster.session import Session
+from raydist.cluster.sweep.trial import CellRun, EndRequest, Plan
+from raydist.run.directory import RunDir
+from raydist.run.sweep_directory import SweepDir, SweepLog
+from raydist.run.sweep_state import fold
+
+STOP = EndRequest("stopped", "asha at 100 tokens", at_once=True)
+
+
+class NoCrews:
+    """There are none: who waits for one waits until it has given up."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+
+    def get(self, plan: Plan, given_up: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(given_up)
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def put(self, slot: Any) -> None:
+        """Nobody has one."""
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> tuple[CellRun, SweepLog, list[tuple[dict[str, Any], bool]]]:
+    """A cell that waits for workers, the sweep's log, and each report that it leaves with whether its end had to wait for that."""
+    posted: list[tuple[dict[str, Any], bool]] = []
+    plan = SimpleNamespace(
+        id="cell",
+        request=SimpleNamespace(run=RunDir(str(tmp_path / "run"))),
+        total=8,
+        workers=1,
+        tokens=lambda step: 100 * step,
+    )
+    log = SweepLog(SweepDir(tmp_path))
+    run = CellRun(
+        cast(Plan, plan), cast(Session, None), NoCrews(), log,
+        lambda report: posted.append((report, run._lock.locked())), "loss",
+    )  # fmt: skip
+    return run, log, posted
+
+
+def test_no_report_after_its_end_was_decided(waiting: Any) -> None:
+    """Who ends a cell has had its last report: none is on its way that the cell's next stretch would be judged by."""
+    run, _, posted = waiting
+    run.update({"record": {"step": 1, "loss": 3.0}})
+    run.end(STOP)
+    run.update({"record": {"step": 2, "loss": 2.0}})
+    assert run.join(10)
+    assert [(report["tokens"], report["done"]) for report, _ in posted] == [(100, False), (200, True)]
+    assert posted[0][1], "`end` waits for it"
+
+
+def test_stopped_while_it_waits(waiting: Any, tmp_path: Path) -> None:
+    """A cell that has lost its workers may hear of its end before it has others: the next driver must not train it."""
+    run, log, posted = waiting
+    run.end(STOP)
+    assert run.join(10)
+    log.flush()
+    state = fold(SweepDir(tmp_path).events())["cell"]
+    assert (state.status, state.cause) == ("stopped", "asha at 100 tokens")
+    assert [report["ended"] for report, _ in posted] == ["stopped"]

@@ -1,0 +1,311 @@
+"""The coordinator, without Ray: orders, reports, and when an attempt is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from raydist.cluster.run import coordinator
+from raydist.cluster.run.coordinator import Coordinator, rank_error
+
+OUTCOME = {"outcome": {"status": "finished"}, "at": 1.0}
+DIED = {"died": {"pid": 7, "node_ip": "10.0.0.1", "how": "SIGKILL", "starved": ""}, "at": 2.0}
+
+
+def error(message: str) -> dict[str, Any]:
+    """A report of an exception."""
+    facts = {
+        "rank": 0,
+        "type_name": "RuntimeError",
+        "message": message,
+        "traceback": "",
+        "at": 1.0,
+        "bases": ["RuntimeError"],
+    }
+    return {"error": facts, "at": 1.0}
+
+
+def offer(number: int, node: str | None = None) -> dict[str, Any]:
+    """What agent `number` says of itself; each is on a node of its own unless told."""
+    return {
+        "node": node or f"node{number}",
+        "local_rank": 0,
+        "host": f"h{number}",
+        "port": number,
+        "placement_group": "p",
+    }
+
+
+async def ready(group: int = 1, size: int = 2) -> tuple[Coordinator, list[asyncio.Task[Any]]]:
+    """A coordinator whose agents wait for their first order."""
+    made = Coordinator()
+    await made.open(group, size)
+    waiting = [asyncio.create_task(made.next(group, number, 1, offer(number))) for number in range(size)]
+    await made.gathered()
+    return made, waiting
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 20))
+
+
+def test_an_attempt_that_ends_well() -> None:
+    """The group is gathered once all agents are there; ranks meet at rank 0's; over once all have reported."""
+
+    async def test() -> None:
+        made = Coordinator()
+        await made.open(1, 2)
+        gathered = asyncio.create_task(made.gathered())
+        first = asyncio.create_task(made.next(1, 0, 1, offer(0)))
+        await asyncio.sleep(0)
+        assert not gathered.done()
+        second = asyncio.create_task(made.next(1, 1, 1, offer(1)))
+        await gathered
+        await made.begin(5, {"a": 1}, 2, "m")
+        env = {"MASTER_ADDR": "h0", "MASTER_PORT": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        for rank, order in enumerate([await first, await second]):
+            mine = env | {"RANK": str(rank), "NODE_RANK": str(rank)}
+            assert order == {"number": 2, "do": "train", "attempt": 5, "job": {"a": 1}, "env": mine, "monitor": "m"}
+        result = asyncio.create_task(made.result(5))
+        await made.ended(1, 0, 5, OUTCOME)
+        await asyncio.sleep(0)
+        assert not result.done()
+        await made.ended(1, 1, 5, OUTCOME)
+        assert await result == {0: OUTCOME, 1: OUTCOME}
+        await made.leave()
+        assert (await made.next(1, 0, 2, offer(0)))["do"] == "leave"
+
+    run(test())
+
+
+def test_ranks_on_nodes() -> None:
+    """Two agents a node: local ranks are the agents' own, nodes are numbered in the ranks' order."""
+
+    async def test() -> None:
+        made = Coordinator()
+        await made.open(1, 4)
+        offers = [{**offer(n, f"node{n // 2}"), "local_rank": n % 2} for n in range(4)]
+        waiting = [asyncio.create_task(made.next(1, n, 1, offers[n])) for n in range(4)]
+        await made.gathered()
+        await made.begin(1, {}, 3)
+        names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "WORLD_SIZE")
+        orders = [await task for task in waiting[:3]]
+        found = [tuple(order["env"][name] for name in names) for order in orders]
+        assert found == [("0", "0", "2", "0", "3"), ("1", "1", "2", "0", "3"), ("2", "0", "1", "1", "3")]
+        assert (await waiting[3])["do"] == "wait"
+
+    run(test())
+
+
+def test_a_lost_agents_place_is_taken(monkeypatch: Any) -> None:
+    """Ray says that agent 0 is dead, or it falls silent: its rank has failed, the other is killed; next time the spare has a rank.
+    Heard again, the lost one is told to leave."""
+
+    async def test() -> None:
+        for silent in (False, True):
+            monkeypatch.setattr(coordinator, "BEAT_S", 0.02)
+            monkeypatch.setattr(coordinator, "LOST_S", 0.1 if silent else 1000.0)
+            made, _ = await ready(size=3)
+            await made.begin(1, {}, 2)
+            result = asyncio.create_task(made.result(1))
+            killed = asyncio.create_task(made.next(1, 1, 2, offer(1)))
+            if silent:
+                while not killed.done():
+                    assert all([await made.beat(1, 1), await made.beat(1, 2)])
+                    await asyncio.sleep(0.01)
+            else:
+                await made.fallen(1, 0, {"type_name": "WorkerDied", "message": "gone", "kind": "worker_died"})
+            assert (await killed)["do"] == "kill"
+            await made.ended(1, 1, 1, DIED)
+            reports = await result
+            lost = rank_error(0, reports[0])
+            assert lost is not None
+            assert (lost.rank, lost.kind) == (0, "node_died" if silent else "worker_died")
+            assert reports[0]["node"] == "node0"
+            assert await made.nodes() == [("node0", False), ("node1", True), ("node2", True)]
+            assert not await made.beat(1, 0)
+            assert (await made.next(1, 0, 2, offer(0)))["do"] == "leave"
+            again = [asyncio.create_task(made.next(1, number, 3, offer(number))) for number in (1, 2)]
+            await made.begin(2, {}, 2)
+            assert [(await task)["env"]["RANK"] for task in again] == ["0", "1"]
+
+    run(test())
+
+
+def test_too_few_agents() -> None:
+    """An attempt for which an agent is missing has failed before it begins, and says why."""
+
+    async def test() -> None:
+        made, _ = await ready()
+        await made.fallen(1, 1, {"type_name": "WorkerDied", "message": "gone", "kind": "worker_died"})
+        await made.begin(1, {}, 2)
+        (report,) = (await made.result(1)).values()
+        assert report["lost"]["message"] == "gone"
+
+    run(test())
+
+
+def test_a_retired_node_leaves() -> None:
+    """Its agents leave, and are not among the lost."""
+
+    async def test() -> None:
+        made, waiting = await ready()
+        await made.retire(["node1"])
+        assert (await waiting[1])["do"] == "leave"
+        assert await made.nodes() == [("node0", True)]
+
+    run(test())
+
+
+def test_a_death_ends_the_others_at_once() -> None:
+    """Rank 1 died: rank 0, which may not even know, is to be killed; over once it has been."""
+
+    async def test() -> None:
+        made, waiting = await ready()
+        await made.begin(1, {}, 2)
+        for order in asyncio.as_completed(waiting):
+            assert (await order)["do"] == "train"
+        result = asyncio.create_task(made.result(1))
+        killed = asyncio.create_task(made.next(1, 0, 2, offer(0)))
+        await made.ended(1, 1, 1, DIED)
+        assert (await killed)["do"] == "kill"
+        assert not result.done()
+        await made.ended(1, 0, 1, error("Connection closed by peer"))
+        assert set(await result) == {0, 1}
+
+    run(test())
+
+
+def test_rank_0_may_finish_what_it_has_to_say() -> None:
+    """Where an exception has ended a rank it is not killed before its own report; the others are, once that is there."""
+
+    async def test() -> None:
+        made, waiting = await ready(size=3)
+        await made.begin(1, {}, 3)
+        await asyncio.gather(*waiting)
+        result = asyncio.create_task(made.result(1))
+        orders = [asyncio.create_task(made.next(1, number, 2, offer(number))) for number in (0, 2)]
+        await made.ended(1, 1, 1, error("storage takes nothing"))
+        for _ in range(100):  # turns of the loop, in which an order would have been given
+            await asyncio.sleep(0)
+        assert not any(order.done() for order in orders)
+        await made.ended(1, 0, 1, error("storage takes nothing"))
+        assert [(await order)["do"] for order in orders] == ["kill", "kill"]
+        await made.ended(1, 2, 1, DIED)
+        assert len(await result) == 3
+
+    run(test())
+
+
+def test_lost_peers_are_no_cause_to_stop_looking(monkeypatch: Any) -> None:
+    """Rank 0 lost a peer: the others have time to say why; then, or when that is up, all are killed."""
+
+    async def test() -> None:
+        for late in (False, True):
+            monkeypatch.setattr(coordinator, "CAUSE_S", 0.05 if late else 1000.0)
+            made, _ = await ready(size=3)
+            await made.begin(1, {}, 3)
+            result = asyncio.create_task(made.result(1))
+            killed = asyncio.create_task(made.next(1, 2, 2, offer(2)))
+            await made.ended(1, 0, 1, error("Connection closed by peer"))
+            if not late:
+                await asyncio.sleep(0.1)
+                assert not killed.done()
+                await made.ended(1, 1, 1, DIED)
+            assert (await killed)["do"] == "kill"
+            await made.ended(1, 1, 1, DIED)
+            await made.ended(1, 2, 1, DIED)
+            assert set(await result) == {0, 1, 2}
+
+    run(test())
+
+
+def test_a_hung_rank_is_the_cause_not_those_that_were_killed_for_it() -> None:
+    """Rank 1 stands still: all agents look, all ranks are killed, and the only report is that of rank 1, which hung."""
+
+    async def test() -> None:
+        made, _ = await ready()
+        await made.begin(1, {}, 2)
+        result = asyncio.create_task(made.result(1))
+        await asyncio.sleep(0)
+        await made.late(1, 1)
+        assert (await made.next(1, 0, 2, offer(0)))["do"] == "look"
+        sight = {"state": "S", "step": 4, "phase": "backward", "seconds": 11.0, "where": "", "answers": True}
+        await made.seen(1, 0, 1, {**sight, "collectives": []})
+        await made.seen(1, 1, 1, {**sight, "state": "T", "phase": "forward", "collectives": []})
+        assert (await made.next(1, 0, 3, offer(0)))["do"] == "kill"
+        await made.ended(1, 0, 1, DIED)
+        await made.ended(1, 1, 1, DIED)
+        reports = await result
+        assert set(reports) == {1}
+        hung = rank_error(1, reports[1])
+        assert hung is not None
+        assert (hung.rank, hung.kind) == (1, "worker_hung")
+
+    run(test())
+
+
+def test_who_is_late_is_not_heard() -> None:
+    """Reports of an earlier attempt or group count for nothing; agents of an earlier group are sent away."""
+
+    async def test() -> None:
+        made, waiting = await ready(group=1)
+        await made.begin(1, {}, 2)
+        await made.open(2, 2)
+        assert (await made.next(1, 0, 2, offer(0)))["do"] == "leave"
+        news = [asyncio.create_task(made.next(2, number, 3, offer(number))) for number in range(2)]
+        await made.gathered()
+        await made.begin(2, {}, 2)
+        assert (await news[0])["attempt"] == 2
+        await made.ended(1, 0, 2, DIED)
+        await made.ended(2, 0, 1, DIED)
+        assert await made.reports() == {}
+        for task in waiting:
+            assert (await task)["do"] in ("train", "leave")
+
+    run(test())
+
+
+def test_reports_as_errors() -> None:
+    """What recovery makes its decisions on."""
+    assert rank_error(0, OUTCOME) is None
+    died = rank_error(1, DIED)
+    assert died is not None
+    assert (died.rank, died.kind, died.at) == (1, "worker_died", 2.0)
+    assert died.cause == "WorkerDied: process 7 on 10.0.0.1 ended without a word (SIGKILL)"
+    raised = rank_error(0, error("no"))
+    assert raised is not None
+    assert (raised.kind, raised.cause, raised.bases) == ("user_error", "RuntimeError: no", ("RuntimeError",))
+
+
+def test_a_cancelled_attempt_costs_no_agent() -> None:
+    """Cancelled before an agent has heard of the attempt: it hears of it, then of its end; the next attempt has all agents.
+    Once it is over there is nothing to cancel."""
+
+    async def test() -> None:
+        made = Coordinator()
+        await made.open(1, 2)
+        waiting = asyncio.create_task(made.next(1, 0, 1, offer(0)))
+        away = asyncio.create_task(made.next(1, 1, 1, offer(1)))
+        await made.gathered()
+        away.cancel()
+        await made.begin(1, {}, 2)
+        result = asyncio.create_task(made.result(1))
+        seen = [(await waiting)["number"]]
+        cancelled = asyncio.create_task(made.cancel())
+        await asyncio.sleep(0)
+        late = await made.next(1, 1, 1, offer(1))
+        assert late["do"] == "train"
+        await cancelled
+        for number, heard in enumerate([*seen, late["number"]]):
+            assert (await made.next(1, number, heard, offer(number)))["do"] == "kill"
+            await made.ended(1, number, 1, DIED)
+        assert await result == {0: DIED, 1: DIED}
+        await made.cancel()  # there is nothing to end any more
+        assert await made.nodes() == [("node0", True), ("node1", True)]
+        again = [asyncio.create_task(made.next(1, number, 3, offer(number))) for number in (0, 1)]
+        await made.begin(2, {}, 2)
+        assert [(await order)["do"] for order in again] == ["train", "train"]
+
+    run(test())

@@ -1,0 +1,232 @@
+"""Attempts on a real private Ray: how each way to fail is told, and what a worker finds when it starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from raydist.cluster.run import ray_train_adapter
+from raydist.cluster.run.fit import Attempt, AttemptResult
+from raydist.cluster.session import Session, open_session, worker_environment
+from raydist.errors import RaydistError
+from raydist.worker import rest
+from tests.processes import runs
+
+sys.path.insert(0, str(Path(__file__).parent))
+import resting
+from drivers import attempt  # as the workers will find it: by PYTHONPATH
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    here = Path(__file__).parent
+    logs = tmp_path_factory.mktemp("logs")
+    path = [str(here), str(here.parents[1])]
+    with open_session("local", env=worker_environment(), log_dir=logs, python_path=path) as opened:
+        yield opened
+
+
+def test_workers_find_the_environment_of_torchrun(session: Session) -> None:
+    """Ranks, rendezvous and variables are there before the train function; rank 0's value comes back; no torch anywhere."""
+    result = attempt(session)
+    assert result.failure is None
+    assert result.value["rank"] == 0
+    assert not result.value["torch"]
+    assert result.value["env"] == {
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "OURS": "1",
+    }
+    assert result.value["cwd"] == os.getcwd()
+    assert not list((session.temp_dir / "attempts").iterdir())
+
+
+@pytest.mark.parametrize("actor", [resting.Threads, resting.Coroutines])
+def test_a_worker_that_rests_still_answers(session: Session, actor: type) -> None:
+    """Its main thread naps again and again from begin to end, whatever kind of actor it is, and calls are answered."""
+    handle = ray.remote(actor).options(num_cpus=0, max_concurrency=4).remote()
+    ray.get(handle.begin.remote())
+    naps = ray.get(handle.naps.remote(3))
+    assert naps == [(rest.NAP_S, True)] * len(naps)
+    ray.get(handle.end.remote())
+    while ray.get(handle.alarm.remote()):
+        pass  # the last one that was set
+    before = ray.get(handle.naps.remote(3))
+    assert ray.get(handle.naps.remote(3)) == before
+    ray.get(handle.begin.remote())
+    assert ray.get(handle.naps.remote(len(before) + 1))
+    ray.kill(handle)
+
+
+def test_only_workers_of_ray_rest() -> None:
+    """Here, as in a driver, nothing is set and nothing sleeps."""
+    handler = signal.getsignal(signal.SIGALRM)
+    rest.begin()
+    assert not rest._resting
+    assert signal.getsignal(signal.SIGALRM) is handler is not rest._nap
+
+
+def test_the_driver_needs_no_torch() -> None:
+    """All that the driver imports, Ray Train among it, leaves torch out."""
+    modules = "raydist.cluster.run.supervisor, raydist.cluster.run.ray_train_adapter, raydist.cluster.preflight"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def tree(cls: type) -> list[type]:
+    """A class and all that derive from it."""
+    return [cls, *(d for c in cls.__subclasses__() for d in tree(c))]
+
+
+def test_errors_survive_a_ray_round_trip(session: Session) -> None:
+    """Each error of raydist, raised in a task, is caught here as itself: type, message, hint and exit code."""
+
+    @ray.remote(num_cpus=0)
+    def fails(cls: type[RaydistError]) -> None:
+        raise cls("where: what", "how to mend it")
+
+    for cls in tree(RaydistError):
+        with pytest.raises(cls) as caught:
+            ray.get(fails.remote(cls))
+        error = caught.value.cause if hasattr(caught.value, "cause") else caught.value
+        assert (error.message, error.hint, error.exit_code) == ("where: what", "how to mend it", cls.exit_code)
+
+
+@pytest.mark.parametrize(
+    ("end", "cause", "heals"),
+    [
+        ({"1": "raise", "0": "wait"}, "ValueError: bad sample 17", True),
+        ({"1": "told", "0": "wait"}, "NonFinite: loss is nan", False),
+    ],
+    ids=["raises", "tells the facts"],
+)
+def test_one_root_cause(session: Session, end: dict[str, str], cause: str, heals: bool) -> None:
+    """Whatever the other rank says then, the failure is the guilty rank's, with its own traceback."""
+    failure = attempt(session, {"end": end}).failure
+    assert failure is not None
+    assert (failure.kind, failure.heals, failure.cause) == ("user_error", heals, cause)
+    assert failure.rank == 1
+    assert ("bad sample 17" if "17" in cause else "told") in failure.traceback
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_killed_worker_is_the_cause_not_its_peer(session: Session, tmp_path: Path, guilty: int) -> None:
+    """SIGKILL of either rank: the lost connection of the other, which may come in time to be heard, is not what is reported."""
+    results: list[AttemptResult] = []
+    config = {"end": {"*": "wait"}, "started": str(tmp_path)}
+    thread = threading.Thread(target=lambda: results.append(attempt(session, config)))
+    thread.start()
+    pids = _started(tmp_path)
+    os.kill(pids[guilty], signal.SIGKILL)
+    thread.join(30)
+    failure = results[0].failure
+    assert failure is not None
+    assert (failure.kind, failure.rank) == ("worker_died", guilty)
+    assert failure.echoes <= 1
+    assert failure.cause.startswith(f"WorkerDied: process {pids[guilty]} on ")
+    assert "\n" not in failure.cause
+    _gone(pids)
+
+
+def test_a_worker_that_exits_is_a_death(session: Session) -> None:
+    """Also at once, while Ray Train still starts the group (then no rank is known)."""
+    failure = attempt(session, {"end": {"1": "exit", "0": "wait"}}).failure
+    assert failure is not None
+    assert failure.kind == "worker_died"
+    assert failure.rank in (1, None)
+
+
+def test_abort_ends_an_attempt_at_once(session: Session, tmp_path: Path) -> None:
+    """From another thread; the workers' processes are gone, their CPUs free for the next attempt."""
+    attempts: list[Attempt] = []
+    results: list[AttemptResult] = []
+
+    def run() -> None:
+        config = {"end": {"*": "wait"}, "started": str(tmp_path)}
+        results.append(attempt(session, config, on_started=attempts.append))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    pids = _started(tmp_path)
+    begin = time.monotonic()
+    attempts[0].abort()
+    attempts[0].abort()
+    thread.join(20)
+    assert time.monotonic() - begin < 10
+    assert results[0].failure is not None
+    assert results[0].failure.kind == "aborted"
+    _gone(pids)
+    assert attempt(session, cpus=1).failure is None
+
+
+def test_a_killed_controller_is_told_and_leaves_nothing_reserved(session: Session, tmp_path: Path) -> None:
+    """Ray Train's own actor dies: a failure like any other, and the next attempt gets all CPUs."""
+    attempts: list[Attempt] = []
+    results: list[AttemptResult] = []
+
+    def run() -> None:
+        config = {"end": {"*": "wait"}, "started": str(tmp_path)}
+        results.append(attempt(session, config, on_started=attempts.append))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    pids = _started(tmp_path)
+    ray.kill(attempts[0]._controller)
+    thread.join(30)
+    assert results[0].failure is not None
+    assert results[0].failure.kind == "controller_died"
+    _gone(pids)
+    assert attempt(session, cpus=(os.cpu_count() or 2) / 2).failure is None
+
+
+def test_an_attempt_that_cannot_be_placed_says_so(session: Session) -> None:
+    """More workers than CPUs: a startup_timeout, not a hang; and the next attempt has the CPUs."""
+    result = attempt(session, workers=2, cpus=(os.cpu_count() or 1) + 1, start_timeout_s=1.0)
+    assert result.failure is not None
+    assert result.failure.kind == "startup_timeout"
+    assert attempt(session).failure is None
+
+
+def _started(folder: Path, ranks: int = 2) -> list[int]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        texts = [p.read_text() for p in sorted(folder.iterdir())]
+        if len(texts) == ranks and all(texts):
+            return [int(t) for t in texts]
+        time.sleep(0.05)
+    raise TimeoutError("the workers did not start")
+
+
+def _gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if not any(map(runs, pids)):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"still running: {pids}")
+
+
+def test_the_rendezvous_port_is_kept_for_torchs_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the moment rank 0 has chosen it nobody else gets it, but a store that asks for it by number."""
+    from torch.distributed import TCPStore
+
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    host, port = ray_train_adapter._rendezvous()
+    for address in ("127.0.0.1", "127.0.0.2", "0.0.0.0"):  # torch's store listens on all of them
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((address, port))
+    store = TCPStore(host, port, 1, is_master=True, wait_for_workers=False)
+    store.set("key", "value")
+    assert store.get("key") == b"value"

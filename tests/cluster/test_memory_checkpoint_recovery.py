@@ -1,0 +1,116 @@
+"""Which snapshot is gone on from, and who fetches what: as a table, and for a cluster of 10,000 ranks."""
+
+from __future__ import annotations
+
+from raydist.checkpoint.memory_layout import Shard
+from raydist.cluster.run.memory_checkpoint_recovery import Copy, Inventory, place
+
+
+def name(rank: int, world: int, step: int) -> str:
+    return Shard(rank, world, 1, f"{rank * 1000 + step:032x}").name
+
+
+def copy(step: int, world: int, shared: tuple[int, ...] = (0,), attempt: int = 1) -> Copy:
+    files = {name(r, world, step): 100 + r for r in range(world)}
+    common = frozenset(name(r, world, step) for r in shared)
+    return Copy(step, attempt, f"MANIFEST-{attempt:04d}.json", world, files, common)
+
+
+def cluster(world: int, per_node: int, steps: tuple[int, ...], shared: tuple[int, ...] = (0,)) -> dict[str, Inventory]:
+    """Nodes n0, n1, ... whose ranks wrote these steps, and which keep those of the node before."""
+    count = world // per_node
+    nodes = {}
+    for n in range(count):
+        kept = [(n, r) for r in range(n * per_node, (n + 1) * per_node)]
+        before = (n - 1) % count
+        kept += [(before, r) for r in range(before * per_node, (before + 1) * per_node)]
+        files = {(s, name(r, world, s)): 100 + r for s in steps for _, r in kept}
+        copies = [copy(s, world, shared) for s in steps] if n in (0, 1 % count) else []
+        nodes[f"n{n}"] = Inventory(files, copies)
+    return nodes
+
+
+def ranks(world: int, per_node: int) -> dict[int, str]:
+    return {r: f"n{r // per_node}" for r in range(world)}
+
+
+def test_nothing_is_lost() -> None:
+    """The newest step; each node has what it needs but for what all ranks share."""
+    found = place(cluster(8, 2, (10, 20)), ranks(8, 2), after=15)
+    assert found is not None
+    assert found.copy.step == 20
+    assert [f.name for f in found.common] == [name(0, 8, 20)]
+    assert all(f.source == node for node, fetches in found.fetches.items() for f in fetches)
+    assert {f.name for f in found.fetches["n1"]} == {name(2, 8, 20), name(3, 8, 20)}
+
+
+def test_a_lost_node_is_replaced() -> None:
+    """Its ranks come up on a new node, which fetches their shards from the buddy; the others stay where they are."""
+    nodes = cluster(8, 2, (10, 20))
+    del nodes["n1"]
+    found = place(nodes, {**ranks(8, 2), 2: "new", 3: "new"})
+    assert found is not None
+    assert found.copy.step == 20
+    assert found.manifest_from == "n0"
+    assert {(f.name, f.source) for f in found.fetches["new"]} == {(name(2, 8, 20), "n2"), (name(3, 8, 20), "n2")}
+
+
+def test_a_lost_node_and_fewer_ranks() -> None:
+    """Another number of ranks reads all of it, wherever it is."""
+    nodes = cluster(8, 2, (20,))
+    del nodes["n0"]
+    left = {r: f"n{1 + r // 2}" for r in range(6)}
+    found = place(nodes, left)
+    assert found is not None
+    assert found.manifest_from == "n1"
+    assert {f.name for f in found.common} == {name(r, 8, 20) for r in range(8)}
+    assert all(f.source in nodes for f in found.common)
+
+
+def test_two_neighbours_lost_means_an_older_source() -> None:
+    """A shard that nobody has any more: the step before, if that is whole, else none; and none that storage has as well."""
+    nodes = cluster(8, 2, (10, 20))
+    del nodes["n1"].files[20, name(2, 8, 20)], nodes["n2"].files[20, name(2, 8, 20)]  # type: ignore[attr-defined]
+    found = place(nodes, ranks(8, 2))
+    assert found is not None
+    assert found.copy.step == 10
+    assert place(nodes, ranks(8, 2), after=10) is None
+    del nodes["n1"], nodes["n2"]
+    assert place(nodes, ranks(8, 2)) is None
+
+
+def test_a_file_of_another_size_does_not_count() -> None:
+    """It is being written over, or cut short: the buddy's is taken."""
+    nodes = cluster(4, 2, (20,))
+    nodes["n1"].files[20, name(2, 4, 20)] = 5  # type: ignore[index]
+    found = place(nodes, ranks(4, 2))
+    assert found is not None
+    assert next((f.name, f.source) for f in found.fetches["n1"]) == (name(2, 4, 20), "n0")
+
+
+def test_copies_of_a_dead_line_do_not_count() -> None:
+    """`counts` says which are of the run's lineage."""
+    nodes = cluster(4, 2, (10, 20))
+    found = place(nodes, ranks(4, 2), counts=lambda copy: copy.step < 20)
+    assert found is not None
+    assert found.copy.step == 10
+
+
+def test_peers_hold_each_others_shards() -> None:
+    """Of ranks that hold the same boxes one saved each: all of the group's files are needed by each."""
+    one = Copy(20, 1, "MANIFEST-0001.json", 4, {name(r, 4, 20): 1 for r in (0, 1)}, frozenset(), [[0, 2], [1, 3]])
+    files = {(20, n): 1 for n in one.files}
+    found = place({"n0": Inventory(files, [one]), "n1": Inventory()}, ranks(4, 2))
+    assert found is not None
+    assert [(f.name, f.source) for f in found.fetches["n1"]] == [(name(0, 4, 20), "n0"), (name(1, 4, 20), "n0")]
+
+
+def test_ten_thousand_ranks() -> None:
+    """With a node lost: of sharded state, and of state that every rank reads whole. benchmarks/simulated.py says how fast."""
+    for shared in ((0,), tuple(range(10_000))):
+        nodes = cluster(10_000, 8, (10, 20), shared)
+        del nodes["n77"]
+        found = place(nodes, {r: node if node != "n77" else "new" for r, node in ranks(10_000, 8).items()})
+        assert found is not None
+        assert found.copy.step == 20
+        assert len(found.common) == len(shared)

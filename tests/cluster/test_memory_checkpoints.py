@@ -1,0 +1,182 @@
+"""The nodes' memory stores on a real Ray: copies on a buddy, fetching what a node lacks, and that nothing stays.
+
+Two actors on one node stand in for two nodes: each has a folder of its own, as two machines have.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import xxhash
+
+from raydist.checkpoint import memory_layout
+from raydist.checkpoint.manifest import FileEntry, Manifest
+from raydist.checkpoint.memory_layout import PEERS, SHARED, Shard, Use
+from raydist.cluster.run.memory_checkpoint_recovery import Fetch
+from raydist.cluster.run.memory_checkpoints import PIECE_BYTES, MemoryStore, _actor
+from raydist.cluster.session import open_session, worker_environment
+from raydist.run.directory import step_folder
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Ray's id of its only node."""
+    here = Path(__file__).parent
+    with open_session(
+        "local", env=worker_environment(), log_dir=tmp_path_factory.mktemp("logs"), python_path=[str(here.parents[1])]
+    ):
+        yield ray.get_runtime_context().get_node_id()
+
+
+@pytest.fixture
+def two(node: str) -> Iterator[list[tuple[Any, Path]]]:
+    """Two memory stores, each the other's buddy: ranks 0 and 1 are with the first, 2 and 3 with the second."""
+    folders = [memory_layout.new_folder() for _ in range(2)]
+    memory_stores = [_actor(folder, node) for folder in folders]
+    link(memory_stores)
+    yield [(memory_store, Path(folder)) for memory_store, folder in zip(memory_stores, folders, strict=True)]
+    for memory_store in memory_stores:
+        ray.kill(memory_store)
+    until(lambda: not any(os.path.exists(f) for f in folders))
+
+
+def link(memory_stores: list[Any]) -> None:
+    ray.get([v.link.remote(v, memory_stores[1 - i], [2 * i, 2 * i + 1], 4) for i, v in enumerate(memory_stores)])
+
+
+def until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Another process does it."""
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+
+
+def write(folder: Path, step: int, rank: int, kept: int | None, size: int = 1000) -> str:
+    """What a rank does when its shard is whole."""
+    content = f"{rank}/{step}/".encode() * (size // 5)
+    name = Shard(rank, 4, 1, xxhash.xxh3_128_hexdigest(content)).name
+    place = folder / step_folder(step)
+    place.mkdir(parents=True, exist_ok=True)
+    (place / name).write_bytes(content)
+    memory_layout.ring(folder, step=step, name=name, kept=kept)
+    return name
+
+
+def commit(folders: list[Path], step: int, names: list[str]) -> None:
+    """What rank 0 does, and what all ranks say then."""
+    files = {n: FileEntry(0, "") for n in names}
+    made = Manifest(step, 4, 1, 0.0, "", files, {}, {SHARED: [], PEERS: []})
+    (folders[0] / step_folder(step) / "MANIFEST-0001.json").write_bytes(made.dumps())
+    memory_layout.ring(folders[0], step=step, name="MANIFEST-0001.json", kept=step)
+    for name in names:
+        shard = Shard.parse(name)
+        assert shard is not None
+        memory_layout.ring(folders[shard.rank // 2], step=step, name=name, kept=step)
+
+
+def shards(folder: Path, step: int) -> set[str]:
+    return {p.name for p in (folder / "buddy" / step_folder(step)).glob("[!.]*")}
+
+
+def test_each_keeps_the_others_two_newest(two: list[tuple[Any, Path]]) -> None:
+    """Shards go to the buddy as soon as they are whole, the manifest once there is one; what is older goes. Also those of
+    more than a piece. Each says what the other has."""
+    folders = [folder for _, folder in two]
+    for step in (1, 2, 3):
+        size = 2 * PIECE_BYTES if step == 3 else 1000
+        names = [write(folders[r // 2], step, r, step - 1 or None, size) for r in range(4)]
+        until(lambda names=names, step=step: shards(folders[0], step) == set(names[2:]))  # type: ignore[misc]
+        assert (told := memory_layout.sent(folders[0])) is not None
+        assert told[1] > 0
+        commit(folders, step, names)
+        until(lambda names=names, step=step: shards(folders[1], step) == {*names[:2], "MANIFEST-0001.json"})  # type: ignore[misc]
+        until(lambda step=step: memory_layout.sent(folders[0])[0] == memory_layout.sent(folders[1])[0] == (step, 1))  # type: ignore[misc, index]
+    until(lambda: not shards(folders[1], 1) and not shards(folders[1], 2))
+    for rank, folder in ((0, folders[1]), (3, folders[0])):
+        (copied,) = (folder / "buddy" / step_folder(3)).glob(f"shard-{rank:05d}-*")
+        shard = Shard.parse(copied.name)
+        assert shard is not None
+        assert copied.stat().st_size > PIECE_BYTES
+        assert memory_layout.digest(copied) == shard.xxh3
+    inventory = ray.get(two[1][0].inventory.remote())
+    assert {name for step, name in inventory.files if step == 3} == set(names)
+    assert [c.step for c in inventory.copies] == [3]
+
+
+def test_a_node_fetches_what_it_lacks(two: list[tuple[Any, Path]], node: str) -> None:
+    """A new node: from another's memory, hash checked, and on to its buddy what is of its own ranks; what is damaged there is told,
+    and does not arrive."""
+    folders = [folder for _, folder in two]
+    names = [write(folders[r // 2], 5, r, None) for r in range(4)]
+    until(lambda: shards(folders[0], 5) == set(names[2:]))
+    new = memory_layout.new_folder()
+    memory_store = _actor(new, node)
+    ray.get(memory_store.link.remote(memory_store, two[0][0], [0], 4))
+    sources = {"a": two[0][0], "b": two[1][0]}
+    wanted = [Fetch(names[2], 1, "a"), Fetch(names[0], 1, "a"), Fetch(names[3], 1, "b")]
+    assert ray.get(memory_store.fetch.remote(5, wanted, sources)) == []
+    assert {p.name for p in (Path(new) / step_folder(5)).iterdir()} == {names[0], names[2], names[3]}
+    until(lambda: shards(folders[0], 5) == {names[0], *names[2:]})
+    (folders[0] / step_folder(5) / names[1]).write_bytes(b"x")
+    (problem,) = ray.get(memory_store.fetch.remote(5, [Fetch(names[1], 1, "a"), Fetch("gone", 1, "a")][:1], sources))
+    assert "hash" in problem
+    assert not (Path(new) / step_folder(5) / names[1]).exists()
+    # Its own buddy's part costs no copy.
+    assert ray.get(two[0][0].fetch.remote(5, [Fetch(names[2], 1, "a")], {})) == []
+    assert (folders[0] / step_folder(5) / names[2]).stat().st_nlink == 2
+    ray.kill(memory_store)
+    until(lambda: not os.path.exists(new))
+
+
+def test_a_killed_memory_store_comes_back(two: list[tuple[Any, Path]]) -> None:
+    """SIGKILL of the actor: while a rank uses the folder it stays, and what was written meanwhile goes to the buddy then."""
+    (memory_store, folder), (_, other) = two
+    rank = Use(str(folder))
+    pid = ray.get(memory_store.__ray_call__.remote(lambda self: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+    name = write(folder, 7, 0, None)
+
+    def back() -> bool:
+        try:
+            return bool(ray.get(memory_store.__ray_call__.remote(lambda self: os.getpid()), timeout=10) != pid)
+        except ray.exceptions.RayActorError:
+            return False
+
+    until(back)
+    assert (folder / step_folder(7) / name).exists()
+    link([v for v, _ in two])
+    until(lambda: shards(other, 7) == {name})
+    rank.close()
+
+
+def test_what_killed_runs_left_goes(tmp_path: Path) -> None:
+    """A memory store whose process was killed: its keeper removes it, but not before the last rank is gone; and a new memory store
+    those whose keeper was killed too."""
+    folder = memory_layout.new_folder()
+    code = f"import sys, time\nfrom raydist.cluster.run.memory_checkpoints import MemoryStore\nMemoryStore({folder!r})\nprint(flush=True)\ntime.sleep(100)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    rank = Use(folder)
+    process.kill()
+    process.communicate()
+    assert not memory_layout.remove(Path(folder), wait=False)
+    memory_layout.remove_unused()
+    assert os.path.exists(folder), "a rank uses it"
+    rank.close()
+    until(lambda: not os.path.exists(folder))
+    left = Use(memory_layout.new_folder())
+    (left.folder / "checkpoints").mkdir()
+    left.close()
+    MemoryStore(memory_layout.new_folder()).close()
+    assert not left.folder.exists()

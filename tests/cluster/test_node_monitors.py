@@ -1,0 +1,283 @@
+"""The nodes' agents on a real Ray: zero CPUs, pinned, back after a kill; nobody waits for them, and they for nobody."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from raydist.cluster.run import node_monitors as agents_module
+from raydist.cluster.run.node_monitors import NodeMonitors
+from raydist.cluster.session import open_session, worker_environment
+from raydist.ipc import mailbox
+from raydist.observe import node_monitor as node_module
+from raydist.observe.hardware.nvml import Gpus
+from raydist.observe.node_monitor import NodeMonitor
+from raydist.run.directory import SAMPLES, RunDir
+from raydist.run.telemetry_log import read_samples
+
+ROOT = Path(__file__).parents[2]
+RANK = """
+import os, select, sys, time
+from raydist.ipc.mailbox import Mailbox
+
+place, step = Mailbox(sys.argv[1], sys.argv[2], 0), 0
+while not select.select([sys.stdin], [], [], 0.02)[0]:
+    step += 1
+    place.write({"at": time.time(), "rank": 0, "attempt": 1, "step": step, "pid": os.getpid()})
+print(step)
+"""
+
+
+class Monitor:
+    """Takes rows as the run's monitor does, and shows them; `hold` lets it answer nobody for a while."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self._events: list[dict[str, Any]] = []
+        self._exported: list[dict[str, Any]] = []
+        self._free = threading.Event()
+        self._free.set()
+
+    def observe(self, rows: list[dict[str, Any]]) -> None:
+        self._free.wait()
+        self._rows += rows
+
+    def push(self, records: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
+        self._events += events
+
+    def export(self, rows: list[dict[str, Any]]) -> None:
+        self._exported += rows
+
+    def exported(self) -> list[dict[str, Any]]:
+        return self._exported
+
+    def events(self) -> list[dict[str, Any]]:
+        return self._events
+
+    def seen(self, kind: str) -> list[dict[str, Any]]:
+        return [row for row in self._rows if row["kind"] == kind]
+
+    def hold(self, yes: bool) -> None:
+        (self._free.clear if yes else self._free.set)()
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Ray's id of its only node."""
+    with open_session(
+        "local", env=worker_environment(), log_dir=tmp_path_factory.mktemp("logs"), python_path=[str(ROOT)]
+    ):
+        yield ray.get_runtime_context().get_node_id()
+
+
+@pytest.fixture
+def monitor(node: str) -> Iterator[Any]:
+    made = ray.remote(Monitor).options(num_cpus=0, max_restarts=-1, max_concurrency=4).remote()
+    yield made
+    ray.kill(made)
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that leaves a reading fifty times a second, as a rank does."""
+    command = [sys.executable, "-c", RANK, str(tmp_path), address()]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    if process.poll() is None:
+        process.communicate("\n")
+
+
+def address() -> str:
+    return ray.nodes()[0]["NodeManagerAddress"]
+
+
+def until(true: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    """Another process does it."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := true()):
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+    return found
+
+
+def pid_of(actor: Any) -> int:
+    """0 while it is not there."""
+    try:
+        return int(ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=10))
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        return 0
+
+
+def gone(actor: Any) -> bool:
+    """Whether it has ended for good."""
+    try:
+        ray.get(actor.__ray_ready__.remote())
+    except ray.exceptions.ActorDiedError:
+        return True
+    return False
+
+
+def kill(actor: Any) -> int:
+    pid = pid_of(actor)
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_killed_agents_and_monitors_cost_rows_only(
+    node: str, monitor: Any, rank: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """Rows go on after a SIGKILL of either; the rank notices nothing; at the end nothing stays."""
+    told: list[str] = []
+    agents = NodeMonitors(RunDir(tmp_path), monitor, 0.1, private=False, env={}, note=told.append)
+    agents.watch([node, node])
+    agents.watch([node])
+    ((_, agent),) = agents._agents.values()
+    (row,) = until(lambda: ray.get(monitor.seen.remote("rank"))[:1])
+    assert row["rss_bytes"] > 1 << 20
+    assert (row["node"], row["rank"]) == (address(), 0)
+    assert ray.get(agent.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id())) == node
+    until(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"])  # it has none, though it runs
+
+    pid = kill(agent)
+    again = until(lambda: pid_of(agent) not in (pid, 0) and time.time())
+    until(lambda: any(row["at"] > again for row in ray.get(monitor.seen.remote("rank"))))
+    kill(monitor)
+    killed = time.time()
+
+    def back() -> bool:
+        try:
+            return any(row["at"] > killed for row in ray.get(monitor.seen.remote("node")))
+        except ray.exceptions.RayActorError:
+            return False
+
+    until(back)
+    out, _ = rank.communicate("\n")
+    assert int(out) > row["step"]
+    assert rank.returncode == 0
+    agents.close()
+    until(lambda: gone(agent))  # it may answer once more before it ends
+    assert not mailbox.folder(str(tmp_path)).exists()
+    note = Gpus().note()  # of this machine
+    until(lambda: len(told) == (note is not None))
+    assert told == ([f"{address()}: {note}"] if note else [])
+
+
+def test_a_monitor_that_does_not_answer(monitor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readings go on and are kept, the newest so many; then they arrive at once, in order."""
+    monkeypatch.setattr(node_module, "_KEPT", 4)
+    ray.get(monitor.hold.remote(True))
+    agent = NodeMonitor(str(tmp_path), address(), monitor, 0.02, str(tmp_path))
+    until(lambda: len(agent._unsent) == 4)
+    (oldest, *_) = agent._unsent
+    until(lambda: agent._unsent[0] is not oldest)
+    ray.get(monitor.hold.remote(False))
+    rows = until(lambda: len(seen := ray.get(monitor.seen.remote("node"))) > 6 and seen)
+    agent.close()
+    times = [row["at"] for row in rows]
+    assert times == sorted(set(times))
+    assert oldest[0]["at"] not in times
+    assert len(agent._unsent) <= 4
+
+
+def test_what_was_read_last_arrives(monitor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the agent has closed, for then it may be ended: what was on its way, and what was not sent yet."""
+    monkeypatch.setattr(node_module, "_ARRIVE_S", 60.0)
+    ray.get(monitor.hold.remote(True))
+    agent = NodeMonitor(str(tmp_path), address(), monitor, 0.02, str(tmp_path))
+    until(lambda: agent._call is not None and len(agent._unsent) > 1)
+    closing = threading.Thread(target=agent.close)
+    closing.start()
+    agent._thread.join()
+    newest = agent._unsent[-1][0]["at"]
+    ray.get(monitor.hold.remote(False))
+    closing.join()
+    assert ray.get(monitor.seen.remote("node"))[-1]["at"] == newest
+
+
+def test_nodes_past_the_first_ones_have_a_aggregator(
+    node: str, monitor: Any, rank: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rows are stored, in segments of their own, and go on after its SIGKILL; the monitor gets the newest ones at the end."""
+    monkeypatch.setattr(agents_module, "NODES", 1)
+    run = RunDir(tmp_path)
+    agents = NodeMonitors(run, monitor, 0.1, private=False, env={}, note=lambda text: None)
+    agents._numbers["10.9.9.9"] = 0  # the first node is another one
+    agents.watch([node])
+    ((_, aggregator),) = agents._aggregators.values()
+    stored = until(lambda: (found := read_samples(run, ["at", "kind", "rank"]).to_pylist()) and found)
+    pid = kill(aggregator)
+    again = until(lambda: pid_of(aggregator) not in (pid, 0) and time.time())
+    until(lambda: any(row["at"] > again for row in read_samples(run, ["at"]).to_pylist()))
+    agents.close()
+    rows = read_samples(run, ["at", "kind", "rank"]).to_pylist()
+    assert rows[: len(stored)] == stored
+    assert {row["kind"] for row in rows} >= {"node", "rank"}
+    assert {path.name.split(".")[1] for path in (tmp_path / SAMPLES).iterdir()} == {"1"}
+    assert ray.get(monitor.seen.remote("node")) == []
+    newest = max(row["at"] for row in rows if row["kind"] == "node")
+    assert any(row["at"] == newest for row in ray.get(monitor.exported.remote()))
+
+
+def test_nodes_that_the_run_has_left(node: str, monitor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing stays there, though the run goes on; if it comes back they are watched again, and the segments go on."""
+    monkeypatch.setattr(agents_module, "NODES", 1)
+    run = RunDir(tmp_path)
+    told: list[str] = []
+    agents = NodeMonitors(run, monitor, 0.05, private=False, env={}, note=told.append)
+    agents._numbers["10.9.9.9"] = 0  # the first node is another one
+    agents.watch([node])
+    ((_, agent),) = agents._agents.values()
+    ((_, aggregator),) = agents._aggregators.values()
+    until(lambda: read_samples(run, ["at"]).num_rows > 2)
+    agents.watch([])
+    until(lambda: gone(aggregator) and gone(agent))
+    rows = read_samples(run, ["at"])["at"].to_pylist()
+    agents.watch([node])
+    until(lambda: read_samples(run, ["at"]).num_rows > len(rows) + 2)
+    agents.close()
+    assert read_samples(run, ["at"])["at"].to_pylist()[: len(rows)] == rows
+    assert set(told) <= {f"{address()}: {Gpus().note()}"}
+
+
+def test_on_a_private_ray_the_driver_does_it(node: str, monitor: Any, tmp_path: Path) -> None:
+    """No actor, the same rows; once it is closed, no more of them."""
+    agents = NodeMonitors(RunDir(tmp_path), monitor, 0.05, private=True, env={}, note=lambda text: None)
+    agents.watch([node])
+    ((_, agent),) = agents._agents.values()
+    assert isinstance(agent, NodeMonitor)
+    until(lambda: len(ray.get(monitor.seen.remote("node"))) > 1)
+    agents.close()
+    assert not agent._thread.is_alive()
+
+
+def test_a_node_that_is_gone(node: str, monitor: Any, tmp_path: Path) -> None:
+    """It has no agent, and the others have theirs."""
+    told: list[str] = []
+    agents = NodeMonitors(RunDir(tmp_path), monitor, 60.0, private=True, env={}, note=told.append)
+    agents.watch(["f" * 56, node])
+    assert [place for place, _ in agents._agents.values()] == [node]
+    # Its id is another one now: it was lost and is back.
+    lost = agents._agents[address()][1]
+    agents._agents[address()] = "f" * 56, lost
+    agents.watch([node])
+    assert [(place, agent is lost) for place, agent in agents._agents.values()] == [(node, False)]
+    lost.close()
+    agents.close()
+    assert not [text for text in told if "not watched: " in text]

@@ -1,0 +1,247 @@
+"""raydist.observe.run_monitor: the monitor as a plain object."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist.errors import StorageError
+from raydist.observe.run_monitor import RunMonitor
+from raydist.records import Event
+from raydist.run import requests
+from raydist.run.directory import METRICS, STATE, TENSORBOARD, RunDir
+from raydist.run.log import read_events, read_steps
+from raydist.run.status import last_word, read_state, this_process
+from raydist.run.telemetry_log import read_samples
+
+Rows = Callable[..., list[dict[str, Any]]]
+
+
+def event(kind: str, **data: Any) -> dict[str, Any]:
+    return Event(kind, 5.0, data).to_dict()
+
+
+def monitor(run: RunDir, interval_s: float = 60.0, **options: Any) -> RunMonitor:
+    """With the default interval of a minute nothing is stored but by flush and end."""
+    return RunMonitor(run.uri, interval_s=interval_s, **options)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for what another thread does."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "never came true"
+        time.sleep(0.01)
+
+
+def test_a_run_from_start_to_end(run: RunDir, rows: Rows) -> None:
+    """Records, events and state are in the folder, in order, and the last word is the status it ended with."""
+    watch = monitor(run)
+    assert read_state(run)["status"] == "running"
+    watch.begin_attempt(1, 2, 0)
+    watch.workers([{"rank": 0, "host": "h", "node_ip": "10.0.0.1", "pid": 7}])
+    assert watch.push(rows(range(1, 4)), [event("eval", step=3, loss=2.5, tokens=64, best=True)]) == {"command": None}
+    watch.end("finished")
+    watch.end("stopped", cause="a second word changes nothing")
+    assert read_steps(run)["step"].to_pylist() == [1, 2, 3]
+    assert [e.kind for e in read_events(run)] == ["attempt_started", "workers", "eval", "ended"]
+    assert read_events(run)[-1].data == {"status": "finished", "step": 3}
+    state = read_state(run)
+    assert (state["status"], state["step"], state["loss"], state["eval_loss"]) == ("finished", 3, 1 / 3, 2.5)
+    assert (state["attempt"], state["world_size"], state["workers"][0]["pid"]) == (1, 2, 7)
+    assert run.storage.files(TENSORBOARD)
+
+
+def test_what_somebody_asks_for_is_in_the_answer(run: RunDir) -> None:
+    """A request in the run's folder comes with the answer to a push while it is there, and no longer."""
+    watch = monitor(run, interval_s=0.01)
+    mine = requests.ask_trace(run, 3, 60.0)
+    until(lambda: watch.push([], []) == {"command": None, "traces": [(mine.number, 3)]})
+    requests.withdraw(run, mine.number)
+    until(lambda: watch.push([], []) == {"command": None})
+    watch.end("finished")
+
+
+def test_flush_makes_all_that_was_pushed_durable(run: RunDir, rows: Rows) -> None:
+    """Nothing is stored by push; all of it by flush: a driver killed right after loses no row."""
+    watch = monitor(run)
+    watch.begin_attempt(1, 2, 0)
+    watch.push(rows(range(1, 4)), [event("note", text="hello")])
+    assert read_steps(run).num_rows == 0
+    watch.flush()
+    assert read_steps(run)["step"].to_pylist() == [1, 2, 3]
+    assert read_events(run)[-1].data == {"text": "hello"}
+
+
+def test_the_heartbeat_and_the_files_go_on_by_themselves(run: RunDir, rows: Rows) -> None:
+    """Without any flush, records and a newer heartbeat reach storage within the interval."""
+    watch = monitor(run, interval_s=0.02)
+    first = last_word(run)
+    watch.push(rows(range(1, 3)), [])
+    until(lambda: read_steps(run).num_rows == 2)
+    until(lambda: (last_word(run) or {})["heartbeat_at"] > (first or {})["heartbeat_at"])
+    watch.end("paused")
+
+
+def test_command_reaches_rank_0(run: RunDir) -> None:
+    """Every push after the driver's word is answered with it."""
+    watch = monitor(run)
+    assert watch.push([], []) == {"command": None}
+    watch.command("stop")
+    assert [watch.push([], []), watch.push([], [])] == [{"command": "stop"}] * 2
+    assert watch.snapshot()["command"] == "stop"
+
+
+def test_snapshot_gives_each_event_once(run: RunDir, rows: Rows) -> None:
+    """Asked with the number it gave the last time, it tells what is new, in order."""
+    watch = monitor(run)
+    watch.begin_attempt(1, 2, 0)
+    one = watch.snapshot()
+    assert [e["kind"] for e in one["events"]] == ["attempt_started"]
+    watch.push(rows(range(1, 3)), [event("note", text="a"), event("note", text="b")])
+    two = watch.snapshot(one["next"])
+    assert [e["text"] for e in two["events"]] == ["a", "b"]
+    assert two["step"] == 2
+    assert watch.snapshot(two["next"])["events"] == []
+
+
+def test_resumed_below_the_announced_step(run: RunDir, rows: Rows) -> None:
+    """When the newest checkpoint is rejected, the worker's word on where it resumed replaces the driver's."""
+    watch = monitor(run)
+    watch.begin_attempt(1, 2, 0)
+    watch.push(rows(range(1, 11)), [])
+    watch.begin_attempt(2, 2, 8)
+    watch.push([], [event("resumed", step=4, path="checkpoints/step-00000004")])
+    watch.flush()
+    assert read_steps(run)["step"].to_pylist() == [1, 2, 3, 4]
+    watch.push(rows(range(5, 7), 2), [])
+    watch.end("interrupted")
+    assert read_steps(run)["attempt"].to_pylist() == [1, 1, 1, 1, 2, 2]
+
+
+def test_storage_that_refuses_costs_nothing_but_time(run: RunDir, rows: Rows) -> None:
+    """Refused writes are told in the snapshot and tried again; push never waits; flush raises after its time; then all is there."""
+    watch = monitor(run, interval_s=0.02)
+    obstacle = Path(run.storage.path(METRICS))
+    obstacle.write_text("a file where the folder should be")
+    watch.begin_attempt(1, 2, 0)
+    watch.push(rows(range(1, 4)), [])
+    until(lambda: bool(watch.snapshot()["storage_error"]))
+    with pytest.raises(StorageError, match=METRICS):
+        watch.flush(timeout_s=0.0)
+    watch.push(rows(range(4, 6)), [])
+    obstacle.unlink()
+    until(lambda: watch.snapshot()["storage_error"] is None)
+    watch.end("finished")
+    assert read_steps(run)["step"].to_pylist() == [1, 2, 3, 4, 5]
+    notes = [e.data["text"] for e in read_events(run) if e.kind == "note"]
+    assert len(notes) == 1
+    assert "could not be written" in notes[0]
+
+
+def test_flush_waits_until_storage_takes_it(run: RunDir, rows: Rows) -> None:
+    """A refusal that passes within the time is not an error."""
+    watch = monitor(run)
+    obstacle = Path(run.storage.path(METRICS))
+    obstacle.write_text("a file where the folder should be")
+    watch.push(rows(range(1, 4)), [])
+    failed: list[BaseException] = []
+
+    def flush() -> None:
+        try:
+            watch.flush(timeout_s=20.0)
+        except BaseException as error:
+            failed.append(error)
+
+    waiting = threading.Thread(target=flush)
+    waiting.start()
+    until(lambda: bool(watch.snapshot()["storage_error"]))
+    obstacle.unlink()
+    waiting.join()
+    assert not failed
+    assert read_steps(run).num_rows == 3
+
+
+def test_storage_that_cannot_be_written_is_known_at_once(tmp_path: Path) -> None:
+    """The constructor raises, so that no run starts whose records have nowhere to go."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=STATE):
+        RunMonitor(str(tmp_path / "file" / "run"))
+
+
+def test_a_second_monitor_of_the_same_driver(run: RunDir, rows: Rows) -> None:
+    """One that Ray started in the place of a killed one goes on where that was stored, and takes records at once."""
+    driver = this_process()
+    first = monitor(run, driver=driver)
+    first.begin_attempt(3, 2, 10)
+    first.workers([{"rank": 0, "host": "h", "node_ip": "10.0.0.1", "pid": 7}])
+    first.push(rows(range(11, 13), 3), [])
+    first.flush()
+    first._store_state()
+    second = monitor(run, driver=driver)
+    now = second.snapshot()
+    assert (now["attempt"], now["world_size"], now["step"], now["workers"][0]["pid"]) == (3, 2, 12, 7)
+    second.push(rows(range(13, 15), 3), [])
+    second.end("finished")
+    assert read_steps(run)["step"].to_pylist() == [11, 12, 13, 14]
+    third = monitor(run, driver=driver)
+    third._store_state()
+    assert read_state(run)["status"] == "finished", "a monitor that comes back after the end must not revive the run"
+
+
+def test_a_run_that_goes_on_below_the_same_driver(run: RunDir) -> None:
+    """As a sweep's cell does after its turn: from its next attempt on it runs again."""
+    driver = this_process()
+    monitor(run, driver=driver).end("interrupted")
+    second = monitor(run, driver=driver)
+    second.begin_attempt(2, 1, 4)
+    second._store_state()
+    assert read_state(run)["status"] == "running"
+
+
+def test_a_new_driver_starts_anew(run: RunDir, rows: Rows) -> None:
+    """A run that ended runs again under another driver; its last eval loss is known until the next one."""
+    first = monitor(run)
+    first.begin_attempt(1, 2, 0)
+    first.push(rows(range(1, 5)), [event("eval", step=4, loss=2.5, tokens=64, best=True)])
+    first.end("paused")
+    second = monitor(run)
+    assert read_state(run)["status"] == "running"
+    second.begin_attempt(2, 3, 4)
+    second._store_state()
+    state = read_state(run)
+    assert (state["step"], state["eval_loss"], state["world_size"]) == (4, 2.5, 3)
+
+
+def test_a_bad_push_is_the_pushers_error(run: RunDir, rows: Rows) -> None:
+    """KeyError, and the monitor goes on."""
+    watch = monitor(run)
+    with pytest.raises(KeyError):
+        watch.push([{"step": 1}], [])
+    with pytest.raises(KeyError):
+        watch.push([], [event("eval", step=1)])
+    watch.push(rows(range(1, 3)), [])
+    watch.end("finished")
+    assert read_steps(run).num_rows == 2
+    assert [e.kind for e in read_events(run)] == ["ended"]
+
+
+def reading(rank: int, at: float, attempt: int = 1) -> dict[str, Any]:
+    return {"at": at, "kind": "rank", "node": "10.0.0.1", "rank": rank, "attempt": attempt, "rss_bytes": 7}
+
+
+def test_readings_are_stored(run: RunDir) -> None:
+    """Of each rank; also one of the attempt before, which comes late."""
+    watch = monitor(run)
+    watch.begin_attempt(1, 2, 0)
+    watch.observe([reading(0, 1.0), reading(1, 1.0)])
+    watch.begin_attempt(2, 1, 0)
+    watch.observe([reading(1, 2.0)])
+    watch.observe([reading(0, 3.0, attempt=2), {"at": 3.0, "kind": "node", "node": "10.0.0.1", "load": 0.5}])
+    watch.end("finished")
+    assert read_samples(run, ["at"])["at"].to_pylist() == [1.0, 1.0, 2.0, 3.0, 3.0]

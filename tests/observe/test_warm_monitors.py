@@ -1,0 +1,97 @@
+"""raydist.observe.warm_monitors on a private Ray: a monitor that was started before its run is that run's like any other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.util.state import get_actor
+
+from raydist.observe.warm_monitors import WarmMonitors
+from raydist.run.directory import RunDir
+from raydist.run.log import read_steps
+from raydist.run.status import last_word, read_state
+
+Rows = Callable[..., list[dict[str, Any]]]
+Push = Callable[[Any, list[dict[str, Any]]], None]
+pytestmark = pytest.mark.usefixtures("one_cpu")
+
+
+def pid(actor: Any) -> int:
+    """Of its process."""
+    return int(get_actor(actor._actor_id.hex(), address=ray.get_runtime_context().gcs_address).pid)
+
+
+def test_one_is_ready_and_becomes_the_run_s(tmp_path: Path, rows: Rows) -> None:
+    """The actor that was started ahead takes the run: its folder, exporters and driver; only one waits at a time, and none is
+    started while none is wanted; the next run has another one."""
+    wanted = [False]
+    monitors = WarmMonitors(tmp_path / "slots", lambda: wanted[0])
+    monitors.prepare()
+    assert monitors._ready is None
+    wanted[0] = True
+    monitors.prepare()
+    ready = monitors._ready
+    monitors.prepare()
+    assert monitors._ready is ready
+    run = RunDir(tmp_path / "run")
+    mine = monitors.get(run.uri, [{"name": "jsonl", "options": {"path": str(tmp_path / "out.jsonl")}}], {"name": "x"})
+    assert mine is ready
+    ray.get(mine.begin_attempt.remote(1, 1, 0))
+    ray.get(mine.push.remote(rows(range(1, 4)), []))
+    assert read_state(run)["driver"]["pid"] == os.getpid()
+    other = monitors.get(RunDir(tmp_path / "other").uri, [], {})
+    assert other._actor_id != mine._actor_id
+    ray.get(mine.end.remote("finished"))
+    assert read_steps(run)["step"].to_pylist() == [1, 2, 3]
+    assert read_state(run)["status"] == "finished"
+    assert (tmp_path / "out.jsonl").read_text().count('"type": "step"') == 3
+    monitors.end()
+
+
+def test_one_that_was_killed_comes_back_as_the_run_s(tmp_path: Path, rows: Rows, push_until_it_is_back: Push) -> None:
+    """SIGKILL once it has its run: Ray starts it again, and it goes on with that run."""
+    monitors, run = WarmMonitors(tmp_path / "slots"), RunDir(tmp_path / "run")
+    monitors.prepare()
+    mine = monitors.get(run.uri, [], {})
+    ray.get(mine.begin_attempt.remote(1, 2, 0))
+    ray.get(mine.push.remote(rows(range(1, 4)), []))
+    ray.get(mine.flush.remote())
+    before = last_word(run)
+    os.kill(pid(mine), 9)
+    push_until_it_is_back(mine, rows(range(4, 6)))
+    ray.get(mine.end.remote("paused"))
+    assert read_steps(run)["step"].to_pylist() == [1, 2, 3, 4, 5]
+    assert (last_word(run) or {})["driver"] == (before or {})["driver"]
+    monitors.end()
+
+
+def test_one_that_cannot_take_the_run_is_not_missed(tmp_path: Path) -> None:
+    """It is gone before it could: the run has a new monitor."""
+    monitors, run = WarmMonitors(tmp_path / "slots"), RunDir(tmp_path / "run")
+    monitors.prepare()
+    ready = monitors._ready
+    ray.kill(ready)
+    mine = monitors.get(run.uri, [], {})
+    assert mine._actor_id != ready._actor_id
+    ray.get(mine.begin_attempt.remote(1, 1, 0))
+    assert read_state(run)["status"] == "running"
+    monitors.end()
+
+
+def test_one_that_nobody_takes_ends(tmp_path: Path) -> None:
+    """With the sweep: neither its process nor its folder stays, and no other one is started."""
+    monitors = WarmMonitors(tmp_path / "slots")
+    monitors.prepare()
+    ready = monitors._ready
+    assert (tmp_path / "slots").is_dir()
+    monitors.end()
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(ready.command.remote(None), timeout=60)
+    assert not (tmp_path / "slots").exists()
+    monitors.prepare()
+    assert monitors._ready is None

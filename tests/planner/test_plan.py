@@ -1,0 +1,736 @@
+"""What a plan says against what is: bytes on real ranks, the allocator's own account of a real pass, and figures by hand."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from raydist import registry
+from raydist.data.batches import MicroBatch
+from raydist.errors import UserError
+from raydist.planner.advice import advise
+from raydist.planner.estimate import STRATEGIES, batches, estimate, measured_pass, optimizer_bytes
+from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Param, Pass, Peak
+from raydist.planner.live import LiveBytes
+from raydist.planner.measure import Planner
+from raydist.planner.speed import _LINKS, _MEMORY, NAMES, Device, find, refusal, speed
+from raydist.planner.target import OnTarget, wide_on_cuda
+from raydist.spec import JobSpec
+from raydist.worker import model_transforms as compute
+from raydist.worker.distributed import Rank
+from raydist.worker.metrics.flops import PEAK_FLOPS, PEAK_FP32
+from raydist.worker.metrics.memory import Held, bytes_of
+from raydist.worker.optim import optimizers
+from raydist.worker.parallel import ParallelStrategy
+from raydist.worker.precision import Precision
+from raydist.worker.step import loss_sum
+
+VOCAB = 1021  # no multiple of anything: rows that do not divide
+SMALL = {"layers": 4, "width": 128, "heads": 4, "context": 128}
+
+
+def job(**sections: Any) -> JobSpec:
+    """A spec with these sections beside the smallest that is valid."""
+    plain = {"data": {"source": "any"}, "train": {"steps": 1, "global_batch": 8, "micro_batch": 4}, "model": SMALL}
+    return JobSpec.model_validate(
+        {**plain, **{k: {**plain[k], **v} if k in plain else v for k, v in sections.items()}}  # type: ignore[dict-item]
+    )
+
+
+def plan(spec: JobSpec, strategy: str, machine: Machine, vocab: int = VOCAB) -> Estimate:
+    """The estimate of one strategy."""
+    planner = Planner(spec, vocab, machine.device)
+    return estimate(strategy, spec, machine, planner.model(), planner.measure(measured_pass(strategy, spec, machine)))
+
+
+# --- by hand
+
+TINY = Model(
+    (
+        Param("embedding.weight", (10, 4), True, ROOT),
+        Param("blocks.0.weight", (6, 4), True, 0),
+        Param("blocks.1.weight", (6, 4), True, 1),
+        Param("head.bias", (10,), True, ROOT),
+    ),
+    buffers=8,
+)
+"""98 parameters. On 3 ranks, in whole rows: 4 x 4 + 2 x 4 + 2 x 4 + 4 = 36 on the fullest; the root 20, a block 8."""
+
+MEASURED = Activations(70, (Peak("forward", 0, 100, 0), Peak("loss", 0, 80, 60), Peak("backward", 40, 300, 10)))
+
+BY_HAND = {
+    # Whole: 4 x 98 each, AdamW 8 x 98 and 4 for each of 4 step counts. Two micro-batches add up beside the buckets. An
+    # all-reduce sends 2 x 2/3 x 392.
+    "ddp": dict(parameters=392, gradients=392, optimizer=800, gathered=40, in_flight=392, sent=523),
+    # 8 x 36 + 16. Two slots of the largest unit, the root: packed for 3 ranks, what arrives of them, and its sum. Sent:
+    # 2 x 36 x (4 + 4).
+    "zero1": dict(parameters=392, gradients=392, optimizer=304, gathered=40, in_flight=1120, sent=576),
+    # Gradients of 36; two micro-batches: 2 x 36 x (2 x 4 + 4).
+    "zero2": dict(parameters=392, gradients=144, optimizer=304, gathered=40, in_flight=1120, sent=864),
+    # The root's 3 x 20 and a block's 3 x 8, fp32, and 40 as measured; in flight the next block's 96, and the reduce-
+    # scatter's 96 + 32, and room for the root's to arrive, 240. Sent in each of two micro-batches: the root and the last
+    # block once, the first twice, and gradients: 2 x 2 x 4 x (20 + 16 + 8 + 36).
+    "zero3": dict(parameters=144, gradients=144, optimizer=304, gathered=376, in_flight=464, sent=1280),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", BY_HAND)
+def test_a_tiny_model_by_hand(strategy: str) -> None:
+    """Every figure of 98 parameters on 3 ranks is the one computed on paper."""
+    spec = job(train={"global_batch": 6, "micro_batch": 1})
+    found = estimate(strategy, spec, Machine(3, 8, "cpu"), TINY, MEASURED)
+    assert {k: getattr(found, k) for k in BY_HAND[strategy]} == BY_HAND[strategy]
+    assert (found.phase, found.activations, found.loss) == ("backward", 300, 10)
+    assert found.total == found.state + 8 + found.gathered + found.in_flight + found.activations + found.loss
+
+
+def test_the_peak_is_where_most_lives() -> None:
+    """The worst phase counts, with what is gathered and in flight then: here the root's own gradients, at the end of backward."""
+    small = Activations(0, (Peak("forward", 0, 1, 0), Peak("loss", 0, 1, 1), Peak("backward", 0, 1, 0)))
+    found = estimate("zero3", job(train={"global_batch": 6, "micro_batch": 1}), Machine(3, 8, "cpu"), TINY, small)
+    # Gathered root and its whole gradients, 3 x 20 x 4 each; the reduce-scatter's packed gradients, their sum, and what arrives.
+    assert (found.phase, found.gathered, found.in_flight) == ("end", 240 + 240, 240 + 80 + 240)
+    large = Activations(0, (Peak("forward", 0, 1, 0), Peak("loss", 0, 1, 9999), Peak("backward", 0, 1, 0)))
+    found = estimate("zero3", job(train={"global_batch": 6, "micro_batch": 1}), Machine(3, 8, "cpu"), TINY, large)
+    assert (found.phase, found.gathered, found.in_flight) == (
+        "loss",
+        240 + 96,
+        240,
+    )  # the last block is kept for backward
+
+
+def test_a_frozen_root_is_gathered_all_the_same() -> None:
+    """What is not trained has no gradients and no optimizer state; the most is then held as the root's gather meets a block's."""
+    frozen = Model((Param("embedding.weight", (30, 4), False, ROOT), *TINY.params[1:3]), 0)
+    small = Activations(0, (Peak("forward", 0, 1, 0), Peak("loss", 0, 1, 1), Peak("backward", 0, 1, 0)))
+    found = estimate("zero3", job(train={"global_batch": 6, "micro_batch": 1}), Machine(3, 8, "cpu"), frozen, small)
+    assert (found.parameters, found.gradients, found.optimizer) == (4 * (40 + 16), 4 * 16, 8 * 16 + 8)
+    assert (found.phase, found.gathered, found.in_flight) == ("start", 480 + 96, 480 + 96 + 96)
+
+
+def test_hsdp_by_hand() -> None:
+    """4 ranks in groups of 2: shards of halves (20 + 4, 12, 12 and 5 numbers), gathered in bf16, summed across the groups."""
+    spec = job(train={"global_batch": 8, "micro_batch": 2}, precision="bf16", parallel={"shard": 2})
+    found = estimate("hsdp", spec, Machine(4, 8, "cpu"), TINY, MEASURED)
+    # On the fullest rank 5 x 4 + 3 x 4 + 3 x 4 + 5 = 49; the root 25, a block 12.
+    assert (found.shard, found.parameters, found.gradients, found.optimizer) == (2, 196, 196, 8 * 49 + 16)
+    # backward: (25 + 12) x 2 ranks x 2 bytes, and 40; in flight 12 x 2 x 2, the sum's 12 x 2 x 4 + 12 x 4, and room for the
+    # root's to arrive, 25 x 2 x 4.
+    assert (found.phase, found.gathered, found.in_flight) == ("backward", 148 + 40, 48 + 96 + 48 + 200)
+    # (2 - 1) x ((25 + 2 x 12 + 12) x 2 + 49 x 4), and an all-reduce of 49 x 4 over two groups.
+    assert found.sent == 61 * 2 + 196 + 196
+
+
+def test_offload_by_hand() -> None:
+    """On GPUs an offloaded update has 16 bytes a parameter on the host, or 8 on disk; the device keeps no optimizer state."""
+    machine = Machine(3, 8, "cuda")
+    cpu = estimate("zero1", job(offload={"optimizer": "cpu"}), machine, TINY, MEASURED)
+    assert (cpu.optimizer, cpu.host, cpu.disk) == (0, 304 + 2 * 144, 0)
+    nvme = estimate("zero1", job(offload={"optimizer": "nvme", "path": "/x"}), machine, TINY, MEASURED)
+    assert (nvme.optimizer, nvme.disk, nvme.host) == (0, 304, 304 + 2 * 144)  # four chunks would hold more
+    sharded = job(parallel={"strategy": "zero3"}, offload={"parameters": "cpu"})
+    everything = estimate("zero3", sharded, machine, TINY, MEASURED)
+    assert (everything.state, everything.host) == (0, 144 + 144 + 304)
+    alone = estimate(
+        "zero3", sharded, Machine(1, 8, "cuda"), TINY, MEASURED
+    )  # nothing is sharded, so nothing is offloaded
+    assert (alone.state, alone.host) == (392 + 392 + 800, 0)
+    here = estimate("zero1", job(offload={"optimizer": "cpu"}), Machine(3, 8, "cpu"), TINY, MEASURED)
+    assert (here.optimizer, here.host) == (304, 0)
+
+
+SLOW = Device("none", half=1000.0, fp32=100.0, efficiency=0.5, node=20.0, network=5.0, host=48.0, memory=0)
+"""FLOP/s and bytes/s for 98 parameters: launching kernels is nothing beside."""
+CPU_ADAM = {"offload": {"optimizer": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sections", "machine", "compute", "exposed", "offload"),
+    [
+        # 2 micro-batches x 128 tokens x 6 FLOPs at 50 FLOP/s: 30.72 s, a third of it forward. The last backward is 10.24 s, a
+        # micro-batch's forward 5.12. Sent: 523 bytes / 20 - 10.24; 288 / 20 twice; 576 / 20 - 20.48, and 14.4 - 5.12; 1280 / 20.
+        ("ddp", {}, Machine(3, 8, "cuda"), 30.72, 15.91, 0.0),
+        ("zero1", {}, Machine(3, 8, "cuda"), 30.72, 4.16 + 9.28, 0.0),
+        ("zero2", {}, Machine(3, 8, "cuda"), 30.72, 8.32 + 9.28, 0.0),
+        ("zero3", {}, Machine(3, 8, "cuda"), 30.72, 64 - 30.72, 0.0),
+        # Two ranks a node: the ring leaves each with the network of both.
+        ("zero3", {}, Machine(3, 2, "cuda"), 30.72, 128 - 30.72, 0.0),
+        ("zero1", {}, Machine(1, 8, "cuda"), 3 * 30.72, 0.0, 0.0),
+        # Blocks once more in backward: the last one takes 15.36 s.
+        ("ddp", {"train": {"checkpoint_activations": "full"}}, Machine(3, 8, "cuda"), 40.96, 26.15 - 15.36, 0.0),
+        # 36 of 98 values, fp32: 144 bytes / 48 down, beside backward, and up again.
+        ("zero1", CPU_ADAM, Machine(3, 8, "cuda"), 30.72, 4.16 + 9.28, 3.0),
+        # 3072 tokens at 500 FLOP/s; in a group of two 318 bytes, between the groups 196, by one GPU's network.
+        ("hsdp", {"precision": "bf16", "parallel": {"shard": 2}, "train": {"global_batch": 8, "micro_batch": 2}},
+         Machine(4, 2, "cuda"), 3.072, 318 / 20 - 3.072 + 196 / 5 - 2.048, 0.0),
+    ],
+)  # fmt: skip
+def test_the_speed_of_a_tiny_model_by_hand(
+    strategy: str, sections: dict[str, Any], machine: Machine, compute: float, exposed: float, offload: float
+) -> None:
+    """FLOPs over a share of the peak of the precision, and of the traffic what takes longer than what it runs beside."""
+    sections = {**sections, "train": {"global_batch": 6, "micro_batch": 1, **sections.get("train", {})}}
+    spec = job(**sections)
+    found = speed(strategy, spec, machine, TINY, SLOW, flops_per_token=6.0)
+    assert [found.compute, found.exposed, found.offload] == pytest.approx([compute, exposed, offload])
+    assert found.seconds == pytest.approx(compute + exposed + offload)
+    assert found.tokens_per_second == pytest.approx(spec.train.global_batch * 128 / found.seconds)
+
+
+def test_a_small_model_waits_for_its_kernels() -> None:
+    """Two blocks and what is in none, each 1 ms a micro-batch at the least; a third of it forward."""
+    fast = find("h100")
+    assert fast is not None
+    found = speed("ddp", job(train={"global_batch": 6, "micro_batch": 1}), Machine(3, 8, "cuda"), TINY, fast, 6.0)
+    assert (found.compute, found.exposed) == (pytest.approx(6e-3), 0.0)
+    assert found.communication == pytest.approx(523 / 450e9)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "node", "network", "gib"),
+    [
+        ("h100", "H100", 450e9, 50e9, 79.1),
+        ("NVIDIA H100 80GB HBM3", "H100", 450e9, 50e9, 79.1),
+        ("h200-nvl", "H200 NVL", 64e9, None, 139.8),
+        ("NVIDIA A100-SXM4-80GB", "A100", 300e9, 25e9, 79.1),
+        ("NVIDIA A100-SXM4-40GB", "A100", 300e9, 25e9, 39.4),
+        ("NVIDIA A100 80GB PCIe", "A100", 32e9, None, 79.1),
+        ("A100", "A100", 300e9, 25e9, 79.1),
+        ("a100-80", "A100", 300e9, 25e9, 79.1),
+        ("a100-40gb", "A100", 300e9, 25e9, 39.4),
+        ("V100", "V100", 150e9, 6.25e9, 15.7),
+        ("Tesla V100-SXM2-32GB", "V100", 150e9, 6.25e9, 31.7),
+        ("rtx 4090", "RTX 4090", 32e9, None, 23.6),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090", 32e9, None, 23.6),
+        ("AMD Instinct MI300X", "MI300X", 448e9, None, 191.6),
+    ],
+)
+def test_gpus_by_name(name: str, known: str, node: float, network: float | None, gib: float) -> None:
+    """As users, drivers and Ray call them; a card for PCIe has no NVLink to all others, and no network of its own."""
+    found = find(name)
+    assert found is not None
+    assert (found.name, found.node, found.network, found.memory) == (known, node, network, int(gib * 2**30))
+    assert found.half == PEAK_FLOPS[known] > found.fp32 == PEAK_FP32[known]
+
+
+@pytest.mark.parametrize(
+    "name", ["rtx-5090", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GeForce RTX 4090 D", "a100-41", "h100-foo", ""]
+)
+def test_other_gpus_are_not_guessed(name: str) -> None:
+    """A slice of a GPU, a slower one of the same number, and one that is sold with no such memory."""
+    assert find(name) is None
+
+
+def test_every_gpu_has_all_its_figures() -> None:
+    """The tables have the same entries, in the order in which the first that matches is taken."""
+    assert list(PEAK_FLOPS) == list(PEAK_FP32) == list(_LINKS) == list(_MEMORY)
+    assert all(find(name) is not None for name in NAMES)
+
+
+def test_what_is_not_reckoned() -> None:
+    """A disk, a network, and parameters on the host: nobody knows how fast, so there is no estimate."""
+    card, machine = find("l40s"), Machine(16, 8, "cuda")
+    assert card is not None
+    assert "--between-nodes" in str(refusal(job(), machine, card))
+    assert refusal(job(), machine, card.but(0.5, None, 12.5)) is None
+    assert refusal(job(), Machine(8, 8, "cuda"), card) is None
+    old = find("t4")
+    assert old is not None
+    assert "no bf16" in str(refusal(job(precision="bf16"), Machine(8, 8, "cuda"), old))
+    assert "disk" in str(refusal(job(offload={"optimizer": "nvme", "path": "/x"}), Machine(8, 8, "cuda"), card))
+    sharded = job(parallel={"strategy": "zero3"}, offload={"parameters": "cpu"})
+    assert "offload.parameters" in str(refusal(sharded, Machine(8, 8, "cuda"), card))
+
+
+def test_buffers_are_as_many_as_are_made() -> None:
+    """Plain python has its own copy of how many buffers the strategies and the swap file keep."""
+    from raydist.planner import estimate as formulas
+    from raydist.worker.optim.offload import hostcopy, moments
+    from raydist.worker.parallel import _zero as zero
+
+    assert zero.IN_FLIGHT == formulas._IN_FLIGHT
+    assert hostcopy.WINDOW == moments.BUFFERS == formulas._SWAP_BUFFERS
+
+
+@pytest.mark.parametrize(
+    ("ranks", "whole", "micro", "expected"),
+    [(2, 32, 8, (8, 2)), (4, 6, 2, (2, 1)), (3, 32, 8, (6, 2)), (32, 32, 8, (1, 1))],
+)
+def test_micro_batches_are_as_the_loader_deals_them(
+    ranks: int, whole: int, micro: int, expected: tuple[int, int]
+) -> None:
+    """The largest micro-batch, and how many, are those of data/batches.py's `share`."""
+    import numpy as np
+
+    from raydist.data.batches import share
+
+    spec = job(train={"global_batch": whole, "micro_batch": micro})
+    assert batches(spec, ranks) == expected
+    dealt = [share(np.arange(whole), r, ranks, micro) for r in range(ranks)]
+    assert expected == (max(len(m) for parts in dealt for m in parts), len(dealt[0]))
+
+
+# --- against real ranks
+
+
+class OneStep:
+    """A model under a strategy on this rank, after a first step: optimizer state is there."""
+
+    def __init__(self, rank: Rank, spec: JobSpec) -> None:
+        torch.manual_seed(1)
+        self.model: nn.Module = registry.load("model", spec.model.name)(spec.model, VOCAB)
+        self.strategy: ParallelStrategy = registry.load("parallel", spec.parallel.strategy)(spec, rank)
+        self.precision = Precision(spec.precision, rank.device)
+        tokens = torch.randint(0, VOCAB, (spec.train.micro_batch, spec.model.context))
+        self.batch = MicroBatch(tokens, tokens)
+        self.strategy.wrap(self.model, lambda module: self.loss(module, MicroBatch(tokens[:1], tokens[:1])))
+        self.optimizer = optimizers.build(self.strategy.shards(), spec.optim, rank.device)
+        self()
+
+    def loss(self, module: nn.Module, batch: MicroBatch) -> Tensor:
+        with self.precision.autocast():
+            return loss_sum(module, batch)
+
+    def __call__(self, looked: Callable[[], None] = lambda: None) -> None:
+        """Two micro-batches and an update. `looked` is called whenever a backward pass has ended."""
+        for last in (False, True):
+            with self.strategy.accumulate(last):
+                self.loss(self.strategy.module, self.batch).backward()  # type: ignore[no-untyped-call]
+            looked()
+        self.strategy.grad_norm()
+        looked()
+        self.optimizer.step()
+        self.strategy.zero_grad()
+        self.strategy.updated()
+
+    def held(self) -> Held:
+        """The bytes of its state, as the run's own watcher counts them."""
+        return Held.of(self.model, self.strategy.shards(), self.optimizer, torch.device("cpu"))
+
+
+def held_state(rank: Rank, spec: JobSpec) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer on this rank; of gradients the most after any backward pass of a step."""
+    step = OneStep(rank, spec)
+    most = [0]
+    step(lambda: most.append(step.held().gradients))
+    held = step.held()
+    return {"parameters": held.parameters, "optimizer": held.optimizer, "gradients": max(most)}
+
+
+def job_on(strategy: str, world: int, **sections: Any) -> JobSpec:
+    shard = {"shard": 2} if strategy == "hsdp" and world == 2 else {}
+    sizes = {"train": {"global_batch": 4 * world, "micro_batch": 2}, "cluster": {"workers": world}}
+    return job(**{**sizes, "parallel": {"strategy": strategy, **shard}, **sections})
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("strategy", registry.names("parallel"))
+def test_state_is_what_ranks_hold(ranks: Any, strategy: str, world: int) -> None:
+    """Parameters, gradients and optimizer state are within 5% of each rank's tensors, together and each by itself."""
+    spec = job_on(strategy, world, model={**SMALL, "context": 16, "tie_embeddings": False})
+    expected = plan(spec, strategy, Machine(world, world, "cpu"))
+    for held in ranks.run(held_state, world, spec):
+        if isinstance(held, BaseException):
+            raise held
+        assert sum(held.values()) == pytest.approx(expected.state, rel=0.05)
+        for name, size in held.items():
+            assert size == pytest.approx(getattr(expected, name), rel=0.05), name
+
+
+def allocated_peak(work: Callable[[], None]) -> int:
+    """Most bytes that torch's CPU allocator had given out above what it had at the start, as it reports to the profiler."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    now = most = 0
+    assert profiled.profiler is not None
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+class MallInfo(ctypes.Structure):
+    """glibc's account of malloc: bytes of blocks in its arenas (uordblks), and of blocks that it mapped (hblkhd)."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+class Sampled(TorchDispatchMode):
+    """Looks after every operator at what malloc has given out, to any thread: `most`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._libc = ctypes.CDLL(None)
+        self._libc.mallinfo2.restype = MallInfo
+        self.most = self.look()
+
+    def look(self) -> int:
+        info = self._libc.mallinfo2()
+        return int(info.uordblks + info.hblkhd)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.most = max(self.most, self.look())
+        return made
+
+
+def peak_of_a_step(rank: Rank, spec: JobSpec) -> int:
+    """Bytes at the worst moment of a step, all of it: from before the model was made."""
+    OneStep(rank, spec)()  # what a process imports and keeps with its first step is not the step's
+    gc.collect()
+    before = Sampled().look()
+    step = OneStep(rank, spec)
+    step()
+    with Sampled() as sampled:
+        step()
+    return sampled.most - before
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_whole_peak_is_what_a_step_takes(ranks: Any, strategy: str) -> None:
+    """All columns together are within 15% of what malloc gives a rank at its worst moment; gloo's own copies are not planned."""
+    spec = job_on(strategy, 2, model={"layers": 6, "width": 256, "heads": 4, "context": 64, "tie_embeddings": False})
+    taken = ranks.run(peak_of_a_step, 2, spec)
+    for error in taken:
+        if isinstance(error, BaseException):
+            raise error
+    assert plan(spec, strategy, Machine(2, 8, "cpu")).total == pytest.approx(min(taken), rel=0.15)
+
+
+@pytest.mark.parametrize("name", optimizers.NAMES)
+def test_optimizer_state_is_what_torch_holds(name: str) -> None:
+    """State of each optimizer, parameter by parameter, to the byte; with rows that this rank has."""
+    spec = job(optim={"name": name}).optim
+    built = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(6, 10)]), "head": nn.Linear(10, 7)})
+    from raydist.worker.parallel import ParamShard
+
+    shards = {n: ParamShard(p) for n, p in built.named_parameters()}
+    optimizer = optimizers.build(shards, spec, torch.device("cpu"))
+    for p in built.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    for n, p in built.named_parameters():
+        held = bytes_of(t for t in optimizer.state[p].values() if isinstance(t, Tensor))
+        assert optimizer_bytes(Param(n, tuple(p.shape), True, ROOT), spec) == held
+
+
+# --- activations
+
+
+def allocated_by_a_pass(spec: JobSpec) -> int:
+    """The allocator's peak over forward and backward of one micro-batch on real tensors; gradients go as they come."""
+    torch.manual_seed(0)
+    module: nn.Module = registry.load("model", spec.model.name)(spec.model, VOCAB).train()
+    compute.prepare(module, spec.train)
+    for p in module.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # type: ignore[no-untyped-call]
+    tokens = torch.randint(0, VOCAB, (spec.train.micro_batch, spec.model.context))
+    documents = torch.zeros(tokens.shape, dtype=torch.int32) if spec.data.pack else None
+    precision = Precision(spec.precision, torch.device("cpu"))
+
+    def work() -> None:
+        with precision.autocast():
+            loss = loss_sum(module, MicroBatch(tokens, tokens, documents))
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    work()
+    return allocated_peak(work)
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"precision": "bf16"},
+        {"model": {**SMALL, "kv_heads": 2, "qk_norm": True}},
+        {"data": {"source": "any", "pack": True}, "precision": "bf16"},
+        {"model": {"name": "mlp", "layers": 4, "width": 128, "context": 128}},
+    ],
+    ids=["fp32", "bf16", "grouped", "packed", "mlp"],
+)
+def test_activations_are_what_a_real_pass_takes(sections: dict[str, Any], checkpoint: str) -> None:
+    """The measured peak of a pass without values is within 5% of the allocator's on real tensors (without recomputation: 0.1%)."""
+    spec = job(**sections, train={"checkpoint_activations": checkpoint})
+    measured = Planner(spec, VOCAB, "cpu").measure(measured_pass("ddp", spec, Machine(1, 1, "cpu")))
+    planned = max(p.whole + p.activations + p.loss for p in measured.peaks)
+    assert planned == pytest.approx(allocated_by_a_pass(spec), rel=0.001 if checkpoint == "none" else 0.05)
+
+
+def test_saved_is_what_autograd_keeps() -> None:
+    """`saved` counts the storages that autograd's own hooks see kept for backward, weights left out."""
+    spec = job()
+    module: nn.Module = registry.load("model", "gpt")(spec.model, VOCAB)
+    tokens = torch.randint(0, VOCAB, (4, 128))
+    weights = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers(), tokens)}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = loss_sum(module, MicroBatch(tokens, tokens))
+    assert loss.requires_grad
+    saved = Planner(spec, VOCAB, "cpu").measure(Pass(4, "none", False, False)).saved
+    assert saved == pytest.approx(sum(kept.values()), rel=0.01)
+
+
+def test_phases() -> None:
+    """In the loss's phase there are logits, their logarithms and the targets' places in fp32, and these as booleans; a unit's whole
+    gradients in backward, where they wait."""
+    spec = job(model={**SMALL, "layers": 8, "tie_embeddings": False})
+    planner = Planner(spec, 8192, "cpu")
+    wait = {p.phase: p for p in planner.measure(Pass(4, "none", False, hold=True)).peaks}
+    assert list(wait) == ["forward", "loss", "backward"]
+    logits = 4 * 128 * 8192 * 4
+    assert wait["loss"].loss == pytest.approx(3.25 * logits, rel=0.05)
+    assert wait["forward"].loss == 0
+    assert wait["backward"].loss < logits / 8
+    # The head's, from the loss on; the worst moment of backward is a block's, with its own.
+    block = sum(p.part(1) for p in planner.model().params if p.unit == 7)
+    assert 8192 * 128 * 4 < wait["backward"].whole <= (8192 * 128 + block) * 4
+    go = {p.phase: p for p in planner.measure(Pass(4, "none", False, hold=False)).peaks}
+    assert go["backward"].whole == 0
+
+
+@pytest.mark.parametrize("name", ["gpt", "mlp"])
+@pytest.mark.parametrize("checkpoint", ["selective", "full"])
+def test_recomputation_is_the_target_s_too(name: str, checkpoint: Any) -> None:
+    """What backward computes again for a GPU is what forward computed for one: torch refuses other tensors than those it saw."""
+    planner = Planner(job(model={**SMALL, "name": name}, precision="bf16"), VOCAB, "cuda")
+    kept, again = (planner.measure(Pass(4, how, True, True)).saved for how in ("none", checkpoint))
+    assert again < kept
+
+
+def test_full_recomputation_keeps_the_blocks_inputs_only() -> None:
+    """Each layer more keeps one more stream, B x T x D in fp32."""
+    how = Pass(4, "full", False, False)
+    few, many = (Planner(job(model={**SMALL, "layers": n}), VOCAB, "cpu").measure(how).saved for n in (2, 5))
+    assert many - few == 3 * 4 * 128 * 128 * 4
+
+
+def test_attention_s_kernel_is_the_target_s() -> None:
+    """GPUs: flash in half precision, memory-efficient with a mask, T x T matrices where neither can. CPUs have flash too."""
+
+    def kernel(target: Any, **sections: Any) -> tuple[str, int]:
+        planner = Planner(job(**sections), VOCAB, target)
+        saved = planner.measure(Pass(4, "none", False, False)).saved
+        return planner.attention, saved
+
+    assert kernel("cuda", precision="bf16")[0] == "flash"
+    assert kernel("cuda", precision="bf16", data={"source": "any", "pack": True})[0] == "memory-efficient"
+    efficient, without = kernel("cuda")
+    assert efficient == "memory-efficient"
+    # Heads that are shared have no such kernel in fp32. Kept then: for each layer, sequence and head a T x T matrix.
+    math, squares = kernel("cuda", model={**SMALL, "kv_heads": 1})
+    assert math == "math"
+    assert squares - without > SMALL["layers"] * 4 * SMALL["heads"] * 128 * 128 * 4 / 2
+    assert kernel("cpu")[0] == "flash"
+    assert kernel("cpu", model={"name": "mlp", "layers": 1, "width": 8, "context": 128})[0] == "none"
+
+
+def test_flash_takes_few_bits_and_whole_eights() -> None:
+    """Under autocast fp32 queries come to the flash kernel in bf16, and heads of 12 in the room of 16."""
+    with FakeTensorMode(), OnTarget(True), torch.autocast("cpu", dtype=torch.bfloat16):
+        query_BHTK = torch.zeros(2, 4, 8, 12)
+        with LiveBytes([query_BHTK]) as live:
+            out_BHTK = F.scaled_dot_product_attention(query_BHTK, query_BHTK, query_BHTK, is_causal=True)
+    assert "_scaled_dot_product_flash_attention" in live.operators
+    assert (out_BHTK.shape, out_BHTK.dtype) == (query_BHTK.shape, torch.bfloat16)
+    assert out_BHTK.untyped_storage().nbytes() == 2 * 4 * 8 * 16 * 2
+
+
+def test_functions_compute_in_cuda_s_formats() -> None:
+    """Under CUDA's autocast norms, powers and softmax are fp32, mixed arguments take the widest format, products few bits."""
+    few, wide = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(2, 4)
+
+    def formats(cuda: bool) -> list[torch.dtype]:
+        with OnTarget(cuda), torch.autocast("cpu", dtype=torch.bfloat16):
+            products = [F.linear(wide, wide), torch.einsum("ij,kj->ik", wide, wide), F.gelu(few)]
+            made = [F.layer_norm(few, (4,)), few**2, 2**few, few.softmax(-1), torch.addcmul(few, few, few), *products]
+        return [t.dtype for t in made]
+
+    narrow = torch.bfloat16
+    assert formats(cuda=True) == [torch.float32] * 4 + [narrow] * 4
+    assert formats(cuda=False) == [narrow] * 8
+    with OnTarget(True), torch.autocast("cpu", dtype=torch.bfloat16), LiveBytes([few, wide]) as live:
+        kept = torch.addcmul(wide, few, wide)
+    assert kept.dtype is torch.float32
+    assert live.peaks["forward"]["whole"] == few.numel() * 4  # its copy in the widest format
+
+
+def test_autocast_is_cuda_s_where_that_is_the_target() -> None:
+    """LayerNorm computes in fp32 under CUDA's autocast and in bf16 under the CPU's: what it keeps is twice as large."""
+    assert {"layer_norm", "softmax", "log_softmax", "exp", "pow", "rsqrt"} <= wide_on_cuda()
+    assert not {"linear", "mm", "addcmul", "einsum", "gelu"} & wide_on_cuda()
+    spec = job(model={"name": "mlp", "layers": 3, "width": 128, "context": 128}, precision="bf16")
+    how = Pass(4, "none", True, False)  # weights in bf16: the stream is too
+    cuda, cpu = (Planner(spec, VOCAB, t).measure(how).saved for t in ("cuda", "cpu"))  # type: ignore[arg-type]
+    stream = 4 * 128 * 128
+    # In each layer the norm keeps its input in fp32 instead of bf16, and means and deviations too; the product keeps bf16 in both.
+    assert cuda - cpu == 3 * (stream * 2 + 2 * 4 * 128 * 2)
+
+
+class Free(nn.Module):
+    """A user's own model, without blocks, that reads a value if it is told so."""
+
+    def __init__(self, width: int, vocab: int, reads: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocab, width), nn.Linear(width, vocab)
+        self.reads = reads
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD = self.embedding(tokens_BT)
+        if self.reads and x_BTD.mean().item() > 0:
+            x_BTD = x_BTD * 2
+        out: Tensor = self.head(F.silu(x_BTD))
+        return out
+
+
+def build(spec: Any, vocab_size: int) -> nn.Module:
+    return Free(spec.width, vocab_size, bool(spec.options.get("reads")))
+
+
+def test_a_model_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Any module that runs without values can be planned, also without blocks; one that reads a value is refused with a remedy."""
+    (tmp_path / "their_own_model.py").write_text(
+        f"from pathlib import Path\nimport runpy\nbuild = lambda *a: runpy.run_path({__file__!r})['build'](*a)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = {"name": "their_own_model:build", "width": 16, "context": 8}
+    spec = job(model=model)
+    found = plan(spec, "zero3", Machine(2, 8, "cpu"), vocab=32)
+    assert found.parameters == 4 * (32 * 16 + 32 * 16 + 32) // 2
+    reads = job(model={**model, "options": {"reads": True}})
+    with pytest.raises(
+        UserError, match=r'model "their_own_model:build" cannot be run without values.*\n.*no \.item\(\)'
+    ):
+        Planner(reads, 32, "cpu").measure(Pass(4, "none", False, False))
+
+
+# --- advice
+
+GIB = 2**30
+
+
+def layered(blocks: int = 8, rows: int = 2**20, width: int = 64) -> Model:
+    """Blocks of 64M parameters each: a quarter GiB in fp32; 2 GiB of 8."""
+    return Model(tuple(Param(f"blocks.{i}.w", (rows, width), True, i) for i in range(blocks)), 0)
+
+
+def measure(how: Pass) -> Activations:
+    """1 GiB a sequence; a quarter of it with recomputation, half of it where products are kept."""
+    share = {"none": 1.0, "selective": 0.5, "full": 0.25}[how.checkpoint]
+    return Activations(0, (Peak("backward", 0, int(GIB * share * how.micro_batch), 0),))
+
+
+def advice(memory: float, **sections: Any) -> Any:
+    spec = job(train={"global_batch": 64, "micro_batch": 2}, cluster={"workers": 16}, **sections)
+    return advise(spec, Machine(16, 8, "cuda", round((memory * GIB + GIB) / 0.95)), layered(), measure)
+
+
+@pytest.mark.parametrize(
+    ("usable", "strategy", "changes"),
+    [
+        (12.1, "ddp", {}),  # 2 + 2 + 4, 2 of micro-batches beside the buckets, 2 of activations
+        (6.9, "zero1", {}),  # 2 + 2 + 4/16, two slots of 17/16 blocks, 2
+        (5.0, "zero2", {}),  # 2 + 2/16 + 4/16, slots, 2
+        (3.9, "hsdp", {}),  # 8/8, blocks on their way, 2
+        (3.3, "zero3", {}),  # 8/16, the same, 2
+        (3.1, "zero3", {"offload.optimizer": "cpu"}),
+        (2.9, "hsdp", {"train.checkpoint_activations": "selective"}),
+        (2.1, "zero3", {"train.checkpoint_activations": "selective", "offload.optimizer": "cpu"}),
+        (1.8, "zero3", {"train.checkpoint_activations": "full"}),
+        (1.6, "zero3", {"train.checkpoint_activations": "full", "offload.optimizer": "cpu"}),
+        (1.3, "zero3", {"train.checkpoint_activations": "full", "offload.optimizer": "cpu", "train.micro_batch": 1}),
+    ],
+)
+def test_the_cheapest_that_fits(usable: float, strategy: str, changes: dict[str, Any]) -> None:
+    """As memory shrinks: strategies in their order, then the host's memory, then recomputation, then smaller micro-batches."""
+    pick = advice(usable).pick
+    assert pick is not None
+    assert pick.estimate.strategy == strategy
+    assert {k: v for k, v in pick.changes.items() if k != "parallel.strategy"} == changes
+    assert pick.estimate.total <= usable * GIB
+
+
+def test_nothing_fits() -> None:
+    """No pick, and a sentence with the least that is needed and what makes it so."""
+    found = advice(0.4)
+    assert found.pick is None
+    assert found.suggestions[0].startswith(
+        "Nothing fits: with all that can be set, micro-batches of 1 among it, zero3 still needs 1."
+    )
+    assert [row.fits for row in found.rows] == [False] * 5
+
+
+def test_the_largest_micro_batch() -> None:
+    """Of the divisors of a rank's 4 sequences the largest that fits is named, and advised where it is larger than the job's."""
+    found = advice(16.0)
+    assert (found.pick.estimate.strategy, found.pick.micro_batch) == ("ddp", 4)
+    assert any("train.micro_batch: 4 is the largest" in text for text in found.suggestions)
+    tight = advice(7.0)
+    assert (tight.pick.estimate.strategy, tight.pick.micro_batch) == ("zero1", 2)
+    assert not any("train.micro_batch" in text for text in tight.suggestions)
+
+
+def test_one_rank_keeps_the_job_s_strategy() -> None:
+    """All strategies are the same there: none is advised over the job's own."""
+    spec = job(parallel={"strategy": "zero2"})
+    found = advise(spec, Machine(1, 8, "cuda", 80 * GIB), layered(), measure)
+    assert found.pick is not None
+    assert (found.pick.estimate.strategy, found.pick.changes, found.pick.estimate.sent) == ("zero2", {}, 0)
+    assert found.pick.because == "one rank has nothing to share, and it fits."
+    assert len({row.estimate.total for row in found.rows if row.estimate}) == 1
+
+
+def test_hsdp_with_one_group_is_zero3() -> None:
+    """Of the two the job's own is advised, and zero3 if it names neither."""
+    for own, advised in (("ddp", "zero3"), ("hsdp", "hsdp"), ("zero3", "zero3")):
+        spec = job(parallel={"strategy": own}, cluster={"workers": 8})
+        found = advise(
+            spec, Machine(8, 8, "cuda", round(4.7 * GIB)), layered(), lambda how: measure(Pass(1, "full", False, False))
+        )
+        assert found.pick is not None
+        assert found.pick.estimate.strategy == advised
+
+
+def test_without_memory_nothing_is_judged() -> None:
+    """Sizes only: no row fits or does not, and there is no pick."""
+    spec = job(cluster={"workers": 2})
+    found = advise(spec, Machine(2, 8, "cpu"), layered(), measure)
+    assert found.pick is None
+    assert [row.fits for row in found.rows] == [None] * 5
+    assert all(row.estimate is not None for row in found.rows)
+
+
+def test_what_cannot_train_says_why() -> None:
+    """Whole-matrix optimizers, groups that do not fit and offload of whole parameters are refused, with the reason."""
+    muon = advice(30.0, optim={"name": "muon"})
+    assert [row.refused for row in muon.rows] == [None, *["muon works on whole matrices"] * 4]
+    odd = advise(job(train={"global_batch": 12, "micro_batch": 1}), Machine(6, 4, "cuda", 80 * GIB), layered(), measure)
+    assert next(r.refused for r in odd.rows if r.strategy == "hsdp") == "groups of 4 do not make 6 ranks"
+    on_host = advice(30.0, parallel={"strategy": "zero3"}, offload={"parameters": "cpu"})
+    assert [row.refused is None for row in on_host.rows] == [False, False, False, True, True]
+    assert on_host.pick.estimate.strategy == "hsdp"

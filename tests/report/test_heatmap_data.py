@@ -1,0 +1,144 @@
+"""Readings of ranks over a run's length, and the grids that are made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raydist.report import heatmap_data, telemetry_reader
+from raydist.report.run_metrics import report
+from raydist.report.telemetry_reader import COLUMNS, Readings, gather
+from raydist.run.directory import RunDir
+from raydist.run.telemetry_log import parts, table
+from tests.report import story
+from tests.report.story import GIB, T, reading
+
+
+def gathered(rows: list[dict[str, Any]], seconds: float = 10.0) -> Readings:
+    """In segments of seven rows."""
+    whole = table(rows).select(COLUMNS)
+    return gather([whole.slice(i, 7) for i in range(0, whole.num_rows, 7)], seconds, 2)
+
+
+def test_rows_of_ranks_only_in_their_order() -> None:
+    """However they came; rows of nodes and GPUs are none of theirs."""
+    rows = [reading(at, rank, 1, at, at) for at in (3, 1, 2) for rank in (1, 0)]
+    found = gathered([*rows, {"at": T, "kind": "node", "node": "n", "host": "h"}])
+    assert [(track.rank, track.host, track.at.tolist()) for track in found.tracks] == [
+        (rank, f"h{rank}", [T + 1, T + 2, T + 3]) for rank in (0, 1)
+    ]
+    assert gathered([]).tracks == []
+
+
+def test_a_long_run_keeps_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters lose nothing by it, and of memory the most is kept, were it of one reading."""
+    monkeypatch.setattr(telemetry_reader, "KEPT", 40)
+    spike = {"rss_bytes": 9 * GIB}
+    rows = [reading(at, rank, 1, at, at, **(spike if at == 501 else {})) for at in range(1, 1001) for rank in (0, 1)]
+    found = gathered(rows, seconds=1000.0)
+    assert 38 <= sum(len(track.at) for track in found.tracks) <= 44
+    for track in found.tracks:
+        assert track.step[-1] == 1000
+        assert track.counter("data")[-1] == pytest.approx(100.0)
+        assert track.values["rss_bytes"].max() == 9 * GIB
+    grown = found.grown(1, 1, 1, 1000)
+    assert grown is not None
+    assert (grown["until"], grown["compute"], grown["exposed"]) == pytest.approx((1000, 700.0, 200.0))
+
+
+def test_what_grew_in_some_steps_of_an_attempt() -> None:
+    """Between two steps; from its first one on; and not past what was read."""
+    found = gathered([reading(at, rank, 2, 50 + at, at) for at in range(1, 21) for rank in (0, 1)])
+    assert found.grown(2, 51, 61, 65)["data"] == pytest.approx(0.5)  # type: ignore[index]
+    assert found.grown(2, 51, 51, 65)["compute"] == pytest.approx(0.7 * 15)  # type: ignore[index]
+    assert found.grown(2, 51, 61, 99)["until"] == 70  # type: ignore[index]
+    assert found.grown(2, 51, 71, 99) is None
+    assert found.grown(1, 1, 1, 99) is None
+
+
+def test_memory_is_of_the_gpu_where_there_is_one() -> None:
+    """Else of torch's allocator, else of the process."""
+    rows = [reading(1, 0, 1, 1, 1), reading(2, 0, 1, 2, 2)]
+    assert gathered(rows).memory() == "rss_bytes"
+    rows[1]["reserved_bytes"] = 5
+    assert gathered(rows).memory() == "reserved_bytes"
+    rows[0]["gpu_process_bytes"] = 7
+    assert gathered(rows).memory() == "gpu_process_bytes"
+
+
+def test_memory_over_time(tmp_path: Path) -> None:
+    """The most of each cell; nothing where nobody was read: before the first step, and while the run recovered."""
+    name, grid = report(story.story(RunDir(tmp_path / "a"))).memory  # type: ignore[misc]
+    assert (name, grid.values.shape[0], grid.rows, grid.edges[0], grid.edges[-1]) == (
+        "rss_bytes",
+        2,
+        ["0", "1"],
+        0.0,
+        253.0,
+    )
+    middle = (grid.edges[:-1] + grid.edges[1:]) / 2
+    assert np.isnan(grid.values[:, middle < 9]).all()
+    assert np.isnan(grid.values[:, (middle > 96) & (middle < 101)]).all()
+    known = grid.values[:, (middle > 12) & (middle < 58)]
+    assert np.isfinite(known).all()
+    assert (known[0] == GIB).all()
+    assert np.nanmax(grid.values) == GIB + (200 << 20)
+
+
+def test_a_slow_rank_is_seen_and_named(tmp_path: Path) -> None:
+    """0.8 s against 0.6 s of computing a step; of two ranks the faster one is the measure."""
+    found = report(story.story(RunDir(tmp_path / "a")))
+    assert found.slowness is not None
+    inside = found.slowness.values[:, 1:-1]
+    assert inside[0] == pytest.approx(1.0)
+    assert inside[1] == pytest.approx(0.8 / 0.6)
+    (slow,) = found.told["slow"]
+    assert (slow["rank"], slow["factor"], slow["last_step"]) == (1, pytest.approx(0.8 / 0.6), 200)
+
+
+def test_slow_for_a_while() -> None:
+    """Only what lasts is told, the worst first; a single column is none."""
+    values = np.ones((4, 20))
+    values[2, 5:10], values[3, 12:15], values[1, 3] = 1.5, 3.0, 9.0
+    grid = heatmap_data.Grid(np.linspace(0, 200, 21), values, list("0123"))
+    assert [(one["rank"], one["first_step"], one["last_step"], one["factor"]) for one in heatmap_data.slow(grid)] == [
+        (3, 121, 150, 3.0),
+        (2, 51, 100, 1.5),
+    ]
+
+
+def test_steps_trained_twice_show_the_newest_attempt() -> None:
+    """Rank 1 was slow only in the attempt that failed."""
+    rows = [reading(at, rank, 1, at, at) for at in range(1, 101) for rank in (0, 1)]
+    rows += [{**reading(200 + at, 0, 2, at, at), "rank": rank} for at in range(1, 101) for rank in (0, 1)]
+    grid = heatmap_data.slowness(gathered(rows), 100)
+    assert grid is not None
+    assert np.nanmax(grid.values) == pytest.approx(1.0)
+
+
+def test_a_thousand_ranks_share_rows() -> None:
+    """The highest of a row's ranks stands for them, and the row says which they are."""
+    values = np.ones((1000, 3))
+    values[777, 1] = 5.0
+    grid = heatmap_data.Grid(np.arange(4.0), values, [str(rank) for rank in range(1000)]).grouped()
+    assert (grid.group, grid.values.shape, grid.rows[0], grid.rows[-1]) == (8, (125, 3), "0-7", "992-999")
+    assert np.argwhere(grid.values == 5.0).tolist() == [[97, 1]]
+    assert grid.rows[97] == "776-783"
+
+
+def test_one_rank_has_nobody_to_be_slower_than() -> None:
+    """Nor has a run without steps, or without readings."""
+    rows = [reading(at, 0, 1, at, at) for at in range(1, 9)]
+    assert heatmap_data.slowness(gathered(rows), 8) is None
+    assert heatmap_data.slowness(gathered([]), 8) is None
+    assert heatmap_data.memory(gathered([]), 0.0, 9.0) is None
+
+
+def test_segments_come_one_at_a_time(tmp_path: Path) -> None:
+    """`samplelog.parts` gives what `read_samples` does, with the columns that were asked for."""
+    run = story.story(RunDir(tmp_path / "a"))
+    (part,) = parts(run, ("rank", "at"))
+    assert (part.column_names, part.num_rows) == (["rank", "at"], len(story.readings()))

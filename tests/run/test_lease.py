@@ -1,0 +1,247 @@
+"""One driver a run: the second is refused while the first lives, and starts as soon as it is known not to."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist.errors import Fenced, UsageError
+from raydist.run import lease as leases
+from raydist.run.directory import RunDir, begin_attempt, fenced, resume_attempt, start_anew
+from raydist.run.lease import DriverLease, ask_stop, driven_since, newest_driver
+from raydist.run.status import LOST_AFTER_S, this_process
+
+TAKE = """
+import sys
+from raydist.errors import UsageError
+from raydist.run.lease import DriverLease
+from raydist.run.directory import RunDir
+RunDir(sys.argv[1]).storage.files("")
+print("ready", flush=True)
+for name in sys.stdin:
+    try:
+        lease = DriverLease(RunDir(sys.argv[1] + "/" + name.strip()))
+        print("won", flush=True)
+    except UsageError:
+        print("refused", flush=True)
+"""
+
+
+def driver(folder: Path) -> subprocess.Popen[str]:
+    """A process that takes the lease of each run whose name it is told, and keeps it; ready to do so."""
+    command = [sys.executable, "-c", TAKE, str(folder)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def tell(process: subprocess.Popen[str], run: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(run + "\n")
+    process.stdin.flush()
+
+
+def word(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def until(met: Callable[[], bool]) -> None:
+    """Waits for what another thread does."""
+    deadline = time.monotonic() + 30
+    while not met():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.01)
+
+
+def body(run: RunDir, number: int) -> dict[str, Any]:
+    return dict(json.loads(run.storage.read(f"drivers/{number:06d}.json")))
+
+
+def put(run: RunDir, number: int, age: float = 0.0, **changes: Any) -> None:
+    """The word of a driver on another host."""
+    holder = {"driver": {**this_process(), "host": "elsewhere", "pid": 77}, "key": "theirs", "ended": False}
+    told = {**holder, "renewed_at": time.time() - age, **changes}
+    run.storage.write(f"drivers/{number:06d}.json", json.dumps(told).encode())
+
+
+def test_two_drivers_at_the_same_moment(tmp_path: Path) -> None:
+    """Two processes, twenty runs: one and only one gets each. Once it is killed the other need not wait."""
+    both = [driver(tmp_path) for _ in range(2)]
+    try:
+        for i in range(20):
+            for process in both:
+                tell(process, f"run-{i}")
+            words = [word(process) for process in both]
+            assert sorted(words) == ["refused", "won"], i
+        winner, other = both if words[0] == "won" else both[::-1]
+        tell(other, "run-19")
+        assert word(other) == "refused"
+        winner.kill()
+        winner.wait()
+        tell(other, "run-19")
+        assert word(other) == "won", "its process is gone from this host, and 30 s have not passed"
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
+
+
+def test_the_refusal_names_who_trains(tmp_path: Path) -> None:
+    """With process, host and what can be done; and the exit code of a usage error."""
+    run = RunDir(tmp_path / "mine")
+    with DriverLease(run), pytest.raises(UsageError, match="run mine is being trained already, by process") as caught:
+        DriverLease(run)
+    assert caught.value.exit_code == 2
+    DriverLease(run).release()
+    assert run.storage.files("drivers").keys() == {"drivers/000002.json"}, (
+        "released, taken again, and older ones are gone"
+    )
+
+
+@pytest.mark.parametrize(
+    ("age", "changes", "free"),
+    [
+        (LOST_AFTER_S - 5, {}, False),
+        (LOST_AFTER_S + 1, {}, True),
+        (0.0, {"ended": True}, True),
+        (0.0, {"driver": this_process(2**22 + 1)}, True),
+    ],
+    ids=["alive", "expired", "ended", "gone from this host"],
+)
+def test_when_it_is_free(tmp_path: Path, age: float, changes: dict[str, Any], free: bool) -> None:
+    """A driver elsewhere is believed for 30 s after its last renewal, or until it says that it has ended."""
+    run = RunDir(tmp_path)
+    put(run, 4, age, **changes)
+    if free:
+        with DriverLease(run):
+            assert not body(run, 5)["ended"]
+        assert body(run, 5)["ended"]
+    else:
+        with pytest.raises(UsageError, match="by process 77 on elsewhere"):
+            DriverLease(run)
+
+
+def test_renewed_while_it_is_held_and_lost_to_a_newer_one(tmp_path: Path) -> None:
+    """The driver learns that another one has taken over, and leaves that one's word alone."""
+    run = RunDir(tmp_path)
+    lease = DriverLease(run, renew_s=0.02)
+    first = body(run, 1)["renewed_at"]
+    until(lambda: body(run, 1)["renewed_at"] > first)
+    assert lease.lost() is None
+    put(run, 2)
+    until(lambda: lease.lost() is not None)
+    error = lease.lost()
+    assert isinstance(error, Fenced)
+    assert "another driver has taken over, process 77 on elsewhere" in error.message
+    lease.release()
+    assert body(run, 2)["key"] == "theirs"
+    assert not body(run, 1)["ended"]
+
+
+def test_storage_that_goes_for_a_while_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is not there, or refuses, is no other driver."""
+    run = RunDir(tmp_path / "run")
+    looked = threading.Semaphore(0)
+    lease = DriverLease(run, renew_s=0.02)
+    newest = lease._newest
+
+    def look() -> Any:
+        looked.release()
+        return newest()
+
+    monkeypatch.setattr(lease, "_newest", look)
+    (tmp_path / "run").rename(tmp_path / "away")
+    for _ in range(3):
+        assert looked.acquire(timeout=30)
+    assert lease.lost() is None
+    assert not (tmp_path / "run").exists(), "nothing is written where the run is not"
+    (tmp_path / "away").rename(tmp_path / "run")
+    before = body(run, 1)["renewed_at"]
+    until(lambda: body(run, 1)["renewed_at"] > before)
+    lease.release()
+
+
+def test_on_an_object_store(s3: Any) -> None:
+    """Refused, given back, and taken by exactly one of two that write the same number; a later word at a renewal is obeyed.
+    A stop is heard."""
+    run = RunDir(s3.uri("runs/leased"))
+    lease = DriverLease(run, renew_s=0.05, settle_s=0.1)
+    driver = newest_driver(run)
+    assert driver is not None
+    assert ask_stop(run, driver)
+    until(lambda: lease.asked_to_stop() == f"process {os.getpid()} on {socket.gethostname()}")
+    with pytest.raises(UsageError, match="is being trained already"):
+        DriverLease(run)
+    put(run, 1)
+    until(lambda: lease.lost() is not None)
+    lease.release()
+    assert body(run, 1)["key"] == "theirs"
+    put(run, 1, ended=True)
+
+    for number in (2, 3):
+        won: list[DriverLease] = []
+        together = threading.Barrier(2)
+
+        def take(won: list[DriverLease] = won, together: threading.Barrier = together) -> None:
+            mine = RunDir(run.full_uri)
+            mine.storage.files("")
+            together.wait()
+            try:
+                won.append(DriverLease(mine, settle_s=0.5))
+            except UsageError:
+                return
+
+        threads = [threading.Thread(target=take) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        assert won[0]._number == number
+        won[0].release()
+
+
+def test_starting_anew_keeps_the_numbers(tmp_path: Path) -> None:
+    """What was there is gone, but the old attempt stays fenced, and what it committed counts nowhere."""
+    run = RunDir(tmp_path)
+    begin_attempt(run, 1)
+    resume_attempt(run, 1, 0)
+    run.storage.write("checkpoints/step-00000010/MANIFEST-0001.json", b"{}")
+    run.storage.write("spec.yaml", b"")
+    old = run.lineage()
+    with DriverLease(run):
+        start_anew(run)
+        assert run.storage.folders() == ["attempts", "drivers"]
+    assert run.storage.files() == {}
+    assert fenced(run, 1)
+    assert run.committed() == []
+    assert (old.voided_by(1, 10), run.lineage().voided_by(1, 10)) == (None, 2)
+
+
+def test_the_heartbeat_leaves_room(tmp_path: Path) -> None:
+    """Several renewals may fail before the lease is taken for expired."""
+    assert 4 * leases.RENEW_S < LOST_AFTER_S
+
+
+def test_since_when_it_is_driven(tmp_path: Path) -> None:
+    """Since the lease was taken; by nobody before and after, nor once it is not renewed any more."""
+    run, before = RunDir(tmp_path), time.time()
+    assert driven_since(run) is None
+    with DriverLease(run):
+        since = driven_since(run)
+        assert since is not None
+        assert before <= since <= time.time()
+        assert driven_since(run, time.time() + LOST_AFTER_S + 1) is None
+    assert driven_since(run) is None

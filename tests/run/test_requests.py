@@ -1,0 +1,47 @@
+"""raydist.run.requests: what somebody asks of a live run, as files in its folder."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from raydist.run import requests
+from raydist.run.directory import REQUESTS, RunDir
+
+
+def test_requests_come_in_order_and_go(tmp_path: Path) -> None:
+    """Each has a number of its own, and none comes twice; the oldest comes first."""
+    run = RunDir(tmp_path)
+    assert requests.pending(run) == []
+    one, two = requests.ask_trace(run, 3, 60.0), requests.ask_trace(run, 5, 60.0)
+    assert requests.pending(run) == [one, two]
+    assert [(r.number, r.steps) for r in (one, two)] == [(1, 3), (2, 5)]
+    requests.withdraw(run, 1)
+    requests.withdraw(run, 2)
+    requests.withdraw(run, 2)
+    assert requests.pending(run) == []
+    assert requests.ask_trace(run, 1, 60.0).number == 3, "a run that has seen 1 and 2 would not take them up again"
+
+
+def test_one_that_nobody_waits_for_counts_no_longer(tmp_path: Path) -> None:
+    """Its asker was killed: after its deadline it is not pending, and the next one to ask takes it away. Nor does a damaged one."""
+    run = RunDir(tmp_path)
+    requests.ask_trace(run, 3, -1.0)
+    assert requests.pending(run) == []
+    assert len(run.storage.files(REQUESTS)) == 1
+    run.storage.write(f"{REQUESTS}/trace-0009.json", b"{")
+    mine = requests.ask_trace(run, 3, 60.0)
+    assert requests.pending(run) == [mine]
+    assert mine.until > time.time()
+    assert sorted(run.storage.files(REQUESTS)) == [f"{REQUESTS}/trace-0002.json", f"{REQUESTS}/trace-0009.json"]
+
+
+def test_parts_of_the_newest_attempt(tmp_path: Path) -> None:
+    """Which are there and whose are to come; what an attempt that was cut off has left does not count with the next one's."""
+    run = RunDir(tmp_path)
+    assert requests.parts(run, 4) == ([], [])
+    for attempt, rank, world in ((1, 0, 3), (1, 1, 3), (2, 1, 2)):
+        run.storage.write(requests.part_name(4, attempt, rank, world), b"")
+    assert requests.parts(run, 4) == ([requests.part_name(4, 2, 1, 2)], [0])
+    run.storage.write(requests.part_name(4, 2, 0, 2), b"")
+    assert requests.parts(run, 4) == ([requests.part_name(4, 2, rank, 2) for rank in (0, 1)], [])

@@ -1,0 +1,77 @@
+"""raydist.run.status: what a reader concludes from the last word of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist.errors import StorageError
+from raydist.run.directory import SPEC, STATE, RunDir
+from raydist.run.status import LOST_AFTER_S, last_word, read_state, this_process, write_state
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "a-run")
+
+
+def state(**changes: Any) -> dict[str, Any]:
+    return {"status": "running", "heartbeat_at": 1000.0, "driver": this_process(), **changes}
+
+
+@pytest.mark.parametrize(("age", "status"), [(0.0, "running"), (LOST_AFTER_S, "running"), (LOST_AFTER_S + 1, "lost")])
+def test_old_heartbeat_means_lost(run: RunDir, age: float, status: str) -> None:
+    """A run that says running is lost 30 s after its last heartbeat, and not before."""
+    write_state(run, state())
+    assert read_state(run, now=1000.0 + age)["status"] == status
+
+
+@pytest.mark.parametrize("status", ["finished", "paused", "stopped", "interrupted"])
+def test_a_terminal_status_stays(run: RunDir, status: str) -> None:
+    """What ended with a word is not lost, however old it is and though its driver is gone."""
+    write_state(run, state(status=status, driver={**this_process(), "pid": 2**22 + 1}))
+    assert read_state(run, now=1e9)["status"] == status
+
+
+def test_dead_driver_on_this_host_means_lost_at_once(run: RunDir) -> None:
+    """With a fresh heartbeat: running while the driver's process lives, lost once it is gone, also while nobody has reaped it."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as driver:
+        write_state(run, state(driver=this_process(driver.pid)))
+        assert read_state(run, now=1001.0)["status"] == "running"
+        driver.kill()
+        os.waitid(os.P_PID, driver.pid, os.WEXITED | os.WNOWAIT)
+        assert read_state(run, now=1001.0)["status"] == "lost"
+    assert read_state(run, now=1001.0)["status"] == "lost"
+
+
+@pytest.mark.parametrize("change", [{"host": "another-host"}, {"pids": "another boot or container"}])
+def test_process_ids_of_elsewhere_say_nothing(run: RunDir, change: dict[str, str]) -> None:
+    """A process id counts only where ids mean the same: of another host or container, the heartbeat alone decides."""
+    write_state(run, state(driver={**this_process(2**22 + 1), **change}))
+    assert read_state(run, now=1001.0)["status"] == "running"
+
+
+def test_before_the_first_word(run: RunDir) -> None:
+    """Between spec.yaml and the first heartbeat a run is running; when none ever came it is lost."""
+    run.storage.write(SPEC, b"name: x\n")
+    assert read_state(run) == {"status": "running"}
+    assert read_state(run, now=time.time() + LOST_AFTER_S + 5) == {"status": "lost"}
+    assert last_word(run) is None
+
+
+def test_state_is_strict_json_and_damage_is_told(run: RunDir) -> None:
+    """NaN becomes null; a state.json that is none raises StorageError naming it."""
+    write_state(run, state(loss=math.nan, step=7))
+    raw = json.loads(run.storage.read(STATE), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert (raw["v"], raw["loss"], raw["step"]) == (1, None, 7)
+    run.storage.write(STATE, b'{"status": "running"}')
+    with pytest.raises(StorageError, match=r"state\.json is damaged"):
+        read_state(run)

@@ -1,0 +1,164 @@
+"""Where runs are stored: each source beats those after it, and a folder `runs` counts only where raydist has stored there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raydist.errors import RunNotFound, UserError
+from raydist.run import directory, storage_choice, sweep_directory
+from raydist.run.storage_choice import choose, config_file, holds_runs, others
+from raydist.storage import Storage
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder of a user with a home of their own, in which nothing chooses a storage yet: HOME/work/deep."""
+    for name in ("RAYDIST_STORAGE", "XDG_CONFIG_HOME", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    here = tmp_path / "work" / "deep"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    return here
+
+
+def stored(folder: Path, name: str = "a-run") -> Path:
+    """That folder, with a run in it."""
+    Storage(folder).at(name).write("spec.yaml", b"")
+    return folder
+
+
+def configure(text: str) -> Path:
+    """The user's configuration file, with that text."""
+    path = config_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_the_order(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the last source to the first, each once said beats all after it, and tells its name."""
+    assert (choose().uri, choose().source) == ("~/raydist", "default")
+    far = stored(tmp_path / "work" / "runs")
+    assert (choose().uri, choose().source) == (str(far), "folder")
+    near = stored(place / "runs")
+    assert choose().uri == str(near)
+    path = configure('storage = "/configured"\n')
+    assert (choose().uri, choose().source) == ("/configured", "configuration")
+    assert str(path) in choose().because
+    monkeypatch.setenv("RAYDIST_STORAGE", "/from/environment")
+    assert (choose().uri, choose().source) == ("/from/environment", "environment")
+    assert (choose("/given").uri, choose("/given").source) == ("/given", "option")
+    assert directory.default_storage() == "/from/environment"
+
+
+@pytest.mark.parametrize(
+    ("names", "counts"),
+    [
+        ([], False),
+        (["x/readme.md", "spec.yaml"], False),
+        ([".data/"], True),
+        ([".tuned/"], True),
+        (["x/spec.yaml"], True),
+        (["x/cells.jsonl"], True),
+    ],
+)
+def test_which_folders_count(place: Path, names: list[str], counts: bool) -> None:
+    """Those with a mark of raydist's own, a run or a sweep; no other tool's `runs`."""
+    runs = place / "runs"
+    runs.mkdir()
+    for name in names:
+        path = runs / name
+        if name.endswith("/"):
+            path.mkdir()
+        else:
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+    assert holds_runs(runs) is counts
+    assert choose().source == ("folder" if counts else "default")
+
+
+def test_the_names_are_those_of_runs_and_sweeps() -> None:
+    """What makes a folder count is what makes it a run or a sweep for every command."""
+    assert storage_choice.FIRSTS == (directory.SPEC, sweep_directory.CELLS)
+    assert storage_choice.MARKS == (directory.DATA, directory.TUNED)
+
+
+def test_another_user_s_folder_does_not_count(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may write above the current folder cannot choose where runs go on."""
+    stored(place / "runs")
+    monkeypatch.setattr("os.geteuid", lambda: 4242)
+    assert choose().source == "default"
+
+
+def test_a_ray_job_looks_for_no_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its current folder is a temporary copy; environment and configuration count as everywhere."""
+    stored(place / "runs")
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    assert choose().uri == "~/raydist"
+    configure('storage = "/configured"\n')
+    assert choose().uri == "/configured"
+
+
+def test_xdg_config_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the configuration file if it is absolute, as the specification says."""
+    assert config_file() == tmp_path / ".config/raydist/config.toml"
+    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
+    assert config_file() == tmp_path / ".config/raydist/config.toml"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    configure('storage = "s3://bucket/runs"')
+    assert (tmp_path / "xdg/raydist/config.toml").is_file()
+    assert choose().uri == "s3://bucket/runs"
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("storage = /data", "no valid TOML", 'write storage = "/folder/or/uri"'),
+        ('storge = "/data"', 'unknown key "storge"', 'did you mean "storage"?'),
+        ("gpus = 3", 'unknown key "gpus"', "it may say: storage"),
+        ("storage = 3", "storage: 3", "in quotes"),
+        ('storage = ""', "storage: ''", "in quotes"),
+    ],
+)
+def test_a_bad_configuration_file(text: str, message: str, hint: str) -> None:
+    """One error that names the file, what is wrong and what to write; exit code 2. An option needs no file."""
+    path = configure(text)
+    with pytest.raises(UserError) as caught:
+        choose()
+    assert caught.value.message.startswith(f"{path}: ")
+    assert message in caught.value.message
+    assert hint in caught.value.hint
+    assert caught.value.exit_code == 2
+    assert choose("/given").uri == "/given"
+
+
+def test_other_places_with_runs(place: Path, tmp_path: Path) -> None:
+    """The nearest folder `runs` and ~/raydist, where they hold runs and are not what was chosen."""
+    assert others(choose()) == []
+    runs, default = stored(place / "runs"), stored(tmp_path / "raydist")
+    assert others(choose()) == [str(default)]
+    assert others(choose("~/raydist")) == [str(runs)]
+    assert others(choose("s3://bucket/runs")) == [str(runs), str(default)]
+
+
+def test_what_is_not_found_says_where_it_was_looked_for(place: Path, tmp_path: Path) -> None:
+    """The place and why there, near names, what is there, other places; for runs and for sweeps, and a sweep is no run."""
+    stored(place / "runs", "quickstart")
+    stored(tmp_path / "raydist")
+    with pytest.raises(RunNotFound) as caught:
+        directory.resolve("quikstart")
+    assert caught.value.message == (
+        f"no run 'quikstart': looked at {place}/runs/quikstart (the nearest folder 'runs' with raydist's runs)"
+    )
+    assert caught.value.hint.splitlines()[:2] == ["did you mean 'quickstart'?", "  runs there: quickstart"]
+    assert f"there are runs in {tmp_path}/raydist" in caught.value.hint
+    assert "look elsewhere with --storage, RAYDIST_STORAGE, or storage" in caught.value.hint
+    Storage(place / "runs").at("lr-batch").write("cells.jsonl", b"")
+    with pytest.raises(RunNotFound, match="'lr-batch' is a sweep"):
+        directory.resolve("lr-batch")
+    with pytest.raises(RunNotFound, match="the nearest folder 'runs'") as caught:
+        sweep_directory.resolve_sweep("lr-bach")
+    assert "did you mean 'lr-batch'?" in caught.value.hint

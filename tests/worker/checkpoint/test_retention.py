@@ -1,0 +1,93 @@
+"""Pruning: what stays, and that no reader loses what it reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raydist.checkpoint import manifest, retention
+from raydist.checkpoint.manifest import Manifest
+from raydist.errors import CheckpointNotFound
+from raydist.run.directory import RunDir
+
+
+def put(run: RunDir, step: int, eval_loss: float | None = None) -> None:
+    made = Manifest(step, 1, 1, 0.0, "", {}, {}, eval_loss=eval_loss)
+    run.storage.write(f"checkpoints/step-{step:08d}/shard-x.bin", b"bytes")
+    run.storage.write(manifest.path(step, "MANIFEST-0001.json"), made.dumps())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """Six committed steps, of which the second has the best eval loss."""
+    run = RunDir(tmp_path)
+    for step in range(1, 7):
+        put(run, step, 1.0 if step == 2 else 3.0)
+    return run
+
+
+def test_newest_and_best_stay(run: RunDir) -> None:
+    """`keep` newest and the best by eval loss; the rest is gone, folders and all."""
+    assert retention.prune(run, 2) == [1, 3, 4]
+    assert run.committed() == [2, 5, 6]
+    assert run.storage.folders("checkpoints") == ["step-00000002", "step-00000005", "step-00000006"]
+    assert retention.prune(run, 2) == []
+
+
+def test_what_is_read_stays(run: RunDir) -> None:
+    """A leased checkpoint is spared while it is read, and goes with the next pruning after."""
+    with retention.leased(run, 1):
+        assert retention.prune(run, 2) == [3, 4]
+        assert manifest.verify(run, 1) == []
+    assert retention.prune(run, 2) == [1]
+
+
+def test_a_reader_in_the_midst_of_pruning_turns_away(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that comes after the mark and before the deletion is told so, and does not read half a checkpoint."""
+    delete = run.storage.delete
+    told: list[str] = []
+
+    def come_first(name: str) -> None:
+        monkeypatch.undo()
+        with pytest.raises(CheckpointNotFound, match="step 1 was just pruned") as caught:
+            retention.Lease(RunDir(run.uri), 1)
+        told.append(str(caught.value))
+        delete(name)
+
+    monkeypatch.setattr(run.storage, "delete", come_first)
+    assert retention.prune(run, 2) == [1, 3, 4]
+    assert len(told) == 1
+    assert 1 not in run.committed()
+
+
+def test_a_dead_reader_does_not_hold_for_ever(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that was never given back ends by its time; so does the mark of one who died while pruning."""
+    monkeypatch.setattr(retention, "LEASE_S", -1.0)
+    retention.Lease(run, 1)
+    assert retention.prune(run, 2) == [1, 3, 4]
+    run.storage.write(manifest.path(5, retention.MARK), b'{"until":0}')
+    with retention.leased(run, 5):
+        pass
+
+
+def test_orphans_go_but_for_the_one_in_flight(run: RunDir) -> None:
+    """What a killed save left behind goes when the saver prunes; the command line leaves it, for it may be in flight."""
+    for step in (7, 8):
+        run.storage.write(f"checkpoints/step-{step:08d}/shard-y.bin", b"half")
+    retention.prune(run, 6)
+    assert len(run.storage.folders("checkpoints")) == 8
+    retention.prune(run, 6, orphans=True, spare=8)
+    assert run.storage.folders("checkpoints")[-2:] == ["step-00000006", "step-00000008"]
+
+
+def test_a_folder_that_may_not_be_written_can_be_read(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader without the right to write goes without a lease."""
+    from raydist.errors import StorageError
+
+    def refuse(name: str, data: bytes) -> None:
+        raise StorageError(f"cannot write {name}: read-only")
+
+    monkeypatch.setattr(run.storage, "write", refuse)
+    with retention.leased(run, 6):
+        assert manifest.read(run, 6).step == 6

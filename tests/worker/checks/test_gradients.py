@@ -1,0 +1,260 @@
+"""train.check_gradients on real ranks: what is spoilt is named with its ranks, what is sound is not, and no bit changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raydist import registry
+from raydist.records import Event
+from raydist.report import text
+from raydist.spec import JobSpec
+from raydist.worker.checks.gradients import NAMED, TOLERANCE, GradientCheck, judge
+from raydist.worker.distributed import Rank
+from raydist.worker.parallel import replicas
+from raydist.worker.step import TrainStep
+from tests.training import CONTEXT, Trainer, alone, counted, job, mine, run, samples
+from tests.worker.checks.test_bad_steps import dataset, exact, of, spec_of, trained, weights
+
+__all__ = ["dataset"]
+
+ODD = "blocks.1.mlp.down.weight"
+
+
+class Said:
+    """A Reporter's `say`, kept."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def say(self, kind: str, **data: Any) -> None:
+        self.events.append({"kind": kind, **data})
+
+
+class Partly(nn.Module):
+    """Parameters of which `rest` counts in the loss of every step but those in `without`, and `dead` always with weight zero."""
+
+    def __init__(self, vocab: int, without: tuple[int, ...]) -> None:
+        super().__init__()
+        self.table, self.rest = nn.Embedding(vocab, vocab), nn.Linear(vocab, vocab)
+        self.dead = nn.Parameter(torch.ones(vocab))
+        self.without, self.step = without, 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens -> logits."""
+        out: torch.Tensor = self.table(tokens) + 0.0 * self.dead
+        return out if self.step in self.without else out + self.rest(out)
+
+
+class Checked:
+    """A trainer whose step looks at gradients: every step, or what `every` says."""
+
+    def __init__(self, rank: Rank, spec: JobSpec, model: nn.Module | None = None, every: int = 1) -> None:
+        self.trainer = trainer = Trainer(rank, spec, full=6 * CONTEXT, model=model)
+        self.said = Said()
+        check = GradientCheck(rank, trainer.strategy.shards(), every, self.said if rank.first else None)  # type: ignore[arg-type]
+        self.check = check
+        self.step = TrainStep(
+            rank, trainer.strategy, trainer.optimizer, trainer.precision,
+            full_tokens=6 * CONTEXT, clip=0.5, before_update=lambda: None, gradients=check,
+        )  # fmt: skip
+
+    def run(self, number: int) -> float:
+        batches = mine(self.trainer.rank, *samples(6, seed=number), 2)
+        return self.step(number, batches, counted(batches), 1e-2, False).loss
+
+    def told(self) -> list[dict[str, Any]]:
+        """The events but notes."""
+        return [e for e in self.said.events if e["kind"] == "gradients"]
+
+
+def calm(rank: Rank, variant: str, precision: str) -> tuple[bool, list[dict[str, Any]]]:
+    """Whether four steps have the same losses and weights with a look at each as without one; and what was told."""
+    looked, plain = (Checked(rank, job(variant, precision=precision), every=every) for every in (1, 100))
+    same = [looked.run(step) for step in (1, 2, 3, 4)] == [plain.run(step) for step in (1, 2, 3, 4)]
+    others = plain.trainer.whole()
+    same = same and all(torch.equal(value, others[name]) for name, value in looked.trainer.whole().items())
+    return same, looked.told()
+
+
+SORTS = [*((name, "fp32") for name in [*registry.names("parallel"), "hsdp in pairs"]), ("ddp", "bf16")]
+
+
+@pytest.mark.parametrize(("variant", "precision"), SORTS)
+def test_a_clean_run_has_the_same_bits_and_nothing_to_say(ranks: Any, variant: str, precision: str) -> None:
+    """On 4 ranks, each step looked at: no event, the losses and weights of a run without it, bit for bit."""
+    assert run(ranks, calm, 4, variant, precision) == [(True, [])] * 4
+
+
+def spoil_ddp(made: Checked, odd: int, factor: float) -> None:
+    """From now on rank `odd` gets other sums than the others: after its all-reduce a bucket's are multiplied."""
+    rank = made.trainer.rank
+
+    def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        work = dist.all_reduce(bucket.buffer().div_(rank.world_size), async_op=True)
+        assert work is not None
+
+        def back(done: Any) -> torch.Tensor:
+            sums: torch.Tensor = done.value()[0]
+            named = dict(made.trainer.model.named_parameters())
+            for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                if rank.rank == odd and parameter is named[ODD]:
+                    grad.mul_(factor)
+            return sums
+
+        return work.get_future().then(back)
+
+    hook.__annotations__.clear()  # torch compares them, and ours are strings
+    made.trainer.strategy.module.register_comm_hook(None, hook)  # type: ignore[operator]
+
+
+def spoilt(rank: Rank, variant: str, odd: int, factor: float) -> list[dict[str, Any]]:
+    """What is told of three steps in which rank `odd` has another gradient of one parameter than its replicas."""
+    made = Checked(rank, job(variant))
+    if variant == "ddp":
+        spoil_ddp(made, odd, factor)
+    elif rank.rank == odd:
+        # FSDP calls it with the reduced gradient.
+        parameter = dict(made.trainer.model.named_parameters())[ODD]
+        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(factor))  # type: ignore[no-untyped-call, union-attr]
+    for step in (1, 2, 3):
+        made.run(step)
+    return made.told()
+
+
+@pytest.mark.parametrize(
+    ("variant", "world", "named"), [("ddp", 3, [1]), ("ddp", 2, [0, 1]), ("hsdp in pairs", 4, [1, 3])]
+)
+def test_a_gradient_that_differs_is_named(ranks: Any, variant: str, world: int, named: list[int]) -> None:
+    """Rank 1 has 0.1% more in one parameter: told once, with that rank where the others are more, else all that should agree."""
+    (told,) = run(ranks, spoilt, world, variant, 1, 1.001)[0]
+    (problem,) = told["problems"]
+    assert (told["step"], told["count"]) == (1, 1)
+    assert (problem["parameter"], problem["problem"], problem["ranks"]) == (ODD, "differs", named)
+    assert problem["most"] == pytest.approx(1.001 * problem["least"], rel=1e-4)
+
+
+def test_a_gradient_that_is_nan_on_one_rank_is_named(ranks: Any) -> None:
+    """After the sync, so that only that rank has it; and the step is refused as it always is, which the others never hear of."""
+    results = ranks.run(poisoned, 3)
+    assert [p for e in results[0] for p in e["problems"]] == [{"parameter": ODD, "problem": "not_finite", "ranks": [2]}]
+
+
+def poisoned(rank: Rank) -> list[dict[str, Any]]:
+    """What a look tells where rank 2 has NaN in one parameter's sum."""
+    made = Checked(rank, job("ddp"))
+    spoil_ddp(made, 2, float("nan"))
+    trainer, batches = made.trainer, mine(rank, *samples(6), 6)
+    with trainer.strategy.accumulate(last=True):
+        from raydist.worker.step import loss_sum
+
+        loss_sum(trainer.strategy.module, batches[0]).backward()  # type: ignore[no-untyped-call]
+    trainer.strategy.grad_norm()
+    made.check.look(1)
+    return made.told()
+
+
+def partly(rank: Rank, variant: str) -> list[dict[str, Any]]:
+    """What is told of four steps: in the second and third, two parameters take no part in the loss."""
+    model = Partly(13, without=(2, 3))
+    made = Checked(rank, job(variant), model=model)
+    for step in (1, 2, 3, 4):
+        model.step = step
+        made.run(step)
+    return made.told()
+
+
+@pytest.mark.parametrize(("variant", "world"), [("ddp", 1), ("zero3", 2), ("hsdp in pairs", 4)])
+def test_missing_and_zero_gradients_are_named(ranks: Any, variant: str, world: int) -> None:
+    """A parameter without gradient, on all ranks; one whose gradient is all zero; told when that changes, and not in between."""
+    told = run(ranks, partly, world, variant)[0]
+    every = list(range(world))
+    dead = {"parameter": "dead", "problem": "zero", "ranks": every}
+    absent = [{"parameter": f"rest.{name}", "problem": "missing", "ranks": every} for name in ("weight", "bias")]
+    assert [(e["step"], sorted(e["problems"], key=str)) for e in told] == [
+        (1, [dead]),
+        (2, sorted([*absent, dead], key=str)),
+        (4, [dead]),
+    ]
+
+
+def test_the_whole_loop(ranks: Any, dataset: str, tmp_path: Path) -> None:
+    """train.check_gradients: 2 in a run: a note with what a look costs, no other word, weights of a run without it, bit for bit."""
+    raw = spec_of(dataset).model_dump()
+    spec = JobSpec.model_validate(raw | {"train": raw["train"] | {"check_gradients": 2}})
+    steps, events, error = run(ranks, trained, 2, spec, str(tmp_path / "checked"))[0]
+    assert error is None
+    (note,) = [e["text"] for e in of(events, "note") if "check_gradients" in e["text"]]
+    assert note.startswith("train.check_gradients: 2: a look takes ")
+    assert note.endswith("% of the time")
+    assert of(events, "gradients") == []
+    plain, _, _ = run(ranks, trained, 2, spec_of(dataset), str(tmp_path / "plain"))[0]
+    assert exact(steps) == exact(plain)
+    assert weights(tmp_path / "checked") == weights(tmp_path / "plain")
+
+
+def test_bad_numbers_are_told_beside_what_on_nan_does(dataset: str, tmp_path: Path) -> None:
+    """A batch that makes the loss NaN at step 5: `gradients` names parameters, `non_finite` and the skip are as without a check."""
+    from tests.worker.checks.test_bad_steps import sample
+
+    raw = spec_of(dataset, "skip", {"poison": sample(dataset, 5)[0]}).model_dump()
+    spec = JobSpec.model_validate(raw | {"train": raw["train"] | {"check_gradients": 1}})
+    steps, events, error = trained(alone(), spec, str(tmp_path))
+    assert error is None
+    assert len(steps) == 8
+    assert [e["action"] for e in of(events, "non_finite")] == ["skip"]
+    (told,) = of(events, "gradients")
+    assert told["step"] == 5
+    assert {(p["problem"], *p["ranks"]) for p in told["problems"]} == {("not_finite", 0)}
+    assert told["count"] > NAMED - 1 or told["count"] == len(told["problems"])
+
+
+def test_a_run_with_one_look_tells_its_cost_too(dataset: str, tmp_path: Path) -> None:
+    """At its end; without a share, for there is no time between two looks."""
+    raw = spec_of(dataset).model_dump()
+    spec = JobSpec.model_validate(raw | {"train": raw["train"] | {"check_gradients": 5}})
+    _, events, _ = trained(alone(), spec, str(tmp_path))
+    (note,) = [e["text"] for e in of(events, "note") if "check_gradients" in e["text"]]
+    assert note.startswith("train.check_gradients: 5: a look takes ")
+    assert note.endswith(" ms")
+
+
+def test_an_overflow_in_fp16_is_no_problem() -> None:
+    """Its gradients are infinite, and the scale is halved, as ever; nothing is told."""
+    precision = {"params": "fp16", "loss_scale": {"initial": 2.0**40}}
+    made = Checked(alone(), job("ddp", precision=precision))
+    made.run(1)
+    assert made.trainer.precision.loss_scale == 2.0**39
+    assert made.told() == []
+
+
+def test_judgement_by_hand() -> None:
+    """Two parameters on four ranks in pairs: within tolerance is the same; of a pair that differs nobody is in the minority."""
+    whole, pairs = replicas(None, 4), ((0, 2), (1, 3))
+    near = 1 + TOLERANCE / 2
+    norms = np.array([[1.0, 2.0, 0.0], [near, 3.0, 0.0], [1.0, 2.0, 0.0], [1.0, 3.5, 0.0]])
+    assert judge(["a", "b", "c"], [whole, pairs, whole], norms) == [
+        {"parameter": "b", "problem": "differs", "ranks": [1, 3], "least": 3.0, "most": 3.5},
+        {"parameter": "c", "problem": "zero", "ranks": [0, 1, 2, 3]},
+    ]
+    norms[2, 0], norms[3, 0] = -1.0, np.nan
+    assert judge(["a", "b", "c"], [whole, pairs, whole], norms)[:2] == [
+        {"parameter": "a", "problem": "missing", "ranks": [2]},
+        {"parameter": "a", "problem": "not_finite", "ranks": [3]},
+    ]
+
+
+def test_it_reads_as_a_sentence() -> None:
+    """The event as one line: parameter, what, ranks, norms, and how many more."""
+    problems = [
+        {"parameter": "a", "problem": "differs", "ranks": [1], "least": 1.0, "most": 2.0},
+        {"parameter": "b", "problem": "missing", "ranks": [0, 1]},
+    ]
+    told = text.event(Event("gradients", 0.0, {"step": 4, "problems": problems, "count": 5}))
+    assert told == "step 4: the gradient of a differs on rank 1 (norms 1 to 2); b is missing on ranks 0, 1; and 3 more"

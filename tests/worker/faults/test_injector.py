@@ -1,0 +1,181 @@
+"""Faults in a rank of one, without Ray: when they happen, how often, and what of them tests/faults cannot see from outside."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raydist import faults
+from raydist.errors import StorageError
+from raydist.faults import (
+    DiskFull,
+    Fault,
+    FlipBit,
+    KillAgent,
+    KillNode,
+    Raise,
+    ReadOnly,
+    SlowRank,
+    SlowStorage,
+    StorageGone,
+)
+from raydist.ipc.heartbeat import Heartbeat
+from raydist.run.directory import RunDir
+from raydist.worker.faults.injector import InjectedError, Injector
+from tests.training import alone
+
+
+def injector(run: RunDir, *asked: Fault, attempt: int = 1) -> tuple[Injector, Heartbeat]:
+    """That of the only rank, and the heartbeat that its loop has."""
+    made = Injector([fault.model_dump(mode="json") for fault in asked], run, alone(), attempt)
+    return made, made.watch(Heartbeat())
+
+
+def steps(heartbeat: Heartbeat, first: int, last: int) -> list[tuple[int, str]]:
+    """Goes through these steps, of two micro-batches each; where an exception was raised."""
+    raised = []
+    for step in range(first, last + 1):
+        enter: list[tuple[str, Callable[[], None]]] = [("data", lambda step=step: heartbeat.step(step))]  # type: ignore[misc]
+        phases = ("forward", "backward", "forward", "backward", "save", "update", "eval", "eval", "save")
+        enter += [(phase, lambda phase=phase: heartbeat.enter(phase)) for phase in phases]  # type: ignore[misc]
+        for number, (phase, enter_it) in enumerate(enter):
+            try:
+                enter_it()
+            except InjectedError:
+                raised.append((number, phase))
+    return raised
+
+
+@pytest.mark.parametrize(
+    ("phase", "where"), [("data", 0), ("forward", 1), ("backward", 2), ("update", 6), ("eval", 7), ("save", 9)]
+)
+def test_a_fault_happens_where_its_phase_begins_first(tmp_path: Path, phase: Any, where: int) -> None:
+    """Once in its step, and in no other; "save" is the checkpoint's, not the copy before the update."""
+    _, heartbeat = injector(RunDir(tmp_path), Raise(rank=0, step=2, phase=phase))
+    assert steps(heartbeat, 1, 3) == [(where, phase)]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_as_often_as_asked_for_in_a_run(tmp_path: Path, times: int) -> None:
+    """Each attempt trains the step again, and has only the notes of those before it."""
+    asked = Raise(rank=0, step=2, times=times)
+    raised = []
+    for attempt in (1, 2, 3):
+        _, heartbeat = injector(RunDir(tmp_path), asked, attempt=attempt)
+        raised.append(len(steps(heartbeat, 1, 3)))
+    assert raised == ([1, 0, 0] if times == 1 else [1, 1, 0])
+    notes = faults.read_notes(RunDir(tmp_path)).values()
+    assert [(note["fault"], note["attempt"], note["asked"]["message"]) for note in notes] == [
+        ("raise", attempt, "a bug in the user's code") for attempt in range(1, times + 1)
+    ]
+
+
+def test_what_is_another_ranks_is_left_alone(tmp_path: Path) -> None:
+    """No note, no error."""
+    _, heartbeat = injector(RunDir(tmp_path), Raise(rank=1, step=2))
+    assert steps(heartbeat, 1, 3) == []
+    assert faults.read_notes(RunDir(tmp_path)) == {}
+
+
+def test_a_flipped_bit_is_one_bit(tmp_path: Path) -> None:
+    """Of the first element of the parameter that was named, before the update; a wrong name is told with the right one."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    before = [p.detach().clone() for p in model.parameters()]
+    made, heartbeat = injector(RunDir(tmp_path), FlipBit(rank=0, step=1, parameter="1.weight", bit=3))
+    made.attach(model)
+    assert steps(heartbeat, 1, 2) == []
+    changed = [name for (name, p), old in zip(model.named_parameters(), before, strict=True) if not torch.equal(p, old)]
+    assert changed == ["1.weight"]
+    words = [t.detach().reshape(-1).view(torch.int32) for t in (model[1].weight, before[2])]
+    assert [int(n) for n in words[0] ^ words[1]] == [8, 0, 0, 0]
+    made, heartbeat = injector(RunDir(tmp_path), FlipBit(rank=0, step=1, parameter="1.weigth"))
+    made.attach(model)
+    heartbeat.step(1)
+    with pytest.raises(InjectedError, match=r"1\.weigth.*did you mean \"1\.weight\""):
+        heartbeat.enter("update")
+
+
+def test_a_slow_rank_sleeps_once_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In so many steps, whatever the micro-batches."""
+    slept: list[float] = []
+    _, heartbeat = injector(RunDir(tmp_path), SlowRank(rank=0, step=2, seconds=7.0, steps=3))
+    monkeypatch.setattr("raydist.worker.faults.injector.time.sleep", slept.append)
+    steps(heartbeat, 1, 6)
+    assert [s for s in slept if s] == [7.0] * 3
+
+
+def refused(act: Callable[[], object]) -> str | None:
+    """The operating system's reason, if it is."""
+    try:
+        act()
+    except StorageError as error:
+        return error.message.rpartition(": ")[2]
+    return None
+
+
+@pytest.mark.parametrize(
+    ("fault", "number", "writes", "reads", "deletes"),
+    [
+        (DiskFull(step=2, operations=1), errno.ENOSPC, True, False, False),
+        (ReadOnly(step=2, operations=1), errno.EROFS, True, False, True),
+        (StorageGone(step=2, operations=1), errno.EIO, True, True, True),
+    ],
+)
+def test_storage_fails_as_it_would(
+    tmp_path: Path, fault: Fault, number: int, writes: bool, reads: bool, deletes: bool
+) -> None:
+    """Before its step not, in it each operation that it is about, so many times; a file is whole, or not there at all."""
+    reason, data = os.strerror(number), b"x" * 100
+    acts: list[tuple[Callable[[RunDir], object], bool]] = [
+        (lambda run: run.storage.write("a/b", data), writes),
+        (lambda run: run.storage.write_new("a/c", data), writes),
+        (lambda run: run.storage.read("there"), reads),
+        (lambda run: run.storage.files(), reads),
+        (lambda run: run.storage.size("there"), reads),
+        (lambda run: run.storage.open("there").close(), reads),
+        (lambda run: run.storage.delete("gone"), deletes),
+    ]
+    for number, (act, meant) in enumerate(acts):
+        run = RunDir(tmp_path / str(number))
+        run.storage.write("there", data)
+        _, heartbeat = injector(run, fault)
+        heartbeat.step(1)
+        assert run.storage.read("there") == data
+        heartbeat.step(2)
+        assert refused(lambda: act(run)) == (reason if meant else None)  # noqa: B023
+        if meant:
+            assert run.storage.files(unfinished=True) == {"there": 100}
+            assert run.storage.files("a", unfinished=True) == {}
+        assert refused(lambda: run.storage.write("a/d", data)) == (None if meant else (reason if writes else None))  # noqa: B023
+
+
+def test_slow_storage_is_slow_for_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operation sleeps, until the fault is over."""
+    now, slept = [100.0], []
+    monkeypatch.setattr("raydist.worker.faults.faulty_storage.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("raydist.worker.faults.injector.time.sleep", slept.append)
+    run = RunDir(tmp_path)
+    _, heartbeat = injector(run, SlowStorage(step=1, seconds=5.0, delay=0.5))
+    heartbeat.step(1)
+    run.storage.write("a", b"1")
+    assert run.storage.read("a") == b"1"
+    assert slept == [0.5, 0.5]
+    now[0] += 5.1
+    assert run.storage.read("a") == b"1"
+    assert slept == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("fault", [KillAgent(rank=0, step=1), KillNode(rank=0, step=1)])
+def test_nobody_elses_process_is_killed(tmp_path: Path, fault: Fault) -> None:
+    """A rank that no agent and no raylet started says so: what is above this one is the test's own."""
+    _, heartbeat = injector(RunDir(tmp_path), fault)
+    heartbeat.step(1)
+    with pytest.raises(InjectedError, match=fault.fault):
+        heartbeat.enter("forward")

@@ -1,0 +1,191 @@
+"""What a rank sends is counted, whoever starts it, and changes nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from raydist import registry
+from raydist.worker.distributed import Rank
+from raydist.worker.metrics.collective_counters import CollectiveCounters
+from tests.training import Trainer, job, mine, samples
+
+N = 1000
+BYTES = 4 * N
+
+
+def numbers(log: CollectiveCounters) -> dict[str, tuple[int, int, float]]:
+    """Kind -> count, bytes, bytes on the wire."""
+    return {op: (t.count, t.bytes, round(t.wire_bytes, 6)) for op, t in log.totals().items()}
+
+
+def each(rank: Rank) -> Any:
+    """One of every collective, by name."""
+    n, x = rank.world_size, torch.ones(N)
+    whole, parts = torch.ones(n * N), [torch.ones(N) for _ in range(n)]
+    log = CollectiveCounters(rank.device)
+    log.install()
+    try:
+        dist.all_reduce(x)
+        dist.all_reduce(x, async_op=True).wait()
+        dist.all_gather(parts, x)
+        dist.all_gather_into_tensor(whole, x)
+        dist.reduce_scatter_tensor(x, whole)
+        dist.broadcast(x, 0)
+        dist.all_to_all_single(whole, whole.clone())
+        if rank.rank == 0:
+            dist.send(x, 1)
+        elif rank.rank == 1:
+            dist.recv(x, 0)
+        dist.barrier()
+        functional.all_reduce(x, "sum", dist.group.WORLD).sum()
+        functional.all_gather_tensor(x, 0, dist.group.WORLD).sum()
+    finally:
+        log.close()
+    dist.all_reduce(x)
+    return numbers(log), {op: t.seconds > 0 for op, t in log.totals().items()}
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_every_collective_is_counted(ranks: Any, n: int) -> None:
+    """With nccl-tests' size, and what a ring sends, also those that autograd does not see; and none after the end."""
+    whole, ring = n * BYTES, (n - 1) / n
+    for rank, (found, timed) in enumerate(ranks.run(each, n)):
+        expected = {
+            "all_reduce": (3, 3 * BYTES, round(3 * BYTES * 2 * ring, 6)),
+            "all_gather": (3, 3 * whole, round(3 * whole * ring, 6)),
+            "reduce_scatter": (1, whole, round(2 * whole * ring, 6)),  # gloo has none of its own
+            "broadcast": (1, BYTES, float(BYTES)),
+            "all_to_all": (1, whole, round(whole * ring, 6)),
+            "other": (1, 0, 0.0),
+        }
+        if rank < 2:
+            expected["send_recv"] = (1, BYTES, float(BYTES) if rank == 0 else 0.0)
+        assert found == expected
+        assert all(timed.values()), timed
+
+
+def trained(rank: Rank, strategy: str, watched: bool) -> Any:
+    """Two steps: the weights, and what was sent in the second one, over the bytes of the model."""
+    tokens, targets = samples(4)
+    trainer = Trainer(rank, job(strategy), full=targets.numel())
+    log = CollectiveCounters(rank.device)
+    if watched:
+        log.install()
+        trainer.step._around_backward = log.backward
+    batches = mine(rank, tokens, targets, 2)
+    before: dict[str, tuple[int, int, float]] = {}
+    for step in (1, 2):
+        before = numbers(log)
+        trainer.step(step, batches, sum(int((b.targets >= 0).sum()) for b in batches), 0.01, False)
+    sent = {op: moved - before.get(op, (0, 0, 0.0))[1] for op, (_, moved, _) in numbers(log).items()}
+    log.close()
+    weights = trainer.whole()
+    nbytes = sum(p.numel() * p.element_size() for p in weights.values())
+    return {name: p.tolist() for name, p in weights.items()}, {op: moved / nbytes for op, moved in sent.items()}
+
+
+EXPECTED = {
+    "ddp": {"all_reduce": 1.0},
+    "zero1": {"reduce_scatter": 1.0, "all_gather": 1.0},
+    "zero2": {"reduce_scatter": 1.0, "all_gather": 1.0},
+    # Gathered for forward and again for backward; what is needed last in forward and first in backward is kept.
+    "zero3": {"reduce_scatter": 1.0, "all_gather": 1.656},
+    "hsdp": {"reduce_scatter": 1.0, "all_gather": 1.656, "all_reduce": 0.5},
+}
+"""Kind -> bytes over those of the model, on two ranks; hsdp's all-reduce is of its shard, over one replica."""
+
+
+@pytest.mark.parametrize("strategy", registry.names("parallel"))
+def test_what_a_step_sends(ranks: Any, strategy: str) -> None:
+    """Of each strategy, in the size of the model; and the weights are those of an unwatched step, bit for bit."""
+    found = ranks.run(trained, 2, strategy, True)
+    assert [weights for weights, _ in found] == [weights for weights, _ in ranks.run(trained, 2, strategy, False)]
+    for _, sent in found:
+        large = {op: share for op, share in sent.items() if share > 0.01}
+        assert large == pytest.approx(EXPECTED[strategy], abs=0.002)
+
+
+def waited(rank: Rank, overlapped: bool) -> Any:
+    """Rank 1 comes late to an all-reduce; rank 0 waits for it, or does something else meanwhile. Seconds, and exposed ones."""
+    x = torch.ones(N)
+    dist.barrier()
+    log = CollectiveCounters(rank.device)
+    log.install()
+    if rank.rank == 1:
+        time.sleep(0.3)
+        dist.all_reduce(x)
+    else:
+        work = dist.all_reduce(x, async_op=True)
+        while overlapped and not work.is_completed():
+            time.sleep(0.001)
+        work.wait()
+    log.close()
+    total = log.totals()["all_reduce"]
+    return total.seconds, total.exposed_seconds
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_what_nothing_hides_is_exposed(ranks: Any, overlapped: bool) -> None:
+    """The time in which the training thread can do nothing else, and no other."""
+    (seconds, exposed), _ = ranks.run(waited, 2, overlapped)
+    assert seconds > 0.2
+    assert exposed < 0.1 * seconds if overlapped else 0.9 * seconds < exposed <= 1.01 * seconds
+
+
+def buckets(rank: Rank, slow_from: int) -> Any:
+    """DDP over a model of five buckets; rank 1 is late with its gradients from layer `slow_from` of 5 on, in backward's order."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(5)])
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+    x = torch.randn(2, 512)
+    ddp(x).sum().backward()  # DDP groups its buckets anew after this
+    ddp(x).sum().backward()
+    if rank.rank == 1:
+        late = list(reversed(list(model.parameters())))[slow_from]
+        late.register_hook(lambda grad: time.sleep(0.3))
+    dist.barrier()
+    log = CollectiveCounters(rank.device)
+    log.install()
+    loss = ddp(x).sum()
+    with log.backward():
+        loss.backward()
+    log.close()
+    total = log.totals()["all_reduce"]
+    return total.count, total.seconds, total.exposed_seconds
+
+
+def test_exposed_buckets_of_ddp(ranks: Any) -> None:
+    """Its reducer waits in C++: exposed is what is left when the last bucket has begun, which is all where a peer is late."""
+    (count, seconds, exposed), (_, _, late) = ranks.run(buckets, 2, 0)
+    assert count == 5
+    assert 0.25 < exposed <= seconds, "rank 0 had nothing left to do while it waited"
+    assert late < 0.2, "rank 1 came last to all but its last buckets"
+
+
+def traced(rank: Rank) -> Any:
+    """Seconds of ten large all-reduces, by ours and by kineto."""
+    x = torch.ones(1 << 22)
+    dist.all_reduce(x)
+    log = CollectiveCounters(rank.device)
+    log.install()
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        for _ in range(5):
+            dist.all_reduce(x)
+        for work in [dist.all_reduce(x, async_op=True) for _ in range(5)]:
+            work.wait()
+    log.close()
+    theirs = sum(e.time_range.elapsed_us() for e in trace.events() if e.name == "gloo:all_reduce") / 1e6
+    return log.totals()["all_reduce"].seconds, theirs
+
+
+def test_seconds_are_kineto_s(ranks: Any) -> None:
+    """Within 10%, which is what telling Python takes."""
+    for ours, theirs in ranks.run(traced, 2):
+        assert ours == pytest.approx(theirs, rel=0.1)

@@ -1,0 +1,117 @@
+"""raydist.worker.metrics.histograms: counts against numpy's, and those of sharded parameters against the whole ones'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from raydist.spec import JobSpec
+from raydist.worker.distributed import Rank
+from raydist.worker.metrics.histograms import BUCKETS, Histograms, count, histogram
+from raydist.worker.optim import offload
+from raydist.worker.parallel import ParamShard
+from tests.training import CONTEXT, VARIANTS, Trainer, counted, job, mine, run, samples
+
+
+def counts(values: Tensor, factor: float = 1.0) -> dict[str, Any]:
+    row = torch.zeros(BUCKETS + 2, dtype=torch.float64)
+    count(values, factor, row)
+    return histogram(row.tolist())
+
+
+def test_counts_are_numpy_s() -> None:
+    """Over 14 orders of magnitude, both signs: between its edges each bucket holds what numpy counts there; sums are right."""
+    values = torch.randn(20_000, generator=torch.Generator().manual_seed(1)) ** 9
+    values[:100] = 0.0
+    made = counts(values)
+    assert made["counts"] == np.histogram(values.double().numpy(), made["edges"])[0].tolist()
+    assert sum(made["counts"]) == len(values)
+    assert 0 not in (made["counts"][0], made["counts"][-1])
+    assert all(0 < a < b < 1.6 * a for a, b in zip(made["edges"], made["edges"][1:], strict=False) if a > 1e-3)
+    assert made["sum"] == pytest.approx(float(values.double().sum()))
+    assert made["sum_squares"] == pytest.approx(float((values.double() ** 2).sum()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_edges_and_gaps(dtype: torch.dtype) -> None:
+    """An edge belongs to the bucket further from zero; the nearly zero are zeros; what is empty in between is one bucket."""
+    made = counts(torch.tensor([1.0, 1.25, 1.5, -2.0, 0.0, -0.0], dtype=dtype))
+    small = 2.0**-40
+    assert made["edges"] == [-3.0, -2.0, -small, small, 1.0, 1.5, 2.0]
+    assert made["counts"] == [1, 0, 2, 0, 2, 1]
+    assert counts(torch.tensor([small / 2, -small / 2]))["counts"] == [2]
+    assert counts(torch.tensor([1.0]), 3.0)["edges"] == [3.0, 4.0]
+    assert counts(torch.empty(0)) == {"edges": [], "counts": [], "sum": 0.0, "sum_squares": 0.0}
+
+
+def watched(rank: Rank, spec: JobSpec) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Two steps, a look at the second: what was said, and the histograms of whole weights and gradients before its update."""
+    trainer, said = Trainer(rank, spec, full=4 * CONTEXT), []
+    say = (lambda kind, **data: said.append({"kind": kind, **data})) if rank.first else None
+    histograms = Histograms(rank, trainer.strategy.shards(), every=2, say=say)
+    whole: dict[str, Any] = {}
+    step = 0
+
+    def before_update() -> None:
+        optimizer = trainer.optimizer
+        pending = optimizer.pending_factor if isinstance(optimizer, offload.OffloadedAdamW) else 1.0
+        for what, factor in (("weights", 1.0), ("gradients", pending)):
+            found = trainer.whole(grad=what == "gradients")
+            whole[what] = {name: counts(value, factor) for name, value in found.items()}
+        histograms.look(step, pending)
+
+    trainer.before_update = before_update
+    for step in (1, 2):
+        batches = mine(rank, *samples(4, seed=step), 2)
+        trainer.step(step, batches, counted(batches), 1e-2, want_stop=False)
+    if isinstance(trainer.optimizer, offload.OffloadedAdamW):
+        trainer.optimizer.close()
+    return said, whole
+
+
+@pytest.mark.parametrize("variant", ["ddp", "zero1", "zero2", "zero3", "hsdp in pairs"])
+def test_sharded_is_whole(ranks: Any, variant: str) -> None:
+    """Rank 0 alone tells, of the due step alone, and of each whole parameter: as counted on the parameter put together."""
+    world = 4 if VARIANTS[variant].get("shard") else 2
+    (said, whole), *others = run(ranks, watched, world, job(variant))
+    assert [other[0] for other in others] == [[]] * (world - 1)
+    (event,) = said
+    assert (event["kind"], event["step"]) == ("histograms", 2)
+    for what in ("weights", "gradients"):
+        assert event[what].keys() == whole[what].keys()
+        for name, right in whole[what].items():
+            got = event[what][name]
+            assert (got["edges"], got["counts"]) == (right["edges"], right["counts"]), f"{what} of {name}"
+            assert got["sum_squares"] == pytest.approx(right["sum_squares"])
+
+
+def test_of_an_offloaded_optimizer(ranks: Any) -> None:
+    """Its gradients wait for their factor: the histograms are those of a run that keeps all on the device."""
+    plain, offloaded = (
+        run(ranks, watched, 1, job("ddp", **sections))[0] for sections in ({}, {"offload": {"optimizer": "cpu"}})
+    )
+    assert plain[0][0]["gradients"] == offloaded[0][0]["gradients"]
+
+
+def mixed(rank: Rank) -> list[dict[str, Any]]:
+    """A strategy of somebody's own: one parameter whole on both ranks, one split by rows."""
+    said: list[dict[str, Any]] = []
+    mesh = init_device_mesh("cpu", (2,))
+    rows = nn.Parameter(torch.full((3, 2), float(rank.rank + 1)))
+    split = DTensor.from_local(rows.detach(), mesh, [Shard(0)], run_check=False)
+    shards = {"whole": ParamShard(nn.Parameter(torch.ones(5))), "split": ParamShard(rows, split)}
+    Histograms(rank, shards, 1, (lambda kind, **data: said.append(data)) if rank.first else None).look(1)
+    return said
+
+
+def test_whole_and_split_together(ranks: Any) -> None:
+    """What every rank holds counts once, what is split counts from all; a parameter without a gradient has an empty one."""
+    ((event,), _) = run(ranks, mixed, 2)
+    assert {name: h["counts"] for name, h in event["weights"].items()} == {"whole": [5], "split": [6, 0, 6]}
+    assert event["gradients"]["whole"]["counts"] == []

@@ -1,0 +1,114 @@
+"""What a rank says of itself, to the mailbox of its node."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raydist.ipc import mailbox
+from raydist.ipc.heartbeat import Heartbeat
+from raydist.records import Event
+from raydist.run.telemetry_schema import COLUMNS, PHASES
+from raydist.worker.distributed import Rank
+from raydist.worker.metrics.telemetry import Telemetry
+from tests.training import alone
+
+
+def until(run_uri: str, node: str, rank: int, step: int) -> dict[str, Any]:
+    """The row of a rank on the mailbox, once it has come to that step."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for row in mailbox.read(run_uri, node):
+            if row["rank"] == rank and row["step"] >= step:
+                return row
+        time.sleep(0.01)
+    raise AssertionError("it never came")
+
+
+def watched(rank: Rank, run_uri: str) -> Any:
+    """Two steps of one all-reduce each: the row after each, and whether one is left at the end."""
+    heartbeat, rows = Heartbeat(), []
+    with Telemetry(run_uri, rank, 3, heartbeat, 0.1, lambda event: None) as telemetry:
+        telemetry.memory = lambda: {"rss_bytes": 7, "allocated_bytes": None}
+        for step in (1, 2):
+            heartbeat.step(step)
+            heartbeat.enter("backward")
+            dist.all_reduce(torch.ones(1000))
+            rows.append(until(run_uri, rank.node_ip, rank.rank, step))
+    dist.barrier()
+    return rows, [row["rank"] for row in mailbox.read(run_uri, rank.node_ip)]
+
+
+def test_the_newest_reading_is_on_the_mailbox(ranks: Any, tmp_path: Path) -> None:
+    """Of each rank, with columns that there are; what counts grows; at the end nothing is left."""
+    for rank, ((first, second), left) in enumerate(ranks.run(watched, 2, str(tmp_path))):
+        assert {*first, *second} - {"pid"} <= COLUMNS.keys()
+        assert Path(f"/proc/{first['pid']}").exists()
+        assert (second["kind"], second["rank"], second["attempt"], second["step"]) == ("rank", rank, 3, 2)
+        assert second["all_reduce_bytes"] == 8000
+        assert second["all_reduce_count"] == 2
+        assert second["rss_bytes"] == 7
+        assert "allocated_bytes" not in second
+        assert second["backward_seconds"] > first["backward_seconds"] > 0
+        assert {f"{phase}_seconds" for phase in PHASES} <= second.keys()
+        assert left == []
+    assert not mailbox.folder(str(tmp_path)).exists()
+
+
+def test_a_mailbox_that_cannot_be_written_costs_a_note(tmp_path: Path) -> None:
+    """One, and nothing else."""
+    told: list[Event] = []
+    heard = threading.Event()
+    place = mailbox.folder(str(tmp_path))
+    place.symlink_to(tmp_path)
+    try:
+        with Telemetry(str(tmp_path), alone(), 1, Heartbeat(), 0.1, lambda e: (told.append(e), heard.set())[0]):
+            assert heard.wait(30)
+    finally:
+        place.unlink()
+    assert [e.kind for e in told] == ["note"]
+    assert "not this user's folder" in told[0].data["text"]
+
+
+def broken(rank: Rank, run_uri: str) -> Any:
+    """Three all-reduces, of which the second one's time cannot be taken: what they gave, and what was told."""
+    told: list[Event] = []
+    heard = threading.Event()
+    with Telemetry(run_uri, rank, 1, Heartbeat(), 0.1, lambda e: (told.append(e), heard.set())[0]) as telemetry:
+        assert telemetry._comm is not None
+        x = torch.ones(10)
+        dist.all_reduce(x)
+        telemetry._comm._clocks["cpu"].now = lambda: 1 / 0  # type: ignore[method-assign]
+        dist.all_reduce(x)
+        dist.all_reduce(x)
+        assert heard.wait(30)
+        count = telemetry.row()["all_reduce_count"]
+    return x[0].item(), [e.data["text"] for e in told], count
+
+
+def test_a_meter_that_breaks_costs_a_note(ranks: Any, tmp_path: Path) -> None:
+    """The collectives are those of an unwatched run, and nothing is counted any more."""
+    for rank, (value, told, count) in enumerate(ranks.run(broken, 2, str(tmp_path))):
+        assert value == 8.0
+        assert told == [f"rank {rank} counts no more communication: ZeroDivisionError: division by zero"]
+        assert count == 1
+
+
+def test_nothing_is_measured_unless_it_is_asked_for(ranks: Any, tmp_path: Path) -> None:
+    """`observe.interval_s: null` leaves torch as it is."""
+    assert ranks.run(unwatched, 2, str(tmp_path)) == [(True, 0), (True, 0)]
+
+
+def unwatched(rank: Rank, run_uri: str) -> Any:
+    """Whether torch's own wait stands, and how many threads of ours run."""
+    original = dist.Work.wait
+    with Telemetry(run_uri, rank, 1, Heartbeat(), None, lambda event: None) as telemetry:
+        with telemetry.backward():
+            dist.all_reduce(torch.ones(1))
+        named = [t.name for t in threading.enumerate() if t.name == "raydist-telemetry"]
+        return dist.Work.wait is original, len(named)

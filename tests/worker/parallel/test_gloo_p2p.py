@@ -1,0 +1,84 @@
+"""Reduce-scatter and all-gather of gloo's ranks, each straight to each other one: what arrives, and what is told of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from raydist.worker.distributed import Rank
+from raydist.worker.metrics.collective_counters import CollectiveCounters
+from raydist.worker.parallel import _gloo_p2p as gloo_p2p
+
+S = 1001
+"""Numbers of a rank's part: more than one message of gloo's takes, and odd."""
+
+
+def dropped(rank: Rank) -> Any:
+    """A gather that rank 0 asks for and drops, before rank 1 has sent; and the next one."""
+    group = dist.group.WORLD
+    assert group is not None
+    if rank.first:
+        gloo_p2p.all_gather(torch.empty(2 * S), torch.ones(S), group)
+    dist.barrier(group=rank.control)
+    if not rank.first:
+        gloo_p2p.all_gather(torch.empty(2 * S), torch.ones(S), group)
+    whole = torch.empty(2 * S)
+    gloo_p2p.all_gather(whole, torch.full((S,), 2.0 + rank.rank), group).wait()
+    return whole.tolist()
+
+
+def of(rank: int, world: int, dtype: torch.dtype) -> torch.Tensor:
+    """What that rank puts in, [W * S]."""
+    return torch.randn(world * S, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def exchanged(rank: Rank, dtype: torch.dtype) -> Any:
+    """Two sums and two gathers on their way at once: the first ones of each, and what was counted."""
+    world, group = rank.world_size, dist.group.WORLD
+    assert group is not None
+    assert gloo_p2p.direct(group)
+    log = CollectiveCounters(rank.device)
+    log.install()
+    whole, sums = of(rank.rank, world, dtype), [torch.empty(S, dtype=dtype) for _ in range(2)]
+    gathered, own = torch.empty(world * S, dtype=dtype), torch.empty(world * S, dtype=dtype)
+    mine = own.view(world, S)[rank.rank].copy_(whole[:S])
+    works = [
+        gloo_p2p.reduce_scatter(sums[0], whole, torch.empty_like(whole), group),
+        gloo_p2p.all_gather(gathered, whole[:S], group),
+        gloo_p2p.reduce_scatter(sums[1], -whole, torch.empty_like(whole), group),
+        gloo_p2p.all_gather(own, mine, group),  # its part is in place
+    ]
+    for work in reversed(works):
+        work.wait()
+    log.close()
+    totals = {
+        op: (t.count, t.bytes, t.wire_bytes, t.seconds >= t.exposed_seconds > 0) for op, t in log.totals().items()
+    }
+    assert torch.equal(sums[0], -sums[1])
+    assert torch.equal(gathered, own)
+    return sums[0].float().tolist(), gathered.float().tolist(), totals
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_arrives(ranks: Any, world: int, dtype: torch.dtype) -> None:
+    """The sum in the order of ranks, the parts as they are, bit for bit; each counts as the one collective that it is."""
+    given = [of(rank, world, dtype) for rank in range(world)]
+    nbytes = given[0].nbytes
+    for rank, (found, gathered, totals) in enumerate(ranks.run(exchanged, world, dtype)):
+        rows = [whole.view(world, S)[rank] for whole in given]
+        total = rows[0]
+        for row in rows[1:]:
+            total = total + row
+        assert found == total.float().tolist()
+        assert gathered == torch.cat([whole[:S] for whole in given]).float().tolist()
+        expected = (2, 2 * nbytes, 2 * nbytes * (world - 1) / world, True)
+        assert totals == {"reduce_scatter": expected, "all_gather": expected}
+
+
+def test_nobody_waits_for_it(ranks: Any) -> None:
+    """Who needs it no more may drop it: the next one is none the worse."""
+    assert ranks.run(dropped, 2) == [[2.0] * S + [3.0] * S] * 2
