@@ -28,7 +28,7 @@ from common import write
 from torch import nn
 
 from raydist.spec.models import OffloadSpec
-from raydist.worker.optim.offload import OffloadedAdamW
+from raydist.worker.optim.offload.adamw import OffloadedAdamW
 from raydist.worker.optim.offload.swapfile import SwapFile
 
 MIB = 2**20

@@ -14,6 +14,11 @@ VERSION = 1
 EXPORTED_ONLY = frozenset({"histograms"})
 """Kinds of events that exporters get and events.jsonl does not: large, and nothing that a reader of the run's story needs."""
 
+NOISE_MEASURED_AT_LEAST = 20
+"""Measurements of the gradient noise scale before anything is concluded from it."""
+NOISE_FAR_BEYOND = 4.0
+"""A global batch above so many times the noise scale is far beyond it: a sequence then teaches a fifth of what it could."""
+
 Status = Literal["running", "finished", "paused", "stopped", "interrupted", "lost"]
 """running; finished: its last step is done; paused: at `--until`; stopped: failed for good;
 interrupted: by a signal, after a checkpoint; lost: its driver is gone without a word."""
@@ -106,3 +111,12 @@ class Finding:
     def event(self, at: float) -> Event:
         """As an event of a run, at Unix time `at`."""
         return Event("finding", at, {name: value for name, value in self.to_dict().items() if name != "v"})
+
+
+def batch_far_beyond_noise(batch: int, scale: float, measured: int) -> bool:
+    """Whether a global batch of `batch` sequences is far beyond the gradient noise scale (docs/noise.md).
+
+    `scale`: the noise scale in sequences, from `measured` steps; no scale counts as less than one sequence. Both the run's finding
+    and a sweep's results use this rule.
+    """
+    return measured >= NOISE_MEASURED_AT_LEAST and batch > NOISE_FAR_BEYOND * max(scale, 1.0)

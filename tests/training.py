@@ -16,7 +16,8 @@ from raydist.data.batches import MASKED, MicroBatch, share
 from raydist.spec import JobSpec
 from raydist.worker import model_transforms
 from raydist.worker.distributed import Rank
-from raydist.worker.optim import offload, optimizers
+from raydist.worker.optim import optimizers
+from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep, loss_sum

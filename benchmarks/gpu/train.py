@@ -43,7 +43,7 @@ from raydist.worker.metrics import flops
 from raydist.worker.metrics.device_clock import Marks
 from raydist.worker.metrics.memory import Held
 from raydist.worker.model.gpt import default_hidden
-from raydist.worker.optim.offload import OffloadedAdamW
+from raydist.worker.optim.offload.adamw import OffloadedAdamW
 from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep, loss_sum
 

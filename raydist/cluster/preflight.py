@@ -16,13 +16,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from raydist import swapspace
 from raydist.checkpoint.memory_layout import SHM
 from raydist.cluster import nodes
 from raydist.cluster.session import Session
 from raydist.errors import PreflightError, RaydistError, UserError
 from raydist.spec import JobSpec
 from raydist.storage import Storage
+from raydist.worker.optim.offload import swap_space
 
 _NODE_TIMEOUT_S = 60.0
 _VERSIONS = ("raydist", "torch", "ray", "pyarrow")
@@ -178,7 +178,7 @@ def check_offload(path: str | None) -> list[str]:
     """What is wrong on this host with the folder for the optimizer's state. How large that is, only the workers know."""
     try:
         if path is not None:
-            swapspace.check(path, 0)
+            swap_space.check(path, 0)
     except UserError as error:
         return [f"{error.message}; {error.hint}"]
     return []

@@ -2,3 +2,6 @@
 
 Runs in: each train worker and its agent. Imports neither torch nor ray when it is imported.
 """
+
+AGENT_PID = "RAYDIST_AGENT"
+"""The environment variable that holds the pid of a rank's agent, which need not be an ancestor of the rank's process."""

@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from raydist.ipc import AGENT_PID
 from raydist.launch import zygote
 
 MESSAGE = 1 << 16
@@ -39,8 +40,6 @@ VARIABLES = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 """What a server has beside its agent's environment; the agent's own words win."""
-AGENT = "RAYDIST_AGENT"
-"""The variable that tells a rank the pid of its agent, who need not be an ancestor."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -72,7 +71,7 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), AGENT: str(os.getpid())}
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), AGENT_PID: str(os.getpid())}
         env = {**VARIABLES, **os.environ, **path}
         code = f"from {__name__} import main; main({theirs.fileno()}, {list(preload)!r})"
         with theirs:

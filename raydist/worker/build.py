@@ -21,7 +21,8 @@ from raydist.worker import distributed
 from raydist.worker.checks.replicas import hashes
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics import flops
-from raydist.worker.optim import offload, optimizers
+from raydist.worker.optim import optimizers
+from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.parallel import Example, ParallelStrategy, ParamShard
 from raydist.worker.parallel._model_graph import initialise, some
 

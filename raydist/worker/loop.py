@@ -40,7 +40,7 @@ from raydist.worker.metrics.reporter import Reporter
 from raydist.worker.metrics.startup_timing import Startup
 from raydist.worker.metrics.telemetry import Telemetry
 from raydist.worker.metrics.trace import Tracer
-from raydist.worker.optim import offload
+from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.optim.schedule import lr_at, peak_lr
 from raydist.worker.parallel import ParallelStrategy, ParamShard
 from raydist.worker.precision import Precision

@@ -21,7 +21,7 @@ from raydist.ipc.heartbeat import Heartbeat
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.gradient_noise_scale import GradientNoise
 from raydist.worker.metrics.telemetry import Telemetry
-from raydist.worker.optim.offload import OffloadedAdamW
+from raydist.worker.optim.offload.adamw import OffloadedAdamW
 from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.parallel._model_graph import watch_gradients
 from raydist.worker.precision import Precision

@@ -163,7 +163,8 @@ def test_what_killed_runs_left_goes(tmp_path: Path) -> None:
     """A memory store whose process was killed: its keeper removes it, but not before the last rank is gone; and a new memory store
     those whose keeper was killed too."""
     folder = memory_layout.new_folder()
-    code = f"import sys, time\nfrom raydist.cluster.run.memory_checkpoints import MemoryStore\nMemoryStore({folder!r})\nprint(flush=True)\ntime.sleep(100)"
+    code = "import sys, time\nfrom raydist.cluster.run.memory_checkpoints import MemoryStore\n"
+    code += f"MemoryStore({folder!r})\nprint(flush=True)\ntime.sleep(100)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()

@@ -19,7 +19,7 @@ from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
 from raydist.worker.checks.replicas import ReplicaCheck
 from raydist.worker.distributed import Rank
-from raydist.worker.optim import offload
+from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.step import StepReport, evaluate, loss_sum
 from tests.training import CONTEXT, MODEL, STEPS, VARIANTS, VOCAB, Trainer, alone, counted, job, mine, run, samples
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from raydist.spec.models import OffloadSpec
 from raydist.worker.metrics.memory import process
-from raydist.worker.optim.offload import OffloadedAdamW
+from raydist.worker.optim.offload.adamw import OffloadedAdamW
 from tests.gpu.device import CUDA, DEVICE, cuda_only, job, trained
 
 MODES = ["cpu", "nvme"]

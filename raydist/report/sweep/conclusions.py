@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from raydist.noisescale import far_beyond
+from raydist.records import batch_far_beyond_noise
 from raydist.report import text
 from raydist.report.sweep import analysis
 from raydist.report.sweep.analysis import Edge, Refusal
@@ -240,7 +240,7 @@ def _critical(best: Mapping[str, Any], base: JobSpec) -> str:
         f"{scale:.3g} sequences" if scale >= 1 else "less than 1 sequence"
     )  # no batch is smaller; what is estimated may be 0
     told = f"gradient noise scale of the best: {shown}, its global batch has {batch}"
-    beyond = far_beyond(batch, scale, measured)
+    beyond = batch_far_beyond_noise(batch, scale, measured)
     return f"{told}: far beyond it, most of the batch says nothing new (docs/noise.md)" if beyond else told
 
 

@@ -27,8 +27,8 @@ from raydist import faults, registry
 from raydist.checkpoint import manifest
 from raydist.data.batches import Batches, StepBatch
 from raydist.faults import Fault
+from raydist.ipc import AGENT_PID
 from raydist.ipc.heartbeat import Heartbeat
-from raydist.launch.fork_server import AGENT
 from raydist.run.directory import RunDir
 from raydist.worker.distributed import Rank
 from raydist.worker.faults.faulty_storage import Illness, ill_storage
@@ -294,13 +294,13 @@ def _hog(limit_mb: int | None) -> NoReturn:
 
 def _agent() -> psutil.Process:
     """The process that asked for the fork server that started this rank."""
-    if AGENT not in os.environ:
+    if AGENT_PID not in os.environ:
         raise InjectedError("kill_agent: this rank has no agent")
-    return psutil.Process(int(os.environ[AGENT]))
+    return psutil.Process(int(os.environ[AGENT_PID]))
 
 
 def _kill_node() -> None:
-    above = _agent().parents() if AGENT in os.environ else []
+    above = _agent().parents() if AGENT_PID in os.environ else []
     raylet = next((p for p in above if p.name() == "raylet"), None)
     if raylet is None:
         raise InjectedError("kill_node: this rank is below no raylet")

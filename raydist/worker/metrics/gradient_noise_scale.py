@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raydist.data.batches import MASKED, MicroBatch
-from raydist.noisescale import far_beyond
-from raydist.records import Finding
+from raydist.records import Finding, batch_far_beyond_noise
 from raydist.worker.distributed import Rank
 from raydist.worker.parallel._model_graph import each_gradient
 
@@ -117,7 +116,7 @@ class GradientNoise:
         scale = self.scale
         if self._told or scale is None or 2 * step < self._total:
             return None
-        if not far_beyond(self._batch, scale, self.average.measured):
+        if not batch_far_beyond_noise(self._batch, scale, self.average.measured):
             return None
         self._told = True
         return _too_large(self._batch, max(scale, 1.0))

@@ -14,8 +14,7 @@ from torch import nn
 
 from raydist.data.batches import MASKED, MicroBatch
 from raydist.data.prepare import prepare
-from raydist.noisescale import SURE
-from raydist.records import Finding
+from raydist.records import NOISE_MEASURED_AT_LEAST, Finding
 from raydist.report import text
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
@@ -273,7 +272,7 @@ def measure(made: GradientNoise, times: int, scale: float) -> None:
 def test_a_batch_far_beyond_is_told_once() -> None:
     """Not before enough was measured and half of the run is over; then once, also by whoever takes up its state."""
     made = meter()
-    measure(made, SURE - 1, 16.0)
+    measure(made, NOISE_MEASURED_AT_LEAST - 1, 16.0)
     assert made.verdict(999) is None
     measure(made, 1, 16.0)
     assert made.verdict(499) is None
@@ -298,7 +297,7 @@ def test_a_batch_far_beyond_is_told_once() -> None:
 def test_far_is_more_than_four_times(scale: float, told: bool) -> None:
     """A batch of 256."""
     made = meter()
-    measure(made, SURE, scale)
+    measure(made, NOISE_MEASURED_AT_LEAST, scale)
     assert (made.verdict(500) is not None) == told
 
 
@@ -347,7 +346,7 @@ def test_every_other_step_is_measured(dataset: str, tmp_path: Path) -> None:
 
 
 def test_a_run_of_one_sequence_is_told(tmp_path: Path) -> None:
-    """Where all sequences are alike there is no noise: the finding comes once, as an event, after SURE steps."""
+    """Where all sequences are alike there is no noise: the finding comes once, as an event, after NOISE_MEASURED_AT_LEAST steps."""
     (tmp_path / "a.txt").write_text("abcdefgh" * 200)
     prepare([str(tmp_path / "a.txt")], str(tmp_path / "tokens"), eval_fraction=0.0)
     raw = observed(str(tmp_path / "tokens"), 1, steps=24).model_dump()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.histograms import BUCKETS, Histograms, count, histogram
-from raydist.worker.optim import offload
+from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.parallel import ParamShard
 from tests.training import CONTEXT, VARIANTS, Trainer, counted, job, mine, run, samples
 

@@ -25,7 +25,7 @@ from raydist.worker.distributed import Rank
 from raydist.worker.metrics import memory
 from raydist.worker.metrics.memory import Held, MemoryMeter, allocator, bytes_of, process
 from raydist.worker.metrics.telemetry import Telemetry
-from raydist.worker.optim import offload
+from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.parallel import ParamShard
 from tests.training import CONTEXT, Trainer, alone, counted, job, mine, run, samples
 from tests.worker.checks.test_bad_steps import dataset, of, spec_of, trained

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from raydist import registry, swapspace
+from raydist import registry
 from raydist.errors import StorageError, UserError
 from raydist.run.directory import RunDir
 from raydist.spec import JobSpec, OptimSpec
@@ -31,7 +31,8 @@ from raydist.worker.checkpoint.save import Saver
 from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.distributed import Rank
 from raydist.worker.optim import optimizers
-from raydist.worker.optim.offload import OffloadedAdamW, adamw, build, swapfile
+from raydist.worker.optim.offload import adamw, swap_space, swapfile
+from raydist.worker.optim.offload.adamw import OffloadedAdamW, build
 from raydist.worker.optim.offload.layout import ALIGN, FLOATS, Layout
 from raydist.worker.parallel import ParallelStrategy, ParamShard
 
@@ -610,7 +611,8 @@ CHILD = """
 import sys, torch
 from torch import nn
 from raydist.spec.models import OffloadSpec
-from raydist.worker.optim.offload import OffloadedAdamW, swapfile
+from raydist.worker.optim.offload import swapfile
+from raydist.worker.optim.offload.adamw import OffloadedAdamW
 torch.set_num_threads(1)
 folder, how = sys.argv[1:3]
 if how == "no O_TMPFILE":
@@ -691,17 +693,17 @@ def test_folder_that_will_not_do(tmp_path: Path) -> None:
     ]
     for path, nbytes, message in cases:
         with pytest.raises(UserError, match=message):
-            swapspace.check(str(path), nbytes)
+            swap_space.check(str(path), nbytes)
         with pytest.raises(UserError, match=message):
             swapfile.SwapFile(str(path), max(nbytes, 4096), "rank0")
-    swapspace.check(str(tmp_path), 1 << 20)
+    swap_space.check(str(tmp_path), 1 << 20)
     with tempfile.TemporaryDirectory() as folder:  # not in tmp_path, which only its owner may enter
         os.chmod(folder, 0o555)
         if root := os.geteuid() == 0:
             os.seteuid(65534)
         try:
             with pytest.raises(UserError, match=f"{folder} cannot be written by user"):
-                swapspace.check(folder, 1)
+                swap_space.check(folder, 1)
         finally:
             if root:
                 os.seteuid(0)
@@ -709,14 +711,14 @@ def test_folder_that_will_not_do(tmp_path: Path) -> None:
 
 def test_check_needs_no_torch() -> None:
     """The driver's node check imports it, and the driver has no torch."""
-    code = "import sys, raydist.swapspace; assert not {'torch', 'ray'} & sys.modules.keys()"
+    code = "import sys, raydist.worker.optim.offload.swap_space; assert not {'torch', 'ray'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_disk_that_is_full_after_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks are taken at the start: a disk that fills up in between is a clear error too, and nothing is left."""
     shm = Path("/dev/shm")  # its size is fixed
-    monkeypatch.setattr(swapspace, "check", lambda path, nbytes: None)
+    monkeypatch.setattr(swap_space, "check", lambda path, nbytes: None)
     size = shutil.disk_usage(shm).total + (1 << 30) & ~4095
     before = open_files(shm)
     with pytest.raises(UserError, match=f"/dev/shm has no room .*{size:,} bytes are needed"):

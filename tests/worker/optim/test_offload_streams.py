@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from raydist.spec.models import OffloadSpec
-from raydist.worker.optim.offload import OffloadedAdamW, adamw
+from raydist.worker.optim.offload import adamw
+from raydist.worker.optim.offload.adamw import OffloadedAdamW
 
 COUNTS = (3000, 1, 2500, 700)
 

@@ -6,9 +6,6 @@ Runs in: each train worker. Torch, never ray.
     layout.py     which values stand in which chunk
     moments.py    exp_avg and exp_avg_sq in memory, or in a file and streamed through a few buffers
     swapfile.py   the scratch file
+    swap_space.py whether the folder has room for it; imports no torch, for the driver's node check
     hostcopy.py   parameters and gradients of a device in host memory, and their way there and back
 """
-
-from raydist.worker.optim.offload.adamw import OffloadedAdamW, build
-
-__all__ = ["OffloadedAdamW", "build"]

@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from raydist import swapspace
 from raydist.errors import StorageError, UserError
+from raydist.worker.optim.offload import swap_space
 from raydist.worker.optim.offload.layout import PAGE
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -43,7 +43,7 @@ class SwapFile:
     def __init__(self, folder: str, nbytes: int, tag: str) -> None:
         assert nbytes > 0
         assert nbytes % PAGE == 0
-        swapspace.check(folder, nbytes)
+        swap_space.check(folder, nbytes)
         self.where = f"{folder} (swap file of {tag})"
         self._fd = _open_nameless(folder, tag)
         self.close: Callable[[], object] = weakref.finalize(self, os.close, self._fd)
@@ -127,7 +127,7 @@ def _allocate(fd: int, folder: str, nbytes: int) -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             os.ftruncate(fd, 0)  # so that the message counts as free what was taken until then
-            raise swapspace.no_room(folder, nbytes) from error
+            raise swap_space.no_room(folder, nbytes) from error
         raise UserError(
             f"offload.path: {folder}: no file of {nbytes:,} bytes: {error.strerror}", "name another folder"
         ) from error
