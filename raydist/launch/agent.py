@@ -30,7 +30,6 @@ from raydist.launch.rank_main import facts
 from raydist.launch.rank_output import Output
 from raydist.launch.rendezvous import hold_port, port_of
 from raydist.run.directory import LOGS, RunDir
-from raydist.worker import rest
 
 _PUSH_TIMEOUT_S = 10.0
 _WATCH_S = 0.5
@@ -150,11 +149,9 @@ class _Attempt:
                     process = self._process = self._start(stack)
                 finally:
                     self._started.set()
-                again, memory, begun = 0.0, MemoryWatch(process.pid), time.monotonic()
+                again, memory = 0.0, MemoryWatch(process.pid)
                 while not process.ended.wait(_WATCH_S):
                     memory.look()
-                    if time.monotonic() - begun > rest.STRIDE_S:
-                        rest.begin()
                     if self._reader.look().late and time.monotonic() > again:
                         agent.tell("late", self._number)
                         again = time.monotonic() + _LATE_AGAIN_S
@@ -170,7 +167,6 @@ class _Attempt:
         except Exception as error:
             seen, silent = time.time(), 0.0
             self._told["error"] = facts(error, self._rank)
-        rest.end()
         agent.tell("ended", self._rank, self._number, {**self._told, "at": seen, "silent_s": silent})
 
     def _start(self, stack: contextlib.ExitStack) -> Process:

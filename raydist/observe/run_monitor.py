@@ -33,7 +33,6 @@ from raydist.run.directory import RunDir
 from raydist.run.log import RunLog
 from raydist.run.status import last_word, this_process, write_state
 from raydist.run.telemetry_log import TelemetryLog
-from raydist.worker import rest
 
 INTERVAL_S = 2.0
 _RETRY_S = 0.5
@@ -74,7 +73,6 @@ class RunMonitor:
         self._seen = 0
         self._storage_error: str | None = None
         self._refused_since: float | None = None
-        self._begun = time.monotonic()
 
         self._before = last_word(self._run) or {}
         if self._before.get("driver") == self._driver:
@@ -111,8 +109,6 @@ class RunMonitor:
 
         Numbers ascend within a run, over its drivers too: go on from `runlog.last_attempt(run)`.
         """
-        rest.end()
-        self._begun = time.monotonic()
         with self._lock:
             self._status = "running"  # of a run that goes on below the same driver it may be another
         self._begin(number, world_size, resume_step)
@@ -155,7 +151,6 @@ class RunMonitor:
 
         Raises StorageError where storage still refuses after `timeout_s`.
         """
-        rest.end()
         with self._lock:
             if self._ended.is_set():
                 return
@@ -192,8 +187,6 @@ class RunMonitor:
         new = self._steps(records)
         if new:
             self._write_down(steps=new)
-            if time.monotonic() - self._begun > rest.STRIDE_S:
-                rest.begin()
         with self._lock:
             return {"command": self._command, **({"traces": self._traces} if self._traces else {})}
 

@@ -22,7 +22,6 @@ from typing import Any
 
 from raydist.observe.run_monitor import INTERVAL_S, RunMonitor, placed, start_monitor
 from raydist.run.status import this_process
-from raydist.worker import rest
 
 _TAKE_S = 30.0
 
@@ -34,12 +33,9 @@ class WarmMonitor(RunMonitor):
         self._slot = Path(slot)
         if self._slot.exists():  # this one stands in for one that was killed
             super().__init__(**json.loads(self._slot.read_text()))
-        else:
-            rest.begin()
 
     def take(self, told: Mapping[str, Any]) -> None:
         """It is that run's from now on: `told` has what RunMonitor is made with, plain. Raises what that raises."""
-        rest.end()
         part = self._slot.with_suffix(".part")
         # For this user alone: a URI in it may hold secrets, and a monitor that stands in for this one must open it.
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:

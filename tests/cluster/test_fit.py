@@ -19,11 +19,9 @@ from raydist.cluster.run import ray_train_adapter
 from raydist.cluster.run.fit import Attempt, AttemptResult
 from raydist.cluster.session import Session, open_session, worker_environment
 from raydist.errors import RaydistError
-from raydist.worker import rest
 from tests.processes import runs
 
 sys.path.insert(0, str(Path(__file__).parent))
-import resting
 from drivers import attempt  # as the workers will find it: by PYTHONPATH
 
 
@@ -51,31 +49,6 @@ def test_workers_find_the_environment_of_torchrun(session: Session) -> None:
     }
     assert result.value["cwd"] == os.getcwd()
     assert not list((session.temp_dir / "attempts").iterdir())
-
-
-@pytest.mark.parametrize("actor", [resting.Threads, resting.Coroutines])
-def test_a_worker_that_rests_still_answers(session: Session, actor: type) -> None:
-    """Its main thread naps again and again from begin to end, whatever kind of actor it is, and calls are answered."""
-    handle = ray.remote(actor).options(num_cpus=0, max_concurrency=4).remote()
-    ray.get(handle.begin.remote())
-    naps = ray.get(handle.naps.remote(3))
-    assert naps == [(rest.NAP_S, True)] * len(naps)
-    ray.get(handle.end.remote())
-    while ray.get(handle.alarm.remote()):
-        pass  # the last one that was set
-    before = ray.get(handle.naps.remote(3))
-    assert ray.get(handle.naps.remote(3)) == before
-    ray.get(handle.begin.remote())
-    assert ray.get(handle.naps.remote(len(before) + 1))
-    ray.kill(handle)
-
-
-def test_only_workers_of_ray_rest() -> None:
-    """Here, as in a driver, nothing is set and nothing sleeps."""
-    handler = signal.getsignal(signal.SIGALRM)
-    rest.begin()
-    assert not rest._resting
-    assert signal.getsignal(signal.SIGALRM) is handler is not rest._nap
 
 
 def test_the_driver_needs_no_torch() -> None:

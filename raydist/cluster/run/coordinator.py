@@ -21,7 +21,6 @@ from typing import Any
 
 from raydist.cluster.run.hang_detection import RankView, judge
 from raydist.cluster.run.root_cause import RankError, is_echo
-from raydist.worker import rest
 
 CAUSE_S = 2.0
 """How long to wait for the cause when all that is known is that peers were lost. Whoever caused it ends in that time, or hangs."""
@@ -119,7 +118,6 @@ class Coordinator:
                 await self._until(self._over)
         finally:
             watch.cancel()
-            rest.end()
         if hung:  # the others ended because they were told to: no cause of anything
             return {rank: report for rank, report in self._reports.items() if "outcome" in report} | hung
         return self._reports
@@ -212,14 +210,12 @@ class Coordinator:
         And `at`, Unix time, and `silent_s`, seconds since it last showed that it gets on.
         """
         if (group, attempt) == (self._group, self._attempt):
-            rest.end()
             self._reports.setdefault(rank, report)
             await self._notify()
 
     async def late(self, group: int, attempt: int) -> None:
         """A rank has been in one phase for too long."""
         if (group, attempt) == (self._group, self._attempt):
-            rest.end()
             self._late = True
             await self._notify()
 
@@ -234,7 +230,6 @@ class Coordinator:
     async def fallen(self, group: int, agent: int, error: dict[str, Any]) -> None:
         """Ray says that an agent is dead: the fields of RankError."""
         if group == self._group:
-            rest.end()
             self._lose(agent, error)
             await self._notify()
 
@@ -257,11 +252,8 @@ class Coordinator:
 
     async def _watch(self) -> None:
         """Loses the agents of the present attempt that are silent."""
-        begun = time.monotonic()
         while True:
             await asyncio.sleep(BEAT_S / 2)
-            if time.monotonic() - begun > rest.STRIDE_S and not self._reports and not self._late:
-                rest.begin()
             limit = LOST_AFTER_A_FAILURE_S if self._failed() else LOST_S
             for number in self._team:
                 agent = self._agents[number]

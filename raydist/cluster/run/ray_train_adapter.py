@@ -7,7 +7,6 @@ outside the workers. docs/adr/0003 has the figures behind each thing that is lef
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -34,7 +33,6 @@ from ray.util.placement_group import placement_group
 
 from raydist.cluster.run.ray_errors import rank_error
 from raydist.launch.rendezvous import hold_port, port_of
-from raydist.worker import rest
 
 # Ray's 2 s are what an attempt lasts longer than its last step, and what a death goes unseen, on average half.
 _POLL_S = "1.0"
@@ -172,7 +170,6 @@ class _Controller(TrainController):
     def __init__(self, *args: Any, start_timeout_s: float, minded: tuple[Any, int] | None, **kwargs: Any) -> None:
         self._minded = minded
         self._fallen: set[int] = set()
-        self._begun = time.monotonic()
         # Set in its own process: by runtime_env they would cost it a new one.
         os.environ.setdefault(HEALTH_CHECK_INTERVAL_S_ENV_VAR, _POLL_S)
         os.environ[WORKER_GROUP_START_TIMEOUT_S_ENV_VAR] = str(start_timeout_s)
@@ -181,8 +178,6 @@ class _Controller(TrainController):
 
     async def _poll_workers(self) -> Any:
         status = await super()._poll_workers()
-        if time.monotonic() - self._begun > rest.STRIDE_S:
-            rest.begin()
         if self._minded is None or len(status.errors) == len(status.worker_statuses):
             return status
         coordinator, group = self._minded

@@ -22,11 +22,11 @@ from raydist.cluster.run.restart_loop import RestartLoop, StopRequest
 from raydist.cluster.run.worker_group_slot import WorkerGroupSlot
 from raydist.cluster.session import Session
 from raydist.records import Event
-from raydist.worker.rest import STRIDE_S
 
 _REFRESH_S = 0.5
+_STEADY_AFTER_S = 10.0
 _CALM_REFRESH_S = 1.0
-"""Once the run is in its stride: each look takes a millisecond from ranks that fill all cores."""
+"""The interval once a run has lasted `_STEADY_AFTER_S`: each look takes a millisecond from ranks that fill all cores."""
 
 
 class View(Protocol):
@@ -208,7 +208,7 @@ class Supervisor:
         if self._injector is not None:
             self._injector.look()
         now = time.monotonic()
-        if not last and now - self._begun > STRIDE_S and now - self._shown < _CALM_REFRESH_S:
+        if not last and now - self._begun > _STEADY_AFTER_S and now - self._shown < _CALM_REFRESH_S:
             return
         self._shown = now
         snapshot = self._line.snapshot(self._seen)
