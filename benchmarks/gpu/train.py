@@ -43,7 +43,6 @@ from raydist.worker.metrics import flops
 from raydist.worker.metrics.device_clock import Marks
 from raydist.worker.metrics.memory import Held
 from raydist.worker.model.gpt import default_hidden
-from raydist.worker.optim.offload.adamw import OffloadedAdamW
 from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep, loss_sum
 
@@ -166,8 +165,7 @@ class Trainer:
 
     def close(self) -> None:
         """Gives the memory back."""
-        if isinstance(self.optimizer, OffloadedAdamW):
-            self.optimizer.close()
+        self.step.hooks.close()
         for name in ("step", "strategy", "optimizer", "model", "look"):
             delattr(self, name)
 

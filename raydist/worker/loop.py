@@ -40,7 +40,6 @@ from raydist.worker.metrics.reporter import Reporter
 from raydist.worker.metrics.startup_timing import Startup
 from raydist.worker.metrics.telemetry import Telemetry
 from raydist.worker.metrics.trace import Tracer
-from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.optim.schedule import lr_at, peak_lr
 from raydist.worker.parallel import ParallelStrategy, ParamShard
 from raydist.worker.precision import Precision
@@ -273,8 +272,7 @@ class _Run:
         finally:
             self.tracer.close()
             self.checkpoints.close()
-            if isinstance(self.optimizer, offload.OffloadedAdamW):
-                self.optimizer.close()
+            self.train_step.hooks.close()
         status = "finished" if at.step >= self.total else "interrupted" if stop else "paused"
         return Outcome(status, at.step, at.loss, at.eval_loss)
 
@@ -365,9 +363,7 @@ class _Run:
     def _before_update(self) -> None:
         self.memory.before_update()
         if self.histograms:  # every rank: counts are summed
-            optimizer = self.optimizer
-            pending = optimizer.pending_factor if isinstance(optimizer, offload.OffloadedAdamW) else 1.0
-            self.histograms.look(self.at.step, pending)
+            self.histograms.look(self.at.step, self.train_step.hooks.pending_factor)
         self.checkpoints.before_update()
 
     def _example(self, module: nn.Module, samples: int = 1) -> torch.Tensor:

@@ -21,7 +21,7 @@ from raydist.ipc.heartbeat import Heartbeat
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.gradient_noise_scale import GradientNoise
 from raydist.worker.metrics.telemetry import Telemetry
-from raydist.worker.optim.offload.adamw import OffloadedAdamW
+from raydist.worker.optim.hooks import hooks_of
 from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.parallel._model_graph import watch_gradients
 from raydist.worker.precision import Precision
@@ -146,9 +146,7 @@ class TrainStep:
         self.rank, self.strategy, self.optimizer, self.precision = rank, strategy, optimizer, precision
         self._full_tokens, self._clip, self._before_update = full_tokens, clip, before_update
         self._judge, self._watch, self._gradients, self._noise = judge, watch, gradients, noise
-        self._scale_grads = strategy.scale_grads
-        if isinstance(optimizer, OffloadedAdamW):  # which has fetched the gradients before the factor is known
-            self._scale_grads = optimizer.scale_grads
+        self.hooks = hooks_of(optimizer, strategy.scale_grads)
 
     def __call__(
         self,
@@ -174,8 +172,8 @@ class TrainStep:
         small = self._noise.listen(step, micro_batches) if self._noise is not None else None
         for i, batch in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
-            if last and isinstance(self.optimizer, OffloadedAdamW):
-                self.optimizer.prefetch()
+            if last:
+                self.hooks.prefetch()
             listening = small.listening() if small is not None and i == 0 else nullcontext()
             with listening, self.strategy.accumulate(last):
                 self._heartbeat.enter("forward")
@@ -227,7 +225,7 @@ class TrainStep:
             if self._clip and grad_norm > self._clip:
                 factor *= self._clip / (grad_norm + 1e-6)
             if factor != 1.0:
-                self._scale_grads(factor)
+                self.hooks.scale_grads(factor)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_factor", 1.0)
             self._heartbeat.enter("save")  # stands, if at all, for a copy of the state

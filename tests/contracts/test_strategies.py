@@ -37,8 +37,7 @@ def train(rank: Rank, spec: JobSpec, n: int, micro: int) -> Result:
         batches = mine(rank, *samples(n, seed=s), micro)
         reports.append(trainer.step(s, batches, counted(batches), 1e-2, want_stop=False))
     loss, _ = evaluate(rank, trainer.strategy, trainer.precision, mine(rank, *samples(n, seed=99), micro))
-    if isinstance(trainer.optimizer, offload.OffloadedAdamW):
-        trainer.optimizer.close()
+    trainer.step.hooks.close()
     return reports, gradients, trainer.whole(), loss
 
 

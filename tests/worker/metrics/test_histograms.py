@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Shard
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.histograms import BUCKETS, Histograms, count, histogram
-from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.parallel import ParamShard
 from tests.training import CONTEXT, VARIANTS, Trainer, counted, job, mine, run, samples
 
@@ -59,8 +58,7 @@ def watched(rank: Rank, spec: JobSpec) -> tuple[list[dict[str, Any]], dict[str, 
     step = 0
 
     def before_update() -> None:
-        optimizer = trainer.optimizer
-        pending = optimizer.pending_factor if isinstance(optimizer, offload.OffloadedAdamW) else 1.0
+        pending = trainer.step.hooks.pending_factor
         for what, factor in (("weights", 1.0), ("gradients", pending)):
             found = trainer.whole(grad=what == "gradients")
             whole[what] = {name: counts(value, factor) for name, value in found.items()}
@@ -70,8 +68,7 @@ def watched(rank: Rank, spec: JobSpec) -> tuple[list[dict[str, Any]], dict[str, 
     for step in (1, 2):
         batches = mine(rank, *samples(4, seed=step), 2)
         trainer.step(step, batches, counted(batches), 1e-2, want_stop=False)
-    if isinstance(trainer.optimizer, offload.OffloadedAdamW):
-        trainer.optimizer.close()
+    trainer.step.hooks.close()
     return said, whole
 
 

@@ -25,7 +25,6 @@ from raydist.worker.distributed import Rank
 from raydist.worker.metrics import memory
 from raydist.worker.metrics.memory import Held, MemoryMeter, allocator, bytes_of, process
 from raydist.worker.metrics.telemetry import Telemetry
-from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.parallel import ParamShard
 from tests.training import CONTEXT, Trainer, alone, counted, job, mine, run, samples
 from tests.worker.checks.test_bad_steps import dataset, of, spec_of, trained
@@ -47,8 +46,7 @@ def metered(rank: Rank, spec: JobSpec) -> tuple[list[dict[str, int | None]], lis
         trainer.step(step, batches, counted(batches), 1e-2, False)
         read.append(meter.read())
     parameters = [(name, tuple(p.shape)) for name, p in trainer.model.named_parameters()]
-    if isinstance(trainer.optimizer, offload.OffloadedAdamW):
-        trainer.optimizer.close()
+    trainer.step.hooks.close()
     return read, parameters
 
 
