@@ -137,7 +137,7 @@ def main() -> None:
         if far:
             push, export = SimpleNamespace(remote=monitor.push), SimpleNamespace(remote=monitor.export)
             aggregator = Aggregator(f"{folder}/run", 1, SimpleNamespace(push=push, export=export))
-            found["gatherer"] = held(aggregator.observe, NODES * A_NODE, options.seconds)
+            found["aggregator"] = held(aggregator.observe, NODES * A_NODE, options.seconds)
             aggregator.close()
         monitor.end("finished")
         kept = read_samples(monitor._run, ["at"]).num_rows
@@ -146,7 +146,7 @@ def main() -> None:
         print(f"{name}, {each}")
     aggregators = -(-far // (NODES * A_NODE))
     print(f"{options.ranks} ranks, {aggregators} aggregators; {kept} of {given} rows stored")
-    result = {"ranks": options.ranks, "seconds": options.seconds, "gatherers": aggregators}
+    result = {"ranks": options.ranks, "seconds": options.seconds, "aggregators": aggregators}
     result |= {"rows_given": given, "rows_kept": kept, **{name: asdict(each) for name, each in found.items()}}
     print(write("monitor_tree" if options.tree else "monitor", result))
 

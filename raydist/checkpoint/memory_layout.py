@@ -76,7 +76,7 @@ def new_folder() -> str:
 class Use:
     """The folder, made if need be, for as long as this process uses it. Raises OSError where it cannot be.
 
-    While anybody has one, `remove_unused` and keepers leave the folder alone.
+    While anybody has one, `remove_unused` and cleaners leave the folder alone.
     """
 
     def __init__(self, folder: str) -> None:
@@ -106,7 +106,7 @@ class Use:
 
 
 def remove_unused() -> None:
-    """Removes the memory stores of this user on this node that nobody uses: their run was killed, and so was their keeper."""
+    """Removes the memory stores of this user on this node that nobody uses: their run was killed, and so was their cleaner."""
     for lock in SHM.glob(f"{_PREFIX.format(uid=os.geteuid())}*/{LOCK}"):
         remove(lock.parent, wait=False)
 

@@ -115,7 +115,7 @@ def _sweep(temp_dir: Path) -> None:
 _OF_RAY = re.compile(rb"^ray::|/ray/")
 
 # The same as `_sweep`, without Python. In rounds, for a raylet that is still alive starts a new worker for each that is gone.
-_KEEPER = """
+_CLEANER = """
 read _
 for round in 1 2 3 4 5; do
   for process in /proc/[0-9]*; do
@@ -135,14 +135,14 @@ def _killed_with_us(temp_dir: Path) -> Iterator[None]:
     head that the raylet is gone; and workers end once init has become their parent, which under a sub-reaper (a container's
     first process, systemd's user manager) it never does. A shell waits for the end of a pipe that only this process holds.
     """
-    command = ["/bin/sh", "-c", _KEEPER, "raydist-keeper", str(temp_dir)]
+    command = ["/bin/sh", "-c", _CLEANER, "raydist-cleaner", str(temp_dir)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    ) as keeper:
+    ) as cleaner:
         try:
             yield
         finally:
-            keeper.kill()
+            cleaner.kill()
 
 
 def _free_port(host: str) -> int:

@@ -1,4 +1,4 @@
-"""What Ray Train calls in each worker: the rank's agent, the one door between Ray and the loop.
+"""What Ray Train calls in each worker: the rank's agent, the only module that connects Ray and the loop.
 
 Runs in: each Ray Train worker. The only module of worker/ that imports ray. Never imports torch: the rank itself is a process
 below this one, which may crash, hang or be killed while the agent looks on, says how it ended, and starts the next one.
@@ -44,7 +44,7 @@ _ALONE_S = 15.0
 
 def agent(config: dict[str, Any]) -> None:
     """Obeys the coordinator until it says "leave". `config`: `coordinator`, an actor's handle, and `group`, a number."""
-    agent = _Agent(config["conductor"], config["group"])
+    agent = _Agent(config["coordinator"], config["group"])
     threading.Thread(target=agent.beat, name="raydist-beat", daemon=True).start()
     try:
         agent.run()

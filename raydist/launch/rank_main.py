@@ -105,7 +105,7 @@ def train(order: dict[str, Any], agent: Agent, heartbeat: Heartbeat, startup: St
         until=order["until"],
         allow_spec_change=order["allow_spec_change"],
         faults=order["faults"],
-        memory_store=MemoryStoreJob(**order["vault"]) if order["vault"] is not None else None,
+        memory_store=MemoryStoreJob(**order["memory_store"]) if order["memory_store"] is not None else None,
     )
 
     def push(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ HEARTBEAT_S = 2.0
 
 
 class _Log:
-    """Rank 0's door to the run folder: what the RunMonitor does on Ray, less the live view. Runs in the reporter's thread."""
+    """Rank 0's channel to the run folder: what the RunMonitor does on Ray, less the live view. Runs in the reporter's thread."""
 
     def __init__(self, run: RunDir, lease: DriverLease, attempt: int, world_size: int, quiet: bool) -> None:
         self._run, self._lease, self._log, self._quiet = run, lease, RunLog(run), quiet

@@ -42,7 +42,7 @@ class Zygote:
     def __init__(
         self, folder: Path, env: Mapping[str, str], defaults: Mapping[str, str], serve: str, preload: Sequence[str]
     ) -> None:
-        path = folder / "nursery"
+        path = folder / "zygote"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours, theirs = socket.socketpair()
         with listener, theirs:

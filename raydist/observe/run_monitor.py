@@ -5,11 +5,11 @@ Runs in: one zero-CPU actor, owned by the driver and on its node. Must not impor
 
     rank 0's side thread --push(records, events)--> RunMonitor --> metrics/*.parquet, events.jsonl, state.json; exporters
                          <--{"command", "traces"}-      ^   ^----- requests/*.json
-    the nodes' agents    -------observe(rows)-----------|          samples/*.parquet        (of more than 64 nodes: gather.py)
+    the nodes' agents    -------observe(rows)-----------|          samples/*.parquet        (of more than 64 nodes: aggregator.py)
                                           driver: begin_attempt, command, snapshot, end
 
 No call waits for storage but `flush` and `end`: a thread writes every `interval_s`. What storage refuses is kept and tried again.
-Until it is stored it is in this host's memory too (journal.py), for the monitor that comes back should this one be killed.
+Until it is stored it is in this host's memory too (write_ahead_log.py), for the monitor that comes back should this one be killed.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class RunMonitor:
     def begin_attempt(self, number: int, world_size: int, resume_step: int) -> None:
         """Attempt `number` starts on `world_size` ranks from `resume_step`. Wait for it before the workers start.
 
-        Numbers ascend within a run, over its drivers too: go on from `runlog.last_attempt(run)`.
+        Numbers ascend within a run, over its drivers too: go on from `run.log.last_attempt(run)`.
         """
         with self._lock:
             self._status = "running"  # of a run that goes on below the same driver it may be another

@@ -106,7 +106,7 @@ class Readings:
 
 
 def gather(parts: Iterable[pa.Table], seconds: float, ranks: int) -> Readings:
-    """Tracks from segments of samples (`samplelog.parts(run, COLUMNS)`). `seconds`: what the run took, about.
+    """Tracks from segments of samples (`telemetry_log.parts(run, COLUMNS)`). `seconds`: what the run took, about.
 
     Where `ranks` of that length would say more than KEPT rows, the last one of each stretch of time stands for it: counters lose
     nothing, and of memory it has the most.

@@ -8,7 +8,8 @@ Runs in: the driver. Must not import ray or torch.
 The newest number holds the run. A driver takes the next one if that has ended, was not renewed for LOST_AFTER_S, or its process is
 gone from this host. Of many that take the same number on a file system exactly one gets it. An object store keeps the word of the
 last one that wrote, so there each reads again after `settle_s` whether it is its own. Whoever finds another's word at a renewal has
-lost the run. That may come late, as with all leases; what then keeps the run one line of steps is the fence (rundir.begin_attempt).
+lost the run. That may come late, as with all leases; what then keeps the run one line of steps is the fence
+(run.directory.begin_attempt).
 
 A stop carries its driver's number, so that it is for that driver alone: over all its attempts, and not for the next driver.
 """

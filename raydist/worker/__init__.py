@@ -1,1 +1,1 @@
-"""In every train worker: setup, data, model, strategy, the loop. Torch, never ray, but for entry.py, the one door."""
+"""In every rank: process group, data, model, strategy, the loop. Torch, never ray: raydist/launch speaks to Ray."""

@@ -61,10 +61,10 @@ def train(
     startup: Startup | None = None,
     tell: Callable[[Event], None] = _to_stderr,
 ) -> Outcome:
-    """Trains from the newest good checkpoint, or from the start, to the end. Called by every rank; `door` by rank 0.
+    """Trains from the newest good checkpoint, or from the start, to the end. Called by every rank; `channel` by rank 0.
 
     `heartbeat` is told what this rank is doing, `startup` how far it has come before its first step. `tell`: how a rank without a
-    door says what it alone knows; it must not block.
+    channel says what it alone knows; it must not block.
 
     Raises what stops the run: NonFinite, LossSpike, GraphMismatch, SavesFailed, Fenced, SuspectHardware, CheckpointError,
     DataError, or the model's own exception; and Rollback, which ends the attempt.

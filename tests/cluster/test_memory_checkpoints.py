@@ -160,8 +160,8 @@ def test_a_killed_memory_store_comes_back(two: list[tuple[Any, Path]]) -> None:
 
 
 def test_what_killed_runs_left_goes(tmp_path: Path) -> None:
-    """A memory store whose process was killed: its keeper removes it, but not before the last rank is gone; and a new memory store
-    those whose keeper was killed too."""
+    """A memory store whose process was killed: its cleaner removes it, but not before the last rank is gone; and a new memory store
+    those whose cleaner was killed too."""
     folder = memory_layout.new_folder()
     code = "import sys, time\nfrom raydist.cluster.run.memory_checkpoints import MemoryStore\n"
     code += f"MemoryStore({folder!r})\nprint(flush=True)\ntime.sleep(100)"

@@ -114,7 +114,7 @@ def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_a_private_ray_beside_another_serves_and_leaves_nothing(drivers: Callable[..., Driver], tmp_path: Path) -> None:
     """Two at a time; both train; each has no dashboard, monitor, log monitor nor what else no run needs (guards the seams of
-    head.py); each ends all its processes and files, prints nothing, and keeps its logs."""
+    local_ray.py); each ends all its processes and files, prints nothing, and keeps its logs."""
     both = [drivers("private", str(tmp_path / name)) for name in "ab"]
     told = [driver.read() for driver in both]
     assert told[0]["address"] != told[1]["address"]

@@ -1,4 +1,5 @@
-"""A rank on one of two hosts: what its commlog has of each collective and strategy, beside what its network interface has sent."""
+"""A rank on one of two hosts: what its counters have of each collective and strategy, beside what its network interface has
+sent."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def wire(log: CollectiveCounters) -> float:
 
 
 def main(rank: int, head: str) -> None:
-    """Prints {kind or strategy: [bytes on the wire by the commlog, bytes that the interface sent]}."""
+    """Prints {kind or strategy: [bytes on the wire by the counters, bytes that the interface sent]}."""
     os.environ |= {"MASTER_ADDR": head, "MASTER_PORT": "29500", "RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -57,4 +57,4 @@ def test_a_killed_driver_leaves_nothing_in_memory(project: Any) -> None:
     deadline = time.monotonic() + 30
     while folder.exists():
         assert time.monotonic() < deadline, "its memory is still taken"
-        time.sleep(0.02)  # its keeper removes it
+        time.sleep(0.02)  # its cleaner removes it

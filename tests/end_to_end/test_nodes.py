@@ -109,7 +109,7 @@ def ranks_on(host: Host) -> list[str]:
     for process in host.processes().values():
         with contextlib.suppress(psutil.NoSuchProcess):  # a ZombieProcess is one
             found.append(" ".join(process.cmdline()))
-    return [line for line in found if "forkserver" in line]
+    return [line for line in found if "fork_server" in line]
 
 
 def actors_on(host: Host) -> set[str]:

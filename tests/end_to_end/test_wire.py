@@ -1,4 +1,4 @@
-"""What the commlog says was sent, beside what the network interface has counted, on two hosts."""
+"""What the collective counters say was sent, beside what the network interface has counted, on two hosts."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def zygote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         one.close()
 
 
-@pytest.fixture(params=["alone", "nursery"])
+@pytest.fixture(params=["alone", "zygote"])
 def server(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: Any) -> Iterator[Any]:
     """server(end): a fork server whose ranks end so, in a tenth of the time that torch's import takes."""
     made: list[ForkServer] = []
@@ -69,7 +69,7 @@ def server(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote
             "import sys, stand_in\nsys.modules['raydist.launch.rank_main'] = stand_in\n"
         )
         monkeypatch.syspath_prepend(str(tmp_path))
-        if request.param == "nursery":
+        if request.param == "zygote":
             zygote()
         made.append(ForkServer(["preload"]))
         return made[-1]

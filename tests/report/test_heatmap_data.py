@@ -138,7 +138,7 @@ def test_one_rank_has_nobody_to_be_slower_than() -> None:
 
 
 def test_segments_come_one_at_a_time(tmp_path: Path) -> None:
-    """`samplelog.parts` gives what `read_samples` does, with the columns that were asked for."""
+    """`telemetry_log.parts` gives what `read_samples` does, with the columns that were asked for."""
     run = story.story(RunDir(tmp_path / "a"))
     (part,) = parts(run, ("rank", "at"))
     assert (part.column_names, part.num_rows) == (["rank", "at"], len(story.readings()))

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from raydist.errors import StorageError
 from raydist.records import Event, StepRecord
-from raydist.run import log as runlog
+from raydist.run import log as run_log
 from raydist.run.directory import EVENTS, METRICS, RunDir
 from raydist.run.log import (
     FIELDS,
@@ -62,7 +62,7 @@ def test_schema_is_that_of_step_records(run: RunDir) -> None:
     log.steps([record(1)])
     log.close()
     schema = pq.read_schema(run.storage.path(f"{METRICS}/attempt-0001-000000.parquet"))
-    assert schema.metadata[b"raydist.schema_version"] == str(runlog.SCHEMA_VERSION).encode()
+    assert schema.metadata[b"raydist.schema_version"] == str(run_log.SCHEMA_VERSION).encode()
     assert all(schema.field(name).metadata[b"description"] for name in FIELDS)
     assert read_steps(run).schema.equals(SCHEMA)
 

@@ -105,8 +105,8 @@ def run_attempt(
     An exception of the train function crosses as plain facts if it has the attributes of `RankError` (rank, at,
     type_name, message, traceback, bases): raise one such from the worker, picklable and importable without torch.
 
-    `avoid`: ids of nodes on which no worker may be placed. `minded`: see `raytrain._Controller`. `spread`: over as many nodes as
-    there are, else on as few as hold them.
+    `avoid`: ids of nodes on which no worker may be placed. `minded`: see `ray_train_adapter._Controller`. `spread`: over as many
+    nodes as there are, else on as few as hold them.
 
     `start_timeout_s` is how long to wait for the workers' resources; then the failure is a "startup_timeout".
 

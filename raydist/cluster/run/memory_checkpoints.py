@@ -4,7 +4,7 @@
 the driver itself. Bytes only: never imports torch. `MemoryCheckpoints` runs in: the driver. Imports ray in its functions only.
 
     ranks --files, bell--> MemoryStore of node A --copy(step, name)--> MemoryStore of node B (A's buddy) --read pieces--> A
-    driver: memory stores.job(ranks) = inventories -> placement.place -> fetch on the nodes that lack something
+    driver: MemoryCheckpoints.job(ranks) = inventories -> memory_checkpoint_recovery.place -> fetch on the nodes that lack something
 
 Training never waits for any of this. What fails here makes a restart go on from storage.
 """
@@ -41,7 +41,7 @@ _USES = 2
 
 # Waits for the end of a pipe that only the memory store's process holds, then until nobody uses the folder: ranks may outlive a
 # MemoryStore.
-_KEEPER = """
+_CLEANER = """
 import fcntl, os, shutil, sys
 if os.fork():
     os._exit(0)
@@ -63,11 +63,11 @@ class MemoryStore:
         memory_layout.remove_unused()
         self._use = memory_layout.Use(folder)
         self._folder = Path(folder)
-        keeper = [sys.executable, "-I", "-S", "-c", _KEEPER, folder]
+        cleaner = [sys.executable, "-I", "-S", "-c", _CLEANER, folder]
         quiet = subprocess.DEVNULL
         # In a session of its own, and its parent gone: it outlives this process.
-        self._keeper = subprocess.Popen(keeper, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
-        self._keeper.wait()
+        self._cleaner = subprocess.Popen(cleaner, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
+        self._cleaner.wait()
         self._me: Any = None
         self._buddy: Any = None
         self._ranks: frozenset[int] = frozenset()
@@ -81,7 +81,7 @@ class MemoryStore:
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._bell.bind(str(self._folder / BELL))
         for what in (self._hear, self._copy):
-            threading.Thread(target=what, name="raydist-vault", daemon=True).start()
+            threading.Thread(target=what, name="raydist-memory", daemon=True).start()
 
     def link(self, me: Any, buddy: Any, ranks: Sequence[int], world_size: int) -> None:
         """Who it is, to whom its node's copies go (None: nobody), and which of how many ranks are here."""
@@ -148,14 +148,14 @@ class MemoryStore:
         return problems
 
     def close(self) -> None:
-        """Removes the folder, unless a rank still uses it: then the keeper does when that one has ended."""
+        """Removes the folder, unless a rank still uses it: then the cleaner does when that one has ended."""
         self._closed = True
         memory_layout.ring(self._folder)
         self._wanted.put(None)
         self._use.close()
         memory_layout.remove(self._folder, wait=False)
-        assert self._keeper.stdin is not None
-        self._keeper.stdin.close()
+        assert self._cleaner.stdin is not None
+        self._cleaner.stdin.close()
 
     # --- inside
 
@@ -278,7 +278,7 @@ class MemoryCheckpoints:
         self._ended = threading.Event()
         self._lock = threading.Lock()
         if not private:
-            threading.Thread(target=self._relink, name="raydist-vaults", daemon=True).start()
+            threading.Thread(target=self._relink, name="raydist-memory-links", daemon=True).start()
 
     def job(self, ranks: Mapping[int, str]) -> dict[str, Any]:
         """What every rank is told, VaultJob's fields; all that it needs is then on its node. `ranks`: rank -> node id."""
@@ -382,7 +382,7 @@ class MemoryCheckpoints:
             import ray
 
             for memory_store in left:
-                ray.kill(memory_store)  # its keeper removes the folder
+                ray.kill(memory_store)  # its cleaner removes the folder
 
     def _alive(self) -> set[str]:
         if self._private:

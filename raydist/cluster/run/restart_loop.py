@@ -148,7 +148,7 @@ class RestartLoop:
             "begun": begun,
             "incident": incident,
             "before": dict(request.before(begun)) if incident is None and request.before else None,
-            "vault": copies,
+            "memory_store": copies,
         }
 
     def _after(self, failure: Failure, number: int, history: History) -> Ending | None:

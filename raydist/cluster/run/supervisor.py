@@ -1,6 +1,6 @@
 """One run, from its begin to its end: draws, minds signals and the head, and says how it ended.
 
-Runs in: the driver, in the main thread. Never imports torch. One other thread runs the attempts (attempts.py).
+Runs in: the driver, in the main thread. Never imports torch. One other thread runs the attempts (restart_loop.py).
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Group:
         def fit() -> None:
             self._result = run_attempt(
                 "raydist.launch.agent:agent",
-                {"conductor": coordinator, "group": number},
+                {"coordinator": coordinator, "group": number},
                 session=session,
                 run_name=run_name,
                 workers=size,

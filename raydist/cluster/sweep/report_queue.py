@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-NAME = "raydist-desk"
+NAME = "raydist-reports"
 
 
 class ReportQueue:

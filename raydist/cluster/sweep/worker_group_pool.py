@@ -138,7 +138,7 @@ class WorkerGroupPool:
         idle = [slot for slot in self._free if slot.waiting]
         for slot in idle[: max(0, self._taken - self._fits)]:
             self._free.remove(slot)
-            threading.Thread(target=self._let_go, args=(slot,), name="raydist-crew", daemon=True).start()
+            threading.Thread(target=self._let_go, args=(slot,), name="raydist-slot", daemon=True).start()
 
     def _let_go(self, slot: WorkerGroupSlot) -> None:
         try:
@@ -156,7 +156,7 @@ class WorkerGroupPool:
         """Lets all workers go. No cell trains any more."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._free) == len(self._all))
-        threads = [threading.Thread(target=slot.end, name="raydist-crew", daemon=True) for slot in self._all]
+        threads = [threading.Thread(target=slot.end, name="raydist-slot", daemon=True) for slot in self._all]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -26,7 +26,8 @@ def measure(run: RunDir) -> dict[str, Any]:
     """What a run came to: {"steps", "tokens", "loss", "eval_loss", "tokens_per_second", "grad_noise_scale", "course"}.
 
     None where not reported. `loss`: of the last tenth of its steps, by their tokens; `tokens_per_second`: of its newest
-    attempt's last 50 steps; `grad_noise_scale`: the last known one, in sequences; `course`: see course.py. Raises StorageError.
+    attempt's last 50 steps; `grad_noise_scale`: the last known one, in sequences; `course`: see time_to_loss.py. Raises
+    StorageError.
     """
     return figures(read_segments(run), read_events(run))
 

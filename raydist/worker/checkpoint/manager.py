@@ -3,7 +3,8 @@
 Runs in: each train worker. Torch, never ray.
 
     resume()   from a snapshot, or the newest good checkpoint, or nothing -> Progress
-    save()     a checkpoint (checkpoint/save.py); snapshot(): a copy in memory (checkpoint/vault.py); both beside the next step
+    save()     a checkpoint (checkpoint/save.py); snapshot(): a copy in memory (checkpoint/memory_manager.py); both beside the next
+    step
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ each node's copies on another node too.
     loop    vote(step) -> in the step's own all-reduce -> start(step) ... forward, backward ... before_update() | optimizer.step()
     thread                                      copy to a slot of shared memory ........ ^ done; hash, rename; rank 0: the manifest
 
-A snapshot is a checkpoint in a folder of /dev/shm (vaultdir.py), made by the same Saver (snapshots.py). Nothing here may cost the
-run more than time: what fails is told once, and training goes on.
+A snapshot is a checkpoint in a folder of /dev/shm (checkpoint/memory_layout.py), made by the same Saver (memory_saver.py). Nothing
+here may cost the run more than time: what fails is told once, and training goes on.
 """
 
 from __future__ import annotations

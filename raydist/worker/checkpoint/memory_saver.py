@@ -1,6 +1,6 @@
 """One rank's part of a snapshot: a checkpoint in a folder of shared memory, made by a Saver whose stages are files there.
 
-Runs in: each train worker. Torch, never ray. memory store.py says when one is taken, and finds one to go on from.
+Runs in: each train worker. Torch, never ray. memory_manager.py says when one is taken, and finds one to go on from.
 
 Each rank copies straight into one of two slots, which are allocated once: the one that holds the newest committed snapshot is never
 written to, so a death in mid-copy costs nothing.
@@ -172,7 +172,7 @@ class MemorySaver(Saver):
                     if slot.holds is None:
                         slot.reserve(nbytes)
 
-        self._warm = threading.Thread(target=reserve, name="raydist-vault-slots", daemon=True)
+        self._warm = threading.Thread(target=reserve, name="raydist-memory-slots", daemon=True)
         self._warm.start()
 
     def nbytes(self, tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor]) -> int:

@@ -6,7 +6,7 @@ Runs anywhere: no ray, no clock, no I/O. `raydist.cluster.sweep.ray_tune.Decisio
     hyperband.py   asha in brackets, to which cells belong by their ids
     median.py      a cell that is worse than the median of the others stops
     pbt.py         a cell of the worst copies one of the best, with other values
-    ordered.py     numbers in order, one added at a time
+    _sorted.py     numbers in order, one added at a time
 
 A rule's state follows from what it was told, and from nothing else: not from what it decided, nor from what came of that. So the
 sweep's event log makes the same rule again (`replay`), and it decides on as if nothing had been between. What it is told of one
