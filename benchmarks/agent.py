@@ -2,7 +2,7 @@
 
     python benchmarks/agent.py [--seconds 60] [--ranks 8]
 
-The ranks are files on the board, whose processes are this one. GPUs are this machine's; where there is none, none is read.
+The ranks are files in the mailbox, whose processes are this one. GPUs are this machine's; where there is none, none is read.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class PausedTrials:
             return
         self._log = self._log or collective_counters._installed
         self._log.close()
-        Telemetry.row, Mailbox.write = (lambda telemetry: {}), (lambda board, row: None)
+        Telemetry.row, Mailbox.write = (lambda telemetry: {}), (lambda mailbox, row: None)
         if self._off is not None:
             self._off.touch()
 

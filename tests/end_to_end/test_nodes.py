@@ -149,7 +149,7 @@ def test_a_drained_node_is_left_without_a_step_lost(
     run = start(f"drained-node-{spares}", "--set", f"cluster.spares={spares}", "--set", "recovery.snapshot_every=1")
     run.until_held(1)
     victim = run.victim()
-    assert actors_on(victim) >= {"NodeAgent", "Vault"}
+    assert actors_on(victim) >= {"NodeMonitor", "MemoryStore"}
     node = cluster.node_ids()[victim.name]
     drain = ["drain-node", "--address", cluster.address, "--node-id", node, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
     told = ["--reason-message", "a test", "--deadline-remaining-seconds", "300"]
@@ -158,7 +158,7 @@ def test_a_drained_node_is_left_without_a_step_lost(
     run.until(lambda: any(e["action"] == "leave" for e in run.events("decision")))
     run.go_on()
     run.until_held(2)
-    run.until(lambda: not actors_on(victim) & {"NodeAgent", "Vault"})
+    run.until(lambda: not actors_on(victim) & {"NodeMonitor", "MemoryStore"})
     if not spares:
         run.until(lambda: victim.name not in cluster.node_ids())
     run.go()

@@ -84,7 +84,7 @@ import torch.distributed  # as a rank has
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.ipc.stack_dump import answer
 answer({stacks}, socket.socket(fileno={control}))
-Heartbeat({probe})
+Heartbeat({heartbeat})
 def in_user_code():
     print("ready", flush=True)
     {body}

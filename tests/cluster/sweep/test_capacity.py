@@ -65,7 +65,7 @@ class Cluster:
                 self.free[node][name] += count
 
 
-class FakeCrew:
+class FakeWorkerGroupSlot:
     """A slot whose workers are places on a cluster."""
 
     cluster: Cluster
@@ -117,9 +117,9 @@ def test_no_cell_waits_for_another(seed: int, monkeypatch: pytest.MonkeyPatch) -
     shapes = [shape for shape in shapes if places(nodes, shape.each) >= shape.workers]
     if not shapes:
         shapes = [Shape(1, 0.5, 0)]
-    monkeypatch.setattr(module, "Crew", FakeCrew)
+    monkeypatch.setattr(module, "WorkerGroupSlot", FakeWorkerGroupSlot)
     monkeypatch.setattr(module, "kind", lambda plan: WorkerKind(plan.shape.cpus, plan.shape.gpus, {}))
-    monkeypatch.setattr(FakeCrew, "cluster", Cluster(nodes, chance), raising=False)
+    monkeypatch.setattr(FakeWorkerGroupSlot, "cluster", Cluster(nodes, chance), raising=False)
     count = at_once(nodes, shapes, chance.choice([None, 2, 100]))
     pool = WorkerGroupPool(cast(Session, None), count)
     busy: list[Any] = []
@@ -127,7 +127,7 @@ def test_no_cell_waits_for_another(seed: int, monkeypatch: pytest.MonkeyPatch) -
         if len(busy) == count or (busy and chance.random() < 0.3):
             pool.put(busy.pop(chance.randrange(len(busy))))
         plan = FakePlan(chance.choice(shapes))
-        slot = cast(FakeCrew, pool.get(cast(Plan, plan)))
+        slot = cast(FakeWorkerGroupSlot, pool.get(cast(Plan, plan)))
         slot.train(plan.shape)
         busy.append(slot)
     assert count >= 1

@@ -19,7 +19,7 @@ from raydist.cluster.sweep.worker_group_pool import WorkerGroupPool
 KIND = WorkerKind(1.0, 0.0, {})
 
 
-class FakeCrew:
+class FakeWorkerGroupSlot:
     """A slot of which only is known how many workers wait in it."""
 
     def __init__(self, session: Any, monitors: Any, may_start: Callable[[], bool]) -> None:
@@ -67,9 +67,9 @@ class Cluster:
         self.looked.release()
         return self.room
 
-    def out(self, pool: WorkerGroupPool, workers: int = 1) -> FakeCrew:
+    def out(self, pool: WorkerGroupPool, workers: int = 1) -> FakeWorkerGroupSlot:
         """A slot that has gone to a cell and has started its workers."""
-        slot = cast(FakeCrew, pool.get(cell(workers)))
+        slot = cast(FakeWorkerGroupSlot, pool.get(cell(workers)))
         slot.leave(workers)
         return slot
 
@@ -85,13 +85,13 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """One of three places."""
-    monkeypatch.setattr(module, "Crew", FakeCrew)
+    monkeypatch.setattr(module, "WorkerGroupSlot", FakeWorkerGroupSlot)
     monkeypatch.setattr(module, "kind", lambda plan: KIND)
     with ThreadPoolExecutor() as threads:
         yield Cluster(threads)
 
 
-def put(pool: WorkerGroupPool, slot: FakeCrew) -> None:
+def put(pool: WorkerGroupPool, slot: FakeWorkerGroupSlot) -> None:
     pool.put(cast(Any, slot))
 
 
