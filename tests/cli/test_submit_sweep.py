@@ -153,7 +153,7 @@ def test_what_a_job_names_is_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         "inner/rows.py",
     ):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text("x = 1")
+        Path(name).write_text("build = all = 1\n")
     base = {"name": "j", "train": {"steps": 5}, "model": {"name": "own_shipped.deep:build"}}
     Path("inner/base.yaml").write_text(yaml.safe_dump(base))
     Path("inner/faults.yaml").write_text("- {fault: kill, rank: 0, step: 2}\n")
