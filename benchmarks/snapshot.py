@@ -31,7 +31,7 @@ import torch.multiprocessing as mp
 from common import write
 
 from raydist.checkpoint import memory_layout
-from raydist.cluster.run.memory_checkpoints import MemoryCheckpointer
+from raydist.cluster.run.memory_checkpoints import MemoryStore
 from raydist.data.prepare import prepare
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.run.directory import RunDir
@@ -112,7 +112,7 @@ def rank_main(number: int, port: int, spec: JobSpec, path: str, folder: str, sha
 def trained(spec: JobSpec, share: float) -> tuple[list[float], list[tuple[int, float]], float]:
     """One training on WORLD new processes."""
     place = tempfile.mkdtemp(prefix="raydist-")
-    memory_store = MemoryCheckpointer(memory_layout.new_folder())
+    memory_store = MemoryStore(memory_layout.new_folder())
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -28,7 +28,7 @@ from tests.gpu.device import CUDA, DEVICE, cuda_only
 MODEL = {"layers": 2, "width": 64, "heads": 2, "context": 64}
 LIMIT = """
 import sys, torch
-from raydist.worker import standalone
+from raydist.launch import standalone
 torch.cuda.set_per_process_memory_fraction(float(sys.argv.pop(1)))
 sys.exit(standalone.main())
 """

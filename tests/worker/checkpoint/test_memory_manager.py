@@ -16,7 +16,7 @@ import torch
 
 from raydist.checkpoint import manifest, memory_layout
 from raydist.cluster.run.memory_checkpoint_recovery import place
-from raydist.cluster.run.memory_checkpoints import MemoryCheckpointer as NodeVault
+from raydist.cluster.run.memory_checkpoints import MemoryStore
 from raydist.data.prepare import prepare
 from raydist.errors import UserError
 from raydist.run.directory import RunDir, begin_attempt
@@ -45,8 +45,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A memory store's folder, with its node's MemoryCheckpointer, as a private run's driver has it."""
-    memory_store = NodeVault(memory_layout.new_folder())
+    """A memory store's folder, with its node's MemoryStore, as a private run's driver has it."""
+    memory_store = MemoryStore(memory_layout.new_folder())
     memory_store.link(None, None, range(2), 2)
     yield memory_store._folder
     memory_store.close()
@@ -144,7 +144,7 @@ def exact(steps: list[dict[str, Any]]) -> list[Any]:
 
 def newest(folder: Path, world: int, after: int = 0) -> dict[str, Any]:
     """What the driver would tell the ranks."""
-    memory_store = NodeVault.__new__(NodeVault)
+    memory_store = MemoryStore.__new__(MemoryStore)
     memory_store._folder = folder
     found = place({"n": memory_store.inventory()}, dict.fromkeys(range(world), "n"), after=after)
     assert found is not None
@@ -257,7 +257,7 @@ def test_two_attempts_took_the_same_step(kit: Any, tmp_path: Path) -> None:
 
 
 def test_a_copy_costs_its_sending_too(kit: Any, folder: Path) -> None:
-    """Where the node has a buddy a copy is over once that has it, and the MemoryCheckpointer's processor time counts; a number of
+    """Where the node has a buddy a copy is over once that has it, and the MemoryStore's processor time counts; a number of
     steps waits for nothing."""
 
     def over(step: int, every: Any, send: bool) -> list[bool]:
@@ -265,7 +265,7 @@ def test_a_copy_costs_its_sending_too(kit: Any, folder: Path) -> None:
         common = {"rank": 0, "world_size": 1, "group": None, "spec_hash": "", "numbers": {}, "on_event": print}
         memory_store = MemoryCheckpointer(MemoryStoreJob(str(folder)), every, resumed=0, attempt=step, **common)
         memory_store.prepare(kit.state(step), kit.rng(step))
-        memory_layout.tell_sent(folder, 0, 0)  # this process stands in for its node's MemoryCheckpointer
+        memory_layout.tell_sent(folder, 0, 0)  # this process stands in for its node's MemoryStore
         memory_store.start(step, kit.state(step), kit.rng(step), {"step": step})
         assert memory_store._saver.wait()
         memory_store.stepped(0.1, False)
@@ -330,7 +330,7 @@ def test_two_copies_at_most(ranks: Any, dataset: str, tmp_path: Path, folder: Pa
 
 
 def test_folders_go_while_one_looks(tmp_path: Path) -> None:
-    """Ranks take away a step's folder while the MemoryCheckpointer of their node lists files: what is left is listed, nothing
+    """Ranks take away a step's folder while the MemoryStore of their node lists files: what is left is listed, nothing
     raises."""
     paths = {tmp_path / f"step-{n:08d}" / "shard" for n in (1, 2)}
     for path in paths:
