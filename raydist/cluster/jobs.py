@@ -48,6 +48,8 @@ def connect(url: str) -> JobSubmissionClient:
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
+    for module in ("dashboard_sdk", "job.sdk"):  # they tell each upload and each connection
+        logging.getLogger(f"ray.dashboard.modules.{module}").setLevel(logging.WARNING)
     authentication.check_token()
     try:
         # Ray's own client waits for an answer without an end.
@@ -74,7 +76,6 @@ def submit(url: str, entrypoint: str, package: Path, variables: Mapping[str, str
     import requests
     from ray.exceptions import AuthenticationError
 
-    logging.getLogger("ray.dashboard").setLevel(logging.WARNING)  # raydist has said what is sent
     client = connect(url)
     environment = {"working_dir": str(package), "env_vars": dict(variables)}
     try:

@@ -119,9 +119,8 @@ def test_raydist_submit(project: Any, cluster: dict[str, str], undisturbed: dict
     assert done.returncode == 0, done.stderr
     assert "step 12/12" in done.stderr or "step 12" in done.stderr
     assert "submitting it again" in done.stderr
-    assert re.search(
-        rf"ships \d+ files of {folder}: .* MiB packed; left out: old \(a run\)$", done.stderr, re.MULTILINE
-    )
+    assert "sdk.py" not in done.stderr
+    assert re.search(rf"ships \d+ files of {folder}: .* packed; left out: old \(a run\)$", done.stderr, re.MULTILINE)
     assert project.show("submitted")["status"] == "finished"
     assert len(project.show("submitted")["attempts"]) == 2
     assert exact(project.steps("submitted")) == exact(undisturbed["rows"])
