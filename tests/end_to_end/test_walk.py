@@ -70,7 +70,7 @@ def test_the_first_day(tmp_path: Path, walk: ModuleType) -> None:
     assert done.returncode == 0, done.stderr
     told = page.read_text()
     assert re.findall(r"^## `(.*)`$", told, re.MULTILINE) == [step.command for step in walk.WALK]
-    passages = dict(re.findall(r"^## `(.*)`$\n(.*?)(?=^## |\Z)", told, re.MULTILINE | re.DOTALL))
+    passages = dict(re.findall(r"^## `([^\n]*)`$\n(.*?)(?=^## |\Z)", told, re.MULTILINE | re.DOTALL))
     for asked, expected in {
         "make quickstart": "run quickstart: finished at step 4",
         "raydist runs": "quickstart",
