@@ -9,7 +9,8 @@ Runs anywhere. Imports nothing of raydist but the function that takes secrets ou
     │   ├── DataError                 a corpus, a tokenizer or a prepared dataset cannot be used
     │   ├── ExtensionNotFound         no model, strategy, ... of that name (also a LookupError)
     │   ├── RunNotFound               no run of that name or at that place (also a LookupError)
-    │   └── PreflightError            the cluster cannot run this job
+    │   ├── PreflightError            the cluster cannot run this job
+    │   └── ClusterUnreachable        no Jobs API answers at that address; one may do so later
     ├── StorageError (OSError)        3: storage refused a read or a write
     ├── CheckpointError               3
     │   ├── CheckpointCorrupt         a file is missing, cut short, or has another hash than its manifest says
@@ -82,6 +83,10 @@ class RunNotFound(UserError, LookupError):
 
 class PreflightError(UserError):
     """The cluster cannot run this job: resources, versions or storage."""
+
+
+class ClusterUnreachable(UserError):
+    """No Jobs API of Ray answers at that address; one may do so later."""
 
 
 class StorageError(RaydistError, OSError):

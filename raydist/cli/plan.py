@@ -71,15 +71,15 @@ def plan(
     size = parse_size(memory) if memory else None
     chosen = speed.named(gpu) if gpu else None
     vocab_size = vocab or vocabulary(job.data)
-    with progress() as say:
-        say("importing torch")
+    with progress() as measuring:
+        measuring("importing torch")
         from raydist.planner.advice import advise
         from raydist.planner.measure import Planner, device_memory, device_name
 
         here = chosen.memory if chosen else device_memory()
         device, because = target(job, asked=any((gpus, memory, gpu)), here=here is not None)
         machine = Machine(job.cluster.most, gpus_per_node, device, size or (here if device == "cuda" else None))
-        planner = Planner(job, vocab_size, device, say)
+        planner = Planner(job, vocab_size, device, measuring)
         model = planner.model()
         advice = advise(job, machine, model, planner.measure)
         told = tell(str(spec), job, machine, because, model, planner.attention, advice)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raydist.cli import options
-from raydist.errors import DataError, UsageError, UserError, WorkerFailed
+from raydist.errors import ClusterUnreachable, DataError, UsageError, UserError, WorkerFailed
 from raydist.redact import redact
 from raydist.run.directory import default_storage
 
@@ -282,7 +282,7 @@ def _start(url: str, entrypoint: str, package: Path, wait_s: float = 0.0) -> str
             # Without a shell between: Ray sees the driver end, and need not wait for somebody else to reap it.
             job = jobs.submit(url, f"exec {entrypoint}", package, {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_S)})
             break
-        except jobs.Unreachable:
+        except ClusterUnreachable:
             if time.monotonic() >= deadline:
                 raise
             time.sleep(_AGAIN_S)
@@ -308,7 +308,7 @@ def _ended(url: str, job: str) -> tuple[str, int | None, str]:
             heard = time.monotonic()
         except AuthenticationError:
             raise authentication.refused(f"the cluster at {url}") from None
-        except (aiohttp.ClientError, OSError, RuntimeError, jobs.Unreachable) as error:
+        except (aiohttp.ClientError, OSError, RuntimeError, ClusterUnreachable) as error:
             if "does not exist" in str(error):
                 break
             time.sleep(_AGAIN_S)

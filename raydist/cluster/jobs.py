@@ -13,17 +13,13 @@ from urllib.parse import urlsplit
 
 from raydist.cluster import authentication
 from raydist.cluster.head_monitor import answers
-from raydist.errors import UserError
+from raydist.errors import ClusterUnreachable, UserError
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 _ANSWER_S = 10.0
 _TOO_LARGE = ("413", "Too Large", "Maximum request body size")
-
-
-class Unreachable(UserError):
-    """No Jobs API answers at that address; one may do so later."""
 
 
 def url_of(address: str) -> str:
@@ -43,7 +39,7 @@ def url_of(address: str) -> str:
 
 
 def connect(url: str) -> JobSubmissionClient:
-    """A client of the Jobs API at http://HOST:PORT. Raises Unreachable, and UserError for what waiting does not mend."""
+    """A client of the Jobs API at http://HOST:PORT. Raises ClusterUnreachable, and UserError for what waiting does not mend."""
     import requests
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
@@ -55,7 +51,7 @@ def connect(url: str) -> JobSubmissionClient:
         # Ray's own client waits for an answer without an end.
         version = requests.get(f"{url}/api/version", timeout=_ANSWER_S)
         if version.status_code not in (401, 403) and not _is_ray(version):
-            raise Unreachable(
+            raise ClusterUnreachable(
                 f"{url}: what answers there is no Ray dashboard (status {version.status_code})",
                 "check the address: http://HEAD:8265",
             )
@@ -65,7 +61,7 @@ def connect(url: str) -> JobSubmissionClient:
     except (requests.RequestException, OSError, RuntimeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise Unreachable(
+        raise ClusterUnreachable(
             f"no Jobs API answers at {url}: {_why(error)}",
             "check the address (http://HEAD:8265), and that the cluster runs",
         ) from None
@@ -88,7 +84,7 @@ def submit(url: str, entrypoint: str, package: Path, variables: Mapping[str, str
                 f"{url} does not take a package of {package.stat().st_size:,} bytes (413)",
                 "a proxy before the dashboard may take less than its 100 MiB: raise its limit, or ship less: see .rayignore",
             ) from None
-        raise Unreachable(
+        raise ClusterUnreachable(
             f"the Jobs API at {url} refused the job: {_why(error)}", "see the dashboard's log on the head"
         ) from None
 

@@ -50,7 +50,7 @@ def device_name() -> str | None:
 class Planner:
     """A model of a job on fake tensors. `target` is the device type that it will train on: cuda or cpu.
 
-    `say` is told what is measured, as it begins. Raises UserError where the model cannot be built or run without values.
+    `measuring` is told what is measured, as it begins. Raises UserError where the model cannot be built or run without values.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Planner:
         spec: JobSpec,
         vocab_size: int,
         target: Literal["cuda", "cpu"],
-        say: Callable[[str], None] = lambda text: None,
+        measuring: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._spec, self._vocab, self._target, self._say = spec, vocab_size, target, say
+        self._spec, self._vocab, self._target, self._measuring = spec, vocab_size, target, measuring
         self._build = cast(Callable[..., nn.Module], registry.load("model", spec.model.name))
         # Constants of the user's module are real tensors.
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -83,7 +83,7 @@ class Planner:
         """One micro-batch, forward and backward; kept, so that asking again is free."""
         if how not in self._known:
             count, again = f"pass {len(self._known) + 1}", how.checkpoint
-            self._say(
+            self._measuring(
                 f"{count}: micro-batch {how.micro_batch}, {'nothing' if again == 'none' else again} computed again"
             )
             with self._guard("run"):
@@ -92,7 +92,7 @@ class Planner:
 
     def _model(self, cast: bool) -> _Fake:
         if cast not in self._models:
-            self._say("building the model")
+            self._measuring("building the model")
             with self._fake:
                 module = self._build(self._spec.model, self._vocab).train()
                 if cast:

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from raydist.cluster import authentication, jobs
-from raydist.errors import UserError
+from raydist.errors import ClusterUnreachable, UserError
 
 
 @pytest.fixture(autouse=True)
@@ -132,11 +132,11 @@ def test_a_jobs_api_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, dashbo
         found |= {"http://127.0.0.1:1": "Connection refused", "http://no-such-host.invalid:8265": ""}
         found |= {dashboard.url.replace("http:", "https:"): "SSL"}
         for url, says in found.items():
-            with pytest.raises(jobs.Unreachable, match=f"no Jobs API answers at {url}: .*{says}"):
+            with pytest.raises(ClusterUnreachable, match=f"no Jobs API answers at {url}: .*{says}"):
                 jobs.connect(url)
     for status, body in ((404, ""), (200, "<html>"), (200, "[]")):
         dashboard.answers["/api/version"] = (status, body)
-        with pytest.raises(jobs.Unreachable, match=rf"no Ray dashboard \(status {status}\)"):
+        with pytest.raises(ClusterUnreachable, match=rf"no Ray dashboard \(status {status}\)"):
             jobs.connect(dashboard.url)
 
 
@@ -147,7 +147,7 @@ def test_a_package_that_is_refused(dashboard: Any, tmp_path: Path) -> None:
     dashboard.answers["/api/packages/gcs"] = (413, "Maximum request body size 104857600 exceeded")
     with pytest.raises(UserError, match=r"does not take a package of 22 bytes \(413\)\n.*proxy") as caught:
         jobs.submit(dashboard.url, "true", archive, {})
-    assert not isinstance(caught.value, jobs.Unreachable)
+    assert not isinstance(caught.value, ClusterUnreachable)
     dashboard.answers["/api/packages/gcs"] = (500, "out\nof disk")
-    with pytest.raises(jobs.Unreachable, match="refused the job: Request failed with status code 500: out of disk"):
+    with pytest.raises(ClusterUnreachable, match="refused the job: Request failed with status code 500: out of disk"):
         jobs.submit(dashboard.url, "true", archive, {})
