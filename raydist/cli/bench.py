@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raydist.cli.plan import parse_size, vocabulary
+from raydist.cli.plan import parse_size
+from raydist.planner.vocabulary import vocabulary
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec

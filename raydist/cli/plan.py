@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from raydist.cli import speed
-from raydist.errors import DataError, UsageError
+from raydist.errors import UsageError
+from raydist.planner.vocabulary import vocabulary
 
 if TYPE_CHECKING:
     from raydist.planner.advice import Advice, Row
     from raydist.planner.facts import Machine, Model
     from raydist.spec import JobSpec
-    from raydist.spec.models import DataSpec
 
 
 def register(app: typer.Typer) -> None:
@@ -119,19 +119,6 @@ def parse_size(text: str, option: str = "--memory") -> int:
         raise UsageError(f"{option} {text}: no size", "write 80GiB" if option == "--memory" else "write 4MiB")
     power = " KMGT".index(found[2] or " ")
     return int(number * (1000 if found[3] == "B" else 1024) ** power)
-
-
-def vocabulary(data: DataSpec) -> int:
-    """Ids of the job's tokenizer, the end of a document included. Raises DataError."""
-    from raydist.data import index, tokenizers
-    from raydist.storage import Storage
-
-    try:
-        if data.path is not None:
-            return index.read(Storage(data.path)).tokenizer.vocab_size
-        return tokenizers.vocabulary(data.tokenizer) or tokenizers.load(data.tokenizer).vocab_size
-    except DataError as error:
-        raise DataError(error.message, f"{error.hint}; or give --vocab SIZE") from error
 
 
 def target(job: JobSpec, *, asked: bool, here: bool) -> tuple[Literal["cuda", "cpu"], str]:

@@ -12,6 +12,7 @@ from raydist.errors import RaydistError, UsageError
 from raydist.planner import estimate
 from raydist.planner.facts import Machine
 from raydist.planner.speed import NAMES, Device, find, refusal, speed
+from raydist.planner.vocabulary import vocabulary
 from raydist.registry import did_you_mean
 
 if TYPE_CHECKING:
@@ -153,7 +154,6 @@ class Reckoner:
         return speed(strategy, job, machine, model, self._device, flops).tokens_per_second
 
     def _model(self, job: JobSpec) -> tuple[Model, float]:
-        from raydist.cli.plan import vocabulary
         from raydist.planner.measure import Planner
 
         vocab = vocabulary(job.data)

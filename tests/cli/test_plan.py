@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from raydist.cli import plan
 from raydist.data import open_or_prepare
 from raydist.errors import DataError, SpecError, UsageError
+from raydist.planner.vocabulary import vocabulary
 from raydist.spec import JobSpec, load
 
 ROOT = Path(__file__).parents[2]
@@ -230,18 +231,18 @@ def job(**data: Any) -> JobSpec:
 
 def test_the_vocabulary_comes_from_the_job(tmp_path: Path) -> None:
     """bytes: 257; bpe:N: N; a prepared dataset: its own; --vocab above all; what is not there is an error that names --vocab."""
-    assert plan.vocabulary(job(source="x").data) == 257
-    assert plan.vocabulary(job(source="x", tokenizer="bpe:1000").data) == 1000
+    assert vocabulary(job(source="x").data) == 257
+    assert vocabulary(job(source="x", tokenizer="bpe:1000").data) == 1000
     (tmp_path / "text.txt").write_text("so it goes. " * 500)
     source = job(source=str(tmp_path / "text.txt"), tokenizer="bpe:300").data
     prepared = open_or_prepare(source, str(tmp_path))
-    own = plan.vocabulary(job(path=prepared).data)
+    own = vocabulary(job(path=prepared).data)
     assert 257 <= own <= 300
     (tmp_path / "tokenizer.json").write_bytes(Path(prepared, "tokenizer.json").read_bytes())
-    assert plan.vocabulary(job(source="x", tokenizer=str(tmp_path / "tokenizer.json")).data) == own
+    assert vocabulary(job(source="x", tokenizer=str(tmp_path / "tokenizer.json")).data) == own
     for data in ({"path": str(tmp_path / "nothing")}, {"source": "x", "tokenizer": "nothing.json"}):
         with pytest.raises(DataError, match="--vocab"):
-            plan.vocabulary(job(**data).data)
+            vocabulary(job(**data).data)
 
 
 def test_vocab_is_a_word_of_its_own(small: Path) -> None:
