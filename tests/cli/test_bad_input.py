@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 import yaml
 
 from raydist.cli.main import main
+from tests.stderr import without_stages
 
 NOWHERE = "http://127.0.0.1:1"
 
@@ -147,8 +147,7 @@ def test_a_mistake_is_one_clear_error(
     assert COMMANDS[command] in told.err
     assert "Traceback" not in told.err
     assert told.out == ""
-    stages = re.compile(r"\[ *\d+\.\d s\] ")  # what `raydist train` was doing, a line each
-    assert len([line for line in told.err.splitlines() if not stages.match(line)]) <= 4, told.err
+    assert len(without_stages(told.err).splitlines()) <= 4, told.err
 
 
 def run(*words: str, cwd: Path, **streams: Any) -> subprocess.CompletedProcess[str]:

@@ -14,6 +14,7 @@ import yaml
 from raydist.cli import main as cli
 from raydist.cli import submit
 from raydist.spec import load
+from tests.stderr import without_stages
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
@@ -120,8 +121,7 @@ def test_train_takes_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     resume = ["--resume", "--storage", "runs"]  # ends where the job is loaded and no run is found
     code, _, err = command(capsys, "train", "job.yaml", "--deepspeed", "ds.json", *resume)
     assert code == 2
-    said = "".join(line for line in err.splitlines(keepends=True) if not line.startswith("["))  # less the stages
-    assert said.startswith(f"{WARNING}raydist: nothing to resume")
+    assert without_stages(err).startswith(f"{WARNING}raydist: nothing to resume")
     offloaded = CONFIG | {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
     Path("ds.json").write_text(json.dumps(offloaded))
     code, _, err = command(capsys, "train", "job.yaml", "--deepspeed", "ds.json", *resume)

@@ -10,6 +10,7 @@ import pytest
 
 from raydist import errors
 from raydist.cli import main as cli
+from tests.stderr import without_stages
 
 HEAVY = ("torch", "ray", "pyarrow", "numpy", "pydantic", "tensorboard", "pandas")
 
@@ -75,6 +76,8 @@ def test_an_exporter_s_option_is_checked_first(tmp_path: Path, capsys: pytest.Ca
         cli.main(["train", job, "--storage", str(tmp_path / "runs"), "--set", chosen])
     assert caught.value.code == 2
     told = capsys.readouterr().err
-    told = "".join(line for line in told.splitlines(keepends=True) if not line.startswith("["))  # less the stages
-    assert told == 'raydist: observe.exporters: prometheus: unknown option "prot"\n  did you mean "port"?\n'
+    assert (
+        without_stages(told)
+        == 'raydist: observe.exporters: prometheus: unknown option "prot"\n  did you mean "port"?\n'
+    )
     assert list(tmp_path.iterdir()) == []
