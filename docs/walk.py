@@ -7,7 +7,7 @@ The commands are WALK. They run one after another, as in one shell; the first th
 `<!-- walk -->` and `<!-- end -->` are among them, in their order (tests/end_to_end/test_walk.py). The clone is of the commit that
 is checked out, with the changes that are not committed yet.
 
-In the transcript, of an output longer than 30 lines the first 16 and the last 12 are shown, and lines are cut at 150 characters.
+In the transcript, of an output longer than 45 lines the first 26 and the last 18 are shown, and lines are cut at 150 characters.
 The folder of the walk is ~, and this machine's address is 10.0.0.1.
 """
 
@@ -31,7 +31,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "tutorials" / "first-day.md"
-_HEAD, _TAIL, _MOST, _WIDE = 16, 12, 30, 150
+_HEAD, _TAIL, _MOST, _WIDE = 26, 18, 45, 150
 _ACTIVATE = ". .venv/bin/activate"
 
 

@@ -52,13 +52,13 @@ def test_what_a_reader_sees_of_an_output(walk: ModuleType) -> None:
     """The middle of a long one is left out, and counted; a bar is as it was last; colours, control characters and
     this machine's paths are gone."""
     output = (
-        "\x1b[1m/w/raydist/runs\x1b[0m\n" + "one\rtw\x00o\n" + "".join(f"{i}\n" for i in range(40)) + "x" * 200 + "\n"
+        "\x1b[1m/w/raydist/runs\x1b[0m\n" + "one\rtw\x00o\n" + "".join(f"{i}\n" for i in range(60)) + "x" * 200 + "\n"
     )
     told = walk.shown(output, Path("/w")).split("\n")
     assert told[:3] == ["~/raydist/runs", "tw\ufffdo", "0"]
-    assert told[16] == "... 15 lines ..."
-    assert told[-2:] == ["39", "x" * 147 + "..."]
-    assert len(told) == 29
+    assert told[26] == "... 19 lines ..."
+    assert told[-2:] == ["59", "x" * 147 + "..."]
+    assert len(told) == 45
 
 
 @pytest.mark.timeout(900)
