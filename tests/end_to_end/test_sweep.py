@@ -364,7 +364,7 @@ def test_cells_take_turns(sweeps: Sweeps) -> None:
 
 
 def tree(sweeps: Sweeps, name: str, cell: str) -> dict[str, str]:
-    """Every file of a cell's run -> its hash; but for its row in HPARAMS, which the next driver adds where one was killed before."""
+    """Every file of a cell's run -> its hash; less its row in HPARAMS, which the next driver adds where one was killed."""
     root = sweeps.project.runs / name / "runs" / cell
     files = (path for path in root.rglob("*") if path.is_file() and path.suffix != ".row")
     return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
