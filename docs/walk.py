@@ -73,7 +73,8 @@ WALK = (
     ),
     Step(
         "raydist train jobs/python-10min.yaml",
-        "A model whose text reads like Python, on two cores in about ten minutes. Its tokens are pieces of words (`bpe:2048`), so "
+        "A model whose text reads like Python, on two cores in some ten minutes (an estimate). Its tokens are "
+        "pieces of words (`bpe:2048`), so "
         "its loss is in nats a token, of 3.2 bytes on average.",
     ),
     Step(
