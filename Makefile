@@ -1,10 +1,10 @@
-# make quickstart: a trained model in a few minutes. make test: every part. make test-whole: the whole. make lint: style and types.
+# make quickstart: a trained model in a few minutes. make test: all tests. make lint: style and types.
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: install quickstart tools test test-whole lint format docs bench clean
+.PHONY: install quickstart tools test test-whole lint format docs site bench clean
 
 install: $(VENV)/.run
 $(VENV)/.run: pyproject.toml constraints.txt
@@ -21,21 +21,28 @@ $(VENV)/.lint: $(VENV)/.run
 	$(BIN)/pip install -q -c constraints.txt -e '.[lint]'
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.run
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	@touch $@
+
 quickstart: $(VENV)/.run
 	@mkdir -p runs/.data  # makes ./runs the storage of each command here, unless the user's environment or configuration names another
 	$(BIN)/raydist train jobs/quickstart.yaml $(STORAGE:%=--storage %)
 	$(BIN)/raydist show quickstart $(STORAGE:%=--storage %)
 	$(BIN)/raydist sample quickstart $(STORAGE:%=--storage %)
 
-# What some tests need beside Python: installed where this user may, else those tests are skipped and listed.
+# Installs the tools that some tests need beside Python, where this user may; else those tests are skipped and listed.
 tools: $(VENV)/.test
 	@$(BIN)/python -m tests.needs
 
-WHOLE := tests/end_to_end tests/faults
-test: $(VENV)/.test tools
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests $(WHOLE:%=--ignore %) $(PYTEST_ARGS)
-test-whole: $(VENV)/.test tools
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WHOLE) $(PYTEST_ARGS)
+# All tests, two files at a time (tests/scheduling.py). With PYTEST_ARGS, such as "-k name -x" or "--lf", no tools are installed.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(CI),--durations=25)
+test: $(VENV)/.test $(if $(PYTEST_ARGS),,tools)
+	$(PYTEST) -n 2 tests $(PYTEST_ARGS)
+
+# Of these only the whole command: on a private Ray, on clusters, on several hosts, under every fault. One file at a time.
+test-whole: $(VENV)/.test
+	$(PYTEST) tests/end_to_end tests/faults $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -48,6 +55,10 @@ format: $(VENV)/.lint
 
 docs: $(VENV)/.run
 	$(BIN)/python docs/generate.py
+
+# build/site/index.html; a warning, a broken link or a missing anchor is an error. Needs no network once .[docs] is installed.
+site: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
 
 bench: $(VENV)/.run
 	$(BIN)/python benchmarks/loader.py

@@ -1,8 +1,8 @@
-"""What a node's agent costs: processor time of one reading, and of its process at one reading a second beside an idle actor.
+"""Cost of a node monitor: processor time of one reading, and of its process at one reading per second, compared with an idle actor.
 
     python benchmarks/agent.py [--seconds 60] [--ranks 8]
 
-The ranks are files in the mailbox, whose processes are this one. GPUs are this machine's; where there is none, none is read.
+The ranks are simulated by files in the mailbox, all with this process's id. It reads this machine's GPUs, if there are any.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ READINGS = 200
 
 
 class Idle:
-    """An actor that does nothing; `pid` says who it is."""
+    """An actor that does nothing."""
 
     def pid(self) -> int:
-        """Of its process."""
+        """The id of its process."""
         return os.getpid()
 
 
 class Sink(Idle):
-    """Takes rows, and drops them."""
+    """Takes rows and drops them."""
 
     def observe(self, rows: list[dict[str, Any]]) -> None:
-        """As the run's monitor has it."""
+        """Like the run monitor's method."""
 
 
 class Agent(NodeMonitor, Idle):  # type: ignore[misc]
-    """The real one."""
+    """The real node monitor."""
 
 
 def tell(boards: list[Mailbox]) -> None:
-    """Each rank leaves a row with all its columns."""
+    """Writes a row with all columns for each rank."""
     for rank, place in enumerate(boards):
         row = dict.fromkeys(telemetry_schema.RANK, 123456789) | {
             "at": time.time(),
@@ -61,7 +61,7 @@ def tell(boards: list[Mailbox]) -> None:
 
 
 def reading(folder: str, boards: list[Mailbox]) -> dict[str, float]:
-    """Milliseconds of processor time, and bytes that are sent, of one reading."""
+    """Processor time in ms, and bytes sent, of one reading."""
     monitor = SimpleNamespace(observe=SimpleNamespace(remote=lambda rows: None))
     agent = NodeMonitor(folder, "127.0.0.1", monitor, 3600.0, folder)
     agent.note()
@@ -75,7 +75,7 @@ def reading(folder: str, boards: list[Mailbox]) -> dict[str, float]:
 
 
 def whole(folder: str, boards: list[Mailbox], seconds: float) -> dict[str, float]:
-    """Shares of a core that the agent's process and an idle actor take in the same time."""
+    """Share of a core that the node monitor's process and an idle actor use."""
     import ray
 
     ray.init(address="local", num_cpus=1, log_to_driver=False, include_dashboard=False)

@@ -1,12 +1,13 @@
-"""`parallel.bucket_mb: auto` beside torch's default, on a slow link and on one without a limit: tokens/s, in one interleaved run.
+"""`parallel.bucket_mb: auto` compared with torch's default, on a slow and on an unlimited link: tokens/s, in one interleaved run.
 
     python benchmarks/bucket.py [--rounds 12]
 
 Two hosts in network namespaces with one gloo rank of one thread each; links of 200 Mbit/s, or as fast as the machine. Both ranks
-hold trainings of the same GPT at once: one with torch's buckets, one with what `raydist.worker.comm.buckets.choose.tried` chose
-there, and some with fixed sizes (`asked`), so that one sees what there was to choose from. They take turns step by step, in an
-order that shifts each round. `ratio` is auto over torch's: the median of the rounds' quotients. Where auto chose torch's own
-both are the same, and it shows the noise. `chose_s` is what choosing took. Needs root, or the right to make user namespaces.
+hold several trainings of the same GPT: one with torch's buckets, one with the size that
+`raydist.worker.comm.buckets.choose.tried` chose there, and some with fixed sizes (`asked`) for comparison. They alternate step by
+step, in an order that rotates each round. `ratio` is auto over torch's: the median over the rounds. If auto chose torch's own
+size, both are the same, and the ratio shows the noise. `chose_s`: the time of the choice. Needs root, or permission to create
+user namespaces.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from raydist.worker import distributed
 from raydist.worker.comm.buckets import choose
 from raydist.worker.comm.buckets.measure import slowest
 from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 from raydist.worker.optim import optimizers
 from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep, loss_sum
@@ -49,7 +51,7 @@ ASKED = (1.0, 4.0)
 
 
 class Training:
-    """One training with buckets of that size: model, strategy, optimizer and step."""
+    """One training with buckets of `bucket_mb`: model, strategy, optimizer and step."""
 
     def __init__(self, spec: JobSpec, rank: Rank, bucket_mb: float | None, tokens: torch.Tensor) -> None:
         parallel = spec.parallel.model_copy(update={"bucket_mb": bucket_mb})
@@ -59,17 +61,16 @@ class Training:
         strategy.wrap(build(spec), lambda module, samples=1: example(module, tokens, samples))
         optimizer = optimizers.build(strategy.shards(), spec.optim, rank.device)
         self.step = TrainStep(
-            rank,
+            Mesh(rank),
             strategy,
             optimizer,
             Precision(spec.precision, rank.device),
             full_tokens=rank.world_size * self.batch.targets.numel(),
             clip=1.0,
-            before_update=lambda: None,
         )
 
     def __call__(self) -> float:
-        """Seconds of one step, from when all begin to when this rank is done."""
+        """Seconds of one step, from the common start to the end of this rank."""
         dist.barrier()
         begun = time.perf_counter()
         self.step(1, [self.batch], self.batch.targets.numel(), 1e-3, want_stop=False)
@@ -87,7 +88,7 @@ def example(module: nn.Module, tokens: torch.Tensor, samples: int) -> torch.Tens
 
 
 def one_rank(model: str, rounds: int) -> None:
-    """Prints, on rank 0, what the two ranks measured."""
+    """One rank. Rank 0 prints the measurements of both."""
     rank = distributed.start(gpus=0, threads=1, timeout_s=600)
     spec = JobSpec.model_validate(
         {
@@ -107,7 +108,7 @@ def one_rank(model: str, rounds: int) -> None:
         names = list(sizes)[i % len(sizes) :] + list(sizes)[: i % len(sizes)]
         for name in names:
             (seconds,) = slowest(rank, [trainings[name]()])
-            if i:  # the first warms up
+            if i:  # the first round warms up
                 times[name].append(seconds)
     if rank.first:
         ratio = {n: statistics.median(b / a for a, b in zip(times[n], times["default"], strict=True)) for n in sizes}
@@ -126,7 +127,7 @@ def one_rank(model: str, rounds: int) -> None:
 
 
 def on_hosts(rate: str | None, model: str, rounds: int) -> dict[str, Any]:
-    """The two ranks, each on a host of its own."""
+    """Runs the two ranks, each on its own host."""
     command = [sys.executable, str(Path(__file__).absolute()), "--rounds", str(rounds), "--model", model]
     with Hosts(2, rate=rate) as hosts:
         place = {"MASTER_ADDR": hosts[0].ip, "MASTER_PORT": "29400", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}

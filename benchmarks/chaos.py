@@ -1,17 +1,17 @@
-"""Trains under random faults of all classes for about a given time, then looks whether anything was lost, doubled or left behind.
+"""Trains under random faults of all classes for a given time, then checks that nothing was lost, trained twice or left behind.
 
     python benchmarks/chaos.py [--seconds 300] [--seed 1] [--hosts]
 
-Two gloo ranks, a small GPT, a checkpoint every ten steps, copies in memory as they come; on this machine, or with `--hosts` on a
-cluster of four hosts in network namespaces: the driver's, and three of which two have a rank. There nodes are killed and drained
-too, which come back at once, and the network of one is cut for a while. The same run without faults comes first.
+Two gloo ranks, a small GPT, a checkpoint every ten steps, memory checkpoints at their automatic interval; on this machine, or with
+`--hosts` on a cluster of four hosts in network namespaces: the driver's, and three of which two have a rank. There, nodes are also
+killed and drained (and return at once), and the network of one node is cut for a while. The same run without faults comes first.
 
-Checked: every step has one row, with the samples, the loss and the norm of the undisturbed run, bit for bit; the weights of the
-last checkpoint are the same bytes; no process is left, and so no namespace. Printed: goodput, which is the time of the steps that
-counted over the whole time, and each incident. A driver that was killed is started again by the same command, at once.
+Checked: every step has exactly one row, whose samples, loss and norm equal those of the undisturbed run, bit for bit; the weights
+of the last checkpoint have the same bytes; no process and no namespace is left. Printed: goodput (the time of the steps that
+counted, divided by the whole time) and each incident. A killed driver is restarted at once with the same command.
 
-Left out are the faults after which other numbers are right: a batch that is skipped (bad_number, loss_spike), and a micro-batch
-that is halved (out_of_memory, memory_hog). tests/faults has them.
+Not included: faults after which the numbers differ correctly, by a skipped batch (bad_number, loss_spike) or a halved micro-batch
+(out_of_memory, memory_hog). tests/faults has them.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ JOB = {
     "cluster": {"workers": 2, "cpus_per_worker": 1},
 }
 APART = 25
-"""Steps from one fault to the next: two checkpoints lie between, so that the run is never taken for one without progress."""
+"""Steps from one fault to the next, with two checkpoints between them, so that the run always counts as making progress."""
 COST_S = 7.0
-"""What a fault costs, roughly; for how many there are."""
+"""Approximate cost of a fault; determines the number of faults."""
 EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "samples_hash")
 
 KINDS: list[Callable[[int, int], Fault]] = [
@@ -93,9 +93,9 @@ OF_NODES: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.Drain(rank=rank, step=step),
 ]
 CUT_S = 12.0
-"""How long a network is cut: the run has given the node up by then."""
+"""How long a network is cut: long enough for the run to give up the node."""
 DRAINED_S = 20.0
-"""After its notice a node is taken away for good, and comes back as a new one."""
+"""Time from the drain notice until a node is removed; it then returns as a new node."""
 
 
 class Here:
@@ -109,11 +109,11 @@ class Here:
         return done.returncode, done.stderr
 
     def close(self) -> None:
-        """Nothing is left to end."""
+        """Does nothing."""
 
 
 class Net:
-    """A cluster of four hosts: a head without CPUs, and three nodes of one. A thread mends what faults have done to it."""
+    """A cluster of four hosts: a head without CPUs, and three nodes with one CPU each. A thread repairs it after faults."""
 
     def __init__(self) -> None:
         self.hosts = Hosts(4)
@@ -128,7 +128,7 @@ class Net:
         self.cut: list[dict[str, Any]] = []
         self.watched: RunDir | None = None
         self._drained: dict[float, tuple[Host, str]] = {}
-        """When a node was told that it is to go -> its host and its id; of those that are there still."""
+        """Time of the drain notice -> host and id, of the draining nodes that still exist."""
         self._seen = 0.0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._mend, daemon=True)
@@ -136,7 +136,7 @@ class Net:
 
     @property
     def nodes(self) -> list[Host]:
-        """All but the driver's."""
+        """All hosts except the driver's."""
         return list(self.hosts)[1:]
 
     def run(self, command: list[str], folder: Path) -> tuple[int, str]:
@@ -196,7 +196,7 @@ class Net:
 
 
 def train(place: Here | Net, folder: Path, name: str, steps: int, *options: str) -> float:
-    """Trains to the end, again and again if it must; seconds."""
+    """Trains to the end, restarting the command if necessary; returns seconds."""
     command = [RAYDIST, "train", "job.yaml", "--name", name, "--storage", str(folder), "--address", place.address]
     begun = time.monotonic()
     while True:
@@ -208,7 +208,7 @@ def train(place: Here | Net, folder: Path, name: str, steps: int, *options: str)
 
 
 def exact(run: RunDir) -> list[list[Any]]:
-    """What must be the same in both runs, step by step."""
+    """The values that must be equal in both runs, by step."""
     return [[row[name] for name in EXACT] for row in read_steps(run).to_pylist()]
 
 
@@ -227,14 +227,16 @@ def weights(run: RunDir) -> str:
 
 
 def incidents(events: list[Event]) -> list[dict[str, Any]]:
-    """Each fault and each failure, in their order; of what ended an attempt or a driver the seconds to the first step after it."""
+    """Each fault and failure in order; if it ended an attempt or a driver, with the seconds to the next first step."""
     found: list[dict[str, Any]] = []
     for event in events:
         if event.kind == "fault":
             keys = ("fault", "rank", "step")
             found.append({**{key: event.data[key] for key in keys}, "seconds": None, "repeated": None, "cause": ""})
         elif event.kind == "failure":
-            if not found or found[-1]["cause"] or found[-1]["seconds"] is not None:  # of no fault that told of itself
+            if (
+                not found or found[-1]["cause"] or found[-1]["seconds"] is not None
+            ):  # not caused by a fault that was logged
                 rank = "-" if event.data["rank"] is None else event.data["rank"]
                 found.append({"fault": "-", "rank": rank, "step": "-", "seconds": None, "repeated": None})
             found[-1]["cause"] = event.data["cause"]
@@ -244,13 +246,13 @@ def incidents(events: list[Event]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Runs both, compares, prints, writes the results; exit code 1 if anything is not as it should be."""
+    """Runs both, compares them, prints and writes the results. Exit code 1 if a check fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hosts", action="store_true", help="on four hosts in network namespaces; needs root")
     options = parser.parse_args()
-    # Processes whose parent has died become ours, so that none escapes the count.
+    # Orphaned processes become children of this one, so that all are counted.
     assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ.pop("RAY_ADDRESS", None)
@@ -263,7 +265,7 @@ def main() -> None:
         count = max(4 if options.hosts else 3, int(options.seconds / (COST_S + APART * pace)))
         steps = APART * (count + 1)
         rng = random.Random(options.seed)
-        # On hosts every second fault is one of nodes: killed and drained ones, and cut networks.
+        # With --hosts every second fault is a node fault: killed, drained, or its network is cut.
         of_nodes = [*OF_NODES, None]
         chosen: list[Fault] = []
         cuts: list[int] = []

@@ -1,16 +1,16 @@
-"""How long training stands still for a checkpoint: raydist's Saver against torch.save by rank 0, in one interleaved run.
+"""How long a checkpoint stops training: raydist's Saver compared with torch.save by rank 0, in one interleaved run.
 
     python benchmarks/checkpoint.py [--cycles 9] [--folder DIR]
 
 Two gloo ranks train a GPT of about 100M parameters with AdamW under DDP, one torch thread each. A step's span is from the top
-of the loop to the moment its update may begin, on the slower rank.
+of the loop until its update may start, on the slower rank.
 
-stall_s is the time that the loop stands still: the Saver's `start` and `before_update`, or the call of torch.save, which
-writes the same tensors from rank 0 while the other rank waits in its next all-reduce. cost_s is all that a checkpoint takes:
-the span of the step that follows it, save included, less the median span of the undisturbed steps around it. On a machine
-without a core to spare, as here, the copy and the write take their part of that from the ranks' own cores. noise_s is
-the same difference for an undisturbed step.
-Each cycle: undisturbed steps, a Saver checkpoint until it is committed, undisturbed steps, a torch.save, undisturbed steps.
+stall_s is the time for which the loop is blocked: the Saver's `start` and `before_update`, or the call of torch.save, which
+writes the same tensors from rank 0 while the other rank waits in its next all-reduce. cost_s is the whole cost of a checkpoint:
+the span of the step that follows it, including the save, minus the median span of the undisturbed steps around it. On a machine
+without a spare core, as here, the copy and the write use CPU time of the ranks' own cores. noise_s is the same difference for an
+undisturbed step. Each cycle: undisturbed steps, a Saver checkpoint until its commit, undisturbed steps, a torch.save, undisturbed
+steps.
 """
 
 from __future__ import annotations
@@ -92,21 +92,21 @@ def main(rank: int, port: int, folder: str, cycles: int) -> None:
         step()
     tensors, rank_tensors, _ = state.capture()
     saver.prepare(tensors, rank_tensors)
-    step(torch_save)  # its file exists from here on, as does the Saver's buffer: the first of each is not counted
+    step(torch_save)  # warm-up: creates the file, as the first save creates the Saver's buffer; not counted
     step(save)
     saver.wait()
     gc.collect()
-    gc.freeze()  # as the loop does
+    gc.freeze()  # as in the training loop
     cycle: list[dict[str, Any]] = []
     for _ in range(cycles):
         first = [step() for _ in range(QUIET)]
         during = [step(save)]
-        # Asked of all ranks before each step, so that they leave the loop together.
+        # All ranks check before each step, so that they leave the loop together.
         while not _everywhere(saver.poll() is not None):
             during.append(step())
         second = [step() for _ in range(QUIET)]
         theirs = step(torch_save)
-        os.sync()  # what it left in the page cache is not written beside the next steps
+        os.sync()  # flushes the page cache, so that the next steps are not slowed down by writes
         third = [step() for _ in range(QUIET)]
         result = saver.wait()
         assert result, "the benchmark's own checkpoint failed"
@@ -142,7 +142,7 @@ def main(rank: int, port: int, folder: str, cycles: int) -> None:
 
 
 def _slower(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One cycle of the job: of each step, and of each figure, the slower rank's, for the other waits in the all-reduce."""
+    """One cycle of the job: for each step and figure the slower rank's, because the other one waits in the all-reduce."""
     job: dict[str, Any] = {}
     for key, mine in ranks[0].items():
         others = [r[key] for r in ranks]
@@ -173,7 +173,7 @@ def _row(job: dict[str, Any]) -> dict[str, float]:
 
 
 def _everywhere(mine: bool) -> bool:
-    """Whether the save has ended on every rank by now; each rank may say so once only, so it is kept."""
+    """Whether the save has ended on every rank. Each rank reports its end only once, so it is remembered."""
     global _ended
     _ended = _ended or mine
     votes = torch.tensor(float(_ended))

@@ -1,4 +1,4 @@
-"""What the benchmarks share: versions and machine beside each figure, and results as JSON."""
+"""Shared by the benchmarks: the versions and the machine of each result, and writing results as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """Versions and processor; no names of hosts or people."""
+    """Versions and processor, without host or user names."""
     model = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -29,7 +29,7 @@ def machine() -> dict[str, Any]:
 
 
 def write(name: str, result: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """FOLDER/NAME.json: the machine, then the figures."""
+    """Writes FOLDER/NAME.json: the machine, then the result."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")

@@ -1,10 +1,10 @@
-"""What gloo's ranks spend on a sum and a gather that go straight from each to each, over gloo's own, in one interleaved run.
+"""Cost of sum and gather by direct point-to-point sends between gloo ranks, relative to gloo's own, in one interleaved run.
 
     python benchmarks/exchange.py [--rounds 15]
 
-2 and 4 ranks of one thread each sum and gather arrays of fp32 numbers by raydist.worker.parallel._gloo_p2p and by
-torch.distributed, in turn. `processor`: rank 0's processor time over that of torch's, the median of the rounds; `wall`: the same
-of the time that it takes. Four ranks share the cores of a smaller machine, where only the processor time says much.
+2 and 4 ranks of one thread each sum and gather fp32 arrays with raydist.worker.parallel._gloo_p2p and with torch.distributed,
+alternately. `processor`: rank 0's processor time over torch's, the median of the rounds; `wall`: the same for wall-clock time. If
+four ranks share fewer cores, only the processor time is meaningful.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def spent(call: Callable[[], object]) -> tuple[float, float]:
 
 
 def main(rank: int, world: int, port: int, rounds: int, told: Any) -> None:
-    """One rank; rank 0 tells {size: {collective: {"processor", "wall"}}}."""
+    """One rank; rank 0 sends {size: {collective: {"processor", "wall"}}}."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)

@@ -1,11 +1,11 @@
-"""How often the leak rule is wrong, beside Mann-Kendall's test, and how late it is right. No timing: figures that a seed repeats.
+"""False alarms and delay of the leak rule, compared with Mann-Kendall's test. No timing: all results follow from the seed.
 
     python benchmarks/leaks.py [--windows 20000]
 
-Wrong: of so many random windows of 64 lows in which nothing leaks, how many each takes for a leak, with the same demand of 5%
-and 16 MiB. Mann-Kendall's at the level that the rule's t has for independent increments, 7e-7 (z 4.8), with ties corrected:
-plain, and with the variance that Hamed and Rao (1998) give for autocorrelation. Late: minutes from the first step to the
-finding, for a process of 2 GiB with a reading a second, eight runs each; null: not within ten days.
+`wrong`: the share of random windows of 64 lows without a leak that each test reports as a leak, with the same minimum growth of 5%
+and 16 MiB. Mann-Kendall's test has the level of the rule's t for independent increments, 7e-7 (z 4.8), with the correction for
+ties: plain, and with the variance of Hamed and Rao (1998) for autocorrelation. `minutes`: from the first step to the finding, for
+a process of 2 GiB with one reading per second, eight runs each; null: not within ten days.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 
 
 def mann_kendall(lows: Floats, corrected: bool) -> NDArray[np.bool_]:
-    """[n, BINS] -> [n]: which have a trend upwards."""
+    """[n, BINS] -> [n]: which rows have an upward trend."""
     n = BINS
     i, j = np.triu_indices(n, 1)
     differences = lows[:, j] - lows[:, i]
@@ -54,7 +54,7 @@ def mann_kendall(lows: Floats, corrected: bool) -> NDArray[np.bool_]:
 
 
 def wrong(windows: int) -> dict[str, dict[str, float]]:
-    """Share of windows without a leak that are taken for one."""
+    """Share of windows without a leak that are reported as a leak."""
     shares: dict[str, dict[str, float]] = {}
     rng = np.random.default_rng(1)
     for name, make in NO_LEAKS.items():
@@ -76,14 +76,14 @@ def wrong(windows: int) -> dict[str, dict[str, float]]:
 
 
 def late(percent: float, noise: float, garbage: float, seed: int) -> float | None:
-    """Minutes until a leak of so many percent a minute is found."""
+    """Minutes until a leak of `percent` per minute is found; None if not within DAYS."""
     rng, history = np.random.default_rng(seed), History(leak.COLUMNS)
     for begin in range(0, DAYS * 86_400, PER_ROW):
         at = begin + np.arange(PER_ROW)
         readings = (
             2 * GIB * (1 + percent / 100 * at / 60 + noise * rng.standard_normal(PER_ROW) + garbage * (at % 90) / 90)
         )
-        # The lowest reading of a bin is all that counts of it.
+        # Only the lowest reading of a bin counts.
         row: dict[str, Any] = {"kind": "rank", "rank": 0, "attempt": 1, "step": begin + 2}
         history.add([{**row, "at": float(begin), "anon_bytes": float(readings.min())}])
         if any(leak.check(window) for window in history.windows()):
@@ -92,7 +92,7 @@ def late(percent: float, noise: float, garbage: float, seed: int) -> float | Non
 
 
 def main() -> None:
-    """Prints and writes results/leaks.json."""
+    """Runs, prints, and writes results/leaks.json."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--windows", type=int, default=20_000)
     windows = parser.parse_args().windows

@@ -1,14 +1,14 @@
-"""The loader alone: tokens/s against the limit of copying memory, and the time to resume at any sample.
+"""The data loader alone: tokens/s compared with a plain memory copy, and the time to resume at any sample.
 
     python benchmarks/loader.py [--rounds 9] [--megabytes 128]
 
-The corpus is the standard library's text, repeated, as bytes in memory-mapped shards that are in the page cache. A measured
-step is all that the loader's thread does on the CPU: the permutation, the gathering of random windows, widening to int64, tokens
-and targets, the hash of the ids. The limit is one copy of the same two int64 arrays into freshly allocated ones, by numpy:
-what it costs to write such a batch at all. Both are on one thread; each round measures everything once, one after the other.
+The corpus is the source of the standard library, repeated, as bytes in memory-mapped shards in the page cache. A measured step
+is all CPU work of the loader's thread: the permutation, gathering random windows, the conversion to int64, tokens and targets, the
+hash of the ids. The reference is a numpy copy of the same two int64 arrays into newly allocated ones: the minimum cost of a batch.
+Both use one thread; each round measures everything once, one after the other.
 
-Resuming is from a cursor to the first batch in the consumer's hands, with new objects, thread start included, in an epoch
-of 10^11 samples (whose ids are folded onto the corpus for reading).
+The resume time is from a cursor to the first batch at the consumer, with new objects and including the thread start, in an epoch
+of 10^11 samples (whose ids are mapped onto the corpus by modulo).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from raydist.data.order import IntArray
 from raydist.data.prepare import prepare
 
 SHAPES = ((128, 32), (1024, 32), (2048, 64), (8192, 16))
-"""Context and samples of a batch."""
+"""Context length and samples per batch."""
 
 HUGE = 10**11
 SECONDS = 0.25
 
 
 def repeat(call: Callable[[], Any]) -> float:
-    """Seconds of one call, over about SECONDS."""
+    """Seconds of one call, averaged over about SECONDS."""
     count, begun = 0, time.perf_counter()
     while True:
         call()
@@ -47,7 +47,7 @@ def repeat(call: Callable[[], Any]) -> float:
 
 
 def measure(windows: Windows, size: int, pack: bool) -> tuple[float, float]:
-    """tokens/s of the loader, and of the copy."""
+    """Tokens/s of the loader and of the copy."""
     batches = Batches(len(windows), size, 1, windows.split.name)
     cursor = Cursor()
 
@@ -64,7 +64,7 @@ def measure(windows: Windows, size: int, pack: bool) -> tuple[float, float]:
 
 
 class Folded:
-    """Windows whose ids may be of any size."""
+    """Windows that accept ids of any size."""
 
     def __init__(self, windows: Windows) -> None:
         self.windows = windows

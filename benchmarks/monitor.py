@@ -1,15 +1,15 @@
-"""What a RunMonitor takes of a core to hold a large run: 1,000 simulated ranks that are read once a second.
+"""The CPU share and memory of a RunMonitor for a large run: 1,000 simulated ranks with one reading per second.
 
     python benchmarks/monitor.py [--ranks 1000] [--seconds 120] [--tree]
 
-One process with a RunMonitor, as its actor has it, and its thread that writes Parquet every 2 s to a real disk and asks the rules
-of raydist.diagnosis. Each second it is given the rows of all nodes, of 8 GPUs and 8 ranks each: the values of a real row, made
-larger from row to row. Printed: the share of a core that this process takes for it, less what making the rows takes, the longest
-call, and how resident memory grew over the second half.
+One process has a RunMonitor, as in its actor, with its thread that writes Parquet to a real disk every 2 s and evaluates the rules
+of raydist.diagnosis. Every second it gets the rows of all nodes, with 8 GPUs and 8 ranks each; values increase from row to row.
+Printed: the share of a core that this process uses, without the time for making the rows; the longest call; and the growth of
+resident memory over the second half.
 
---tree: as on a cluster the first 64 nodes tell the monitor and every other 64 a aggregator, an actor among them. Measured one after
-the other: the monitor, which is handed the newest rows of all others every 10 s, and one such aggregator. What Ray takes to bring
-the rows is in neither.
+--tree: as on a cluster, the first 64 nodes send to the monitor, and each further 64 nodes to an aggregator, an actor on one of
+them. Measured one after the other: the monitor, which gets the newest rows of all other nodes every 10 s, and one such
+aggregator. Neither includes Ray's time to transfer the rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ A_NODE = 8
 
 
 def values(columns: dict[str, Any], tick: int, subject: int) -> dict[str, Any]:
-    """A row's: counters grow, readings stand."""
+    """The values of a row: counters increase, other readings stay constant."""
     made: dict[str, Any] = {}
     for i, (name, (kind, _)) in enumerate(columns.items()):
         if str(kind) == "string":
@@ -51,7 +51,7 @@ def values(columns: dict[str, Any], tick: int, subject: int) -> dict[str, Any]:
 
 
 def batches(ranks: int, tick: int, at: float) -> Iterator[list[dict[str, Any]]]:
-    """Of each node, its rows."""
+    """The rows of each node."""
     for node in range(ranks // A_NODE):
         who = {"at": at, "host": f"h{node}", "node": f"10.0.{node // 256}.{node % 256}"}
         rows = [{**who, "kind": "node", **values(NODE, tick, node)}]
@@ -74,7 +74,7 @@ def batches(ranks: int, tick: int, at: float) -> Iterator[list[dict[str, Any]]]:
 
 @dataclass(frozen=True)
 class Held:
-    """What a process took for so many ranks: of a core; its longest call; resident memory, and what it grew in the second half."""
+    """The cost for `ranks` ranks: share of a core, longest call, resident memory and its growth in the second half."""
 
     ranks: int
     core_share: float
@@ -93,15 +93,15 @@ def held(
     seconds: int,
     beside: Callable[[int], float] = lambda tick: 0.0,
 ) -> Held:
-    """`give` gets the rows of each node every second. `beside(tick)` does what else there is, and says how long making it took."""
+    """Calls `give` with the rows of each node every second. `beside(tick)` does other work; returns the time to make its rows."""
     me, rss = psutil.Process(), []
     making, longest = 0.0, 0.0
     begun, cpu = time.monotonic(), time.process_time()
     for tick in range(seconds):
         made_from = time.thread_time()
-        told = list(batches(ranks, tick, time.time()))
+        made = list(batches(ranks, tick, time.time()))
         making += time.thread_time() - made_from + beside(tick)
-        for rows in told:
+        for rows in made:
             call = time.monotonic()
             give(rows)
             longest = max(longest, time.monotonic() - call)

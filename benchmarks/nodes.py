@@ -1,14 +1,14 @@
-"""A node that dies, and one that is drained: from the fault to the first new step, and the steps lost; beside the peers.
+"""Recovery from a dead node and from a drained node, compared with the peers: seconds to the first new step, and steps lost.
 
     python benchmarks/nodes.py [--rounds 3]
 
-Two hosts in network namespaces with one rank each; a checkpoint every 20 steps. After 30 forward passes on both either all
-processes of the second host are killed, its raylet or torchrun too, or it is taken away: Ray is told to drain it, torchrun there
-gets a SIGTERM. Plain Ray Train goes on with such a node until it is gone, which is 20 steps later; its time counts from there.
-raydist (`cluster.workers: [1, 2]`) and torchrun (`--nnodes 1:2`) go on with one rank, plain Ray Train with two on the first host,
-for its number is fixed. The time ends with rank 0's first whole step in its new process, by the model's own forward; `lost` are the
-steps trained once more. raydist's time of a drain has that of `ray drain-node` in it. A peer that is not back after 120 s counts as
-120. Needs root, or the right to make user namespaces.
+Two hosts in network namespaces with one rank each; a checkpoint every 20 steps. After 30 forward passes on both there is a fault:
+"kill" kills all processes of the second host, including its raylet or torchrun; "drain" runs `ray drain-node` for it, or sends
+SIGTERM to its torchrun. Plain Ray Train keeps using a draining node until it is gone, which is 20 steps later; its time counts
+from then. raydist (`cluster.workers: [1, 2]`) and torchrun (`--nnodes 1:2`) continue with one rank; plain Ray Train continues
+with two on the first host, because its number is fixed. The time ends with rank 0's first whole step in its new process, by the
+model's forward; `lost` are the steps that are trained again. raydist's drain time includes the `ray drain-node` command. A peer
+that has not recovered after 120 s counts as 120. Needs root, or permission to create user namespaces.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LIMIT_S = 120.0
 
 
 def started(peer: str, out: str, storage: str, hosts: Hosts, env: dict[str, str]) -> list[Process]:
-    """The commands of one run; the first one is waited for."""
+    """Starts the commands of one run. The first process is the one to wait for."""
     if peer == "torchrun":
         options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
         meet = ["--rdzv-id", "peer", "--rdzv-endpoint", f"{hosts[0].ip}:29400"]
@@ -55,10 +55,10 @@ def started(peer: str, out: str, storage: str, hosts: Hosts, env: dict[str, str]
 
 
 def run(fault: str, peer: str, storage: str) -> dict[str, float]:
-    """One run with one fault, on hosts of its own: seconds to the first new step, and steps lost."""
+    """One run with one fault, on new hosts: seconds to the first new step, and steps lost."""
     shutil.rmtree(
         f"{storage}/peers", ignore_errors=True
-    )  # the lease of a driver that went with its host stands for 30 s
+    )  # the lease of a driver that died with its host is valid for 30 s
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     env |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(PEERS)}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -87,8 +87,8 @@ def run(fault: str, peer: str, storage: str) -> dict[str, float]:
             drain = ["drain-node", "--address", cluster.address, "--node-id", cluster.node_ids()[hosts[1].name]]
             why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "-"]
             why += ["--deadline-remaining-seconds", "60"]
-            told = hosts[0].run([str(BIN / "ray"), *drain, *why], env=env)
-            assert told.returncode == 0, told.stderr
+            drained = hosts[0].run([str(BIN / "ray"), *drain, *why], env=env)
+            assert drained.returncode == 0, drained.stderr
             if peer == "ray train":
                 until(AT + EVERY)
                 done, begun = steps_done(peer, out), time.time()

@@ -1,11 +1,11 @@
-"""What a measurement of the gradient noise scale costs: a training step that is measured beside one that is not.
+"""Cost of measuring the gradient noise scale: a training step with the measurement compared with one without.
 
     python benchmarks/noise.py [--rounds 60]
 
-Two gloo ranks of one thread each train a GPT of 3.3 million parameters, a strategy after the other. A round is two steps, one of
-them measured, in an order that is drawn anew; its ratio is of these two. The median over the rounds is printed, for wall-clock time
-and for both ranks' processor time, which the machine's other work moves less; and a tenth of its excess, for every tenth step is
-measured.
+Two gloo ranks of one thread each train a GPT of 3.3 million parameters, one strategy after another. A round is two steps, one of
+them with the measurement, in random order, and gives their ratio. Printed: the median ratio over the rounds, for wall-clock time
+and for both ranks' processor time, which other load affects less; and a tenth of the excess, because a run measures every tenth
+step.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.gradient_noise_scale import GradientNoise
 from raydist.worker.model import gpt
 from raydist.worker.optim import optimizers
@@ -39,7 +40,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 
 def trainer(rank: Rank, strategy: str) -> tuple[TrainStep, MicroBatch]:
-    """A step that measures those of an even number, and its batch."""
+    """A train step that measures in even step numbers, and its batch."""
     sections = {"data": {"source": "any"}, "train": {"steps": 1}, "model": MODEL, "parallel": {"strategy": strategy}}
     spec = JobSpec.model_validate(sections)
     text = torch.randint(0, VOCAB, (BATCH, MODEL["context"] + 1), generator=torch.Generator().manual_seed(rank.rank))
@@ -48,16 +49,16 @@ def trainer(rank: Rank, strategy: str) -> tuple[TrainStep, MicroBatch]:
     torch.manual_seed(1)
     model = gpt.build(spec.model, VOCAB)
     made.wrap(model, lambda module: loss_sum(module, MicroBatch(batch.tokens[:1], batch.targets[:1])))
-    noise = GradientNoise(rank, made.module, made.loss_factor, every=2, batch=WORLD * BATCH, total=1)
+    noise = GradientNoise(Mesh(rank), made.module, made.loss_factor, every=2, batch=WORLD * BATCH, total=1)
     step = TrainStep(
-        rank, made, optimizers.build(made.shards(), spec.optim, rank.device), Precision(spec.precision, rank.device),
-        full_tokens=WORLD * batch.targets.numel(), clip=1.0, before_update=lambda: None, noise=noise,
+        Mesh(rank), made, optimizers.build(made.shards(), spec.optim, rank.device), Precision(spec.precision, rank.device),
+        full_tokens=WORLD * batch.targets.numel(), clip=1.0, hooks=[noise],
     )  # fmt: skip
     return step, batch
 
 
 def serve(number: int, port: int, rounds: int, results: Any) -> None:
-    """One rank; rank 0 puts each strategy's rounds: (wall, processor) of a step that is measured over one that is not."""
+    """One rank. Rank 0 puts each strategy's ratios: (wall, processor) of a measured step over an unmeasured one."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group("gloo", rank=number, world_size=WORLD)
@@ -75,7 +76,7 @@ def serve(number: int, port: int, rounds: int, results: Any) -> None:
                 both = torch.tensor([time.perf_counter() - begun, time.process_time() - used], dtype=torch.float64)
                 dist.all_reduce(both)
                 spent[measured] = both.tolist()
-            if turn >= 3:  # the first ones warm up
+            if turn >= 3:  # the first rounds warm up
                 ratios.append([on / off for on, off in zip(spent[True], spent[False], strict=True)])
         if number == 0:
             results.put((strategy, ratios))

@@ -1,13 +1,13 @@
-"""How much of the disk's own speed an update from a swap file gets, in one interleaved run.
+"""Throughput of an optimizer update from a swap file, relative to the disk's own, in one interleaved run.
 
     python benchmarks/offload.py [--rounds 9] [--millions 64] [--chunk-mb 8] [--folder DIR]
 
-An update of N parameters reads 8N bytes of AdamW's state and writes as many. The disk's own rate is that of the same bytes with
-no arithmetic between: threads that read all of a file with O_DIRECT while as many others write all of it, in blocks of
-1, 4 and 8 MiB, from buffers as good as the update's (huge pages). The shape that has the highest median stands for the disk.
-Each round measures every shape and the update, in an order that changes; `over_disk` is the median of update over disk.
+An update of N parameters reads 8N bytes of AdamW's state and writes as many. The disk's own rate is for the same bytes without
+arithmetic: threads read a whole file with O_DIRECT while as many others write it, in blocks of 1, 4 and 8 MiB, from buffers like
+the update's (huge pages). The shape with the highest median stands for the disk. Each round measures every shape and the update,
+in a changing order; `over_disk` is the median of update over disk.
 
-Beside them: the same with buffers in small pages, which is how they were first; and torch's fused AdamW in memory.
+Also measured: the update with buffers in small pages, as in the first version; and torch's fused AdamW in memory.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from raydist.worker.optim.offload.swapfile import SwapFile
 
 MIB = 2**20
 SHAPES = [(1, 1), (1, 4), (1, 8), (2, 1), (2, 4), (2, 8)]
-"""Threads that read (and as many that write), and MiB of a block."""
+"""Reading threads (and as many writing ones), and MiB per block."""
 
 
 def disk(file: SwapFile, nbytes: int, threads: int, block: int, huge: bool) -> float:
-    """Bytes/s of reading and writing the whole file at the same time."""
+    """Bytes/s of reading and writing the whole file simultaneously."""
     buffers = mmap.mmap(-1, 2 * threads * block, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     buffers.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
     memory = memoryview(buffers)
@@ -59,7 +59,7 @@ def disk(file: SwapFile, nbytes: int, threads: int, block: int, huge: bool) -> f
 
 
 def made(parameters: list[nn.Parameter], folder: str, mode: str, chunk_mb: float) -> OffloadedAdamW:
-    """The optimizer as the job has it."""
+    """The optimizer as a job builds it."""
     return OffloadedAdamW(
         [{"name": "decay", "params": parameters, "weight_decay": 0.1}], lr=1e-4, betas=(0.9, 0.95), eps=1e-8,
         offload=OffloadSpec(optimizer=mode, path=folder, chunk_mb=chunk_mb), tag="benchmark",
@@ -94,7 +94,7 @@ def main(rounds: int, millions: float, chunk_mb: float, folder: str) -> None:
         tasks[f"disk_{threads}x{mib}MiB"] = lambda t=threads, b=mib * MIB: disk(file, nbytes, t, b, True)  # type: ignore[misc]
     tasks["disk_small_pages_1x4MiB"] = lambda: disk(file, nbytes, 1, 4 * MIB, False)
     for task in tasks.values():
-        task()  # blocks of both files are written once, memory is touched
+        task()  # warm-up: all blocks of both files are written once, all memory pages are touched
     cpu.clear()
     order, rows = random.Random(0), []
     for _ in range(rounds):

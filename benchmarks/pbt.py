@@ -1,17 +1,17 @@
-"""Population based training against random search of the same budget, on networks that are really trained.
+"""Population based training compared with random search of the same budget, on real small networks.
 
     python benchmarks/pbt.py [--seeds 20]
 
-A small network learns another one's answers, with noise on them, by plain SGD. Each seed has eight cells of the same drawn learning
-rates, and each cell has the same samples, three times over:
+A small network learns the noisy outputs of another one with plain SGD. Each seed has eight trials with random learning rates, and
+all trials have the same samples. Three methods:
 
-    random   every cell keeps its rate: random search
-    pbt      `raydist.cluster.sweep.schedulers.pbt.Population`, as a sweep with `scheduler: pbt` asks for it
-    cosine   random search in which every cell's rate falls along a cosine: what a job of raydist does by itself
+    random   each trial keeps its rate: random search
+    pbt      `raydist.cluster.sweep.schedulers.pbt.Population`, as in a sweep with `scheduler: pbt`
+    cosine   random search with a cosine schedule for each trial's rate, the default of a raydist job
 
-A figure is the held-out loss, without noise, of the cell whose noisy held-out loss is the best at the end. Cells, samples
-and weights of a seed are equal in all three, so ratios are of pairs. What comes of it depends on how much a rate has to fall,
-that is on the noise, so there are three amounts of it. Writes results/pbt.json.
+The result of a method is the noise-free held-out loss of the trial with the best noisy held-out loss at the end. Rates, samples
+and initial weights of a seed are the same for all three, so the ratios are paired. The result depends on how much the rate must
+fall, and that on the noise, so there are three noise levels. Writes results/pbt.json.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ LOW, HIGH = 1e-3, 1.0
 RATE = Axis("lr", "optim.lr", "log_uniform", low=LOW, high=HIGH)
 CELLS, INTERVALS, STEPS, BATCH = 8, 20, 50, 16
 TOTAL = INTERVALS * STEPS * BATCH
-"""Samples of a cell: what is counted here in place of tokens."""
+"""Samples of a trial; they are counted here instead of tokens."""
 INPUTS, WIDTH, HELD_OUT = 8, 32, 512
 NOISES = (0.3, 1.0, 2.0)
-"""Standard deviations of what is added to an answer, whose own is 1. The more there is, the more a rate has to fall in the end."""
+"""Standard deviations of the noise; of the outputs: 1. With more noise, the rate must fall further by the end."""
 WAYS = ("random", "pbt", "cosine")
 
 
 class Problem:
-    """What a seed's cells learn: the samples of each step, and held-out ones."""
+    """The data of one seed: the samples of each step, and held-out ones."""
 
     def __init__(self, seed: int, noise: float) -> None:
         chance = torch.Generator().manual_seed(seed)
@@ -63,19 +63,19 @@ class Problem:
 
 
 def network() -> nn.Sequential:
-    """Two hidden layers."""
+    """A network with two hidden layers."""
     return nn.Sequential(nn.Linear(INPUTS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 
 
 class Cell:
-    """One network in training: weights and a cursor are all there is to copy."""
+    """One network in training. Its state is the weights and a cursor."""
 
     def __init__(self, problem: Problem, rate: float) -> None:
         self.problem, self.rate, self.step = problem, rate, 0
         self.net = copy.deepcopy(problem.start)
 
     def train(self, cosine: bool) -> None:
-        """To the end of the next interval."""
+        """Trains to the end of the next interval."""
         for _ in range(STEPS):
             part = slice(self.step * BATCH, (self.step + 1) * BATCH)
             loss = functional.mse_loss(self.net(self.problem.x[part]), self.problem.y[part])
@@ -87,19 +87,19 @@ class Cell:
             self.step += 1
 
     def go_on_from(self, other: Cell, rate: float) -> None:
-        """What adopting a checkpoint is."""
+        """Copies the state of `other`, as from its checkpoint."""
         self.net, self.step, self.rate = copy.deepcopy(other.net), other.step, rate
 
     @torch.no_grad()
     def held_out(self) -> tuple[float, float]:
-        """Held-out loss, with noise in the answers and without."""
+        """Held-out loss, with noise in the targets and without."""
         told = self.net(self.problem.held_x)
         noisy, clean = (functional.mse_loss(told, y).item() for y in (self.problem.held_y, self.problem.clean_y))
         return noisy, clean
 
 
 def sweep(seed: int, noise: float, way: str) -> tuple[float, int]:
-    """The loss of its best cell, and how many copies were made."""
+    """The loss of the best trial, and the number of copies."""
     asked: dict[str, Any] = {
         "base": "none",
         "array": {"type": "random", "samples": CELLS, "parameters": [{"lr": {"log_uniform": [LOW, HIGH]}}]},
@@ -126,7 +126,7 @@ def sweep(seed: int, noise: float, way: str) -> tuple[float, int]:
 
 
 def compared(losses: dict[str, list[float]], way: str) -> dict[str, Any]:
-    """pbt's losses over those of another way, seed by seed."""
+    """pbt's losses divided by those of another method, seed by seed."""
     ratios = [pbt / other for pbt, other in zip(losses["pbt"], losses[way], strict=True)]
     logs = [math.log(ratio) for ratio in ratios]
     return {
@@ -138,7 +138,7 @@ def compared(losses: dict[str, list[float]], way: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints what it writes."""
+    """Prints and writes results/pbt.json."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=20)
     asked = parser.parse_args()

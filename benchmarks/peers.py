@@ -1,16 +1,16 @@
-"""Steady tokens/s and seconds to the first step: `raydist train` beside plain torchrun + DDP and plain Ray Train.
+"""Steady tokens/s and seconds to the first step: `raydist train` compared with plain torchrun + DDP and plain Ray Train.
 
     [PEER_STEPS=100] python benchmarks/peers.py [--rounds 5] [--sharded [--deepspeed PYTHON]]
 
-What Ray's own processes take of the speed is less than what the speed of a shared machine drifts by from one run to the next:
-steady.py measures that. For the seconds to the first step alone few steps will do.
+The overhead of Ray's processes is smaller than the drift of a shared machine's speed between two runs: steady.py measures it. For
+the seconds to the first step, a few steps are enough.
 
-With --sharded: zero2 and zero3 beside plain torchrun + FSDP2 at the same reshard setting; and beside DeepSpeed, if an
-interpreter is given that has it (0.19.8 and ninja, on the same torch).
+With --sharded: zero2 and zero3 compared with plain torchrun + FSDP2 at the same reshard setting; and with DeepSpeed, if you give
+an interpreter that has it (0.19.8 and ninja, on the same torch).
 
-Two gloo ranks of one thread each train the same model on batches of the same shape; each run is a cold start; the peers take
-turns, beginning with another one each round. The meter sits in the model's forward, the same for all. The ratio of a round is that
-peer's over torchrun's of the same round; the table has the medians. `raydist (plain AdamW)` has optim.fused false, as the peers.
+Two gloo ranks of one thread each train the same model on batches of the same shape. Each run is a cold start; the peers run one
+after another, in a rotated order each round. The model's forward measures the time, the same for all. A ratio divides a peer's
+value by torchrun's of the same round; the table has the medians. `raydist (plain AdamW)` has optim.fused false, like the peers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SCRIPTS = {"torchrun": "torchrun_ddp.py", "torchrun FSDP2": "torchrun_fsdp.py", 
 
 
 def command(peer: str, out: str, t0: float | str, storage: str, python: str = sys.executable) -> list[str]:
-    """The shell command of one run; `t0`: its start, or ENDLESS; `python`: of a peer that is a script under torchrun."""
+    """The command of one run. `t0`: its start time, or ENDLESS; `python`: interpreter of peers that are scripts under torchrun."""
     name, _, strategy = peer.rpartition(" zero")
     if script := SCRIPTS.get(name or peer):
         with socket.socket() as sock:
@@ -65,7 +65,7 @@ def command(peer: str, out: str, t0: float | str, storage: str, python: str = sy
 
 
 def run(peer: str, storage: str, deepspeed: str | None) -> dict[str, float]:
-    """One cold run: tokens/s, CPU ms a step and peak RSS (the mean and the larger of the ranks), seconds to the first step."""
+    """One cold run: tokens/s, CPU ms per step (mean of the ranks), peak RSS (larger of the ranks), seconds to the first step."""
     env = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     env.pop("RAY_ADDRESS", None)
     with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +88,7 @@ def main() -> None:
     """Runs, prints the table, writes results/peers.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sharded", action="store_true", help="ZeRO beside FSDP2")
+    parser.add_argument("--sharded", action="store_true", help="ZeRO compared with FSDP2")
     parser.add_argument("--deepspeed", metavar="PYTHON", help="with --sharded: an interpreter that has DeepSpeed")
     options = parser.parse_args()
     peers = SHARDED + (DEEPSPEED if options.deepspeed else []) if options.sharded else REPLICATED

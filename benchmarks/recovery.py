@@ -1,11 +1,11 @@
-"""From a fault to the first new step, and the steps lost: `raydist train` beside plain Ray Train and torchrun --max-restarts.
+"""Recovery from a fault: seconds to the first new step, and steps lost, of raydist, plain Ray Train and torchrun --max-restarts.
 
     python benchmarks/recovery.py [--rounds 3] [--faults kill stop]
 
-Two gloo ranks of one thread train the same model; a checkpoint every 20 steps; rank 1 gets the signal in its 30th step: SIGKILL,
-or SIGSTOP. The peers take turns, beginning with another one each round. The time is that from the signal to the end of the first
-step that rank 0 does in its new process, by the model's own forward, the same for all; `lost` are the steps trained once more.
-A peer that is not back after 60 s, or that gives up, counts as 60.
+Two gloo ranks of one thread train the same model; a checkpoint every 20 steps; rank 1 gets SIGKILL or SIGSTOP in its 30th step.
+The peers run one after another, in a rotated order each round. The time is from the signal to the end of rank 0's first step in
+its new process, measured in the model's forward, the same for all; `lost` are the steps that are trained again. A peer that has
+not recovered after 60 s, or that gives up, counts as 60.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LIMIT_S = 60.0
 
 
 def command(peer: str, out: str, storage: str) -> list[str]:
-    """The shell command of one run."""
+    """The command of one run."""
     if peer == "raydist":
         sets = {"model.options": f"{{out: {out}}}", "train.steps": STEPS, "checkpoint.every": EVERY}
         options = [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
@@ -70,19 +70,19 @@ def forwards(out: str, rank: int) -> list[tuple[float, int]]:
 
 
 def wait(ready: Any, process: subprocess.Popen[str], limit_s: float, may_end: bool = False) -> Any:
-    """What `ready()` gives once that is not None; None after `limit_s`, or where the process `may_end` and does."""
+    """Waits for a result of `ready()` that is not None. None after `limit_s`, or if the process `may_end` and ends."""
     deadline = time.monotonic() + limit_s
     while (found := ready()) is None and time.monotonic() < deadline:
         if process.poll() is not None:
             if may_end:
                 return None
-            sys.exit(f"it ended too early: {(process.communicate()[1] or '')[-3000:]}")
+            sys.exit(f"the process ended too early: {(process.communicate()[1] or '')[-3000:]}")
         time.sleep(0.02)
     return found
 
 
 def steps_done(peer: str, out: str) -> list[int]:
-    """Step numbers in the order in which rank 0 did them; the peers' loop writes them, raydist's forwards have no number."""
+    """Step numbers in the order in which rank 0 trained them. The peers' loop logs them; raydist's forwards have no number."""
     with contextlib.suppress(FileNotFoundError):
         return [int(line) for line in Path(f"{out}.0.steps").read_text().split()]
     return []
@@ -145,13 +145,13 @@ def run(peer: str, fault: str, storage: str) -> dict[str, float]:
                 process.communicate(timeout=20)
             process.kill()
             process.wait()
-            for child in children:  # torchrun's ranks are in sessions of their own, and outlive it
+            for child in children:  # torchrun's ranks have their own sessions, and outlive it
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()
 
 
 def repeated(storage: str) -> int:
-    """What raydist itself says of the last incident."""
+    """raydist's own report of the last incident."""
     from raydist.run.directory import RunDir
     from raydist.run.log import read_events
 
@@ -163,7 +163,7 @@ def repeated(storage: str) -> int:
         if told:
             return int(told[-1]["repeated_steps"])
         time.sleep(0.2)
-    sys.exit("raydist told of no second first step")
+    sys.exit("raydist reported no first step after the fault")
 
 
 def main() -> None:
@@ -175,7 +175,7 @@ def main() -> None:
     rounds: list[dict[str, dict[str, dict[str, float]]]] = []
     with tempfile.TemporaryDirectory() as storage:
         warm = [*command("raydist", f"{storage}/warm", storage), "--until", "1"]
-        subprocess.run(warm, cwd=PEERS, check=True, stdout=subprocess.DEVNULL)  # the corpus is prepared once
+        subprocess.run(warm, cwd=PEERS, check=True, stdout=subprocess.DEVNULL)  # prepares the corpus once
         for i in range(options.rounds):
             names = NAMES[i % 3 :] + NAMES[: i % 3]
             rounds.append({fault: {peer: run(peer, fault, storage) for peer in names} for fault in options.faults})

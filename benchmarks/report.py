@@ -1,8 +1,8 @@
-"""What `raydist report` takes for a long run of many ranks: processor time, memory, and the size of its page.
+"""Cost of `raydist report` for a long run of many ranks: processor time, memory, and the size of the page.
 
     python benchmarks/report.py [--steps 1000000] [--ranks 1000] [--readings 240]
 
-The run is written by the project's own writers; each rank has so many readings. One loss is far above the others: it must be drawn.
+The run is written with raydist's own writers; each rank has --readings readings. One loss is an outlier: the page must draw it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from common import write
 
 from raydist.records import Event, StepRecord
 from raydist.run.directory import SPEC, RunDir
-from raydist.run.log import SEGMENT_ROWS, RunLog
+from raydist.run.log_writer import SEGMENT_ROWS, RunLog
 from raydist.run.status import this_process, write_state
 from raydist.run.telemetry_log import SEGMENT_ROWS as ROWS_AT_ONCE
 from raydist.run.telemetry_log import TelemetryLog
 
 SECONDS = 0.3
-"""Of a step."""
+"""Duration of a step."""
 SPIKE = 100.0
 
 
 def record(step: int, ranks: int, odd: int) -> dict[str, Any]:
-    """A loss that falls, but for one."""
+    """A step record; losses fall, except the outlier at step `odd`."""
     loss = SPIKE if step == odd else 2 + 8 * math.exp(-step / 50_000) + 0.05 * math.sin(step)
     return StepRecord(
         step, loss, 1e-3, 1 + 0.3 * math.sin(3 * step), 4_000_000, SECONDS, 0.001, ranks, 1, "0" * 16
@@ -41,7 +41,7 @@ def record(step: int, ranks: int, odd: int) -> dict[str, Any]:
 
 
 def reading(at: float, rank: int, step: int) -> dict[str, Any]:
-    """Of a rank on a GPU that has done so many steps."""
+    """A reading of a rank on a GPU, after `step` steps."""
     return {
         "at": at, "kind": "rank", "host": f"h{rank // 8}", "node": f"10.0.0.{rank // 8}", "rank": rank, "attempt": 1, "step": step,
         "forward_seconds": 0.1 * step, "backward_seconds": 0.19 * step, "data_seconds": 0.001 * step, "all_reduce_count": step,
@@ -51,7 +51,7 @@ def reading(at: float, rank: int, step: int) -> dict[str, Any]:
 
 
 def make(run: RunDir, steps: int, ranks: int, readings: int) -> None:
-    """The run's folder."""
+    """Writes the run's folder."""
     begun = time.time() - steps * SECONDS
     run.storage.write(SPEC, f"train: {{steps: {steps}}}\n".encode())
     log = RunLog(run)
@@ -64,7 +64,7 @@ def make(run: RunDir, steps: int, ranks: int, readings: int) -> None:
     log.event(Event("ended", begun + steps * SECONDS, {"status": "finished", "step": steps}))
     log.close()
     samples = TelemetryLog(run)
-    samples._thinned_at = math.inf  # raw rows, all of them: more to read than a run ever has
+    samples._thinned_at = math.inf  # raw rows without downsampling: more than a real run ever has
     rows: list[dict[str, Any]] = []
     for i in range(1, readings + 1):
         step = steps * i // readings
@@ -77,7 +77,7 @@ def make(run: RunDir, steps: int, ranks: int, readings: int) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Runs the report, prints and writes results/report.json."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--ranks", type=int, default=1000)

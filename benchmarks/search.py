@@ -1,10 +1,11 @@
-"""What a search is worth and what a question takes: the best of so many points over as many draws, and seconds to the next point.
+"""Benefit and cost of a search: the best of N chosen points compared with N random ones, and seconds per chosen point.
 
     python benchmarks/search.py [--seeds 20] [--told 10 100 300 1000]
 
-Worth: two bowls over learning rate (log), weight decay and batch, one of them bent, with noise on the figures as cells have; a
-search and draws have the same number of points, and the share of the draws' distance to the bottom that is left is printed, as a
-median over seeds. Time: from the question to the answer, the study made anew from all that was told, three parameters, a thread.
+Benefit: two bowl-shaped functions of learning rate (log), weight decay and batch size, one of them bent, with noise like that of
+real trials. The search and random draws have the same number of points. Printed: the search's distance to the minimum divided by
+the random draws' distance, as a median over seeds. Time: of one call of `ask`, which builds a new study from all earlier points;
+three parameters, one thread.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ BUDGETS = (16, 32)
 
 
 def bowl(point: Point) -> float:
-    """Round, but for the batch, whose best is 64."""
+    """Separable; the best batch is 64."""
     rate, batch = math.log10(point["optim.lr"]) + 3, math.log2(point["train.global_batch"]) - 6
     return rate**2 + 4 * (point["optim.weight_decay"] - 0.3) ** 2 + 0.1 * batch**2
 
 
 def bent(point: Point) -> float:
-    """The best rate follows the batch by its square root, as it does in training."""
+    """The best learning rate grows with the square root of the batch, as in training."""
     batch = math.log2(point["train.global_batch"]) - 6
     rate = math.log10(point["optim.lr"]) + 3 - batch * math.log10(math.sqrt(2))
     return 2 * rate**2 + 4 * (point["optim.weight_decay"] - 0.3) ** 2 + 0.05 * batch**2
 
 
 def reached(name: Literal["optuna", "bayes"] | None, seed: int, points: int, f: Callable[[Point], float]) -> float:
-    """How far from the bottom the point is that looks best after so many; None draws them."""
+    """Distance to the minimum of the point with the best noisy value. `name`: None draws random points."""
     noise = random.Random(seed)
     made = None if name is None else Sampler(AXES, SearchSpec(name=name, seed=seed), "min")
     told: list[Told] = []
@@ -60,7 +61,7 @@ def reached(name: Literal["optuna", "bayes"] | None, seed: int, points: int, f: 
 
 
 def seconds(name: Literal["optuna", "bayes"], told: int, rounds: int = 3) -> float:
-    """To an answer, median."""
+    """Median seconds of one `ask`, after `told` points."""
     known = [Told(draw(AXES, 1, i), "finished", bowl(draw(AXES, 1, i))) for i in range(told)]
     made, took = Sampler(AXES, SearchSpec(name=name), "min"), []
     made.ask(known[:12])  # imports
@@ -72,7 +73,7 @@ def seconds(name: Literal["optuna", "bayes"], told: int, rounds: int = 3) -> flo
 
 
 def main() -> None:
-    """Prints and writes results/search.json."""
+    """Runs, prints, and writes results/search.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--told", type=int, nargs="+", default=[10, 100, 300, 1000])
@@ -86,12 +87,12 @@ def main() -> None:
             }
             shares = {name: found[name] / found[None] for name in ("optuna", "bayes")}
             worth[f"{f.__name__}, {points} points"] = shares
-            told = ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
-            print(f"{f.__name__}, {points} points: {told} of the draws' distance")
+            text = ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
+            print(f"{f.__name__}, {points} points: {text} of the random draws' distance")
     times: dict[str, dict[int, float]] = {"optuna": {}, "bayes": {}}
     for count in options.told:
         times["optuna"][count], times["bayes"][count] = seconds("optuna", count), seconds("bayes", count)
-        print(f"{count} points told: optuna {times['optuna'][count]:.3f} s, bayes {times['bayes'][count]:.3f} s")
+        print(f"after {count} points: optuna {times['optuna'][count]:.3f} s, bayes {times['bayes'][count]:.3f} s")
     print(
         write(
             "search", {"optuna": version("optuna"), "seeds": options.seeds, "share_of_draws": worth, "seconds": times}

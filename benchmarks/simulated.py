@@ -1,8 +1,8 @@
-"""How long the driver thinks after a failure in a large cluster: the pure functions alone, on 1,000 and 10,000 ranks of 8 a node.
+"""Time of the driver's decisions after a failure in a large cluster: the pure functions, for 1,000 and 10,000 ranks, 8 per node.
 
     python benchmarks/simulated.py
 
-No torch, no Ray. One rank hangs, or one node is lost. Asked: under a second each. In a table of seconds, the best of three.
+No torch, no Ray. One rank hangs, or one node is lost. Goal: under a second each. Prints a table of seconds, best of three.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ COLLECTIVES = 100
 
 
 def errors(world: int) -> list[RankError]:
-    """One death, and everybody else's lost connection."""
+    """One dead rank, and the lost connections of all others."""
     lost = "Connection closed by peer [10.0.0.1]:1234"
     echoes = [RankError(rank, "RuntimeError", lost, at=2.0, bases=("RuntimeError",)) for rank in range(1, world)]
-    return [RankError(0, "WorkerDied", "process 7 ended without a word (SIGKILL)", at=1.0, kind="worker_died"), *echoes]
+    return [
+        RankError(0, "WorkerDied", "process 7 exited without reporting an error (SIGKILL)", at=1.0, kind="worker_died"),
+        *echoes,
+    ]
 
 
-def sights(world: int) -> dict[int, RankView]:
-    """All wait in a collective that one rank has not started."""
+def rank_views(world: int) -> dict[int, RankView]:
+    """All ranks wait in a collective that one rank has not started."""
     every = [["0", n, "gloo:all_reduce of [[1000]]"] for n in range(COLLECTIVES)]
     waiting = RankView("S", 7, "backward", 11.0, "", True, every)
     behind = RankView("S", 7, "backward", 11.0, "train.py:3 in f", True, every[:-1])
@@ -44,7 +47,7 @@ def sights(world: int) -> dict[int, RankView]:
 
 
 def memory(world: int, shared: bool) -> tuple[dict[str, Inventory], dict[int, str]]:
-    """Two snapshots in every node's memory and its buddy's; one node is gone, and a new one has its ranks."""
+    """Two snapshots in the memory of each node and of its peer. One node is lost, and a new one has its ranks."""
     count = world // PER_NODE
     names = {s: [Shard(r, world, 1, f"{r * 1000 + s:032x}").name for r in range(world)] for s in (10, 20)}
     copies = []
@@ -61,7 +64,7 @@ def memory(world: int, shared: bool) -> tuple[dict[str, Inventory], dict[int, st
 
 
 def best(work: Callable[[], Any]) -> float:
-    """Seconds, of three."""
+    """Seconds of one call, best of three."""
     times = []
     for _ in range(3):
         begun = time.perf_counter()
@@ -71,9 +74,9 @@ def best(work: Callable[[], Any]) -> float:
 
 
 def measure(world: int) -> dict[str, float]:
-    """Each thing that the driver works out between a failure and the next attempt."""
+    """Seconds of each computation of the driver between a failure and the next attempt."""
     policy = RecoverySpec()
-    failed, seen = errors(world), sights(world)
+    failed, seen = errors(world), rank_views(world)
     cluster = [Node(f"n{n}", {"CPU": 64.0, "GPU": 0.0}) for n in range(world // PER_NODE)]
     ours = {f"n{n}": PER_NODE for n in range(world // PER_NODE - 1)}
     cause = Failure("worker_died", 0, "it died")

@@ -1,17 +1,17 @@
-"""What copies of the state in memory cost the training, over what the pace that chooses their interval believes.
+"""Real cost of memory checkpoints, relative to the estimate that chooses their interval.
 
     python benchmarks/snapshot.py [--rounds 3] [--stretches 8] [--share 0.1] [--width 256] [--layers 6]
 
 Two gloo ranks, one torch thread each, train a GPT with AdamW under DDP through raydist's own loop, without Ray and without
-checkpoints. In each training stretches of BLOCK steps with copies (recovery.snapshot_every: auto) and without them take turns: a
-stretch is too short for a machine's drift, and nothing else differs. A copy's last traces are left their time: the GAP steps after
-a stretch with copies count as its own.
+checkpoints. In each training, stretches of BLOCK steps with copies (recovery.snapshot_every: auto) and without them alternate: a
+stretch is too short for drift of the machine, and nothing else differs. No copy is taken in the last GAP steps of a stretch, so
+that all of a copy's cost falls into its own stretch.
 
-Of a run the pace gives copies 1%, which is less than stretches differ by. Here it gives them `--share`, so that there are more of
-them. `share` is what a stretch with copies took longer than its neighbours without would have, over their time for its steps;
-`believed` the same as the pace has it: copies taken, times what it said then that one costs. `ratio` is the first over the second,
-with its 95% interval, by the normal law over stretches. `percent` is what that comes to for a run, where the pace aims at AIM of
-its 1%: reckoned, not measured.
+A run spends 1% of its time on copies, which is less than the differences between stretches. Here it spends `--share`, so that
+there are more copies. `share`: the extra time of a stretch with copies over its neighbours without, divided by their time for its
+steps. `believed`: the estimate of the same: number of copies times their estimated cost. `ratio`: share over believed, with its
+95% interval (normal, over stretches). `percent`: the resulting share in a run, which aims at AIM of its 1%: calculated, not
+measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch.multiprocessing as mp
 from common import write
 
 from raydist.checkpoint import memory_layout
-from raydist.cluster.run.memory_checkpoints import MemoryStore
+from raydist.cluster.run.memory_store import MemoryStore
 from raydist.data.prepare import prepare
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.run.directory import RunDir
@@ -41,30 +41,30 @@ from raydist.worker.attempt import Job, MonitorChannel
 from raydist.worker.checkpoint import memory_manager as memory_store_module
 from raydist.worker.checkpoint import snapshot_interval
 from raydist.worker.checkpoint.memory_manager import MemoryStoreJob
-from raydist.worker.checkpoint.snapshot_interval import Pace
+from raydist.worker.checkpoint.snapshot_interval import SnapshotInterval
 from raydist.worker.loop import train
 
 WORLD, WARM, BLOCK, GAP = 2, 60, 40, 3
 
 
-class PausedTrials(Pace):
-    """A pace that rests in every second stretch, and counts the steps of the others only."""
+class AlternatingInterval(SnapshotInterval):
+    """A SnapshotInterval that takes no copies in every second stretch, and counts the steps of the others only."""
 
-    newest: PausedTrials
-    """The one of this process."""
+    newest: AlternatingInterval
+    """The last instance in this process."""
 
     def __init__(self, every: Any, newest: int = 0) -> None:
         super().__init__(every, newest)
         self.copies: list[tuple[int, float]] = []
-        """(step, what a copy was believed to cost then) of each."""
-        PausedTrials.newest = self
+        """(step, estimated cost at that time) of each copy."""
+        AlternatingInterval.newest = self
 
     def due(self, step: int) -> bool:
-        """As Pace's, in stretches with copies."""
+        """As SnapshotInterval's, in stretches with copies."""
         return on(step) and super().due(counted(step))
 
     def taken(self, step: int, checkpoint: bool = False) -> None:
-        """As Pace's."""
+        """As SnapshotInterval's."""
         super().taken(counted(step), checkpoint)
         self.copies.append((step, self.cost or 0.0))
 
@@ -75,7 +75,7 @@ def on(step: int) -> bool:
 
 
 def counted(step: int) -> int:
-    """Steps so far after which a copy might have been taken."""
+    """Number of steps so far in which copies are allowed."""
     if step < WARM:
         return step
     pairs, rest = divmod(step - WARM, 2 * BLOCK)
@@ -83,30 +83,30 @@ def counted(step: int) -> int:
 
 
 class Clock(Heartbeat):
-    """Notes when each step is done."""
+    """Records the end of each step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.at: list[float] = []
 
     def stepped(self, seconds: float) -> None:
-        """A step is done."""
+        """Called at the end of a step."""
         super().stepped(seconds)
         self.at.append(time.perf_counter())
 
 
 def rank_main(number: int, port: int, spec: JobSpec, path: str, folder: str, share: float, told: Any) -> None:
-    """One rank of one training; rank 0 tells (when each step was done, the copies, seconds of a calm step)."""
+    """One rank of one training; rank 0 puts (end of each step, the copies, seconds of an undisturbed step)."""
     os.environ |= {"RANK": str(number), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(number)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    memory_store_module.Pace, snapshot_interval.SHARE = PausedTrials, share
+    memory_store_module.SnapshotInterval, snapshot_interval.SHARE = AlternatingInterval, share
     rank = distributed.start(gpus=0, threads=1, timeout_s=120)
     clock = Clock()
     job = Job(spec, RunDir(path), str(spec.data.path), memory_store=MemoryStoreJob(folder))
     train(job, rank, MonitorChannel(lambda records, events: None, lambda: None) if rank.first else None, clock)
     distributed.stop(rank)
     if rank.first:
-        told.put((clock.at, PausedTrials.newest.copies, PausedTrials.newest.base))
+        told.put((clock.at, AlternatingInterval.newest.copies, AlternatingInterval.newest.base))
 
 
 def trained(spec: JobSpec, share: float) -> tuple[list[float], list[tuple[int, float]], float]:
@@ -134,7 +134,7 @@ def corpus(folder: Path) -> str:
 
 
 def shares(at: list[float], copies: list[tuple[int, float]], stretches: int) -> list[tuple[float, float, int]]:
-    """Of each stretch with copies: (its share, what the pace believed it to be, copies). `at[s - 1]`: when step s was done."""
+    """For each stretch with copies: (share, estimated share, number of copies). `at[s - 1]`: end of step s."""
     found = []
     edge = [WARM + i * BLOCK for i in range(2 * stretches + 2)]
     for i in range(1, 2 * stretches, 2):
@@ -151,7 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="trainings, each on new processes")
     parser.add_argument("--stretches", type=int, default=8, help="with copies, in each training")
-    parser.add_argument("--share", type=float, default=0.1, help="of the time: what copies may cost here")
+    parser.add_argument("--share", type=float, default=0.1, help="of the time that copies may take here")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
     asked = parser.parse_args()

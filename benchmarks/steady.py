@@ -1,21 +1,20 @@
-"""Steady tokens/s of one command over another's, side by side in windows of 5 s.
+"""Steady tokens/s of one command relative to another, measured alternately in windows of 5 s.
 
     python benchmarks/steady.py [--rounds 16] [--group plain|sharded] [--only NAME] [--deepspeed PYTHON]
 
 plain: `raydist train` and plain Ray Train over plain torchrun + DDP. sharded: zero2 and zero3 over plain torchrun + FSDP2 at the
-same reshard setting, and over DeepSpeed, if an interpreter is given that has it (0.19.8 and ninja, on the same torch).
-What copies in memory and watching cost is too little to be seen between two runs: snapshot.py, watching.py.
+same reshard setting, and over DeepSpeed, if you give an interpreter that has it (0.19.8 and ninja, on the same torch).
+The costs of memory checkpoints and of monitoring are too small to see between two runs: snapshot.py and watching.py measure them.
 
-peers.py compares runs, one after another, each some 30 s long: on a machine whose speed drifts by more than the difference that
-is looked for, that takes many rounds. Here two peers are alive at the same time, and in turn one trains while all processes of
-the other are stopped (SIGSTOP): a window of the peer over the mean of its base's before and after it is a ratio. The model,
-batch and threads are those of peers.py; each peer is paired with a base of its own. A window's first 0.6 s are left out.
+peers.py compares whole runs of about 30 s, one after another: if the machine's speed drifts by more than the difference to
+measure, that takes many rounds. Here two peers are alive at the same time and train alternately, while all processes of the other
+one are stopped (SIGSTOP). A ratio is a window of the peer over the mean of its base's windows before and after it. The model,
+batch and threads are the same as in peers.py; each peer has its own base process. The first 0.6 s of a window do not count.
 
-Of the ratios the median counts, with its 95% interval from their order alone: on a shared machine single windows are far off.
-Where that leaves too much open, the processor time of all of a peer's processes a step says more: whoever else runs on the
-machine takes time, but only little of that.
+The result is the median ratio, with a 95% interval from order statistics, because single windows on a shared machine are outliers.
+If the interval is too wide, compare the processor time per step of all of a peer's processes: other load affects it little.
 
-A run of raydist is stopped for less time than it takes it to call a worker lost (8 s).
+A raydist run is stopped for less time than its timeout for lost workers (8 s).
 """
 
 from __future__ import annotations
@@ -51,19 +50,19 @@ GROUPS = {
         ("raydist zero3", "DeepSpeed zero3"),
     ],
 }
-"""Peers, each with its base."""
+"""(peer, base) pairs."""
 RESULTS = {"plain": "steady", "sharded": "steady_sharded"}
 
 
 class Window(NamedTuple):
-    """Steps a second of rank 0, and the processor seconds of all processes a step."""
+    """Steps/s of rank 0, and processor seconds of all processes per step."""
 
     pace: float
     processor: float
 
 
 class Peer:
-    """One peer, alive and, but in its windows, stopped."""
+    """A running peer; its processes are stopped except in its windows."""
 
     def __init__(self, name: str, folder: Path, python: str) -> None:
         self._name, self._out = name, folder / name.replace(" ", "-")
@@ -76,14 +75,14 @@ class Peer:
         self._process = subprocess.Popen(asked, cwd=PEERS, env=env, stdout=self._log, stderr=self._log)
 
     def warm(self) -> None:
-        """Returns once it trains."""
+        """Waits until it trains."""
         while len(self._forwards()) < WARM:
             if self._process.poll() is not None:
                 sys.exit(f"{self._name} has ended:\n{Path(self._log.name).read_text()[-3000:]}")
             time.sleep(0.2)
 
     def window(self) -> Window:
-        """Lets it train for as long."""
+        """Lets it train for one window and measures it."""
         self.go()
         time.sleep(SETTLE_S)
         begun, spent = time.time(), self._spent()
@@ -95,15 +94,15 @@ class Peer:
         return Window(pace, spent / (pace * (end - begun)))
 
     def go(self) -> None:
-        """It trains."""
+        """Resumes its processes."""
         self._each(psutil.Process.resume)
 
     def stop(self) -> None:
-        """Until its next window."""
+        """Stops its processes."""
         self._each(psutil.Process.suspend)
 
     def end(self) -> None:
-        """All its processes are killed."""
+        """Kills all its processes."""
         self._each(psutil.Process.kill)
         self._process.wait()
         self._log.close()
@@ -126,18 +125,18 @@ class Peer:
 
 
 def pair(name: str, base: str, rounds: int, python: str) -> tuple[list[Window], list[Window]]:
-    """Windows of the base and of the peer in turn; the base has the first and the last one."""
+    """Alternate windows of the base and of the peer; the base has the first and the last one."""
     with tempfile.TemporaryDirectory() as folder:
         peers = [Peer(each, Path(folder), python if "DeepSpeed" in each else sys.executable) for each in (base, name)]
         bases: list[Window] = []
         others: list[Window] = []
         try:
-            for peer in peers:  # both train until both do: none is stopped for as long as the other takes to start
+            for peer in peers:  # none is stopped before both train: starting takes longer than a peer may be stopped
                 peer.warm()
             for peer in peers:
                 peer.stop()
             for _ in range(rounds):
-                # Always in this order: twice in a row, and the other would be stopped for too long.
+                # Always in this order: after two windows in a row, the other one would have been stopped for too long.
                 bases.append(peers[0].window())
                 others.append(peers[1].window())
             bases.append(peers[0].window())
@@ -147,12 +146,12 @@ def pair(name: str, base: str, rounds: int, python: str) -> tuple[list[Window], 
     return bases, others
 
 
-def told(ratios: list[float]) -> dict[str, Any]:
-    """The median, and the 95% interval that their order gives it, whatever their distribution."""
+def interval(ratios: list[float]) -> dict[str, Any]:
+    """The median and its 95% interval from order statistics, valid for any distribution."""
     ordered, n = sorted(ratios), len(ratios)
     below = [
         sum(math.comb(n, i) for i in range(k + 1)) / 2**n for k in range(n)
-    ]  # k of n or fewer are less than the median
+    ]  # probability that at most k of n are below the median
     cut = max((k for k in range(n // 2) if below[k] <= 0.025), default=0)
     return {"ratio": statistics.median(ratios), "low": ordered[cut], "high": ordered[-1 - cut], "ratios": ratios}
 
@@ -162,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--group", choices=GROUPS, default="plain")
-    parser.add_argument("--only", metavar="NAME", help="this peer, or this base, only; nothing is written")
+    parser.add_argument("--only", metavar="NAME", help="only this peer or base; writes no results")
     parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has DeepSpeed")
     options = parser.parse_args()
     result = {}
@@ -174,8 +173,8 @@ def main() -> None:
         beside = list(zip(others, pairwise(bases), strict=True))
         row = {
             "tokens_per_second": statistics.median(window.pace for window in others) * TOKENS,
-            "pace": told([2 * own.pace / (before.pace + after.pace) for own, (before, after) in beside]),
-            "processor": told([2 * own.processor / (a.processor + b.processor) for own, (a, b) in beside]),
+            "pace": interval([2 * own.pace / (before.pace + after.pace) for own, (before, after) in beside]),
+            "processor": interval([2 * own.processor / (a.processor + b.processor) for own, (a, b) in beside]),
         }
         shown = [f"{x['ratio']:.3f} ({x['low']:.3f} to {x['high']:.3f})" for x in (row["pace"], row["processor"])]
         print(f"{name + ' / ' + base:40s} {row['tokens_per_second']:9.0f} {shown[0]:>27s} {shown[1]:>27s}", flush=True)

@@ -1,12 +1,12 @@
-"""A training step under each strategy and option, beside plain FSDP2, in one interleaved run: time, and bytes a rank.
+"""Time and memory per rank of a training step, for each strategy and option and for plain FSDP2, in one interleaved run.
 
     python benchmarks/step.py [--rounds 8]
 
-Two gloo ranks of one thread each hold all variants at once and take turns, in a new order each round: one step that is not counted,
-then two that are. All train the same GPT on the same samples with fused AdamW, but for the line that says otherwise. raydist's
-steps are raydist.worker.step.TrainStep, with the gradient norm and clipping; the plain ones have neither. `bytes_over_ideal`
-is what parameters, gradients and optimizer state take on the fuller rank after a backward pass, over the ZeRO paper's 4 + 4 + 8
-bytes a parameter, divided as the stage says.
+Two gloo ranks of one thread each hold all variants at once and run them alternately, in a new order each round: one warm-up step,
+then two measured ones. All train the same GPT on the same samples with fused AdamW, except "AdamW not fused". raydist's steps are
+raydist.worker.step.TrainStep, with the gradient norm and clipping; the plain ones have neither. `bytes_over_ideal`: the bytes of
+parameters, gradients and optimizer state on the fuller rank after a backward pass, divided by the ideal of the ZeRO paper: 4 + 4
++ 8 bytes per parameter, sharded according to the stage.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ from raydist.data.batches import MicroBatch
 from raydist.spec import JobSpec
 from raydist.worker import model_transforms
 from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 from raydist.worker.model import gpt
 from raydist.worker.optim import optimizers
 from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep, loss_sum
+from raydist.worker.step_hooks import BeforeUpdate
 
 WORLD, VOCAB, BATCH = 2, 2048, 4
 MODEL = {"layers": 6, "width": 384, "heads": 6, "context": 128}
@@ -56,7 +58,7 @@ RAYDIST: dict[str, dict[str, Any]] = {
 }
 PLAIN = {"FSDP2, not resharded": False, "FSDP2, resharded": True}
 BESIDE = {"zero2": "FSDP2, not resharded", "zero3": "FSDP2, resharded"}
-"""The plain one that sends the same."""
+"""Variant -> the plain one with the same communication."""
 
 
 class Ours:
@@ -76,14 +78,14 @@ class Ours:
         self.counted = 0
 
         def count() -> None:
-            """Right after the gradients are there; an empty state is that of the first step."""
+            """Counts bytes right after the backward pass. The optimizer state is empty in the first step."""
             grads = [p.grad for p in model.parameters()] + [s.local.grad for s in shards.values()]
             state = [t for s in optimizer.state.values() for t in s.values()]
             self.counted = _bytes([*model.parameters(), *grads, *state])
 
         self.step = TrainStep(
-            rank, self.strategy, optimizer, Precision(spec.precision, rank.device),
-            full_tokens=WORLD * BATCH * MODEL["context"], clip=1.0, before_update=count,
+            Mesh(rank), self.strategy, optimizer, Precision(spec.precision, rank.device),
+            full_tokens=WORLD * BATCH * MODEL["context"], clip=1.0, hooks=[BeforeUpdate(count)],
         )  # fmt: skip
 
     def __call__(self) -> None:
@@ -92,7 +94,7 @@ class Ours:
 
 
 class Plain:
-    """torch's FSDP2 as its tutorial has it."""
+    """torch's FSDP2 as in its tutorial."""
 
     def __init__(self, reshard: bool, tokens: Tensor) -> None:
         self.tokens = tokens
@@ -115,7 +117,7 @@ class Plain:
 
 
 def _bytes(tensors: list[Tensor | None]) -> int:
-    """Of the memory behind them, each piece once."""
+    """Bytes of the storages of these tensors, each storage once."""
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
 

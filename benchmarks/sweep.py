@@ -1,11 +1,11 @@
-"""A 3 x 3 sweep of tiny jobs, three at a time: raydist's, the same nine jobs one after another, and plain Ray Tune.
+"""A 3 x 3 sweep of tiny jobs, three at a time: `raydist sweep`, the same nine jobs one after another, and plain Ray Tune.
 
     python benchmarks/sweep.py [--only sweep alone tune]
 
-sweep: `raydist sweep`. alone: nine times `raydist train`, as by hand. tune: a function trainable that calls `TorchTrainer.fit()`,
-as Ray's documentation shows it, with max_concurrent_trials and next to no CPU for the trial itself, without which it may halt;
-its training is a bare loop over the same model and batches, without checkpoints, evaluation or records. Wall clock of each command,
-from a cold start, and for `sweep` the seconds from a cell's end to the first step of the one that follows on its workers.
+sweep: `raydist sweep`. alone: nine times `raydist train`. tune: a function trainable that calls `TorchTrainer.fit()`, as in Ray's
+documentation, with max_concurrent_trials and almost no CPU for the trial itself, because it may deadlock otherwise; its training
+is a bare loop over the same model and batches, without checkpoints, evaluation or records. Measured: wall-clock time of each
+command from a cold start, and for `sweep` the seconds from a trial's end to the first step of the next one on its workers.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ assert len(results) == {len(RATES) * len(BATCHES)} and not results.errors, resul
 
 
 def main() -> None:
-    """Prints one JSON object, and writes results/sweep.json if all three were run."""
+    """Prints one JSON object; writes results/sweep.json if all three methods were run."""
     parser = argparse.ArgumentParser()
     ways = {"sweep": sweep, "alone": alone, "tune": plain_tune}
     parser.add_argument("--only", nargs="*", choices=list(ways), default=list(ways))
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def prepare(root: Path) -> None:
-    """The jobs, and their text."""
+    """Writes the job files and prepares their text."""
     (root / "text").mkdir()
     for number in range(40):
         words = " ".join(str(number * n) for n in range(400))
@@ -115,7 +115,7 @@ def prepare(root: Path) -> None:
 
 
 def sweep(root: Path) -> dict[str, Any]:
-    """`raydist sweep`, and how long workers stand still between two cells."""
+    """`raydist sweep`, and how long workers are idle between two trials."""
     raydist(root, "sweep", "grid.yaml", "--storage", "sweeps")
     folder = root / "sweeps" / "grid"
     lines = [line for path in sorted(folder.glob("events/*.jsonl")) for line in path.read_text().splitlines()]
@@ -140,7 +140,7 @@ def alone(root: Path) -> dict[str, Any]:
 
 
 def plain_tune(root: Path) -> dict[str, Any]:
-    """Ray Tune and Ray Train, as documented."""
+    """Ray Tune and Ray Train, as in their documentation."""
     (root / "tune.py").write_text(TUNE)
     run(root, [sys.executable, "tune.py", str(root / "tune")])
     return {}

@@ -1,20 +1,20 @@
-"""A simulated sweep of 10,000 cells: how long each decision takes, and what is kept in memory.
+"""A simulated sweep of 10,000 trials (`--cells`): the time of each decision, and the memory.
 
     python benchmarks/sweep_scale.py [--cells 10000] [--at-once 16]
 
-The queue, the turns, the rules and the log are those of `raydist sweep`, the trials Ray Tune's own; workers and Ray are left out.
-Each cell reports four times. A decision is all that happens between a report and what is done about it: the rule, the log, the next
-cell. With pbt all cells are one population, and take turns: cells are paused by the thousand, and every one of them is ranked.
+It uses the queue, the paused trials, the rules and the log of `raydist sweep`, and Ray Tune's trials, without workers and Ray.
+Each trial reports four times. A decision is everything between a report and its effect: the rule, the log, the next trial. With
+pbt all trials are one population and run alternately: thousands of trials are paused, and each of them is ranked.
 
-Each decision is measured twice: by the clock on the wall, and in processor time of this thread. On a machine that others use the
-latter is what a decision costs; the former also has what they took in between. Python's garbage collector is a part of both, and
-its longest pause is told: what it looks at is mostly what was imported, so `frozen` has the same sweep after
-`gc.freeze()`, which is what the driver of a sweep does before it decides anything. (Trials that wait are frozen in both.)
+Each decision is measured in wall-clock time and in processor time of this thread. On a shared machine the processor time is the
+cost of a decision; wall-clock time also includes other processes. Both include Python's garbage collector, and its longest pause
+is reported. It mostly scans imported modules, so `frozen` has the same sweep after `gc.freeze()`, which the driver of a sweep
+calls before its first decision. (Paused trials are frozen in both.)
 
-`beside_ray_tune`: one decision with all cells known, by our rule and by Ray Tune's scheduler in turn: the rule alone, without log
-and queue; and the memory of ours.
+`beside_ray_tune`: one decision with all trials known, by our rule and by Ray Tune's scheduler alternately: the rule only, without
+log and queue; and the memory of our rule.
 
-Memory is Python's own, in a second pass of the same sweep, for tracing it takes time. Writes results/sweep_scale.json.
+Memory is Python's own, from a second pass of the same sweep, because tracing takes time. Writes results/sweep_scale.json.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 RATE = Axis("lr", "optim.lr", "log_uniform", low=1e-4, high=1e-2)
 MEMORY_AT = (0.2, 1.0)
-"""Shares of the cells after which memory is looked at."""
+"""Shares of the trials after which memory is measured."""
 
 
 class _Trial(Trial):
@@ -64,8 +64,8 @@ class _Trial(Trial):
         super().__init__(name, stub=True, config=told["config"], trial_id=told["trial_id"])
 
 
-class _Floor:
-    """Nobody trains: a copy is made at once."""
+class _FakeTrialRunner:
+    """Trains nothing; copies take effect at once."""
 
     def __init__(self) -> None:
         self.copies: list[Mapping[str, Any]] = []
@@ -78,22 +78,22 @@ class _Floor:
         """Nothing."""
 
     def ready(self, cell: str) -> bool:
-        """Every cell has checkpoints."""
+        """Every trial has checkpoints."""
         return True
 
     def exploit(self, cell: str, source: str, changes: Mapping[str, Any]) -> None:
-        """The rule hears of it with the next report."""
+        """The rule gets the copy with the next report."""
         self.copies.append({"cell": cell, "tokens": 0, "changes": changes})
         self.count += 1
 
     def adopted(self) -> Iterator[Mapping[str, Any]]:
-        """Once each."""
+        """Each copy once."""
         while self.copies:
             yield self.copies.pop()
 
 
 class _Controller:
-    """What Ray Tune keeps of trials."""
+    """Ray Tune's lists of trials."""
 
     def __init__(self) -> None:
         self.trials: list[Trial] = []
@@ -103,7 +103,7 @@ class _Controller:
 
 
 class Sweep:
-    """One sweep: `run()` takes it to its end, `wall` and `cpu` have nanoseconds of every decision."""
+    """One sweep. `run()` runs it to its end; `wall` and `cpu`: nanoseconds of every decision."""
 
     def __init__(self, name: str, cells: int, at_once: int, folder: str, memory: bool) -> None:
         told = {"base": "b", "array": {"parameters": [{"lr": [1]}]}, "scheduler": RULES[name]}
@@ -111,11 +111,11 @@ class Sweep:
         ids = [f"cell-{number:06d}" for number in range(cells)]
         self.own = {cell: {"optim.lr": 1e-3} for cell in ids}
         self.cells, self.chance, self.memory = cells, random.Random(1), memory
-        self.log, self.floor, self.controller = SweepLog(SweepDir(folder)), _Floor(), _Controller()
+        self.log, self.runner, self.controller = SweepLog(SweepDir(folder)), _FakeTrialRunner(), _Controller()
         self.queue = ray_tune.CellQueue(ids, at_once, "10.0.0.1")
         self.queue.add_configurations([SimpleNamespace(spec={"run": "x", "storage": None, "checkpoint_config": None})])
         rule = schedulers.make(spec, [RATE], TOKENS, self.own.__getitem__)
-        self.decisions = ray_tune.Decisions(rule, "min", cast(TrialRunner, self.floor), self.log, self.queue)
+        self.decisions = ray_tune.Decisions(rule, "min", cast(TrialRunner, self.runner), self.log, self.queue)
         self.busy: list[Trial] = []
         self.reports: dict[Trial, int] = {}
         self.done = self.stopped = self.paused = 0
@@ -126,7 +126,7 @@ class Sweep:
         self.mib: dict[int, float] = {}
 
     def run(self) -> None:
-        """Until every cell is over."""
+        """Runs until every trial has ended."""
         while self.done < self.cells:
             paused, wall, cpu = self.pauses.total, time.perf_counter_ns(), time.thread_time_ns()
             self.decide()
@@ -137,10 +137,10 @@ class Sweep:
             elif self.done in {int(self.cells * share) for share in MEMORY_AT} - set(self.mib):
                 self.mib[self.done] = tracemalloc.get_traced_memory()[0] / 2**20
             if (self.done + self.paused) % 100 == 0:
-                self.log.flush()  # another thread's work
+                self.log.flush()  # in a real sweep another thread does this
 
     def decide(self) -> None:
-        """What Ray Tune asks at a step, and one report."""
+        """Ray Tune's calls in one step, with one report."""
         while (trial := self.queue.next_trial()) is not None:
             self.controller.trials.append(trial)
             self.controller._trials_to_cache.add(trial)
@@ -167,7 +167,7 @@ class Sweep:
             self.queue.on_trial_complete(trial.trial_id)
             trial.set_status(Trial.TERMINATED)
             self.controller._stopped_trials.add(trial)
-            if not self.paused:  # with thousands of them that is Ray Tune's own work, at each of its steps
+            if not self.paused:  # with thousands of them, Ray Tune calls this in each of its own steps
                 self.decisions.forget(self.controller.trials)
 
     def start(self, trial: Trial) -> None:
@@ -178,14 +178,14 @@ class Sweep:
 
 
 class Pauses:
-    """Nanoseconds of processor time that each garbage collection took."""
+    """Nanoseconds of processor time of each garbage collection."""
 
     def __init__(self) -> None:
         self.each: list[int] = []
         self.total = self._begun = 0
 
     def __call__(self, phase: str, info: Mapping[str, int]) -> None:
-        """Python's."""
+        """Callback of Python's gc."""
         if phase == "start":
             self._begun = time.thread_time_ns()
         else:
@@ -194,14 +194,14 @@ class Pauses:
 
 
 def spread(nanoseconds: list[int]) -> dict[str, float]:
-    """In milliseconds."""
+    """Median, 99th percentile and maximum in milliseconds."""
     found = sorted(nanoseconds)
     shares = (("median", 0.5), ("p99", 0.99), ("max", 1.0))
     return {name: round(found[int(share * (len(found) - 1))] / 1e6, 3) for name, share in shares}
 
 
 def timed(name: str, cells: int, at_once: int) -> dict[str, Any]:
-    """What decisions take."""
+    """Time of the decisions of one sweep."""
     with tempfile.TemporaryDirectory() as folder:
         sweep = Sweep(name, cells, at_once, folder, memory=False)
         gc.collect()
@@ -212,8 +212,8 @@ def timed(name: str, cells: int, at_once: int) -> dict[str, Any]:
     return {
         "decisions": len(sweep.wall),
         "stopped_early": sweep.stopped,
-        "copies": sweep.floor.count,
-        "turns": sweep.paused - sweep.floor.count,
+        "copies": sweep.runner.count,
+        "turns": sweep.paused - sweep.runner.count,
         "cpu_ms": spread(sweep.cpu),
         "cpu_ms_but_for_gc": spread(sweep.but_for_gc),
         "wall_ms": spread(sweep.wall),
@@ -226,7 +226,7 @@ def timed(name: str, cells: int, at_once: int) -> dict[str, Any]:
 
 
 def traced(name: str, cells: int, at_once: int) -> dict[str, float]:
-    """MiB of Python's after a fifth and after all of the cells, over what there was when the sweep began."""
+    """MiB of Python memory after a fifth and after all of the trials, above that at the start of the sweep."""
     with tempfile.TemporaryDirectory() as folder:
         tracemalloc.start()
         sweep = Sweep(name, cells, at_once, folder, memory=True)
@@ -238,7 +238,7 @@ def traced(name: str, cells: int, at_once: int) -> dict[str, float]:
 
 
 class Theirs:
-    """Ray Tune's scheduler for a rule of ours, which knows of so many cells."""
+    """Ray Tune's scheduler that corresponds to a rule of ours, with the state of `cells` trials."""
 
     def __init__(self, name: str, cells: int) -> None:
         chance = random.Random(1)
@@ -263,13 +263,13 @@ class Theirs:
                     trial.set_status(Trial.RUNNING)
                     state = self.scheduler._trial_state[trial] = _PBTTrialState(trial)
                     state.last_score, state.last_perturbation_time = chance.random(), TOKENS // REPORTS
-        # It saves what nobody reads, so that no cell copies: that would take longer still.
+        # Saves are no-ops, so no trial copies: copies would take even longer.
         self.controller = SimpleNamespace(
             get_trials=lambda: self.trials, _schedule_trial_save=lambda *_, **__: None, search_alg=None
         )
 
     def report(self, name: str, number: int, tokens: int, score: float) -> None:
-        """Of a cell that is new, but for pbt, where all train at the same time."""
+        """A report of a new trial; for pbt, of a known one, because all train at the same time."""
         trial = self.trials[number] if name == "pbt" else Trial("x", stub=True, trial_id=f"new-{number}")
         if name == "asha":
             self.scheduler.on_trial_add(self.controller, trial)
@@ -277,7 +277,7 @@ class Theirs:
 
 
 def known(name: str, cells: int) -> schedulers.Rule:
-    """Our rule, which knows of so many cells."""
+    """Our rule with the state of `cells` trials."""
     told = {"base": "b", "array": {"parameters": [{"lr": [1]}]}, "scheduler": {**RULES[name]}}
     if name == "asha":
         told["scheduler"] |= {"rungs": [TOKENS // REPORTS]}
@@ -292,7 +292,7 @@ def known(name: str, cells: int) -> schedulers.Rule:
 
 
 def beside(name: str, cells: int, count: int = 100) -> dict[str, Any]:
-    """Of so many decisions."""
+    """Compares `count` decisions of our rule and of Ray Tune's."""
     theirs = Theirs(name, cells)
     tracemalloc.start()
     ours = known(name, cells)
@@ -312,7 +312,7 @@ def beside(name: str, cells: int, count: int = 100) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints what it writes."""
+    """Prints and writes results/sweep_scale.json."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cells", type=int, default=10_000)
     parser.add_argument("--at-once", type=int, default=16)

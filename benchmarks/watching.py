@@ -1,14 +1,14 @@
-"""What all that watches costs: tokens/s of `raydist train` with it over the same run without it, in turn.
+"""Cost of monitoring: tokens/s of `raydist train` with monitoring, divided by tokens/s without it, in one run.
 
     python benchmarks/watching.py [--rounds 6] [--stretches 20]
 
-Two runs of the same command differ by more than 1%, whatever they do: in where their memory lies, and by what else the machine does
-meanwhile. So in each of the runs here stretches of STRETCH steps with and without alternate (2.8 s each on the reference machine).
-Without: what `observe.interval_s: null` leaves out is left out, on the ranks (collectives are not counted, nothing is told) and in
-the driver, where a private Ray's node agent runs (nothing is read or sent). Model, batch and threads are those of peers.py.
+Two runs of the same command differ by more than 1%: their memory layout differs, and so does other load on the machine. So within
+each run, stretches of STRETCH steps with and without monitoring alternate (2.8 s each on the reference machine). Without: as with
+`observe.interval_s: null`, the ranks count no collectives and send nothing, and the node monitor, which runs in the driver of a
+private Ray, reads and sends nothing. Model, batch and threads are the same as in peers.py.
 
-`pace`: a stretch's steps a second over the mean of those without before and after it. `processor`: the same of the processor time
-of both ranks a step, which who else uses the machine does little to. Of each the mean counts, with its 95% interval (normal).
+`pace`: steps/s of a stretch with monitoring, divided by the mean of its two neighbours without. `processor`: the same ratio for
+both ranks' processor time per step, which other load affects little. For each: the mean with its 95% interval (normal).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ main()
 
 
 def trained(folder: Path, stretches: int) -> tuple[list[float], list[float]]:
-    """(paces, processor times) of one run's stretches with all that watches, over those of its neighbours."""
+    """(pace, processor time) ratios of one run: stretches with monitoring over their neighbours without."""
     out = folder / "out"
     steps = WARM + (2 * stretches + 1) * STRETCH + 2
     command = [sys.executable, "-c", DRIVER, f"{out}.off", "train", "job.yaml", "--address", "local"]
@@ -62,7 +62,7 @@ def trained(folder: Path, stretches: int) -> tuple[list[float], list[float]]:
 
 
 def ratios(marks: list[float], inverse: bool = False) -> list[float]:
-    """Of each second interval between marks: itself over the mean of those beside it."""
+    """Every second interval between marks, divided by the mean of its two neighbours."""
     lengths = [b - a for a, b in pairwise(marks)]
     found = [2 * lengths[i] / (lengths[i - 1] + lengths[i + 1]) for i in range(1, len(lengths) - 1, 2)]
     return [1 / ratio for ratio in found] if inverse else found
@@ -78,7 +78,7 @@ def main() -> None:
     """Runs, prints the figures, writes results/watching.json."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6, help="runs, each on new processes")
-    parser.add_argument("--stretches", type=int, default=20, help="with all that watches, in each run")
+    parser.add_argument("--stretches", type=int, default=20, help="with monitoring, in each run")
     asked = parser.parse_args()
     paces: list[float] = []
     processor: list[float] = []

@@ -1,4 +1,4 @@
-"""Walks a new user's first day, command by command, in a clone of this repository, and writes the transcript.
+"""Runs the commands of a new user's first day in a clone of this repository, and writes a transcript.
 
     python docs/walk.py                    the real one, from nothing, installation and all, into docs/tutorials/first-day.md
     python docs/walk.py --short VENV       as a test does it: with VENV's packages, and jobs cut to a few steps of a tiny model
@@ -48,38 +48,39 @@ WALK = (
         "make quickstart",
         "Installs raydist into `.venv`, makes a corpus of the Python standard library's source, trains a GPT on two workers, shows "
         "the run and prints a sample of its text. After 200 steps the model knows letters, spaces and short words; its text is not "
-        "yet Python. `eval` is the loss on text that is held out, in nats a byte: 5.55 for a model that knows nothing, 3.16 for "
-        "the frequencies of bytes alone.",
+        "yet Python. `eval` is the loss on held-out text, in nats per byte: 5.55 for an untrained model, 3.16 for a model that "
+        "knows only the frequencies of bytes.",
     ),
     Step(_ACTIVATE, "The command is `.venv/bin/raydist`; with the virtual environment active, `raydist`."),
-    Step("raydist runs", "What there is. The runs are in `./runs`."),
-    Step("raydist show quickstart", "What the run did."),
-    Step("raydist logs quickstart", "What its workers printed."),
-    Step('raydist sample quickstart --prompt "import "', "Text from its newest checkpoint."),
-    Step("raydist report quickstart -o report.html", "The run on one page, which a browser opens without a network."),
-    Step("raydist checkpoint list quickstart", "What is stored, and can be gone back to."),
+    Step("raydist runs", "Lists the runs, which are in `./runs`."),
+    Step("raydist show quickstart", "Losses, attempts and checkpoints of the run."),
+    Step("raydist logs quickstart", "The output of its workers."),
+    Step('raydist sample quickstart --prompt "import "', "Samples text from its newest checkpoint."),
+    Step(
+        "raydist report quickstart -o report.html", "Writes the run's report: one page, which opens without a network."
+    ),
+    Step("raydist checkpoint list quickstart", "Lists the checkpoints on storage."),
     Step(
         "raydist train jobs/quickstart.yaml --set train.steps=400",
-        "Trains the finished run further: it goes on from step 200 to step 400.",
+        "Continues the finished run, from step 200 to step 400.",
     ),
-    Step("raydist plan jobs/quickstart.yaml", "What the job needs of each device, by strategy."),
+    Step("raydist plan jobs/quickstart.yaml", "The memory that the job needs on each device, under each strategy."),
     Step(
         "raydist plan jobs/deepseek_7b_zero3.yaml --device h100",
-        "The same for a 7B model on 32 GPUs, with the speed to expect.",
+        "The same for a 7B model on 32 GPUs, with an estimate of the speed.",
     ),
     Step(
         "raydist sweep tune_sweeps/lr-batch.yaml --dry-run",
-        "Many jobs from one file: what would be trained, before it is.",
+        "Lists the jobs that the sweep would train, without training them.",
     ),
     Step(
         "raydist train jobs/python-10min.yaml",
-        "A model whose text reads like Python, on two cores in some ten minutes (an estimate). Its tokens are "
-        "pieces of words (`bpe:2048`), so "
-        "its loss is in nats a token, of 3.2 bytes on average.",
+        "Trains a model whose text reads like Python, on two cores in ten minutes. Its tokens are pieces of words (`bpe:2048`), of "
+        "3.2 bytes on average; its loss is in nats per token.",
     ),
     Step(
         'raydist sample python-10min --prompt "class "',
-        "Names, indentation and blocks are Python's; the program makes no sense.",
+        "The text has Python's names, indentation and blocks; the program makes no sense.",
     ),
     Step("raydist rm quickstart --yes", "Deletes a run, with its checkpoints."),
 )
@@ -149,8 +150,8 @@ def walk(home: Path) -> tuple[list[tuple[Step, float, str]], str | None]:
     return passages, None
 
 
-def shown(output: str, home: Path) -> str:
-    """The output as the page has it: see above."""
+def shown(output: str, home: Path, most: int | None = _MOST) -> str:
+    """The output as the page has it: see above. `most`: longer ones are cut; None: all lines."""
     output = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
     for address in {
         a.address for all_of in psutil.net_if_addrs().values() for a in all_of if a.family.name == "AF_INET"
@@ -158,10 +159,11 @@ def shown(output: str, home: Path) -> str:
         if not address.startswith("127."):
             output = output.replace(address, "10.0.0.1")
     output = output.replace(str(home), "~").replace(platform.node(), "host")
+    output = re.sub(r"(?<!\S)/\S+/(?=python[\d.]* -m venv)", "", output)  # where this machine has its Python
     # A model that has learnt little yields control characters, which Markdown cannot show.
     output = "".join(c if c.isprintable() or c in "\n\r" else "\ufffd" for c in output.expandtabs())
     lines = [line.rpartition("\r")[2].rstrip() for line in output.strip("\n").replace("\r\n", "\n").split("\n")]
-    if len(lines) > _MOST:
+    if most is not None and len(lines) > most:
         lines[_HEAD:-_TAIL] = [f"... {len(lines) - _HEAD - _TAIL} lines ..."]
     return "\n".join(line if len(line) <= _WIDE else f"{line[: _WIDE - 3]}..." for line in lines)
 

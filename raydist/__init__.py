@@ -1,3 +1,3 @@
-"""raydist: trains PyTorch models on a Ray cluster, and gets them to the end."""
+"""raydist: trains PyTorch models on a Ray cluster, and recovers from failures."""
 
 __version__ = "0.1.0"

@@ -1,34 +1,35 @@
-"""Every error that a user can see, in one tree. Each says what is wrong, and how to mend it.
+"""All errors that users see, in one tree. Each says what is wrong, and how to fix it.
 
-Runs anywhere. Imports nothing of raydist but the function that takes secrets out of a message.
+Runs anywhere. Imports nothing of raydist except the function that removes secrets from a message.
 
-    RaydistError                      message, hint; `exit_code` is what the command ends with
-    ├── UserError (ValueError)        2: what was asked cannot be done
-    │   ├── SpecError                 a job file or an override is wrong; all its problems at once
+    RaydistError                      message, hint; `exit_code` of the command
+    ├── UserError (ValueError)        2: the request cannot be carried out
+    │   ├── SpecError                 a job file or an override is wrong; lists all problems
     │   ├── UsageError                a command's options do not fit together
     │   ├── DataError                 a corpus, a tokenizer or a prepared dataset cannot be used
     │   ├── ExtensionNotFound         no model, strategy, ... of that name (also a LookupError)
-    │   ├── RunNotFound               no run of that name or at that place (also a LookupError)
+    │   ├── RunNotFound               no run of that name or in that folder (also a LookupError)
     │   ├── PreflightError            the cluster cannot run this job
-    │   └── ClusterUnreachable        no Jobs API answers at that address; one may do so later
+    │   └── ClusterUnreachable        no Jobs API answers at that address; it may answer later
     ├── StorageError (OSError)        3: storage refused a read or a write
     ├── CheckpointError               3
-    │   ├── CheckpointCorrupt         a file is missing, cut short, or has another hash than its manifest says
-    │   ├── CheckpointNotFound        nothing committed that can be read (also a LookupError)
-    │   └── SpecChanged               2: a resumed run would compute other numbers than the one it continues
-    ├── TraceFailed                   3: a live run gave no trace, or not all of it
-    ├── StopFailed                    3: a run that was asked to stop has not ended in time, or its driver died on the way
-    ├── Rollback                      3: the attempt ended in order to go on from a checkpoint
+    │   ├── CheckpointCorrupt         a file is missing or truncated, or its hash differs from the manifest
+    │   │   └── CheckpointTooNew      the manifest's version is newer than this raydist knows
+    │   ├── CheckpointNotFound        no committed checkpoint can be read (also a LookupError)
+    │   └── SpecChanged               2: a resumed run would give other results than the original
+    ├── TraceFailed                   3: a running job returned no trace, or only a part
+    ├── StopFailed                    3: a run did not stop in time, or its driver died
+    ├── Rollback                      3: the attempt ended in order to resume from a checkpoint
     └── TrainingStopped               3: the run ended before its last step, and a restart would not help
         ├── NonFinite                 NaN or Inf in the loss or in the gradients (also an ArithmeticError)
-        ├── LossSpike                 a loss far above those before it (also an ArithmeticError)
-        ├── SuspectHardware           replicas drifted on the same device again and again
-        ├── GraphMismatch             parameters without a gradient, or ranks whose graphs differ
-        ├── WorkerFailed              a rank died or raised, and the budget of restarts is spent
+        ├── LossSpike                 a loss far above the previous ones (also an ArithmeticError)
+        ├── SuspectHardware           replicas drifted on the same device several times
+        ├── GraphMismatch             parameters without a gradient, or different graphs on the ranks
+        ├── WorkerFailed              a rank died or raised, and no restarts are left
         ├── SavesFailed               too many saves in a row failed (also a CheckpointError)
-        └── Fenced                    a newer attempt has begun: this one may not commit (also a CheckpointError)
+        └── Fenced                    a newer attempt has started: this one may not commit (also a CheckpointError)
 
-    RankFailed                        what one rank ended with, as plain facts, on its way to the driver
+    RankFailed                        the error of one rank as plain data, sent to the driver
 
 Errors cross Ray by pickle: arguments are positional and all go to `super().__init__`.
 """
@@ -41,7 +42,7 @@ from raydist.redact import redact
 
 
 class RaydistError(Exception):
-    """The base of all. `message` says what and where; `hint` says how to mend it (may be empty). Neither keeps a URI's secrets."""
+    """The base class. `message` says what and where; `hint` how to fix it (may be empty). Secrets of URIs are removed from both."""
 
     exit_code: ClassVar[int] = 3
 
@@ -56,13 +57,13 @@ class RaydistError(Exception):
 
 
 class UserError(RaydistError, ValueError):
-    """What was asked cannot be done; nothing was started."""
+    """The request cannot be carried out; nothing was started."""
 
     exit_code = 2
 
 
 class SpecError(UserError):
-    """A job file or a `--set` is wrong. `message` has one line a problem: file, field, value, remedy."""
+    """A job file or a `--set` is wrong. `message` has one line per problem: file, field, value, remedy."""
 
 
 class UsageError(UserError):
@@ -74,11 +75,11 @@ class DataError(UserError):
 
 
 class ExtensionNotFound(UserError, LookupError):
-    """No model, strategy or other extension has that name."""
+    """There is no model, strategy or other extension of that name."""
 
 
 class RunNotFound(UserError, LookupError):
-    """There is no run of that name, or no run folder at that place."""
+    """There is no run of that name, or no run in that folder."""
 
 
 class PreflightError(UserError):
@@ -86,7 +87,7 @@ class PreflightError(UserError):
 
 
 class ClusterUnreachable(UserError):
-    """No Jobs API of Ray answers at that address; one may do so later."""
+    """No Jobs API of Ray answers at that address; it may answer later."""
 
 
 class StorageError(RaydistError, OSError):
@@ -101,7 +102,11 @@ class CheckpointError(RaydistError):
 
 
 class CheckpointCorrupt(CheckpointError):
-    """A checkpoint's file is missing, cut short, or differs from the hash in its manifest."""
+    """A checkpoint's file is missing or truncated, or its hash differs from the manifest."""
+
+
+class CheckpointTooNew(CheckpointCorrupt):
+    """A manifest has a version that this raydist does not know: a newer one has written it."""
 
 
 class CheckpointNotFound(CheckpointError, LookupError):
@@ -109,21 +114,21 @@ class CheckpointNotFound(CheckpointError, LookupError):
 
 
 class SpecChanged(CheckpointError):
-    """The spec differs from the checkpoint's in what changes the numbers."""
+    """The spec differs from the checkpoint's in fields that change the results."""
 
     exit_code = 2
 
 
 class TraceFailed(RaydistError):
-    """A run that trains did not give the trace that it was asked for; its training goes on."""
+    """A running job did not return the requested trace; its training continues."""
 
 
 class StopFailed(RaydistError):
-    """A run, or a sweep, that was asked to stop has not ended in time, or its driver died before it could."""
+    """A run or a sweep did not stop in time after a request, or its driver died first."""
 
 
 class Rollback(RaydistError):
-    """The attempt ended on purpose: a restart goes on from the newest checkpoint, and leaves a bad batch, if it was one, out."""
+    """The attempt ended on purpose: a restart resumes from the newest checkpoint, and skips the bad batch if there was one."""
 
 
 class TrainingStopped(RaydistError):
@@ -135,31 +140,31 @@ class NonFinite(TrainingStopped, ArithmeticError):
 
 
 class LossSpike(TrainingStopped, ArithmeticError):
-    """A loss far above those before it, by recovery.spike; the update was not applied."""
+    """A loss far above the previous ones, by recovery.spike; the update was not applied."""
 
 
 class SuspectHardware(TrainingStopped):
-    """The weights on one device drifted away from their replicas three times in a run; see train.check_replicas."""
+    """The weights on one device differed from their replicas three times in a run; see train.check_replicas."""
 
 
 class GraphMismatch(TrainingStopped):
-    """Parameters took no part in the loss, or not the same ones on every rank."""
+    """Some parameters were not used in the loss, or different ones on different ranks."""
 
 
 class WorkerFailed(TrainingStopped):
-    """A rank died or raised, and the budget of restarts is spent."""
+    """A rank died or raised, and no restarts are left."""
 
 
 class SavesFailed(CheckpointError, TrainingStopped):
-    """checkpoint.max_failures saves in a row failed, or the last one of a run hangs."""
+    """checkpoint.max_failures saves in a row failed, or the last save of a run hangs."""
 
 
 class Fenced(CheckpointError, TrainingStopped):
-    """A newer attempt of the run has begun; this one was given up, and may not commit."""
+    """A newer attempt of the run has started; this one was given up, and may not commit."""
 
 
 class RankFailed(Exception):
-    """What one rank ended with, as plain facts: it crosses Ray where torch, or the user's own module, is not there.
+    """The error of one rank as plain data: it crosses Ray to processes without torch or the user's own modules.
 
     `at` is Unix time in seconds on that rank's host; `bases` the names of the exception's classes; `traceback` text.
     """

@@ -1,6 +1,6 @@
-"""The plain facts that cross processes and versions: what one step did, and what happened to a run.
+"""Records that cross processes and versions: the result of a step, and the events of a run.
 
-Runs anywhere. They travel as versioned dicts of numbers and strings, never as pickled classes.
+Runs anywhere. They are passed as versioned dicts of numbers and strings, never as pickled classes.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from typing import Any, Literal
 VERSION = 1
 
 EXPORTED_ONLY = frozenset({"histograms"})
-"""Kinds of events that exporters get and events.jsonl does not: large, and nothing that a reader of the run's story needs."""
+"""Kinds of events that are exported but not written to events.jsonl: they are large, and not needed in a run's history."""
 
 NOISE_MEASURED_AT_LEAST = 20
-"""Measurements of the gradient noise scale before anything is concluded from it."""
+"""Minimum number of measurements of the gradient noise scale before any conclusion."""
 NOISE_FAR_BEYOND = 4.0
-"""A global batch above so many times the noise scale is far beyond it: a sequence then teaches a fifth of what it could."""
+"""A global batch above this multiple of the noise scale is far beyond it: a sequence then contributes a fifth of its maximum."""
 
 Status = Literal["running", "finished", "paused", "stopped", "interrupted", "lost"]
 """running; finished: its last step is done; paused: at `--until`; stopped: failed for good;
-interrupted: by a signal, after a checkpoint; lost: its driver is gone without a word."""
+interrupted: by a signal, after a checkpoint; lost: its driver died without reporting an end."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One optimizer step, as rank 0 saw it. The names are an interface (docs/records.md).
+    """One optimizer step, measured on rank 0. The names are an interface (docs/reference/records.md).
 
     `step` counts from 1: after step s, s updates have been applied. `loss` is the mean over the tokens of the
-    global batch, in nats; `grad_norm` the global norm before clipping; `tokens` those that count in the loss;
+    global batch, in nats; `grad_norm` the global norm before clipping; `tokens` those that are counted in the loss;
     `seconds` the whole step, `data_seconds` of it spent waiting for data; `samples_hash` the xxh64 (hex) of the
     global batch's sample ids, in order, as little-endian int64; `grad_noise_scale` the gradient noise scale so far, in
-    sequences (docs/noise.md), None where it is not known.
+    sequences (docs/explanation/noise.md), None if unknown.
     """
 
     step: int
@@ -48,18 +48,18 @@ class StepRecord:
     grad_noise_scale: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dict of the fields, in their order."""
+        """A plain dict of the fields, in order."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to a run: `kind` names it, `data` holds plain values, `at` is Unix time in seconds.
+    """An event of a run: `kind` names it, `data` holds plain values, `at` is Unix time in seconds.
 
     Kinds: attempt_started, workers, resumed, first_step, checkpoint_saved, checkpoint_failed, checkpoint_rejected,
     checkpoint_damaged, replica_saved, replica_failed, replica_used, eval, capacity, non_finite, loss_spike, replica_drift,
     gradients, data_stalled, finding, fault, failure, decision, note, histograms,
-    ended. docs/records.md lists the data of each.
+    ended. docs/reference/records.md lists the data of each.
     """
 
     kind: str
@@ -67,7 +67,9 @@ class Event:
     data: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert self.data.keys().isdisjoint(("v", "kind", "at")), f"{self.kind}: data that would hide what the line says"
+        assert self.data.keys().isdisjoint(("v", "kind", "at")), (
+            f"{self.kind}: data must not contain the keys v, kind, at"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """One line of events.jsonl."""
@@ -81,14 +83,14 @@ class Event:
 
 
 Severity = Literal["info", "warning", "critical"]
-"""info: could be better; warning: will end badly or wastes much; critical: the run is not what it was meant to be."""
+"""info: could be improved; warning: will fail or wastes much; critical: the results are not reliable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a rule of raydist.diagnosis has found: the data of an event `finding`.
+    """A finding of a rule of raydist.diagnosis: the data of an event `finding`.
 
-    `rule`: its name; `rank`: the one that it is about, None for all; `what`: one line, with the figures that matter; `figures`:
+    `rule`: its name; `rank`: the rank concerned, None for all; `what`: one line, with the important figures; `figures`:
     plain values by name, units in the names; `remedy`: what to do about it.
     """
 
@@ -100,7 +102,7 @@ class Finding:
     remedy: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain, to cross processes and versions."""
+        """A plain dict, to cross processes and versions."""
         return {"v": VERSION, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}}
 
     @classmethod
@@ -109,12 +111,12 @@ class Finding:
         return cls(**{f.name: raw[f.name] for f in dataclasses.fields(cls)})
 
     def event(self, at: float) -> Event:
-        """As an event of a run, at Unix time `at`."""
+        """The finding as an event of a run, at Unix time `at`."""
         return Event("finding", at, {name: value for name, value in self.to_dict().items() if name != "v"})
 
 
 def batch_far_beyond_noise(batch: int, scale: float, measured: int) -> bool:
-    """Whether a global batch of `batch` sequences is far beyond the gradient noise scale (docs/noise.md).
+    """Whether a global batch of `batch` sequences is far beyond the gradient noise scale (docs/explanation/noise.md).
 
     `scale`: the noise scale in sequences, from `measured` steps; no scale counts as less than one sequence. Both the run's finding
     and a sweep's results use this rule.

@@ -1,9 +1,9 @@
-"""Secrets out of what people see: `s3://KEY:SECRET@bucket/x?token=T` -> `s3://bucket/x`.
+"""Removes secrets from texts: `s3://KEY:SECRET@bucket/x?token=T` -> `s3://bucket/x`.
 
 Runs anywhere. Imports nothing of raydist.
 
-What is left is a URI that opens with the credentials of the environment. One that was given with secrets is kept whole in memory
-alone (`Storage.full_uri`): the user's command gives it again.
+The resulting URI opens with the credentials of the environment. A URI that was given with secrets is kept complete only in memory
+(`Storage.full_uri`): the user's next command must contain it again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 T = TypeVar("T")
 
 _END = r"\s\"<>"
-# A password, also one with a `/` or an `@` that should have been %2F or %40; a number is a port, a user alone no secret.
+# A password, also with a `/` or `@` that should be %2F or %40; a number is a port; a user name alone is not secret.
 _PASSWORD = re.compile(
     rf"(?<=://)[^{_END}/?#@:\[]*:(?!\d{{1,5}}(?:[/?#{_END}]|$))(?:[^{_END}/?#]*@|[^{_END}]*@)"
 )  # fmt: skip
@@ -24,7 +24,7 @@ _SECRET = re.compile(r"secret|token|passw|pwd|key|credential|signature|^sig$", r
 
 
 def redact(value: T) -> T:
-    """`value` without passwords and secret options in the URIs that stand in its strings; of dicts, lists and tuples in each."""
+    """`value` without passwords and secret options in the URIs of its strings; recursive for dicts, lists and tuples."""
     return _redacted(value)  # type: ignore[no-any-return]
 
 
@@ -50,7 +50,7 @@ def _without_secrets(match: re.Match[str]) -> str:
 
 
 def beside(uri: str, full: str) -> str:
-    """`uri`, which has lost its secrets, with those of `full` where both are on the same storage: else `uri` as it is."""
+    """`uri`, from which secrets were removed, with the secrets of `full` if both are on the same storage; else `uri` unchanged."""
     if redact(full) == full or "://" not in uri:
         return uri
     ours, theirs = urlsplit(redact(full)), urlsplit(uri)

@@ -1,12 +1,14 @@
-"""A name -> the extension of that name: a file in a folder of raydist, or anyone's `package.module:attribute`.
+"""A name -> the extension of that name: a file in a folder of raydist, or your own `package.module:attribute`.
 
-Runs anywhere. The folders are listed without importing them, so that the driver can check names without torch.
+Runs anywhere. Names are found by listing the folders, and what the driver needs to know of an extension (its options, its plan) is
+read from its file without importing it. So the driver validates a job without torch. docs/extending.md has the kinds.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,20 @@ _ROOT = Path(__file__).parent
 FOLDERS = {
     "model": ("worker/model", "build"),
     "parallel": ("worker/parallel", "Strategy"),
-    "diagnosis": ("diagnosis", "check"),
+    "optimizer": ("worker/optim/optimizers", "build"),
+    "loss": ("worker/loss", "build"),
+    "tokenizer": ("data/tokenizers", "Tokenizer"),
+    "scheduler": ("cluster/sweep/schedulers", "build"),
     "exporter": ("observe/exporters", "Exporter"),
+    "diagnosis": ("diagnosis", "check"),
 }
 """Kind of extension -> (its folder under raydist/, the attribute that a file of it must have)."""
 
+_OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
-_SHARDED = "fully sharded is zero3 here, or hsdp, which keeps a copy in each group of ranks (docs/sharding.md)"
+_SHARDED = (
+    "fully sharded is zero3 here, or hsdp, which keeps a copy in each group of ranks (docs/explanation/sharding.md)"
+)
 _STAGES = "DeepSpeed's stages are zero1, zero2 and zero3 here; --deepspeed FILE takes its whole configuration"
 _ALONE = "one worker trains the model as it is: leave parallel out, and set cluster.workers: 1"
 ELSEWHERE = {
@@ -37,23 +46,23 @@ ELSEWHERE = {
         **dict.fromkeys(("dp", "data_parallel"), 'copies on all ranks are "ddp"'),
     }
 }
-"""Kind of extension -> what other programs call one -> what it is here."""
+"""Kind of extension -> name in other programs -> the remedy for a user who writes that name."""
 
 
 def names(kind: str) -> list[str]:
-    """The built-in extensions of a kind, sorted; found by listing the folder."""
+    """The names of the built-in extensions of a kind, sorted. Lists the folder; imports nothing."""
     folder, _ = FOLDERS[kind]
     return sorted(p.stem for p in (_ROOT / folder).glob("*.py") if not p.stem.startswith("_"))
 
 
 def did_you_mean(value: str, known: list[str]) -> str:
-    """` (did you mean "x"?)` for a near miss, else the names there are; ready to follow a message."""
+    """`did you mean "x"?` where a known name is near, else the list of known names: the second part of an error."""
     near = difflib.get_close_matches(value, known, n=1, cutoff=0.5)
     return f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(known)}"
 
 
 def check(kind: str, name: str) -> None:
-    """Raises ExtensionNotFound if `name` cannot be an extension of that kind. Imports nothing but parents' packages."""
+    """Raises ExtensionNotFound if there is no extension `name` of that kind. Imports only the packages above an own module."""
     if ":" in name:
         check_attribute(kind, name)
     elif name not in names(kind):
@@ -65,7 +74,7 @@ def check(kind: str, name: str) -> None:
 
 
 def check_attribute(kind: str, name: str) -> None:
-    """Raises ExtensionNotFound if there is no "package.module:attribute" of that name, as far as the module's text says."""
+    """Raises ExtensionNotFound if the module cannot be found, or if its source shows that it lacks the attribute."""
     module, _, attribute = name.partition(":")
     try:
         found = bool(attribute) and find_spec(module) is not None
@@ -81,14 +90,52 @@ def check_attribute(kind: str, name: str) -> None:
         raise ExtensionNotFound(f'{kind} "{name}": {missing}', "check the name after the colon")
 
 
-def load(kind: str, name: str) -> Any:
-    """The extension itself: the attribute of a built-in's file, or of the user's module.
+def is_own(name: str) -> bool:
+    """Whether the name has the form of a user's own extension, `package.module:attribute`."""
+    return _OWN.fullmatch(name) is not None
 
-    Raises ExtensionNotFound; what the module raises while it is imported passes through.
+
+def described(kind: str, name: str, what: str) -> Any:
+    """The value of the module-level name `what` in an extension's file, or None where the file or the extension does not exist.
+
+    The file is not imported: only the statements that `what` needs are run (`pysource.pick`). They must not need torch. Raises
+    ExtensionNotFound where they fail.
+    """
+    module = name.partition(":")[0] if ":" in name else _module(kind, name)
+    try:
+        path = _file(kind, name)
+        return None if path is None else pysource.pick(module, path, what)
+    except Exception as error:
+        raise ExtensionNotFound(
+            f'{kind} "{name}": {what} of {module} cannot be read: {type(error).__name__}: {error}',
+            f"{what} is read without importing the module: it may use only what its own file defines or imports at the top level",
+        ) from error
+
+
+def _file(kind: str, name: str) -> Path | None:
+    """The source file of an extension; None where there is none."""
+    if ":" not in name:
+        path = _ROOT / FOLDERS[kind][0] / f"{name}.py"
+        return path if path.is_file() and not name.startswith("_") else None
+    try:
+        found = find_spec(name.partition(":")[0])
+    except (ImportError, ValueError):
+        return None
+    return Path(found.origin) if found is not None and found.origin and found.origin.endswith(".py") else None
+
+
+def _module(kind: str, name: str) -> str:
+    return f"raydist.{FOLDERS[kind][0].replace('/', '.')}.{name}"
+
+
+def load(kind: str, name: str) -> Any:
+    """Imports the extension: the attribute of a built-in's file, or of the user's module.
+
+    Raises ExtensionNotFound, and whatever the module raises while it is imported.
     """
     check(kind, name)
-    folder, attribute = FOLDERS[kind]
-    module = f"raydist.{folder.replace('/', '.')}.{name}"
+    attribute = FOLDERS[kind][1]
+    module = _module(kind, name)
     if ":" in name:
         module, _, attribute = name.partition(":")
     try:

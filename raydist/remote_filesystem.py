@@ -1,4 +1,4 @@
-"""Filesystems by URI: what pyarrow.fs opens, with errors that are OSError, and an end to its tries.
+"""Opens filesystems by URI with pyarrow.fs; all errors are OSError, and retries are limited.
 
 Runs anywhere. Imports pyarrow inside functions.
 """
@@ -12,29 +12,29 @@ if TYPE_CHECKING:
 
 _GCS_LIMIT = "retry_limit_seconds"
 _GCS_LIMIT_S = 60
-"""Google's client tries for 15 minutes by itself, also where there is no network and no such bucket."""
+"""Google's client retries for 15 minutes by default, even without a network or for a bucket that does not exist."""
 _SHOWN = 300
 _REMEDIES = {
-    "hf": "check the name (hf://datasets/OWNER/NAME/FILES) and the network; HF_TOKEN opens what is private or gated, "
-    "HF_ENDPOINT names a mirror",
-    "http": "download it first, and name the file: what is read must be a filesystem, such as a folder, s3://, gs:// or "
+    "hf": "check the name (hf://datasets/OWNER/NAME/FILES) and the network; set HF_TOKEN for private or gated datasets, "
+    "HF_ENDPOINT for a mirror",
+    "http": "download it first, and give the file: raydist reads only filesystems, such as a folder, s3://, gs:// or "
     "hf://datasets/OWNER/NAME",
     "s3": "check the bucket's name, the network and the credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role",
     "gs": "check the bucket's name, the network and the credentials: GOOGLE_APPLICATION_CREDENTIALS; gs://anonymous@BUCKET "
-    "needs none",
+    "needs no credentials",
 }
 _REMEDIES |= {"https": _REMEDIES["http"], "gcs": _REMEDIES["gs"]}
 
 
 def open_uri(uri: str) -> tuple[pafs.FileSystem, str]:
-    """The filesystem of a URI, and the path in it. Raises OSError, or pyarrow's own errors, for one that it does not open."""
+    """The filesystem of a URI, and the path in it. Raises OSError, or pyarrow's own errors, if it cannot be opened."""
     import pyarrow.fs as pafs
 
     if uri.startswith(("gs://", "gcs://")) and _GCS_LIMIT not in uri:
         uri += f"{'&' if '?' in uri else '?'}{_GCS_LIMIT}={_GCS_LIMIT_S}"
     try:
         filesystem, root = _from_uri(uri)
-    except (ValueError, ImportError) as error:  # ArrowInvalid among them
+    except (ValueError, ImportError) as error:  # includes ArrowInvalid
         raise OSError(str(error)) from error
     if isinstance(filesystem, pafs.PyFileSystem):
         filesystem = pafs.PyFileSystem(_handler(filesystem.handler))
@@ -49,18 +49,18 @@ def _from_uri(uri: str) -> tuple[pafs.FileSystem, str]:
 
 
 def remedy(uri: str, otherwise: str) -> str:
-    """What to check where that URI cannot be opened or read; `otherwise` where its scheme says nothing of it."""
+    """What to check if that URI cannot be opened or read; `otherwise` if there is no hint for its scheme."""
     return _REMEDIES.get(uri.partition("://")[0], otherwise) if "://" in uri else otherwise
 
 
 def reason(error: BaseException) -> str:
-    """An error's text in one line, cut where it is long: some clients add pages."""
+    """An error's text in one line, shortened if it is long: some clients add pages."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _handler(inner: Any) -> Any:
-    """A handler as `inner`, that of a filesystem in Python: its HTTP client's errors and others become OSError, also in files."""
+    """A handler like `inner`, of a filesystem in Python, that raises its HTTP client's and other errors as OSError."""
     import pyarrow as pa
     import pyarrow.fs as pafs
 
@@ -85,7 +85,7 @@ def _handler(inner: Any) -> Any:
 
 
 class _File:
-    """An open file whose methods raise OSError alone."""
+    """An open file whose methods raise only OSError."""
 
     def __init__(self, file: Any) -> None:
         self._file = file

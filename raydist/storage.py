@@ -1,7 +1,7 @@
-"""A folder on storage: local disk, NFS, or any URI that pyarrow.fs knows (s3, gs, hdfs, ...).
+"""A folder on storage: local disk, NFS, or any URI that pyarrow.fs supports (s3, gs, hdfs, ...).
 
-Runs anywhere. What is written through here is whole or absent: locally a temporary file is flushed to the disk and
-renamed; an object store shows an object only once its upload has ended.
+Runs anywhere. A file written here is complete or absent: locally a temporary file is flushed to the disk and
+renamed; an object store shows an object only after its upload.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _LIST_TRIES = 10
 
 
 class Sink(Protocol):
-    """What `Storage.create` gives: bytes go in, in order."""
+    """The result of `Storage.create`: takes bytes in order."""
 
     def write(self, data: bytes | memoryview, /) -> int:
-        """Takes bytes; gives how many of them."""
+        """Writes bytes; returns how many."""
         ...
 
 
 class Storage:
     """A folder, by path or URI. Names are relative to it, with `/` between the parts.
 
-    `uri` is what people may see, and files may hold: secrets are left out. `full_uri` opens it again, in another process too: it
-    stays in memory.
+    `uri` can be shown and stored: it contains no secrets. `full_uri` opens the folder again, also in another process: keep it in
+    memory only.
 
-    Every method raises StorageError, naming the place and the operating system's reason.
+    Every method raises StorageError, with the place and the operating system's reason.
     """
 
     def __init__(self, uri: str | os.PathLike[str]) -> None:
-        # Here, not above: it takes a quarter of a second, and `raydist --help` needs no storage.
+        # Imported here, because it takes a quarter of a second, and `raydist --help` needs no storage.
         import pyarrow as pa
         import pyarrow.fs as pafs
 
@@ -59,7 +59,7 @@ class Storage:
                 self.local = Path(text.removeprefix("file://")).expanduser().absolute()
                 self.fs, self.root, self.full_uri = pafs.LocalFileSystem(), str(self.local), str(self.local)
         except (pa.ArrowInvalid, OSError) as error:
-            # Not `from error`: its text has the URI as it was given, and a traceback shows it.
+            # Not `from error`: its text contains the URI as given, and a traceback would show it.
             hint = remote_filesystem.remedy(text, "give a folder, or a URI such as s3://bucket/folder")
             raise UserError(f"storage {text!r}: {remote_filesystem.reason(error)}", hint) from None
         self.uri = redact(self.full_uri)
@@ -76,16 +76,16 @@ class Storage:
         return Storage(f"{scheme}/{name}{mark}{rest}")
 
     def path(self, name: str = "") -> str:
-        """`name` as the filesystem spells it."""
+        """The filesystem's path of `name`."""
         return str(PurePosixPath(self.root) / name) if name else self.root
 
     @contextmanager
     def create(self, name: str, check: Callable[[], object] | None = None) -> Iterator[Sink]:
-        """A new file, in place and durable once the block ends without an error; nothing is left of it otherwise.
+        """A new file, complete and durable once the block ends without an error; otherwise it does not exist.
 
-        Folders are made on the way. An existing file of that name is replaced in one step; on an object store it is gone if
-        the block raises. `check` is called as late as can be before the file has its name: locally when all of it is on the
-        disk, on an object store before the upload. What it raises leaves no file.
+        Creates missing folders. An existing file of that name is replaced atomically; on an object store it is deleted if
+        the block raises. `check` is called as late as possible before the file gets its name: locally when all of it is on the
+        disk, on an object store before the upload. If it raises, there is no file.
         """
         try:
             if self.local is not None:
@@ -105,7 +105,7 @@ class Storage:
             try:
                 yield stream
             except BaseException:
-                # pyarrow cannot abandon an upload: closing makes an object of what came so far, and then it goes.
+                # pyarrow cannot abort an upload: closing creates an object of the bytes so far, which is then deleted.
                 with suppress(OSError):
                     stream.close()
                     self.fs.delete_file(path)
@@ -124,11 +124,11 @@ class Storage:
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-        # The rename itself must reach the disk too, or a power cut may undo it.
+        # The rename must be flushed too, or a power failure may undo it.
         _sync_folder(path.parent)
 
     def _part(self, path: Path) -> Path:
-        """The name that a file has until it is whole. Makes its folder, durably."""
+        """The temporary name of a file until it is complete. Creates its folder, durably."""
         made = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
         for folder in made:
@@ -136,15 +136,15 @@ class Storage:
         return path.with_name(f"{_TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
 
     def write(self, name: str, data: bytes, check: Callable[[], object] | None = None) -> None:
-        """One small file, atomically. `check`: see `create`."""
+        """Writes a small file, atomically. `check`: see `create`."""
         with self.create(name, check) as sink:
             _put(sink, data)
 
     def write_new(self, name: str, data: bytes) -> bool:
-        """One small file, unless there is one of that name; whether it was written.
+        """Writes a small file, unless the name exists; returns whether it was written.
 
-        On a file system the look and the write are one (a hard link, on NFS too): of many writers exactly one gets True. An
-        object store has no such thing in pyarrow: two writers that look at the same moment both get True.
+        On a file system this is atomic (a hard link, on NFS too): of several writers exactly one gets True. pyarrow
+        has no such operation for object stores: two writers that check at the same moment both get True.
         """
         if self.local is None:
             if self.size(name) is not None:
@@ -169,7 +169,7 @@ class Storage:
         return True
 
     def read(self, name: str) -> bytes:
-        """A whole file. A missing one raises FileNotFoundError, which is for callers that expect it."""
+        """A whole file. Raises FileNotFoundError if it is missing, for callers that expect this."""
         try:
             with self.fs.open_input_stream(self.path(name), compression=None) as stream:
                 return bytes(stream.read())
@@ -179,7 +179,7 @@ class Storage:
             raise self._failed("read", name, error) from error
 
     def open(self, name: str) -> pa.NativeFile:
-        """A file for reading at any position. A missing one raises FileNotFoundError."""
+        """Opens a file for reading at any position. Raises FileNotFoundError if it is missing."""
         try:
             return self.fs.open_input_file(self.path(name))
         except FileNotFoundError:
@@ -188,7 +188,7 @@ class Storage:
             raise self._failed("open", name, error) from error
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None where there is none."""
+        """Size of a file in bytes; None if it does not exist."""
         info = self._info(name)
         return int(info.size) if info.type == self._type.File else None
 
@@ -203,7 +203,7 @@ class Storage:
             raise self._failed("read", name, error) from error
 
     def files(self, folder: str = "", *, recursive: bool = False, unfinished: bool = False) -> dict[str, int]:
-        """Files under a folder -> bytes; names relative to this Storage. Unfinished ones are left out, unless asked for."""
+        """Files in a folder -> bytes; names relative to this Storage. Unfinished files are left out, unless `unfinished`."""
         return {n: int(i.size) for n, i in self._list(folder, recursive, unfinished) if i.type == self._type.File}
 
     def folders(self, folder: str = "") -> list[str]:
@@ -219,7 +219,7 @@ class Storage:
                 infos = self.fs.get_file_info(selector)
                 break
             except OSError as error:
-                # pyarrow says this of a folder that came, or went, while it looked; never of one that is not there.
+                # pyarrow raises this for a folder that was created or deleted during the listing; never for a missing folder.
                 if not isinstance(error, FileNotFoundError) or tries == _LIST_TRIES - 1:
                     raise self._failed("list", folder, error) from error
         for info in sorted(infos, key=lambda i: i.path):
@@ -227,7 +227,7 @@ class Storage:
                 yield str(PurePosixPath(info.path).relative_to(self.root)), info
 
     def delete(self, name: str) -> None:
-        """Removes a file or a whole folder; one that is not there is fine."""
+        """Deletes a file or a whole folder; does nothing if it does not exist."""
         try:
             info = self._info(name)
             if info.type == self._type.Directory:
@@ -240,7 +240,7 @@ class Storage:
             raise self._failed("delete", name, error) from error
 
     def delete_empty(self, folder: str) -> None:
-        """Removes a folder that holds nothing; any other stays."""
+        """Deletes a folder if it is empty."""
         if self.local is None:
             if not self.files(folder, recursive=True):
                 self.delete(folder)
@@ -256,8 +256,27 @@ class Storage:
     def _failed(self, verb: str, name: str, error: OSError) -> StorageError:
         if isinstance(error, StorageError):
             return error
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        return StorageError(f"cannot {verb} {self.uri}/{name}: {reason}", "")
+        return refused(verb, f"{self.uri}/{name}", error)
+
+
+def refused(verb: str, where: str | Path, error: OSError) -> StorageError:
+    """The error for a file that cannot be written, deleted or read."""
+    return StorageError(f"cannot {verb} {where}: {os.strerror(error.errno) if error.errno else error}", "")
+
+
+def append_whole(path: Path, data: bytes, *, sync: bool = False) -> None:
+    """Appends to a local file all of `data` or, if it raises OSError, nothing: a retry then repeats no bytes. `sync`: flushes to
+    disk.
+    """
+    with open(path, "ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            _put(file, data)
+            if sync:
+                os.fsync(file.fileno())
+        except OSError:
+            os.ftruncate(file.fileno(), size)  # a full disk took a part
+            raise
 
 
 def _put(sink: Sink, data: bytes) -> None:

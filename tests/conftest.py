@@ -1,4 +1,4 @@
-"""What all tests share: quick ones first, one torch thread a process, real gloo ranks, nothing left behind."""
+"""Shared by all tests: file order, one torch thread per process, real gloo ranks, checks at the end of the session."""
 
 from __future__ import annotations
 
@@ -28,34 +28,38 @@ from urllib.request import Request, urlopen
 import hypothesis
 import pytest
 
-from tests import needs
+from raydist.launch.fork_server import PRELOAD
+from tests import leftovers, needs, slow_files
 from tests.hosts import WATCHFUL, Cluster, Hosts
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A cluster of the developer's own must not be what the tests run on.
+# torch.compile would start a pool of processes in each rank, each of which imports torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# The tests must not run on the developer's own cluster.
 os.environ.pop("RAY_ADDRESS", None)
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # in a shell's background: what tests interrupt would ignore it too
+# A background job of a shell ignores SIGINT; the processes that tests interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# How fast the machine is decides on no test: neither how long an example takes, nor how long it takes to make one. Where CI is set,
-# hypothesis would take the same examples each time.
+# A slow machine fails no test: no deadline, no health check for slow generation. With CI set, hypothesis by default uses the same
+# examples each time; derandomize=False prevents that.
 hypothesis.settings.register_profile(
     "any-machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], derandomize=False
 )
 hypothesis.settings.load_profile("any-machine")
 
-SLOW = ("observe/test_monitor_actor", "cluster", "faults", "cli/test_train", "end_to_end")
-"""Files and folders that start Ray or groups of processes: they come last, in this order."""
+SLOW = ("observe/test_monitor_actor", "cluster", "faults", "end_to_end")
+"""Files and folders that start Ray or process groups; they run last, in this order. With `-n` one process begins with these
+(tests/scheduling.py)."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests whose tools are missing are skipped, and listed at the end."""
-    config.pluginmanager.register(needs, "needs")
+    """Missing tools, slow files and leftovers are listed at the end of the session."""
+    for plugin in (needs, slow_files, leftovers):
+        config.pluginmanager.register(plugin, plugin.__name__)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast tests first, so that a mistake is known in seconds."""
+    """Fast tests first, so that failures show within seconds."""
     root = Path(__file__).parent
 
     def order(item: pytest.Item) -> int:
@@ -67,30 +71,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n`: what runs beside what."""
+    """With `-n`: assigns files to processes."""
     from tests.scheduling import Scheduling
 
     return Scheduling(config, log)
 
 
 class Ranks:
-    """`run(function, world, *args)` calls `function(rank, *args)` on `world` real ranks and gives what each returned.
+    """`run(function, world, *args)` calls `function(rank, *args)` on `world` real ranks and returns the result of each.
 
-    `function` stands at the top of a test file; `rank` is a raydist.worker.distributed.Rank. What a rank raises is returned as
-    the exception itself. Arguments and results are pickled, plainly: multiprocessing would pass each tensor on as a file in shared
-    memory, which takes a millisecond.
+    `function` must be at the top level of a test file; `rank` is a raydist.worker.distributed.Rank. If a rank raises, its result
+    is the exception; if it is killed, the result is ChildProcessError and the next call starts a new process in its place.
+    Processes are kept between calls. Arguments and results are pickled as bytes: multiprocessing would write each tensor to a
+    file in shared memory, which takes a millisecond.
     """
 
     def __init__(self) -> None:
         self._children: list[tuple[Any, Connection]] = []
 
     def _grow(self, world: int) -> None:
-        context = mp.get_context("spawn")
         while len(self._children) < world:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            self._children.append((process, ours))
+            self._children.append(self._start())
+
+    def _start(self) -> tuple[Any, Connection]:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload([*PRELOAD])  # imported once, 3 s of CPU time; a new rank then takes milliseconds
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        return process, ours
 
     def run(self, function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         self._grow(world)
@@ -106,17 +115,18 @@ class Ranks:
                 except EOFError:
                     process.join(5)
                     results.append(ChildProcessError(f"the rank's process ended with {process.exitcode}"))
-        for child in list(self._children):
+        for number, child in enumerate(self._children):
             if not child[0].is_alive():
                 self._end(child)
+                # A process keeps its rank: torch caches the rank's position in the mesh.
+                self._children[number] = self._start()
         return results
 
     def close(self) -> None:
-        for child in list(self._children):
-            self._end(child)
+        while self._children:
+            self._end(self._children.pop())
 
     def _end(self, child: tuple[Any, Connection]) -> None:
-        self._children.remove(child)
         process, pipe = child
         pipe.close()
         process.join(10)
@@ -170,9 +180,9 @@ def _module(path: str) -> ModuleType:
 
 
 def _forget_groups() -> None:
-    """Lets go of the process groups that torch's caches keep: each has threads that wake a hundred times a second.
+    """Releases the process groups that torch's caches keep: the threads of each group wake a hundred times a second.
 
-    And of those that training has kept from the garbage collector for good (`gc.freeze`), as if the process would not train again.
+    Also releases the groups among objects that training froze (`gc.freeze`), since the process will train again.
     """
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -180,7 +190,7 @@ def _forget_groups() -> None:
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
     for cached in gc.get_objects():
-        # Not isinstance: among all objects there are proxies of some that are gone.
+        # Not isinstance: some objects are proxies whose target no longer exists.
         if type(cached) is functools._lru_cache_wrapper and cached.__module__.startswith("torch.distributed"):
             cached.cache_clear()
     gc.unfreeze()
@@ -196,7 +206,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 class ObjectStore:
-    """A real S3 protocol over HTTP, served by moto, with one bucket; `process` is the server's."""
+    """A real S3 server over HTTP (moto) with one bucket; `process` is the server's process."""
 
     def __init__(self) -> None:
         with socket.socket() as probe:
@@ -225,7 +235,7 @@ class ObjectStore:
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[ObjectStore]:
-    """An object store; a test that stops its process lets it go on again."""
+    """An object store; if a test stopped its process, it is resumed."""
     made = ObjectStore()
     yield made
     made.process.kill()
@@ -234,7 +244,7 @@ def s3() -> Iterator[ObjectStore]:
 
 @pytest.fixture(scope="session")
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a real MLflow tracking server on loopback, with SQLite behind it."""
+    """The address of a real MLflow tracking server on loopback, with SQLite storage."""
     folder = tmp_path_factory.mktemp("mlflow")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -242,7 +252,7 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder)]
     with (folder / "log").open("w") as log:
-        env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # a third of its start, and unused here
+        env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # a third of its start; unused here
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=env, start_new_session=True)
     deadline = time.monotonic() + 240
     while True:
@@ -254,13 +264,13 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             assert time.monotonic() < deadline, "the server does not answer"
             time.sleep(0.1)
     yield f"http://127.0.0.1:{port}"
-    os.killpg(process.pid, signal.SIGKILL)  # its workers too
+    os.killpg(process.pid, signal.SIGKILL)  # including its workers
     process.wait()
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB of its own, in memory, which can be filled, remounted and unmounted."""
+    """A file system of 16 MiB in memory, which can be filled, remounted and unmounted."""
     needs.require("mount")
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -271,6 +281,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def ray_hosts() -> Iterator[Cluster]:
-    """A Ray cluster of two hosts on this machine, of one CPU each. A test that kills a node adds it again."""
+    """A Ray cluster of two hosts on this machine, with one CPU each. A test that kills a node adds it again."""
     with Hosts(2) as hosts, Cluster(hosts, env=WATCHFUL) as cluster:
         yield cluster

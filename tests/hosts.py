@@ -1,14 +1,14 @@
 """Several hosts on one machine, for tests: each has its own network, processes, name, /run, /tmp and /dev/shm.
 
-A host is a set of namespaces with one process in it, its init, which waits for the end of a pipe that the test process holds.
-The links lead to a bridge in a network of its own, so the machine's network is neither used nor changed, and two test runs
-never meet. Names, addresses and ports are free by construction, thus the same in every run.
+A host is a set of namespaces with one process in it, its init, which waits for end of file on a pipe that the test process holds.
+The links lead to a bridge in a separate network namespace: the machine's network is neither used nor changed, and two test runs
+never conflict. Names, addresses and ports need no coordination, so they are the same in every run.
 
-Nothing can be left behind: once an init ends, by `close` or because the test process is gone, however it ended, the kernel
-kills all processes of its host, and drops mounts, links and namespaces with the last of them.
+Nothing is left behind: when an init exits, by `close` or because the test process exited in any way, the kernel kills all
+processes of its host, and removes mounts, links and namespaces with the last of them.
 
-All hosts see the machine's files, as on NFS; but for /run, /dev/shm and TMPDIR, which each has alone. Needs iproute2 and
-util-linux, and root or the right to make user namespaces.
+All hosts see the machine's files, as on NFS, except /run, /dev/shm and TMPDIR, which are separate for each host. Needs iproute2
+and util-linux, and root or the right to create user namespaces.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import psutil
 from tests import needs
 
 NETWORK = "10.77.0"
-"""Each host's address starts with it; nothing outside the hosts' own network ever sees one."""
+"""Prefix of each host's address; the addresses exist only in the hosts' own network."""
 
 WATCHFUL = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "3000"}
-"""For a Cluster's `env`: its head misses a node that was killed after 5 s, and a silent one after 20; else after 15 and 65."""
+"""For a Cluster's `env`: its head detects a killed node after 5 s, and an unreachable one after 20; by default after 15 and 65."""
 
 _BURST, _LATENCY = "128kb", "50ms"
-_NOBODY = "02:00:00:00:ff:ff"  # the switch knows all addresses, and drops what is sent to this one
+_NOBODY = "02:00:00:00:ff:ff"  # the switch knows all addresses, and drops frames for this one
 _OWN_TMP, _OWN_RAY = "/run/tmp", "/run/ray"
 _ENTERED = ("--net", "--uts", "--ipc", "--mount", "--pid")
 
@@ -60,14 +60,14 @@ exec cat > /dev/null
 
 
 class Process(subprocess.Popen[str]):
-    """A process of a host. `pid` and `inner` are as this machine numbers them, and signals go to `inner`.
+    """A process of a host. `pid` and `inner` are numbered as on this machine, and signals go to `inner`.
 
-    The process that was started here only waits for the one in the host, and ends as that one does.
+    The process that was started here only waits for the one in the host, and exits with the same status.
     """
 
     @property
     def inner(self) -> psutil.Process:
-        """The process in the host; raises psutil.NoSuchProcess once it has ended."""
+        """The process in the host; raises psutil.NoSuchProcess once it has exited."""
         outer = psutil.Process(self.pid)
         while not (children := outer.children()):
             if self.poll() is not None:
@@ -76,15 +76,15 @@ class Process(subprocess.Popen[str]):
         return children[0]
 
     def send_signal(self, sig: int) -> None:
-        """To the process in the host; nothing happens if it has ended."""
+        """Signals the process in the host; does nothing if it has exited."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self.inner.send_signal(sig)
             if sig == signal.SIGCONT:
-                os.kill(self.pid, sig)  # it has stopped with the other
+                os.kill(self.pid, sig)  # it stopped together with the inner process
 
 
 class _Namespaces:
-    """Namespaces and their init. `owner`: whose user namespace they are to be in, if there is one."""
+    """Namespaces and their init. `owner`: if given, they are created in its user namespace."""
 
     def __init__(self, script: str, env: Mapping[str, str], owner: _Namespaces | None = None) -> None:
         unshare = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc"]
@@ -98,24 +98,24 @@ class _Namespaces:
             _, why = self._outer.communicate()
             raise OSError(f"cannot make a host: {why.strip()}")
         process = psutil.Process(self._outer.pid)
-        while children := process.children():  # nsenter and unshare each wait for what they have forked
+        while children := process.children():  # nsenter and unshare each wait for the process that they forked
             (process,) = children
         self.init = process.pid
 
     def entering(self, *namespaces: str) -> list[str]:
-        """The command that runs what follows it in those namespaces."""
+        """The command prefix that runs a command in these namespaces."""
         user = ("--user", "--preserve-credentials") if needs.MAP_ROOT else ()
         return ["nsenter", "--target", str(self.init), *user, *namespaces]
 
     def network(self, tool: str, *lines: str) -> None:
-        """`ip`, `bridge` or `tc` does those lines in this network."""
+        """Runs these lines with `ip`, `bridge` or `tc` in this network."""
         command = [*self.entering("--net"), tool, "-batch", "-"]
         done = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True)
         if done.returncode:
             raise OSError(f"{tool}: {done.stderr.strip()} in\n" + "\n".join(lines))
 
     def end(self) -> None:
-        """SIGKILL to all of its processes at once; returns when the last is gone."""
+        """Sends SIGKILL to all of its processes at once; returns when the last has exited."""
         if self._outer.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.init, signal.SIGKILL)
@@ -123,7 +123,7 @@ class _Namespaces:
 
 
 class Host:
-    """One of several hosts: `name` and `ip` are its own, and what the others know it by."""
+    """One of several hosts: `name` and `ip` are its own, and other hosts reach it by them."""
 
     def __init__(self, hosts: Hosts, number: int) -> None:
         self._hosts, self.number = hosts, number
@@ -131,15 +131,15 @@ class Host:
         self.mac = f"02:00:00:00:00:{number + 1:02x}"
         self._inside: _Namespaces | None = None
         self._processes: list[Process] = []
-        self._network = -1  # keeps the network while connections of killed processes say goodbye
+        self._network = -1  # keeps the network while connections of killed processes are being closed
 
     @property
     def up(self) -> bool:
-        """Whether it runs."""
+        """Whether it is running."""
         return self._inside is not None
 
     def boot(self) -> None:
-        """Start it, with a link that works; the name and the address are those that it always has."""
+        """Starts it, with a working link; name and address are the same each time."""
         assert not self.up, f"{self.name} runs"
         self._unplug()
         table = "".join(f"{h.ip} {h.name}\n" for h in self._hosts)
@@ -165,7 +165,7 @@ class Host:
                 self._see(other, other.mac)
 
     def popen(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **kwargs: Any) -> Process:
-        """Start a command in this host. `env`: the whole environment (default: this process's); TMPDIR is the host's own."""
+        """Starts a command in this host. `env`: the whole environment (default: this process's); TMPDIR is the host's own."""
         assert self._inside is not None, f"{self.name} is off"
         whole = {**(os.environ if env is None else env), "TMPDIR": _OWN_TMP}
         cwd = os.path.abspath(kwargs.pop("cwd", None) or os.getcwd())
@@ -177,9 +177,10 @@ class Host:
     def run(
         self, command: Sequence[str], *, input: str = "", timeout: float = 60, **kwargs: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command in this host to its end. Raises subprocess.TimeoutExpired, and then it is killed.
+        """Runs a command in this host to its end. Raises subprocess.TimeoutExpired, after killing the command.
 
-        Daemons that it leaves are not waited for: what is said goes to files, for a pipe would end with the last of them.
+        Daemons that the command leaves are not waited for. Output goes to files, since a pipe stays open until the last daemon
+        exits.
         """
         with (
             tempfile.TemporaryFile("w+") as given,
@@ -200,7 +201,7 @@ class Host:
             return subprocess.CompletedProcess(command, code, out.read(), err.read())
 
     def processes(self) -> dict[int, psutil.Process]:
-        """All that run in this host, by the number that they have there, which raydist's records give."""
+        """All processes of this host, by the pid that they have there, which raydist's records use."""
         assert self._inside is not None, f"{self.name} is off"
         mine = os.stat(f"/proc/{self._inside.init}/ns/pid").st_ino
         found = {}
@@ -213,12 +214,12 @@ class Host:
         return found
 
     def kill(self) -> None:
-        """SIGKILL to every process at once. Their connections are closed or reset by the kernel, which outlives them here."""
+        """SIGKILL to every process at once. The kernel keeps running, so it closes or resets their connections."""
         if self._inside is not None:
             inside, self._inside = self._inside, None
             for process in self._processes:
                 if process.poll() is None:
-                    os.kill(process.pid, signal.SIGCONT)  # one that was stopped would not see the end
+                    os.kill(process.pid, signal.SIGCONT)  # a stopped process would not notice the end
             inside.end()
         for process in self._processes:
             process.wait()
@@ -229,7 +230,7 @@ class Host:
         self._processes.clear()
 
     def power_off(self) -> None:
-        """`kill`, after which nothing is heard of it, not even the end of a connection."""
+        """`kill`, and in addition the network drops everything: peers do not even see connections close."""
         if self.up:
             self._unplug()
         self.kill()
@@ -245,16 +246,16 @@ class Host:
             self._network = -1
 
     def _see(self, other: Host, mac: str) -> None:
-        """Where frames for another host go. They never ask for each other's address: nobody could answer across a cut."""
+        """Sets a permanent ARP entry for another host. Hosts never send ARP requests: across a cut no host could answer."""
         if self._inside is not None and self._network >= 0:
             self._inside.network("ip", f"neigh replace {other.ip} lladdr {mac} nud permanent dev eth0")
 
 
 class Hosts:
-    """`n` hosts on one switch, for the time of a `with` block. `rate` is each link's in either direction, as `tc` writes it;
-    None: as fast as this machine.
+    """`n` hosts on one switch, as a context manager. `rate` is each link's in either direction, in the notation of `tc`; None:
+    unlimited.
 
-    hosts[0].run(["ping", hosts[1].name]). Raises needs.Missing where this machine does not let one make hosts.
+    hosts[0].run(["ping", hosts[1].name]). Raises needs.Missing where this machine does not allow creating hosts.
     """
 
     def __init__(self, n: int, rate: str | None = "1gbit") -> None:
@@ -285,7 +286,7 @@ class Hosts:
         return self._hosts[number]
 
     def close(self) -> None:
-        """Kill them all; returns when every process is gone."""
+        """Kills all hosts; returns when every process has exited."""
         for host in self._hosts:
             host.kill()
             if host._network >= 0:
@@ -294,10 +295,11 @@ class Hosts:
         self.switch.end()
 
     def cut(self, a: Host, b: Host | None = None) -> None:
-        """No packet passes between two hosts any more, or between `a` and all. Connections are neither closed nor reset.
+        """No packet passes between the two hosts any more, or between `a` and all others. Connections are neither closed nor
+        reset.
 
-        Alone, `a` loses its link as by a pulled cable, with what is on the wire. Of a pair, what was already queued for the
-        link when this is called still arrives.
+        With `a` only, its link goes down as with a pulled cable, and packets in transit are lost. For a pair, packets already
+        queued on the link still arrive.
         """
         if b is None:
             self.switch.network("ip", f"link set {a._port} down")
@@ -306,7 +308,7 @@ class Hosts:
             b._see(a, _NOBODY)
 
     def heal(self, a: Host, b: Host | None = None) -> None:
-        """Undo `cut` of the same hosts."""
+        """Undoes `cut` of the same hosts."""
         if b is None:
             self.switch.network("ip", f"link set {a._port} up")
         else:
@@ -315,10 +317,10 @@ class Hosts:
 
 
 class Cluster:
-    """A Ray cluster on the first `size` hosts (default: all) for the time of a `with` block; its head is on host 0.
+    """A Ray cluster on the first `size` hosts (default: all), as a context manager; its head is on host 0.
 
-    `cpus`: what Ray is told that each node has. `env` is added to the environment of Ray's own processes. `address` is
-    HOST:PORT; `environment` is what a client needs: the cluster asks for a token, as one does wherever a token file is.
+    `cpus`: the number that Ray assumes for each node. `env` is added to the environment of Ray's own processes. `address` is
+    HOST:PORT; `environment` is what a client needs: the cluster requires a token, as Ray does wherever a token file exists.
     """
 
     def __init__(
@@ -330,13 +332,13 @@ class Cluster:
         self.environment = {"RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
         clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated environment
-        # Ray gives its workers niceness 15: beside anything else that the machine does they would hardly run.
+        # Ray gives its workers niceness 15: beside other load on the machine they would hardly run.
         own = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0", "PATH": path}
         self._env = {**clean, **self.environment, **own, **(env or {})}
         self._watch: Process | None = None
 
     def restart(self) -> None:
-        """All hosts lose power, and make a cluster again."""
+        """All hosts lose power, then form a cluster again."""
         self.close()
         self.__enter__()
 
@@ -357,12 +359,12 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Kill all hosts, and with them all of Ray."""
+        """Kills all hosts, and with them all of Ray."""
         for host in self.hosts:
             host.kill()
 
     def nodes(self) -> dict[str, tuple[str, bool]]:
-        """What Ray's head knows now: node id -> (address, whether it lives); a node that came back has a new id."""
+        """The nodes that Ray's head knows now: node id -> (address, alive); a node that came back has a new id."""
         watch = self._watch
         assert watch is not None
         assert watch.stdin is not None
@@ -374,27 +376,27 @@ class Cluster:
         return {node: (ip, alive) for node, (ip, alive) in json.loads(line).items()}
 
     def node_ids(self) -> dict[str, str]:
-        """The living nodes: host name -> Ray's node id."""
+        """The nodes that are alive: host name -> Ray's node id."""
         names = {host.ip: host.name for host in self.hosts}
         return {names[ip]: node for node, (ip, alive) in self.nodes().items() if alive}
 
     def add_node(self, host: Host, *, cpus: int | None = None) -> str:
-        """Make a host, which is booted if it is off, a node; its id once Ray's head says that it lives."""
+        """Adds a host as a node (boots it if it is off); returns its id once Ray's head reports it alive."""
         self._start(host, f"--address={self.address}", cpus=cpus)
         self.wait_until(lambda: host.name in self.node_ids())
         return self.node_ids()[host.name]
 
     def kill_node(self, host: Host) -> None:
-        """All processes of the host die at once. The head hears of it when it does: `wait_until`."""
+        """All processes of the host die at once. The head notices later: use `wait_until`."""
         host.kill()
 
     def wait_until(self, true: Callable[[], bool], timeout: float = 60) -> None:
-        """Wait for something that Ray will do. Raises TimeoutError with the nodes' states."""
+        """Waits for a state of Ray. Raises TimeoutError with the nodes' states."""
         deadline = time.monotonic() + timeout
         while not true():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not in {timeout:g} s; Ray's nodes are {self.nodes()}")
-            time.sleep(0.05)  # the head is asked anew
+            time.sleep(0.05)  # each iteration queries the head again
 
     def _start(self, host: Host, *options: str, cpus: int | None = None) -> None:
         if not host.up:
@@ -408,7 +410,7 @@ class Cluster:
 
 
 def _watch(address: str) -> None:
-    """For each line on stdin, the nodes as one line of JSON."""
+    """For each line on stdin, prints the nodes as one line of JSON."""
     from ray._raylet import GcsClient
 
     client = GcsClient(address=address)

@@ -1,10 +1,10 @@
-"""The tools that some tests need beside Python: which are missing, how to get them, and what becomes of those tests without them.
+"""External tools that some tests need: which are missing, and how to install them.
 
-A test or a fixture says `require("chromium")`. Where the tool is missing the test is skipped. All of these skips stand in one list
-at the end, with what to do about each. With CI set in the environment they make the tests fail.
+A test or a fixture calls `require("chromium")`. If the tool is missing the test is skipped. One list at the end shows all of
+these skips, with the remedy for each. With CI set in the environment they fail the session.
 
-`python -m tests.needs` installs what is missing, by apt-get, as root or where sudo asks for no password. `make test` begins with
-it.
+`python -m tests.needs`, the first step of `make test`, installs the missing tools by apt-get, as root or where sudo asks for no
+password.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 import pytest
 
 MAP_ROOT = () if os.geteuid() == 0 else ("--user", "--map-root-user")
-"""What `unshare` needs besides, to make namespaces."""
+"""Options that `unshare` needs to create namespaces."""
 
 _CATEGORY = "skipped for a missing tool"
 
 
 @dataclass(frozen=True)
 class Need:
-    """`there`: whether this machine has it. `package`: Debian's, where it is one. `remedy`: what a developer does."""
+    """`there()`: whether this machine has it. `remedy`: how a developer installs it. `package`: Debian's, if there is one."""
 
     there: Callable[[], bool]
     remedy: str
@@ -61,7 +61,7 @@ NEEDS = {
     "mount": Need(_mount, "run the tests as root"),
 }
 HOSTS = ("iproute2", "util-linux", "namespaces")
-"""What several hosts on one machine take (tests/hosts.py)."""
+"""The tools for several hosts on one machine (tests/hosts.py)."""
 
 
 class Missing(Exception):
@@ -76,20 +76,20 @@ class Missing(Exception):
 
 
 def require(*names: str) -> None:
-    """Raises Missing for the first of them that this machine lacks."""
+    """Raises Missing for the first of these tools that this machine lacks."""
     for name in names:
         if not NEEDS[name].there():
             raise Missing(name)
 
 
 def in_ci() -> bool:
-    """Whether no test may be skipped for a missing tool."""
+    """Whether CI is set in the environment: then no test may be skipped for a missing tool."""
     return os.environ.get("CI", "").lower() not in ("", "0", "false")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Missing is a skip, and the report carries its name, also from one of xdist's processes."""
+    """Turns Missing into a skip whose report has the tool's name, also in xdist's processes."""
     report: Any = yield
     if call.excinfo is not None and isinstance(call.excinfo.value, Missing):
         report.outcome, report.lacking = "skipped", call.excinfo.value.name
@@ -99,7 +99,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_report_teststatus(report: Any) -> tuple[str, str, str] | None:
-    """A kind of its own: counted apart, and not among the skips that -rs lists."""
+    """A category of its own, counted separately and not in the skips that -rs lists."""
     return (_CATEGORY, "s", "SKIPPED") if hasattr(report, "lacking") else None
 
 
@@ -108,7 +108,7 @@ def _lacking(reporter: Any) -> Counter[str]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The one list at the end."""
+    """Prints the list at the end."""
     if found := _lacking(terminalreporter):
         terminalreporter.section("tests skipped: a tool is missing" + (", which CI does not allow" if in_ci() else ""))
         for name, count in sorted(found.items()):
@@ -118,14 +118,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """In CI such a skip fails the whole."""
+    """In CI such a skip fails the session."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and in_ci() and _lacking(reporter) and exitstatus in (0, 5):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def install() -> int:
-    """Installs what is missing and can be. The exit code: 1 if something is still missing in CI, else 0."""
+    """Installs the missing tools that are packages. Exit code: 1 if one is still missing in CI, else 0."""
     packages = [need.package for need in NEEDS.values() if need.package is not None and not need.there()]
     if packages:
         why = _apt_get(packages)
@@ -137,7 +137,7 @@ def install() -> int:
 
 
 def _apt_get(packages: list[str]) -> str:
-    """Why one is missing yet, if so."""
+    """Installs them; returns the reason why one is still missing, or ""."""
     quiet = {"DEBIAN_FRONTEND": "noninteractive"}
     as_root = [] if os.geteuid() == 0 else ["sudo", "-n", "env", *(f"{name}={value}" for name, value in quiet.items())]
     if shutil.which("apt-get") is None:

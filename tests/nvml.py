@@ -1,6 +1,6 @@
-"""Stands in for pynvml where there is no GPU: its functions, as far as raydist calls them, over GPUs that a test describes.
+"""A replacement for pynvml on machines without a GPU: the functions that raydist calls, over GPUs that a test describes.
 
-Constants, structures and errors are pynvml's own. What raydist has no business to call fails.
+Constants, structures and errors are pynvml's own. Functions that raydist must not call fail.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ class FakeGpu:
     """(field, scope) -> (type, value); all others are not supported."""
     field_time_us: int = 0
     gpm: dict[int, float] | None = None
-    """Metric -> value of the time since the sample before."""
+    """Metric -> value since the previous sample."""
     event_types: int = pynvml.nvmlEventTypeXidCriticalError | pynvml.nvmlEventTypeDoubleBitEccError
     errors: dict[str, int] = field(default_factory=dict)
 
 
 class FakeNvml:
-    """`calls` counts them by function. `errors`: function -> code, of those that are about no GPU. `events`: (GPU, XID) to come."""
+    """`calls` counts calls by function. `errors`: function -> code, for functions that concern no GPU. `events`: pending (GPU,
+    XID)."""
 
     def __init__(self, *gpus: FakeGpu, errors: dict[str, int] | None = None) -> None:
         self.gpus, self.errors = gpus, errors or {}
@@ -54,7 +55,7 @@ class FakeNvml:
         self._taken: Counter[int] = Counter()
 
     def __getattr__(self, name: str) -> Any:
-        """What is no function is pynvml's own."""
+        """Attributes that are not functions come from pynvml."""
         told = getattr(pynvml, name)
         assert not name.startswith("nvml") or not callable(told), f"{name} is called, and stands for nothing here"
         return told

@@ -1,4 +1,4 @@
-"""Models as users bring them: weights from files, buffers, tied weights, transformers; and what they get wrong."""
+"""Models as users write them: weights from files, buffers, tied weights, transformers; and models with mistakes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Layer(nn.Module):
 
 
 class Own(nn.Module):
-    """Embedding, layers, head; the head is the embedding. A buffer in each layer, and one that no checkpoint holds."""
+    """Embedding, layers, head; the head is tied to the embedding. Each layer has a persistent buffer, the model a non-persistent
+    one."""
 
     shift: Tensor
 
@@ -51,14 +52,14 @@ class Own(nn.Module):
 
 
 def loaded(spec: ModelSpec, vocab_size: int) -> nn.Module:
-    """Weights and buffers from the file `weights`."""
+    """Reads weights and buffers from the file `weights`."""
     model = Own(spec, vocab_size)
     model.load_state_dict(torch.load(spec.options["weights"], weights_only=True))
     return model
 
 
 def in_few_bits(spec: ModelSpec, vocab_size: int) -> nn.Module:
-    """As most checkpoints on the web are, and a matrix that is a view of its transpose."""
+    """bf16 weights, as most published checkpoints have; each layer's matrix is a view of its transpose."""
     model = loaded(spec, vocab_size).bfloat16()
     assert isinstance(model, Own)
     for layer in model.layers:
@@ -85,7 +86,7 @@ class Pretrained(nn.Module):
 
 
 def pretrained(spec: ModelSpec, vocab_size: int) -> nn.Module:
-    """From the folder `path`, as `save_pretrained` has written it."""
+    """Loads the folder `path`, written by `save_pretrained`."""
     return Pretrained(spec.options["path"])
 
 
@@ -100,7 +101,7 @@ def save_pretrained(path: str, vocab_size: int, **config: Any) -> None:
 
 
 def unseeded(spec: ModelSpec, vocab_size: int) -> nn.Module:
-    """A layer's weights and a buffer are drawn from a generator that nobody has seeded."""
+    """A layer's weights and a buffer are drawn from an unseeded generator."""
     model, own = Own(spec, vocab_size), torch.Generator()
     own.seed()
     layer = model.layers[1]
@@ -111,7 +112,7 @@ def unseeded(spec: ModelSpec, vocab_size: int) -> nn.Module:
 
 
 class AcrossBlocks(Own):
-    """The second layer's matrix is the first one's; and the head is a layer's, which comes first in the model."""
+    """The second layer's matrix is tied to the first one's; `mix`, outside the layers, is tied to the last layer's."""
 
     def __init__(self, spec: ModelSpec, vocab_size: int) -> None:
         super().__init__(spec, vocab_size)
@@ -133,13 +134,13 @@ class AcrossBlocks(Own):
 
 
 def empty(spec: ModelSpec, vocab_size: int) -> nn.Module:
-    """No values, and no word that init_module will make them."""
+    """Has meta parameters, and does not declare that init_module fills them."""
     with torch.device("meta"):
         return Own(spec, vocab_size)
 
 
 def says_too_much(spec: ModelSpec, vocab_size: int) -> nn.Module:
-    """Can do without weights, it says, and has no init_module."""
+    """Declares takes_meta, but has no init_module."""
     return Own(spec, vocab_size)
 
 
@@ -147,12 +148,12 @@ says_too_much.takes_meta = True  # type: ignore[attr-defined]
 
 
 def no_module(spec: ModelSpec, vocab_size: int) -> dict[str, Any]:
-    """A state_dict instead of a model."""
+    """Returns a state_dict instead of a model."""
     return {}
 
 
 class Drawn(Own):
-    """Makes its own weights, block by block, and is named by its class."""
+    """Initializes its own weights block by block; the model is named by its class."""
 
     takes_meta = True
 

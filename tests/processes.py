@@ -1,4 +1,4 @@
-"""Whether processes still run, asked while they end."""
+"""Whether processes are still running, and their command lines, also while they exit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import psutil
 
 
 def runs(process: psutil.Process | int) -> bool:
-    """Whether it does; a zombie only waits for its parent."""
+    """Whether it is running; a zombie is not."""
     try:
         found = psutil.Process(process) if isinstance(process, int) else process
         return found.is_running() and found.status() != psutil.STATUS_ZOMBIE
@@ -15,7 +15,7 @@ def runs(process: psutil.Process | int) -> bool:
 
 
 def command_line(process: psutil.Process) -> str:
-    """Its name and command line; "" if it has ended."""
+    """Its name and command line; "" if it has exited."""
     try:
         return f"{process.name()} {' '.join(process.cmdline())}"
     except psutil.NoSuchProcess:

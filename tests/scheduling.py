@@ -1,4 +1,4 @@
-"""In which process a test runs, and beside which others: two files at a time, and what needs the machine to itself at the end."""
+"""Scheduling with `-n 2`: two files at a time; tests that must run alone come last."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ ALONE = (
     "tests/cluster/test_hosts.py::test_a_link_has_its_rate",
     "tests/cluster/test_hosts.py::test_nothing_is_left",
 )
-"""Files and tests that nothing may run beside: what they assert is a time, a rate, or what the whole machine has."""
+"""Files and tests that must run alone: they assert a time, a rate, or the state of the whole machine."""
 
 _ALONE = " alone"
 
 
 class Scheduling(LoadScopeScheduling):
-    """A file stays in one process. The first process takes files from the front of the list, the other from its end, so that what
-    computes runs beside what waits for Ray. What is in ALONE comes when all else is done, in the last process.
-    """
+    """A file stays in one process. The first process takes files from the front of the list, the other from its end, so that
+    compute-bound tests run beside tests that wait for Ray. ALONE runs after everything else, in the last process."""
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
-        config.option.loadscopereorder = False  # the order is conftest's
+        config.option.loadscopereorder = False  # conftest decides the order
         super().__init__(config, log)
 
     def _split_scope(self, nodeid: str) -> str:
@@ -47,7 +46,7 @@ class Scheduling(LoadScopeScheduling):
             super()._reschedule(node)
 
     def mark_test_complete(self, node: WorkerController, item_index: int, duration: float = 0) -> None:
-        """As above; the end of one process's work may be what another waits for."""
+        """Also reschedules the other processes, which may be waiting for this one's work to finish."""
         super().mark_test_complete(node, item_index, duration)
         for other in self.nodes:
             if other is not node:

@@ -1,4 +1,4 @@
-"""What a command said on stderr, as tests compare it."""
+"""A command's stderr, prepared for comparison."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _STAGE = re.compile(r"\[ *\d+\.\d s\] ")
 
 
 def without_stages(stderr: str) -> str:
-    """Less the lines in which `raydist train` tells its stages: `[  0.5 s] starting Ray`."""
+    """Without the lines in which `raydist train` reports its stages: `[  0.5 s] starting Ray`."""
     return "".join(line for line in stderr.splitlines(keepends=True) if not _STAGE.match(line))

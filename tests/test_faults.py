@@ -1,4 +1,4 @@
-"""Files of faults, what is wrong with them, and what stands in the docs."""
+"""Fault files: how they are read, the errors in them, and their documentation."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from raydist.spec import JobSpec
 DOCS = Path(__file__).parents[1] / "docs"
 JOB = JobSpec.model_validate({"data": {"source": "any"}, "train": {"steps": 9}, "cluster": {"workers": 2}})
 REQUIRED: dict[str, Any] = {"rank": 0, "step": 3, "seconds": 1.0}
-"""Of all kinds together."""
+"""The required fields of all kinds of faults."""
 
 
 def load(folder: Path, text: str) -> tuple[Fault, ...]:
-    """The faults of a file that says so, for JOB."""
+    """Loads the faults of a file with this text, for JOB."""
     path = folder / "faults.yaml"
     path.write_text(text)
     return faults.load(path, JOB)
 
 
 def test_a_file_is_a_list_of_faults(tmp_path: Path) -> None:
-    """As one would write it in Python; what a job carries of them is plain, and comes back equal."""
+    """Written as in Python; the job carries the faults as plain values, and they are equal after a round trip."""
     made = load(tmp_path, "- {fault: kill, rank: 1, step: 7}\n- {fault: storage_gone, step: 2, operations: 3}\n")
     assert made == (Kill(rank=1, step=7), StorageGone(step=2, operations=3))
     assert faults.parse(yaml.safe_load(yaml.safe_dump([f.model_dump(mode="json") for f in made]))) == made
@@ -56,11 +56,11 @@ def test_a_file_is_a_list_of_faults(tmp_path: Path) -> None:
             "rank: 2: the job has ranks 0 to 1; give one of them, or raise cluster.workers",
         ),
         ("{fault: kill, rank: 1, step: 10}", "step: 10: the job ends after step 9; give an earlier one"),
-        ("kill", "fault 1: 'kill' is no fault; write {fault: kill"),
+        ("kill", "fault 1: 'kill' is not a fault; write {fault: kill"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_remedy(tmp_path: Path, line: str, told: str) -> None:
-    """File, fault, field, value, remedy, in one line."""
+    """The error names file, fault, field, value and remedy, in one line."""
     with pytest.raises(SpecError) as caught:
         load(tmp_path, f"- {line}\n")
     assert caught.value.message.startswith(f"{tmp_path}/faults.yaml: fault 1: ")
@@ -70,7 +70,7 @@ def test_what_is_wrong_is_told_with_its_remedy(tmp_path: Path, line: str, told: 
 
 
 def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
-    """A line each; a file that is no list, or is not there, is one problem."""
+    """One line per problem; a file that is no list, or does not exist, is one problem."""
     with pytest.raises(SpecError) as caught:
         load(
             tmp_path, "- {fault: kil, step: 1}\n- {fault: kill, rank: 0, step: 1}\n- {fault: kill, rank: 7, step: 12}\n"
@@ -83,7 +83,8 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
 
 
 def test_a_name_is_a_fault_s_own_whatever_stands_around_it() -> None:
-    """Lines may come and go between two drivers: who has happened does not happen again. Equal ones are told apart."""
+    """A fault's name does not depend on its neighbours: after lines are added or removed, a fault that happened does not happen
+    again. Equal faults get different names."""
     kill, bug = Kill(rank=1, step=7), Raise(rank=0, step=3)
     (name,) = faults.names([kill])
     assert faults.names([bug, kill, kill])[1] == name
@@ -91,7 +92,7 @@ def test_a_name_is_a_fault_s_own_whatever_stands_around_it() -> None:
 
 
 def test_notes_are_read_in_the_order_of_what_happened(tmp_path: Path) -> None:
-    """Whatever their names; those that are known are not read again."""
+    """The order is by time, whatever their names; notes that are known are not read again."""
     run = RunDir(tmp_path)
     assert faults.read_notes(run) == {}
     for name, at in (("a", 2.0), ("b", 1.0)):
@@ -103,9 +104,12 @@ def test_notes_are_read_in_the_order_of_what_happened(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_fault_stands_in_the_docs(name: str) -> None:
-    """A row of docs/faults.md names it, says what it does, and what raydist does about it; each field of its own is there."""
+    """A row of docs/explanation/faults.md has its name, its fields, its effect and how raydist reacts."""
     rows = {
-        m[1]: m[0] for m in re.finditer(r"^\| `(\w+)` \|[^|]+\|[^|]*\S[^|]*\|$", (DOCS / "faults.md").read_text(), re.M)
+        m[1]: m[0]
+        for m in re.finditer(
+            r"^\| `(\w+)` \|[^|]+\|[^|]*\S[^|]*\|$", (DOCS / "explanation/faults.md").read_text(), re.M
+        )
     }
     assert name in rows
     own = set(KINDS[name].model_fields) - {"fault", "rank", "step", "times", "phase"}
@@ -114,6 +118,6 @@ def test_every_fault_stands_in_the_docs(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_field_has_its_help(name: str) -> None:
-    """`raydist faults` lists them."""
+    """`raydist faults` lists every field with its description."""
     assert faults.summary(KINDS[name])
     assert all(len(told) > 3 for told in faults.fields(KINDS[name]).values())

@@ -1,4 +1,4 @@
-"""Imports point one way, and each side of the house keeps to its libraries. Read with `ast`: nothing is imported."""
+"""Imports point one way, and each package uses only its allowed libraries. Read with `ast`: nothing is imported."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ LAYERS = [
     {"faults"},
     {"spec"},
     {"run"},
-    {"registry", "storage", "remote_filesystem"},
+    {"registry", "extension_plans", "storage", "remote_filesystem"},
     {"records", "errors", "redact", "pysource", "__init__", "__version__"},
 ]
 MODULES = sorted(ROOT.rglob("*.py"))
 
 
 def part(name: str) -> str:
-    """The room of a dotted module: raydist.worker.loop -> worker; raydist -> __init__."""
+    """The package of a dotted module: raydist.worker.loop -> worker; raydist -> __init__."""
     pieces = name.split(".")
     return pieces[1] if len(pieces) > 1 else "__init__"
 
@@ -51,7 +51,7 @@ def layer(room: str) -> int:
 
 
 def imports(path: Path, top_only: bool = False) -> set[str]:
-    """Modules that a file imports; `top_only`: while it is itself imported, type checking left out."""
+    """Modules that a file imports; `top_only`: only at import time, without those under TYPE_CHECKING."""
     found: set[str] = set()
 
     def visit(node: ast.AST, top: bool) -> None:
@@ -74,7 +74,7 @@ def imports(path: Path, top_only: bool = False) -> set[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_point_down(path: Path) -> None:
-    """No module imports a room of a higher layer."""
+    """No module imports a package of a higher layer."""
     own = layer(part(dotted(path)))
     for name in imports(path):
         if name == "raydist" or name.startswith("raydist."):
@@ -82,7 +82,7 @@ def test_imports_point_down(path: Path) -> None:
 
 
 def test_no_circle() -> None:
-    """Modules of one room do not import one another in a circle while they are imported."""
+    """Modules of one package do not import one another in a circle at import time."""
     known = {dotted(p) for p in MODULES}
     graph = {dotted(p): {n for n in imports(p, top_only=True) if n in known} - {dotted(p)} for p in MODULES}
     # `from raydist.spec import x` inside raydist.spec names the package itself, which is being imported already.
@@ -103,7 +103,7 @@ def test_no_circle() -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_torch_and_ray_keep_to_their_rooms(path: Path) -> None:
-    """The driver and the watchers never import torch; the loop never imports ray; the rest imports neither."""
+    """The driver and the monitors never import torch; the loop never imports ray; the rest imports neither."""
     room, name = part(dotted(path)), dotted(path)
     every, top = imports(path), imports(path, top_only=True)
 
@@ -129,7 +129,7 @@ def test_torch_and_ray_keep_to_their_rooms(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_public_name_has_a_docstring(path: Path) -> None:
-    """Modules, public classes, and public functions and methods say what they are for."""
+    """Modules, public classes, and public functions and methods have docstrings."""
     tree = ast.parse(path.read_text())
     missing = [] if ast.get_docstring(tree) else ["the module"]
 

@@ -1,4 +1,4 @@
-"""Tests whose tools are missing are skipped and listed in one place, and CI does not allow it."""
+"""Tests whose tools are missing are skipped and listed in one place; in CI they fail the session."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SELECTED = [
 
 
 def without_tools(tmp_path: Path, ci: str, *options: str) -> tuple[int, str]:
-    """A few tests where PATH has nothing: the exit code, and what was printed."""
-    env = {**os.environ, "PATH": str(tmp_path), "CI": ci, "PYTHONPATH": str(ROOT)}
+    """Runs a few tests with an empty PATH: exit code and output."""
+    env = {**os.environ, "PATH": str(tmp_path), "CI": ci, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
     tests = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, *SELECTED]
     done = subprocess.run(tests, cwd=ROOT, env=env, capture_output=True, text=True)
     return done.returncode, done.stdout
@@ -30,7 +30,7 @@ def without_tools(tmp_path: Path, ci: str, *options: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(("ci", "options", "code"), [("", ["-n", "2"], 0), ("true", [], 1)])
 def test_skips_for_missing_tools_are_listed(tmp_path: Path, ci: str, options: list[str], code: int) -> None:
-    """Each tool, how many tests and what to do, once, whether in one process or in two; the others run. CI fails."""
+    """Each tool is listed once, with the number of tests and the remedy, with one process or two; the other tests run. CI fails."""
     ended, out = without_tools(tmp_path, ci, *options)
     assert ended == code, out
     told = out[out.index(" tests skipped: a tool is missing") :].splitlines()
@@ -63,22 +63,22 @@ INSTALLED = {
 
 
 def command(folder: Path, name: str, packages: dict[str, list[str]] | None) -> None:
-    """An executable `name` that notes its calls in `folder`/calls and makes the commands of a package; None: it fails."""
+    """An executable `name` that records its calls in `folder`/calls and creates the commands of a package; None: it fails."""
     (folder / name).write_text(FAKE.format(python=sys.executable, here=str(folder), packages=packages))
     (folder / name).chmod(0o755)
 
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A PATH with nothing in it; root, and not in CI, whoever runs the tests."""
+    """An empty PATH, as root and outside CI, for any user who runs the tests."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.delenv("CI", raising=False)
     return tmp_path
 
 
-def test_what_is_missing_is_installed(path: Path) -> None:
-    """Each package alone, after one update; no apt-get once all is there."""
+def test_missing_tools_are_installed(path: Path) -> None:
+    """Each package is installed separately, after one update; apt-get does not run once all tools are there."""
     command(path, "apt-get", INSTALLED)
     assert needs.install() == 0
     calls = (path / "calls").read_text().splitlines()
@@ -88,10 +88,10 @@ def test_what_is_missing_is_installed(path: Path) -> None:
 
 
 @pytest.mark.parametrize("ci", ["", "true"])
-def test_what_cannot_be_installed_is_told(
+def test_a_failed_installation_is_reported(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ci: str
 ) -> None:
-    """One line with apt-get's own word, and the tests go on; CI stops at once."""
+    """One line shows apt-get's message, and the tests continue; CI stops at once."""
     monkeypatch.setenv("CI", ci)
     command(path, "apt-get", None)
     assert needs.install() == bool(ci)
@@ -104,7 +104,7 @@ def test_what_cannot_be_installed_is_told(
 def test_without_the_right_to_install(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where sudo asks for a password nothing is tried."""
+    """Where sudo asks for a password no installation is attempted."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     command(path, "apt-get", INSTALLED)
     command(path, "sudo", None)

@@ -1,4 +1,4 @@
-"""A name that a module surely lacks is known without running it; where only its import can tell, nothing is said."""
+"""A name that a module certainly lacks is found without running it; where only an import can tell, nothing is reported."""
 
 from __future__ import annotations
 
@@ -54,26 +54,26 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("text", [*THERE.values(), *UNSURE.values()], ids=[*THERE, *UNSURE])
 def test_nothing_is_said_where_it_may_be_there(module: Path, text: str) -> None:
-    """Bound by a statement of the module, or in a way that its text does not show."""
+    """No error if a statement of the module binds the name, or if it may be bound in a way that the text does not show."""
     module.write_text(f"{text}\nraise SystemExit\n")
     assert lacks("early_look", "build") is None
 
 
 @pytest.mark.parametrize("text", MISSING.values(), ids=list(MISSING))
 def test_what_is_surely_missing_is_named(module: Path, text: str) -> None:
-    """No statement of the module binds it."""
+    """No statement of the module binds the name."""
     module.write_text(f"{text}\nraise SystemExit\n")
     assert lacks("early_look", "build") == 'early_look has no "build"'
 
 
 def test_a_file_that_is_no_python_says_where(module: Path) -> None:
-    """With its line."""
+    """The error has the line of the syntax error."""
     module.write_text("a = 1\ndef build(:\n")
     assert lacks("early_look", "build") == "early_look.py, line 2: invalid syntax"
 
 
 def test_packages_and_what_is_no_source(module: Path) -> None:
-    """A package has its submodules; of a module without a source file only the import can tell."""
+    """A package has its submodules; for a module without a source file only the import can tell."""
     package = module.parent / "early_package"
     package.mkdir()
     (package / "__init__.py").write_text("")

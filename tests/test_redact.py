@@ -1,4 +1,4 @@
-"""Secrets in URIs: what of a text is one, what stays, and how the rest is opened again."""
+"""Secrets in URIs: which parts are secrets, which parts stay, and how a redacted URI is opened again."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from raydist.storage import Storage
     ],
 )
 def test_what_is_a_secret(text: str, left: str) -> None:
-    """Passwords, also those that are not spelled as they should be, and options by their names; ports and users stay."""
+    """Passwords, also misspelled ones, and options by their names are secrets; ports and users are not."""
     assert redact(text) == left
     assert redact(redact(text)) == left
     assert redact({"a": [(text, 1)]}) == {"a": [(left, 1)]}
 
 
 def test_it_opens_again() -> None:
-    """A folder beside one whose secrets are known gets them; another bucket's does not."""
+    """A folder next to one whose secrets are known gets them; another bucket's does not."""
     full = "s3://K:S@bucket/runs?region=r&session_token=T"
     assert beside("s3://bucket/runs/.data/1?region=r", full) == "s3://K:S@bucket/runs/.data/1?region=r&session_token=T"
     for other in ("s3://other/x?region=r", "s3://bucket/x?region=elsewhere", "/data", "gs://bucket/x?region=r"):
@@ -45,15 +45,15 @@ def test_it_opens_again() -> None:
 
 
 def test_a_storage_keeps_them_to_itself() -> None:
-    """It crosses processes and opens sub-folders with them, and shows them nowhere."""
+    """A storage crosses processes and opens sub-folders with its secrets, and shows them nowhere."""
     storage = pickle.loads(pickle.dumps(Storage("s3://K:S3CRET@bucket/runs?region=r"))).at("a")
     assert storage.full_uri == "s3://K:S3CRET@bucket/runs/a?region=r"
     assert (storage.uri, repr(storage)) == ("s3://bucket/runs/a?region=r", "Storage('s3://bucket/runs/a?region=r')")
 
 
 def test_errors_tell_none() -> None:
-    """Not in their text nor their hint, nor in the traceback of one that pyarrow's own error led to."""
-    uri = "s3://K:S3CRET@bucket/x?unknown_option=1"  # a traceback shows the line that opens it, as it is written
+    """Neither the text nor the hint has a secret, nor the traceback of an error that pyarrow's own error caused."""
+    uri = "s3://K:S3CRET@bucket/x?unknown_option=1"  # a traceback shows the source line that opens it
     with pytest.raises(UserError, match="storage 's3://bucket/x") as caught:
         Storage(uri)
     assert "S3CRET" not in "".join(traceback.format_exception(caught.value))

@@ -1,4 +1,4 @@
-"""Filesystems in Python behave as pyarrow's own: what they raise is OSError; and none tries for ever."""
+"""Filesystems written in Python behave like pyarrow's own: they raise OSError, and none retries forever."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raydist.storage import Storage
 
 
 class Failing(MemoryFileSystem):  # type: ignore[misc]
-    """Files in memory behind a network: each name with a word in it fails in its own way."""
+    """Files in memory that fail as over a network: the word in a file's name selects the failure."""
 
     protocol = "failing"
 
@@ -50,7 +50,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("hub")
 def test_errors_of_a_filesystem_in_python() -> None:
-    """Of a look and of a read, also past `open`: StorageError, or DataError with what to check."""
+    """Failures of a listing and of a read, also after `open`: StorageError, or DataError with what to check."""
     assert Storage("hf://ok").read("a.txt") == b"text " * 10
     with pytest.raises(StorageError, match=r"no route"):
         Storage("hf://unreachable").size("a")
@@ -61,7 +61,7 @@ def test_errors_of_a_filesystem_in_python() -> None:
 
 
 def test_google_s_client_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a minute, unless the URI says otherwise; other filesystems are opened as they are given."""
+    """After a minute, unless the URI sets another time; other filesystems are opened unchanged."""
     opened: list[str] = []
     monkeypatch.setattr(
         remote_filesystem, "_from_uri", lambda uri: opened.append(uri) or (pafs.LocalFileSystem(), "/x"), raising=True
@@ -75,7 +75,7 @@ def test_google_s_client_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reasons_are_one_line() -> None:
-    """And short: some clients add pages."""
+    """And short: some clients add pages of text."""
     assert remote_filesystem.reason(OSError("a\n  b")) == "a b"
     assert len(remote_filesystem.reason(OSError("x" * 999))) == 303
     assert remote_filesystem.reason(ValueError()) == "ValueError"

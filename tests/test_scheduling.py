@@ -1,4 +1,4 @@
-"""What `make test` runs beside what: a file in one process, and what needs the machine to itself when nothing else runs."""
+"""The order of `make test`: a file stays in one process, and the tests of ALONE run when nothing else does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONE = ALONE[0]
 
 
 class Process:
-    """A worker of xdist, as the scheduler sees it: the last of its tests is held back until it knows what comes next."""
+    """A worker of xdist, as the scheduler sees it: it does not begin its last test until it has the next one."""
 
     def __init__(self, name: str) -> None:
         self.gateway = SimpleNamespace(id=name)
@@ -28,12 +28,12 @@ class Process:
         self.shutting_down = True
 
     def next(self) -> int | None:
-        """The test that it runs now."""
+        """The test that is running now."""
         return self.waiting[0] if len(self.waiting) > 1 or (self.waiting and self.shutting_down) else None
 
 
 def files(*counts: int) -> list[str]:
-    """So many tests in each file."""
+    """This many tests in each file."""
     return [f"tests/test_{file}.py::test_{test}" for file, count in enumerate(counts) for test in range(count)]
 
 
@@ -41,7 +41,7 @@ def files(*counts: int) -> list[str]:
 @pytest.mark.parametrize("lone", [0, 1, 5])
 @pytest.mark.parametrize("others", [files(), files(1), files(3, 1), files(1, 4, 9, 2, 2, 1, 1, 6)])
 def test_each_test_runs_once_and_some_alone(processes: int, lone: int, others: list[str]) -> None:
-    """Whichever process is quicker: a file's tests in order and in one process, the first file first; ALONE's beside nothing."""
+    """At any relative speed: a file's tests run in order and in one process, the first file first; those of ALONE run alone."""
     tests = [*others[:3], *(f"{LONE}::test_{i}" for i in range(lone)), *others[3:]]
     for slow in range(processes):
         nodes = [Process(f"gw{i}") for i in range(processes)]
@@ -64,7 +64,7 @@ def test_each_test_runs_once_and_some_alone(processes: int, lone: int, others: l
             test = node.waiting.pop(0)
             ran.append((node.gateway.id, test))
             made.mark_test_complete(node, test)
-            if made.tests_finished:  # which is when xdist does so
+            if made.tests_finished:  # the condition under which xdist calls it
                 for each in nodes:
                     each.shutdown()
         assert sorted(test for _, test in ran) == list(range(len(tests)))
@@ -77,7 +77,7 @@ def test_each_test_runs_once_and_some_alone(processes: int, lone: int, others: l
             assert next(test for node, test in ran if node == "gw0") == 0
 
 
-def test_what_runs_alone_is_there() -> None:
+def test_each_entry_of_alone_exists() -> None:
     """Each entry is a file, or a test in one."""
     for name in ALONE:
         file, _, test = name.partition("::")

@@ -1,4 +1,4 @@
-"""What is written is whole or absent, what cannot be is one clear error, and a run is found by path, URI or name."""
+"""Files are whole or absent, a failed operation is one clear error, and a run is found by path, URI or name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_files_come_and_go(tmp_path: Path, prefix: str) -> None:
 
 
 def test_a_folder_that_comes_and_goes_while_it_is_listed(tmp_path: Path) -> None:
-    """It is empty or not there: no error, though pyarrow has one for a folder that comes just after it has looked."""
+    """It is empty or absent: no error, though pyarrow raises one for a folder that appears just after its check."""
     storage, done = Storage(tmp_path), threading.Event()
 
     def toggle() -> None:
@@ -58,7 +58,7 @@ def test_a_folder_that_comes_and_goes_while_it_is_listed(tmp_path: Path) -> None
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
-    """An exception in the middle of a write keeps what was there, and leaves no temporary file."""
+    """An exception in the middle of a write keeps the old content, and leaves no temporary file."""
     storage = Storage(tmp_path)
     storage.write("x", b"old")
     with pytest.raises(ValueError, match="stop"), storage.create("x") as sink:
@@ -69,7 +69,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_storage_that_refuses_says_where_and_why(tmp_path: Path) -> None:
-    """A file in the way of a folder, and a URI of no known kind."""
+    """A file in the place of a folder, and a URI of an unknown kind."""
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StorageError, match=r"cannot write .*/file/x/y: Not a directory"):
         Storage(tmp_path / "file" / "x").write("y", b"")
@@ -78,7 +78,7 @@ def test_storage_that_refuses_says_where_and_why(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_exists_once_its_manifest_does(tmp_path: Path) -> None:
-    """Folders without a manifest, and files that are no checkpoint, are not listed."""
+    """Folders without a manifest, and files that are not checkpoints, are not listed."""
     run = RunDir(tmp_path)
     for step in (20, 3, 100):
         run.storage.write(f"{directory.step_folder(step)}/shard", b"x")
@@ -89,7 +89,8 @@ def test_a_checkpoint_exists_once_its_manifest_does(tmp_path: Path) -> None:
 
 
 def test_a_run_by_path_uri_or_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The three ways to name a run give the same folder; one that is not there says where it looked and what is there."""
+    """The three ways to name a run give the same folder; for one that does not exist the error lists where it looked and what
+    exists."""
     Storage(tmp_path).at("one").write("spec.yaml", b"")
     for run, storage in ((str(tmp_path / "one"), None), (f"file://{tmp_path}/one", None), ("one", str(tmp_path))):
         assert directory.resolve(run, storage).uri == str(tmp_path / "one")
@@ -102,13 +103,13 @@ def test_a_run_by_path_uri_or_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", ["", "a/b", "-x", ".x", "a b", "x" * 101])
 def test_names_that_no_folder_may_have(name: str) -> None:
-    """A run's name is one plain part of a path."""
+    """A run's name is one plain path component."""
     with pytest.raises(UsageError, match="run name"):
         directory.check_name(name)
 
 
 def test_extensions_are_found_without_importing_them() -> None:
-    """Built-ins by their files, the user's own by module and attribute; a near miss is suggested."""
+    """Built-ins are found by their files, the user's own by module and attribute; a similar name is suggested."""
     assert {"gpt", "mlp"} <= set(registry.names("model"))
     assert "ddp" in registry.names("parallel")
     registry.check("model", "json:loads")

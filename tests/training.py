@@ -1,4 +1,4 @@
-"""The smallest training that is a whole one: spec, samples, a rank's model, strategy, optimizer and step."""
+"""The smallest complete training: spec, samples, a rank's model, strategy, optimizer and step."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ from torch.distributed.tensor import DTensor
 
 from raydist import registry
 from raydist.data.batches import MASKED, MicroBatch, share
+from raydist.extension_plans import strategy_plan
+from raydist.planner.estimate import shard_of
+from raydist.planner.facts import Machine
 from raydist.spec import JobSpec
 from raydist.worker import model_transforms
 from raydist.worker.distributed import Rank
+from raydist.worker.loss import build as build_loss
+from raydist.worker.mesh import Mesh
 from raydist.worker.optim import optimizers
 from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.precision import Precision
-from raydist.worker.step import TrainStep, loss_sum
+from raydist.worker.step import TrainStep
+from raydist.worker.step_hooks import BeforeUpdate
 
 VOCAB, CONTEXT, STEPS = 13, 8, 5
 MODEL = {"layers": 3, "width": 16, "heads": 2, "context": CONTEXT}
 
 
 def job(strategy: str, model: dict[str, Any] = MODEL, train: Any = {}, **sections: Any) -> JobSpec:  # noqa: B006
-    """A spec with these sections beside the smallest that is valid."""
+    """The smallest valid spec, with these sections."""
     return JobSpec.model_validate(
         {
             "data": {"source": "any"},
@@ -36,22 +42,49 @@ def job(strategy: str, model: dict[str, Any] = MODEL, train: Any = {}, **section
             "optim": {"lr": 1e-2, "clip": 0.5, "eps": 1e-3},
             "model": model,
             "parallel": VARIANTS[strategy],
-            "cluster": {"workers": 4},  # what hsdp is checked against
+            "cluster": {"workers": 4},  # checked by hsdp
             **sections,
         }
     )
 
 
-VARIANTS = {name: {"strategy": name} for name in registry.names("parallel")} | {
-    "hsdp in pairs": {"strategy": "hsdp", "shard": 2},
-    "zero3 keeping all": {"strategy": "zero3", "reshard_after_forward": False},
-    "zero3 dropping all, no prefetch": {"strategy": "zero3", "reshard_after_forward": True, "prefetch": 0},
-}
-"""Every strategy by name, and what else of `parallel` changes the order of things."""
+def _variants() -> dict[str, dict[str, Any]]:
+    """Each strategy by its name, and by "name variant" with the fields from VARIANTS in its file."""
+    found: dict[str, dict[str, Any]] = {name: {"strategy": name} for name in registry.names("parallel")}
+    for name in registry.names("parallel"):
+        for variant, fields in (registry.described("parallel", name, "VARIANTS") or {}).items():
+            found[f"{name} {variant}"] = {"strategy": name, **fields}
+    return found
+
+
+VARIANTS = _variants()
+"""Name of a variant -> its fields of `parallel`."""
+GROUPED = {fields["strategy"]: variant for variant, fields in VARIANTS.items() if fields.get("shard", 1) > 1}
+"""Strategy -> its variant that shards within groups of several ranks, while all ranks hold several copies."""
+SHARDS_PARAMETERS = [
+    GROUPED.get(name, name)
+    for name in registry.names("parallel")
+    if (plan := strategy_plan(name)) is not None and "parameters" in plan.sharded
+]
+"""One variant of each strategy that shards parameters."""
+
+
+def world_of(variant: str, world: int) -> int:
+    """The smallest number of ranks from `world` on that makes whole groups, and at least two of them."""
+    shard = VARIANTS[variant].get("shard", 1)
+    return world if shard == 1 else max(2 * shard, -(-world // shard) * shard)
+
+
+def copies(variant: str, world: int) -> int:
+    """Copies of the parameters that this many ranks hold."""
+    plan = strategy_plan(VARIANTS[variant]["strategy"])
+    if plan is None or "parameters" not in plan.sharded:
+        return world
+    return world // shard_of(VARIANTS[variant]["strategy"], job(variant), Machine(world, world, "cpu"))
 
 
 def samples(n: int, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens and targets [n, 8]; the last sample counts 3 tokens only."""
+    """Tokens and targets [n, 8]; in the last sample only 3 tokens count."""
     g = torch.Generator().manual_seed(seed)
     text = torch.randint(0, VOCAB, (n, CONTEXT + 1), generator=g)
     tokens, targets = text[:, :-1].clone(), text[:, 1:].clone()
@@ -60,7 +93,7 @@ def samples(n: int, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mine(rank: Rank, tokens: torch.Tensor, targets: torch.Tensor, micro: int) -> list[MicroBatch]:
-    """This rank's part, as the loader deals it."""
+    """This rank's part, as the loader splits the batch."""
     made = []
     for ids in share(np.arange(len(tokens)), rank.rank, rank.world_size, micro):
         if len(ids):
@@ -71,7 +104,7 @@ def mine(rank: Rank, tokens: torch.Tensor, targets: torch.Tensor, micro: int) ->
 
 
 def counted(batches: list[MicroBatch]) -> int:
-    """How many tokens count in their loss."""
+    """How many tokens count in the loss."""
     return sum(int((m.targets != MASKED).sum()) for m in batches)
 
 
@@ -90,10 +123,11 @@ class Trainer:
         self.model: nn.Module = model
         tokens, targets = samples(1)
         self.precision = Precision(spec.precision, rank.device)
+        loss = build_loss(spec)
 
         def example(module: nn.Module) -> torch.Tensor:
             with self.precision.autocast():
-                return loss_sum(module, MicroBatch(tokens, targets))
+                return loss(module, MicroBatch(tokens, targets))
 
         self.strategy.wrap(self.model, example)
         model_transforms.prepare(self.model, spec.train)
@@ -106,17 +140,18 @@ class Trainer:
             self.strategy.on_final = self.optimizer.gradients_final
         self.before_update: Callable[[], object] = lambda: None
         self.step = TrainStep(
-            rank,
+            Mesh(rank),
             self.strategy,
             self.optimizer,
             self.precision,
             full_tokens=full,
             clip=spec.optim.clip,
-            before_update=lambda: self.before_update(),
+            hooks=[BeforeUpdate(lambda: self.before_update())],
+            loss=loss,
         )
 
     def whole(self, grad: bool = False) -> dict[str, torch.Tensor]:
-        """Every parameter, or its gradient, put together from all ranks."""
+        """Every parameter, or its gradient, gathered from all ranks."""
         found = {}
         for name, shard in self.strategy.shards().items():
             local = shard.local.grad if grad else shard.local.detach()
@@ -127,12 +162,13 @@ class Trainer:
 
 
 def alone() -> Rank:
-    """One process without a group."""
+    """One process without a process group."""
     return Rank(0, 1, 0, torch.device("cpu"), "gloo", "127.0.0.1", None, ())
 
 
 def run(ranks: Any, function: Any, world: int, *args: Any) -> list[Any]:
-    """On real ranks, or here if it is one. Raises what a rank raised: the cause, not that the others lost it."""
+    """Runs on real ranks, or in this process for one rank. Raises the error of the rank that failed, not its peers' connection
+    errors."""
     results = [function(alone(), *args)] if world == 1 else ranks.run(function, world, *args)
     raised = [result for result in results if isinstance(result, BaseException)]
     for error in sorted(raised, key=lambda error: "Connection closed by peer" in str(error)):

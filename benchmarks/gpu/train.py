@@ -1,15 +1,15 @@
-"""How fast one GPU trains GPTs of 124M and 1.5B parameters in bf16, and what a step's time goes to.
+"""Speed of one GPU training GPTs of 124M and 1.5B parameters in bf16, and the breakdown of a step's time.
 
     python -m benchmarks.gpu.train [--quick] [--out FOLDER]          in the repository's root; torch without ray is enough
-    python -m benchmarks.gpu.train --device cpu --tiny               whether it runs at all
+    python -m benchmarks.gpu.train --device cpu --tiny               checks that it runs
 
-A variant is raydist's own step (raydist.worker.step.TrainStep, with the gradient norm and clipping) on random tokens in sequences
-of 1024, in steps of a fixed number of tokens. The micro-batch is the largest power of two whose peak, extrapolated from those of
-one and two sequences without compilation, fits into nine tenths of the memory; --micro-batch takes another. MFU is over the
-device's known peak, and over the rate at which this very run multiplies bf16 matrices of the model's own shapes. What a step's
-time goes to is read off kineto's trace of three more steps, by the names of the kernels.
+Each variant runs raydist's own step (raydist.worker.step.TrainStep, with the gradient norm and clipping) on random tokens in
+sequences of 1024, with a fixed number of tokens per step. The micro-batch is the largest power of two whose memory peak,
+extrapolated from the peaks of one and two sequences without compilation, fits into 90% of the memory; --micro-batch overrides it.
+MFU is given relative to the device's known peak, and to the measured rate of bf16 matrix products with the model's shapes. The
+time breakdown comes from kineto's trace of three more steps, by kernel name.
 
-Results are written after each variant, and none is begun after --seconds: what is there at the end of a short visit is kept.
+Results are written after each variant, and no variant starts after --seconds, so a short visit keeps its results.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ from raydist.spec import JobSpec
 from raydist.worker import build, model_transforms
 from raydist.worker.dataloader import to_device
 from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 from raydist.worker.metrics import flops
 from raydist.worker.metrics.device_clock import Marks
 from raydist.worker.metrics.memory import Held
 from raydist.worker.model.gpt import default_hidden
 from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep, loss_sum
+from raydist.worker.step_hooks import BeforeUpdate
 
 Event = dict[str, Any]
 
@@ -55,12 +57,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 VOCAB = {"124M": 50304, "1.5B": 50304, "tiny": 512}
 AIMS = {"124M": 0.4, "1.5B": 0.5}
-"""MFU over the device's peak."""
+"""Target MFU, relative to the device's peak."""
 STEP_TOKENS = {"124M": 1 << 17, "1.5B": 1 << 16, "tiny": 512}
 MOST = {"124M": 64, "1.5B": 32, "tiny": 4}
-"""Sequences of a micro-batch; more make no product faster."""
+"""Maximum sequences per micro-batch; more do not make the matrix products faster."""
 ROOM = 0.9
-"""Of the memory, for what allocators and libraries take beside the tensors."""
+"""Usable share of the memory; the rest is for allocators and libraries."""
 PARTS = (
     ("attention", ("flash", "fmha", "attention", "sdpa", "cudnn_generated")),
     ("optimizer, norm and clip", ("adam", "multi_tensor", "foreach")),
@@ -68,13 +70,13 @@ PARTS = (
     ("cross-entropy", ("softmax", "nll_loss", "arange_eq", "logsumexp")),
     ("copies", ("memcpy", "memset")),
 )
-"""What a kernel is, by the first line of which a word is in its name; else it is elementwise: norms, rotation, casts."""
+"""A kernel belongs to the first part of which a word is in its name; else to REST: norms, rotary embedding, casts."""
 REST = "elementwise and norms"
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """`sections` of the job, beside the model."""
+    """One configuration. `sections`: job sections besides the model."""
 
     name: str
     model: str
@@ -82,7 +84,7 @@ class Variant:
 
 
 def variants(models: Sequence[str], quick: bool) -> list[Variant]:
-    """The ones that matter most first."""
+    """All variants, the most important ones first."""
     ways: dict[str, dict[str, Any]] = {
         "blocks compiled": {"train": {"compile": "blocks"}},
         "all compiled": {"train": {"compile": True}},
@@ -91,14 +93,14 @@ def variants(models: Sequence[str], quick: bool) -> list[Variant]:
         "blocks compiled, optimizer on the CPU": {"train": {"compile": "blocks"}, "offload": {"optimizer": "cpu"}},
     }
     names = list(ways)[:1] if quick else list(ways)
-    # All of 48 layers as one graph are compiled for minutes: that comes last.
+    # Compiling 48 layers as one graph takes minutes: that comes last.
     late = [(m, w) for m in models for w in names if (m, w) == ("1.5B", "all compiled")]
     order = [(m, w) for w in names for m in models if (m, w) not in late] + late
     return [Variant(f"{model}, {way}", model, ways[way]) for model, way in order]
 
 
 def job(model: str, sections: dict[str, Any], micro_batch: int) -> JobSpec:
-    """Of a step of about STEP_TOKENS, in whole micro-batches."""
+    """A job with steps of about STEP_TOKENS, in whole micro-batches."""
     count = max(1, STEP_TOKENS[model] // (micro_batch * MODELS[model]["context"]))
     train = {"steps": 1, "micro_batch": micro_batch, "global_batch": micro_batch * count, **sections.get("train", {})}
     about = {"data": {"source": "any"}, "model": MODELS[model], "precision": "bf16"}
@@ -106,7 +108,7 @@ def job(model: str, sections: dict[str, Any], micro_batch: int) -> JobSpec:
 
 
 class Trainer:
-    """Model, optimizer and step, as the loop puts them together; the model not compiled yet."""
+    """Model, optimizer and step, built as in the training loop. The model is not compiled yet."""
 
     def __init__(self, rank: Rank, model: str, sections: dict[str, Any]) -> None:
         self.rank, self.name, self.sections = rank, model, sections
@@ -139,39 +141,39 @@ class Trainer:
             return loss_sum(module, to_device(MicroBatch(self.tokens[:1], self.targets[:1]), self.rank.device))
 
     def use(self, micro_batch: int) -> None:
-        """From now on steps of such micro-batches."""
+        """Uses steps with that micro-batch from now on."""
         spec = job(self.name, self.sections, micro_batch)
         self.count, self.micro_batch = spec.train.global_batch // micro_batch, micro_batch
         self.step_tokens = spec.train.global_batch * spec.model.context
         self.step = TrainStep(
-            self.rank,
+            Mesh(self.rank),
             self.strategy,
             self.optimizer,
             self.precision,
             full_tokens=self.step_tokens,
             clip=spec.optim.clip,
-            before_update=self.look,
+            hooks=[BeforeUpdate(self.look)],
         )
 
     def compile(self) -> None:
-        """As the job asks for."""
+        """Compiles the model as the job specifies."""
         model_transforms.prepare(self.model, self.spec.train.model_copy(update={"checkpoint_activations": "none"}))
 
     def __call__(self, count: int | None = None) -> float:
-        """One step, of so many micro-batches; its loss."""
+        """Runs one step of `count` micro-batches; returns its loss."""
         micro = MicroBatch(self.tokens[: self.micro_batch], self.targets[: self.micro_batch])
         batches = [to_device(micro, self.rank.device) for _ in range(count or self.count)]
         return self.step(1, batches, len(batches) * micro.targets.numel(), 1e-4, want_stop=False).loss
 
     def close(self) -> None:
-        """Gives the memory back."""
-        self.step.hooks.close()
+        """Frees the memory."""
+        self.step.optimizer_hooks.close()
         for name in ("step", "strategy", "optimizer", "model", "look"):
             delattr(self, name)
 
 
 def peak(trainer: Trainer, micro_batch: int) -> int:
-    """Bytes of a step of two micro-batches, without compilation."""
+    """Peak bytes of a step with two micro-batches, without compilation."""
     trainer.use(micro_batch)
     trainer(2)
     torch.cuda.reset_peak_memory_stats()
@@ -192,7 +194,7 @@ def fitting(trainer: Trainer) -> int:
 
 
 def measured(rank: Rank, variant: Variant, micro_batch: int | None, steps: int) -> dict[str, Any]:
-    """One variant's row."""
+    """Measures one variant; returns its row."""
     cuda = rank.device.type == "cuda"
     begun = time.perf_counter()
     trainer = Trainer(rank, variant.model, variant.sections)
@@ -249,7 +251,7 @@ def measured(rank: Rank, variant: Variant, micro_batch: int | None, steps: int) 
 
 
 def times_by_part(rank: Rank, trainer: Trainer, steps: int = 3) -> dict[str, Any]:
-    """Shares of the time of so many steps, under the profiler."""
+    """Time breakdown of `steps` steps under the profiler."""
     cuda = rank.device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda) as profiled:
         trainer()  # CUPTI's first launches are slow
@@ -267,13 +269,13 @@ def times_by_part(rank: Rank, trainer: Trainer, steps: int = 3) -> dict[str, Any
 
 
 def part_of(kernel: str) -> str:
-    """See PARTS."""
+    """The part of PARTS that a kernel belongs to."""
     low = kernel.lower()
     return next((part for part, words in PARTS if any(word in low for word in words)), REST)
 
 
 def parts(events: Iterable[Event], begin_us: float, end_us: float) -> dict[str, Any]:
-    """Shares of the window by part, gaps among them, and the kernels that take most. Kernels side by side count both."""
+    """Share of the window of each part and of gaps, and the longest kernels. Concurrent kernels both count."""
     spent: Counter[str] = Counter()
     kernels: Counter[str] = Counter()
     busy = []
@@ -294,7 +296,7 @@ def parts(events: Iterable[Event], begin_us: float, end_us: float) -> dict[str, 
     return {"shares": shares, "kernels": top}
 
 
-# --- what the device can do, at the model's own shapes
+# --- rates of the device at the model's shapes
 
 
 def timed(device: torch.device, function: Callable[[], object], repeat: int) -> float:
@@ -310,8 +312,8 @@ def timed(device: torch.device, function: Callable[[], object], repeat: int) -> 
 
 
 def matmul_rate(device: torch.device, model: str, tokens: int, repeat: int) -> float:
-    """FLOP/s of a bf16 model's matrix products, forward and both of backward, each as often as a step has it. Random numbers: with
-    zeros the chip runs faster."""
+    """FLOP/s of a bf16 model's matrix products, forward and both of backward, weighted by their number in a step. On random
+    numbers, because with zeros the chip runs faster."""
     about, vocab = MODELS[model], VOCAB[model]
     width, hidden = about["width"], default_hidden(about["width"])
     shapes = Counter({(width, width): 4 * about["layers"], (width, hidden): 2 * about["layers"]})
@@ -328,7 +330,7 @@ def matmul_rate(device: torch.device, model: str, tokens: int, repeat: int) -> f
 
 
 def attention_rates(device: torch.device, model: str, batch: int, repeat: int) -> dict[str, float | None]:
-    """FLOP/s of causal attention, forward and backward, by kernel; whole products counted, as MFU does. None: refused."""
+    """FLOP/s of causal attention, forward and backward, by kernel. Counts the full products, as MFU does. None: not available."""
     about = MODELS[model]
     shape = (batch, about["heads"], about["context"], about["width"] // about["heads"])
     q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -351,12 +353,12 @@ def attention_rates(device: torch.device, model: str, batch: int, repeat: int) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--tiny", action="store_true", help="a tiny model: whether it runs")
-    parser.add_argument("--quick", action="store_true", help="one variant a model")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to check that it runs")
+    parser.add_argument("--quick", action="store_true", help="one variant per model")
     parser.add_argument("--models", nargs="+", choices=("124M", "1.5B"), default=["124M", "1.5B"])
     parser.add_argument("--micro-batch", type=int, help="sequences; default: what fits")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=480.0, help="begin no variant later than this")
+    parser.add_argument("--seconds", type=float, default=480.0, help="start no variant after this time")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu_train.json")
     asked = parser.parse_args()
     began = time.perf_counter()
@@ -389,7 +391,7 @@ def main() -> int:
         try:
             row = measured(rank, variant, asked.micro_batch, asked.steps)
             row["mfu_of_matmul"] = round(row["tflops"] * 1e12 / result["matmul_flops"][variant.model], 4)
-        except Exception as error:  # what this one has broken must not cost the others, where the visit is short
+        except Exception as error:  # a failure must not prevent the other variants: the visit is short
             traceback.print_exc()
             row = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         result["variants"][variant.name] = row

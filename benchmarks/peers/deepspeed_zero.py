@@ -1,7 +1,7 @@
 """DeepSpeed under torchrun, on its CPU accelerator and gloo. Arguments: out, t0 (see peer_model.meter), and zero2 or
 zero3.
 
-With torch's AdamW, so that no operator is compiled, and without clipping, which is 1.0 unless it is said to be 0.
+With torch's AdamW, so that no operator is compiled, and without clipping (DeepSpeed's default is 1.0).
 """
 
 from __future__ import annotations

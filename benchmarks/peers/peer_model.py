@@ -1,7 +1,7 @@
-"""The model that every peer trains, and its meter: forward notes the time, so all peers are measured by the same hand.
+"""The model that every peer trains. Its forward records the time, so all peers are measured in the same way.
 
-A 4-layer GPT of 3.4M parameters (width 256, sequence 128, vocabulary 512). `build` is what `model.name: peer_model:build`
-asks for; plain scripts call it too.
+A 4-layer GPT of 3.4M parameters (width 256, sequence 128, vocabulary 512). `model.name: peer_model:build`
+calls `build`; plain scripts construct `GPT` directly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 LAYERS, WIDTH, HEADS, SEQUENCE, BATCH, VOCAB = 4, 256, 4, 128, 8, 512
 WARM, STEPS = 6, int(os.environ.get("PEER_STEPS", "100"))
 ENDLESS = "-"
-"""In place of t0: no meter, forwards are only noted, for as many steps as nobody waits for."""
+"""Instead of t0: forwards are only logged, for an unlimited number of steps."""
 
 
 class Block(nn.Module):
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model; with `meter`, each training forward of a whole batch is noted."""
+    """The model. With `meter`, each training forward of a whole batch is recorded."""
 
     def __init__(self, meter: Meter | Trace | None) -> None:
         super().__init__()
@@ -64,9 +64,9 @@ class GPT(nn.Module):
 
 
 class Meter:
-    """Times from one forward to the next, which is one whole step; written to `out` once enough are there.
+    """Times from one forward to the next, which is one step; written to `out` after WARM + STEPS steps.
 
-    `t0` is the Unix time at which the command was started: the second forward comes when the first step is done.
+    `t0`: Unix time of the command's start. The second forward marks the end of the first step.
     """
 
     def __init__(self, out: str, t0: float) -> None:
@@ -76,7 +76,7 @@ class Meter:
         self.first_step = 0.0
 
     def tick(self) -> None:
-        """One forward begins."""
+        """Called at the start of each forward."""
         self.wall.append(time.perf_counter())
         self.cpu.append(time.process_time())
         if len(self.wall) == 2:
@@ -98,30 +98,30 @@ class Meter:
 
 
 class Trace:
-    """For benchmarks/steady.py and recovery.py: a line with time and pid for each forward, in OUT.RANK.forwards."""
+    """For steady.py and recovery.py in benchmarks/: appends time and pid of each forward to OUT.RANK.forwards."""
 
     def __init__(self, out: str) -> None:
         self.fd = os.open(f"{out}.{os.environ.get('RANK', '0')}.forwards", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def tick(self) -> None:
-        """One forward begins."""
+        """Called at the start of each forward."""
         os.write(self.fd, f"{time.time():.6f} {os.getpid()}\n".encode())
 
 
 def build(model: Any, vocab_size: int) -> GPT:
-    """For raydist: `options` holds out, and t0 if it is the meter that is wanted."""
+    """The model for raydist. `options`: `out`, and `t0` for a Meter."""
     if "t0" not in model.options:
         return GPT(Trace(model.options["out"]))
     return GPT(Meter(model.options["out"], float(model.options["t0"])))
 
 
 def meter(out: str, t0: str) -> Meter | Trace:
-    """For plain scripts, by their arguments."""
+    """The meter for plain scripts, from their arguments."""
     return Trace(out) if t0 == ENDLESS else Meter(out, float(t0))
 
 
 def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and targets of every step, made up front."""
+    """Tokens and targets of all steps, generated in advance."""
     g = torch.Generator().manual_seed(99 + rank)
     texts = [torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=g) for _ in range(WARM + STEPS + 2)]
     return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in texts]

@@ -1,4 +1,4 @@
-"""The same plain loop with a checkpoint every so many steps, under torchrun --max-restarts or in Ray Train.
+"""The plain training loop with a checkpoint every EVERY steps, under torchrun --max-restarts or in Ray Train.
 
 recovering.py torchrun|ray OUT STEPS EVERY
 """
@@ -36,7 +36,7 @@ def train(model: Any, rank: int, out: str, state: dict[str, Any] | None, steps: 
 
 
 def under_torchrun(out: str, steps: int, every: int) -> None:
-    """DDP, and torch.save by rank 0 into a file that replaces the one before."""
+    """DDP; rank 0 saves with torch.save and replaces the earlier file."""
     import torch
     import torch.distributed as dist
     from peer_model import GPT, Trace
@@ -90,7 +90,7 @@ def ray_loop(config: dict[str, Any]) -> None:
 
 
 def under_ray(out: str, steps: int, every: int) -> None:
-    """`TorchTrainer.fit` on a Ray of its own, or on the cluster that RAY_ADDRESS names: then a worker a node, if it can be."""
+    """`TorchTrainer.fit` on a new Ray, or on the cluster of RAY_ADDRESS, there with one worker per node if possible."""
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer

@@ -1,7 +1,7 @@
-"""The peers' model, in a rank that in turn watches itself and does not: for benchmarks/watching.py.
+"""The peers' model in a rank that turns its monitoring on and off alternately, for benchmarks/watching.py.
 
-Runs in: each train worker. What `observe.interval_s: null` would leave out is left out, for STRETCH steps each time, but
-that the telemetry thread still wakes once a second, for nothing.
+Runs in: each train worker. For STRETCH steps at a time it works as with `observe.interval_s: null`, except that the telemetry
+thread still wakes up once per second and does nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from raydist.worker.metrics.telemetry import Telemetry
 WARM, STRETCH = 37, 12
 
 
-class PausedTrials:
-    """A meter: each forward begins a step. A line with time and processor seconds in OUT.RANK.turns where a stretch begins.
+class AlternatingMeter:
+    """Counts forwards, one per step. Each start of a stretch appends time and processor seconds to OUT.RANK.turns.
 
-    OUT.off is there while nothing is watched.
+    The file OUT.off exists while monitoring is off.
     """
 
     def __init__(self, out: str) -> None:
@@ -35,7 +35,7 @@ class PausedTrials:
         self._row, self._write = Telemetry.row, Mailbox.write
 
     def tick(self) -> None:
-        """One forward begins."""
+        """Called at the start of each forward."""
         if self._steps >= WARM and (self._steps - WARM) % STRETCH == 0:
             self._turn((self._steps - WARM) // STRETCH % 2 == 1)
             os.write(self._lines, f"{time.time():.6f} {time.process_time():.6f}\n".encode())
@@ -56,5 +56,5 @@ class PausedTrials:
 
 
 def build(model: Any, vocab_size: int) -> GPT:
-    """The peers' model, with such a meter. `options` holds out."""
-    return GPT(PausedTrials(model.options["out"]))
+    """The peers' model with an AlternatingMeter. `options` has `out`."""
+    return GPT(AlternatingMeter(model.options["out"]))

@@ -1,8 +1,8 @@
-"""Collectives, timed and checked element by element: sizes, algbw and busbw by the conventions of nccl-tests.
+"""Times collectives and checks every element; sizes, algbw and busbw follow the conventions of nccl-tests.
 
 Runs in: every rank, together. Torch, never ray. Sizes are those of nccl-tests' PERFORMANCE.md (and of
-raydist/run/telemetry_schema.py): the whole array, so for all_gather and reduce_scatter all ranks' parts together, and for
-all_to_all all that one rank sends.
+raydist/run/telemetry_schema.py), of the whole array: for all_gather and reduce_scatter the parts of all ranks together, for
+all_to_all everything that one rank sends.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from raydist.worker.metrics.device_clock import Marks
 from raydist.worker.precision import DTYPES
 
 _POINT_S = 2.0
-"""How long one size may take, so long as it is measured at all: iterations are left out for it."""
+"""Time limit for one size: it limits the iterations, to at least one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One operation at one size. Bandwidths in bytes/s are of the median; `wrong` counts elements of all ranks, of both checks.
+    """One operation at one size. Bandwidths in bytes/s, from the median time; `wrong`: wrong elements on all ranks, in both checks.
 
-    `count`: elements as nccl-tests counts them, of one rank's part for all_gather, reduce_scatter and all_to_all. Times in seconds:
-    each iteration's is the slowest rank's; `p99` by nearest rank, so of fewer than 100 iterations the longest.
+    `count`: elements as in nccl-tests: of one rank's part for all_gather, reduce_scatter and all_to_all. Times in seconds, of the
+    slowest rank in each iteration; `p99` by nearest rank, so the longest time if there are fewer than 100 iterations.
     """
 
     op: str
@@ -47,9 +47,9 @@ class Row:
 
 
 def bus_factor(op: str, world: int) -> float:
-    """busbw / algbw on `world` ranks: what the busiest link carries of each byte. nccl-tests, PERFORMANCE.md.
+    """busbw / algbw on `world` ranks: bytes on the busiest link per byte of the array. nccl-tests, PERFORMANCE.md.
 
-    Raises KeyError for an operation that is none of raydist.bench.options.OPS.
+    Raises KeyError for an operation that is not in raydist.bench.options.OPS.
     """
     share = (world - 1) / world
     factors = {"all_reduce": 2 * share, "broadcast": 1.0, "send_recv": 1.0}
@@ -57,20 +57,20 @@ def bus_factor(op: str, world: int) -> float:
 
 
 def sizes(least: int, most: int, factor: int) -> list[int]:
-    """From `least` bytes up to `most`, each `factor` times the one before."""
+    """Sizes from `least` bytes up to `most`, each `factor` times the one before."""
     return [least * factor**i for i in range(int(math.log(most / least, factor) + 1e-9) + 1)]
 
 
 def percentile(times: Sequence[float], share: float) -> float:
-    """By nearest rank: the smallest that at least this share of them do not exceed."""
+    """Percentile by nearest rank: the smallest time that at least this share of them does not exceed."""
     return sorted(times)[max(math.ceil(share * len(times)) - 1, 0)]
 
 
 def measure(op: str, nbytes: int, dtype: str, rank: Rank, iterations: int) -> Row:
-    """One row; every rank gets the same. At least one element a rank; `nbytes` is rounded down to as many for each."""
+    """One row, the same on every rank. `nbytes` is rounded down to equal parts, with at least one element per rank."""
     made = _Operation(op, nbytes, DTYPES[dtype], rank)
     wrong, first = made.check()
-    again = slowest(rank, made.times(1))[0]  # the first one has made connections
+    again = slowest(rank, made.times(1))[0]  # the first call has opened the connections
     count = max(min(iterations, int(_POINT_S / max(min(first, again), 1e-9))), 1)
     times = slowest(rank, made.times(count))
     wrong += made.check()[0]
@@ -83,7 +83,7 @@ def measure(op: str, nbytes: int, dtype: str, rank: Rank, iterations: int) -> Ro
 
 
 class _Operation:
-    """One operation at one size, with its buffers, what goes into them and what must come out."""
+    """One operation at one size, with its buffers, its input pattern and the expected output."""
 
     def __init__(self, op: str, nbytes: int, dtype: torch.dtype, rank: Rank) -> None:
         me, world = rank.rank, rank.world_size
@@ -129,7 +129,7 @@ class _Operation:
         }[op]
 
     def check(self) -> tuple[int, float]:
-        """(wrong elements, of all ranks together; seconds of the slowest) of one call on numbers that say where they are from."""
+        """Calls it once on patterned numbers. Returns (wrong elements on all ranks, seconds of the slowest rank)."""
         if self._got is not self._given:
             self._got.fill_(float("nan"))
         verify.fill(self._given, self._pattern)
@@ -142,7 +142,7 @@ class _Operation:
         return int(count), seconds
 
     def times(self, count: int) -> list[float]:
-        """Seconds of as many calls, one right after another, on zeros: sums of anything else would grow without end."""
+        """Seconds of `count` consecutive calls, on zeros: other sums would overflow."""
         self._given.zero_()
         marks = self._start()
         for _ in range(count):
@@ -157,7 +157,7 @@ class _Operation:
         return marks
 
     def _around(self) -> None:
-        """Each rank to the next one: NCCL needs both directions in one group of calls."""
+        """Each rank sends to the next one. NCCL needs both directions in one group of calls."""
         me, world = self._rank.rank, self._rank.world_size
         calls = [
             dist.P2POp(dist.isend, self._given, (me + 1) % world),

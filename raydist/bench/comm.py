@@ -1,6 +1,6 @@
-"""All that `raydist bench comm` measures, in order, as one plain object; docs/bench.md has its keys.
+"""Runs all measurements of `raydist bench comm` and returns one plain object; docs/how-to/bench.md lists its keys.
 
-Runs in: every rank, together. Torch, never ray. Without Ray at all:
+Runs in: every rank, together. Torch, never ray. To run it without Ray:
 
     torchrun --nproc-per-node 2 -m raydist.bench.comm '{"ops": ["all_reduce"], "most": 1048576}'
 """
@@ -29,41 +29,41 @@ from raydist.spec import JobSpec, parse
 from raydist.worker import distributed
 from raydist.worker.comm.buckets import choose
 from raydist.worker.comm.buckets.measure import slowest
+from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
+from raydist.worker.loss import build as build_loss
 from raydist.worker.metrics.device_clock import Marks
 from raydist.worker.precision import Precision
-from raydist.worker.step import loss_sum
 
 _AT_ONCE = 256 * 2**20
 _GRADIENTS_S = 10.0
-"""How long the all-reduce of a model's gradients may take; what is left then is taken to be as fast."""
+"""Time limit for the all-reduce of a model's gradients; the rest is extrapolated."""
 
 
 def in_ranks(config: dict[str, Any]) -> dict[str, Any]:
-    """What Ray Train calls in each worker; `config`: the fields of Ask. What is raised crosses as RankFailed."""
+    """Ray Train calls this in each worker. `config`: the fields of Ask. Re-raises every error as RankFailed."""
     try:
         return measure(config)
     except Exception as error:
-        told = facts(error, int(os.environ["RANK"]))
-        raise RankFailed(**{**told, "bases": tuple(told["bases"])}) from error
+        failure = facts(error, int(os.environ["RANK"]))
+        raise RankFailed(**{**failure, "bases": tuple(failure["bases"])}) from error
 
 
 def measure(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Joins the group that the environment describes, measures, and leaves it. Every rank. Raises UserError for less than two."""
+    """Joins the process group of the environment, measures, and leaves it. Every rank. Raises UserError for a single rank."""
     ask = read(config)
     rank = distributed.start(gpus=ask.gpus, threads=ask.threads, timeout_s=ask.timeout_s)
     if rank.world_size < 2:
-        raise UserError("one rank has nobody to speak to", "ask for two or more")
-    told = run(ask, rank)
+        raise UserError("the world size is 1", "use two ranks or more")
+    result = run(ask, rank)
     distributed.stop(rank)
-    return told
+    return result
 
 
 def run(ask: Ask, rank: Rank) -> dict[str, Any]:
-    """Collectives, pairs, the model's gradients, its buckets. Every rank; all get the same."""
+    """Measures collectives, pairs, the model's gradients and its buckets. Every rank; all get the same result."""
     begun = time.perf_counter()
-    every: list[dict[str, Any]] = [{}] * rank.world_size
-    dist.all_gather_object(every, distributed.describe(rank), group=rank.control)
+    every = gather_json(distributed.describe(rank), rank.control)
     rows = [
         asdict(collectives.measure(op, size, dtype, rank, ask.iterations))
         for op in ask.ops
@@ -102,12 +102,12 @@ def run(ask: Ask, rank: Rank) -> dict[str, Any]:
 
 
 def all_reduce(nbytes: int, rank: Rank) -> tuple[float, int]:
-    """(seconds, bytes measured) of an all-reduce of as many bytes of fp32, at most 256 MiB at once. Every rank.
+    """(seconds, bytes measured) of an all-reduce of `nbytes` of fp32, in pieces of at most 256 MiB. Every rank.
 
-    Past ten seconds the rest is left out, and the seconds are those of all bytes at the speed of the measured ones.
+    After ten seconds it stops; the seconds are then extrapolated to all bytes.
     """
     buffer = torch.zeros(min(nbytes, _AT_ONCE) // 4, device=rank.device)
-    dist.all_reduce(buffer)  # connections, and NCCL's own buffers
+    dist.all_reduce(buffer)  # opens connections, and allocates NCCL's buffers
     done, seconds = 0, 0.0
     while done < nbytes and seconds < _GRADIENTS_S:
         piece = buffer[: max((nbytes - done) // 4, 1)]
@@ -122,8 +122,8 @@ def all_reduce(nbytes: int, rank: Rank) -> tuple[float, int]:
 
 
 def bucket(job: JobSpec, vocab: int, rank: Rank) -> choose.Chosen:
-    """What `parallel.bucket_mb: auto` would take for this job on these ranks. Every rank. Trains nothing; tokens are made up."""
-    precision = Precision(job.precision, rank.device)
+    """The choice of `parallel.bucket_mb: auto` for this job on these ranks. Every rank. Trains nothing; tokens are synthetic."""
+    precision, loss = Precision(job.precision, rank.device), build_loss(job)
 
     def build() -> nn.Module:
         distributed.seed_all(job.train.seed, "init")
@@ -133,22 +133,22 @@ def bucket(job: JobSpec, vocab: int, rank: Rank) -> choose.Chosen:
     def example(module: nn.Module, samples: int = 1) -> torch.Tensor:
         tokens = torch.arange(samples * (job.model.context + 1)).view(samples, -1).remainder(vocab).to(rank.device)
         with precision.autocast():
-            return loss_sum(module, MicroBatch(tokens[:, :-1], tokens[:, 1:].contiguous()))
+            return loss(module, MicroBatch(tokens[:, :-1], tokens[:, 1:].contiguous()))
 
     return choose.tried(job, rank, build, example)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Under torchrun: the fields of Ask as one JSON object, or nothing. Rank 0 prints what was measured. Gives the exit code."""
+    """Entry point for torchrun. Optional argument: fields of Ask as JSON. Rank 0 prints the result. Returns the exit code."""
     first = int(os.environ.get("RANK", 0)) == 0
     try:
-        told = measure(json.loads(arguments[0]) if arguments else {})
+        result = measure(json.loads(arguments[0]) if arguments else {})
     except RaydistError as error:
         if first:
             print(f"raydist: {error}", file=sys.stderr)
         return error.exit_code
     if first:
-        print(json.dumps(told))
+        print(json.dumps(result))
     return 0
 
 

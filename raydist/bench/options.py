@@ -1,4 +1,4 @@
-"""What `raydist bench comm` is asked for, checked before anything starts.
+"""The options of `raydist bench comm`, validated before anything starts.
 
 Runs anywhere. Plain python: no torch, no ray.
 """
@@ -17,10 +17,10 @@ DTYPES = ("fp32", "bf16")
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What to measure. Raises UsageError for what cannot be.
+    """What to measure. Raises UsageError for invalid values.
 
-    `least`, `most`: bytes, from one to the other by `factor`. `gradients`: bytes of a model's, None without one. `job`: a spec,
-    plain, whose ddp buckets are to be tried with a vocabulary of `vocab`. `gpus`: of each rank; None: whatever there is.
+    `least`, `most`: sizes in bytes, in steps of `factor`. `gradients`: bytes of a model's gradients, None without a model. `job`: a
+    spec as plain values, whose ddp buckets are tried, with a vocabulary of `vocab`. `gpus`: per rank; None: as available.
     """
 
     ops: Sequence[str] = OPS
@@ -54,7 +54,7 @@ class Ask:
 
 
 def read(config: Mapping[str, Any]) -> Ask:
-    """Of plain values. Raises UsageError for a name that Ask does not have."""
+    """An Ask from plain values. Raises UsageError for an unknown name."""
     known = [f.name for f in fields(Ask)]
     for name in config:
         if name not in known:

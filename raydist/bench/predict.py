@@ -1,15 +1,15 @@
-"""What an all-reduce of n bytes takes over p ranks, by algorithm: closed forms in alpha and beta.
+"""Time of an all-reduce of n bytes over p ranks, by algorithm: closed forms in alpha and beta.
 
-Runs anywhere. Pure. One message of m bytes between two ranks takes alpha + beta m, each rank sends and receives one at a time, and
-adding up costs nothing: so all are lower bounds, to be compared with one another and with what was measured.
+Runs anywhere. Pure. One message of m bytes between two ranks takes alpha + beta m, each rank sends and receives one message at a
+time, and additions cost nothing. So all are lower bounds, for comparison with one another and with measurements.
 
     ring               2 (p - 1) alpha + 2 (p - 1)/p n beta: reduce-scatter, then all-gather.
                        Patarasuk & Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009.
     tree               2 ceil(log2 p) (alpha + n beta): binomial reduce, then broadcast.
                        Thakur, Rabenseifner & Gropp, Optimization of collective communication operations in MPICH, IJHPCA 2005.
-    halving_doubling   2 log2 p alpha + 2 (p - 1)/p n beta: recursive halving, then doubling. Where p is no power of two, the ranks
-                       beyond the next lower one first give all they have to another, and get the result in the end:
-                       2 (alpha + n beta) more (as MPICH does). Rabenseifner, in Thakur et al. 2005.
+    halving_doubling   2 log2 p alpha + 2 (p - 1)/p n beta: recursive halving, then doubling. If p is not a power of two, the ranks
+                       beyond the next lower one first send their data to another rank, and get the result at the end:
+                       2 (alpha + n beta) more (as in MPICH). Rabenseifner, in Thakur et al. 2005.
     torus_2d           p = x y: reduce-scatter in rows of x, all-reduce in columns of y on n/x, all-gather in rows:
                        2 (x - 1 + y - 1) alpha + 2 (p - 1)/p n beta. Mikami et al., Massively distributed SGD, arXiv:1811.05233.
 """
@@ -19,8 +19,6 @@ from __future__ import annotations
 import math
 
 from raydist.worker.comm.buckets.model import AlphaBeta
-
-ALGORITHMS = ("ring", "tree", "halving_doubling", "torus_2d")
 
 
 def ring(nbytes: float, world: int, link: AlphaBeta) -> float:
@@ -42,7 +40,7 @@ def halving_doubling(nbytes: float, world: int, link: AlphaBeta) -> float:
 
 
 def torus_2d(nbytes: float, world: int, link: AlphaBeta, row: int | None = None) -> float:
-    """Seconds on a torus with rows of `row` ranks; by default the widest that is no wider than it is high. A prime is a ring.
+    """Seconds on a torus with rows of `row` ranks; by default the largest divisor up to sqrt(world). A prime gives a ring.
 
     Raises ValueError for a row that does not divide the world.
     """

@@ -1,7 +1,7 @@
-"""Latency and bandwidth between each two nodes, by messages that go there and back; and the line of one message.
+"""Latency and bandwidth between every two nodes, from round-trip times; and the alpha-beta line of one message.
 
-Runs in: every rank, together. Torch, never ray. On one node each two of its ranks are measured. Pairs that have nobody in common
-are measured at once, as in a tournament: n - 1 rounds (n, if it is odd), whatever the number of pairs.
+Runs in: every rank, together. Torch, never ray. On a single node, every two of its ranks are measured. Disjoint pairs are
+measured at the same time, as in a round-robin tournament: n - 1 rounds (n if n is odd).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from raydist.worker.comm.buckets.model import AlphaBeta, fit
+from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.device_clock import Marks
 
@@ -23,10 +24,10 @@ _EACH_S, _MOST = 0.1, 100
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """`members`: ranks, of each node the first one where there are several nodes; `names`: their nodes' addresses, or "rank N".
+    """`members`: the measured ranks (with several nodes, the first one of each); `names`: their nodes' addresses, or "rank N".
 
-    `latency` (seconds, of 8 bytes) and `bandwidth` (bytes/s) are matrices over them, symmetric; 0 on the diagonal. `line`: of all
-    pairs together.
+    `latency` (seconds for 8 bytes) and `bandwidth` (bytes/s): symmetric matrices over the members, 0 on the diagonal. `line`: fit
+    over all pairs.
     """
 
     between: str
@@ -38,7 +39,7 @@ class Topology:
 
 
 def rounds(n: int) -> list[list[tuple[int, int]]]:
-    """Every pair of 0..n-1 once, in rounds in which nobody is in two pairs: the circle method."""
+    """Every pair of 0..n-1 once, in rounds of disjoint pairs: the circle method."""
     seats: list[int | None] = [*range(n), *([None] if n % 2 else [])]
     made = []
     for _ in range(len(seats) - 1):
@@ -50,7 +51,7 @@ def rounds(n: int) -> list[list[tuple[int, int]]]:
 
 
 def members(nodes: Sequence[str]) -> tuple[str, list[int], list[str]]:
-    """(what is measured, ranks, their names), given each rank's node: the first rank of each node, or all ranks of a single one."""
+    """("nodes" or "ranks", ranks to measure, their names), from each rank's node: one rank per node, or all of a single node."""
     first = {node: nodes.index(node) for node in nodes}
     if len(first) > 1:
         return "nodes", sorted(first.values()), [nodes[r] for r in sorted(first.values())]
@@ -58,9 +59,8 @@ def members(nodes: Sequence[str]) -> tuple[str, list[int], list[str]]:
 
 
 def measure(rank: Rank) -> Topology:
-    """Every pair's latency and bandwidth. Every rank; all get the same."""
-    nodes: list[str] = [""] * rank.world_size
-    dist.all_gather_object(nodes, rank.node_ip, group=rank.control)
+    """Latency and bandwidth of every pair. Every rank; all get the same result."""
+    nodes = gather_json(rank.node_ip, rank.control)
     between, ranks, names = members(nodes)
     mine: dict[tuple[int, int], list[tuple[int, float]]] = {}
     for pairs in rounds(len(ranks)):
@@ -71,9 +71,7 @@ def measure(rank: Rank) -> Topology:
             elif rank.rank == ranks[b]:
                 for size in SIZES:
                     _answer(rank, ranks[a], size)
-    every: list[dict[tuple[int, int], list[tuple[int, float]]]] = [{}] * rank.world_size
-    dist.all_gather_object(every, mine, group=rank.control)
-    found = {pair: points for theirs in every for pair, points in theirs.items()}
+    found = {(a, b): points for theirs in gather_json(sorted(mine.items()), rank.control) for (a, b), points in theirs}
     n = len(ranks)
     latency, bandwidth = [[0.0] * n for _ in ranks], [[0.0] * n for _ in ranks]
     for (a, b), points in found.items():
@@ -87,7 +85,7 @@ def measure(rank: Rank) -> Topology:
 
 
 def _there_and_back(rank: Rank, other: int, nbytes: int) -> float:
-    """Seconds one way: half the median of as many round trips as take a tenth of a second."""
+    """Seconds one way: half the median of as many round trips as fit into 0.1 s."""
     buffer = torch.zeros(nbytes, dtype=torch.uint8, device=rank.device)
     _trips(rank, other, buffer, 1)
     first = _trips(rank, other, buffer, 1)[0]
@@ -110,8 +108,8 @@ def _answer(rank: Rank, other: int, nbytes: int) -> None:
     """The other side of `_there_and_back`."""
     buffer = torch.zeros(nbytes, dtype=torch.uint8, device=rank.device)
     count = torch.ones(1, dtype=torch.int64, device=rank.device)
-    for told in (False, False, True):
-        if told:
+    for counted in (False, False, True):
+        if counted:
             dist.recv(count, other)
         for _ in range(int(count)):
             dist.recv(buffer, other)

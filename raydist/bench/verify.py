@@ -1,6 +1,6 @@
-"""Numbers that tell which rank they came from, and of what is received how many are wrong.
+"""Patterns of numbers that identify the sending rank, and a count of wrong elements in what is received.
 
-Runs in: ranks. Torch, never ray. All are whole and at most 251, thus exact in bf16 as in fp32, in whatever order they are added.
+Runs in: ranks. Torch, never ray. All are integers up to 251, so exact in bf16 and fp32, in any order of addition.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Callable
 import torch
 
 Pattern = Callable[[torch.Tensor], torch.Tensor]
-"""Indices (int64) -> the numbers that belong there."""
+"""Indices (int64) -> the expected numbers."""
 
 _CHUNK = 2**20
 _PRIME = 251
 
 
 def term(rank: int, world: int) -> Pattern:
-    """What `rank` adds to a sum: at each index two ranks add something, one up to 7, the other up to 112 in steps of 16."""
+    """The term of `rank` in a sum. At each index two ranks have one: one up to 7, the other up to 112 in steps of 16."""
 
     def made(i: torch.Tensor) -> torch.Tensor:
         return torch.where(i % world == rank, 1 + i % 7, 0) + torch.where(
@@ -28,7 +28,7 @@ def term(rank: int, world: int) -> Pattern:
 
 
 def total(world: int) -> Pattern:
-    """The sum of all ranks' terms. A term that is missing, is there twice, or is another rank's, makes another sum."""
+    """The sum of all ranks' terms. A missing, repeated or wrong term changes it."""
 
     def made(i: torch.Tensor) -> torch.Tensor:
         return 1 + i % 7 + 16 * (1 + i // world % 7)
@@ -37,7 +37,7 @@ def total(world: int) -> Pattern:
 
 
 def message(source: torch.Tensor | int, target: torch.Tensor | int) -> Pattern:
-    """What `source` sends to `target`: numbers at even places tell the one, at odd places the other."""
+    """The data that `source` sends to `target`: even positions depend on the source, odd ones on the target."""
 
     def made(i: torch.Tensor) -> torch.Tensor:
         return (37 * torch.where(i % 2 == 0, source, target) + i) % _PRIME
@@ -55,18 +55,18 @@ def block(length: int, of: Callable[[torch.Tensor], Pattern]) -> Pattern:
 
 
 def shifted(by: int, pattern: Pattern) -> Pattern:
-    """The pattern as it is from index `by` on."""
+    """The pattern, starting at index `by`."""
     return lambda i: pattern(i + by)
 
 
 def fill(tensor: torch.Tensor, pattern: Pattern) -> None:
-    """Writes it into a flat tensor, in pieces: no second tensor of that size is made."""
+    """Writes the pattern into a flat tensor, in pieces: it allocates no second tensor of that size."""
     for start, piece in _pieces(tensor):
         piece.copy_(pattern(torch.arange(start, start + piece.numel(), device=tensor.device)))
 
 
 def wrong(tensor: torch.Tensor, pattern: Pattern) -> int:
-    """How many elements of a flat tensor are not the pattern's; NaN is wrong."""
+    """Number of elements of a flat tensor that differ from the pattern; NaN differs."""
     count = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start, piece in _pieces(tensor):
         expected = pattern(torch.arange(start, start + piece.numel(), device=tensor.device))

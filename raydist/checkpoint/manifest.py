@@ -1,9 +1,12 @@
-"""What a committed checkpoint is made of: one canonical JSON file that names every shard, its size and its hash.
+"""The manifest of a committed checkpoint: one canonical JSON file that names every shard, its size and its hash.
 
 Runs anywhere: plain python, no torch. The driver and the command line read checkpoints through it.
 
-MANIFEST-<attempt>.json is written atomically and last. It holds its own hash, and is read only if it is byte for byte the
-canonical form of what it says: a flipped byte in the manifest is found like one in a shard.
+MANIFEST-<attempt>.json is written atomically and last. It contains its own hash, and is read only if it is byte for byte the
+canonical form of its content: a flipped byte in the manifest is found like one in a shard.
+
+    version 1   has no `mesh`: all ranks were data parallel
+    version 2   `mesh`: the axes of the ranks that saved it, and their sizes
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from typing import Any
 
 import xxhash
 
-from raydist.errors import CheckpointCorrupt, CheckpointNotFound
+from raydist.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointTooNew
 from raydist.run.directory import RunDir, manifest_attempt, step_folder
 from raydist.storage import Storage
 
-VERSION = 1
+VERSION = 2
+"""Of the manifests that this raydist writes. It reads all versions up to this one."""
 EVAL = "EVAL.json"
 """Beside the manifest, which never changes: the eval loss, where it became known after the commit."""
 READ_BYTES = 8 << 20
@@ -58,8 +62,9 @@ class FileEntry:
 class Manifest:
     """A checkpoint after `step` updates, saved by `world_size` ranks.
 
-    `plain`: the state that is no tensor (cursor, loss scale, ...). `numbers`: the spec's fields that change the numbers.
-    `eval_loss`: the held-out loss of this state, if it was measured. `saved_at`: Unix time.
+    `plain`: the part of the state that is not tensors (cursor, loss scale, ...). `numbers`: the spec's fields that change the
+    numbers. `eval_loss`: the held-out loss of this state, if it was measured. `saved_at`: Unix time. `mesh`: see `mesh_of`; rank r
+    is the row-major index of its coordinate, with the axes in the order pipeline, data, context, tensor.
     """
 
     step: int
@@ -74,6 +79,10 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
     eval_loss: float | None = None
     version: int = VERSION
+    mesh: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", mesh_of(self.mesh, self.world_size))
 
     @property
     def nbytes(self) -> int:
@@ -83,6 +92,8 @@ class Manifest:
     def dumps(self) -> bytes:
         """The file's content: canonical JSON with its own hash."""
         body: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        if self.version == 1:
+            del body["mesh"]
         body["files"] = {n: [f.bytes, f.xxh3] for n, f in self.files.items()}
         body["tensors"] = {
             name: [t.dtype, t.shape, [[c.offsets, c.sizes, c.file, c.start, c.length] for c in t.chunks]]
@@ -92,24 +103,40 @@ class Manifest:
 
     @classmethod
     def loads(cls, data: bytes) -> Manifest:
-        """The inverse of `dumps`. Raises ValueError, saying why, for anything that `dumps` did not write."""
+        """The inverse of `dumps`. Raises ValueError, with the reason, for anything that `dumps` did not write; CheckpointTooNew for
+        a version that this raydist does not know.
+        """
         try:
             body = json.loads(data)
         except ValueError as error:  # UnicodeDecodeError is one
-            raise ValueError("is no JSON") from error
+            raise ValueError("is not JSON") from error
         if not isinstance(body, dict) or canonical(body) != data:
             raise ValueError("is not in canonical form")
         claimed = body.pop("xxh3", None)
         if claimed != xxhash.xxh3_128_hexdigest(canonical(body)):
             raise ValueError("does not have the hash that it claims")
-        if body["version"] != VERSION:
-            raise ValueError(f"has version {body['version']}, and this raydist reads {VERSION}")
+        if body["version"] not in range(1, VERSION + 1):
+            raise CheckpointTooNew(
+                f"has version {body['version']}; this raydist reads versions 1 to {VERSION}",
+                "use the raydist that wrote it, or newer",
+            )
+        body.setdefault("mesh", {})
         body["files"] = {name: FileEntry(*entry) for name, entry in body["files"].items()}
         body["tensors"] = {
             name: TensorEntry(dtype, tuple(shape), tuple(Chunk(tuple(o), tuple(s), *place) for o, s, *place in chunks))
             for name, (dtype, shape, chunks) in body["tensors"].items()
         }
         return cls(**{f.name: body[f.name] for f in fields(cls)})
+
+
+def mesh_of(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Axis -> size, as two meshes are compared: `data` always, the others if they are larger than 1. {}: all ranks are data
+    parallel.
+    """
+    if not sizes:
+        return {"data": world_size}
+    assert math.prod(sizes.values()) == world_size, f"a mesh of {world_size} ranks cannot be {dict(sizes)}"
+    return {axis: size for axis, size in sorted(sizes.items()) if size > 1 or axis == "data"}
 
 
 def canonical(value: Any) -> bytes:
@@ -125,7 +152,7 @@ def path(step: int, name: str) -> str:
 def read(run: RunDir, step: int, name: str | None = None) -> Manifest:
     """The manifest of a step, the one that counts; `name`: its file, where that is known already.
 
-    Raises CheckpointNotFound if that step is not committed, CheckpointCorrupt naming the file.
+    Raises CheckpointNotFound if that step is not committed, CheckpointCorrupt or CheckpointTooNew naming the file.
     """
     name = name or run.manifest(step)
     try:
@@ -138,16 +165,20 @@ def read(run: RunDir, step: int, name: str | None = None) -> Manifest:
     try:
         found = Manifest.loads(data)
         if found.step != step:
-            raise ValueError(f"is that of step {found.step}")
+            raise ValueError(f"belongs to step {found.step}")
         if found.attempt != manifest_attempt(name):
-            raise ValueError(f"is that of attempt {found.attempt}")
+            raise ValueError(f"belongs to attempt {found.attempt}")
+    except CheckpointTooNew as error:
+        raise CheckpointTooNew(f"{run.uri}/{path(step, name)}: {error.message}", error.hint) from None
     except ValueError as error:
         raise CheckpointCorrupt(f"{run.uri}/{path(step, name)}: {error}", _MENDING) from error
     late = None if found.eval_loss is not None else _late_eval(run.storage, step)
     return replace(found, eval_loss=late) if late is not None else found
 
 
-_MENDING = "`raydist checkpoint verify` lists every bad file; a resumed run takes the checkpoint before this one"
+_MENDING = (
+    "`raydist checkpoint verify` lists every bad file; a resumed run continues from the checkpoint before this one"
+)
 
 
 def _late_eval(storage: Storage, step: int) -> float | None:
@@ -155,7 +186,7 @@ def _late_eval(storage: Storage, step: int) -> float | None:
         body = json.loads(storage.read(path(step, EVAL)))
         return float(body["eval_loss"]) if body["step"] == step else None
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        # Written atomically, and no part of the state: one that cannot be read says nothing of the checkpoint.
+        # It is written atomically and is not part of the state: the checkpoint is good without it.
         return None
 
 
@@ -175,7 +206,7 @@ def read_newest(run: RunDir) -> Manifest | None:
 
 
 def check_file(run: RunDir, step: int, name: str, entry: FileEntry) -> str | None:
-    """What is wrong with one shard, or None. Reads all of it; what storage cannot give is wrong too."""
+    """The problem of one shard, or None. Reads all of it; a shard that storage cannot read has a problem too."""
     where = f"{run.uri}/{path(step, name)}"
     try:
         with run.storage.open(path(step, name)) as source:
@@ -187,7 +218,7 @@ def check_file(run: RunDir, step: int, name: str, entry: FileEntry) -> str | Non
                 hasher.update(block)
     except FileNotFoundError:
         return f"{where}: is missing"
-    except OSError as error:  # a disk that cannot give the bytes has lost them
+    except OSError as error:  # a disk that cannot read the bytes has lost them
         return f"{where}: cannot be read: {error}"
     if hasher.hexdigest() != entry.xxh3:
         return f"{where}: its bytes are not those that were written (xxh3 {hasher.hexdigest()} instead of {entry.xxh3})"
@@ -195,7 +226,7 @@ def check_file(run: RunDir, step: int, name: str, entry: FileEntry) -> str | Non
 
 
 def verify(run: RunDir, step: int) -> list[str]:
-    """Reads every byte of a checkpoint: its problems, each naming the bad file; empty if it is as it was written.
+    """Reads every byte of a checkpoint: its problems, each naming the bad file; [] if every byte is as it was written.
 
     Raises CheckpointNotFound if that step is not committed.
     """
@@ -213,7 +244,7 @@ def best(run: RunDir) -> int | None:
 
 
 def best_of(rows: list[dict[str, Any]]) -> int | None:
-    """`best` of what `summary` gave."""
+    """`best` of the rows of `summary`."""
     losses = [
         (r["eval_loss"], -r["step"]) for r in rows if r["eval_loss"] is not None and math.isfinite(r["eval_loss"])
     ]
@@ -223,7 +254,7 @@ def best_of(rows: list[dict[str, Any]]) -> int | None:
 def summary(run: RunDir) -> list[dict[str, Any]]:
     """A run's committed checkpoints, oldest first: step, bytes, best, eval_loss, world_size, attempt, saved_at, problem.
 
-    `problem`: why its manifest cannot be read (the other fields are then None), or None. Shards are not looked at.
+    `problem`: why its manifest cannot be read (the other fields are then None), or None. Shards are not read.
     """
     rows: list[dict[str, Any]] = []
     for step, name in run.manifests().items():

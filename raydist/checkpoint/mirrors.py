@@ -1,12 +1,12 @@
-"""Copies of committed checkpoints on other storage: made and verified in the background, used where the first one is bad.
+"""Copies of committed checkpoints on other storage: made and verified in the background, used if the run's own copy is bad.
 
-Runs in: rank 0, a thread for each replica and one that re-hashes; the readers anywhere. Plain python, no torch.
+Runs in: rank 0, a thread for each replica and one that verifies; the readers anywhere. Plain python, no torch.
 
     commit --> run ----copy, hash, read back, manifest last----> replica 1, replica 2, ...
-    every so many commits: all of them are read again; what is bad is copied from where it is good
+    every so many commits: all files are read again; a bad one is copied from a good place
 
-A replica is a folder that holds runs, as `--storage` is. Nobody waits for one but the end of the run, for a bounded time; one that
-cannot be reached is an event. Each round copies all that is missing there, so what one round could not the next one does.
+A replica is a folder that holds runs, like `--storage`. Only the end of the run waits for replicas, for a bounded time; an event
+reports one that cannot be reached. Each round copies everything that is missing there, also what an earlier round could not copy.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from raydist.storage import Storage
 T = TypeVar("T")
 
 LOOK_S = 20.0
-"""How long the start of a run waits for a word from a replica."""
+"""How long the start of a run waits for a replica's answer."""
 
 
 def replica_of(run: RunDir, uri: str) -> RunDir:
-    """Where the replica at `uri` keeps this run. Raises UserError for what can be none."""
+    """This run's folder in the replica at `uri`. Raises UserError if that is the run's own folder."""
     found = RunDir(Storage(uri).at(run.name))
     if found.uri == run.uri:
         raise UserError(f"checkpoint.replicas: {uri} holds the run itself", "name other storage, or leave it out")
@@ -43,7 +43,7 @@ def replica_of(run: RunDir, uri: str) -> RunDir:
 
 
 def answer(look: Callable[[], T]) -> T:
-    """What `look` gives, in at most LOOK_S seconds. Raises StorageError after them, and leaves the thread that looks to itself."""
+    """The result of `look`, after at most LOOK_S seconds. Raises StorageError after that time; the thread continues."""
     found: list[T] = []
     failed: list[BaseException] = []
 
@@ -64,9 +64,9 @@ def answer(look: Callable[[], T]) -> T:
 
 
 def newest_attempt(run: RunDir, uris: Sequence[str]) -> int:
-    """The highest attempt number that a replica knows of; 0 if none does. One that cannot be reached knows nothing.
+    """The highest attempt number in any replica; 0 without one. A replica that cannot be reached counts as empty.
 
-    A run whose own folder was lost counts on from it: an attempt with a lower number than its checkpoints' would commit in vain.
+    A run whose own folder was lost continues from this number: commits of an attempt with a lower number would be void.
     """
     newest = 0
     for uri in uris:
@@ -76,10 +76,10 @@ def newest_attempt(run: RunDir, uris: Sequence[str]) -> int:
 
 
 def copy(source: RunDir, target: RunDir, step: int, name: str) -> int:
-    """Makes `target` have the checkpoint of `step` whose manifest is `name`, byte for byte as at `source`; how many were copied.
+    """Copies the checkpoint of `step` with the manifest `name` to `target`, byte for byte; the number of bytes copied.
 
-    What is good there already stays. Each copied file is read again and its hash compared; the manifest comes last. Raises
-    CheckpointCorrupt naming what is bad at the source, CheckpointNotFound if that is on its way out, StorageError.
+    Files that are good there already stay. Each copied file is read again and its hash compared; the manifest comes last. Raises
+    CheckpointCorrupt that names the source's bad file, CheckpointNotFound if the source is being pruned, StorageError.
     """
     copied = 0
     with retention.leased(source, step):
@@ -110,7 +110,7 @@ def _copy_shard(source: RunDir, target: RunDir, name: str, entry: FileEntry) -> 
 
 
 def _blocks(source: RunDir, name: str) -> Iterator[memoryview]:
-    """A file's bytes; what cannot be read is bad at the source, and no fault of the target."""
+    """A file's bytes. A read error is raised as CheckpointCorrupt: the source is bad, not the target."""
     try:
         with source.storage.open(name) as stream:
             while block := memoryview(stream.read_buffer(READ_BYTES)):
@@ -120,10 +120,10 @@ def _blocks(source: RunDir, name: str) -> Iterator[memoryview]:
 
 
 class Mirrors:
-    """Keeps the copies of one run, and looks after all of its checkpoints; rank 0 has one. No method waits for storage but `close`.
+    """Copies one run's checkpoints to its replicas, and verifies all of them; rank 0 has one. Only `close` waits for storage.
 
-    `uris`: the replicas. `keep`: as in pruning, on each of them. `verify_every`: commits between two looks at all bytes; None:
-    never. `on_event` gets replica_saved, replica_failed, checkpoint_damaged, from threads.
+    `uris`: the replicas. `keep`: as in pruning, on each of them. `verify_every`: commits between two verifications of all bytes;
+    None: never. `on_event` gets replica_saved, replica_failed, checkpoint_damaged, from threads.
     """
 
     def __init__(
@@ -141,10 +141,10 @@ class Mirrors:
         self._copiers = [_Worker(f"raydist-replica-{n}", partial(self._sync, uri)) for n, uri in enumerate(uris)]
         self._verifier = _Worker("raydist-verify", self._verify) if verify_every is not None else None
         for copier in self._copiers:
-            copier.wake()  # what an earlier attempt did not come to
+            copier.wake()  # an earlier attempt may not have copied everything
 
     def committed(self) -> None:
-        """There is a new checkpoint."""
+        """To be called after each commit."""
         self._commits += 1
         for copier in self._copiers:
             copier.wake()
@@ -152,10 +152,10 @@ class Mirrors:
             self._verifier.wake()
 
     def close(self, timeout_s: float) -> None:
-        """Waits until the replicas have all checkpoints; what is not there by then is told in an event. 0: ends at once.
+        """Waits until the replicas have all checkpoints; an event reports those that do not in that time. 0: ends at once.
 
-        With time to wait, the run's own old checkpoints go too that were still being copied when it was their turn. No save
-        may be in flight.
+        With a timeout above 0 it also deletes the run's own old checkpoints that could not be deleted while they were copied. No
+        save may be in flight.
         """
         if self._verifier is not None:
             self._verifier.end(last_round=False)
@@ -177,11 +177,11 @@ class Mirrors:
             self._say("note", text=f"old checkpoints could not be deleted: {_text(error)}")
 
     def _sync(self, uri: str) -> None:
-        """One round: the replica has what the run has, and no more than the same pruning leaves."""
+        """One round: copies to the replica what it lacks, and prunes it by the run's rules."""
         try:
             replica = replica_of(self._run, uri)
             if fenced(self._run, self._attempt):
-                return  # what is copied is now another attempt's to say
+                return  # another attempt decides now
             lineage = self._run.lineage()
             # Notes first: without them the replica would not know which of its manifests are void.
             for note in self._run.storage.files(ATTEMPTS).keys() - replica.storage.files(ATTEMPTS).keys():
@@ -191,7 +191,7 @@ class Mirrors:
                 if there.get(step) != name:
                     self._copy(replica, uri, step, name)
             retention.prune(replica, self._keep, orphans=True, attempt=self._attempt)
-        except Exception as error:  # whatever a replica does, training goes on
+        except Exception as error:  # a replica must not stop training
             self._say("replica_failed", replica=redact(uri), cause=_text(error))
 
     def _copy(self, replica: RunDir, uri: str, step: int, name: str) -> None:
@@ -208,10 +208,10 @@ class Mirrors:
         self._say("replica_saved", replica=redact(uri), step=step, bytes=copied, seconds=seconds)
 
     def _verify(self) -> None:
-        """Reads every checkpoint of the run and of its replicas, and mends what is bad from where it is good."""
+        """Reads every checkpoint of the run and of its replicas, and repairs bad ones from a good copy."""
         places = [self._run]
         for uri in self._uris:
-            with suppress(RaydistError, OSError):  # the copier tells of one that cannot be reached
+            with suppress(RaydistError, OSError):  # the copier reports a replica that cannot be reached
                 places.append(replica_of(self._run, uri))
         for place in places:
             try:
@@ -227,7 +227,7 @@ class Mirrors:
     def _mend(self, place: RunDir, others: Sequence[RunDir], step: int, name: str, problems: list[str]) -> None:
         mended = None
         for other in others:
-            with suppress(RaydistError, OSError):  # bad or not there: the next one
+            with suppress(RaydistError, OSError):  # bad or missing there: try the next place
                 copy(other, place, step, name)
                 mended = other.uri
                 break
@@ -239,7 +239,7 @@ class Mirrors:
 
 
 class _Worker:
-    """A thread that does one round of work each time it is woken; calls during a round make one more."""
+    """A thread that does one round of work at each `wake`; calls during a round cause one more round."""
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
         self._work, self._wake = work, threading.Event()
@@ -251,7 +251,7 @@ class _Worker:
         self._wake.set()
 
     def end(self, last_round: bool) -> None:
-        """Ends after one more round, or after the present one; does not wait for it."""
+        """Ends after one more round, or after the current one; does not wait for it."""
         self._last_round, self.ending = last_round, True
         self._wake.set()
 

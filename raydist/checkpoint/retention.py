@@ -1,10 +1,10 @@
-"""Which checkpoints go, and how no reader loses the one that it is reading.
+"""Which checkpoints are deleted, and how a checkpoint that is being read is protected.
 
 Runs anywhere: plain python, no torch.
 
-A reader leaves a lease in the step's folder, then looks whether that folder is being pruned. Who prunes leaves a mark,
-then looks for leases. Whichever comes second sees the other: a leased folder is spared, and a marked one is not read.
-A lease ends by its time if its reader died; so does a mark. Files only: it works on any storage, with no locks.
+A reader writes a lease into the step's folder, then checks whether that folder is being pruned. The pruning process writes a mark,
+then checks for leases. The second of the two sees the other's file: a leased folder is kept, and a marked one is not read.
+Leases and marks expire, in case their process died. These are files: it works on any storage, without locks.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ LEASE, MARK = "lease-", "PRUNING"
 _WRITTEN = re.compile(r"(?:\.tmp-)?(?:shard-\d+-of-\d+-|MANIFEST-)(\d+)\b.*")
 """A shard or a manifest, finished or not: the number is the attempt's."""
 LEASE_S, MARK_S = 3600.0, 60.0
-"""How long a lease and a mark count. No read of a checkpoint, and no look for leases, takes that long."""
+"""How long a lease and a mark are valid. No read of a checkpoint, and no check for leases, takes that long."""
 
 
 class Lease:
     """A reader's claim on one checkpoint, for LEASE_S seconds or until it is released."""
 
     def __init__(self, run: RunDir, step: int) -> None:
-        """Raises CheckpointNotFound if that checkpoint is on its way out."""
+        """Raises CheckpointNotFound if that checkpoint is being pruned."""
         self._storage = run.storage
         self._name: str | None = path(step, f"{LEASE}{uuid.uuid4().hex[:12]}")
         gone = CheckpointNotFound(f"{run.uri}: the checkpoint of step {step} was just pruned", "take a newer one")
@@ -43,14 +43,14 @@ class Lease:
         try:
             run.storage.write(self._name, manifest.canonical({"until": time.time() + LEASE_S}))
         except StorageError:
-            # A reader that may not write there cannot be seen. It reads unprotected, as docs/checkpoints.md says.
+            # A reader without write permission reads without protection; docs/explanation/checkpoints.md says so.
             self._name = None
         if _fresh(run.storage, path(step, MARK)) or run.manifest(step) is None:
             self.release()
             raise gone
 
     def release(self) -> None:
-        """Gives it back. A second call does nothing."""
+        """Deletes the lease. A second call does nothing."""
         if self._name is not None:
             self._storage.delete(self._name)
             self._name = None
@@ -58,7 +58,7 @@ class Lease:
 
 @contextmanager
 def leased(run: RunDir, step: int) -> Iterator[None]:
-    """Around reading a checkpoint. Raises CheckpointNotFound if it is on its way out."""
+    """For the time of reading a checkpoint. Raises CheckpointNotFound if it is being pruned."""
     lease = Lease(run, step)
     try:
         yield
@@ -66,21 +66,19 @@ def leased(run: RunDir, step: int) -> Iterator[None]:
         lease.release()
 
 
-def prune(
-    run: RunDir, keep: int, *, orphans: bool = False, spare: int | None = None, attempt: int | None = None
-) -> list[int]:
-    """Deletes all committed checkpoints but the `keep` newest, the best, and those being read. Returns their steps.
+def prune(run: RunDir, keep: int, *, orphans: bool = False, attempt: int | None = None) -> list[int]:
+    """Deletes all committed checkpoints except the `keep` newest, the best, and those being read. Returns their steps.
 
-    `orphans`: also what failed and killed saves left, in any folder but that of step `spare`; only for the one process
-    that saves to this run, since another's save in flight looks the same. `attempt`: who prunes; files of a later attempt
-    stay, for the pruning one may have been cut off without knowing it. None: the command line.
+    `orphans`: also files of failed and killed saves; only for the process that saves to this run, because another process's save
+    in flight looks the same. `attempt`: of the caller; files of a later attempt stay,
+    because the caller may be cut off without knowing it. None: the command line.
     """
     assert keep >= 1, "the newest checkpoint is never pruned"
     rows = manifest.summary(run)
     stay = {r["step"] for r in rows[-keep:]} | {manifest.best_of(rows)}
     gone = [r["step"] for r in rows if r["step"] not in stay and _remove(run.storage, r["step"], attempt)]
     if orphans:
-        committed = {step_folder(s) for s in run.committed()} | ({step_folder(spare)} if spare is not None else set())
+        committed = {step_folder(s) for s in run.committed()}
         for folder in run.storage.folders(CHECKPOINTS):
             name = f"{CHECKPOINTS}/{folder}"
             if name not in committed:
@@ -89,7 +87,7 @@ def prune(
 
 
 def sweep(run: RunDir, found: manifest.Manifest) -> None:
-    """Deletes the shards and manifests in a committed checkpoint's folder that are an earlier save's: failed, or void."""
+    """Deletes shards and manifests of earlier saves, failed or void, from a committed checkpoint's folder."""
     for name in sorted(run.storage.files(step_folder(found.step))):
         last = PurePosixPath(name).name
         by = _attempt(last)
@@ -100,13 +98,13 @@ def sweep(run: RunDir, found: manifest.Manifest) -> None:
 
 
 def _attempt(name: str) -> int | None:
-    """The attempt that wrote the shard or the manifest of that name; None for any other file."""
+    """The attempt that wrote the shard or manifest of that name; None for any other file."""
     match = _WRITTEN.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def _clear(storage: Storage, folder: str, attempt: int | None) -> None:
-    """Deletes what attempts up to `attempt` (None: all) left in a checkpoint's folder, manifests first; then the empty folder."""
+    """Deletes files of attempts up to `attempt` (None: all) in a checkpoint's folder, manifests first; then the empty folder."""
     names = storage.files(folder, unfinished=True)
     for name in sorted(names, key=lambda n: (manifest_attempt(n) is None, n)):
         by = _attempt(PurePosixPath(name).name)
@@ -121,7 +119,7 @@ def _remove(storage: Storage, step: int, attempt: int | None) -> bool:
     if any(_fresh(storage, n) for n in storage.files(step_folder(step)) if PurePosixPath(n).name.startswith(LEASE)):
         storage.delete(mark)
         return False
-    # The manifest goes first: it is no checkpoint any more, even if this process dies before the shards are gone.
+    # The manifest is deleted first: without it this is not a checkpoint, even if the process dies before the shards are deleted.
     _clear(storage, step_folder(step), attempt)
     return True
 

@@ -1,1 +1,1 @@
-"""The user's shell: one noun a file, typer and rich. Imports ray or torch only inside commands."""
+"""The `raydist` command, in the user's shell: one file per sub-command. Imports ray or torch only inside commands."""

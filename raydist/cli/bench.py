@@ -1,4 +1,4 @@
-"""`raydist bench`: what a cluster's links can do.
+"""`raydist bench`: measures a cluster's network.
 
 Runs in: the user's shell, or a Ray job's driver. Imports ray and torch inside commands only.
 """
@@ -21,12 +21,12 @@ from raydist.planner.vocabulary import vocabulary
 if TYPE_CHECKING:
     from raydist.spec import JobSpec
 
-app = typer.Typer(help="Measure what a cluster can do.", no_args_is_help=True)
+app = typer.Typer(help="Measure a cluster's network.", no_args_is_help=True)
 
 
 @app.callback()
 def _group() -> None:
-    """Measure what a cluster can do."""
+    """Measure a cluster's network."""
 
 
 @app.command()
@@ -34,7 +34,8 @@ def comm(
     spec: Annotated[
         Path | None,
         typer.Argument(
-            help="A job: its workers, and what its gradients take. Without one, just the links.", show_default=False
+            help="A job file: its workers, and the time of its gradients. Without one, only the links.",
+            show_default=False,
         ),
     ] = None,
     overrides: Annotated[
@@ -50,36 +51,40 @@ def comm(
     workers: Annotated[
         int | None,
         typer.Option(
-            min=2, help="Ranks. Default: the job's; else one a GPU, else one a node; two at least.", show_default=False
+            min=2,
+            help="Ranks. Default: the job's; else one per GPU, else one per node; at least two.",
+            show_default=False,
         ),
     ] = None,
     ops: Annotated[
         list[str] | None,
         typer.Option(
             "--op",
-            help="all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send_recv; as often as you like. Default: all.",
+            help="all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send_recv; may be repeated. Default: all.",
             show_default=False,
         ),
     ] = None,
     least: Annotated[str, typer.Option("--min-bytes", help="The smallest size, such as 1KiB.")] = "1KiB",
     most: Annotated[str, typer.Option("--max-bytes", help="The largest size, such as 256MiB.")] = "256MiB",
-    factor: Annotated[int, typer.Option(help="Each size over the one before.")] = 4,
+    factor: Annotated[int, typer.Option(help="Ratio of each size to the previous one.")] = 4,
     dtypes: Annotated[
-        list[str] | None, typer.Option("--dtype", help="fp32 or bf16; or both. Default: fp32.", show_default=False)
+        list[str] | None,
+        typer.Option("--dtype", help="fp32 or bf16; may be repeated. Default: fp32.", show_default=False),
     ] = None,
     iterations: Annotated[
-        int, typer.Option("--iters", help="Of each size; fewer where one size would take over 2 s.")
+        int, typer.Option("--iters", help="Iterations per size; fewer if one size would take over 2 s.")
     ] = 20,
     vocab: Annotated[
         int | None,
-        typer.Option(min=1, help="Size of the job's vocabulary; default: what its data says.", show_default=False),
+        typer.Option(min=1, help="Vocabulary size of the job; default: read from its data.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Measure collectives, pairs of nodes, and what a job's gradients take on them; suggest the size of its buckets."""
+    """Measure collectives, pairs of nodes and the time of a job's gradients; suggest a bucket size."""
     from dataclasses import asdict, replace
 
     from raydist.bench.options import OPS, Ask
+    from raydist.extension_plans import buckets
 
     job = _job(spec, overrides or [], workers)
     gradients, vocab_size = None, 0
@@ -98,7 +103,7 @@ def comm(
         gradients = (4 if job.precision.reduce == "fp32" else 2) * Planner(job, vocab_size, "cpu").model().size(
             trained=True
         )
-    tried = spec is not None and job.parallel.strategy == "ddp"
+    tried = spec is not None and buckets(job.parallel.strategy)
     ask = replace(
         ask,
         gradients=gradients,
@@ -126,30 +131,30 @@ def comm(
 
         if spec is None and workers is None:
             job = _job(None, [], bench.workers(session))
-        told = bench.run("raydist.bench.comm:in_ranks", asdict(ask), job, session, spread=spec is None)
-    if isinstance(told, bench.Interrupted):
-        print("raydist: interrupted; nothing was kept", file=sys.stderr)
-        raise typer.Exit(130 if told.signal == signal.SIGINT else 143)
+        result = bench.run("raydist.bench.comm:in_ranks", asdict(ask), job, session, spread=spec is None)
+    if isinstance(result, bench.Interrupted):
+        print("raydist: interrupted; no result was kept", file=sys.stderr)
+        raise typer.Exit(130 if result.signal == signal.SIGINT else 143)
     if as_json:
-        print(json.dumps(told))
+        print(json.dumps(result))
     else:
         from raydist.report.comm import show
 
-        show(told)
-    if any(row["wrong"] for row in told["collectives"]):
-        print("raydist: a collective gave wrong numbers: see #wrong", file=sys.stderr)
+        show(result)
+    if any(row["wrong"] for row in result["collectives"]):
+        print("raydist: a collective returned wrong values: see #wrong", file=sys.stderr)
         raise typer.Exit(3)
 
 
 def _job(spec: Path | None, overrides: list[str], workers: int | None) -> JobSpec:
-    """The job; without a file the least that says how many workers there are. Raises SpecError, UsageError."""
+    """The job of the file; without one, a minimal job with that many workers. Raises SpecError, UsageError."""
     from raydist.errors import UsageError
     from raydist.spec import load, parse
 
     if spec is not None:
         return load(spec, [*overrides, *([f"cluster.workers={workers}"] if workers else [])])
     if overrides:
-        raise UsageError("--set without a job", "name the job's file, or leave --set out")
+        raise UsageError("--set without a job", "give the job's file, or leave out --set")
     count = workers or 2
     train = {"steps": 1, "global_batch": count, "micro_batch": 1}
     return parse({"name": "bench", "data": {"source": "none"}, "train": train, "cluster": {"workers": count}})

@@ -53,7 +53,7 @@ def _line(row: dict[str, Any]) -> str:
 
 @app.command()
 def verify(run: _Run, step: _Step = None, storage: options.Storage = None, as_json: _Json = False) -> None:
-    """Check every byte of a run's checkpoints against their hashes. Exit code 3 if a file is bad; it is named."""
+    """Check every byte of a run's checkpoints against their hashes. Exit code 3 if a file is bad; its name is printed."""
     from raydist.checkpoint import manifest, retention
 
     folder = resolve(run, storage)
@@ -69,7 +69,7 @@ def verify(run: _Run, step: _Step = None, storage: options.Storage = None, as_js
             continue  # pruned since it was listed
         checked.append({"step": number, "good": not problems, "problems": problems})
         if not as_json:
-            print(f"step {number}: {'bad' if problems else 'every byte is as it was written'}")
+            print(f"step {number}: {'bad' if problems else 'all bytes match their hashes'}")
         for problem in problems:
             print(f"raydist: {problem}", file=sys.stderr)
     if as_json:
@@ -84,7 +84,7 @@ def verify(run: _Run, step: _Step = None, storage: options.Storage = None, as_js
 def prune(
     run: _Run,
     keep: Annotated[
-        int | None, typer.Option(min=1, help="Newest checkpoints that stay, besides the best; default: the run's own.")
+        int | None, typer.Option(min=1, help="Newest checkpoints to keep, besides the best; default: the run's own.")
     ] = None,
     storage: options.Storage = None,
     as_json: _Json = False,
@@ -93,13 +93,13 @@ def prune(
     from raydist.checkpoint import retention
 
     folder = resolve(run, storage)
-    gone = retention.prune(folder, _keep(folder) if keep is None else keep)
+    pruned = retention.prune(folder, _keep(folder) if keep is None else keep)
     left = folder.committed()
     if as_json:
-        print(json.dumps({"pruned": gone, "left": left}))
+        print(json.dumps({"pruned": pruned, "left": left}))
     else:
         print(
-            f"{folder.uri}: pruned {', '.join(map(str, gone)) or 'nothing'}; left {', '.join(map(str, left)) or 'nothing'}"
+            f"{folder.uri}: pruned {', '.join(map(str, pruned)) or 'nothing'}; left {', '.join(map(str, left)) or 'nothing'}"
         )
 
 
@@ -123,11 +123,13 @@ def export(
     ] = "safetensors",
     dataset: Annotated[
         str | None,
-        typer.Option(help="The run's prepared data, if it has moved; its tokenizer goes along.", show_default=False),
+        typer.Option(
+            help="The run's prepared data, if it has moved; its tokenizer is exported too.", show_default=False
+        ),
     ] = None,
     storage: options.Storage = None,
 ) -> None:
-    """Write a checkpoint's weights for other libraries; the newest good one unless --step says otherwise."""
+    """Write a checkpoint's weights for other libraries. Default: the newest valid checkpoint."""
     folder = resolve(run, storage)
     from raydist.worker.checkpoint.export import export as write
 

@@ -1,4 +1,4 @@
-"""`raydist convert`: another trainer's configuration as a raydist job file.
+"""`raydist convert`: converts another trainer's configuration to a raydist job file.
 
 Runs in: the user's shell. Imports neither ray nor torch.
 """
@@ -15,12 +15,12 @@ import typer
 from raydist.cli.output import write
 from raydist.errors import SpecError
 
-app = typer.Typer(help="Turn another trainer's configuration into a job file.", no_args_is_help=True)
+app = typer.Typer(help="Convert another trainer's configuration to a job file.", no_args_is_help=True)
 
 
 @app.callback()
-def _noun() -> None:
-    """Turn another trainer's configuration into a job file."""
+def _group() -> None:
+    """Convert another trainer's configuration to a job file."""
 
 
 @app.command()
@@ -31,7 +31,7 @@ def deepspeed(
     spec: Annotated[
         Path | None,
         typer.Option(
-            help="The job that it is for: its workers tie the batch sizes together. The result extends it.",
+            help="The job that uses it; its workers relate the batch sizes. The result extends this job.",
             show_default=False,
         ),
     ] = None,
@@ -39,7 +39,7 @@ def deepspeed(
         Path | None, typer.Option("--output", "-o", help="Write to this file; default: stdout.", show_default=False)
     ] = None,
 ) -> None:
-    """Print a DeepSpeed file as YAML of a job, with comments on what has no counterpart."""
+    """Convert a DeepSpeed file to the YAML of a job, with comments on options without a counterpart."""
     from raydist.spec import load, read_tree
     from raydist.spec.deepspeed import convert
     from raydist.spec.models import flatten
@@ -52,15 +52,15 @@ def deepspeed(
         other = tree.pop("deepspeed", None)
         converted = convert(config, flatten(tree))
         if not converted.problems:
-            load(spec, deepspeed=config, warn=lambda line: None)  # what does not fit together is said now
+            load(spec, deepspeed=config, warn=lambda line: None)  # report conflicts now
         head = f"extends: {os.path.relpath(spec, Path() if output is None else output.parent)}\n"
         if other is not None:
-            head += "deepspeed: null  # what it says stands below\n"
+            head += "deepspeed: null  # its settings are below\n"
     if converted.problems:
         raise SpecError("\n".join(converted.problems))
     text = converted.to_yaml(head)
     if output is None:
-        print(text, end="")  # its comments say what the warnings would
+        print(text, end="")  # its comments contain the warnings
         return
     for line in converted.warnings():
         print(f"raydist: {line}", file=sys.stderr)

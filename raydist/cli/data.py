@@ -1,4 +1,4 @@
-"""`raydist data`: prepares corpora as datasets of token shards, checks them and shows what is in them.
+"""`raydist data`: prepares corpora as datasets of token shards, checks datasets and shows their contents.
 
 Runs in: the user's shell. Imports pyarrow and ray only inside commands.
 """
@@ -16,7 +16,7 @@ from raydist.redact import redact
 if TYPE_CHECKING:
     from raydist.data.index import DatasetIndex
 
-app = typer.Typer(help="Prepare corpora, check them, show what is in them.", no_args_is_help=True)
+app = typer.Typer(help="Prepare corpora as datasets, check them, show their contents.", no_args_is_help=True)
 
 _Source = Annotated[
     list[str],
@@ -34,9 +34,9 @@ def prepare(
     sources: _Source,
     out: Annotated[str, typer.Option(help="Folder or URI of the dataset; on a cluster, one that all nodes share.")],
     tokenizer: Annotated[str, typer.Option(help="bytes, bpe:VOCAB, or the path of a tokenizer.json.")] = "bytes",
-    column: Annotated[str, typer.Option(help="Column of the text in JSON lines and Parquet.")] = "text",
+    column: Annotated[str, typer.Option(help="Column that contains the text, in JSON lines and Parquet.")] = "text",
     eval_fraction: Annotated[
-        float, typer.Option(min=0.0, max=0.99, help="Share of the documents that is held out for evaluation.")
+        float, typer.Option(min=0.0, max=0.99, help="Share of the documents held out for evaluation.")
     ] = 0.01,
     address: Annotated[
         str | None,
@@ -47,7 +47,7 @@ def prepare(
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Make a dataset of these sources. The same command again finishes one that was cut short."""
+    """Prepare a dataset from these sources. The same command again completes an interrupted one."""
     from raydist.cluster.data_prepare import RayMap
     from raydist.data.prepare import prepare as make
     from raydist.report.preparing import data_progress
@@ -70,18 +70,18 @@ def verify(
     dataset: Annotated[str, typer.Argument(metavar="DIR", help="Folder or URI of a dataset.", show_default=False)],
     as_json: _Json = False,
 ) -> None:
-    """Check every byte of a dataset against its hashes. Exit code 3 if a file is damaged; it is named."""
+    """Check every byte of a dataset against its hashes. Exit code 3 if a file is damaged; its name is printed."""
     from raydist.data.verify import verify as check
 
     damage, dataset = check(dataset), redact(dataset)
     if as_json:
         print(json.dumps({"path": dataset, "damaged": [{"file": d.file, "reason": d.reason} for d in damage]}))
-    for found in damage:
-        print(f"raydist: {dataset}/{found.file}: {found.reason}", file=sys.stderr)
+    for damaged in damage:
+        print(f"raydist: {dataset}/{damaged.file}: {damaged.reason}", file=sys.stderr)
     if damage:
         raise typer.Exit(3)
     if not as_json:
-        print(f"{dataset}: every file is as it was written")
+        print(f"{dataset}: all files match their hashes")
 
 
 @app.command()
@@ -89,7 +89,7 @@ def show(
     dataset: Annotated[str, typer.Argument(metavar="DIR", help="Folder or URI of a dataset.", show_default=False)],
     as_json: _Json = False,
 ) -> None:
-    """Show what a dataset holds, from its index."""
+    """Show the contents of a dataset, from its index."""
     from raydist.data import index
     from raydist.storage import Storage
 
@@ -116,11 +116,11 @@ def _print(uri: str, index: DatasetIndex, as_json: bool) -> None:
         print(json.dumps(facts))
         return
     print(f"{path}: {index.fingerprint}")
-    print(f"  of         {', '.join(index.sources)}")
+    print(f"  sources    {', '.join(index.sources)}")
     print(f"  tokenizer  {index.tokenizer.name}, {index.tokenizer.vocab_size} ids, stored as {index.dtype}")
     for name, split in (("train", index.train), ("eval", index.eval)):
         print(
             f"  {name:<9}  {split.tokens:,} tokens, {split.documents:,} documents, {split.bytes:,} bytes of text, "
             f"{len(split.shards)} shards"
         )
-    print(f"  unigram    {index.unigram_nats:.3f} nats a byte, on the eval split")
+    print(f"  unigram    {index.unigram_nats:.3f} nats per byte, on the eval split")

@@ -1,4 +1,4 @@
-"""`raydist faults`: what `raydist train --faults FILE` can inject.
+"""`raydist faults`: lists the faults that `raydist train --faults FILE` can inject.
 
 Runs in: the user's shell. Never imports ray or torch.
 """
@@ -27,5 +27,5 @@ def faults(
         return
     for name, kind in KINDS.items():
         print(f"{name}: {summary(kind)}")
-        for field, told in fields(kind).items():
-            print(f"    {field}: {told}")
+        for field, description in fields(kind).items():
+            print(f"    {field}: {description}")

@@ -1,7 +1,7 @@
-"""`raydist init`: the sample jobs and sweeps, for those who have the package and not the repository.
+"""`raydist init`: writes the sample jobs and sweeps, for users who have the package and not the repository.
 
-Runs in: the user's shell. The files are the repository's own jobs/, tune_sweeps/ and deploy/grafana/: raydist/starter has links
-to them, which a wheel holds as files.
+Runs in: the user's shell. The files are the repository's own jobs/, tune_sweeps/ and deploy/grafana/: raydist/starter contains
+links to them, and a wheel contains the files.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ def register(app: typer.Typer) -> None:
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(help="Where to; it is made if need be.", show_default="here")] = Path("."),
+    folder: Annotated[
+        Path, typer.Argument(help="Target folder; created if missing.", show_default="the current folder")
+    ] = Path("."),
 ) -> None:
     """Write sample jobs, sweeps, their schemas for editors, and the Grafana dashboard into a folder."""
     wanted = {f"schemas/{name}.schema.json": json.dumps(schema, indent=2) + "\n" for name, schema in
               (("spec", job_schema()), ("sweep-spec", sweep_schema()))}  # fmt: skip
     for path in sorted(_STARTER.glob("*/*")):
         text = path.read_text(encoding="utf-8")
-        wanted[f"{path.parent.name}/{path.name}"] = text.replace("$schema=../docs/", "$schema=../schemas/")
+        wanted[f"{path.parent.name}/{path.name}"] = text.replace("$schema=../docs/reference/", "$schema=../schemas/")
     missing = {name: text for name, text in wanted.items() if not _same(folder / name, text)}
     for name, text in missing.items():
         try:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"{(folder / name).parent}: cannot be made: {error.strerror}", "choose another folder"
+                f"{(folder / name).parent}: cannot be created: {error.strerror}", "choose another folder"
             ) from None
         output.write(folder / name, text)
         print(folder / name)
@@ -49,15 +51,15 @@ def init(
 
 
 def _same(path: Path, text: str) -> bool:
-    """Whether the file is there as it would be written. Raises UserError if it is there and says something else."""
+    """Whether the file exists with this text. Raises UserError if it exists with another text."""
     try:
-        found = path.read_text(encoding="utf-8")
+        existing = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return False
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}", "choose another folder") from None
-    if found != text:
+    if existing != text:
         raise UserError(
-            f"{path} is there and is not the sample: nothing was written", "move it away, or choose another folder"
+            f"{path} exists and differs from the sample: nothing was written", "move it away, or choose another folder"
         )
     return True

@@ -1,4 +1,4 @@
-"""`raydist logs`: what the ranks of a run printed, from the run's folder, while it trains and after.
+"""`raydist logs`: shows what the ranks of a run printed, from the run's folder, during and after training.
 
 Runs in: the user's shell. Never imports ray or torch.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 _NEXT_S, _LATE_S = 1.5, 3.0
-"""After an attempt's end, and a run's: how long lines may still be on their way to storage."""
+"""How long after the end of an attempt, and of a run, lines may still arrive on storage."""
 
 
 def register(app: typer.Typer) -> None:
@@ -33,17 +33,17 @@ def register(app: typer.Typer) -> None:
 def logs(
     run: Annotated[str, typer.Argument(help="A run folder's path or URI, or a run's name.", show_default=False)],
     storage: options.Storage = None,
-    rank: Annotated[int | None, typer.Option(min=0, help="Of this rank only.", show_default=False)] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Only lines of this rank.", show_default=False)] = None,
     attempt: Annotated[
-        int | None, typer.Option(min=1, help="Of this attempt. Default: the newest.", show_default=False)
+        int | None, typer.Option(min=1, help="Lines of this attempt. Default: the newest.", show_default=False)
     ] = None,
     tail: Annotated[
-        int | None, typer.Option(min=1, help="Only the last lines of each rank.", show_default=False)
+        int | None, typer.Option(min=1, help="Only this many last lines of each rank.", show_default=False)
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the run ends, from attempt to attempt.")
+        bool, typer.Option("--follow", "-f", help="Keep printing until the run ends, across attempts.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="An object a line: attempt, rank, line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line: attempt, rank, line.")] = False,
 ) -> None:
     """Show what the ranks of a run printed, stdout and stderr together."""
     from raydist.run.directory import resolve
@@ -75,7 +75,7 @@ class _Printer:
         self._as_json, self.printed = as_json, False
 
     def all(self, attempt: int, reader: Reader, tail: int | None = None, last: bool = False) -> bool:
-        """Prints what is new; whether there was anything. `tail`: the last lines of each rank."""
+        """Prints the new lines; returns whether there were any. `tail`: only this many last lines of each rank."""
         lines = reader.read(last)
         if tail is not None:
             kept: dict[int, deque[str]] = {}
@@ -85,21 +85,21 @@ class _Printer:
         some = False
         for rank, line in lines:
             some = self.printed = True
-            told = {"attempt": attempt, "rank": rank, "line": line}
-            print(json.dumps(told) if self._as_json else f"[rank {rank}] {line}")
+            record = {"attempt": attempt, "rank": rank, "line": line}
+            print(json.dumps(record) if self._as_json else f"[rank {rank}] {line}")
         sys.stdout.flush()
         return some
 
 
 def _follow(place: RunDir, reader: Reader, out: _Printer) -> None:
-    """Until the run has ended and nothing more has come for a moment."""
+    """Prints new lines until the run has ended and no line has arrived for `_LATE_S`."""
     from raydist.run.log import last_attempt
     from raydist.run.rank_logs import Reader
     from raydist.run.status import read_state
 
     quiet = 0.0
     while True:
-        # The state first: what was printed before the end is looked for once more after it.
+        # Read the status first: lines printed before the run ended are then read once more after it.
         running = read_state(place)["status"] == "running"
         newest = last_attempt(place)
         if out.all(reader.attempt, reader):
@@ -116,16 +116,16 @@ def _follow(place: RunDir, reader: Reader, out: _Printer) -> None:
 
 
 def _nothing(place: RunDir, attempt: int, rank: int | None) -> str:
-    """Why nothing was shown, and where else to look."""
+    """Why there are no lines, and where else to look."""
     from raydist.run.directory import LOGS
 
     who = "no rank has" if rank is None else f"rank {rank} has not"
     if attempt == 0:
-        return f"run {place.name} has not begun an attempt: nothing was printed"
-    told = f"{who} printed anything in attempt {attempt} of run {place.name}"
+        return f"run {place.name} has not started an attempt: nothing was printed"
+    text = f"{who} printed anything in attempt {attempt} of run {place.name}"
     others = sorted(
         {name.split("/")[1] for name in place.storage.files(LOGS, recursive=True)} - {f"attempt-{attempt:04d}"}
     )
     if others:
-        told += f"; {place.uri}/{LOGS} also has {', '.join(others)}"
-    return f"{told}; under torchrun ranks print to its terminal, and what Ray itself says is in its logs on the nodes (`ray logs`)"
+        text += f"; {place.uri}/{LOGS} also contains {', '.join(others)}"
+    return f"{text}; under torchrun, ranks print to its terminal; Ray's own messages are in its logs on the nodes (`ray logs`)"

@@ -1,8 +1,8 @@
-"""The `raydist` command: its sub-commands, and what its exit codes mean.
+"""The `raydist` command: its sub-commands and its exit codes.
 
 Runs in: the user's shell. Must stay light: `raydist --help` answers in half a second.
 
-0: done. 2: what was asked cannot be done; nothing was started. 3: the training stopped. 130, 143: interrupted by SIGINT or SIGTERM.
+0: success. 2: invalid request; nothing was started. 3: the training stopped. 130, 143: interrupted by SIGINT or SIGTERM.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from raydist.cluster.head_monitor import leave
 from raydist.errors import RaydistError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""What a write to stdout may end with, where that is a file on a disk."""
+"""Errors of a write to stdout if that is a file: disk full, quota exceeded, I/O error."""
 
 app = typer.Typer(
     name="raydist",
-    help="Trains PyTorch models on a Ray cluster, and gets them to the end.",
+    help="Trains PyTorch models on a Ray cluster, and recovers from failures.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -85,17 +85,17 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Trains PyTorch models on a Ray cluster, and gets them to the end."""
+    """Trains PyTorch models on a Ray cluster, and recovers from failures."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs a command and exits with its code. What raydist raises becomes one clear message on stderr."""
+    """Runs a command and exits with its code. A RaydistError is printed as one message on stderr."""
     try:
-        # The user's own modules are found from where the command is called, as `python -m raydist` finds them.
+        # Import the user's own modules from the working directory, as `python -m raydist` does.
         if (here := os.getcwd()) not in sys.path:
             sys.path.insert(0, here)
     except FileNotFoundError:
-        print("raydist: the working directory is gone\n  go to one that is there: cd", file=sys.stderr)
+        print("raydist: the working directory no longer exists\n  change to an existing one: cd", file=sys.stderr)
         sys.exit(2)
     try:
         _run(arguments)
@@ -110,20 +110,20 @@ def main(arguments: list[str] | None = None) -> None:
         print("raydist: interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        # `raydist runs | head`: the reader has seen enough. Nothing may be written to stdout any more.
+        # `raydist runs | head`: the reader closed the pipe, so nothing more may be written to stdout.
         sys.stdout = None
         sys.exit(0)
     except OSError as error:
         if error.errno not in _FULL or error.filename is not None:
             raise
-        # What is still buffered can never be written: Python would say so once more at its end.
+        # The buffer cannot be written: without this, Python would report the error again at exit.
         sys.stdout = None
         print(f"raydist: stdout cannot be written: {error.strerror}", file=sys.stderr)
         sys.exit(3)
 
 
 def _run(arguments: list[str] | None) -> None:
-    """The command; what it printed has then been written."""
+    """Runs the command and flushes stdout."""
     try:
         app(arguments)
     except SystemExit:

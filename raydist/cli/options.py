@@ -1,4 +1,4 @@
-"""Options that several commands have: the same name and the same help everywhere.
+"""Options of several commands, with the same name and the same help in each.
 
 Runs in: the user's shell. Must stay light.
 """
@@ -16,9 +16,9 @@ Overrides = Annotated[
 ]
 DeepSpeed = Annotated[
     Path | None,
-    typer.Option(help="A DeepSpeed JSON file; it beats the job's own fields, but not --set.", show_default=False),
+    typer.Option(help="A DeepSpeed JSON file; it overrides the job's fields, but not --set.", show_default=False),
 ]
-Name = Annotated[str | None, typer.Option(help="Name of the run, or sweep. The same name and storage go on with it.")]
+Name = Annotated[str | None, typer.Option(help="Name of the run or sweep. The same name and storage resume it.")]
 Storage = Annotated[
     str | None,
     typer.Option(
@@ -30,18 +30,20 @@ Address = Annotated[
     str | None,
     typer.Option(help="local: a private Ray; auto or HOST:PORT: a cluster. Default: auto in a Ray job, else local."),
 ]
-Until = Annotated[int | None, typer.Option(min=1, help="End after this step, with a checkpoint, as paused.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Delete what is there of that name, and start anew.")]
+Until = Annotated[int | None, typer.Option(min=1, help="Pause after this step, with a checkpoint.")]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Delete an existing run of that name, and start from the beginning.")
+]
 Faults = Annotated[
     Path | None,
-    typer.Option(help="A YAML list of what is to go wrong on the way: see `raydist faults`.", show_default=False),
+    typer.Option(help="A YAML list of faults to inject: see `raydist faults`.", show_default=False),
 ]
 WaitForDriver = Annotated[
     float,
     typer.Option(
         min=0,
         metavar="SECONDS",
-        help="How long to wait for another driver of it to end, or to be missed, before this one is refused.",
+        help="How long to wait for another driver of the same run or sweep to end, or its lease to expire, before giving up.",
     ),
 ]
-LastJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON on stdout.")]
+LastJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON on stdout at the end.")]

@@ -1,4 +1,4 @@
-"""A file that a user asked for with -o.
+"""Writes the file that `-o` names.
 
 Runs in: the user's shell.
 """
@@ -11,8 +11,8 @@ from raydist.errors import UserError
 
 
 def write(out: Path, data: bytes | str) -> None:
-    """Text is written as UTF-8. Raises UserError."""
+    """Writes `data` to `out`, text as UTF-8. Raises UserError."""
     try:
         out.write_bytes(data.encode() if isinstance(data, str) else data)
     except OSError as error:
-        raise UserError(f"{out}: cannot be written: {error.strerror}", "check the path that -o gives") from None
+        raise UserError(f"{out}: cannot be written: {error.strerror}", "check the path given with -o") from None

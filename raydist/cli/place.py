@@ -1,4 +1,4 @@
-"""Where a sweep will run, as `raydist sweep FILE --dry-run` looks at it: the nodes, and how many cells train there at once.
+"""The nodes that a sweep will use, for `raydist sweep FILE --dry-run`: their resources, and how many cells train at once.
 
 Runs in: the user's shell. Imports ray and pynvml inside functions.
 """
@@ -21,21 +21,21 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def where(address: str | None) -> str:
-    """What `open_session` is given: `address`, else the cluster that RAY_ADDRESS names, else "local": a private Ray here."""
+    """The address for `open_session`: `address`, else the cluster of RAY_ADDRESS, else "local": a private Ray on this machine."""
     return address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
 
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """The nodes of a cluster, or this machine alone. `nodes`: the total resources of each."""
+    """The nodes of a cluster, or only this machine. `nodes`: the total resources of each."""
 
     name: str
     nodes: tuple[Mapping[str, float], ...]
     resources: Mapping[str, float]
-    """All nodes' together, with `accelerator_type:NAME` where they say it."""
+    """Sums over all nodes, with `accelerator_type:NAME` if Ray knows it."""
 
     def place(self, jobs: Iterable[JobSpec], concurrent: int | None) -> Place:
-        """What the forecast is told: how many of these cells train at once, at most `concurrent`."""
+        """For the forecast: how many of these cells train at once, at most `concurrent`."""
         from raydist.cluster.preflight import gpus_per_worker
         from raydist.cluster.sweep.capacity import asked, at_once
         from raydist.report.sweep.forecast import Place
@@ -59,7 +59,7 @@ class Ground:
 
 
 def look(address: str) -> Ground:
-    """`address` as `where` gives it. Raises UserError without such a cluster."""
+    """The nodes at `address`, which is a result of `where`. Raises UserError if there is no such cluster."""
     if address == "local":
         here = {"CPU": float(_cpus()), **({"GPU": float(gpus)} if (gpus := _gpus()) else {})}
         return Ground("this machine", (here,), here)
@@ -77,7 +77,7 @@ def look(address: str) -> Ground:
 
 
 def _cpus() -> int:
-    """Those that a private Ray has: the machine's, or what the container is limited to."""
+    """CPUs of a private Ray: the machine's, or the container's limit."""
     count = os.cpu_count() or 1
     try:
         quota, period = _QUOTA.read_text().split()

@@ -1,6 +1,6 @@
-"""`raydist plan`: does a job fit, under which strategy, and what each one holds and sends.
+"""`raydist plan`: whether a job fits in memory, under which strategy, and what each strategy stores and sends.
 
-Runs in: the user's shell. Imports torch inside the command; trains nothing and reads no data, but for the size of its vocabulary.
+Runs in: the user's shell. Imports torch inside the command. Trains nothing; reads the data only for the vocabulary size.
 """
 
 from __future__ import annotations
@@ -36,34 +36,41 @@ def plan(
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, such as optim.lr=3e-4.")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="GPUs to train on; default: cluster.workers, the most of them.")
+        int | None, typer.Option(min=1, help="Number of GPUs; default: the most that cluster.workers allows.")
     ] = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node: the group of hsdp.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs per node; hsdp shards within a node.")] = 8,
     memory: Annotated[
-        str | None, typer.Option(help="Of one device, such as 80GiB; default: that of --device, else of the GPU here.")
+        str | None,
+        typer.Option(help="Memory of one device, such as 80GiB; default: from --device, else this machine's GPU."),
     ] = None,
     vocab: Annotated[
-        int | None, typer.Option(min=1, help="Size of the vocabulary; default: what the job's data says.")
+        int | None, typer.Option(min=1, help="Vocabulary size; default: read from the job's data.")
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option("--device", help="GPU to plan for, such as h100 or a100-40; default: the one here."),
+        typer.Option("--device", help="GPU to plan for, such as h100 or a100-40; default: this machine's."),
     ] = None,
     efficiency: Annotated[
         float | None,
-        typer.Option(min=0.01, max=1, help="Share of the GPU's peak that a step's FLOPs are done at; default: 0.4."),
+        typer.Option(min=0.01, max=1, help="Share of the GPU's peak FLOP/s that a step reaches; default: 0.4."),
     ] = None,
     in_node: Annotated[
         float | None,
-        typer.Option(min=0.001, metavar="GB/S", help="Of a GPU to those of its node, one way; default: the GPU's."),
+        typer.Option(
+            min=0.001,
+            metavar="GB/S",
+            help="Bandwidth of a GPU within its node, one way; default: from its specification.",
+        ),
     ] = None,
     between_nodes: Annotated[
         float | None,
-        typer.Option(min=0.001, metavar="GB/S", help="Of a GPU to other nodes, one way; default: a DGX of it."),
+        typer.Option(
+            min=0.001, metavar="GB/S", help="Bandwidth of a GPU to other nodes, one way; default: as in a DGX."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Say what a job needs of each device under every strategy, which fit, which to take, and how fast it would be."""
+    """Estimate a job's memory per device and its speed under every strategy; say which fit, and which to use."""
     from raydist.planner.facts import Machine
     from raydist.spec import load
 
@@ -82,22 +89,22 @@ def plan(
         planner = Planner(job, vocab_size, device, measuring)
         model = planner.model()
         advice = advise(job, machine, model, planner.measure)
-        told = tell(str(spec), job, machine, because, model, planner.attention, advice)
-        reckoned = (chosen or speed.by_name(device_name())) if device == "cuda" else speed.NO_GPU
-        if not isinstance(reckoned, str):
-            reckoned = reckoned.but(efficiency, in_node, between_nodes)
-        speed.add(told, job, machine, model, reckoned, planner.flops_per_token)
+        result = tell(str(spec), job, machine, because, model, planner.attention, advice)
+        hardware = (chosen or speed.by_name(device_name())) if device == "cuda" else speed.NO_GPU
+        if not isinstance(hardware, str):
+            hardware = hardware.but(efficiency, in_node, between_nodes)
+        speed.add(result, job, machine, model, hardware, planner.flops_per_token)
     if as_json:
-        print(json.dumps(told))
+        print(json.dumps(result))
     else:
         from raydist.report.plan import show
 
-        show(told)
+        show(result)
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Shows what it is told that is being done, on stderr, where that is a terminal; gone with the block."""
+    """Yields a function that shows the current activity on stderr, if that is a terminal; cleared when the block ends."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -110,33 +117,37 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 def parse_size(text: str, option: str = "--memory") -> int:
     """Bytes of "80GiB", "80G", "80GB" or "1e9". GB is 10^9, GiB and G are 2^30. Raises UsageError, which names the option."""
-    found = re.fullmatch(r"\s*([0-9.]+(?:[eE]\d+)?)\s*([KMGT]?)(iB|B)?\s*", text)
+    match = re.fullmatch(r"\s*([0-9.]+(?:[eE]\d+)?)\s*([KMGT]?)(iB|B)?\s*", text)
     try:
-        number = float(found[1]) if found else 0.0
+        number = float(match[1]) if match else 0.0
     except ValueError:
         number = 0.0
-    if not found or not 0 < number < math.inf:
-        raise UsageError(f"{option} {text}: no size", "write 80GiB" if option == "--memory" else "write 4MiB")
-    power = " KMGT".index(found[2] or " ")
-    return int(number * (1000 if found[3] == "B" else 1024) ** power)
+    if not match or not 0 < number < math.inf:
+        raise UsageError(f"{option} {text}: not a size", "write 80GiB" if option == "--memory" else "write 4MiB")
+    power = " KMGT".index(match[2] or " ")
+    return int(number * (1000 if match[3] == "B" else 1024) ** power)
 
 
 def target(job: JobSpec, *, asked: bool, here: bool) -> tuple[Literal["cuda", "cpu"], str]:
-    """The device type to plan for, and why. `asked`: GPUs or their memory were named; `here`: this machine has one."""
+    """The device type to plan for, and why. `asked`: an option names GPUs or their memory; `here`: this machine has a GPU."""
     each = job.cluster.gpus_per_worker
     if each != "auto":
         return ("cuda" if each > 0 else "cpu"), f"cluster.gpus_per_worker is {each:g}"
     if asked:
-        return "cuda", "GPUs were asked for"
+        return "cuda", "an option asks for GPUs"
     if job.precision.params == "fp16":
         return "cuda", "fp16 trains on GPUs only"
-    return ("cuda", "this machine has a GPU") if here else ("cpu", "no GPU here, and none asked for: see --gpus")
+    return (
+        ("cuda", "this machine has a GPU")
+        if here
+        else ("cpu", "this machine has no GPU, and no option asks for one: see --gpus")
+    )
 
 
 def tell(
     source: str, job: JobSpec, machine: Machine, because: str, model: Model, attention: str, advice: Advice
 ) -> dict[str, Any]:
-    """All of a plan as plain values: what --json prints. docs/plan.md has its keys."""
+    """The plan as plain values, as --json prints it. docs/how-to/plan.md lists the keys."""
     from raydist.planner.estimate import batches
 
     micro, count = batches(job, machine.ranks)
@@ -187,13 +198,13 @@ def _row(row: Row, machine: Machine) -> dict[str, Any]:
 
     if row.estimate is None:
         return {"strategy": row.strategy, "refused": row.refused, "fits": None}
-    found = asdict(row.estimate)
+    values = asdict(row.estimate)
     on_node = min(machine.ranks, machine.per_node)
-    host, disk = found.pop("host") * on_node, found.pop("disk") * on_node
-    # Two of each rank's, and of several nodes each keeps another one's two as well.
-    copies = (4 if machine.nodes > 1 else 2) * found.pop("copy") * on_node
+    host, disk = values.pop("host") * on_node, values.pop("disk") * on_node
+    # Two copies of each rank's state; with several nodes, each node also keeps two copies of another node's ranks.
+    copies = (4 if machine.nodes > 1 else 2) * values.pop("copy") * on_node
     return {
-        **found,
+        **values,
         "total": row.estimate.total,
         "host_per_node": host,
         "disk_per_node": disk,

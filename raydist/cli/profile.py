@@ -1,4 +1,4 @@
-"""`raydist profile`: figures of a live run over a while, with verdicts.
+"""`raydist profile`: measures a run that is training, and compares the figures with thresholds.
 
 Runs in: the user's shell. Imports pyarrow and rich inside the command; never ray or torch.
 """
@@ -24,11 +24,13 @@ def profile(
     run: Annotated[str, typer.Argument(help="A run folder's path or URI, or a run's name.", show_default=False)],
     storage: options.Storage = None,
     duration: Annotated[float, typer.Option(min=0.1, help="Seconds to measure.")] = 60.0,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds that each of the values is taken over.")] = 10.0,
-    metric: Annotated[str | None, typer.Option(help="Names, with commas between; docs/thresholds.md has them.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A list, as JSON.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds that one value covers.")] = 10.0,
+    metric: Annotated[
+        str | None, typer.Option(help="Metrics, separated by commas; docs/reference/thresholds.md lists them.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
-    """Measure a run that trains: means, least and most of each rank, node and GPU, and whether they are as they should be."""
+    """Measure a run that is training: mean, minimum and maximum per rank, node and GPU, compared with thresholds."""
     from raydist.errors import UsageError
     from raydist.report import profile as profiles
     from raydist.run.directory import resolve
@@ -43,8 +45,8 @@ def profile(
         status = read_state(place)["status"]
         if status != "running":
             raise UsageError(
-                f"{place.uri}: this run is {status}, and only one that trains can be profiled",
-                f"`raydist show {run}` tells what it did",
+                f"{place.uri}: this run is {status}; only a run that is training can be profiled",
+                f"`raydist show {run}` shows its results",
             )
         left = end - time.time()
         if left <= 0:
@@ -56,12 +58,12 @@ def profile(
     if not rows:
         raise UsageError(
             f"{place.uri}: nothing was measured in {duration:g} s",
-            "is observe.interval_s null? else take a longer --duration",
+            "set observe.interval_s if it is null; otherwise use a longer --duration",
         )
-    found = profiles.measured(rows, names, begun, interval)
+    figures = profiles.measured(rows, names, begun, interval)
     if as_json:
-        print(json.dumps(found, allow_nan=False))
+        print(json.dumps(figures, allow_nan=False))
         return
     from raydist.report import tables
 
-    tables.profile(found, names)
+    tables.profile(figures, names)

@@ -1,4 +1,4 @@
-"""`raydist report`: a run in one file for a browser, from its folder alone.
+"""`raydist report`: writes one HTML page about a run, from the run's folder alone.
 
 Runs in: the user's shell. Imports pyarrow and numpy inside the command; never ray or torch.
 """
@@ -22,14 +22,12 @@ def report(
     run: Annotated[str, typer.Argument(help="A run folder's path or URI, or a run's name.", show_default=False)],
     out: Annotated[
         str | None,
-        typer.Option(
-            "--out", "-o", help="Where the page goes, a path or URI. Default: report.html in the run's folder."
-        ),
+        typer.Option("--out", "-o", help="Path or URI of the page. Default: report.html in the run's folder."),
     ] = None,
     storage: options.Storage = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures behind the page, as one object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the page's figures as one JSON object.")] = False,
 ) -> None:
-    """Write a page about a run, live or over: one offline file. Losses, where the time went, memory, slow ranks, incidents."""
+    """Write one offline HTML page about a run, also while it trains: losses, time, memory, slow ranks, incidents."""
     from raydist.errors import UsageError
     from raydist.report import run_metrics
     from raydist.report.html import run as pages
@@ -44,7 +42,7 @@ def report(
         home = Storage(f"{folder or slash or '.'}{mark}{query}")
         if not name or (home.exists(name) and home.size(name) is None):
             raise UsageError(f"-o {out} is a folder", f"name a file in it, such as {path.rstrip('/')}/{REPORT}")
-    found = run_metrics.report(place)
-    home.write(name, pages.render(found))
+    figures = run_metrics.report(place)
+    home.write(name, pages.render(figures))
     where = home.at(name).uri
-    print(json.dumps({**found.told, "report": where}, allow_nan=False) if as_json else where)
+    print(json.dumps({**figures.told, "report": where}, allow_nan=False) if as_json else where)

@@ -1,4 +1,4 @@
-"""`raydist rm`: deletes runs, and sweeps with their cells, after it has said what and has asked.
+"""`raydist rm`: deletes runs, and sweeps with their cells, after it has listed them and asked for confirmation.
 
 Runs in: the user's shell. Never imports ray or torch.
 """
@@ -36,45 +36,47 @@ def rm(
         ),
     ],
     storage: options.Storage = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="What was deleted, as a list; needs --yes.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was deleted as a JSON list; needs --yes.")
+    ] = False,
 ) -> None:
     """Delete runs, and sweeps with all their cells: records, logs and checkpoints."""
     if as_json and not yes:
-        raise UsageError("--json asks nothing", "give --yes too")
+        raise UsageError("--json does not ask for confirmation", "give --yes too")
     from raydist.report.text import size
 
     chosen = [_chosen(name, storage) for name in names]
-    found = list({one.folder.uri: one for one in chosen}.values())
-    for one in found:
+    targets = list({one.folder.uri: one for one in chosen}.values())
+    for one in targets:
         if not as_json:
             print(f"{one}: {size(one.bytes)} in {one.files} files: {one.folder.uri}")
             for line in one.stays:
                 print(f"  {line}")
-    if not yes and not _agreed(len(found)):
+    if not yes and not _confirmed(len(targets)):
         print("nothing was deleted")
         return
-    for one in found:
+    for one in targets:
         _delete(one.folder)
         if not as_json:
             print(f"deleted {one.folder.uri}")
     if as_json:
         print(
             json.dumps(
-                [{"name": o.folder.name, "path": o.folder.uri, "bytes": o.bytes, "files": o.files} for o in found]
+                [{"name": o.folder.name, "path": o.folder.uri, "bytes": o.bytes, "files": o.files} for o in targets]
             )
         )
 
 
-def _agreed(count: int) -> bool:
+def _confirmed(count: int) -> bool:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UsageError("nobody is there to be asked: this is no terminal", "give --yes to delete without a question")
-    return typer.confirm(f"delete {'it' if count == 1 else f'these {count}'} for good?")
+        raise UsageError("cannot ask for confirmation: this is not a terminal", "give --yes to delete without asking")
+    return typer.confirm(f"delete {'it' if count == 1 else f'these {count}'} permanently?")
 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What is to be deleted, with its files, and what of it is elsewhere and `stays`."""
+    """A run or a sweep to delete, the number and bytes of its files, and in `stays` its data on other storage, which is kept."""
 
     folder: RunDir | SweepDir
     what: str
@@ -87,7 +89,7 @@ class _Chosen:
 
 
 def _chosen(name: str, storage: str | None) -> _Chosen:
-    """Raises UserError for what is no run or sweep, is a link or a cell, or has a driver."""
+    """The run or sweep of that name. Raises UserError if there is none, or if it is a link or a cell, or has a driver."""
     from raydist.run.directory import RunDir
     from raydist.run.lease import newest_driver
     from raydist.run.status import read_state
@@ -113,13 +115,13 @@ def _chosen(name: str, storage: str | None) -> _Chosen:
         what, trains = f"sweep {folder.name} ({len(folder.cells())} cells)", False
     if trains or (driver is not None and driver.alive):
         by = f", driven by {driver}" if driver is not None else ""
-        raise UsageError(f"{what.partition(' (')[0]} is running{by}", f"end it first: raydist stop {folder.uri}")
+        raise UsageError(f"{what.partition(' (')[0]} is running{by}", f"stop it first: raydist stop {folder.uri}")
     files, count = _measure(folder)
     return _Chosen(folder, what, files, count, _stays(folder))
 
 
 def _measure(folder: RunDir | SweepDir) -> tuple[int, int]:
-    """Files and bytes; what links point to is not counted, for it is not deleted."""
+    """Number of files, and bytes. Targets of links are not counted: they are not deleted."""
     if (local := folder.storage.local) is None:
         sizes = folder.storage.files(recursive=True, unfinished=True)
         return len(sizes), sum(sizes.values())
@@ -132,7 +134,7 @@ def _measure(folder: RunDir | SweepDir) -> tuple[int, int]:
 
 
 def _stays(folder: RunDir | SweepDir) -> tuple[str, ...]:
-    """What of it is on other storage, in words."""
+    """One line per storage that keeps copies of its checkpoints."""
     import yaml
 
     from raydist.run.directory import SPEC, RunDir
@@ -143,11 +145,11 @@ def _stays(folder: RunDir | SweepDir) -> tuple[str, ...]:
         replicas = (spec.get("checkpoint") or {}).get("replicas") or []
     except (OSError, AttributeError, yaml.YAMLError):
         return ()
-    return tuple(f"copies of its checkpoints in {replica} stay" for replica in replicas)
+    return tuple(f"copies of its checkpoints in {replica} are kept" for replica in replicas)
 
 
 def _delete(folder: RunDir | SweepDir) -> None:
-    """All of it. Nobody can begin to train it meanwhile; what makes it a run goes last, so that a second call goes on."""
+    """Deletes the folder. The lease prevents training. The files that identify it go last, so a second call can complete it."""
     from raydist.run.directory import DRIVERS, SPEC, RunDir
     from raydist.run.lease import DriverLease
     from raydist.run.sweep_directory import CELLS

@@ -1,4 +1,4 @@
-"""`raydist runs` and `raydist show`: what a run is and was, from its folder alone.
+"""`raydist runs` and `raydist show`: lists runs and shows one, from their folders alone.
 
 Runs in: the user's shell. Imports pyarrow and rich inside the commands; never ray or torch.
 """
@@ -21,14 +21,14 @@ def register(app: typer.Typer) -> None:
 
 def runs(
     storage: options.Storage = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A list, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
     """List the runs of a storage."""
     from raydist.report import summary
 
-    found = summary.runs(storage)
+    rows = summary.runs(storage)
     if as_json:
-        print(json.dumps(found, allow_nan=False))
+        print(json.dumps(rows, allow_nan=False))
         return
     from raydist.report import tables
     from raydist.run.directory import elsewhere
@@ -36,14 +36,14 @@ def runs(
     from raydist.storage import Storage
 
     choice = choose(storage)
-    tables.runs(found, Storage(choice.uri).uri, choice.because, elsewhere(choice) if not found else how_to_set())
+    tables.runs(rows, Storage(choice.uri).uri, choice.because, elsewhere(choice) if not rows else how_to_set())
 
 
 def show(
     run: Annotated[str, typer.Argument(help="A run folder's path or URI, or a run's name.", show_default=False)],
     storage: options.Storage = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One object, as JSON; with --steps one a line.")] = False,
-    steps: Annotated[bool, typer.Option("--steps", help="Every step, instead of the summary.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; with --steps, one per line.")] = False,
+    steps: Annotated[bool, typer.Option("--steps", help="Show every step instead of the summary.")] = False,
 ) -> None:
     """Show a run: status, losses, attempts, checkpoints, workers."""
     from raydist.report import summary
@@ -60,10 +60,10 @@ def show(
 
         tables.steps(rows)
         return
-    told = summary.show(place)
+    facts = summary.show(place)
     if as_json:
-        print(json.dumps(told, allow_nan=False))
+        print(json.dumps(facts, allow_nan=False))
         return
     from raydist.report import tables
 
-    tables.show(told)
+    tables.show(facts)

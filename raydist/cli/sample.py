@@ -1,4 +1,4 @@
-"""`raydist sample`: text from a run's newest checkpoint.
+"""`raydist sample`: generates text from a run's checkpoint, by default the newest.
 
 Runs in: the user's shell, in one process without Ray. Imports torch inside the command.
 """
@@ -25,10 +25,10 @@ def sample(
         str, typer.Argument(metavar="RUN", help="A run folder's path or URI, or a run's name.", show_default=False)
     ],
     storage: options.Storage = None,
-    prompt: Annotated[str, typer.Option(help="The text to go on with.")] = "def ",
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=1, help="Choose among this many likeliest tokens.")] = 50,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=1, help="Sample from this many most likely tokens.")] = 50,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; default: the newest.")] = None,
 ) -> None:
@@ -47,7 +47,7 @@ def sample(
     manifest = restore.choose(folder, step=step)
     if manifest is None:
         raise CheckpointNotFound(
-            f"run {folder.name} has no checkpoint yet", "train it up to its first one (checkpoint.every)"
+            f"run {folder.name} has no checkpoint yet", "train it to its first checkpoint (checkpoint.every)"
         )
     dataset = TokenDataset(beside(str(manifest.plain["dataset"]), folder.full_uri))
     model = registry.load("model", spec.model.name)(spec.model, dataset.vocab_size)
@@ -58,5 +58,5 @@ def sample(
     ids = dataset.tokenizer.encode([prompt])[0]
     tokens_BT = torch.tensor([list(map(int, ids)) or [dataset.end]])
     generator = torch.Generator().manual_seed(seed)
-    made_BT = model.generate(tokens_BT, tokens, temperature=temperature, top_k=top_k, generator=generator)
-    print(dataset.tokenizer.decode(made_BT[0].tolist()))
+    output_BT = model.generate(tokens_BT, tokens, temperature=temperature, top_k=top_k, generator=generator)
+    print(dataset.tokenizer.decode(output_BT[0].tolist()))

@@ -1,4 +1,4 @@
-"""The speed of a job that nobody has trained yet, as `raydist plan` and `raydist sweep --dry-run` tell it.
+"""Estimated speed of a job before it is trained, for `raydist plan` and `raydist sweep --dry-run`.
 
 Runs in: the user's shell. Imports torch and ray inside functions.
 """
@@ -23,51 +23,54 @@ if TYPE_CHECKING:
 NO_GPU = "it trains on CPUs"
 _TYPE = "accelerator_type:"
 _PER_NODE = 8
-"""GPUs of a node, where nobody says it: as `raydist plan` has it."""
+"""GPUs per node if none are given: the default of `raydist plan`."""
 
 
 def named(gpu: str) -> Device:
-    """The GPU that `--device` means. Raises UsageError."""
-    if (found := find(gpu)) is None:
-        raise UsageError(f"--device {gpu}: no GPU whose peak is known", did_you_mean(gpu, list(NAMES)))
-    return found
+    """The GPU for the value of `--device`. Raises UsageError."""
+    if (device := find(gpu)) is None:
+        raise UsageError(f"--device {gpu}: no GPU with a known peak", did_you_mean(gpu, list(NAMES)))
+    return device
 
 
 def by_name(name: str | None) -> Device | str:
-    """The GPU that the driver calls so, or why its speed is not known. None: there is none here."""
+    """The GPU with this name from the driver, or why its speed is not known. None: this machine has no GPU."""
     if name is None:
-        return "which GPU it will be is not known: see --device"
+        return "the GPU model is not known: see --device"
     return find(name) or f"the peak of a {name} is not known"
 
 
 def add(
-    told: dict[str, Any],
+    plan: dict[str, Any],
     job: JobSpec,
     machine: Machine,
     model: Model,
     device: Device | str,
     flops_per_token: Callable[[], float],
 ) -> None:
-    """Adds `speed`, and that of each strategy, to what `raydist.cli.plan.tell` has told. `device`: or why there is no estimate."""
-    rows = [row for row in told["strategies"] if row["refused"] is None]
+    """Adds `speed`, for the job and for each strategy, to a result of `raydist.cli.plan.tell`.
+
+    `device`: the GPU, or the reason why there is no estimate.
+    """
+    rows = [row for row in plan["strategies"] if row["refused"] is None]
     for row in rows:
         row["speed"] = None
     why = device if isinstance(device, str) else refusal(job, machine, device)
-    told["speed"] = {"device": None, "because": why}
+    plan["speed"] = {"device": None, "because": why}
     if why is not None or isinstance(device, str):
         return
     each = flops_per_token()
     for row in rows:
-        found = speed(row["strategy"], job, machine, model, device, each)
+        estimated = speed(row["strategy"], job, machine, model, device, each)
         row["speed"] = {
-            "seconds": found.seconds,
-            "tokens_per_second": found.tokens_per_second,
-            "compute_seconds": found.compute,
-            "communication_seconds": found.communication,
-            "exposed_seconds": found.exposed,
-            "offload_seconds": found.offload,
+            "seconds": estimated.seconds,
+            "tokens_per_second": estimated.tokens_per_second,
+            "compute_seconds": estimated.compute,
+            "communication_seconds": estimated.communication,
+            "exposed_seconds": estimated.exposed,
+            "offload_seconds": estimated.offload,
         }
-    told["speed"] = {
+    plan["speed"] = {
         "device": device.name,
         "because": None,
         "flops_per_token": each,
@@ -80,17 +83,20 @@ def add(
 
 
 def slowest(resources: Mapping[str, float]) -> Device | str:
-    """`resources`: of a Ray cluster, among them `accelerator_type:H100`, which Ray finds by the driver's names."""
+    """The slowest GPU of a Ray cluster, or why it is not known.
+
+    `resources` has an entry such as `accelerator_type:H100`, which Ray derives from the driver's name of the GPU.
+    """
     names = [name.removeprefix(_TYPE) for name in resources if name.startswith(_TYPE)]
-    found = [by_name(name) for name in names] or [f"the cluster has no {_TYPE}NAME among its resources: see --device"]
+    devices = [by_name(name) for name in names] or [f"the cluster has no {_TYPE}NAME among its resources: see --device"]
     return next(
-        (one for one in found if isinstance(one, str)),
-        min(found, key=lambda d: d.half if isinstance(d, Device) else 0.0),
+        (one for one in devices if isinstance(one, str)),
+        min(devices, key=lambda d: d.half if isinstance(d, Device) else 0.0),
     )
 
 
 def of_host() -> Device | str:
-    """That of the first GPU of this machine, or why it is not known."""
+    """The first GPU of this machine, or why its speed is not known."""
     import pynvml
 
     try:
@@ -105,22 +111,22 @@ def of_host() -> Device | str:
 
 
 def reckon(gpu: str | None, cluster: Mapping[str, float] | None) -> Reckon | None:
-    """For the GPU that was asked for, else the slowest of a cluster with these resources, else that of this machine, if any."""
-    found = named(gpu) if gpu is not None else slowest(cluster) if cluster is not None else of_host()
-    if isinstance(found, Device):
-        return Reckoner(found)
-    why = found if cluster is not None and cluster.get("GPU") else NO_GPU
+    """A speed estimate for `gpu`, else the slowest GPU of a cluster with these resources, else this machine's GPU, if any."""
+    device = named(gpu) if gpu is not None else slowest(cluster) if cluster is not None else of_host()
+    if isinstance(device, Device):
+        return Reckoner(device)
+    why = device if cluster is not None and cluster.get("GPU") else NO_GPU
     return None if cluster is None else lambda job: why
 
 
 class Reckoner:
-    """`reckoner(job)`: its tokens a second on that GPU, under its own strategy, or why nobody can tell."""
+    """`reckoner(job)`: the job's estimated tokens/s on this GPU, under its own strategy, or why there is no estimate."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._models: dict[str, tuple[Model, float]] = {}
         self._known: dict[str, float | str] = {}
-        """By all that decides on it: of ten thousand cells few differ in more than a learning rate."""
+        """Results by the fields that affect speed: most cells of a sweep differ only in others, such as the learning rate."""
 
     def __call__(self, job: JobSpec) -> Pace | str:
         """See `raydist.report.sweep.forecast.Reckon`."""
@@ -128,24 +134,24 @@ class Reckoner:
 
         train = job.train.model_dump(mode="json", include={"global_batch", "micro_batch", "checkpoint_activations"})
         parts = (job.model, job.data, job.precision, job.cluster, job.parallel, job.offload)
-        asked = " ".join([str(train), job.optim.name, *(part.model_dump_json() for part in parts)])
-        if asked not in self._known:
+        key = " ".join([str(train), job.optim.name, *(part.model_dump_json() for part in parts)])
+        if key not in self._known:
             try:
-                self._known[asked] = self._speed(job)
+                self._known[key] = self._speed(job)
             except RaydistError as error:
-                self._known[asked] = error.message
-        found = self._known[asked]
-        if isinstance(found, str):
-            return found
+                self._known[key] = error.message
+        rate = self._known[key]
+        if isinstance(rate, str):
+            return rate
         where = f"{self._device.name} at {self._device.efficiency:.0%} of its peak"
-        return Pace(kind(job), found, where)
+        return Pace(kind(job), rate, where)
 
     def _speed(self, job: JobSpec) -> float | str:
         each, strategy = job.cluster.gpus_per_worker, job.parallel.strategy
         if each != "auto" and each < 1:
             return NO_GPU if not each else f"cluster.gpus_per_worker is {each:g}"
-        if strategy not in estimate.STRATEGIES:
-            return f"{strategy} is not built in"
+        if strategy not in estimate.planned(job):
+            return f"{strategy} has no PLAN"
         machine = Machine(job.cluster.most, _PER_NODE, "cuda")
         model, flops = self._model(job)
         why = estimate.refusal(strategy, job, machine, model) or refusal(job, machine, self._device)
@@ -157,8 +163,8 @@ class Reckoner:
         from raydist.planner.measure import Planner
 
         vocab = vocabulary(job.data)
-        asked = f"{vocab} {job.model.model_dump_json()}"
-        if asked not in self._models:
+        key = f"{vocab} {job.model.model_dump_json()}"
+        if key not in self._models:
             planner = Planner(job, vocab, "cuda")
-            self._models[asked] = planner.model(), planner.flops_per_token()
-        return self._models[asked]
+            self._models[key] = planner.model(), planner.flops_per_token()
+        return self._models[key]

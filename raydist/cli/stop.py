@@ -1,4 +1,4 @@
-"""`raydist stop`: a run, or a sweep, ends after one checkpoint, asked from any shell that reaches its folder.
+"""`raydist stop`: stops a run or a sweep after one checkpoint, from any shell with access to its folder.
 
 Runs in: the user's shell. Never imports ray or torch. The driver finds the request beside its lease (raydist/run/lease.py).
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from raydist.run.sweep_directory import SweepDir
 
 POLL_S = 0.5
-_GOES_ON = "the same command goes on from there"
+_RESUME = "the same command resumes it"
 
 
 def register(app: typer.Typer) -> None:
@@ -36,11 +36,11 @@ def stop(
         str, typer.Argument(help="A run's or a sweep's name, or its folder's path or URI.", show_default=False)
     ],
     storage: options.Storage = None,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="Only ask; do not wait for the end.")] = False,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Send the request and return at once.")] = False,
     timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the end.")] = 600.0,
     as_json: options.LastJson = False,
 ) -> None:
-    """End a run or a sweep after one checkpoint, as Ctrl-C in its shell does. The same command as before goes on with it."""
+    """Stop a run or a sweep after one checkpoint, as Ctrl-C in its shell does. The command that started it resumes it."""
     from raydist.run.lease import ask_stop, newest_driver
     from raydist.run.sweep_directory import resolve_any
 
@@ -48,24 +48,24 @@ def stop(
     driver = newest_driver(folder.place)
     folder.refuse_cell(driver)
     if driver is None or not driver.alive:
-        _tell(folder, folder.at_rest(driver), as_json, asked=False, ended=True)
+        _print(folder, folder.at_rest(driver), as_json, asked=False, ended=True)
         return
     first = ask_stop(folder.place, driver)
-    asks = f"asked {driver}" if first else f"{driver} has been asked already"
-    print(f"raydist: {asks} to end {folder}: one checkpoint, then a clean end", file=sys.stderr)
+    request = f"asked {driver}" if first else f"{driver} was asked before"
+    print(f"raydist: {request} to stop {folder} after one checkpoint", file=sys.stderr)
     if no_wait:
-        _tell(folder, f"{folder} was asked to stop", as_json, asked=True, ended=False)
+        _print(folder, f"{folder} was asked to stop", as_json, asked=True, ended=False)
         return
     try:
         wait(folder, driver, timeout)
     except KeyboardInterrupt:
-        print(f"raydist: {folder} ends all the same; `raydist runs` shows when it has", file=sys.stderr)
+        print(f"raydist: {folder} still stops; `raydist runs` shows when it has", file=sys.stderr)
         raise typer.Exit(130) from None
-    _tell(folder, folder.ended(), as_json, asked=True, ended=True)
+    _print(folder, folder.ended(), as_json, asked=True, ended=True)
 
 
 def wait(folder: _Folder, driver: Driver, timeout: float) -> None:
-    """Returns once that driver has ended. Raises StopFailed if it has not in `timeout` seconds, or died before it had."""
+    """Waits until the driver has ended the run. Raises StopFailed after `timeout` seconds, or if the driver dies before that."""
     from raydist.run.lease import newest_driver
 
     deadline = time.monotonic() + timeout
@@ -75,28 +75,28 @@ def wait(folder: _Folder, driver: Driver, timeout: float) -> None:
             return
         if now is not None and not now.alive:
             raise StopFailed(
-                f"{folder}: its driver, {driver}, died before it had ended the run", f"{folder.as_it_is()}; {_GOES_ON}"
+                f"{folder}: its driver, {driver}, died before it ended the run", f"{folder.as_it_is()}; {_RESUME}"
             )
         if time.monotonic() > deadline:
             raise StopFailed(
                 f"{folder} has not ended in {timeout:g} s: {folder.as_it_is()}",
-                f"the request stands; give more with --timeout, or end {driver} at once with SIGTERM, twice",
+                f"the request stays; wait longer with --timeout, or end {driver} at once with two SIGTERMs",
             )
         time.sleep(POLL_S)
 
 
-def _tell(folder: _Folder, text: str, as_json: bool, *, asked: bool, ended: bool) -> None:
+def _print(folder: _Folder, text: str, as_json: bool, *, asked: bool, ended: bool) -> None:
     if as_json:
         status, step = folder.state()
-        told = {"name": folder.place.name, "path": folder.place.uri, "status": status, "step": step}
-        print(json.dumps({**told, "asked": asked, "ended": ended}))
+        facts = {"name": folder.place.name, "path": folder.place.uri, "status": status, "step": step}
+        print(json.dumps({**facts, "asked": asked, "ended": ended}))
     else:
         print(text)
 
 
 @dataclass(frozen=True)
 class _Folder:
-    """A run or a sweep, and how it is told of."""
+    """A run or a sweep, with the messages about it."""
 
     place: RunDir | SweepDir
 
@@ -120,18 +120,18 @@ class _Folder:
             )
 
     def state(self) -> tuple[str, int | None]:
-        """Its status, and of a run the newest step."""
+        """Its status, and for a run the newest step."""
         from raydist.run.status import read_state
         from raydist.run.sweep_directory import SweepDir
 
         if isinstance(self.place, SweepDir):
-            told = [e for e in self.place.events() if e.kind in ("began", "ended")]
-            return str(told[-1].data.get("status", "running")) if told else "lost", None
+            events = [e for e in self.place.events() if e.kind in ("began", "ended")]
+            return str(events[-1].data.get("status", "running")) if events else "lost", None
         state = read_state(self.place)
         return str(state["status"]), int(state.get("step") or self.place.newest_step())
 
     def as_it_is(self) -> str:
-        """The step and the checkpoint of a run, the cells of a sweep."""
+        """For a run its step and newest checkpoint, for a sweep the number of cells by status."""
         from raydist.run.sweep_directory import SweepDir
         from raydist.run.sweep_state import fold
 
@@ -147,17 +147,17 @@ class _Folder:
         )
 
     def ended(self) -> str:
-        """The line of one that has ended after it was asked."""
+        """The message for one that has stopped on request."""
         status = self.state()[0]
-        return f"{self}: {status} {self.as_it_is()}" + ("" if status == "finished" else f"; {_GOES_ON}")
+        return f"{self}: {status} {self.as_it_is()}" + ("" if status == "finished" else f"; {_RESUME}")
 
     def at_rest(self, driver: Driver | None) -> str:
-        """The line of one that nobody drives."""
+        """The message for one without a live driver."""
         status = self.state()[0]
         if driver is not None and not driver.ended:
             ago = max(0.0, time.time() - driver.renewed_at)
             return (
-                f"{self} does not train any more: its driver, {driver}, was last heard of {ago:.0f} s ago and is taken for dead; "
-                f"{self.as_it_is()}; {_GOES_ON}"
+                f"{self} is not training: its driver, {driver}, last renewed its lease {ago:.0f} s ago and is considered dead; "
+                f"{self.as_it_is()}; {_RESUME}"
             )
         return f"{self} is {status} {self.as_it_is()}: there is nothing to stop"

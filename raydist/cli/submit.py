@@ -1,4 +1,4 @@
-"""`raydist submit`: a job or anything else `raydist train` takes, or a sweep, on a cluster, through Ray's Jobs API.
+"""`raydist submit`: submits a job or a sweep to a cluster through Ray's Jobs API.
 
 Runs in: the user's shell. Imports ray inside the command; never torch.
 """
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from raydist.spec import JobSpec
 
 _AWAY_S = 600.0
-"""How long a cluster may be out of reach: its head restarts."""
+"""How long a cluster may be unreachable, for example while its head restarts."""
 _AGAIN_S = 2.0
 _STOP_S = 120
-"""How long `ray job stop` waits for the driver, which makes a checkpoint of what trains, before it kills it; by itself 3 s."""
+"""How long `ray job stop` waits before it kills the driver, which saves a checkpoint first. Ray's default is 3 s."""
 
 
 def register(app: typer.Typer) -> None:
@@ -40,7 +40,7 @@ def register(app: typer.Typer) -> None:
 
 def submit(
     spec: Annotated[
-        Path, typer.Argument(help="The job, or a sweep: a YAML file under the working directory.", show_default=False)
+        Path, typer.Argument(help="The job or the sweep: a YAML file under the working directory.", show_default=False)
     ],
     address: Annotated[str, typer.Option(help="The cluster's Jobs API: http://HEAD:8265.", show_default=False)],
     overrides: options.Overrides = None,
@@ -53,57 +53,60 @@ def submit(
     working_dir: Annotated[
         Path,
         typer.Option(
-            help="The folder that is shipped to the cluster, but for what .gitignore and .rayignore name, and runs."
+            help="The folder to upload to the cluster, without runs and without what .gitignore and .rayignore exclude."
         ),
     ] = Path(),
     retries: Annotated[
         int,
         typer.Option(
-            min=0, help="Submit it again up to so many times when its driver dies, or the cluster is gone for a while."
+            min=0, help="Submit it again up to this many times if its driver dies or the cluster is unreachable."
         ),
     ] = 0,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Print the job's id and return.")] = False,
 ) -> None:
-    """Submit a job or a sweep to a cluster, and follow its log. Ends with its exit code. Ctrl-C ends the following alone."""
+    """Submit a job or a sweep to a cluster and follow its log. Exits with its exit code. Ctrl-C stops only the following."""
     if no_wait and retries:
         raise UsageError(
-            "--no-wait and --retries exclude one another", "somebody must stay to submit it again: leave out --no-wait"
+            "--no-wait and --retries exclude one another",
+            "--retries needs this command to keep running: leave out --no-wait",
         )
     root = working_dir.resolve()
     inside = _inside(spec, root)
-    # What is wrong with it is said here and now, not minutes later in a log.
+    # Errors in the job are reported here at once, not minutes later in a log.
     swept = _is_sweep(spec)
     if swept:
-        given = {"--deepspeed": deepspeed, "--until": until, "--faults": faults, "--fresh": fresh or None}
-        if unfit := [option for option, value in given.items() if value is not None]:
-            raise UsageError(f"{', '.join(unfit)}: not for a sweep", "leave it out, or set it in the sweep's base")
+        job_only = {"--deepspeed": deepspeed, "--until": until, "--faults": faults, "--fresh": fresh or None}
+        if unfit := [option for option, value in job_only.items() if value is not None]:
+            raise UsageError(
+                f"{', '.join(unfit)}: cannot be used with a sweep", "leave it out, or set it in the sweep's base"
+            )
         jobs = _check_sweep(spec, overrides or [])
     else:
         jobs = _check_job(spec, overrides or [], deepspeed, faults)
     needed = _check_files(spec, overrides or [], root, swept, configured=deepspeed is not None)
     needed += [inside, *_named_by(jobs, root)]
-    words = ["python", "-m", "raydist", "sweep" if swept else "train", str(inside)]
+    command = ["python", "-m", "raydist", "sweep" if swept else "train", str(inside)]
     for text in overrides or []:
-        words += ["--set", text]
+        command += ["--set", text]
     config = None if deepspeed is None else _inside(deepspeed, root)
     injected = None if faults is None else _inside(faults, root)
     passed = {"--deepspeed": config, "--name": name, "--storage": storage, "--until": until, "--faults": injected}
     for option, value in passed.items():
         if value is not None:
-            words += [option, str(value)]
-    if secret := [redact(word) for word in words if redact(word) != word]:
+            command += [option, str(value)]
+    if secret := [redact(word) for word in command if redact(word) != word]:
         raise UsageError(
-            f"{', '.join(secret)}: was given with secrets, and a job's command is there for all who see the cluster",
+            f"{', '.join(secret)}: contains secrets, and everyone with access to the cluster can see a job's command",
             "leave them out, and give the nodes credentials in their environment (AWS_ACCESS_KEY_ID, an instance's role)",
         )
     needed += [path for path in (config, injected) if path is not None]
     storages = [default_storage(), *([storage] if storage else [])]
     once = ["--fresh"] if fresh else []
-    _submit(address, words, root, needed, storages, once=once, no_wait=no_wait, retries=retries)
+    _submit(address, command, root, needed, storages, once=once, no_wait=no_wait, retries=retries)
 
 
 def _is_sweep(path: Path) -> bool:
-    """Whether a YAML file asks for a sweep rather than for one job."""
+    """Whether a YAML file describes a sweep rather than one job."""
     from raydist.spec.load import read_yaml
 
     raw = read_yaml(path)
@@ -131,9 +134,9 @@ def _check_sweep(path: Path, overrides: list[str]) -> list[JobSpec]:
 
 
 def _check_files(path: Path, overrides: list[str], root: Path, swept: bool, configured: bool) -> list[Path]:
-    """The files that this one has read, under `root`. Raises UserError where one would not be where the driver looks for it.
+    """The files that this file refers to, relative to `root`. Raises UserError if the driver would not find one on the cluster.
 
-    `configured`: by --deepspeed, which beats what the file names.
+    `configured`: --deepspeed is given, which overrides the DeepSpeed file that the job names.
     """
     from raydist.spec.load import named_files, overriding, read_layers, read_yaml
 
@@ -146,25 +149,26 @@ def _check_files(path: Path, overrides: list[str], root: Path, swept: bool, conf
     if configured:
         over.tree.setdefault("deepspeed", None)
     named += named_files([*read_layers(path), over])
-    wrong, found = [], []
+    wrong, files = [], []
     for where, name, folder in named:
-        # What `--set` names is looked for in the working directory there, and in this one here.
-        there = root / name if where.startswith("--set") else folder / name
-        found.append(Path(os.path.relpath(there, root)))
-        shipped = there.resolve().is_relative_to(root) and there.resolve() == (folder / name).resolve()
-        if Path(name).is_absolute() or not shipped:
-            wrong.append(f"{where}: {name} would not be found on the cluster: only {root} is shipped")
+        # Paths in `--set` are relative to the working directory: on the cluster that is `root`, here the current one.
+        path = root / name if where.startswith("--set") else folder / name
+        files.append(Path(os.path.relpath(path, root)))
+        uploaded = path.resolve().is_relative_to(root) and path.resolve() == (folder / name).resolve()
+        if Path(name).is_absolute() or not uploaded:
+            wrong.append(f"{where}: {name} would not be found on the cluster: only {root} is uploaded")
     if wrong:
         raise UserError(
             "\n".join(wrong),
-            "name files relative to the one that names them, under the working directory: --working-dir",
+            "give paths relative to the file that contains them, inside the working directory (see --working-dir)",
         )
-    return found
+    return files
 
 
 def _named_by(jobs: Iterable[JobSpec], root: Path) -> list[Path]:
-    """The data and the modules under `root` that jobs name; modules may also be installed there. Raises UserError for data that is
-    named relative, and is not under `root`.
+    """The data and the modules under `root` that jobs refer to; modules may also be installed on the cluster.
+
+    Raises UserError for data with a relative path that is not under `root`.
     """
     from raydist.data.sources import STDLIB, is_records
 
@@ -189,7 +193,7 @@ def _named_by(jobs: Iterable[JobSpec], root: Path) -> list[Path]:
 
 
 def _under(root: Path, name: str, field: str) -> list[Path]:
-    """What a job's relative `name`, a file's, a folder's or a glob, means in `root`. Raises UserError for what is not there."""
+    """The files in `root` for a relative `name` in a job: a file, a folder or a glob. Raises UserError if there are none."""
     from raydist.data.sources import find
 
     if ".." not in Path(os.path.normpath(name)).parts:
@@ -199,18 +203,18 @@ def _under(root: Path, name: str, field: str) -> list[Path]:
             return [Path(file.path).relative_to(root) for file in find(str(root / name))]
     raise UserError(
         f"{field}: {name} is not under {root}, and the cluster would look for it there",
-        "put it there, or name a place that the nodes reach: an absolute path on shared storage, or a URI",
+        "put it there, or use a path that the nodes can access: an absolute path on shared storage, or a URI",
     )
 
 
 def _inside(path: Path, root: Path) -> Path:
-    """The path as it is on the cluster, where `root` is the working directory."""
+    """The path on the cluster, where `root` is the working directory. Raises UserError if it is not under `root`."""
     try:
         return path.resolve().relative_to(root)
     except ValueError:
         raise UserError(
             f"{path} is not under the working directory {root}",
-            "run from the folder that holds it, or give --working-dir",
+            "run from the folder that contains it, or give --working-dir",
         ) from None
 
 
@@ -225,13 +229,13 @@ def _submit(
     no_wait: bool,
     retries: int,
 ) -> None:
-    """Ships what of `root` is to be shipped, and submits `raydist train` there."""
+    """Uploads the selected files of `root`, and submits the command."""
     from raydist.cluster import authentication, jobs, package
 
     os.environ.update(authentication.token_mode())
     authentication.reread()
     url = jobs.url_of(address)
-    jobs.connect(url)  # what is wrong with the address or the token is said before a large folder is packed
+    jobs.connect(url)  # a wrong address or token is reported before a large folder is packed
     chosen = package.select(root, storages, [str(path) for path in needed])
     with tempfile.TemporaryDirectory(prefix="raydist-package-") as folder:
         archive = Path(folder) / "package.zip"
@@ -241,7 +245,7 @@ def _submit(
 
 
 def _drive(url: str, words: list[str], package: Path, *, once: list[str], no_wait: bool, retries: int) -> None:
-    """Submits the command; again while its driver dies, up to `retries` times, then without the words of `once`."""
+    """Submits the command, and submits it again if its driver dies, up to `retries` times, then without the options in `once`."""
     from raydist.run.status import LOST_AFTER_S
 
     job = _start(url, shlex.join(words + once), package)
@@ -253,7 +257,7 @@ def _drive(url: str, words: list[str], package: Path, *, once: list[str], no_wai
             status, code, message = _ended(url, job)
         except KeyboardInterrupt:
             print(
-                f"\njob {job} goes on; its log: ray job logs {job} --follow --address {url}; a checkpoint, and its end: "
+                f"\njob {job} continues; its log: ray job logs {job} --follow --address {url}; to stop it after a checkpoint: "
                 f"ray job stop {job} --address {url}",
                 file=sys.stderr,
             )
@@ -262,24 +266,24 @@ def _drive(url: str, words: list[str], package: Path, *, once: list[str], no_wai
             return
         if code in (2, 130, 143):
             raise typer.Exit(code)
-        if status == "STOPPED":  # somebody asked for it, and does not want it again
+        if status == "STOPPED":  # on request, so it is not submitted again
             print(f"job {job} was stopped", file=sys.stderr)
             raise typer.Exit(143)
         if code == WorkerFailed.exit_code or not left:
             raise WorkerFailed(f"job {job} ended as {status}", message)
-        print(f"job {job} ended as {status}: {message or 'its driver is gone'}; submitting it again", file=sys.stderr)
-        # The lease of a driver that died on another host has to run out.
+        print(f"job {job} ended as {status}: {message or 'its driver died'}; submitting it again", file=sys.stderr)
+        # The lease of a driver that died on another host must expire first.
         job = _start(url, shlex.join([*words, "--wait-for-driver", str(2 * LOST_AFTER_S)]), package, wait_s=_AWAY_S)
 
 
 def _start(url: str, entrypoint: str, package: Path, wait_s: float = 0.0) -> str:
-    """Its id. Waits so long for a cluster that does not answer."""
+    """Submits the job and returns its id. Retries for `wait_s` seconds while the cluster does not answer."""
     from raydist.cluster import jobs
 
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            # Without a shell between: Ray sees the driver end, and need not wait for somebody else to reap it.
+            # `exec` leaves no shell in between: the driver is Ray's child, so Ray sees it exit and reaps it.
             job = jobs.submit(url, f"exec {entrypoint}", package, {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_S)})
             break
         except ClusterUnreachable:
@@ -291,21 +295,23 @@ def _start(url: str, entrypoint: str, package: Path, wait_s: float = 0.0) -> str
 
 
 def _ended(url: str, job: str) -> tuple[str, int | None, str]:
-    """Follows a job to its end: status, exit code of its driver, and a line of Ray's. LOST: the cluster does not know it any more,
-    or has not answered for `_AWAY_S`. Raises UserError where the cluster takes the token no more.
+    """Follows a job to its end. Returns its status, the exit code of its driver, and the first line of Ray's message.
+
+    Status LOST: the cluster no longer knows the job, or has not answered for `_AWAY_S`. Raises UserError if the cluster no
+    longer accepts the token.
     """
     import aiohttp
     from ray.exceptions import AuthenticationError
 
     from raydist.cluster import authentication, jobs
 
-    heard = time.monotonic()
-    while time.monotonic() - heard < _AWAY_S:
+    answered = time.monotonic()
+    while time.monotonic() - answered < _AWAY_S:
         try:
             client = jobs.connect(url)
             asyncio.run(_follow(client, job))
             info: Any = client.get_job_info(job)
-            heard = time.monotonic()
+            answered = time.monotonic()
         except AuthenticationError:
             raise authentication.refused(f"the cluster at {url}") from None
         except (aiohttp.ClientError, OSError, RuntimeError, ClusterUnreachable) as error:

@@ -1,4 +1,4 @@
-"""`raydist sweep FILE`, and `results`, `best` and `report` of a sweep: many jobs from one file, to one table.
+"""`raydist sweep FILE`: trains many jobs from one file; `results`, `best` and `report` show them.
 
 Runs in: the user's shell, or a Ray job's driver. Imports ray, pyarrow and rich inside the commands; never torch.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _FileFirst(TyperGroup):
-    """`raydist sweep FILE` is `raydist sweep run FILE`: what is no command is the file; one of such a name is ./results."""
+    """Makes `raydist sweep FILE` mean `raydist sweep run FILE`. A file named like a command is given as ./results."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, "--help"):
@@ -31,7 +31,7 @@ class _FileFirst(TyperGroup):
 
 app = typer.Typer(
     cls=_FileFirst,
-    help="Train many jobs that differ in a few fields, as one file says: raydist sweep FILE.",
+    help="Train many jobs that differ in a few fields, from one file: raydist sweep FILE.",
     no_args_is_help=True,
     subcommand_metavar="FILE | COMMAND [ARGS]...",
 )
@@ -47,18 +47,18 @@ def run(
     storage: options.Storage = None,
     address: options.Address = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only check it, and show its cells and what they take.")
+        bool, typer.Option("--dry-run", help="Only check it, and show its cells and their estimated time.")
     ] = False,
     device: Annotated[
         str | None,
         typer.Option(
-            help="With --dry-run: GPU to reckon the time for, such as h100. Default: the slowest at --address, else the one here."
+            help="With --dry-run: GPU to estimate for, such as h100. Default: the slowest at --address, else this machine's."
         ),
     ] = None,
     wait_for_driver: options.WaitForDriver = 0.0,
     as_json: options.LastJson = False,
 ) -> None:
-    """Train a sweep. The same command again goes on with it."""
+    """Train a sweep. The same command again resumes it."""
     from raydist.report.sweep import forecast, tables
     from raydist.run.directory import check_name, default_storage
     from raydist.spec.sweep import check, load_sweep
@@ -67,22 +67,22 @@ def run(
     sweep = load_sweep(file, overrides or [], check_name(name) if name else None)
     cells = sweep.cells()
     if device is not None and not dry_run:
-        raise UsageError(f"--device {device} goes with --dry-run", "leave it out: GPUs are the cluster's")
+        raise UsageError(f"--device {device} needs --dry-run", "leave it out: training uses the cluster's GPUs")
     if not dry_run:
         _train(sweep, cells, storage or default_storage(), address, wait_for_driver, as_json)
         return
     known = forecast.paces(Storage(storage or default_storage()), sweep, cells)
     address = place.where(address)
-    ground = place.look(address) if device is None or address != "local" else None  # else it will run on other machines
-    reckon = speed.reckon(device, None if ground is None or address == "local" else ground.resources)
+    nodes = place.look(address) if device is None or address != "local" else None  # None: it will run on other machines
+    reckon = speed.reckon(device, None if nodes is None or address == "local" else nodes.resources)
     able = sweep.scouts() if sweep.spec.search.chooses else cells
     jobs = [cell.spec for cell in able if cell.spec is not None]
-    here = None if ground is None else ground.place(jobs, sweep.spec.array.concurrent)
-    told = forecast.tell(sweep, cells, known, reckon, here)
+    here = None if nodes is None else nodes.place(jobs, sweep.spec.array.concurrent)
+    estimate = forecast.tell(sweep, cells, known, reckon, here)
     if as_json:
-        print(json.dumps(told, allow_nan=False))
+        print(json.dumps(estimate, allow_nan=False))
     else:
-        tables.forecast(told)
+        tables.forecast(estimate)
     check(sweep, cells)
     if sweep.spec.search.chooses:
         from raydist.cluster.sweep.search import require
@@ -105,10 +105,10 @@ def results(
     name: _Name,
     storage: options.Storage = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="A row a point, floats exact.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="A table for a page.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="CSV, one row per point, floats exact.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="A Markdown table.")] = False,
 ) -> None:
-    """Show a sweep's results, a row a point, while it runs and after; and write results.parquet into its folder."""
+    """Show a sweep's results, one row per point, also while it runs; and write results.parquet into its folder."""
     if as_json + as_csv + as_markdown > 1:
         raise UsageError("--json, --csv and --markdown exclude one another", "give one of them, or none for a table")
     from raydist.report.sweep import tables
@@ -116,19 +116,19 @@ def results(
     from raydist.run.sweep_directory import resolve_sweep
 
     folder = resolve_sweep(name, storage)
-    told = tell(folder)
+    summary = tell(folder)
     try:
-        write_parquet(folder, told)
+        write_parquet(folder, summary)
     except StorageError as error:
-        print(f"raydist: results.parquet is as it was: {error.message}", file=sys.stderr)
+        print(f"raydist: results.parquet was not updated: {error.message}", file=sys.stderr)
     if as_json:
-        print(json.dumps(told, allow_nan=False))
+        print(json.dumps(summary, allow_nan=False))
     elif as_csv:
-        print(tables.as_csv(told), end="")
+        print(tables.as_csv(summary), end="")
     elif as_markdown:
-        print(tables.markdown(told))
+        print(tables.markdown(summary))
     else:
-        tables.results(told)
+        tables.results(summary)
 
 
 @app.command()
@@ -145,12 +145,12 @@ def best(
     from raydist.spec import dump
 
     folder = resolve_sweep(name, storage)
-    job, told_by = best_job(folder, tell(folder))
-    written = "".join(f"# {line}\n" for line in told_by) + dump(job)
+    job, comments = best_job(folder, tell(folder))
+    text = "".join(f"# {line}\n" for line in comments) + dump(job)
     if out is None:
-        print(written, end="")
+        print(text, end="")
         return
-    output.write(out, written)
+    output.write(out, text)
 
 
 @app.command()
@@ -164,17 +164,17 @@ def report(
     ] = None,
     storage: options.Storage = None,
 ) -> None:
-    """Write a page about a sweep, while it runs and after: one offline file."""
+    """Write one offline HTML page about a sweep, also while it runs."""
     from raydist.cli.sweepend import page, write_page
     from raydist.report.sweep.results import tell
     from raydist.run.directory import REPORT
     from raydist.run.sweep_directory import resolve_sweep
 
     folder = resolve_sweep(name, storage)
-    told = tell(folder)
+    summary = tell(folder)
     if out is None:
-        write_page(folder, told)
+        write_page(folder, summary)
         print(folder.storage.at(REPORT).uri)
         return
-    output.write(out, page(folder, told))
+    output.write(out, page(summary))
     print(out)

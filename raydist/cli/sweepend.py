@@ -1,4 +1,4 @@
-"""How `raydist sweep FILE` ends: the table and what it says, the page, the cells that failed, and the exit code.
+"""The end of `raydist sweep FILE`: the table with its conclusions, the page, the failed cells, and the exit code.
 
 Runs in: the user's shell, or a Ray job's driver. Must not import ray or torch.
 """
@@ -16,57 +16,56 @@ from raydist.run.sweep_directory import RESULTS, SweepDir
 from raydist.run.sweep_state import DONE, fold
 
 _NAMED = 10
-"""Failed cells that are named at the end; `raydist sweep results` has all of them."""
+"""Failed cells listed at the end; `raydist sweep results` lists all of them."""
 
 
 def finish(folder: SweepDir, code: int, as_json: bool) -> int:
-    """Shows what the sweep has come to, and writes its page and results.parquet. `code`: 0, or that of a signal.
+    """Shows the results of the sweep, and writes its page and results.parquet. Returns `code`: 0, or the exit code of a signal.
 
-    Returns the command's exit code: `code`. Raises TrainingStopped where every cell is done and none of them has finished, and
-    UsageError where none has reported the objective.
+    Raises TrainingStopped if every cell is done and none of them has finished, and UsageError if none has reported the objective.
     """
     from raydist.report.sweep import tables
     from raydist.report.sweep.results import tell, write_parquet
 
-    told = tell(folder)
-    _tried(RESULTS, lambda: write_parquet(folder, told))
+    summary = tell(folder)
+    _written(RESULTS, lambda: write_parquet(folder, summary))
     if as_json:
-        print(json.dumps(told, allow_nan=False))
+        print(json.dumps(summary, allow_nan=False))
     else:
-        tables.results(told, failures=False)  # they come last
-    if _tried(REPORT, lambda: write_page(folder, told)):
-        print(f"the whole on one page: {folder.storage.at(REPORT).uri}", file=sys.stderr)
+        tables.results(summary, failures=False)  # they are printed last
+    if _written(REPORT, lambda: write_page(folder, summary)):
+        print(f"all results on one page: {folder.storage.at(REPORT).uri}", file=sys.stderr)
     sys.stdout.flush()
-    _failures(folder, code)
+    _report_failures(folder, code)
     return code
 
 
-def page(folder: SweepDir, told: dict[str, Any]) -> bytes:
-    """The page about the sweep that `results.tell` has told. Raises StorageError."""
+def page(summary: dict[str, Any]) -> bytes:
+    """The HTML page about the sweep. `summary`: a result of `results.tell`. Raises StorageError."""
     from raydist.report.html.sweep import MOST, render
     from raydist.report.sweep.curves import curves
 
-    return render(told, curves(told, MOST))
+    return render(summary, curves(summary, MOST))
 
 
-def write_page(folder: SweepDir, told: dict[str, Any]) -> None:
-    """Writes it as report.html into the sweep's folder. Raises StorageError."""
-    folder.storage.write(REPORT, page(folder, told))
+def write_page(folder: SweepDir, summary: dict[str, Any]) -> None:
+    """Writes the page as report.html into the sweep's folder. Raises StorageError."""
+    folder.storage.write(REPORT, page(summary))
 
 
-def _tried(name: str, write: Callable[[], None]) -> bool:
-    """Whether it could be written. A sweep that has trained does not fail because of what is told about it."""
+def _written(name: str, write: Callable[[], None]) -> bool:
+    """Whether the file could be written. A sweep that has trained does not fail because of its reports."""
     try:
         write()
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
-        print(f"raydist: {name} is as it was: {type(error).__name__}: {line}", file=sys.stderr)
+        print(f"raydist: {name} was not updated: {type(error).__name__}: {line}", file=sys.stderr)
         return False
     return True
 
 
-def _failures(folder: SweepDir, code: int) -> None:
-    """Says on stderr which cells have failed, and why. Raises TrainingStopped if nothing else has come of the sweep."""
+def _report_failures(folder: SweepDir, code: int) -> None:
+    """Prints the failed cells and their causes on stderr. Raises TrainingStopped if all cells are done and none has finished."""
     events = folder.events()
     states = fold(events)
     cells = [cell.id for cell in folder.cells(events)]
@@ -77,10 +76,10 @@ def _failures(folder: SweepDir, code: int) -> None:
     first, cause = next(iter(failed.items()))
     if code == 0 and statuses <= DONE and "finished" not in statuses:
         raise TrainingStopped(
-            f"sweep {folder.name}: none of its {len(cells):,} cells has finished; {len(failed):,} failed, the first one of "
+            f"sweep {folder.name}: none of its {len(cells):,} cells has finished; {len(failed):,} failed, the first one because of "
             f"{cause}",
-            f"the whole story of that one: raydist show {folder.run(first).uri}; once it is mended, begin anew with --name: cells "
-            "that have failed are not tried again",
+            f"details of that one: raydist show {folder.run(first).uri}; after you fix the cause, start a new sweep with --name: "
+            "failed cells are not tried again",
         )
     print(f"{len(failed):,} of {len(cells):,} cells failed:", file=sys.stderr)
     for cell, why in list(failed.items())[:_NAMED]:
@@ -90,4 +89,4 @@ def _failures(folder: SweepDir, code: int) -> None:
 
 
 def _line(cause: str | None) -> str:
-    return " ".join((cause or "a cause that is not known").split())
+    return " ".join((cause or "an unknown cause").split())

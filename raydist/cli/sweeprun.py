@@ -1,4 +1,4 @@
-"""What `raydist sweep FILE` does once the file and its cells are checked: trains them, on a private Ray or on a cluster.
+"""Trains the cells of `raydist sweep FILE`, on a private Ray or on a cluster.
 
 Runs in: the user's shell, or a Ray job's driver. Imports ray inside functions; never torch.
 """
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 def train_cells(
     sweep: Sweep, cells: Sequence[Cell], home: str, address: str | None, wait_for_driver: float = 0.0
 ) -> tuple[SweepDir, int]:
-    """Trains the cells that are not done yet, each as a run of its own in HOME/NAME/runs. `home`: the folder that holds the sweep.
+    """Trains the cells that are not done yet, each as its own run in HOME/NAME/runs. `home`: the folder that contains the sweep.
 
-    Of a search that chooses its cells there are none here: those that it has chosen before, and will choose, come from the folder.
+    For a search that chooses its cells, `cells` is empty: earlier choices are read from the folder.
 
-    Returns its folder, and the command's exit code: 0, or 130 or 143 if it was interrupted. Raises UserError if another driver has
+    Returns the sweep's folder and the exit code: 0, or 130 or 143 if it was interrupted. Raises UserError if another driver runs
     the sweep, or it cannot run here.
     """
     from raydist.cluster.run.request import worker_env
@@ -113,8 +113,8 @@ def train_cells(
                     heard=heard,
                 ).run()
     if ended.status == "paused":
-        print(f"paused: {ended.because}; the same command goes on from there", file=sys.stderr)
+        print(f"paused: {ended.because}; the same command resumes it", file=sys.stderr)
     if ended.signal is None:
         return folder, 0
-    print("interrupted; the same command goes on from there", file=sys.stderr)
+    print("interrupted; the same command resumes it", file=sys.stderr)
     return folder, 130 if ended.signal == signal.SIGINT else 143

@@ -1,6 +1,6 @@
-"""`raydist trace`: what a run that trains is doing in its next steps, on every rank, in one file.
+"""`raydist trace`: records the next steps of a run that is training, on every rank, in one file.
 
-Runs in: the user's shell, which needs nothing of the run but its folder. Never imports ray or torch.
+Runs in: the user's shell, which needs access only to the run's folder. Never imports ray or torch.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ def register(app: typer.Typer) -> None:
 def trace(
     run: Annotated[str, typer.Argument(help="A run folder's path or URI, or a run's name.", show_default=False)],
     storage: options.Storage = None,
-    steps: Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="How many of the next steps.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="Number of steps to trace.")] = 3,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Also write the file here; compressed if it ends in .gz.")
+        Path | None,
+        typer.Option("--out", "-o", help="Also write the trace to this file; compressed if the name ends in .gz."),
     ] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for the ranks.")] = 600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Each rank's shares, as one object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each rank's shares as one JSON object.")] = False,
 ) -> None:
-    """Trace the next steps of a run that trains, on every rank, into one file for Perfetto or chrome://tracing."""
+    """Trace the next steps of a run that is training, on every rank, into one file for Perfetto or chrome://tracing."""
     from raydist.report import tables
     from raydist.report.trace import merge
     from raydist.run import requests
@@ -52,38 +53,40 @@ def trace(
     status = read_state(place)["status"]
     if status != "running":
         raise UsageError(
-            f"run {place.name} is {status}", "only a run that trains can be traced: `raydist runs` lists them"
+            f"run {place.name} is {status}", "only a run that is training can be traced: `raydist runs` lists them"
         )
     request = requests.ask_trace(place, steps, timeout)
     try:
         parts = wait(place, request, timeout, lambda line: print(f"raydist: {line}", file=sys.stderr))
     finally:
         requests.withdraw(place, request.number)
-    data, told = merge(place, parts)
+    data, shares = merge(place, parts)
     name = requests.merged_name(request.number)
     place.storage.write(name, data)
     if out is not None:
         output.write(out, data if out.suffix == ".gz" else gzip.decompress(data))
     if as_json:
-        print(json.dumps({**told, "path": f"{place.uri}/{name}"}, allow_nan=False))
+        print(json.dumps({**shares, "path": f"{place.uri}/{name}"}, allow_nan=False))
         return
-    asked, traced = request.steps, told["last_step"] - told["first_step"] + 1
-    less = "" if traced == asked else f" of {asked} that were asked for: the run ended"
-    print(f"steps {told['first_step']} to {told['last_step']}{less}, {len(told['ranks'])} ranks: {place.uri}/{name}")
+    traced = shares["last_step"] - shares["first_step"] + 1
+    less = "" if traced == request.steps else f" of {request.steps} requested: the run ended"
+    print(
+        f"steps {shares['first_step']} to {shares['last_step']}{less}, {len(shares['ranks'])} ranks: {place.uri}/{name}"
+    )
     print("open it in https://ui.perfetto.dev or chrome://tracing")
-    tables.trace(told)
+    tables.trace(shares)
 
 
 def wait(place: RunDir, request: TraceRequest, timeout: float, say: Callable[[str], None]) -> list[str]:
-    """The ranks' parts, once all are there. `timeout`: what `ask_trace` was given. Raises TraceFailed with what kept them away."""
+    """Waits for all ranks' parts, and returns their names. `timeout`: as given to `ask_trace`. Raises TraceFailed."""
     from raydist.run import requests
     from raydist.run.log import read_events
     from raydist.run.status import read_state
 
-    ask_again = f"ask again: raydist trace {place.uri} --steps {request.steps}"
-    told = ""
+    ask_again = f"try again: raydist trace {place.uri} --steps {request.steps}"
+    shown = ""
     while True:
-        # The state first: a run that has ended leaves no part after its last word.
+        # Read the status first: once a run has ended, no part of its trace is written any more.
         status = read_state(place)["status"]
         late = time.time() > request.until
         parts, missing = requests.parts(place, request.number)
@@ -98,14 +101,16 @@ def wait(place: RunDir, request: TraceRequest, timeout: float, say: Callable[[st
             first, ranks = started[-1]["first_step"], started[-1]["world_size"]
             line = f"tracing {request.steps} steps from step {first} on {ranks} ranks"
             silent = missing or list(range(ranks))
-            whom = f"no trace from rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent[:8]))}"
+            problem = f"no trace from rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent[:8]))}"
         else:
-            line = whom = f"run {place.name} has not begun to trace"
+            line = problem = f"run {place.name} has not started the trace"
         if status != "running":
-            raise TraceFailed(f"run {place.name} is {status} by now; {whom}", "only a run that trains can be traced")
+            raise TraceFailed(
+                f"run {place.name} is now {status}; {problem}", "only a run that is training can be traced"
+            )
         if late:
-            raise TraceFailed(f"{whom} in {timeout:g} s", "its steps may take longer: give more with --timeout")
-        if line != told:
+            raise TraceFailed(f"{problem} in {timeout:g} s", "its steps may take longer: increase --timeout")
+        if line != shown:
             say(line)
-            told = line
+            shown = line
         time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""`raydist train`: one job, trained to its end on a private Ray, or on a cluster.
+"""`raydist train`: trains one job to its end, on a private Ray or on a cluster.
 
 Runs in: the user's shell, or a Ray job's driver. Imports ray inside the command; never torch.
 """
@@ -42,11 +42,12 @@ def train(
     name: options.Name = None,
     storage: options.Storage = None,
     address: options.Address = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Only go on with a run that is there.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Only resume an existing run.")] = False,
     fresh: options.Fresh = False,
     until: options.Until = None,
     allow_spec_change: Annotated[
-        bool, typer.Option("--allow-spec-change", help="Resume although the spec computes other numbers than before.")
+        bool,
+        typer.Option("--allow-spec-change", help="Resume even if the changed spec computes other numbers than before."),
     ] = False,
     faults: options.Faults = None,
     wait_for_driver: options.WaitForDriver = 0.0,
@@ -55,7 +56,7 @@ def train(
     """Train a job to its end. The same command again resumes it."""
     if resume and fresh:
         raise UsageError(
-            "--resume and --fresh exclude one another", "give one of them, or none to resume what is there"
+            "--resume and --fresh exclude one another", "give one of them, or neither to resume an existing run"
         )
     from raydist.report.starting import Starting
 
@@ -108,18 +109,18 @@ def train(
 
 
 def _print(shown: dict[str, Any], dataset: TokenDataset) -> None:
-    """The end of a run in a few lines: where it is, and how good."""
+    """Prints the end of a run in a few lines: status, folder and losses."""
     print(f"run {shown['run']}: {shown['status']} at step {shown['steps']}, in {shown['path']}")
     if shown["loss"] is not None:
         print(f"train loss {shown['loss']:.4f}, {shown['tokens_per_second']:,.0f} tokens/s")
     if shown["eval_loss"] is not None:
         index = dataset.index
-        beside = f"; its byte unigram: {index.unigram_nats:.4f}" if dataset.tokenizer.name == "bytes" else ""
-        print(f"eval loss {shown['eval_loss']:.4f} nats a token of the held-out text{beside}")
+        unigram = f"; its byte unigram: {index.unigram_nats:.4f}" if dataset.tokenizer.name == "bytes" else ""
+        print(f"eval loss {shown['eval_loss']:.4f} nats per token of the held-out text{unigram}")
 
 
 def _data(job: JobSpec, home: str, starting: Starting) -> tuple[TokenDataset, int]:
-    """The dataset, prepared if need be, and the optimizer steps of the whole run."""
+    """The dataset, prepared if necessary, and the number of optimizer steps of the whole run."""
     from raydist.data import open_or_prepare
     from raydist.data.batches import Batches
     from raydist.data.dataset import TokenDataset, Windows
@@ -134,7 +135,7 @@ def _data(job: JobSpec, home: str, starting: Starting) -> tuple[TokenDataset, in
 def _already(
     run: RunDir, job: JobSpec, fingerprint: str, total: int, until: int | None, allow_spec_change: bool
 ) -> str | None:
-    """Why there is nothing left to do, if so. Raises SpecChanged for a run that has other numbers, or more steps."""
+    """A message if nothing is left to train, else None. Raises SpecChanged for a run with other numbers, or with more steps."""
     from raydist.checkpoint import manifest
     from raydist.run.status import read_state
     from raydist.worker.checkpoint import numbers
@@ -204,16 +205,16 @@ def _train(
         starting.stage("workers")
         request = Request(job, run, dataset, gpus, until, allow_spec_change, faults, exporters, starting.seconds)
         with Console(total, run, starting=starting) as console:
-            ending = Supervisor(request, session, console, lost=lease.lost, asked=lease.asked_to_stop).run()
+            ending = Supervisor.build(request, session, console, lost=lease.lost, asked=lease.asked_to_stop).run()
     raise_if_stopped(ending, run)
     if ending.signal is not None:
-        print(f"interrupted after step {ending.step}; the same command goes on from there", file=sys.stderr)
+        print(f"interrupted after step {ending.step}; the same command resumes it", file=sys.stderr)
         raise typer.Exit(130 if ending.signal == signal.SIGINT else 143)
 
 
 @contextlib.contextmanager
 def run_logs(run: RunDir) -> Iterator[Path]:
-    """Where Ray's files of this run go: into its folder, at the end only where that is not a local one."""
+    """The folder for Ray's log files: inside the run's folder if that is local, else a temporary one, copied there at the end."""
     if run.storage.local is not None:
         yield run.storage.local / LOGS
         return

@@ -1,1 +1,1 @@
-"""The driver's side of a run: a Ray session, one attempt of Ray Train, and what to do when it fails."""
+"""The driver: Ray sessions, preflight checks, job submission; one run (`run/`) and sweeps of many trials (`sweep/`)."""

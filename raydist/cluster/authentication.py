@@ -1,4 +1,4 @@
-"""The token that a cluster may ask for: whether to show one, where it is, and what to do where it is missing or wrong.
+"""Ray's authentication token: whether to send one, where Ray reads it, and the errors for a missing or a wrong token.
 
 Runs in: the driver, and `raydist submit`. Imports ray inside functions; never torch.
 """
@@ -17,27 +17,30 @@ _GIVE = f"put the token that `ray get-auth-token` prints on the head in {TOKEN},
 
 
 def token_mode() -> dict[str, str]:
-    """Authenticate if there is a token: `ray start --head` then asks for one, and Ray's clients must be told so."""
+    """Variables that make Ray's clients send the token, if there is one: `ray start --head` then requires it.
+
+    Empty if RAY_AUTH_MODE is already set.
+    """
     if MODE in os.environ or not _source():
         return {}
     return {MODE: "token"}
 
 
 def reread() -> None:
-    """Ray keeps the mode and the token that it first met in this process: it must look at os.environ once more."""
-    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
+    """Makes Ray read the mode and the token from os.environ again: it caches the first ones that it reads in this process."""
+    from raydist.cluster.ray_private import AuthenticationTokenLoader, Config
 
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
 
 def check_token() -> None:
-    """Raises UserError where Ray is told to show a token, and there is none that can be read."""
+    """Raises UserError if RAY_AUTH_MODE is `token` and no token can be read."""
     if _mode() != "token" or os.environ.get(TOKEN):
         return
     if not (source := _source()):
         raise UserError(
-            f"{MODE} is token, and there is no token", f"{_GIVE}; unset {MODE} for a cluster that asks for none"
+            f"{MODE} is token, but there is no token", f"{_GIVE}; unset {MODE} for a cluster that requires none"
         )
     path = Path(os.environ.get(TOKEN_PATH) or Path.home() / _FILE)
     try:
@@ -49,28 +52,29 @@ def check_token() -> None:
 
 
 def refused(where: str) -> UserError:
-    """The error for a cluster that wants a token and was shown none, or not its own. `where`: its address."""
+    """The error for a cluster that requires a token and got none, or a wrong one. `where`: the cluster, with its address."""
     mode, source = _mode(), _source()
     if not source:
         kept = "" if mode in ("", "token") else f"; and unset {MODE}, which is {mode}"
-        return UserError(f"{where} asks for a token, and there is none here", _GIVE + kept)
+        return UserError(f"{where} requires a token, and there is none here", _GIVE + kept)
     if mode not in ("", "token"):
         return UserError(
-            f"{where} asks for a token, and {MODE}={mode} keeps Ray from showing one", f"set {MODE}=token, or unset it"
+            f"{where} requires a token, but with {MODE}={mode} Ray sends none", f"set {MODE}=token, or unset it"
         )
-    return UserError(f"{where} refuses the token of {source}: it has another one", _GIVE)
+    return UserError(f"{where} rejects the token of {source}: the cluster has a different one", _GIVE)
 
 
 def check_head(address: str) -> None:
-    """Asks the head at HOST:PORT whether it takes the token: Ray's own client would try for 20 s, and not say why.
+    """Asks the head at HOST:PORT whether it accepts the token. Ray's own client would retry for 20 s and give no reason.
 
-    Raises UserError where it does not, or where it does not answer as a head of Ray does.
+    Raises UserError if the head rejects the token, or if no Ray head answers.
     """
     import grpc
-    from ray._private.grpc_utils import init_grpc_channel
+
+    from raydist.cluster.ray_private import init_grpc_channel
 
     check_token()
-    channel = init_grpc_channel(address, options=[("grpc.enable_http_proxy", 0)])  # as Ray's own
+    channel = init_grpc_channel(address, options=[("grpc.enable_http_proxy", 0)])  # as in Ray's own client
     try:
         channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")(b"", timeout=_ANSWER_S)
     except grpc.RpcError as error:
@@ -90,7 +94,7 @@ def _mode() -> str:
 
 
 def _source() -> str:
-    """Where Ray takes a token from, as a user calls it; "" if there is none."""
+    """The variable or file from which Ray reads the token, as shown to the user; "" if there is none."""
     if os.environ.get(TOKEN):
         return TOKEN
     if path := os.environ.get(TOKEN_PATH):

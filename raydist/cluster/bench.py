@@ -1,4 +1,4 @@
-"""A measurement in ranks on Ray: placed as a job's workers are, and ended by the first Ctrl-C.
+"""Runs a benchmark function in ranks on Ray. They are placed like a job's workers, and the first Ctrl-C ends them.
 
 Runs in: the driver. Never imports torch.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from raydist.cluster import preflight
-from raydist.cluster.run.fit import Attempt, AttemptResult, run_attempt
+from raydist.cluster.run.fit import AbortHandle, AttemptResult, run_attempt
 from raydist.cluster.run.request import worker_kind
 from raydist.cluster.run.root_cause import Failure
 from raydist.cluster.run.supervisor import handling
@@ -26,13 +26,13 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """A signal ended it."""
+    """A signal ended the benchmark. `signal`: its number."""
 
     signal: int
 
 
 def workers(session: Session) -> int:
-    """How many ranks to measure where no job says it: one a GPU, else one a node; two at least."""
+    """Ranks to measure with if no job gives the number: one per GPU, else one per node; at least two."""
     nodes = sum(node["Alive"] for node in ray.nodes())
     return max(int(session.resources.get("GPU", 0)) or nodes, 2)
 
@@ -40,10 +40,10 @@ def workers(session: Session) -> int:
 def run(
     function: str, config: Mapping[str, Any], job: JobSpec, session: Session, *, spread: bool
 ) -> dict[str, Any] | Interrupted:
-    """Calls `function` ("module:attribute") with `config` and `gpus`, a rank's, in as many ranks as the job's most workers.
+    """Calls `function` ("module:attribute") with `config` and `gpus` (per rank), in as many ranks as the job's maximum of workers.
 
-    Gives what rank 0 returned. Call it in the main thread. Raises PreflightError where they do not fit, WorkerFailed with the
-    root cause where one fails.
+    Returns what rank 0 returned. Call it in the main thread. Raises PreflightError if the ranks do not fit on the cluster, and
+    WorkerFailed with the root cause if one fails.
     """
     count = job.cluster.most
     asked = job.model_copy(update={"cluster": job.cluster.model_copy(update={"workers": count})})
@@ -51,7 +51,7 @@ def run(
     if problems:
         raise PreflightError("\n".join(problems))
     gpus = preflight.gpus_per_worker(asked, session.resources)
-    running: list[Attempt] = []
+    abort = AbortHandle()
     ended: list[AttemptResult | BaseException] = []
     signals: list[int] = []
 
@@ -64,7 +64,7 @@ def run(
                 run_name="bench",
                 workers=count,
                 kind=worker_kind(job, gpus),
-                on_started=running.append,
+                abort=abort,
                 spread=spread,
             )
             ended.append(result)
@@ -76,18 +76,18 @@ def run(
         thread.start()
         while thread.is_alive():
             thread.join(_LOOK_S)
-            if signals and running:
-                running[0].abort()
+            if signals:
+                abort.abort()
     if signals:
         return Interrupted(signals[0])
-    (how,) = ended
-    if isinstance(how, BaseException):
-        raise how
-    if how.failure is not None:
-        raise _failed(how.failure)
-    return dict(how.value)
+    (outcome,) = ended
+    if isinstance(outcome, BaseException):
+        raise outcome
+    if outcome.failure is not None:
+        raise _failed(outcome.failure)
+    return dict(outcome.value)
 
 
 def _failed(failure: Failure) -> WorkerFailed:
-    who = "" if failure.rank is None else f"rank {failure.rank}: "
-    return WorkerFailed(f"the measurement failed: {who}{failure.cause}", failure.traceback.strip())
+    rank = "" if failure.rank is None else f"rank {failure.rank}: "
+    return WorkerFailed(f"the measurement failed: {rank}{failure.cause}", failure.traceback.strip())

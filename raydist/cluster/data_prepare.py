@@ -1,8 +1,7 @@
-"""Blocks of a corpus made by Ray Data, on a private Ray or on a cluster.
+"""Prepares the blocks of a corpus in parallel with Ray Data, on a private Ray or on a cluster.
 
-Runs in: the process of `raydist data prepare`; the blocks are made in Ray Data's tasks. Imports ray only once
-there are blocks to make; never torch. What is made, and its bytes, is raydist/data's own affair: here it is
-only carried out in parallel.
+Runs in: the process of `raydist data prepare`; each block is made in a task of Ray Data. Imports ray only once
+there are blocks to make; never torch. raydist/data defines how a block is made and its bytes.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from raydist.data.sources import Block
 from raydist.errors import RaydistError, StorageError
 
 _ENV = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""A task has one CPU: the libraries in it must not each take all of them."""
+"""A task has one CPU, so its libraries must not start one thread per core."""
 
 _ALONE = 2
-"""Fewer blocks than this are made at once, here, unless a cluster is asked for: Ray takes longer to start."""
+"""Fewer blocks than this are made in this process, unless a cluster is requested: starting Ray takes longer."""
 
 
 class RayMap:
-    """A `map_files` for `raydist.data.prepare`, as a context manager: Ray starts when it has blocks to make.
+    """A `map_files` for `raydist.data.prepare`, as a context manager. Ray starts when there are blocks to make.
 
-    `address`: None or "local" starts a private Ray, "auto" or HOST:PORT uses a cluster; None does neither for
-    one block.
+    `address`: None or "local" starts a private Ray, "auto" or HOST:PORT uses a cluster. With None, a single block is
+    made in this process, without Ray.
     """
 
     def __init__(self, address: str | None = None) -> None:
@@ -51,12 +50,11 @@ class RayMap:
         return self._stack.__exit__(kind, error, at)
 
     def __call__(self, make: Callable[[Block], Made], blocks: Sequence[Block]) -> Iterator[Made]:
-        """Yields what `make` returns for each block, as they come; raises what it raises, if that is
-        raydist's own."""
+        """Yields the result of `make` for each block, in the order of completion; re-raises a RaydistError of `make`."""
         if not blocks or (self.address is None and len(blocks) < _ALONE):
             return map(make, blocks)
         if not self._started:
-            # Once: a small corpus may be made twice, see prepare's threshold.
+            # Only once: `prepare` may make a small corpus twice, see its threshold.
             self._started = True
             self._start()
         return _map(make, blocks)
@@ -70,7 +68,7 @@ class RayMap:
 
 
 def _keep_if_failed(logs: Path) -> Callable[..., None]:
-    """Removes Ray's logs, but for an error that is Ray's: then they may say why, and the error names them."""
+    """Deletes Ray's logs, except after an error of Ray: then they may contain the reason, and a note on the error names them."""
 
     def end(kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is None or not isinstance(error, Exception) or isinstance(error, RaydistError):
@@ -84,7 +82,7 @@ def _keep_if_failed(logs: Path) -> Callable[..., None]:
 def _map(make: Callable[[Block], Made], blocks: Sequence[Block]) -> Iterator[Made]:
     import ray.data
 
-    # To the "ray" logger above it, which the session sends to a file, not to the user's screen.
+    # Its records go to the parent logger "ray", which the session writes to a file instead of the terminal.
     logger = logging.getLogger("ray.data")
     logger.handlers, logger.propagate = [], True
     logger.setLevel(logging.WARNING)
@@ -100,9 +98,8 @@ def _map(make: Callable[[Block], Made], blocks: Sequence[Block]) -> Iterator[Mad
 
 
 class _Task:
-    """One row of Ray Data: a block in, what it became out, as text. An error of raydist's is a value, so that
-    the user sees it and nothing of Ray's around it, and so that Ray does not try again what cannot
-    succeed."""
+    """Maps one row of Ray Data: a block to its result, both as JSON. A RaydistError is returned as a value: so the
+    user sees it without Ray's wrapping, and Ray does not retry a task that cannot succeed."""
 
     def __init__(self, make: Callable[[Block], Made]) -> None:
         self._make = make

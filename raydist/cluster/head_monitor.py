@@ -1,6 +1,6 @@
-"""Whether the cluster's head answers. Ray ends a process that has not heard of it for a minute, without a word to the user.
+"""Checks whether the cluster's head answers. Ray ends a process that has lost the head for a minute, without any message.
 
-Runs in: the driver, in a thread. Never imports torch or ray: it only connects, as any client would.
+Runs in: the driver, in a thread. Never imports torch or ray: it only opens TCP connections.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import threading
 import time
 
 lost = False
-"""Whether a session ended without its head. Ray's client must not be asked to disconnect then: it ends the process, with code 1."""
+"""Whether a session ended after its head was lost. Ray's client must not disconnect then: it would exit the process with code 1."""
 _LOOK_S = 1.0
 _CONNECT_S = 3.0
 
 
 class HeadMonitor:
-    """Looks every second, from its construction to `close`. `address`: HOST:PORT of the head."""
+    """Connects to the head every second, from its construction to `close`. `address`: HOST:PORT of the head."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -28,11 +28,11 @@ class HeadMonitor:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since it last answered."""
+        """Seconds since the head last answered."""
         return time.monotonic() - self._heard
 
     def close(self) -> None:
-        """No more looks."""
+        """Stops the checks."""
         self._closed.set()
 
     def _watch(self) -> None:
@@ -43,7 +43,7 @@ class HeadMonitor:
 
 
 def answers(address: str) -> bool:
-    """Whether the head at HOST:PORT does, within seconds."""
+    """Whether the head at HOST:PORT answers within 3 s."""
     host, _, port = address.rpartition(":")
     try:
         return speaks_grpc(host.strip("[]"), int(port))
@@ -52,7 +52,7 @@ def answers(address: str) -> bool:
 
 
 def speaks_grpc(host: str, port: int) -> bool:
-    """Whether an HTTP/2 server answers there, as Ray's head does. OSError if nobody does within seconds."""
+    """Whether an HTTP/2 server answers there, as Ray's head does. Raises OSError if nothing answers within 3 s."""
     with socket.create_connection((host, port), timeout=_CONNECT_S) as sock:
         sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))  # preface, SETTINGS
         head = sock.recv(9)
@@ -60,7 +60,7 @@ def speaks_grpc(host: str, port: int) -> bool:
 
 
 def leave(code: int) -> None:
-    """Ends the process with that exit code: where the head is lost at once, for at its end Python has Ray's client disconnect."""
+    """Exits with that code. If the head is lost: with os._exit, because Ray's exit handler would try to disconnect."""
     if lost:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -1,4 +1,4 @@
-"""Ray's Jobs API, over HTTP: a client of it, or one clear error, and a job with the package of its working directory.
+"""Ray's Jobs API over HTTP: connects a client, or raises one clear error; submits a job with its packaged working directory.
 
 Runs in: `raydist submit`. Imports ray inside functions; never torch.
 """
@@ -23,36 +23,36 @@ _TOO_LARGE = ("413", "Too Large", "Maximum request body size")
 
 
 def url_of(address: str) -> str:
-    """`address` as http://HOST:PORT. Raises UserError for what is no address of a Jobs API."""
+    """`address` as http://HOST:PORT. Raises UserError if it cannot be the address of a Jobs API."""
     url = address if "://" in address else f"http://{address}"
-    hint = "use that of the dashboard, http://HEAD:8265"
+    hint = "use the dashboard's address, http://HEAD:8265"
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise UserError(f"--address {address}: {error}", hint) from None
     if parts.scheme not in ("http", "https") or not host:
-        raise UserError(f"--address {address!r} is no address of a cluster's Jobs API", hint)
+        raise UserError(f"--address {address!r} is not the address of a cluster's Jobs API", hint)
     if parts.scheme == "http" and port is not None and answers(f"{host}:{port}"):
         raise UserError(f"--address {address}: the head's GCS answers there, not its Jobs API", hint)
     return url.rstrip("/")
 
 
 def connect(url: str) -> JobSubmissionClient:
-    """A client of the Jobs API at http://HOST:PORT. Raises ClusterUnreachable, and UserError for what waiting does not mend."""
+    """A client of the Jobs API at http://HOST:PORT. Raises ClusterUnreachable, or UserError if a retry cannot help."""
     import requests
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
-    for module in ("dashboard_sdk", "job.sdk"):  # they tell each upload and each connection
+    for module in ("dashboard_sdk", "job.sdk"):  # they log each upload and each connection
         logging.getLogger(f"ray.dashboard.modules.{module}").setLevel(logging.WARNING)
     authentication.check_token()
     try:
-        # Ray's own client waits for an answer without an end.
+        # Ray's own client has no timeout.
         version = requests.get(f"{url}/api/version", timeout=_ANSWER_S)
         if version.status_code not in (401, 403) and not _is_ray(version):
             raise ClusterUnreachable(
-                f"{url}: what answers there is no Ray dashboard (status {version.status_code})",
+                f"{url}: the server there is not a Ray dashboard (status {version.status_code})",
                 "check the address: http://HEAD:8265",
             )
         return JobSubmissionClient(url)
@@ -63,12 +63,12 @@ def connect(url: str) -> JobSubmissionClient:
             raise
         raise ClusterUnreachable(
             f"no Jobs API answers at {url}: {_why(error)}",
-            "check the address (http://HEAD:8265), and that the cluster runs",
+            "check the address (http://HEAD:8265), and that the cluster is running",
         ) from None
 
 
 def submit(url: str, entrypoint: str, package: Path, variables: Mapping[str, str]) -> str:
-    """Submits a job; gives its id. `package`: the archive of its working directory. Raises as `connect` does."""
+    """Submits a job; returns its id. `package`: the archive of its working directory. Raises the same errors as `connect`."""
     import requests
     from ray.exceptions import AuthenticationError
 
@@ -81,8 +81,8 @@ def submit(url: str, entrypoint: str, package: Path, variables: Mapping[str, str
     except (requests.RequestException, OSError, RuntimeError, ValueError) as error:
         if any(word in str(error) for word in _TOO_LARGE):
             raise UserError(
-                f"{url} does not take a package of {package.stat().st_size:,} bytes (413)",
-                "a proxy before the dashboard may take less than its 100 MiB: raise its limit, or ship less: see .rayignore",
+                f"{url} does not accept a package of {package.stat().st_size:,} bytes (413)",
+                "a proxy in front of the dashboard may accept less than its 100 MiB: raise its limit, or ship less (.rayignore)",
             ) from None
         raise ClusterUnreachable(
             f"the Jobs API at {url} refused the job: {_why(error)}", "see the dashboard's log on the head"
@@ -97,7 +97,7 @@ def _is_ray(answer: object) -> bool:
 
 
 def _why(error: BaseException) -> str:
-    """The reason of the innermost error that has one: those around it repeat the address, in several lines."""
+    """The reason of the innermost error that has one: the outer ones repeat the address, over several lines."""
     found = ""
     at: BaseException | None = error
     while at is not None:

@@ -1,9 +1,8 @@
-"""A private Ray of one node, with the processes that a training run uses and no others.
+"""A private Ray of one node that starts only the processes that a training run uses.
 
-Runs in: the driver. Subclasses `ray._private.node.Node`, on which `ray.init()` and `ray start` are built, because neither
-lets one leave out the dashboard, the autoscaler's monitor and the log monitor, nor start the raylet before they are up.
-It takes 0.8 s to a connected driver instead of 2.5 s, and 2 CPU seconds less (docs/adr/0003). Ray's internals may move:
-tests/cluster/test_session.py fails when they do.
+Runs in: the driver. Subclasses Ray's `Node`, on which `ray.init()` and `ray start` are built: neither can leave out the dashboard,
+the autoscaler's monitor and the log monitor, or start the raylet before they are up. A connected driver takes 0.8 s instead of
+2.5 s, and 2 CPU seconds less (docs/adr/0003). Ray may move `Node` (ray_private.py): tests/cluster/test_session.py runs it.
 """
 
 from __future__ import annotations
@@ -19,31 +18,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ray._private.node import Node
-from ray._private.parameter import RayParams
-from ray._private.resource_isolation_config import ResourceIsolationConfig
-from ray._raylet import (  # type: ignore[attr-defined]  # compiled
+from raydist.cluster.ray_private import (
     DASHBOARD_AGENT_LISTEN_PORT_NAME,
     METRICS_AGENT_PORT_NAME,
     METRICS_EXPORT_PORT_NAME,
     RUNTIME_ENV_AGENT_PORT_NAME,
     Config,
+    Node,
+    RayParams,
+    ResourceIsolationConfig,
     persist_port,
 )
 
 _REGISTER_S = 30.0
-_NOT_SERVED = -1  # what Ray's minimal install writes for a port that nobody listens on
+_NOT_SERVED = -1  # what Ray's minimal install writes for a port without a listener
 
 
 class _Head(Node):
     metrics = False
 
     def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
-        """Nothing here asks the dashboard: a private Ray has no jobs API, and Ray Train's cleaner is left out."""
+        """Starts nothing. No one needs the dashboard: a private Ray has no Jobs API, and Ray Train's cleaner is left out."""
 
     def start_raylet(self, *args: Any, **kwargs: Any) -> None:
-        # The raylet registers once its agents have written their ports, 0.5 s of imports later. Nobody here asks the
-        # dashboard's agent, unless for metrics, and the other one gets its port from us: so the raylet need not wait for either.
+        # The raylet registers only after its agents have written their ports, which takes 0.5 s of imports. Only metrics need
+        # the dashboard's agent, and the runtime-env agent gets its port from us, so the raylet need not wait for either.
         names = [DASHBOARD_AGENT_LISTEN_PORT_NAME]
         if not self.metrics:
             names += [METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME]
@@ -54,7 +53,7 @@ class _Head(Node):
             self._session_dir, self._node_id, RUNTIME_ENV_AGENT_PORT_NAME, self._ray_params.runtime_env_agent_port
         )
         super().start_raylet(*args, **kwargs)
-        # Node.__init__ asks next whether the node has registered, and if not, again a whole second later.
+        # Node.__init__ then checks whether the node has registered; if not, it checks again only after a second.
         client = self.get_gcs_client()
         deadline = time.monotonic() + _REGISTER_S
         while not client.get_all_node_info(timeout=_REGISTER_S) and time.monotonic() < deadline:
@@ -67,19 +66,19 @@ class _MeasuredHead(_Head):
 
 @contextlib.contextmanager
 def running(temp_dir: Path, *, object_store_bytes: int, metrics_port: int | None = None) -> Iterator[Any]:
-    """Start the processes, wait until the node has registered, and end them all with the block.
+    """Starts the processes, waits until the node has registered, and ends them all with the block.
 
-    `metrics_port`: where metrics are served, 0 for any free port; None: nowhere.
+    `metrics_port`: port for Prometheus metrics, 0 for any free port; None: no metrics.
 
-    They also die with the thread that calls this (the kernel's doing), so call it in the main thread.
+    The kernel kills them when the calling thread ends (PR_SET_PDEATHSIG), so call it in the main thread.
     """
-    Config.initialize("")  # the token that os.environ holds by now
+    Config.initialize("")  # reads the token that os.environ has now
     node = (_Head if metrics_port is None else _MeasuredHead)(
         RayParams(
             no_monitor=True,
             include_log_monitor=False,
             include_dashboard=False,
-            dashboard_agent_listen_port=0,  # Ray's default is a fixed one: a cluster on this host may need it
+            dashboard_agent_listen_port=0,  # Ray's default is a fixed port, which a cluster on this host may need
             metrics_export_port=metrics_port,
             object_store_memory=object_store_bytes,
             temp_dir=str(temp_dir),
@@ -100,13 +99,13 @@ def running(temp_dir: Path, *, object_store_bytes: int, metrics_port: int | None
 
 
 def _sweep(temp_dir: Path) -> None:
-    """Kills what is left of a Ray whose raylet is gone: now and then an actor hangs in its own shutdown, for good.
+    """Kills the remaining processes of a Ray whose raylet is gone: sometimes an actor hangs forever in its own shutdown.
 
-    Every process of a Ray has files of its temporary folder open, but so may have a user's `tail -f`.
+    Every process of a Ray has files of its temporary folder open. So may a user's `tail -f`: the command line must match, too.
     """
     inside = f"{temp_dir}/"
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or belongs to another user
             of_ray = _OF_RAY.search((process / "cmdline").read_bytes()) and process.name != str(os.getpid())
             if of_ray and any(os.readlink(fd).startswith(inside) for fd in (process / "fd").iterdir()):
                 os.kill(int(process.name), signal.SIGKILL)
@@ -114,7 +113,7 @@ def _sweep(temp_dir: Path) -> None:
 
 _OF_RAY = re.compile(rb"^ray::|/ray/")
 
-# The same as `_sweep`, without Python. In rounds, for a raylet that is still alive starts a new worker for each that is gone.
+# The same as `_sweep`, in shell. It runs several rounds: a raylet that is still alive replaces each killed worker.
 _CLEANER = """
 read _
 for round in 1 2 3 4 5; do
@@ -129,11 +128,11 @@ done
 
 @contextlib.contextmanager
 def _killed_with_us(temp_dir: Path) -> Iterator[None]:
-    """Should this process be killed within the block, then so are all of Ray's whose files are in that folder.
+    """If this process is killed within the block, all Ray processes with open files in that folder are killed, too.
 
-    The kernel takes the head and the raylet along. The raylet's two agents would go on for over a minute, trying to tell the
-    head that the raylet is gone; and workers end once init has become their parent, which under a sub-reaper (a container's
-    first process, systemd's user manager) it never does. A shell waits for the end of a pipe that only this process holds.
+    The kernel kills the head and the raylet. But the raylet's two agents go on for over a minute, trying to report to the
+    head that the raylet is gone. Workers exit once init becomes their parent, and under a sub-reaper (a container's first
+    process, systemd's user manager) it never does. So a shell waits for EOF on a pipe whose other end only this process holds.
     """
     command = ["/bin/sh", "-c", _CLEANER, "raydist-cleaner", str(temp_dir)]
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The cluster's nodes, as a run that may shrink, grow and leave needs them: who has room, who is taken away, who answers.
+"""The state of the cluster's nodes for elastic runs: free resources, draining nodes, nodes that answer.
 
 Runs in: the driver. Imports ray in functions only; never torch. `room` is pure.
 """
@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+NODE_ID_LABEL = "ray.io/node-id"
+"""The label that Ray gives every node, for label selectors."""
 _ANSWER_S = 3.0
 _CONNECT_S = 1.0
 _AT_ONCE = 64
@@ -19,7 +21,7 @@ _AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A living node. `free`: what nobody has reserved, {"CPU": 8.0, "GPU": 4.0}; `draining`: it is being taken away."""
+    """A node that is alive. `free`: unreserved resources, {"CPU": 8.0, "GPU": 4.0}; `draining`: it is about to be removed."""
 
     id: str
     free: Mapping[str, float]
@@ -27,19 +29,32 @@ class Node:
 
 
 def room(nodes: Iterable[Node], each: Mapping[str, float], ours: Mapping[str, int], avoid: Collection[str] = ()) -> int:
-    """Workers, of resources `each`, that the nodes can hold, with those that they hold already: `ours`, node id -> workers."""
+    """Workers with resources `each` that the nodes have room for, including the ones already there: `ours`, node id -> workers."""
     fits = 0
     for node in nodes:
         if not node.draining and node.id not in avoid:
-            free = (math.floor(node.free.get(name, 0.0) / count + 1e-9) for name, count in each.items() if count)
-            fits += min(free, default=0) + ours.get(node.id, 0)
+            fits += places([node.free], each) + ours.get(node.id, 0)
     return fits
 
 
+def places(nodes: Iterable[Mapping[str, float]], each: Mapping[str, float]) -> int:
+    """Workers with resources `each` that fit on the nodes. A node: its resources, {"CPU": 8.0, "GPU": 4.0}."""
+    return sum(
+        min((math.floor(node.get(name, 0.0) / count + 1e-9) for name, count in each.items() if count), default=0)
+        for node in nodes
+    )
+
+
+def amount(resources: Mapping[str, float]) -> str:
+    """Resources as text, such as "8 CPUs and 1 GPU"."""
+    return " and ".join(f"{v:g} {k}{'s' if v != 1 else ''}" for k, v in resources.items() if v) or "nothing"
+
+
 def look() -> list[Node]:
-    """The nodes that Ray takes to be alive."""
+    """The nodes that Ray lists as alive."""
     import ray
-    from ray._private.state import available_resources_per_node  # there is no public function that tells it by node
+
+    from raydist.cluster.ray_private import available_resources_per_node
 
     free, draining = available_resources_per_node(), drained()
     return [Node(n["NodeID"], free.get(n["NodeID"], {}), n["NodeID"] in draining) for n in ray.nodes() if n["Alive"]]
@@ -54,23 +69,24 @@ def reserved(placement_group: str) -> dict[str, int]:
 
 
 def drained() -> set[str]:
-    """Ids of the nodes that are being taken away: by `ray drain-node`, an autoscaler, or SIGTERM to their raylet."""
-    from ray._private.state import state  # what Ray Train's own watcher asks
+    """Ids of the nodes that are draining: by `ray drain-node`, an autoscaler, or SIGTERM to their raylet."""
+    from raydist.cluster.ray_private import cluster_state
 
-    return set(state.get_draining_nodes())
+    return set(cluster_state.get_draining_nodes())
 
 
 def unreachable(ids: Iterable[str] | None = None) -> set[str]:
-    """Those of the nodes (None: of all that Ray takes to be alive) whose raylet takes no connection within 1 s; Ray itself is sure
-    of a death only much later.
+    """The nodes of `ids` (None: of all that Ray lists as alive) whose raylet accepts no connection within 1 s.
+
+    Ray itself detects a dead node only much later.
     """
     import ray
 
-    where = {n["NodeID"]: (n["NodeManagerAddress"], n["NodeManagerPort"]) for n in ray.nodes() if n["Alive"]}
-    asked = list(where if ids is None else ids)
+    addresses = {n["NodeID"]: (n["NodeManagerAddress"], n["NodeManagerPort"]) for n in ray.nodes() if n["Alive"]}
+    asked = list(addresses if ids is None else ids)
     with ThreadPoolExecutor(_AT_ONCE) as threads:
-        listens = threads.map(lambda node: node in where and _listens(where[node]), asked)
-        return {node for node, there in zip(asked, listens, strict=True) if not there}
+        listens = threads.map(lambda node: node in addresses and _listens(addresses[node]), asked)
+        return {node for node, up in zip(asked, listens, strict=True) if not up}
 
 
 def _listens(address: tuple[str, int]) -> bool:
@@ -82,12 +98,12 @@ def _listens(address: tuple[str, int]) -> bool:
 
 
 def answering(ids: Iterable[str]) -> set[str]:
-    """Those of the nodes that run a task within 3 s."""
+    """The nodes of `ids` that run a task within 3 s."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     alive = {n["NodeID"] for n in ray.nodes() if n["Alive"]}
-    task = ray.remote(num_cpus=0, max_retries=0)(_here)
+    task = ray.remote(num_cpus=0, max_retries=0)(_ping)
     asked = {
         task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(): node
         for node in ids
@@ -98,14 +114,14 @@ def answering(ids: Iterable[str]) -> set[str]:
     done, late = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)
     for ref in late:
         ray.cancel(ref, force=True)
-    return {asked[ref] for ref in done if _fine(ref)}
+    return {asked[ref] for ref in done if _succeeded(ref)}
 
 
-def _here() -> bool:
+def _ping() -> bool:
     return True
 
 
-def _fine(ref: object) -> bool:
+def _succeeded(ref: object) -> bool:
     import ray
     from ray.exceptions import RayError
 

@@ -1,11 +1,11 @@
-"""What of a working directory is shipped to a cluster: which files, and one archive of them.
+"""Selects the files of a working directory that are shipped to a cluster, and writes them into one archive.
 
 Runs in: the driver, and `raydist submit`. Imports ray inside functions; never torch.
 
-Inside a git work tree these are the files that git tracks, and those that it would: what .gitignore names stays behind.
-Elsewhere Ray's own reading of .gitignore files decides; .rayignore files count everywhere. Left out in any case: .git, virtual
-environments, caches (`CACHEDIR.TAG`), and what raydist itself makes: runs, sweeps, prepared data, and storages of runs.
-What a job names is shipped even so.
+Inside a git work tree: the tracked files, and untracked ones that .gitignore does not exclude. Elsewhere Ray's own parser
+reads the .gitignore files. .rayignore files apply everywhere. Always left out: .git, virtual environments, caches
+(`CACHEDIR.TAG`), and raydist's own output: runs, sweeps, prepared data, and storages of runs. A file or folder that the job
+names is shipped even if one of these rules excludes it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from raydist.run.directory import ATTEMPTS, EVENTS, SPEC, STATE
 from raydist.run.sweep_directory import CELLS, SWEEP
 
 JOBS_LIMIT = 100 << 20
-"""Bytes that the Jobs API of a cluster takes (ray_constants.DASHBOARD_CLIENT_MAX_SIZE); no option of Ray changes it."""
+"""Largest package in bytes that a cluster's Jobs API accepts (ray_constants.DASHBOARD_CLIENT_MAX_SIZE; no option changes it)."""
 HEAD_LIMIT = 512 << 20
-"""Bytes that a head takes from a driver (packaging.GCS_STORAGE_MAX_SIZE), unless RAY_max_grpc_message_size says otherwise."""
+"""Largest package in bytes that a head accepts from a driver (packaging.GCS_STORAGE_MAX_SIZE or RAY_max_grpc_message_size)."""
 _LARGE = 10 << 20
 _LARGEST = 5
 _CHUNK = 1 << 20
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-"""Of every file in the archive: equal files make equal bytes, and Ray does not send again what it has."""
+"""Date of every file in the archive: equal files give equal archives, and Ray does not upload an archive that it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """Files of `root`: name, relative and with `/`, -> bytes. `left_out`: folders of raydist's own -> what they are."""
+    """`files` of `root`: relative name with `/` -> bytes. `left_out`: folders that raydist has made -> their kind, "a run"."""
 
     root: Path
     files: Mapping[str, int]
@@ -45,23 +45,23 @@ class Package:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all files together."""
         return sum(self.files.values())
 
     def largest(self) -> str:
-        """The largest files, and the folders that hold most, in words."""
+        """The largest files and the largest top-level folders, as text."""
         folders: Counter[str] = Counter()
         for name, size in self.files.items():
             if "/" in name:
                 folders[name.split("/", 1)[0] + "/"] += size
         largest = Counter(dict(self.files)).most_common(_LARGEST)
-        told = ", ".join(f"{name} {mib(size)}" for name, size in largest)
+        text = ", ".join(f"{name} {mib(size)}" for name, size in largest)
         if folders:
-            told += f"; by folder: {', '.join(f'{n} {mib(s)}' for n, s in folders.most_common(_LARGEST))}"
-        return told
+            text += f"; by folder: {', '.join(f'{n} {mib(s)}' for n, s in folders.most_common(_LARGEST))}"
+        return text
 
     def told(self, packed: int) -> str:
-        """What is shipped, and what of raydist's own is not, for the user. `packed`: bytes of the archive."""
+        """A line for the user: what is shipped, and which raydist output is left out. `packed`: bytes of the archive."""
         text = f"ships {len(self.files)} files of {self.root}: {mib(self.size)}, {mib(packed)} packed"
         if packed >= _LARGE:
             text += f"; the largest: {self.largest()}"
@@ -72,7 +72,7 @@ class Package:
         return text
 
     def write(self, out: Path, limit: int) -> int:
-        """Writes the archive; gives its bytes. Raises UserError where it has more than `limit` bytes, or a file cannot be read."""
+        """Writes the archive; returns its bytes. Raises UserError if it is larger than `limit` bytes, or a file cannot be read."""
         with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
             for name in self.files:
                 self._add(archive, name, limit)
@@ -94,28 +94,29 @@ class Package:
         except (OSError, UnicodeEncodeError) as error:
             raise UserError(
                 f"{path}: cannot be shipped: {getattr(error, 'strerror', None) or error}",
-                "mend its rights or its name, or name it in .rayignore",
+                "change its permissions or its name, or add it to .rayignore",
             ) from None
 
     def _too_large(self, limit: int) -> UserError:
         return UserError(
             f"{self.root}: {len(self.files)} files, {mib(self.size)}, make a package of more than {mib(limit)}, which a cluster "
-            f"does not take; the largest: {self.largest()}",
-            "name what the job does not need in .gitignore or .rayignore, or give a smaller --working-dir; for large data name a "
-            "place that the nodes reach: an absolute path on shared storage, or a URI",
+            f"does not accept; the largest: {self.largest()}",
+            "add files that the job does not need to .gitignore or .rayignore, or give a smaller --working-dir; for large data use "
+            "a location that the nodes can read: an absolute path on shared storage, or a URI",
         )
 
 
 def mib(size: int) -> str:
-    """Bytes for a reader: KiB below 1 MiB."""
+    """Bytes as text: in KiB below 1 MiB, else in MiB."""
     return f"{size / (1 << 10):.1f} KiB" if size < 1 << 20 else f"{size / (1 << 20):.1f} MiB"
 
 
 def select(root: Path, storages: Sequence[str] = (), needed: Sequence[str] = ()) -> Package:
-    """The files of `root` to ship. `storages`: folders or URIs that hold runs; `needed`: names in `root` of files and folders that
-    the job names, and which are shipped whatever ignores them. Raises UserError.
+    """The files of `root` to ship. Raises UserError if a folder cannot be read.
+
+    `storages`: folders or URIs that hold runs. `needed`: files and folders in `root` that the job names; they are always shipped.
     """
-    from ray._private.ray_constants import get_runtime_env_default_excludes
+    from raydist.cluster.ray_private import get_runtime_env_default_excludes
 
     root = root.resolve()
     walk = _Walk(root, frozenset(get_runtime_env_default_excludes()), frozenset(map(_local, storages)), _listed(root))
@@ -133,8 +134,8 @@ def select(root: Path, storages: Sequence[str] = (), needed: Sequence[str] = ())
 
 
 class _Walk:
-    """One pass over a folder. `listed`: the files that git has or would have, and the folders that it does not look into;
-    None where it cannot say. `left_out` fills on the way."""
+    """One pass over a folder. `listed`: files that git tracks or would track, and folders that it does not enter (submodules);
+    None if git cannot list them. The pass fills `left_out`."""
 
     def __init__(
         self,
@@ -161,7 +162,7 @@ class _Walk:
             entries = sorted(os.scandir(folder), key=lambda e: e.name)
         except OSError as error:
             raise UserError(
-                f"{folder}: cannot be read: {error.strerror}", "name it in .gitignore or .rayignore"
+                f"{folder}: cannot be read: {error.strerror}", "add it to .gitignore or .rayignore"
             ) from None
         if self.ignoring:
             rules = [*rules, *_rules(folder, gitignore=not by_git)]
@@ -171,7 +172,7 @@ class _Walk:
             if entry.name in self.never or any(rule(path) for rule in rules):
                 continue
             if entry.is_dir():
-                # A submodule, another repository or a link to a folder: git names it, and does not look into it.
+                # A submodule, another repository or a symlink to a folder: git lists it, and does not enter it.
                 other = by_git and self.listed is not None and name in self.listed
                 known = not by_git or other or (self.above is not None and name in self.above)
                 real = path.resolve()
@@ -181,7 +182,7 @@ class _Walk:
                 yield name, entry.stat().st_size
 
     def _own(self, path: Path, name: str) -> bool:
-        """Whether it is a folder that no job needs: an environment, a cache, or raydist's own work, which is then noted."""
+        """Whether no job needs this folder: a virtual environment, a cache, or output of raydist (which goes into `left_out`)."""
         if (path / "pyvenv.cfg").is_file() or (path / "CACHEDIR.TAG").is_file():
             return True
         if not self.ignoring:
@@ -192,7 +193,7 @@ class _Walk:
 
 
 def made_by_raydist(folder: Path) -> str:
-    """What raydist made there: "a run", "a sweep" or "prepared data"; "" for any other folder."""
+    """Kind of raydist output in that folder: "a run", "a sweep" or "prepared data"; "" for any other folder."""
     there = set(os.listdir(folder)) if os.access(folder, os.R_OK | os.X_OK) else set()
     if SPEC in there and there & {STATE, EVENTS, ATTEMPTS}:
         return "a run"
@@ -208,7 +209,7 @@ def _local(storage: str) -> Path | None:
 
 
 def _listed(root: Path) -> frozenset[str] | None:
-    """What git tracks under `root`, and what it would; None outside a work tree, without git, or in a folder that git ignores."""
+    """Tracked and unignored files under `root`; None outside a work tree, without git, or in a folder that git ignores."""
     git = shutil.which("git")
     if git is None:
         return None
@@ -225,8 +226,8 @@ def _listed(root: Path) -> frozenset[str] | None:
 
 
 def _rules(folder: Path, gitignore: bool) -> list[Callable[[Path], bool]]:
-    from ray._private.runtime_env.packaging import get_excludes_from_ignore_files
+    from raydist.cluster.ray_private import get_excludes_from_ignore_files
 
-    quiet = logging.getLogger("raydist.package")
-    quiet.setLevel(logging.WARNING)
-    return list(get_excludes_from_ignore_files(folder, include_gitignore=gitignore, logger=quiet))
+    logger = logging.getLogger("raydist.package")
+    logger.setLevel(logging.WARNING)
+    return list(get_excludes_from_ignore_files(folder, include_gitignore=gitignore, logger=logger))

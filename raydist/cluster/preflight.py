@@ -1,11 +1,10 @@
-"""Before any worker is reserved: can this cluster run this job at all? All that is wrong, at once.
+"""Checks, before any worker is reserved, whether this cluster can run this job. One error lists all problems.
 
 Runs in: the driver, and as one zero-CPU task on each node of a cluster. Never imports torch.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import socket
@@ -29,7 +28,7 @@ _VERSIONS = ("raydist", "torch", "ray", "pyarrow")
 
 
 def gpus_per_worker(spec: JobSpec, resources: Mapping[str, float]) -> float:
-    """What `auto` means here: one GPU each where the cluster has enough for all workers, else none."""
+    """GPUs of each worker. `auto`: 1 if the cluster has enough GPUs for all workers, else 0."""
     wanted = spec.cluster.gpus_per_worker
     if wanted != "auto":
         return float(wanted)
@@ -37,7 +36,7 @@ def gpus_per_worker(spec: JobSpec, resources: Mapping[str, float]) -> float:
 
 
 def check_early(spec: JobSpec, *, local: bool) -> None:
-    """What can be told before Ray starts, or data are prepared. `local`: it is to train on this host. Raises PreflightError."""
+    """Checks that need neither Ray nor the data. `local`: the job will train on this host. Raises PreflightError."""
     found = host_gpus() if local else None
     asked = spec.cluster.gpus_per_worker
     problems = []
@@ -45,7 +44,7 @@ def check_early(spec: JobSpec, *, local: bool) -> None:
         problems += check_precision(spec, gpus_per_worker(spec, {"GPU": found or 0}))
     if found == 0 and asked not in ("auto", 0):
         problems.append(
-            f"cluster.gpus_per_worker: {asked:g}, and this machine has no GPU; set it to 0 or auto, or give --address "
+            f"cluster.gpus_per_worker: {asked:g}, but this machine has no GPU; set it to 0 or auto, or give --address "
             "of a cluster"
         )
     if problems:
@@ -53,21 +52,19 @@ def check_early(spec: JobSpec, *, local: bool) -> None:
 
 
 def check_precision(spec: JobSpec, gpus: float) -> list[str]:
-    """What is wrong with the number format where each worker has so many GPUs: one line, or none. Pure."""
+    """Problems with the precision, for workers with `gpus` GPUs each: one line, or none. Pure."""
     if spec.precision.params != "fp16" or gpus:
         return []
     why = (
         "cluster.gpus_per_worker is 0"
         if spec.cluster.gpus_per_worker == 0
-        else "there is not a GPU here for each worker"
+        else "there are not enough GPUs here for one per worker"
     )
-    return [
-        f"precision: fp16 is not trained on CPUs, which have no fast fp16 kernels, and {why}; set precision: bf16 or fp32"
-    ]
+    return [f"precision: fp16 needs GPUs (CPUs have no fast fp16 kernels), and {why}; set precision: bf16 or fp32"]
 
 
 def host_gpus() -> int | None:
-    """GPUs of this host, at least as many as Ray may use; None where NVIDIA's driver cannot tell: AMD's are not its own."""
+    """GPUs of this host, at least as many as Ray may use; None if NVML cannot count them, such as AMD's."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles"):
         return 0
     if Path("/dev/kfd").exists():
@@ -87,27 +84,24 @@ def host_gpus() -> int | None:
 
 
 def check_resources(spec: JobSpec, resources: Sequence[Mapping[str, float]]) -> list[str]:
-    """What is missing for the workers, given each node's `resources` ({"CPU": 8.0, "GPU": 4.0}): one line, or none. Pure."""
+    """Missing resources, given each node's `resources` ({"CPU": 8.0, "GPU": 4.0}): one line, or none. Pure."""
     cluster = spec.cluster
     total = {k: sum(n.get(k, 0.0) for n in resources) for k in ("CPU", "GPU")}
     gpus = gpus_per_worker(spec, total)
     each = {"CPU": cluster.cpus_per_worker, "GPU": gpus}
-    fits = sum(
-        min((math.floor(n.get(k, 0.0) / v + 1e-9) for k, v in each.items() if v), default=cluster.least)
-        for n in resources
-    )
+    fits = nodes.places(resources, each)
     if fits >= cluster.least:
         return []
-    asked = f"{cluster.least} workers of {_amount(each)}"
-    there = f"{len(resources)} node{'s' if len(resources) != 1 else ''} with {_amount(total)} in all"
-    remedy = f"set cluster.workers: {fits}" if fits else "ask less of each worker in cluster:"
-    return [f"the job asks for {asked}, the cluster has {there}: {fits} would fit; {remedy}, or add nodes"]
+    asked = f"{cluster.least} workers of {nodes.amount(each)}"
+    available = f"{len(resources)} node{'s' if len(resources) != 1 else ''} with {nodes.amount(total)} in all"
+    remedy = f"set cluster.workers: {fits}" if fits else "reduce the resources per worker in cluster:"
+    return [f"the job asks for {asked}, the cluster has {available}: {fits} would fit; {remedy}, or add nodes"]
 
 
 def check(spec: JobSpec, session: Session, run_uri: str, dataset: str) -> None:
-    """Raises PreflightError with all that is wrong: resources, and on each node versions, storage, data and modules.
+    """Raises PreflightError with all problems: resources; on each node versions, storage, data and modules.
 
-    A node that has just died is none, though Ray may list it for a while yet.
+    A node that has just died is not counted, though Ray may still list it for a while.
     """
     import ray
 
@@ -115,7 +109,7 @@ def check(spec: JobSpec, session: Session, run_uri: str, dataset: str) -> None:
     alive = [n for n in ray.nodes() if n["Alive"] and n["NodeID"] not in gone]
     problems = check_resources(spec, [n["Resources"] for n in alive])
     problems += check_precision(spec, gpus_per_worker(spec, session.resources))
-    # A private Ray is this host, where the driver has read the spec and the data and written to storage already.
+    # A private Ray runs on this host only, where the driver has already read the spec and the data and written to storage.
     if session.private:
         problems += check_offload(spec.offload.path) + check_copies(spec.snapshot_every)
     else:
@@ -143,7 +137,7 @@ def _check_nodes(spec: JobSpec, alive: Sequence[Mapping[str, Any]], run_uri: str
         try:
             facts = ray.get(ref, timeout=_NODE_TIMEOUT_S)
         except GetTimeoutError:
-            problems.append(f"node {ip}: no answer in {_NODE_TIMEOUT_S:g} s; look at `ray status` and its raylet's log")
+            problems.append(f"node {ip}: no answer in {_NODE_TIMEOUT_S:g} s; see `ray status` and its raylet's log")
             continue
         except RayError as error:
             line = str(error).strip().splitlines()[-1]
@@ -159,7 +153,7 @@ def _check_nodes(spec: JobSpec, alive: Sequence[Mapping[str, Any]], run_uri: str
 
 
 def versions() -> dict[str, str | None]:
-    """Versions that must agree on all nodes; None where a package is missing. Reads metadata, imports nothing."""
+    """Versions that must agree on all nodes; None for a missing package. Reads metadata, imports nothing."""
     found: dict[str, str | None] = {"python": platform.python_version().rsplit(".", 1)[0]}
     for name in _VERSIONS:
         try:
@@ -175,7 +169,7 @@ def versions() -> dict[str, str | None]:
 
 
 def check_offload(path: str | None) -> list[str]:
-    """What is wrong on this host with the folder for the optimizer's state. How large that is, only the workers know."""
+    """Problems of this host with the folder for offloaded optimizer state. Only the workers know the size of that state."""
     try:
         if path is not None:
             swap_space.check(path, 0)
@@ -185,10 +179,10 @@ def check_offload(path: str | None) -> list[str]:
 
 
 def check_copies(every: int | str | None) -> list[str]:
-    """What is wrong on this host with shared memory, where copies of the state go. How large those are, only the workers know."""
+    """Problems of this host with shared memory, which holds memory checkpoints. Only the workers know their size."""
     if not isinstance(every, int) or (SHM.is_dir() and os.access(SHM, os.W_OK | os.X_OK)):
-        return []  # auto does without
-    return [f"recovery.snapshot_every: {every} needs {SHM}, which is not there or cannot be written; set it to null"]
+        return []  # `auto` turns memory checkpoints off then
+    return [f"recovery.snapshot_every: {every} needs {SHM}, which does not exist or is not writable; set it to null"]
 
 
 def look_around(
@@ -198,7 +192,7 @@ def look_around(
     offload_path: str | None = None,
     snapshot_every: int | str | None = None,
 ) -> dict[str, Any]:
-    """On one node: its versions, and what it cannot do of what a worker must."""
+    """Runs on one node: its versions, and the problems that a worker would have there."""
     problems = check_offload(offload_path) + check_copies(snapshot_every)
     probe = f".probe-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
     try:
@@ -209,7 +203,7 @@ def look_around(
         problems.append(f"{error.message}; use a --storage that every node can write to")
     try:
         if not Storage(dataset).exists("index.json"):
-            problems.append(f"the dataset {dataset} is not there; put it on storage that every node can read")
+            problems.append(f"the dataset {dataset} was not found; put it on storage that every node can read")
     except RaydistError as error:
         problems.append(f"{error.message}; put the dataset on storage that every node can read")
     problems += [
@@ -225,7 +219,3 @@ def _importable(module: str) -> bool:
         return find_spec(module) is not None
     except (ImportError, ValueError):
         return False
-
-
-def _amount(resources: Mapping[str, float]) -> str:
-    return " and ".join(f"{v:g} {k}{'s' if v != 1 else ''}" for k, v in resources.items() if v) or "nothing"

@@ -1,4 +1,4 @@
-"""The Ray that a run uses: a private one that starts and ends with it, or a cluster that is there already.
+"""Opens the Ray that a run uses: a private one that starts and ends with the run, or an existing cluster.
 
 Runs in: the driver. Imports ray only when a session is opened; never torch.
 """
@@ -30,53 +30,52 @@ from raydist.run.directory import default_storage
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
 _TEMP_PREFIX = "raydist-"
 _PRIVATE_RAY = {
-    # The raylet connects to its own object store while that one still starts; when it comes too early (every second
-    # time here) it sleeps a whole second before it tries again. As patient, in smaller steps.
+    # The raylet connects to its object store while the store is still starting. If it is too early (half of the starts
+    # here), it sleeps a whole second before it tries again. Same total timeout, in smaller steps.
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "500",
-    # Ray gives its workers niceness 15, so that they never starve its own processes: 2% of a step on a full host.
+    # Ray gives its workers niceness 15, to protect its own processes. That costs 2% of a step on a fully loaded host.
     "RAY_worker_niceness": "0",
-    # What Ray gathers about itself is for its dashboard and state API, which a private Ray has not.
+    # Ray's statistics about itself are for its dashboard and state API, which a private Ray does not have.
     "RAY_event_stats": "0",
     "RAY_task_events_report_interval_ms": "0",
 }
-_UNMEASURED = {
-    # The same, of Prometheus, which it has only for a run that exports to it.
+_NO_METRICS = {
+    # The same for Prometheus metrics, unless the run exports to Prometheus.
     "RAY_enable_metrics_collection": "0",
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
 _DRIVER = {
-    # After 60 s without the head Ray would end this process in mid-sentence; cluster/head_monitor.py minds the head.
+    # After 60 s without the head Ray would exit this process abruptly; cluster/head_monitor.py watches the head instead.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
 }
 _LEFT_BY_RAY = ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE", "RAY_ADDRESS")
-_TOKEN = secrets.token_hex(32)  # of this process's private Ray: no other user of the host can run code in it
+_TOKEN = secrets.token_hex(32)  # for this process's private Ray: no other user of the host can run code in it
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
     """An open connection to Ray.
 
-    `address` is HOST:PORT of the cluster's head, also for a private one. `resources` are the totals of the cluster,
-    such as {"CPU": 8.0, "GPU": 4.0}. `temp_dir` is Ray's own, on this host. `job_id` is Ray's, in hex.
+    `address` is HOST:PORT of the cluster's head, also for a private Ray. `resources` are the totals of the cluster,
+    such as {"CPU": 8.0, "GPU": 4.0}. `temp_dir` is Ray's temporary folder on this host. `job_id` is Ray's job id in hex.
     """
 
     address: str
     private: bool
     node_ip: str
     resources: dict[str, float]
-    dashboard_url: str | None
     temp_dir: Path
     job_id: str
 
 
 def worker_environment(threads: int = 1) -> dict[str, str]:
-    """What the environment of every train worker should hold, for speed; `threads` is for each one's math library.
+    """Variables that each worker needs for speed; `threads`: threads of its math libraries.
 
-    It must be there when the process starts, which is when OpenMP reads it: `open_session(env=...)` sees to it.
+    They must be set when the process starts, because OpenMP reads them then: pass them to `open_session(env=...)`.
     """
     return {
-        # Ray sets OMP_NUM_THREADS to the CPUs of a task, and leaves it alone for actors without any.
+        # Ray sets OMP_NUM_THREADS to the CPUs of a task, but does not set it for actors without CPUs.
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
     }
@@ -93,22 +92,22 @@ def open_session(
     metrics_port: int | None = None,
     ranks: bool = False,
 ) -> Iterator[Session]:
-    """Connect this process to Ray for the time of the `with` block. Open it in the main thread, before signal handlers.
+    """Connects this process to Ray for the `with` block. Open it in the main thread, before you install signal handlers.
 
-    `address`: "local" starts a private Ray on this host, beside any other, and ends all its processes with the block,
-    or with this process, however it ends. "auto" (or "") attaches to RAY_ADDRESS (which `ray job submit` sets), else
-    to the running cluster of this host. HOST:PORT attaches to that one.
+    `address`: "local" starts a private Ray on this host, independent of any other; all its processes end with the
+    block, or when this process ends in any way. "auto" (or "") connects to RAY_ADDRESS (which `ray job submit` sets),
+    else to the cluster that runs on this host. HOST:PORT connects to that cluster.
 
-    `env` reaches every worker: a private Ray inherits it, a cluster gets it by runtime_env. `python_path` goes in
-    front of the workers' PYTHONPATH. `working_dir` is shipped to a cluster's nodes (unless a Ray job brought its own).
-    `metrics_port`: where a private Ray serves metrics to Prometheus, 0 for any free port; None: it gathers none.
-    `ranks`: whether models will be trained on it; a private Ray then has a zygote for them (raydist/launch/zygote.py).
+    `env` reaches every worker: a private Ray inherits it, a cluster gets it in the runtime_env. `python_path` is
+    prepended to the workers' PYTHONPATH. `working_dir` is shipped to a cluster's nodes (not inside a Ray job, which
+    has its own). `metrics_port`: port for a private Ray's Prometheus metrics, 0 for any free port; None: no metrics.
+    `ranks`: whether models will be trained; a private Ray then starts a zygote for the ranks (raydist/launch/zygote.py).
 
-    What Ray prints goes to files in `log_dir` (driver.log, and for a private Ray its logs in ray/).
-    Raises UserError within seconds when there is no such cluster.
+    Ray's output goes to files in `log_dir` (driver.log; a private Ray's logs to ray/).
+    Raises UserError within seconds if there is no such cluster.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    _no_ray_but_this()
+    _disable_auto_init()
     variables = dict(env)
     if python_path:
         inherited = os.environ.get("PYTHONPATH", "")
@@ -121,13 +120,13 @@ def open_session(
             yield stack.enter_context(_attached(_find_cluster(address), variables, working_dir))
 
 
-def _no_ray_but_this() -> None:
-    """Ray's calls do not connect by themselves any more.
+def _disable_auto_init() -> None:
+    """Stops Ray's calls from connecting automatically.
 
-    Threads that Ray Data leaves behind go on asking for metrics after the session. Each question would connect this
-    process again, to the cluster that has just ended; and Ray's client ends a process that finds its raylet gone.
+    Ray Data leaves threads behind that go on polling metrics after the session. Each poll would connect this process
+    again, to the cluster that has just ended; and Ray's client exits a process that has lost its raylet.
     """
-    from ray._private import auto_init_hook
+    from raydist.cluster.ray_private import auto_init_hook
 
     auto_init_hook.enable_auto_connect = False
 
@@ -136,17 +135,17 @@ def _no_ray_but_this() -> None:
 def _private(
     env: Mapping[str, str], log_dir: Path, metrics_port: int | None, ranks: Mapping[str, str] | None
 ) -> Iterator[Session]:
-    unmeasured = _UNMEASURED if metrics_port is None else {}
-    variables = {**_PRIVATE_RAY, **unmeasured, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN, **env}
+    no_metrics = _NO_METRICS if metrics_port is None else {}
+    variables = {**_PRIVATE_RAY, **no_metrics, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN, **env}
     with contextlib.ExitStack() as stack:
         temp = stack.enter_context(_temp_dir())
         stack.callback(_keep_logs, temp, log_dir / "ray")
         if ranks is not None:
-            zygote = start_zygote(temp, ranks)  # first, for it has most to import
+            zygote = start_zygote(temp, ranks)  # first, because its imports take longest
             stack.callback(zygote.close)
             variables |= zygote.variables
-        stack.callback(authentication.reread)  # as it was before, once the environment is
-        # RAY_ADDRESS of an outer cluster would win over our own wherever Ray looks for "the" cluster.
+        stack.callback(authentication.reread)  # runs after os.environ is restored: back to the earlier mode and token
+        # An outer cluster's RAY_ADDRESS would take precedence over ours wherever Ray looks for "the" cluster.
         stack.enter_context(_environment(variables, without=("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")))
         import ray
 
@@ -164,18 +163,18 @@ def _private(
 
 
 def _warm_up() -> None:
-    """Import Ray Train while Ray's processes start: this one mostly waits for them."""
-    # It registers hooks for fork. Registered by the thread while this one forks, the second half of a pair runs alone.
+    """Imports Ray Train in a thread while Ray's processes start: the main thread mostly waits for them."""
+    # It registers fork hooks in pairs. If the thread did so while this one forks, only the second of a pair would run.
     import_module("concurrent.futures.thread")
     threading.Thread(target=import_module, args=("raydist.cluster.run.ray_train_adapter",), daemon=True).start()
 
 
 @contextlib.contextmanager
 def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) -> Iterator[Session]:
-    # PlacementGroupCleaner, an actor of Ray Train, looks for "the" cluster of its host: tell it which one.
+    # PlacementGroupCleaner, an actor of Ray Train, connects to "the" cluster of its host: RAY_ADDRESS names it.
     runtime_env: dict[str, Any] = {"env_vars": {**env, "RAY_ADDRESS": address}}
     in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-    # Inside `ray job submit` both the job and we set variables: ours win, the job's working_dir stays.
+    # Inside `ray job submit` both the job and we set variables: ours take precedence, the job's working_dir stays.
     variables = {**_DRIVER, "RAY_ADDRESS": address, "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}
     with _environment({**authentication.token_mode(), **variables}):
         import ray
@@ -207,25 +206,23 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
 def _session(info: Mapping[str, Any], *, private: bool, temp: Path) -> Session:
     import ray
 
-    url = info.get("webui_url")
     return Session(
         address=info["gcs_address"],
         private=private,
         node_ip=info["node_ip_address"],
         resources={k: float(v) for k, v in ray.cluster_resources().items()},
-        dashboard_url=f"http://{url}" if url and not private else None,
         temp_dir=temp,
         job_id=ray.get_runtime_context().get_job_id(),
     )
 
 
 def _find_cluster(address: str) -> str:
-    """HOST:PORT of the cluster meant by `address`; raises UserError if nothing answers there."""
+    """HOST:PORT of the cluster that `address` stands for. Raises UserError if no Ray head answers there."""
     found = address
     if address in ("", "auto"):
         found = os.environ.get("RAY_ADDRESS", "")
         if found in ("", "auto"):
-            from ray._private.services import find_gcs_addresses
+            from raydist.cluster.ray_private import find_gcs_addresses
 
             running = sorted(find_gcs_addresses())
             if not running:
@@ -236,7 +233,7 @@ def _find_cluster(address: str) -> str:
             if len(running) > 1:
                 raise UserError(
                     f"several Ray clusters run on this host: {', '.join(running)}",
-                    "say which with --address HOST:PORT",
+                    "choose one with --address HOST:PORT",
                 )
             found = running[0]
     scheme, _, place = found.rpartition("://")
@@ -244,15 +241,15 @@ def _find_cluster(address: str) -> str:
     if scheme in ("http", "https"):
         raise UserError(
             f"{found} is the address of a dashboard, not of a cluster's head",
-            "use HOST:PORT, as `ray start --head` prints it (port 6379 by default); `raydist submit` takes http://HOST:8265",
+            "use HOST:PORT, as `ray start --head` prints it (port 6379 by default); for http://HOST:8265 use `raydist submit`",
         )
     if scheme or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UserError(
-            f'"{address}" is no address of a Ray cluster', "use local, auto or HOST:PORT (port 6379 by default)"
+            f'"{address}" is not the address of a Ray cluster', "use local, auto or HOST:PORT (port 6379 by default)"
         )
     try:
         if not speaks_grpc(host.strip("[]"), int(port)):
-            raise _unreachable(found, "something else answers there")
+            raise _unreachable(found, "the server there is not a Ray head")
     except OSError as error:
         raise _unreachable(found, error.strerror or str(error)) from None
     return found
@@ -261,25 +258,25 @@ def _find_cluster(address: str) -> str:
 def _unreachable(address: str, why: str) -> UserError:
     return UserError(
         f"cannot connect to the Ray cluster at {address}: {why}",
-        "check the address, and that the cluster runs: `ray status --address HOST:PORT`",
+        "check the address, and that the cluster is running: `ray status --address HOST:PORT`",
     )
 
 
 def _refused(address: str, why: str) -> UserError:
-    """The error for a head that answers, and takes the token, and yet this process cannot become a driver of its cluster."""
+    """The error for a head that answers and accepts the token, when this process still cannot become a driver of the cluster."""
     if "ersion mismatch" in why:
         return UserError(
             f"cannot connect to the Ray cluster at {address}: {why}",
-            "install that Ray and that Python here, or use `raydist submit`, which trains with those of the cluster",
+            "install those versions of Ray and Python here, or use `raydist submit`, which trains with the cluster's versions",
         )
     return _unreachable(address, why)
 
 
 @contextlib.contextmanager
 def _temp_dir() -> Iterator[Path]:
-    """A new, short directory, locked while in use: the sockets in it must have paths of at most 107 bytes.
+    """A new directory, locked while in use. Its path is short: paths of the sockets in it may have at most 107 bytes.
 
-    Deletes those of sessions that were killed before they could: nobody holds their lock any more.
+    Also deletes the directories of sessions that were killed: their lock is free.
     """
     base = Path(tempfile.gettempdir())
     base = base if len(str(base)) < 32 else Path("/tmp")
@@ -290,7 +287,7 @@ def _temp_dir() -> Iterator[Path]:
     temp = Path(tempfile.mkdtemp(prefix=_TEMP_PREFIX, dir=base))
     with (temp / "lock.new").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (temp / "lock.new").rename(temp / "lock")  # seen by others only once it is held
+        (temp / "lock.new").rename(temp / "lock")  # others see the lock file only once it is locked
         try:
             yield temp
         finally:
@@ -304,7 +301,7 @@ def _keep_logs(temp: Path, kept: Path) -> None:
 
 @contextlib.contextmanager
 def _environment(env: Mapping[str, str], without: Sequence[str] = ()) -> Iterator[None]:
-    """os.environ with `env` and without those names, for the time of the block."""
+    """Sets `env` in os.environ and removes the names of `without`, for the block."""
     saved = {k: os.environ.get(k) for k in (*env, *without, *_LEFT_BY_RAY)}
     os.environ.update(env)
     for name in without:
@@ -321,11 +318,11 @@ def _environment(env: Mapping[str, str], without: Sequence[str] = ()) -> Iterato
 
 @contextlib.contextmanager
 def _quiet(path: Path) -> Iterator[None]:
-    """Send Ray's loggers, its threads' prints, and what native code writes to descriptor 2, to the end of `path`.
+    """Appends to `path`: Ray's loggers, prints of Ray's threads, and what native code writes to descriptor 2.
 
-    sys.stderr keeps writing to where descriptor 2 pointed before, so Python's own messages still reach the user.
+    sys.stderr keeps writing to the earlier target of descriptor 2, so Python's own messages still reach the user.
     """
-    import ray  # noqa: F401  # its import gives its logger a handler, which is then replaced
+    import ray  # noqa: F401  # the import adds a handler to Ray's logger, which is then replaced
 
     sys.stderr.flush()
     with path.open("a", buffering=1) as file, contextlib.ExitStack() as stack:
@@ -338,7 +335,7 @@ def _quiet(path: Path) -> Iterator[None]:
         os.dup2(file.fileno(), 2)
         stack.callback(os.dup2, kept, 2)
         stack.callback(setattr, sys, "stdout", sys.stdout)
-        sys.stdout = _NotFromRay(sys.stdout, file)
+        sys.stdout = _WithoutRay(sys.stdout, file)
         handler = logging.StreamHandler(file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logger = logging.getLogger("ray")
@@ -348,7 +345,7 @@ def _quiet(path: Path) -> Iterator[None]:
 
 
 def _shut_down() -> None:
-    """End the connection. Messages that Ray has held back, and prints now, go to its log."""
+    """Disconnects. Messages that Ray has buffered, and prints now, go to its log."""
     import ray
 
     held = io.StringIO()
@@ -358,8 +355,8 @@ def _shut_down() -> None:
         logging.getLogger("ray").warning(held.getvalue())
 
 
-class _NotFromRay:
-    """A stream that passes everything on to another, but what Ray's listener threads print goes to a file."""
+class _WithoutRay:
+    """A stream that writes to another one; what Ray's listener threads print goes to a file instead."""
 
     def __init__(self, stream: TextIO, file: TextIO) -> None:
         self._stream, self._file = stream, file

@@ -1,25 +1,26 @@
 """Tokens and their order: corpora, tokenizers, Arrow shards, the keyed permutation, batches.
 
 Runs anywhere: in the driver (prepare), in Ray Data's tasks (shards), in each train worker (dataset, order,
-batches). Plain python, numpy, pyarrow and xxhash; `tokenizers` only where a BPE is used. Nothing here imports
+batches). Plain python, numpy, pyarrow and xxhash; `tokenizers` only for BPE. Nothing here imports
 torch or ray.
 
-    sources.py     where text comes from: files cut into blocks, in a fixed order
-    documents.py   the documents of a piece of a file, checked
-    tokenizers.py  text to ids: bytes, BPE
-    shards.py      one block -> its shards: the pure function that is mapped
-    plan.py        what was asked, as blocks, with a key of it
-    prepare.py     plan, map, commit; the index comes last
-    verify.py      every byte of a dataset against its hashes
-    index.py       what a dataset says of itself
-    dataset.py     a dataset, memory-mapped; windows of it are samples
-    order.py       the order of an epoch: a keyed permutation with no state
-    batches.py     global batches, a rank's share, the thread that makes them ahead of time
+    sources.py         the source files of a corpus, divided into blocks, in a fixed order
+    documents.py       the documents of a part of a file, validated
+    tokenizers/        text to ids: one tokenizer a file
+    shards.py          one block -> its shards: the pure function that is mapped
+    prepare_plan.py    a request as blocks, with a key of it
+    prepare.py         plan, map, commit; the index is written last
+    verify.py          checks every byte of a dataset against its hashes
+    index.py           a dataset's metadata
+    dataset.py         a dataset, memory-mapped; its samples are windows of tokens
+    order.py           the order of an epoch: a keyed permutation without state
+    batches.py         global batches, a rank's share, the thread that prefetches them
+    skipped_batches.py the global batches that are left out of training
 
-What holds here, and is tested in tests/data:
-- the same input gives the same bytes, whatever the parallelism and however often it was cut short;
-- train and eval share no document;
-- every sample of an epoch is trained exactly once, at any number of ranks; the tail is masked, not dropped;
+Tested in tests/data:
+- the same input gives the same bytes, whatever the parallelism and however often preparation was interrupted;
+- train and eval have no document in common;
+- every sample of an epoch is trained exactly once, with any number of ranks; the tail is masked, not dropped;
 - the samples of step s are a pure function of (seed, fingerprint, global batch), at the same cost for any s.
 """
 
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
 
 
 def open_or_prepare(wanted: Any, storage_uri: str, progress: Callable[[Progress], None] | None = None) -> str:
-    """The path or URI of the dataset that a job's `data` asks for; see
-    `raydist.data.prepare.open_or_prepare`."""
+    """The path or URI of the dataset for a job's `data`; see `raydist.data.prepare.open_or_prepare`."""
     from raydist.data import prepare
 
     return prepare.open_or_prepare(wanted, storage_uri, progress)

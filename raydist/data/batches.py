@@ -1,5 +1,4 @@
-"""Global batches: which samples a step trains, how ranks share them, and the thread that makes them ahead of
-time.
+"""Global batches: the samples of each step, their division among ranks, and the thread that prefetches them.
 
 Runs in each train worker (and anywhere else): numpy, no torch. The samples of a step never depend on the
 number of ranks: a rank takes its part of a global batch that is the same for every world size. The whole
@@ -26,15 +25,15 @@ from raydist.data.order import IntArray, Permutation, epoch_order
 from raydist.errors import DataError
 
 MASKED = -100
-"""The target of a position that takes no part in the loss (torch's `ignore_index`)."""
+"""The target of a position that is not counted in the loss (torch's `ignore_index`)."""
 
 _AHEAD = 4096
-"""Ids that are computed at once: the permutation's cost is per call for few of them."""
+"""Number of ids computed per call, because a call of the permutation has a fixed cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where training is: `offset` samples of epoch `epoch` are trained."""
+    """The position of training: `offset` samples of epoch `epoch` are trained."""
 
     epoch: int = 0
     offset: int = 0
@@ -50,15 +49,15 @@ class Cursor:
 
 
 class Batches:
-    """The global batches of a run, in order: slices of each epoch's permutation, the last of an epoch short.
+    """The global batches of a run, in order: slices of each epoch's permutation; the last one of an epoch is shorter.
 
-    `global_batch` is in samples. Raises DataError if there is no sample at all.
+    `global_batch` is in samples. Raises DataError if there are no samples.
     """
 
     def __init__(self, n_samples: int, global_batch: int, seed: int, fingerprint: str) -> None:
         assert global_batch >= 1, global_batch
         if n_samples < 1:
-            raise DataError("the train split has no sample", "give more text, or a smaller model.context")
+            raise DataError("the train split has no samples", "add text, or reduce model.context")
         self.n_samples = n_samples
         self.global_batch = global_batch
         self.seed = seed
@@ -68,11 +67,11 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches in an epoch, the short one included."""
+        """Global batches per epoch, including the short one."""
         return -(-self.n_samples // self.global_batch)
 
     def order(self, epoch: int) -> Permutation:
-        """The epoch's order; the last one asked for is kept."""
+        """The epoch's order; the last one is cached."""
         kept = self._order
         if kept is None or kept[0] != epoch:
             kept = self._order = (epoch, epoch_order(self.seed, epoch, self.fingerprint, self.n_samples))
@@ -90,12 +89,12 @@ class Batches:
         return ids[offset - first : stop - first].copy()
 
     def after(self, cursor: Cursor) -> Cursor:
-        """The cursor once the batch at `cursor` is trained."""
+        """The cursor after the batch at `cursor`."""
         offset = cursor.offset + self.global_batch
         return Cursor(cursor.epoch, offset) if offset < self.n_samples else Cursor(cursor.epoch + 1, 0)
 
     def at_step(self, step: int) -> Cursor:
-        """The cursor after `step` steps from the very start."""
+        """The cursor after `step` steps from the beginning of training."""
         epoch, within = divmod(step, self.steps_per_epoch)
         return Cursor(epoch, within * self.global_batch)
 
@@ -108,8 +107,8 @@ def samples_hash(ids: IntArray) -> str:
 def share(ids: IntArray, rank: int, world: int, micro_batch: int) -> list[IntArray]:
     """The micro-batches of one rank: near-equal parts of its contiguous slice of the global batch.
 
-    Their number is the same on every rank, so that all take part in every collective: the fewest of at most
-    `micro_batch` samples that hold the largest slice. A rank that is short of samples gets empty ones.
+    Their number is the same on every rank, because all ranks must run the same collectives: the smallest number of micro-batches,
+    of at most `micro_batch` samples each, for the largest slice. A rank with fewer samples gets empty micro-batches.
     """
     n = len(ids)
     largest = -(-n // world)
@@ -119,7 +118,7 @@ def share(ids: IntArray, rank: int, world: int, micro_batch: int) -> list[IntArr
 
 
 def eval_batches(n_samples: int, batches: int, global_batch: int) -> list[IntArray]:
-    """Ids of at most `batches` global batches of the eval split: the same every time, from all over it."""
+    """Ids of at most `batches` global batches of the eval split: the same every time, spread over the whole split."""
     if n_samples < 1:
         return []
     order = epoch_order(0, 0, "eval", n_samples)
@@ -129,9 +128,9 @@ def eval_batches(n_samples: int, batches: int, global_batch: int) -> list[IntArr
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One forward pass of one rank. numpy arrays, or what the loader's `transform` makes of them.
+    """One forward pass of one rank. numpy arrays, or the result of the loader's `transform`.
 
-    tokens [n, T] int64; targets [n, T] int64, -100 where masked; documents [n, T] int32 when documents are
+    tokens [n, T] int64; targets [n, T] int64, -100 where masked; documents [n, T] int32 if documents are
     packed.
     """
 
@@ -142,10 +141,10 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class StepBatch:
-    """What one rank needs for one optimizer step.
+    """One rank's data for one optimizer step.
 
-    `cursor` is before the step, `after` behind it; `ids` is the whole global batch; `tokens` counts the
-    unmasked targets of this rank; `wait_seconds` is how long the training loop waited for this batch.
+    `cursor`: before the step, `after`: after it; `ids`: the whole global batch; `tokens`: number of unmasked targets of this rank;
+    `wait_seconds`: how long the training loop waited for this batch.
     """
 
     cursor: Cursor
@@ -158,12 +157,12 @@ class StepBatch:
 
 
 class Samples(Protocol):
-    """What the loader reads from: `raydist.data.dataset.Windows`, or anything like it."""
+    """The loader's input: `raydist.data.dataset.Windows`, or a class with the same methods."""
 
     def batch(
         self, ids: IntArray, pack: bool = False
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int32] | None]:
-        """tokens, targets and documents of these samples; of one fully masked row if there are none."""
+        """tokens, targets and documents of these samples; one fully masked row if `ids` is empty."""
 
 
 def make_step(
@@ -177,7 +176,7 @@ def make_step(
     micro_batch: int,
     pack: bool,
 ) -> StepBatch:
-    """The part of `rank` in the global batch `ids`, as arrays."""
+    """The part of global batch `ids` for `rank`, as arrays."""
     micro_batches, tokens = [], 0
     for part in share(ids, rank, world, micro_batch):
         made = MicroBatch(*windows.batch(part, pack))
@@ -188,9 +187,9 @@ def make_step(
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A loader that gives no batch. `seconds`: waited for the one at `cursor`, of whose samples this rank wants `ids`.
+    """A loader that delivers no batch. `seconds`: time waited for the batch at `cursor`, of which this rank needs samples `ids`.
 
-    `at`: the innermost lines of the stuck thread, one a line. `restarts`: of it before; `final`: there will be no other.
+    `at`: the innermost lines of the stuck thread, one per line. `restarts`: number of restarts so far; `final`: no more restarts.
     """
 
     cursor: Cursor
@@ -202,22 +201,20 @@ class Stall:
 
 
 RESTARTS = 2
-"""Threads that are started, one after the other, in the place of one that gives no batch."""
+"""How often a thread that delivers no batch is replaced by a new one."""
 
 _CLOSE_S = 5.0
 
 
 class Loader:
-    """An iterator of StepBatch from `cursor` on, made ahead of time by one thread; at most `prefetch` (at
-    least 1) wait.
+    """An iterator of StepBatch from `cursor` on, prefetched by one thread; the queue holds at most `prefetch` (at
+    least 1).
 
-    `steps` ends it after that many; None never does. `transform` runs in the thread, on each StepBatch. An
-    error in the thread is raised by the `next` that would have had its batch. Close it, or use it as a
-    context manager.
+    `steps`: number of batches; None: no end. `transform` runs in the thread, on each StepBatch. An error in the thread is raised
+    by the `next` for its batch. Close the loader, or use it as a context manager.
 
-    A thread that lets `next` wait for `timeout_s` is given up, and another one starts at the batch that is waited for:
-    `on_stall` is told each time. What the old one may still make is dropped. After RESTARTS of them `next` raises
-    DataError.
+    If `next` waits longer than `timeout_s`, the thread is given up, and a new one starts at the missing batch; `on_stall` is called
+    each time. Later results of the old thread are dropped. After RESTARTS restarts `next` raises DataError.
     """
 
     def __init__(
@@ -244,12 +241,12 @@ class Loader:
         self._given = 0
         self._restarts = 0
         self._failure: DataError | None = None
-        self._maker = self._start()
+        self._prefetcher = self._start()
 
-    def _start(self) -> _Maker:
-        """A thread from the present cursor on."""
+    def _start(self) -> _Prefetcher:
+        """Starts a thread from the current cursor."""
         left = None if self._steps is None else self._steps - self._given
-        return _Maker(self._make(self._cursor, left), self._room)
+        return _Prefetcher(self._make(self._cursor, left), self._room)
 
     def _make(self, cursor: Cursor, steps: int | None) -> Iterator[StepBatch]:
         made = 0
@@ -273,34 +270,34 @@ class Loader:
 
     def __next__(self) -> StepBatch:
         begun = time.perf_counter()
-        while not self._maker.wait(self._timeout_s):
+        while not self._prefetcher.wait(self._timeout_s):
             self._stalled(time.perf_counter() - begun)
         if self._failure is not None:
             raise self._failure
-        step = self._maker.take()
+        step = self._prefetcher.take()
         self._cursor, self._given, self._restarts = step.after, self._given + 1, 0
         step.wait_seconds = time.perf_counter() - begun
         return step
 
     def _stalled(self, seconds: float) -> None:
-        """Gives the thread up; starts another one, or leaves the error for whoever waits."""
-        at = self._maker.give_up()
+        """Gives up the thread; starts another one, or stores the error for the caller of `next`."""
+        at = self._prefetcher.give_up()
         final = self._restarts == RESTARTS
         ids = np.concatenate(share(self._batches.ids(self._cursor), self._rank, self._world, self._micro_batch))
         self._on_stall(Stall(self._cursor, ids, seconds, at, self._restarts, final))
         if final:
             self._failure = DataError(
                 f"no batch for {seconds:.0f} s at epoch {self._cursor.epoch}, sample {self._cursor.offset}, on rank {self._rank}, "
-                f"though the loader was started again {RESTARTS} times; it stands in:\n{at}",
-                "look at the storage that the data is on; raise recovery.data_timeout if it is only slow",
+                f"although the loader was restarted {RESTARTS} times; it is stuck in:\n{at}",
+                "check the storage of the data; raise recovery.data_timeout if it is only slow",
             )
             return
         self._restarts += 1
-        self._maker = self._start()
+        self._prefetcher = self._start()
 
     def close(self) -> None:
-        """Ends the thread, whatever it waits for, and drops what was made. Harmless when repeated."""
-        self._maker.close()
+        """Ends the thread, even if it is waiting, and drops prefetched batches. May be called again."""
+        self._prefetcher.close()
 
     def __enter__(self) -> Loader:
         return self
@@ -309,8 +306,8 @@ class Loader:
         self.close()
 
 
-class _Maker:
-    """A thread that takes from `steps`, and the queue of what it has taken."""
+class _Prefetcher:
+    """A thread that iterates over `steps`, and the queue of its results."""
 
     def __init__(self, steps: Iterator[StepBatch], room: int) -> None:
         self._steps, self._room = steps, room
@@ -338,12 +335,12 @@ class _Maker:
                 self._changed.notify_all()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Whether `take` has something to say: at once, or within that time."""
+        """Whether `take` has a result or an error: now, or within that time."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._ready) or self._ended, timeout_s)
 
     def take(self) -> StepBatch:
-        """The next one. Raises what the thread raised, or StopIteration where it has come to its end."""
+        """The next batch. Raises the thread's error, or StopIteration at the end."""
         with self._changed:
             if not self._ready:
                 if self._error is not None:
@@ -354,7 +351,7 @@ class _Maker:
             return step
 
     def give_up(self) -> str:
-        """Where the thread stands now. It ends by itself if it ever comes to; nothing that it makes is seen."""
+        """Returns the current stack of the thread. The thread ends when it runs again; its results are dropped."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         with self._changed:
             self._closed = self._ended = self._given_up = True
@@ -364,7 +361,7 @@ class _Maker:
         return "\n".join(f"{f.filename}:{f.lineno} in {f.name}" for f in reversed(lines))
 
     def close(self) -> None:
-        """Ends the thread; one that was given up is not waited for, and one that is stuck no longer than 5 s."""
+        """Ends the thread. Does not wait for one that was given up, and at most 5 s for one that is stuck."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,10 +1,9 @@
 """A prepared dataset, open for reading: its tokens, and the fixed-length windows that are its samples.
 
-Runs in each train worker (and anywhere else): numpy and pyarrow, no torch. Shards are memory-mapped and read
-without a copy. A dataset at a URI is read through a cache on local disk: sample order is random over the
-whole split, so that each node needs each shard soon anyway; a shard is fetched whole, once a node, when it is
-first touched, and its hash is checked. The cache is $RAYDIST_CACHE or ~/.cache/raydist, by the dataset's
-fingerprint.
+Runs in each train worker (and anywhere else): numpy and pyarrow, no torch. Shards are memory-mapped and read without a copy. A
+dataset at a URI is read through a cache on local disk: because sample order is random over the whole split, each node soon needs
+every shard. A shard is downloaded as a whole, once per node, at its first use, and its hash is checked. The cache is
+$RAYDIST_CACHE or ~/.cache/raydist, by the dataset's fingerprint.
 """
 
 from __future__ import annotations
@@ -31,14 +30,13 @@ from raydist.storage import Storage
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 _OPEN_SHARDS = 256
-"""Maps kept open by a split; a view keeps its own map alive, so that closing one early is safe."""
+"""Number of memory maps that a split keeps open; a view keeps its own map alive, so maps can be closed early."""
 
 _FETCH = 8 << 20
 
 
 class TokenDataset:
-    """A dataset by its folder's path or URI. Raises DataError if it is none; shards are opened when first
-    read."""
+    """A dataset by its folder's path or URI. Raises DataError if there is none; shards are opened at the first read."""
 
     def __init__(self, uri: str | os.PathLike[str] | Storage) -> None:
         self.storage = uri if isinstance(uri, Storage) else Storage(uri)
@@ -65,7 +63,7 @@ class TokenDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Of the tokens and the tokenizer."""
+        """A hash of the tokens and the tokenizer."""
         return self.index.fingerprint
 
     @property
@@ -84,7 +82,7 @@ class TokenDataset:
 
 
 class TokenSplit:
-    """All tokens of one split as if they were one array, document after document, an end token after each."""
+    """All tokens of one split as one array, document after document, with an end token after each."""
 
     def __init__(self, storage: Storage, index: DatasetIndex, name: Split) -> None:
         self.name = name
@@ -102,8 +100,7 @@ class TokenSplit:
         return _reopen, (self._storage, self.name)
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Tokens [start, stop): a view of the mapped shard, or a copy where it spans shards. Raises
-        IndexError."""
+        """Tokens [start, stop): a view of the mapped shard, or a copy if they span several shards. Raises IndexError."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"[{start}, {stop}) is not within the {len(self)} tokens of {self.name}")
         first = self._shard_of(start)
@@ -117,8 +114,7 @@ class TokenSplit:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def gather(self, starts: IntArray, length: int) -> Tokens:
-        """Rows of `length` tokens from each of `starts` on, [len(starts), length]: one copy of each, no loop
-        over rows.
+        """Rows of `length` tokens from each of `starts` on, [len(starts), length]: copied once, without a loop over rows.
 
         All must lie within the split.
         """
@@ -135,7 +131,7 @@ class TokenSplit:
         return rows
 
     def files(self, starts: IntArray, length: int) -> list[str]:
-        """Paths or URIs of the shards with the `length` tokens from each of `starts` on."""
+        """Paths or URIs of the shards that contain the `length` tokens from each of `starts` on."""
         last = np.minimum(starts + length, len(self)) - 1
         ends = (np.searchsorted(self._bounds, x, side="right") - 1 for x in (starts, last))
         needed = {i for first, end in zip(*ends, strict=True) for i in range(int(first), int(end) + 1)}
@@ -164,10 +160,8 @@ class TokenSplit:
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{path} cannot be read: {error}", "`raydist data verify` lists all damage") from error
         if len(column) != shard.tokens or column.type != pa.from_numpy_dtype(self.dtype) or column.null_count:
-            raise DataError(
-                f"{path}: holds other tokens than the index says", "delete the dataset and prepare it again"
-            )
-        # Not column.to_numpy(), which imports pandas where that is installed: a second in every rank that starts.
+            raise DataError(f"{path}: its tokens do not match the index", "delete the dataset and prepare it again")
+        # Not column.to_numpy(), which imports pandas if that is installed: one second at the start of every rank.
         tokens: Tokens = np.frombuffer(
             column.buffers()[1], self.dtype, len(column), column.offset * self.dtype.itemsize
         )
@@ -205,15 +199,14 @@ def _reopen(storage: Storage, name: Split) -> TokenSplit:
 
 
 def cache_folder() -> Path:
-    """Where shards from remote storage are kept: $RAYDIST_CACHE, or ~/.cache/raydist."""
+    """Folder for shards from remote storage: $RAYDIST_CACHE, or ~/.cache/raydist."""
     return Path(os.environ.get("RAYDIST_CACHE") or "~/.cache/raydist").expanduser()
 
 
 class Windows:
-    """The samples of a split: sample i reads tokens [i*context, (i+1)*context] and predicts each from those
-    before it.
+    """The samples of a split: sample i reads tokens [i*context, (i+1)*context] and predicts each token from the previous ones.
 
-    Every token but the first is a target exactly once. The last window may be short: it is padded and masked.
+    Every token except the first is a target exactly once. The last window may be short: it is padded and masked.
     """
 
     def __init__(self, split: TokenSplit, context: int) -> None:
@@ -225,7 +218,7 @@ class Windows:
         return -(-max(len(self.split) - 1, 0) // self.context)
 
     def files(self, ids: IntArray) -> list[str]:
-        """Paths or URIs of the shards that hold these samples; opens none."""
+        """Paths or URIs of the shards that contain these samples; opens none."""
         return self.split.files(ids * self.context, self.context + 1)
 
     def batch(
@@ -234,9 +227,8 @@ class Windows:
         """tokens [n, T] int64, targets [n, T] int64 (-100 where masked), and documents [n, T] int32 if
         `pack`, else None.
 
-        `documents` counts the documents of a window from 0; targets that would cross into the next one are
-        masked then. No ids give one row that is masked altogether. Raises IndexError for an id that is no
-        sample.
+        `documents` numbers the documents of a window from 0; targets in the next document are then masked. If `ids` is empty, the
+        result is one fully masked row. Raises IndexError for an id that is out of range.
         """
         ids = np.asarray(ids, dtype=np.int64)
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= len(self)):

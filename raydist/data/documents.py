@@ -1,6 +1,6 @@
-"""The documents of a piece of a corpus, checked: text is UTF-8, every line and row has its column.
+"""The documents of a part of a corpus, validated: text is UTF-8, every line and row has the column.
 
-Runs anywhere: in the process that prepares, and in Ray Data's tasks. numpy and pyarrow.
+Runs anywhere: in the preparing process, and in Ray Data's tasks. numpy and pyarrow.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from raydist.data.sources import Piece, SourceFile
 from raydist.errors import DataError
 
 Document = bytes | npt.NDArray[np.int64]
-"""UTF-8 text (or the raw bytes that a user's own source gave), or token ids."""
+"""UTF-8 text (or raw bytes of a user's own source), or token ids."""
 
 _CHUNK = 4 << 20
 _ROWS = 1024
 
 
 def read(piece: Piece, column: str) -> Iterator[Document]:
-    """The documents of a piece, in the file's order; empty ones and nulls are passed over. Raises
-    DataError."""
+    """The documents of a piece, in file order; empty ones and nulls are skipped. Raises DataError."""
     try:
         if piece.file.kind == "text":
             text = b"".join(_lines(piece))
@@ -38,16 +37,18 @@ def read(piece: Piece, column: str) -> Iterator[Document]:
         else:
             yield from _parquet(piece, column)
     except FileNotFoundError as error:
-        raise DataError(f"{piece.file.name} is gone", "do not change the sources while they are prepared") from error
+        raise DataError(
+            f"{piece.file.name} does not exist any more", "do not change the sources during preparation"
+        ) from error
     except (OSError, pa.ArrowException) as error:
-        hint = remote_filesystem.remedy(piece.file.root, "check the file and its rights")
+        hint = remote_filesystem.remedy(piece.file.root, "check the file and its permissions")
         raise DataError(f"{piece.file.name} cannot be read: {remote_filesystem.reason(error)}", hint) from error
 
 
 def of_record(record: Any, where: str, *, raw: bool = False) -> Document | None:
-    """A document as a user's source or a Parquet row gives it; None for an empty one. Raises DataError.
+    """Converts an item of a user's source or a Parquet row to a document; None if it is empty. Raises DataError.
 
-    `raw` lets bytes pass that are no UTF-8.
+    `raw` accepts bytes that are not UTF-8.
     """
     if record is None:
         return None
@@ -55,7 +56,7 @@ def of_record(record: Any, where: str, *, raw: bool = False) -> Document | None:
         try:
             return record.encode() or None
         except UnicodeEncodeError as error:
-            raise DataError(f"{where}: {error.reason}", "a lone surrogate is no text: clean the corpus") from error
+            raise DataError(f"{where}: {error.reason}", "a lone surrogate is not text: clean the corpus") from error
     if isinstance(record, bytes):
         return (record if raw else _utf8(record, where, lambda: 0)) or None
     try:
@@ -64,7 +65,7 @@ def of_record(record: Any, where: str, *, raw: bool = False) -> Document | None:
             return ids.astype(np.int64) if ids.size else None
     except (ValueError, OverflowError):
         pass
-    raise DataError(f"{where}: a document is {type(record).__name__}", "give str, bytes or a list of token ids")
+    raise DataError(f"{where}: a document has type {type(record).__name__}", "give str, bytes or a list of token ids")
 
 
 def _utf8(text: bytes, name: str, offset: Callable[[], int]) -> bytes:
@@ -80,7 +81,7 @@ def _utf8(text: bytes, name: str, offset: Callable[[], int]) -> bytes:
 
 
 def _lines(piece: Piece) -> Iterator[bytes]:
-    """The bytes of the lines that start in the piece, in chunks that end wherever they do."""
+    """The bytes of the lines that start in the piece, in chunks of any length."""
     file, filesystem = piece.file, sources.filesystem(piece.file.root)
     if not file.splittable:
         with filesystem.open_input_stream(file.path, compression="detect") as stream:
@@ -95,15 +96,15 @@ def _lines(piece: Piece) -> Iterator[bytes]:
             chunk = stream.read(min(_CHUNK, stop - position))
             if not chunk:
                 raise DataError(
-                    f"{file.name} is shorter than it was: {position} bytes, not {file.size}",
-                    "do not change the sources while they are prepared",
+                    f"{file.name} has become shorter: {position} bytes, not {file.size}",
+                    "do not change the sources during preparation",
                 )
             position += len(chunk)
             yield chunk
 
 
 def _offset(piece: Piece) -> int:
-    """Where in its file the piece's first line begins."""
+    """Position in the file at which the piece's first line begins."""
     if not piece.file.splittable:
         return 0
     with sources.filesystem(piece.file.root).open_input_file(piece.file.path) as stream:
@@ -111,7 +112,7 @@ def _offset(piece: Piece) -> int:
 
 
 def _line_start(stream: pa.NativeFile, position: int, size: int) -> int:
-    """Where the first line begins that starts at `position` or later; `size` if none does."""
+    """Position of the first line that begins at `position` or later; `size` if there is none."""
     if position == 0 or position >= size:
         return min(position, size)
     stream.seek(position - 1)
@@ -146,14 +147,14 @@ def _json_line(line: bytes, piece: Piece, column: str, number: int) -> Iterator[
         ) from None
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{_where(piece, number)}: no JSON: {error.msg} at column {error.colno}",
-            "one object a line is expected",
+            f"{_where(piece, number)}: not JSON: {error.msg} at column {error.colno}",
+            "expected: one object per line",
         ) from None
     except RecursionError:
-        raise DataError(f"{_where(piece, number)}: nested too deeply", "one object a line is expected") from None
+        raise DataError(f"{_where(piece, number)}: nested too deeply", "expected: one object per line") from None
     if not isinstance(row, dict):
         raise DataError(
-            f"{_where(piece, number)}: {type(row).__name__}, not an object", "one object a line is expected"
+            f"{_where(piece, number)}: {type(row).__name__}, not an object", "expected: one object per line"
         )
     if column not in row:
         raise sources.missing_column(_where(piece, number), column, row)
@@ -163,8 +164,7 @@ def _json_line(line: bytes, piece: Piece, column: str, number: int) -> Iterator[
 
 
 def _where(piece: Piece, number: int) -> str:
-    """The file and the line's number in it: lines before the piece are counted only now that there is an
-    error to tell."""
+    """The file and the line number in it. Lines before the piece are counted only here, for the error message."""
     if piece.start:
         before = Piece(piece.file, 0, piece.start, 0)
         number += sum(chunk.count(b"\n") for chunk in _lines(before))
@@ -180,7 +180,7 @@ def _parquet(piece: Piece, column: str) -> Iterator[Document]:
             values = batch.column(0)
             if pa.types.is_dictionary(values.type):
                 values = values.dictionary_decode()
-            # Bytes first: text that is no UTF-8 is found by us, with its row.
+            # As bytes, so that invalid UTF-8 is reported by raydist, with its row.
             if pa.types.is_string(values.type):
                 values = values.view(pa.binary())
             elif pa.types.is_large_string(values.type):

@@ -1,11 +1,11 @@
-"""What a prepared dataset says of itself: `index.json`, written last: a folder without one is no dataset.
+"""The metadata of a prepared dataset: `index.json`, written last; a folder without it is not a dataset.
 
 Runs anywhere. Plain python.
 
-    DATASET/index.json                  this
-            tokenizer.json              the tokenizer, so that text can be encoded and decoded later
-            train-000000-000.arrow      Arrow IPC: one column, "tokens"; block of the corpus, shard of it
-            eval-000000-000.arrow
+        DATASET/index.json                  this file
+                tokenizer.json              the tokenizer, to encode and decode text later
+                train-000000-000.arrow      Arrow IPC: one column, "tokens"; the numbers are the block and its shard
+                eval-000000-000.arrow
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FORMAT, _VERSION = "raydist-tokens", 1
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file of tokens: its name, how many it holds, its size in bytes and its xxh3-128 in hex."""
+    """One file of tokens: its name, number of tokens, size in bytes, and xxh3-128 in hex."""
 
     file: str
     tokens: int
@@ -47,7 +47,7 @@ class SplitIndex:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerIndex:
-    """The name it was asked by, vocabulary, end-of-document id, and the xxh3-128 of tokenizer.json."""
+    """The requested name, the vocabulary size, the end-of-document id, and the xxh3-128 of tokenizer.json."""
 
     name: str
     vocab_size: int
@@ -59,11 +59,11 @@ class TokenizerIndex:
 class DatasetIndex:
     """A prepared dataset.
 
-    fingerprint     a hash over the shards' hashes and the tokenizer; it keys the order of samples
-    dtype           "uint16" or "uint32", of a token in a shard
+    fingerprint     a hash of the shards' hashes and the tokenizer; key of the sample order
+    dtype           "uint16" or "uint32": type of a token in a shard
     unigram_nats    entropy of the eval split's bytes: the loss of a model that knows only their frequencies
-    sources         as they were asked for; `source_fingerprint` hashes the content of their documents
-    request         a hash of what was asked: sources (names and sizes), tokenizer, fractions, shard size
+    sources         as requested; `source_fingerprint` is a hash of their documents' content
+    request         a hash of the request: sources (names and sizes), tokenizer, fractions, shard size
     """
 
     fingerprint: str
@@ -87,20 +87,20 @@ class DatasetIndex:
         return self.train.shards + self.eval.shards
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Plain values for JSON."""
         return {"format": _FORMAT, "version": _VERSION, **asdict(self)}
 
     def to_bytes(self) -> bytes:
-        """The one way in which an index is written: verify compares with it byte for byte."""
+        """The only serialisation of an index: verify compares it byte for byte."""
         return (json.dumps({**self.to_dict(), "hash": self._hash()}, indent=1, ensure_ascii=False) + "\n").encode()
 
     def _hash(self) -> str:
-        """Of the index itself, which no other file vouches for."""
+        """A hash of the index itself, which no other file has."""
         return xxhash.xxh3_128_hexdigest(json.dumps(self.to_dict(), sort_keys=True).encode())
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> DatasetIndex:
-        """The inverse of `to_dict`. Raises KeyError or TypeError if it is no such dict."""
+        """The inverse of `to_dict`. Raises KeyError or TypeError for an invalid dict."""
         fields = {k: v for k, v in raw.items() if k not in ("format", "version", "hash")}
         for name in SPLITS:
             split = dict(fields[name])
@@ -116,8 +116,7 @@ def fingerprint(train: SplitIndex, evaluation: SplitIndex, tokenizer: TokenizerI
 
 
 def read(storage: Storage) -> DatasetIndex:
-    """The index of the dataset in that folder. Raises DataError if there is none, or none that can be
-    read."""
+    """The index of the dataset in that folder. Raises DataError if it is missing or cannot be read."""
     try:
         raw = json.loads(storage.read(INDEX))
         if raw["format"] != _FORMAT or raw["version"] != _VERSION:
@@ -129,12 +128,12 @@ def read(storage: Storage) -> DatasetIndex:
     except FileNotFoundError:
         raise DataError(
             f"{storage.uri} is not a prepared dataset: it has no {INDEX}",
-            "`raydist data prepare SRC --out DIR` makes one; where that was cut short, it also ends it",
+            "`raydist data prepare SRC --out DIR` creates one, or finishes an interrupted one",
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{storage.uri}/{INDEX} is damaged: {error}", "delete it and prepare it again") from error
     if raw.get("hash") != index._hash():
-        raise DataError(f"{storage.uri}/{INDEX} is damaged: its hash is another", "delete it and prepare it again")
+        raise DataError(f"{storage.uri}/{INDEX} is damaged: its hash differs", "delete it and prepare it again")
     return index

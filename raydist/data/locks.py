@@ -1,4 +1,4 @@
-"""One process of a host at a time: an advisory lock on a file, freed by the kernel when its holder dies.
+"""Limits work to one process per host: an advisory lock on a file, released by the kernel when its holder dies.
 
 Runs anywhere that has POSIX locks.
 """
@@ -15,8 +15,7 @@ from raydist.errors import StorageError
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds the lock of that file, which is made with its folder; waits for whoever has it. Raises
-    StorageError."""
+    """Holds the lock of that file, which is created with its folder; waits while another process has it. Raises StorageError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "ab")  # noqa: SIM115  (closed below, which also unlocks it)

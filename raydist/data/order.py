@@ -1,12 +1,11 @@
-"""The order of an epoch's samples: a keyed permutation that is computed, never stored.
+"""The order of an epoch's samples: a keyed permutation that is computed, not stored.
 
-Runs anywhere: numpy and xxhash only. 10^11 samples cost what 10 do: the state is (n, key).
+Runs anywhere: numpy and xxhash only. 10^11 samples cost as much as 10: the state is (n, key).
 
-Above 4096 samples it is a Feistel network over the smallest power of two that holds n, with cycle walking: a
-number that falls outside [0, n) is sent through again, fewer than twice on average. A network on so few bits
-as a smaller n has would not reach most of the permutations, so there the order is that of one keyed hash a
-sample (a table of at most 32 KiB). All arithmetic is our own, on 64-bit integers that wrap: the same on every
-platform and in every version of numpy.
+Above 4096 samples it is a Feistel network over the smallest power of two that is at least n, with cycle walking: a
+number outside [0, n) goes through the network again, fewer than two passes on average. A network with few bits could
+not produce most of the permutations, so for smaller n the order sorts a keyed hash of each sample (a table of at most 32 KiB).
+All arithmetic is raydist's own, on 64-bit integers with overflow: the same on every platform and in every version of numpy.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ IntArray = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 
 LARGEST = 1 << 62
-"""The most samples an order can have."""
+"""Maximum number of samples in an order."""
 
 _TABLE = 4096
 _ROUNDS = 8
@@ -28,7 +27,7 @@ _U = np.uint64
 
 def _mix(x: _Words) -> _Words:
     """The finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection on 64 bits in which every input bit
-    moves every output bit with probability one half."""
+    changes every output bit with probability one half."""
     x = (x ^ (x >> _U(30))) * _U(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> _U(27))) * _U(0x94D049BB133111EB)
     return x ^ (x >> _U(31))
@@ -83,7 +82,7 @@ class Permutation:
         return x.astype(np.int64).reshape(values.shape)
 
     def _network(self, x: _Words, inverse: bool) -> _Words:
-        """One pass: alternating rounds, each of which changes one half by a keyed hash of the other."""
+        """One pass: alternating rounds, each of which changes one half by a keyed hash of the other half."""
         halves = [x & self._masks[0], x >> self._low_bits]
         for i in range(_ROUNDS - 1, -1, -1) if inverse else range(_ROUNDS):
             changed = i % 2

@@ -1,12 +1,12 @@
-"""Text -> a dataset of token shards: planned in blocks, made by whoever maps them, committed by its index.
+"""Text -> a dataset of token shards: planned in blocks, mapped by the caller's function, committed by writing the index.
 
-Runs in the process that was asked; blocks may be made elsewhere (`map_files`; raydist/cluster/data_prepare.py uses
+Runs in the preparing process; blocks may be made elsewhere (`map_files`; raydist/cluster/data_prepare.py uses
 Ray Data). numpy and pyarrow; must not import torch or ray.
 
-Same input, same bytes, whatever the parallelism: the blocks follow from names and sizes alone, and a block's
-shards from the block. A run that was cut short goes on: the journal (DATASET/.prepare, removed at the end)
-names the blocks that are done. Train and eval are told apart by a hash of each document's content, so that
-equal documents never fall on both sides.
+The same input gives the same bytes, whatever the parallelism: the blocks depend on names and sizes only, and a block's
+shards on the block. An interrupted run can be continued: the journal (DATASET/.prepare, removed at the end)
+lists the finished blocks. A hash of each document's content assigns it to train or eval, so that
+equal documents are always in the same split.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from raydist import remote_filesystem
+from raydist import registry, remote_filesystem
 from raydist.data import index as indexes
 from raydist.data import shards, tokenizers
 from raydist.data.index import INDEX, SPLITS, TOKENIZER, DatasetIndex, Shard, Split, SplitIndex, TokenizerIndex
@@ -39,7 +39,7 @@ _SHARD_NAME = r"(train|eval)-\d{6}-\d{3,}\.arrow"
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far it is. `phase`: "tokenizer" (a BPE is trained) or "tokens"; bytes are the sources'."""
+    """Progress of the preparation. `phase`: "tokenizer" (a BPE is trained) or "tokens"; bytes are those of the sources."""
 
     phase: str
     bytes_done: int
@@ -49,7 +49,7 @@ class Progress:
 
 
 MapFiles = Callable[[Callable[[Block], Made], Sequence[Block]], Iterable[Made]]
-"""Applies a function to blocks, anywhere, and yields what it returns in any order; raises what it raises."""
+"""Applies a function to blocks, anywhere, and yields the results in any order; raises the function's errors."""
 
 
 def prepare(
@@ -64,10 +64,10 @@ def prepare(
     block_bytes: int | None = None,
     shard_tokens: int = SHARD_TOKENS,
 ) -> DatasetIndex:
-    """Makes the dataset `out` (a folder's path or URI) of these sources, or finishes one that was cut short.
+    """Creates the dataset `out` (a folder's path or URI) from these sources, or finishes an interrupted one.
 
-    A finished one of the same request is returned as it is. Raises DataError for what is wrong with the
-    input, StorageError for what is wrong with `out`; neither leaves a folder that opens as a dataset.
+    A finished dataset of the same request is returned unchanged. Raises DataError for errors in the
+    input, StorageError for errors of `out`; neither leaves a folder that opens as a dataset.
     """
     plan = plan_of(names, tokenizer, column, eval_fraction, block_bytes, shard_tokens)
     storage = Storage(out)
@@ -76,24 +76,23 @@ def prepare(
     try:
         if (done := _finished(storage, plan)) is None:
             with lock:
-                # Whoever held the lock may have made it.
+                # Another process may have made it while this one waited for the lock.
                 done = _finished(storage, plan)
                 if done is None:
                     done = _make(storage, plan, progress or (lambda p: None), map_files)
                 storage.delete(JOURNAL)
     except StorageError as error:
         raise StorageError(
-            error.message, error.hint or "mend that; the same command goes on where it stopped"
+            error.message, error.hint or "fix that; the same command then continues where it stopped"
         ) from error
     except DataError:
-        _forget(storage, fresh)
+        _clean_up(storage, fresh)
         raise
     return done
 
 
 def _finished(storage: Storage, plan: Plan) -> DatasetIndex | None:
-    """The dataset that is there already, if it is of this request; None if there is none. Raises DataError
-    for another."""
+    """The finished dataset of this request; None if there is none. Raises DataError if there is a different dataset."""
     if storage.size(INDEX) is None:
         return None
     found = indexes.read(storage)
@@ -129,8 +128,7 @@ def _make(
 
 
 def _better_threshold(made: Sequence[Made], threshold: int) -> int:
-    """Another threshold if a small corpus left a split empty that should not be: then one distinct document
-    goes to it."""
+    """A new threshold if the hashes left a split of a small corpus empty: it moves one distinct document there."""
     documents = {name: sum(m.part(name).documents for m in made) for name in SPLITS}
     low, high = min(m.low for m in made), max(m.high for m in made)
     if threshold and not documents["eval"] and low < high:
@@ -151,10 +149,11 @@ def _make_all(
     job = Job(storage.full_uri, plan.tokenizer, tokenizer.to_bytes(), plan.column, threshold, plan.shard_tokens)
     done = _journal(storage, job, plan.blocks)
     left = [b for b in plan.blocks if b.number not in done]
-    # A user's own source is read here: its module need not be on other nodes, and it cannot be divided.
+    # A user's own source is read here: other nodes may not have its module, and it cannot be divided.
     own = [b for b in left if b.records]
     make = partial(shards.make, job)
-    mapped = (map_files or map)(make, [b for b in left if not b.records])
+    # So is the module of a tokenizer of the user's own.
+    mapped = (map if registry.is_own(plan.tokenizer) else map_files or map)(make, [b for b in left if not b.records])
 
     def report() -> None:
         parts = [m.part(name) for m in done.values() for name in SPLITS]
@@ -170,7 +169,9 @@ def _make_all(
     if not any(m.part(name).documents for m in made_all for name in SPLITS):
         for block in plan.blocks:
             storage.delete(shards.journal_file(block.number))
-        raise DataError(f"source {', '.join(plan.names)} is empty: no document in it", "give sources with text in them")
+        raise DataError(
+            f"source {', '.join(plan.names)} is empty: it has no documents", "give sources with text in them"
+        )
     return made_all, tokenizer
 
 
@@ -180,7 +181,7 @@ def _chain(*iterables: Iterable[Made]) -> Iterator[Made]:
 
 
 def _journal(storage: Storage, job: Job, blocks: Sequence[Block]) -> dict[int, Made]:
-    """Blocks that are done: of the same input, and their shards are all there."""
+    """The finished blocks: made from the same input, and with all their shards."""
     entries, sizes = storage.files(JOURNAL), storage.files()
     done = {}
     for block in blocks:
@@ -198,7 +199,7 @@ def _journal(storage: Storage, job: Job, blocks: Sequence[Block]) -> dict[int, M
 
 
 def _tokenizer(storage: Storage, plan: Plan, threshold: int) -> tokenizers.Tokenizer:
-    """The tokenizer; a BPE is trained on the train split, once for a dataset that is made in several goes."""
+    """The tokenizer; a BPE is trained on the train split, once per dataset, even if preparation is interrupted."""
     if tokenizers.vocabulary(plan.tokenizer) is None:
         return tokenizers.load(plan.tokenizer)
     times = [(f.path, f.mtime_ns) for f in plan.files]
@@ -211,7 +212,7 @@ def _tokenizer(storage: Storage, plan: Plan, threshold: int) -> tokenizers.Token
 
 
 def _sample(plan: Plan, threshold: int) -> Iterator[str]:
-    """Texts of the train split: all of a small corpus, else the beginnings of blocks from all over it."""
+    """Texts of the train split: all of a small corpus, else the beginnings of blocks spread over it."""
     chosen = plan.blocks[:: -(-len(plan.blocks) // _BPE_BLOCKS)]
     for block in chosen:
         taken = 0
@@ -245,7 +246,7 @@ def _commit(storage: Storage, plan: Plan, made: Sequence[Made], tokenizer: token
     )
     storage.write(TOKENIZER, raw)
     storage.write(INDEX, index.to_bytes())
-    _sweep(storage, {s.file for s in index.shards()})
+    _remove_leftovers(storage, {s.file for s in index.shards()})
     return index
 
 
@@ -260,18 +261,18 @@ def _joined(made: Sequence[Made], name: Split) -> SplitIndex:
 
 
 def _check_visible(storage: Storage, wanted: Iterable[Shard]) -> None:
-    """Raises StorageError where a shard that some node wrote cannot be seen from here."""
+    """Raises StorageError if a shard written by another node is not visible here."""
     there = storage.files()
     for shard in wanted:
         if there.get(shard.file) != shard.bytes:
             raise StorageError(
-                f"{storage.uri}/{shard.file} was written by a node of the cluster, but is not seen from here",
-                "give an --out that all nodes share: NFS, or a URI such as s3://bucket/folder",
+                f"{storage.uri}/{shard.file} was written by a node of the cluster, but is not visible here",
+                "use an --out that all nodes share: NFS, or a URI such as s3://bucket/folder",
             )
 
 
-def _sweep(storage: Storage, keep: set[str]) -> None:
-    """Removes what earlier tries left: shards of other input, and files that were never finished."""
+def _remove_leftovers(storage: Storage, keep: set[str]) -> None:
+    """Removes the files of earlier tries: shards of other input, and unfinished files."""
     for name in storage.files():
         if re.fullmatch(_SHARD_NAME, name) and name not in keep:
             storage.delete(name)
@@ -280,23 +281,22 @@ def _sweep(storage: Storage, keep: set[str]) -> None:
             part.unlink(missing_ok=True)
 
 
-def _forget(storage: Storage, fresh: bool) -> None:
-    """After an error in the input: leaves finished blocks for the next try, and nothing at all where there is
-    none."""
+def _clean_up(storage: Storage, fresh: bool) -> None:
+    """Cleans up after an error in the input: keeps finished blocks for the next try; removes everything if there are none."""
     if storage.size(INDEX) is not None or any(n.startswith(f"{JOURNAL}/block-") for n in storage.files(JOURNAL)):
         return
-    _sweep(storage, set())
+    _remove_leftovers(storage, set())
     storage.delete(JOURNAL)
     if fresh and not storage.files() and not storage.folders():
         storage.delete("")
 
 
 def open_or_prepare(wanted: Any, storage_uri: str, progress: Callable[[Progress], None] | None = None) -> str:
-    """The dataset of a job's `data`: its path or URI, secrets included.
+    """The dataset of a job's `data`: its path or URI, including secrets.
 
-    `wanted` has source, path, tokenizer, column and eval_fraction, as the spec's DataSpec. A `path` must hold
-    a dataset; a `source` is prepared in this process, once for a storage: into STORAGE/.data/KEY, where KEY
-    follows from what was asked and the files' sizes and times. Two drivers at once make it once. Raises
+    `wanted` has source, path, tokenizer, column and eval_fraction, as the spec's DataSpec. A `path` must contain
+    a dataset; a `source` is prepared in this process, once per storage, into STORAGE/.data/KEY. KEY depends on the
+    request and on the files' sizes and times. If two drivers need it at the same time, one makes it. Raises
     DataError, StorageError.
     """
     if wanted.path is not None:
@@ -304,12 +304,12 @@ def open_or_prepare(wanted: Any, storage_uri: str, progress: Callable[[Progress]
         try:
             indexes.read(there)
         except StorageError as error:
-            hint = error.hint or remote_filesystem.remedy(wanted.path, "check the path or URI, and that it may be read")
+            hint = error.hint or remote_filesystem.remedy(wanted.path, "check the path or URI, and its read permission")
             raise DataError(f"data.path: {error.message}", hint) from error
         return there.full_uri
     if wanted.source is None:
         raise DataError(
-            "data: neither source nor path is given", "data.source: python-stdlib is there on every machine"
+            "data: neither source nor path is given", "data.source: python-stdlib is available on every machine"
         )
     names = [wanted.source]
     key = request_key(names, wanted.tokenizer, wanted.column, wanted.eval_fraction)

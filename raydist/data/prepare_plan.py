@@ -1,6 +1,6 @@
-"""What a dataset is asked to be made from: names checked, files found, blocks cut, and a key of it all.
+"""The plan for preparing a dataset: checks names, finds files, divides them into blocks, and computes a key of the request.
 
-Runs in the process that was asked to prepare. numpy and pyarrow; must not import torch or ray.
+Runs in the preparing process. numpy and pyarrow; must not import torch or ray.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from typing import Any
 
 import xxhash
 
+from raydist import registry
 from raydist.data import sources, tokenizers
 from raydist.data.sources import Block, SourceFile
 from raydist.errors import DataError
 from raydist.redact import redact
 
 SHARD_TOKENS = 1 << 25
-"""The most tokens in a shard."""
+"""Maximum number of tokens in a shard."""
 
 _BLOCK_BYTES, _BLOCKS = 32 << 20, 2048
-"""A block is at least so large, and there are about so many at most, so that shards stay few."""
+"""Minimum size of a block, and approximate maximum number of blocks, which limits the number of shards."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that was asked, found and cut. `request` is a key of what was asked and of the files found; neither it nor `names` has
-    the secrets of a URI: they may change, and an index is for all to read.
+    """The request, the files and the blocks. `request` is a hash of the request and of the files; neither it nor `names` contains
+    secrets of a URI: these may change, and everyone can read an index.
     """
 
     names: tuple[str, ...]
@@ -41,7 +42,7 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files; a user's own source counts none."""
+        """Total size of the files; a user's own source counts as 0."""
         return sum(b.bytes for b in self.blocks)
 
 
@@ -53,46 +54,48 @@ def plan_of(
     block_bytes: int | None,
     shard_tokens: int,
 ) -> Plan:
-    """The plan for these sources: a pure function of them and of what the files are. Raises DataError."""
+    """The plan for these sources: a pure function of the arguments and the files' metadata. Raises DataError."""
     if not names:
         raise DataError(
             "no source is given", f"give files, folders, globs, URIs, module:attribute, or {sources.STDLIB}"
         )
     if not 0 <= eval_fraction < 1:
-        raise DataError(f"eval_fraction {eval_fraction} is not in [0, 1)", "0.01 holds out a hundredth")
-    # Before anything is read: a wrong name must not cost an hour.
+        raise DataError(f"eval_fraction {eval_fraction} is not in [0, 1)", "0.01 holds out 1%")
+    # Before anything is read, so that a wrong name is reported at once.
     known = "" if tokenizers.vocabulary(tokenizer) else hash_of(tokenizers.load(tokenizer).to_bytes())
     own = [n for n in names if sources.is_records(n)]
     files = [f for n in names if n not in own for f in sources.find(n)]
     size = block_bytes or max(_BLOCK_BYTES, sum(f.size for f in files) // _BLOCKS)
     blocks = sources.plan(files, column, size)
     blocks += [Block(len(blocks) + i, (), n) for i, n in enumerate(own)]
-    told = tuple(map(redact, names))
-    asked = [
-        [tokenizer, known, column, eval_fraction, size, shard_tokens, list(told)],
+    public_names = tuple(map(redact, names))
+    request = [
+        [tokenizer, known, column, eval_fraction, size, shard_tokens, list(public_names)],
         [(f.name, f.size, f.kind) for f in files],
         [sources.code_of(n) for n in own],
     ]
+    if registry.is_own(tokenizer):
+        request.append([sources.code_of(tokenizer)])
     return Plan(
-        told,
+        public_names,
         tuple(blocks),
         tokenizer,
         column,
         eval_fraction,
         shard_tokens,
-        hash_of(as_json(asked)),
+        hash_of(as_json(request)),
         tuple(files),
     )
 
 
 def request_key(names: Sequence[str], tokenizer: str, column: str, eval_fraction: float) -> str:
-    """Names what a dataset would be made from, the files' times included: for a folder. Raises DataError."""
+    """A key of the request, including the files' times, for the name of a folder. Raises DataError."""
     plan = plan_of(names, tokenizer, column, eval_fraction, None, SHARD_TOKENS)
     return hash_of(as_json([plan.request, [(f.path, f.mtime_ns) for f in plan.files]]))[:16]
 
 
 def as_json(value: Any) -> bytes:
-    """Plain values, spelled in one way."""
+    """Plain values in canonical form."""
     return json.dumps(value, sort_keys=True).encode()
 
 

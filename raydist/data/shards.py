@@ -1,9 +1,8 @@
-"""One block of a corpus -> its shards: the pure function that is mapped, by this process or by Ray Data's
+"""One block of a corpus -> its shards: the pure function that is mapped, in this process or in Ray Data's
 tasks.
 
-Runs in the process that prepares, or in Ray Data's tasks. numpy and pyarrow; must not import torch or ray.
-What a block becomes depends on nothing but the block and the job: the bytes are the same whoever does it, and
-how often.
+Runs in the preparing process, or in Ray Data's tasks. numpy and pyarrow; must not import torch or ray.
+The result depends only on the block and the job: the bytes are the same in any process, and on every repetition.
 """
 
 from __future__ import annotations
@@ -30,17 +29,16 @@ COLUMN = "tokens"
 JOURNAL = ".prepare"
 _VERSION = 1
 _SPLIT_KEY = 0x7261_7964_6973_74
-"""Seed of the hash that sends a document to train or eval: never change it, or datasets prepared again would
-leak."""
+"""Seed of the hash that assigns a document to train or eval. Never change it: a dataset prepared again would mix the splits."""
 
 _BATCH_BYTES, _BATCH_DOCUMENTS = 4 << 20, 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is the same for all blocks of a dataset.
+    """The settings that are the same for all blocks of a dataset.
 
-    `threshold`: documents whose hash is below it, of 2**64, are held out for evaluation.
+    `threshold`: documents with a hash below it, of 2**64, are held out for evaluation.
     """
 
     out: str
@@ -51,16 +49,16 @@ class Job:
     shard_tokens: int
 
     def key(self, block: Block) -> str:
-        """Of the block's input: a journal entry with another key is of other input, and is not used."""
+        """A key of the block's input: a journal entry with another key has other input, and is not used."""
         pieces = [asdict(p) for p in block.pieces]
         tokenizer = xxhash.xxh3_128_hexdigest(self.tokenizer_file)
-        asked = [_VERSION, tokenizer, self.column, self.threshold, self.shard_tokens, block.records, pieces]
-        return xxhash.xxh3_128_hexdigest(json.dumps(asked).encode())
+        inputs = [_VERSION, tokenizer, self.column, self.threshold, self.shard_tokens, block.records, pieces]
+        return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
 
 
 @dataclass(slots=True)
 class Part:
-    """What one split got from a block."""
+    """The result of a block for one split."""
 
     tokens: int = 0
     documents: int = 0
@@ -70,8 +68,8 @@ class Part:
 
 @dataclass(slots=True)
 class Made:
-    """What a block became. `histogram` counts the bytes of the eval split's text; `content` hashes all
-    documents; `low` and `high` are the least and the greatest of the documents' hashes."""
+    """The result of a block. `histogram` counts the bytes of the eval split's text; `content` is a hash of all
+    documents; `low` and `high` are the minimum and maximum of the documents' hashes."""
 
     block: int
     key: str
@@ -83,12 +81,12 @@ class Made:
     high: int
 
     def to_json(self) -> str:
-        """For the journal, and for what carries it between processes."""
+        """JSON for the journal, and for transfer between processes."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Made:
-        """The inverse of `to_json`. Raises ValueError, KeyError or TypeError if it is no such text."""
+        """The inverse of `to_json`. Raises ValueError, KeyError or TypeError for an invalid text."""
         raw: dict[str, Any] = json.loads(text)
         for name in SPLITS:
             part = Part(**raw[name])
@@ -102,13 +100,12 @@ class Made:
 
 
 def journal_file(block: int) -> str:
-    """Where the journal says that a block is done."""
+    """The journal's file for a finished block."""
     return f"{JOURNAL}/block-{block:06d}.json"
 
 
 def document_hash(document: Document) -> int:
-    """64 bits of a document's content, which decide between train and eval: equal documents go the same
-    way."""
+    """A 64-bit hash of a document's content, which decides between train and eval: equal documents go to the same split."""
     raw = document if isinstance(document, bytes) else document.astype("<i8").tobytes()
     return xxhash.xxh64_intdigest(raw, seed=_SPLIT_KEY)
 
@@ -133,11 +130,11 @@ def make(job: Job, block: Block) -> Made:
     histogram = np.zeros(256, dtype=np.int64)
     low, high = 1 << 64, -1
     for document in documents_of(block, job.column):
-        mark = document_hash(document)
-        low, high = min(low, mark), max(high, mark)
-        content.update(mark.to_bytes(8, "little"))
+        hashed = document_hash(document)
+        low, high = min(low, hashed), max(high, hashed)
+        content.update(hashed.to_bytes(8, "little"))
         content.update(document if isinstance(document, bytes) else document.astype("<i8").tobytes())
-        name: Split = "eval" if mark < job.threshold else "train"
+        name: Split = "eval" if hashed < job.threshold else "train"
         writers[name].add(document)
         if name == "eval" and isinstance(document, bytes):
             histogram += np.bincount(np.frombuffer(document, dtype=np.uint8), minlength=256)
@@ -156,7 +153,7 @@ def make(job: Job, block: Block) -> Made:
 
 
 class _Writer:
-    """Documents in, shards of at most `limit` tokens out."""
+    """Writes documents to shards of at most `limit` tokens."""
 
     def __init__(self, storage: Storage, stem: str, limit: int, tokenizer: tokenizers.Tokenizer) -> None:
         self._storage, self._stem, self._limit, self._tokenizer = storage, stem, limit, tokenizer
@@ -168,7 +165,7 @@ class _Writer:
         self._part = Part()
 
     def add(self, document: Document) -> None:
-        """The next document."""
+        """Adds a document."""
         self._waiting.append(document)
         self._part.documents += 1
         self._waiting_bytes += len(document)
@@ -178,7 +175,7 @@ class _Writer:
             self._encode()
 
     def finish(self) -> Part:
-        """Writes what is left."""
+        """Writes the remaining tokens."""
         self._encode()
         if self._count:
             self._write(self._count)
@@ -200,24 +197,24 @@ class _Writer:
             raise DataError(
                 f"a document of token ids has {ids.min()} to {ids.max()}: {self._tokenizer.name} has "
                 f"[0, {self._tokenizer.vocab_size})",
-                "name the tokenizer that made the ids",
+                "use the tokenizer that made the ids",
             )
         return ids[:-1] if int(ids[-1]) == self._tokenizer.end else ids
 
     def _write(self, count: int) -> None:
-        """One shard of the first `count` tokens that are buffered."""
+        """Writes one shard with the first `count` buffered tokens."""
         tokens = np.concatenate(self._buffered)
         self._buffered = [tokens[count:]] if len(tokens) > count else []
         self._count -= count
         name = f"{self._stem}-{len(self._part.shards):03d}.arrow"
         raw = arrow_file(tokens[:count])
-        self._storage.write(name, memoryview(raw))  # type: ignore[arg-type]  # any buffer will do
+        self._storage.write(name, memoryview(raw))  # type: ignore[arg-type]  # any buffer works
         self._part.shards.append(Shard(name, count, raw.size, xxhash.xxh3_128_hexdigest(memoryview(raw))))
         self._part.tokens += count
 
 
 def token_type(vocab_size: int) -> np.dtype[Any]:
-    """The type of a token in a shard: the smaller one that holds the vocabulary."""
+    """The type of a token in a shard: the smallest one that can hold the vocabulary."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 

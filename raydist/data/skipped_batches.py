@@ -1,11 +1,11 @@
-"""Global batches that are left out of training: which, and why. All others are trained once.
+"""Global batches that are left out of training, and the reason. All others are trained once.
 
 Runs in: rank 0's worker, which writes; anywhere for reading. Plain python.
 
-    RUN/ledger/step-00000012.json     one file a batch, written whole, and never changed
+    RUN/ledger/step-00000012.json     one file per batch, written as a whole, and never changed
 
-An entry is durable before anything follows from it, so that every later attempt, at any world size, leaves the same batches
-out. A file of its own for each: two writers, one of them given up, cannot lose each other's.
+An entry is durable before it has any effect, so that every later attempt, at any world size, skips the same batches. Each entry
+has its own file: two writers, one of an attempt that was given up, cannot overwrite each other's entries.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from raydist.run.directory import LEDGER, RunDir
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A global batch whose update was not applied: `samples` ids from (`epoch`, `offset`) of the order on, the batch of `step`.
+    """A global batch whose update was not applied: the batch of `step`, `samples` ids from (`epoch`, `offset`) of the order on.
 
-    `samples_hash`: as in StepRecord. `action`: skip or rollback; `cause`: one line; `attempt`: the one that found it.
+    `samples_hash`: as in StepRecord. `action`: skip or rollback; `cause`: one line; `attempt`: the attempt that recorded it.
     """
 
     step: int
@@ -42,11 +42,11 @@ class Entry:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Entry:
-        """The inverse of `to_dict`. Raises KeyError where a field is missing; fields of later versions are passed over."""
+        """The inverse of `to_dict`. Raises KeyError if a field is missing; unknown fields of later versions are ignored."""
         return cls(**{name: raw[name] for name in cls.__dataclass_fields__})
 
     def names(self, cursor: Cursor, samples_hash: str) -> bool:
-        """Whether it is the batch at `cursor` with these samples: another order's is not."""
+        """Whether it is the batch at `cursor` with these samples; false for another order."""
         return (self.epoch, self.offset, self.samples_hash) == (cursor.epoch, cursor.offset, samples_hash)
 
 
@@ -61,20 +61,20 @@ def write(run: RunDir, entry: Entry) -> None:
 
 
 def read(run: RunDir) -> list[Entry]:
-    """A run's entries, by step. Raises StorageError, naming a file that is no entry."""
+    """A run's entries, by step. Raises StorageError with the name of an invalid file."""
     found = []
     for name in run.storage.files(LEDGER):
         try:
             found.append(Entry.from_dict(json.loads(run.storage.read(name))))
         except (ValueError, KeyError, TypeError) as error:
             raise StorageError(
-                f"{run.uri}/{name} is no entry of the ledger: {error}", "bring it back from a copy"
+                f"{run.uri}/{name} is not a valid entry of the ledger: {error}", "restore it from a copy"
             ) from error
     return sorted(found, key=lambda e: e.step)
 
 
 def union(*parts: Iterable[Entry]) -> list[Entry]:
-    """The entries of all parts, one a step, by step: of one that several have, the first part's."""
+    """The entries of all parts, one per step, by step; the first part wins."""
     every: dict[int, Entry] = {}
     for part in parts:
         for entry in part:

@@ -1,18 +1,16 @@
-"""Where text comes from: files of several kinds, cut into blocks that can be read apart, in an order that
-never changes.
+"""The sources of text: files of several kinds, divided into blocks that can be read independently, in a fixed order.
 
-Runs anywhere: in the process that prepares, and in Ray Data's tasks. numpy and pyarrow.
+Runs anywhere: in the preparing process, and in Ray Data's tasks. numpy and pyarrow.
 
     python-stdlib              the .py files of Python's standard library: real text that every machine has
-    FILE, FOLDER, GLOB         local, or any URI of pyarrow.fs (s3://bucket/**/*.pq); folders with all below
+    FILE, FOLDER, GLOB         local, or any URI of pyarrow.fs (s3://bucket/**/*.pq); folders include subfolders
     package.module:attribute   an iterable of documents, or a callable that returns one; read in the preparing
     process
 
-By its name a file is Parquet (.parquet, .pq), JSON lines (.jsonl, .ndjson), or text; .gz, .zst, .bz2, .lz4
-and .br are undone. A row or line is one document: text, bytes, or a list of token ids. A text file is one
-document; where there are fewer than 1024 of them, they are cut at line ends into about as many, so that what
-is held out for evaluation is of many places. Hidden
-files, and __pycache__, are passed over in folders, and by a glob that names none.
+The name decides whether a file is Parquet (.parquet, .pq), JSON lines (.jsonl, .ndjson), or text; .gz, .zst, .bz2, .lz4
+and .br are decompressed. A row or line is one document: text, bytes, or a list of token ids. A text file is one
+document; fewer than 1024 text files are cut at line ends into about 1024 documents, so that the
+eval split samples many places. Hidden files and __pycache__ are skipped in folders, and by globs that do not name them.
 """
 
 from __future__ import annotations
@@ -49,18 +47,17 @@ _STDLIB_LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib", "tkinter"}
     | {"turtledemo", "lib2to3", "distutils", "ensurepip", "pydoc_data"}
 )
-"""Tests, generated text, and what some distributions package apart."""
+"""Tests, generated text, and packages that some distributions split off."""
 
 _FEW_TEXTS = _TEXT_DOCUMENTS = 1024
 _SMALLEST_TEXT, _LARGEST_TEXT = 4 << 10, 16 << 20
 _LINES = 32 << 20
-"""Bytes of JSON lines in a piece."""
+"""Bytes per piece of JSON lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file: `path` in the filesystem of the URI `root`; `name` is how messages call it; `mtime_ns` may be
-    unknown."""
+    """One file: `path` in the filesystem of the URI `root`; `name` for messages; `mtime_ns` may be unknown."""
 
     root: str
     path: str
@@ -71,14 +68,13 @@ class SourceFile:
 
     @property
     def splittable(self) -> bool:
-        """Whether parts of it can be read alone."""
+        """Whether parts of it can be read independently."""
         return not self.path.endswith(_COMPRESSED)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a file: the lines that start at bytes [start, stop), or Parquet's row groups [start,
-    stop)."""
+    """A part of a file: the lines that start at bytes [start, stop), or Parquet's row groups [start, stop)."""
 
     file: SourceFile
     start: int
@@ -88,9 +84,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Pieces that are prepared together, by one process: the unit of parallel work and of resuming.
+    """Pieces that one process prepares together: the unit of parallel work and of resuming.
 
-    `records` names a user's own source instead; its block has no pieces.
+    `records` names a user's own source instead; such a block has no pieces.
     """
 
     number: int
@@ -99,11 +95,11 @@ class Block:
 
     @property
     def bytes(self) -> int:
-        """Bytes to read; Parquet's before decompression."""
+        """Bytes to read; for Parquet before decompression."""
         return sum(p.bytes for p in self.pieces)
 
     def to_json(self) -> str:
-        """For what carries it to another process."""
+        """JSON for transfer to another process."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -120,8 +116,8 @@ def is_records(source: str) -> bool:
 
 
 def records(source: str) -> Iterable[Any]:
-    """The documents of "package.module:attribute". Raises DataError if there is no such thing, and for what the user's code
-    raises: the error then says where.
+    """The documents of "package.module:attribute". Raises DataError if it does not exist, and for errors of the user's code, with
+    their location.
     """
     module, _, attribute = source.partition(":")
     try:
@@ -129,7 +125,7 @@ def records(source: str) -> Iterable[Any]:
         documents = found() if callable(found) else found
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise _of_the_user(source, error) from error
+            raise _user_error(source, error) from error
         raise DataError(
             f"source {source}: no module {error.name!r}", "run from the folder that holds it, or install it"
         ) from None
@@ -138,24 +134,24 @@ def records(source: str) -> Iterable[Any]:
             raise DataError(
                 f"source {source}: {module} has no {attribute!r}", "check the name after the colon"
             ) from None
-        raise _of_the_user(source, error) from error
+        raise _user_error(source, error) from error
     if isinstance(documents, str | bytes) or not isinstance(documents, Iterable):
         raise DataError(
-            f"source {source}: gives {type(documents).__name__}, not an iterable of documents",
+            f"source {source}: returns {type(documents).__name__}, not an iterable of documents",
             "yield each document as str, bytes or a list of token ids",
         )
-    return _guarded(source, documents)
+    return _with_user_errors(source, documents)
 
 
-def _guarded(source: str, documents: Iterable[Any]) -> Iterator[Any]:
+def _with_user_errors(source: str, documents: Iterable[Any]) -> Iterator[Any]:
     try:
         yield from documents
     except Exception as error:
-        raise _of_the_user(source, error) from error
+        raise _user_error(source, error) from error
 
 
-def _of_the_user(source: str, error: Exception) -> DataError:
-    """The error for one that the user's own code raised, with the line that did."""
+def _user_error(source: str, error: Exception) -> DataError:
+    """The DataError for an error in the user's code, with its line."""
     where = ""
     if isinstance(error, SyntaxError):
         where = f" ({error.filename}, line {error.lineno})"
@@ -168,12 +164,12 @@ def _of_the_user(source: str, error: Exception) -> DataError:
     message = error.msg if isinstance(error, SyntaxError) else str(error)
     return DataError(
         f"source {source}: {type(error).__name__}: {message}{where}",
-        "the source's own code raises it: mend it there",
+        "the source's own code raises it: fix it there",
     )
 
 
 def find(source: str) -> list[SourceFile]:
-    """The files of a source, sorted by path. Raises DataError if there is none, or nothing in them."""
+    """The files of a source, sorted by path. Raises DataError if there are none, or if all are empty."""
     if not source.strip():
         raise DataError("a source has no name", f"give a file, a folder, a quoted glob, a URI, or {STDLIB}")
     if source == STDLIB:
@@ -183,11 +179,11 @@ def find(source: str) -> list[SourceFile]:
             files = _list(source)
         except (OSError, pa.ArrowException, UserError) as error:
             reason = error.message if isinstance(error, UserError) else remote_filesystem.reason(error)
-            hint = remote_filesystem.remedy(source, "check the path or URI, and that it may be read")
+            hint = remote_filesystem.remedy(source, "check the path or URI, and its read permission")
             raise DataError(f"source {source}: {reason.removeprefix(f'storage {redact(source)!r}: ')}", hint) from error
     if not files:
         raise DataError(
-            f"source {source}: no such file, and nothing that matches",
+            f"source {source}: no such file, and no match",
             "give a file, a folder, or a quoted glob",
         )
     if not any(f.size for f in files):
@@ -200,10 +196,10 @@ def _standard_library() -> list[SourceFile]:
     found = []
     for path in root.rglob("*.py"):
         inside = path.relative_to(root)
-        # Build settings differ by machine, and are no prose of anyone.
+        # Build settings differ by machine.
         if not _STDLIB_LEFT_OUT.intersection(inside.parts) and not path.name.startswith("_sysconfigdata"):
             size = path.stat().st_size
-            # No mtime: an installer sets it, and the version of Python says as much.
+            # No mtime: an installer sets it, and the Python version is sufficient.
             found.append(SourceFile("", str(path), f"{STDLIB}/{inside.as_posix()}", "text", size, None))
     return sorted(found, key=lambda f: f.name)
 
@@ -238,8 +234,7 @@ def _list(source: str) -> list[SourceFile]:
 
 
 def _glob(pattern: str) -> str:
-    """A regular expression for a path: `**` stands for any number of folders, `*` and `?` do not cross a
-    `/`."""
+    """A regular expression for a path: `**` matches any number of folders; `*` and `?` do not match `/`."""
     out = ""
     for i, part in enumerate(parts := pattern.split("/")):
         last = i == len(parts) - 1
@@ -266,7 +261,7 @@ def _file(root: str, info: pafs.FileInfo, name: str) -> SourceFile:
 def plan(files: Sequence[SourceFile], column: str, block_bytes: int) -> list[Block]:
     """The blocks of these files: a pure function of their names, sizes and (Parquet) row groups.
 
-    Raises DataError if a Parquet file cannot be read or lacks `column`.
+    Raises DataError if a Parquet file cannot be read or has no `column`.
     """
     texts = [f for f in files if f.kind == "text"]
     cut = _LARGEST_TEXT
@@ -309,12 +304,12 @@ def filesystem(root: str) -> pafs.FileSystem:
 
 
 def parquet(file: SourceFile, column: str) -> pq.ParquetFile:
-    """That file, open; it has `column`. Raises DataError."""
+    """Opens that file; it has `column`. Raises DataError."""
     try:
         table = pq.ParquetFile(filesystem(file.root).open_input_file(file.path))
     except (OSError, pa.ArrowException) as error:
         raise DataError(
-            f"{file.name}: no Parquet file that can be read: {remote_filesystem.reason(error)}", "check the file"
+            f"{file.name}: not a readable Parquet file: {remote_filesystem.reason(error)}", "check the file"
         ) from error
     names = table.schema_arrow.names
     if column not in names:
@@ -323,13 +318,13 @@ def parquet(file: SourceFile, column: str) -> pq.ParquetFile:
 
 
 def missing_column(where: str, column: str, names: Iterable[str]) -> DataError:
-    """The error for a file, or a line of one, without the column of the text."""
+    """The error for a file, or a line of one, without the text column."""
     there = ", ".join(names) or "none at all"
-    return DataError(f'{where}: no column "{column}"', f"choose one with --column (data.column); there are: {there}")
+    return DataError(f'{where}: no column "{column}"', f"choose one with --column (data.column): {there}")
 
 
 def code_of(source: str) -> str:
-    """A hash of the file of the module that `source` (records) names: another code may give other documents.
+    """A hash of the module's file that `source` (records) names: changed code may give other documents.
 
     Raises DataError if there is no such module.
     """
@@ -338,8 +333,8 @@ def code_of(source: str) -> str:
         spec = importlib.util.find_spec(module)
     except ImportError:
         spec = None
-    except Exception as error:  # of the package that holds it
-        raise _of_the_user(source, error) from error
+    except Exception as error:  # raised by the parent package
+        raise _user_error(source, error) from error
     if spec is None:
         raise DataError(f"source {source}: no module {module!r}", "run from the folder that holds it, or install it")
     path = Path(spec.origin or "")

@@ -1,4 +1,4 @@
-"""Every byte of a prepared dataset against its index: names each file that is missing, cut short or changed.
+"""Checks every byte of a prepared dataset against its index: lists files that are missing, truncated or changed.
 
 Runs anywhere. Plain python.
 """
@@ -20,16 +20,16 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A file that is not as it was written, and in what."""
+    """A damaged file, and the damage."""
 
     file: str
     reason: str
 
 
 def verify(uri: str, progress: Callable[[int, int], None] | None = None) -> list[Damage]:
-    """Reads the whole dataset; the damage found, none if it is sound. `progress` gets bytes done and in all.
+    """Reads the whole dataset; returns the damage, an empty list if there is none. `progress` gets bytes done and total.
 
-    Raises DataError if the folder holds no dataset at all.
+    Raises DataError if the folder contains no dataset.
     """
     storage = Storage(uri)
     if storage.size(INDEX) is None:
@@ -40,8 +40,8 @@ def verify(uri: str, progress: Callable[[int, int], None] | None = None) -> list
         return [Damage(INDEX, error.message)]
     found = []
     if storage.read(INDEX) != index.to_bytes():
-        # Read without an error, but not the bytes that were written.
-        found.append(Damage(INDEX, "its bytes are not those that were written"))
+        # It can be parsed, but its bytes have changed.
+        found.append(Damage(INDEX, "its bytes have changed"))
     wanted = {s.file: (s.hash, s.bytes) for s in index.shards()}
     total, done = sum(size for _, size in wanted.values()), 0
     for file, (digest, size) in {TOKENIZER: (index.tokenizer.hash, None), **wanted}.items():
@@ -54,7 +54,7 @@ def verify(uri: str, progress: Callable[[int, int], None] | None = None) -> list
 
 
 def _differs(storage: Storage, file: str, digest: str, size: int | None) -> str:
-    """Why a file is not the one that was written; empty if it is."""
+    """How a file differs from the one that was written; empty if it does not."""
     there = storage.size(file)
     if there is None:
         return "missing"

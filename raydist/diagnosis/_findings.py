@@ -1,4 +1,4 @@
-"""All rules over the rows of a run, as they come: what they find, each thing once.
+"""Applies all rules to the rows of a run as they arrive, and returns each finding once.
 
 Runs anywhere: plain python and numpy.
 """
@@ -16,7 +16,7 @@ from raydist.records import Finding
 
 
 class Diagnosis:
-    """`observe` the newest rows; not from two threads at once. `bin_s` and `warmup_s`: see History."""
+    """`observe` takes the newest rows; not thread-safe. `bin_s` and `warmup_s`: see History."""
 
     def __init__(self, bin_s: float = BIN_S, warmup_s: float = WARMUP_S) -> None:
         self._rules: list[Callable[[Window], Finding | None]] = []
@@ -26,11 +26,11 @@ class Diagnosis:
             columns += import_module(f"raydist.diagnosis.{name}").COLUMNS
         self._history = History(columns, bin_s, warmup_s)
         self._gpus = GpuErrors()
-        self._told: set[tuple[int, str, int | None, str]] = set()
+        self._reported: set[tuple[int, str, int | None, str]] = set()
         self._attempt = -1
 
     def observe(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
-        """What is new: in an attempt a rule's word on a rank and a kind is told once; errors of a GPU as they come."""
+        """The new findings: once per attempt for each rule, rank and kind; GPU errors each time they occur."""
         rows = list(rows)
         yield from self._gpus.observe(rows)
         self._attempt = max([self._attempt, *(row["attempt"] for row in rows if row["kind"] == "rank")])
@@ -41,6 +41,6 @@ class Diagnosis:
                 if finding is None:
                     continue
                 key = self._attempt, finding.rule, finding.rank, str(finding.figures.get("kind", ""))
-                if key not in self._told:
-                    self._told.add(key)
+                if key not in self._reported:
+                    self._reported.add(key)
                     yield finding

@@ -1,6 +1,6 @@
-"""Errors that a GPU's driver reports: XIDs, and memory that could not be corrected. Each is told as it comes.
+"""Errors that the GPU driver reports: XIDs and uncorrectable memory errors. Each is reported when it occurs.
 
-Runs anywhere: plain python. No rule over windows: one such error is one too many.
+Runs anywhere: plain python. Not a rule over windows: a single such error is a finding.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from typing import Any
 
 from raydist.records import Finding
 
-# NVIDIA, "XID Errors" (docs.nvidia.com/deploy/xid-errors): those that a program causes, and what they say.
+# NVIDIA, "XID Errors" (docs.nvidia.com/deploy/xid-errors): those caused by a program, and their meaning.
 _OF_PROGRAMS = {
-    13: "a kernel failed: an address or an instruction that it must not use",
-    31: "a kernel used memory that is not mapped",
-    43: "a program on the GPU was ended after an error of its own",
-    45: "a program on the GPU was ended",
+    13: "a kernel used an invalid address or instruction",
+    31: "a kernel accessed unmapped memory",
+    43: "a program on the GPU was terminated after an error of its own",
+    45: "a program on the GPU was terminated",
 }
 _OF_HARDWARE = {
-    48: "memory was wrong in two bits",
-    63: "a row of memory was put out of use",
-    64: "a row of memory could not be put out of use",
+    48: "double-bit memory error",
+    63: "a memory row was retired",
+    64: "a memory row could not be retired",
     74: "an NVLink failed",
     79: "the GPU has fallen off the bus",
-    92: "memory is wrong in single bits at a high rate",
-    94: "memory was wrong; the damage is contained",
-    95: "memory was wrong; the damage is not contained",
-    119: "the GPU's own processor does not answer",
-    120: "the GPU's own processor failed",
+    92: "high rate of single-bit memory errors",
+    94: "contained memory error",
+    95: "uncontained memory error",
+    119: "the GPU system processor (GSP) does not answer",
+    120: "the GPU system processor (GSP) failed",
 }
 _FIX_PROGRAM = "run the step that failed with CUDA_LAUNCH_BLOCKING=1 in cluster.env, or under compute-sanitizer, to find the kernel"
 _FIX_HARDWARE = (
@@ -36,31 +36,31 @@ _FIX_HARDWARE = (
 
 
 class GpuErrors:
-    """`observe` the newest rows: what has been added to a GPU's counts since the rows before."""
+    """`observe` takes the newest rows and reports the increase of each GPU's error counts since the previous rows."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, int], tuple[int, int]] = {}
 
     def observe(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
-        """Of an agent that began anew the counts begin anew. Errors of a GPU's past are none of this run's."""
+        """The new errors. Counts restart when a node monitor restarts. Errors from before this run are not reported."""
         for row in rows:
             if row["kind"] != "gpu":
                 continue
             which = row["node"], row["gpu"]
             xids, bits = row.get("gpu_xid_count") or 0, row.get("gpu_ecc_errors") or 0
-            # Of XIDs an agent counts its own, of memory the driver all since it was loaded.
+            # A node monitor counts XIDs since its own start; the driver counts memory errors since it was loaded.
             xids_before, bits_before = self._before.get(which, (0, bits))
             self._before[which] = xids, bits
             if xids > xids_before:
                 yield _xid(row, xids - xids_before)
             if bits > bits_before:
-                yield _finding(row, "ecc", bits - bits_before, "memory that could not be corrected", _FIX_HARDWARE)
+                yield _finding(row, "ecc", bits - bits_before, "uncorrectable memory error", _FIX_HARDWARE)
 
 
 def _xid(row: Mapping[str, Any], count: int) -> Finding:
     number = row.get("gpu_xid")
-    said = _OF_PROGRAMS.get(number) or _OF_HARDWARE.get(number) if number is not None else None
-    what = f"XID {number}" + (f", {said}" if said else "")
+    meaning = _OF_PROGRAMS.get(number) or _OF_HARDWARE.get(number) if number is not None else None
+    what = f"XID {number}" + (f", {meaning}" if meaning else "")
     return _finding(row, f"xid {number}", count, what, _FIX_PROGRAM if number in _OF_PROGRAMS else _FIX_HARDWARE)
 
 

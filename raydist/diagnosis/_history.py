@@ -1,4 +1,4 @@
-"""The past of each rank in few numbers: of every column the lowest value in each span of time, at one scale above the other.
+"""A compact history of each rank: the minimum of every column in each time bin, at ten time scales.
 
 Runs anywhere: plain python and numpy.
 
@@ -7,8 +7,8 @@ Runs anywhere: plain python and numpy.
     ...
     scale 9   64 bins of 4.3 h     the last 11 days
 
-Why the lowest: what a step takes and gives back, garbage that is collected, the spike of a checkpoint all lie above it. What
-stays for good raises it.
+Why the minimum: memory that a step allocates and frees, uncollected garbage and the peak of a checkpoint all lie above it. Only
+memory that is never freed raises it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ BINS = 64
 BIN_S = 30.0
 SCALES = 10
 WARMUP_S = 120.0
-"""After a rank's first step its caches fill, its first checkpoint takes buffers: not counted as its past."""
+"""Left out of the history: after a rank's first step its caches fill, and its first checkpoint allocates buffers."""
 _SLOTS = BINS + 1
-"""And the bin that is newer than those of a window, for ranks that are ahead."""
+"""BINS plus one newer bin than the window's, for ranks that are ahead."""
 _ALL = np.arange(SCALES)
 EVERY = BINS // 4
-"""New bins after which a scale is looked at again."""
+"""New bins after which the rules check a scale again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The past of all ranks at one scale: bins of `bin_s` seconds, the newest ends at Unix time `end`.
+    """The history of all ranks at one scale: bins of `bin_s` seconds; the newest ends at Unix time `end`.
 
-    `lows`: column -> [R, BINS], a row for each of `ranks`, oldest bin first; NaN where there is no reading. `step` is always there.
+    `lows`: column -> [R, BINS], one row per rank in `ranks`, oldest bin first; NaN: no reading. Always contains `step`.
     """
 
     bin_s: float
@@ -45,8 +45,8 @@ class Window:
     lows: Mapping[str, NDArray[np.float64]]
 
 
-class _Past:
-    """One rank's: `bins` [SCALES, _SLOTS, C] in rings, by a bin's number modulo _SLOTS."""
+class _RankHistory:
+    """One rank's history: `bins` [SCALES, _SLOTS, C] are ring buffers, indexed by bin number modulo _SLOTS."""
 
     def __init__(self, columns: int) -> None:
         self.first_step: int | None = None
@@ -57,7 +57,7 @@ class _Past:
         self.number = -1
 
     def close(self) -> None:
-        """The bin that was open is whole: it goes into all scales."""
+        """The open bin is complete: merges it into all scales."""
         numbers = self.number >> _ALL
         for scale in np.flatnonzero(numbers > self.newest):
             first = max(int(self.newest[scale]) + 1, int(numbers[scale]) - _SLOTS + 1)
@@ -76,56 +76,56 @@ class _Past:
 
 
 class History:
-    """Takes rows of raydist.run.telemetry_schema; `windows` gives those that are due. Memory: 26 KB a rank with five columns."""
+    """Takes rows of raydist.run.telemetry_schema; `windows` yields those that are due. Memory: 26 KB per rank with five columns."""
 
     def __init__(self, columns: Sequence[str], bin_s: float = BIN_S, warmup_s: float = WARMUP_S) -> None:
         self._columns = tuple(dict.fromkeys(("step", *columns)))
         self._bin_s, self._warmup_s = bin_s, warmup_s
         self._attempt = -1
-        self._pasts: dict[int, _Past] = {}
+        self._ranks: dict[int, _RankHistory] = {}
         self._newest = -1
         self._due: list[int] = []
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Rows of ranks, of the newest attempt, count: its processes are new ones. Each rank's come in order of time."""
+        """Uses rows of ranks of the newest attempt only, because its processes are new. Each rank's rows are in order of time."""
         for row in rows:
             if row["kind"] != "rank" or row["attempt"] < self._attempt:
                 continue
             if row["attempt"] > self._attempt:
                 self._attempt = row["attempt"]
-                self._pasts.clear()
+                self._ranks.clear()
                 self._due.clear()
-            past = self._pasts.get(row["rank"])
-            if past is None:
-                past = self._pasts[row["rank"]] = _Past(len(self._columns))
-            self._take(past, row)
+            rank_history = self._ranks.get(row["rank"])
+            if rank_history is None:
+                rank_history = self._ranks[row["rank"]] = _RankHistory(len(self._columns))
+            self._take(rank_history, row)
 
-    def _take(self, past: _Past, row: Mapping[str, Any]) -> None:
+    def _take(self, rank_history: _RankHistory, row: Mapping[str, Any]) -> None:
         at = row["at"]
-        if past.warm_at is None and (step := row.get("step")):
-            past.first_step = past.first_step or step
-            if step > past.first_step:
-                past.warm_at = at + self._warmup_s
-        if past.warm_at is None or at < past.warm_at:
+        if rank_history.warm_at is None and (step := row.get("step")):
+            rank_history.first_step = rank_history.first_step or step
+            if step > rank_history.first_step:
+                rank_history.warm_at = at + self._warmup_s
+        if rank_history.warm_at is None or at < rank_history.warm_at:
             return
         number = int(at // self._bin_s)
-        if number < past.number:  # its clock was set back: the bin goes on
-            number = past.number
-        if number > past.number:
-            if past.number >= 0:
-                past.close()
-            if not self._due:  # a scale is due once the first rank could have filled it
+        if number < rank_history.number:  # its clock was set back: stay in the same bin
+            number = rank_history.number
+        if number > rank_history.number:
+            if rank_history.number >= 0:
+                rank_history.close()
+            if not self._due:  # a scale is due once the first rank can have filled it
                 self._due = [(number >> scale) + BINS for scale in range(SCALES)]
-            past.number = number
-            # Ranks that are behind this one have a bin's time to close theirs.
+            rank_history.number = number
+            # Ranks that are behind this one get one more bin's time to close theirs.
             self._newest = max(self._newest, number - 2)
         for i, column in enumerate(self._columns):
             value = row.get(column)
-            if value is not None and not value >= past.now[i]:
-                past.now[i] = value
+            if value is not None and not value >= rank_history.now[i]:
+                rank_history.now[i] = value
 
     def windows(self) -> Iterator[Window]:
-        """Those that have EVERY new bins since they were last given; the shortest first."""
+        """The windows with at least EVERY new bins since the last call that returned them; the shortest first."""
         for scale, due in enumerate(self._due):
             end = ((self._newest + 1) >> scale) - 1
             if end >= due:
@@ -133,7 +133,7 @@ class History:
                 yield self._window(scale, end)
 
     def _window(self, scale: int, end: int) -> Window:
-        ranks = tuple(sorted(self._pasts))
-        lows = np.stack([self._pasts[rank].last(scale, end) for rank in ranks])
+        ranks = tuple(sorted(self._ranks))
+        lows = np.stack([self._ranks[rank].last(scale, end) for rank in ranks])
         bin_s = self._bin_s * (1 << scale)
         return Window(bin_s, (end + 1) * bin_s, ranks, {c: lows[:, :, i] for i, c in enumerate(self._columns)})

@@ -1,13 +1,13 @@
-"""Memory that grows, step by step, with no reason: a leak. Named with rank and kind once it has added 5% over half an hour.
+"""Finds memory leaks: memory that grows steadily, by at least 5% over half an hour. Reports the rank and the kind of memory.
 
 Runs anywhere: plain python and numpy.
 
-The lows of 64 bins are cut into 16 segments, each of which counts with its median. Between these are 15 increments, and the test
-is whether their mean is above zero: Student's t. Why not Mann-Kendall: it asks whether there is an order in time, and memory that
-wanders (fragments, caches) has one. Its changes add up, so its levels are no independent draws, and the correction for
-autocorrelation (Hamed and Rao 1998) does not reach that far: docs/memory.md has both rates. Of a random walk the *increments* are
-all but independent, which is what t wants; of noise about a level they cancel out, and t is next to nothing; one jump,
-however high, gives 1.
+The minima of 64 bins are grouped into 16 segments, and each segment is represented by its median. There are 15 increments between
+them, and Student's t tests whether their mean is above zero. Why not Mann-Kendall: it tests for a trend in time, and memory that
+drifts at random (fragmentation, caches) has one. Its changes add up, so its levels are not independent samples, and the
+correction for autocorrelation (Hamed and Rao 1998) is not enough: docs/explanation/memory.md has both error rates. The
+*increments* of a random walk are almost independent, as t requires. Noise around a constant level cancels out, and t is close to
+zero. A single jump, however large, gives t = 1.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from raydist.diagnosis._history import BINS, Window
 from raydist.records import Finding
 
 COLUMNS = ("allocated_bytes", "reserved_bytes", "anon_bytes")
-"""Most telling first. Not rss_bytes: a mapped dataset grows that, as far as it was read, and the kernel takes it back."""
+"""Most specific first. Not rss_bytes: a memory-mapped dataset raises it as it is read, and the kernel can reclaim that."""
 
 SEGMENTS = 16
 T = 8.0
-"""Least t of the increments: with 14 degrees of freedom one draw in a million has it."""
+"""Minimum t of the increments: with 14 degrees of freedom, the probability of reaching it by chance is one in a million."""
 GROWTH = 0.05
 LEAST_BYTES = 16 << 20
 STEADY = 0.9
-"""Least growth of the second half over that of the first: what fills up slows down."""
+"""Minimum ratio of the growth of the second half to that of the first: a cache that fills up slows down."""
 READ = 0.75
-"""Least share of the bins that have a reading."""
+"""Minimum share of bins that have a reading."""
 NAMED = 20
 
 _WHAT = {
-    "allocated_bytes": "what tensors hold on the GPU",
-    "reserved_bytes": "what torch's allocator holds on the GPU",
-    "anon_bytes": "the memory of its process",
+    "allocated_bytes": "GPU memory of tensors",
+    "reserved_bytes": "GPU memory of torch's allocator",
+    "anon_bytes": "memory of the process",
 }
 _REMEDY = {
-    "allocated_bytes": "look for tensors that outlive their step: losses kept without .detach() or .item(), lists of outputs, "
-    "hooks; two of raydist.worker.metrics.memory.snapshot(), some minutes apart, show what is new",
-    "reserved_bytes": "tensors do not grow, so it is fragmentation: set PYTORCH_CUDA_ALLOC_CONF to expandable_segments:True in "
-    "cluster.env, and keep shapes the same from step to step",
-    "anon_bytes": "look for what grows in the Python code of your model and data: lists that each step appends to, caches without "
-    "bound, losses kept with their graphs; tracemalloc names the lines",
+    "allocated_bytes": "look for tensors that are kept after their step: losses kept without .detach() or .item(), lists of "
+    "outputs, hooks; compare two calls of raydist.worker.metrics.memory.snapshot(), some minutes apart",
+    "reserved_bytes": "the memory of tensors does not grow, so it is fragmentation: set PYTORCH_CUDA_ALLOC_CONF to "
+    "expandable_segments:True in cluster.env, and keep shapes the same from step to step",
+    "anon_bytes": "look for objects that grow in the Python code of your model and data: lists that each step appends to, caches "
+    "without a limit, losses kept with their graphs; tracemalloc shows the lines",
 }
 
 
 def check(window: Window) -> Finding | None:
-    """The rank and kind of the first of COLUMNS that leaks, the rank that grows most; others of all kinds are in `figures`."""
+    """The leak of the first kind in COLUMNS that leaks, on the rank where it grows most; the others are in `figures`."""
     found = [(kind, row) for kind in COLUMNS for row in np.flatnonzero(leaks(window.lows[kind], window.lows["step"]))]
     if not found:
         return None
@@ -63,7 +63,7 @@ def check(window: Window) -> Finding | None:
     minutes = BINS * window.bin_s / 60
     rank = window.ranks[worst]
     more = len(found) - 1
-    also = f"; {more} more of ranks and kinds grow too" if more else ""
+    also = f"; {more} more (rank, kind) pairs grow too" if more else ""
     return Finding(
         rule="leak",
         rank=rank,
@@ -86,7 +86,7 @@ def check(window: Window) -> Finding | None:
 
 
 def leaks(lows: NDArray[np.float64], steps: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """[R, BINS] lows of one kind, and of the step -> [R]: which ranks leak."""
+    """[R, BINS] minima of one kind of memory, and of the step -> [R]: which ranks leak."""
     read = ~np.isnan(lows)
     whole = read.reshape(-1, SEGMENTS, BINS // SEGMENTS).any(-1).all(-1) & (read.mean(-1) >= READ)
     found = np.zeros(len(lows), dtype=bool)
@@ -108,13 +108,13 @@ def leaks(lows: NDArray[np.float64], steps: NDArray[np.float64]) -> NDArray[np.b
 
 
 def theil_sen(values: NDArray[np.float64]) -> float:
-    """The median slope between all pairs, a bin (Sen 1968): a few odd bins do not bend it. NaN is passed over."""
+    """The median slope between all pairs, per bin (Sen 1968), robust to outliers. NaN is ignored."""
     at = np.flatnonzero(~np.isnan(values))
     i, j = np.triu_indices(len(at), 1)
     return float(np.median((values[at[j]] - values[at[i]]) / (at[j] - at[i])))
 
 
 def _growth(lows: NDArray[np.float64]) -> float:
-    """Of the last segment over the first."""
+    """Relative growth from the first segment to the last."""
     size = BINS // SEGMENTS
     return float(np.nanmedian(lows[-size:]) / np.nanmedian(lows[:size]) - 1)

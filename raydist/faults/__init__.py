@@ -1,12 +1,12 @@
-"""Faults as data: what is to go wrong in a run, on which rank, at which step. For tests, and to see one's own job survive.
+"""Fault injection: faults as data, each with a rank and a step. For tests, and to check that your own job survives them.
 
-Runs anywhere. Imports neither torch nor ray: a rank does to itself what is a rank's (worker/faults/injector.py), and the driver
-what is the driver's (cluster/run/fault_injector.py).
+Runs anywhere. Imports neither torch nor ray: faults of a rank are injected by the rank itself (worker/faults/injector.py), faults
+of the driver by the driver (cluster/run/fault_injector.py).
 
     faults.yaml --load--> [Kill(rank=1, step=7), ...] --> job --> Injector --note--> RUN/faults/*.json --> event `fault`
 
-A fault happens once in a run, also across restarts and new drivers: before it does, its note is in the run's folder, for
-good. `times` asks for more.
+A fault happens once in a run, even across restarts and new drivers: a note in the run's folder is written before it happens, and
+is kept. `times` allows more.
 """
 
 from raydist.faults.kinds import (

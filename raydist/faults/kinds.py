@@ -1,6 +1,6 @@
-"""Every fault that can be injected, as data: what happens, on which rank, at which step.
+"""All faults that can be injected, as data: the fault, its rank and its step.
 
-Runs anywhere. The help is written here once: `raydist faults` and the error messages come from it.
+Runs anywhere. The help texts are defined only here: `raydist faults` and the error messages use them.
 """
 
 from __future__ import annotations
@@ -17,52 +17,52 @@ By = Literal["rank", "driver"]
 
 
 class Fault(BaseModel):
-    """What all faults have."""
+    """The fields of all faults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     by: ClassVar[By] = "rank"
-    """Who does it."""
+    """Which process injects it."""
 
     fault: str
-    rank: int | None = Field(None, ge=0, description="The rank that it happens to; null: every rank, each by itself.")
+    rank: int | None = Field(None, ge=0, description="The rank to inject it on; null: every rank separately.")
     step: int = Field(ge=1, description="The step in which it happens.")
     times: int = Field(
-        1, ge=1, description="How often it happens in the whole run: once each time that its step is trained."
+        1, ge=1, description="How often it happens in the whole run: at most once each time the step is trained."
     )
 
     @property
     def at(self) -> Phase:
-        """The phase of its step in which it happens."""
+        """The phase of the step in which it happens."""
         return "data"
 
 
 class OfRank(Fault):
-    """What one rank does to itself, or has done to it."""
+    """A fault of one rank."""
 
-    rank: int = Field(ge=0, description="The rank that it happens to.")
+    rank: int = Field(ge=0, description="The rank to inject it on.")
 
 
 class AtPhase(OfRank):
-    """What a rank does where its loop enters a phase of the step."""
+    """A fault of a rank at the start of a phase of the step."""
 
     phase: Phase = Field(
         "forward",
-        description="data: before the step's batch is there; save: before the loop starts a checkpoint; eval and save: in steps "
-        "that have one.",
+        description="data: before the step's batch is ready; save: before the loop starts a checkpoint; eval and save: only in "
+        "steps with an evaluation or a checkpoint.",
     )
 
     @property
     def at(self) -> Phase:
-        """As asked."""
+        """The phase as given."""
         return self.phase
 
 
 class InForward(OfRank):
-    """What happens in the model."""
+    """A fault in the model."""
 
     @property
     def at(self) -> Phase:
-        """The first pass."""
+        """The first forward pass."""
         return "forward"
 
 
@@ -79,7 +79,7 @@ class Segfault(AtPhase):
 
 
 class Abort(AtPhase):
-    """abort(3), as a failed check in native code ends: SIGABRT."""
+    """abort(3), as after a failed check in native code: SIGABRT."""
 
     fault: Literal["abort"] = "abort"
 
@@ -92,33 +92,33 @@ class Exit(AtPhase):
 
 
 class Raise(AtPhase):
-    """An exception, as a bug in the user's code raises it."""
+    """An exception, as from a bug in the user's code."""
 
     fault: Literal["raise"] = "raise"
-    message: str = Field("a bug in the user's code", description="Its text.")
+    message: str = Field("a bug in the user's code", description="The exception's text.")
 
 
 class Suspend(AtPhase):
-    """SIGSTOP: the process is there, and does nothing."""
+    """SIGSTOP: the process exists, but does not run."""
 
     fault: Literal["suspend"] = "suspend"
 
 
 class HoldGil(AtPhase):
-    """Native code that keeps Python's lock: no other thread of the rank runs."""
+    """Native code that holds Python's GIL: no other thread of the rank runs."""
 
     fault: Literal["hold_gil"] = "hold_gil"
-    seconds: int = Field(3600, ge=1, description="For how long.")
+    seconds: int = Field(3600, ge=1, description="Duration.")
 
 
 class Deadlock(AtPhase):
-    """The thread that trains waits for a lock that nobody gives back; the others run."""
+    """The training thread waits for a lock that is never released; the other threads run."""
 
     fault: Literal["deadlock"] = "deadlock"
 
 
 class SkipCollective(InForward):
-    """All ranks but this one start an all-reduce of the control group."""
+    """All ranks except this one start an all-reduce of the control group."""
 
     fault: Literal["skip_collective"] = "skip_collective"
 
@@ -130,87 +130,89 @@ class OutOfMemory(AtPhase):
 
 
 class MemoryHog(AtPhase):
-    """Takes host memory until it gets no more."""
+    """Allocates host memory until none is left."""
 
     fault: Literal["memory_hog"] = "memory_hog"
     limit_mb: int | None = Field(
-        None, ge=1, description="MiB that the process may take; null: what the host or its container has, all of it."
+        None, ge=1, description="Limit of the process in MiB; null: all memory of the host or container."
     )
 
 
 class KillAgent(AtPhase):
-    """SIGKILL to the rank's agent, the Ray Train worker that the rank's process is started by."""
+    """SIGKILL to the rank's agent, the Ray Train worker that started the rank's process."""
 
     fault: Literal["kill_agent"] = "kill_agent"
 
 
 class KillNode(AtPhase):
-    """SIGKILL to the rank's raylet and every process below it."""
+    """SIGKILL to the rank's raylet and all its child processes."""
 
     fault: Literal["kill_node"] = "kill_node"
 
 
 class BadNumber(InForward):
-    """NaN or infinity in the loss, or only in the gradient, in all of this rank's passes of the step."""
+    """NaN or infinity in the loss, or only in the gradient, in all of this rank's forward passes of the step."""
 
     fault: Literal["bad_number"] = "bad_number"
-    where: Literal["loss", "gradient"] = Field("gradient", description="The logits, or their gradient.")
-    value: Literal["nan", "inf"] = Field("nan", description="What they are multiplied by.")
+    where: Literal["loss", "gradient"] = Field("gradient", description="loss: the logits; gradient: their gradient.")
+    value: Literal["nan", "inf"] = Field("nan", description="The factor.")
 
 
 class LossSpike(InForward):
-    """Logits far too large, in all of this rank's passes of the step."""
+    """Logits far too large, in all of this rank's forward passes of the step."""
 
     fault: Literal["loss_spike"] = "loss_spike"
-    factor: float = Field(1000.0, gt=1, description="What they are multiplied by.")
+    factor: float = Field(1000.0, gt=1, description="The factor.")
 
 
 class FlipBit(OfRank):
-    """One bit of a parameter changes on this rank alone."""
+    """Flips one bit of a parameter, on this rank only."""
 
     fault: Literal["flip_bit"] = "flip_bit"
     phase: Literal["backward", "update"] = Field(
         "update",
-        description="backward: before replicas are compared in the step; update: after that, where no copy of the state is being "
-        "made, and before the optimizer has its turn.",
+        description="backward: before the step's comparison of replicas; update: after it, while no copy of the state is being "
+        "made, and before the optimizer step.",
     )
-    parameter: str | None = Field(None, description="Its name in the model; null: the first.")
-    bit: int = Field(20, ge=0, le=7 + 3 * 8, description="Of the first four bytes that this rank has of it.")
+    parameter: str | None = Field(None, description="Its name in the model; null: the first parameter.")
+    bit: int = Field(
+        20, ge=0, le=7 + 3 * 8, description="The bit's number in the first four bytes that this rank holds."
+    )
 
     @property
     def at(self) -> Phase:
-        """As asked."""
+        """The phase as given."""
         return self.phase
 
 
 class SlowRank(InForward):
-    """The rank sleeps in each step for a while."""
+    """The rank sleeps in each step."""
 
     fault: Literal["slow_rank"] = "slow_rank"
-    seconds: float = Field(gt=0, description="In each step.")
-    steps: int = Field(1, ge=1, description="In how many steps.")
+    seconds: float = Field(gt=0, description="Seconds per step.")
+    steps: int = Field(1, ge=1, description="Number of steps.")
 
 
 class SlowData(OfRank):
-    """The loader's thread takes long to make the step's batch."""
+    """The loader's thread is slow to make the step's batch."""
 
     fault: Literal["slow_data"] = "slow_data"
-    seconds: float = Field(gt=0, description="How long.")
+    seconds: float = Field(gt=0, description="Delay in seconds.")
 
 
 class StuckData(OfRank):
-    """The loader's thread never comes back with the step's batch."""
+    """The loader's thread never returns the step's batch."""
 
     fault: Literal["stuck_data"] = "stuck_data"
 
 
 class StorageFault(Fault):
-    """What storage does to a rank that uses the run's folder: checkpoints, ledger. Records are the monitor's."""
+    """A storage fault for a rank's access to the run's folder: checkpoints, ledger. The monitor writes the records itself."""
 
     seconds: float | None = Field(
-        None, gt=0, description="For how long from the beginning of the step; or `operations`."
+        None, gt=0, description="Duration from the beginning of the step; or give `operations`."
     )
-    operations: int | None = Field(None, ge=1, description="For how many operations; or `seconds`.")
+    operations: int | None = Field(None, ge=1, description="Number of operations that fail; or give `seconds`.")
 
     @model_validator(mode="after")
     def _one(self) -> StorageFault:
@@ -226,13 +228,13 @@ class DiskFull(StorageFault):
 
 
 class ReadOnly(StorageFault):
-    """EROFS for whatever writes or deletes."""
+    """EROFS for every write and delete."""
 
     fault: Literal["read_only"] = "read_only"
 
 
 class StorageGone(StorageFault):
-    """EIO for everything, reading too."""
+    """EIO for every operation, including reads."""
 
     fault: Literal["storage_gone"] = "storage_gone"
 
@@ -241,20 +243,20 @@ class SlowStorage(StorageFault):
     """Every operation takes longer."""
 
     fault: Literal["slow_storage"] = "slow_storage"
-    delay: float = Field(1.0, gt=0, description="Seconds.")
+    delay: float = Field(1.0, gt=0, description="Delay in seconds.")
 
 
 class DamageCheckpoint(Fault):
-    """Spoils the newest committed checkpoint."""
+    """Damages the newest committed checkpoint."""
 
     fault: Literal["damage_checkpoint"] = "damage_checkpoint"
-    rank: int = Field(0, ge=0, description="The rank that does it.")
+    rank: int = Field(0, ge=0, description="The rank that damages it.")
     checkpoint: int | None = Field(
-        None, ge=1, description="Of which step, once it is committed; null: the newest that is committed then."
+        None, ge=1, description="The checkpoint's step, damaged once committed; null: the newest committed one."
     )
     what: Literal["torn", "truncated", "flipped", "missing", "manifest"] = Field(
         "flipped",
-        description="A shard whose second half is zeros, or is cut off; a bit of a shard; the shard itself; a bit of the manifest.",
+        description="A shard: second half zeroed, cut off, one bit flipped, or deleted; manifest: one bit of the manifest flipped.",
     )
 
 
@@ -263,23 +265,23 @@ class KillDriver(Fault):
 
     fault: Literal["kill_driver"] = "kill_driver"
     by: ClassVar[By] = "driver"
-    rank: Literal[0] = Field(0, description="Rank 0 asks for it.")
+    rank: Literal[0] = Field(0, description="Rank 0 requests it.")
 
 
 class KillMonitor(Fault):
-    """The RunMonitor's process is killed, while rank 0 waits for it."""
+    """SIGKILL to the RunMonitor, while rank 0 waits for it."""
 
     fault: Literal["kill_monitor"] = "kill_monitor"
     by: ClassVar[By] = "driver"
-    rank: Literal[0] = Field(0, description="Rank 0 asks for it.")
+    rank: Literal[0] = Field(0, description="Rank 0 requests it.")
 
 
 class Drain(OfRank):
-    """A drain notice for the rank's node, as `ray drain-node` gives it for a preemption."""
+    """A drain notice for the rank's node, as from `ray drain-node` before a preemption."""
 
     fault: Literal["drain"] = "drain"
     by: ClassVar[By] = "driver"
-    deadline_s: float = Field(60.0, gt=0, description="Seconds after which the notice says that the node will be gone.")
+    deadline_s: float = Field(60.0, gt=0, description="Seconds until the node's removal, as given in the notice.")
 
 
 def _kinds(root: type[Fault]) -> dict[str, type[Fault]]:
@@ -292,19 +294,19 @@ def _kinds(root: type[Fault]) -> dict[str, type[Fault]]:
 
 
 KINDS = _kinds(Fault)
-"""Every fault by its name."""
+"""All faults by name."""
 
 
 def fields(kind: type[Fault]) -> dict[str, str]:
-    """A fault's fields but for its name -> their help, with the default where there is one."""
-    told = {}
+    """The fields of a fault, except its name -> their help, with the default if there is one."""
+    texts = {}
     for name, info in kind.model_fields.items():
         if name != "fault":
             default = "" if info.is_required() or info.default is None else f" Default: {info.default}."
-            told[name] = f"{info.description}{default}"
-    return told
+            texts[name] = f"{info.description}{default}"
+    return texts
 
 
 def summary(kind: type[Fault]) -> str:
-    """What it does, in a line."""
+    """A one-line description."""
     return (inspect.getdoc(kind) or "").splitlines()[0]

@@ -1,4 +1,4 @@
-"""A file of faults -> what it asks for, with errors that say how to mend it.
+"""Loads a file of faults, with errors that say how to fix it.
 
 Runs anywhere.
 """
@@ -20,9 +20,9 @@ from raydist.spec.parts import SpecValueError
 
 
 def load(path: str | Path, job: JobSpec | None = None) -> tuple[Fault, ...]:
-    """The faults of a YAML file, a list; checked against the job that they are for. Raises SpecError with all that is wrong."""
+    """The faults of a YAML file, a list; checked against their job. Raises SpecError with all problems."""
     source = Path(path)
-    raw = read_yaml(source, examples="docs/faults.md has an example")
+    raw = read_yaml(source, examples="docs/explanation/faults.md has an example")
     if not isinstance(raw, list):
         raise SpecError(f"{path}: holds {type(raw).__name__}, not a list; write - {{fault: kill, rank: 1, step: 7}}")
     found: list[Fault] = []
@@ -31,7 +31,7 @@ def load(path: str | Path, job: JobSpec | None = None) -> tuple[Fault, ...]:
         where = f"{path}: fault {number}"
         made, wrong = _parse(item)
         if made is not None and job is not None:
-            wrong += _misfits(made, job)
+            wrong += _conflicts(made, job)
         problems += [f"{where}: {line}" for line in wrong]
         if made is not None:
             found.append(made)
@@ -41,14 +41,14 @@ def load(path: str | Path, job: JobSpec | None = None) -> tuple[Fault, ...]:
 
 
 def parse(raw: Iterable[Mapping[str, Any]]) -> tuple[Fault, ...]:
-    """Those that `model_dump` made plain."""
+    """Faults from the plain dicts of `model_dump`."""
     return tuple(KINDS[item["fault"]].model_validate(item) for item in raw)
 
 
 def _parse(item: Any) -> tuple[Fault | None, list[str]]:
-    """The fault, or what is wrong with it, a line each."""
+    """The fault, or its problems, one per line."""
     if not isinstance(item, dict):
-        return None, [f"{item!r} is no fault; write {{fault: kill, rank: 1, step: 7}}"]
+        return None, [f"{item!r} is not a fault; write {{fault: kill, rank: 1, step: 7}}"]
     name = item.get("fault")
     if name is None:
         return None, [f"fault: is missing; {registry.did_you_mean('', sorted(KINDS))}"]
@@ -62,7 +62,7 @@ def _parse(item: Any) -> tuple[Fault | None, list[str]]:
 
 
 def _line(detail: Any, kind: type[Fault]) -> str:
-    """One problem, as pydantic found it: field: value: what; remedy."""
+    """One problem found by pydantic, as: field: value: problem; remedy."""
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, SpecValueError):
         return f"{cause.field}: {cause.value!r} {cause.what}; {cause.remedy}"
@@ -76,11 +76,11 @@ def _line(detail: Any, kind: type[Fault]) -> str:
             choices = [c.strip().strip("'\"") for c in detail["ctx"]["expected"].replace(" or ", ", ").split(",")]
             return f"{field}: unknown {detail['input']!r}; {registry.did_you_mean(str(detail['input']), choices)}"
     message = detail["msg"][0].lower() + detail["msg"][1:]
-    return f"{field}: {detail['input']!r}: {message}; `raydist faults` lists what can be given"
+    return f"{field}: {detail['input']!r}: {message}; `raydist faults` lists the allowed values"
 
 
-def _misfits(fault: Fault, job: JobSpec) -> list[str]:
-    """What of a fault can never be in this job."""
+def _conflicts(fault: Fault, job: JobSpec) -> list[str]:
+    """Problems of a fault that cannot happen in this job."""
     found, workers, steps = [], job.cluster.most, job.train.steps
     if fault.rank is not None and fault.rank >= workers:
         ranks = f"ranks 0 to {workers - 1}" if workers > 1 else "rank 0 alone"
@@ -90,5 +90,5 @@ def _misfits(fault: Fault, job: JobSpec) -> list[str]:
     if steps is not None and fault.step > steps:
         found.append(f"{fault.fault}: step: {fault.step}: the job ends after step {steps}; give an earlier one")
     if isinstance(fault, SkipCollective) and workers == 1:
-        found.append(f"{fault.fault}: rank: {fault.rank}: nobody is there to wait for it; raise cluster.workers")
+        found.append(f"{fault.fault}: rank: {fault.rank}: no other rank waits for it; raise cluster.workers")
     return found

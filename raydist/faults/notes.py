@@ -1,4 +1,4 @@
-"""What says that a fault has happened: a file in the run's folder, written before it does.
+"""Notes of injected faults: a file in the run's folder for each, written before the fault happens.
 
 Runs anywhere: ranks write notes, the driver and `raydist show` read them.
 """
@@ -15,7 +15,7 @@ from raydist.run.directory import FAULTS, RunDir
 
 
 def names(faults: Sequence[Fault]) -> list[str]:
-    """A name for each, the same in every attempt and driver, whatever is added to the file: those of equal ones are numbered."""
+    """A name for each fault, the same in every attempt and driver, even if faults are added; equal faults are numbered."""
     found: list[str] = []
     for fault in faults:
         body = json.dumps(fault.model_dump(mode="json"), sort_keys=True)
@@ -25,17 +25,17 @@ def names(faults: Sequence[Fault]) -> list[str]:
 
 
 def note(name: str, rank: int, time: int) -> str:
-    """Where a fault's `time`-th happening on a rank is noted, relative to the run's folder."""
+    """The note's file for the `time`-th occurrence of a fault on a rank, relative to the run's folder."""
     return f"{FAULTS}/{name}-rank{rank}-{time}.json"
 
 
 def done(of: str) -> str:
-    """Beside a note: that the driver has done what it says."""
+    """A file next to a note: the driver has injected the fault."""
     return f"{FAULTS}/done/{of.rpartition('/')[2]}"
 
 
 def read_notes(run: RunDir, known: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
-    """Each note's name -> what it says, in the order in which it happened; without the `known` ones.
+    """Each note's name -> its content, in order of time; without the `known` ones.
 
     A note: fault, rank, step, attempt, at (Unix time), node_ip, by, and `asked`, the fault's fields. Raises StorageError.
     """

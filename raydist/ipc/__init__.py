@@ -1,7 +1,7 @@
-"""Between a rank's process and its node's agent: heartbeat, telemetry mailbox, stack dumps. Shared memory and sockets of one host.
+"""Communication between a rank and its node's agents: heartbeat, mailbox, stack dumps. Shared memory and sockets of one host.
 
-Runs in: each train worker and its agent. Imports neither torch nor ray when it is imported.
+Runs in: each train worker and its agent. Its modules import neither torch nor ray at the top level.
 """
 
 AGENT_PID = "RAYDIST_AGENT"
-"""The environment variable that holds the pid of a rank's agent, which need not be an ancestor of the rank's process."""
+"""The environment variable with the pid of a rank's agent, which need not be an ancestor of the rank's process."""

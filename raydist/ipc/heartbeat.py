@@ -1,9 +1,9 @@
-"""What a rank is doing now, where its agent can see it whatever became of the rank: a few numbers in shared memory.
+"""What a rank is doing now: a few numbers in shared memory that its agent can read even if the rank hangs or has crashed.
 
 The rank writes (`Heartbeat`), its agent reads (`look`). Runs in: each train worker. Neither torch nor ray.
 
-A step may last `limit_s`: max(10 s, 5 x the 99th percentile of the steps so far), or what `recovery.step_timeout` says. The first
-steps of an attempt have no limit, nor has a step while torch compiles, nor what waits for data or storage.
+The time limit of a step, `limit_s`, is max(10 s, 5 x the 99th percentile of the steps so far), or `recovery.step_timeout`. There
+is no limit for the first steps of an attempt, during torch.compile, or while waiting for data or storage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 PHASES = ("start", "data", "forward", "backward", "update", "eval", "save", "end")
-"""backward: until the gradients are those of all ranks; save: where the loop stands for a checkpoint."""
+"""backward: including the gradient reduction over all ranks; save: while the loop is blocked by a checkpoint."""
 UNLIMITED = ("start", "data", "save", "end")
 BYTES = 64
 FIRST_STEPS = 3
@@ -29,7 +29,7 @@ _STEP, _PHASE, _SINCE, _LIMIT, _COMPILING, _THREAD = range(6)
 
 
 def create() -> int:
-    """A file in memory for one rank's heartbeat: its descriptor."""
+    """Creates an in-memory file for one rank's heartbeat; returns its descriptor."""
     fd = os.memfd_create("raydist-probe")
     os.ftruncate(fd, BYTES)
     return fd
@@ -40,13 +40,13 @@ def _numbers(fd: int) -> memoryview:
 
 
 class Heartbeat:
-    """The rank's side. Each call takes well under a microsecond. `fd`: from `create`; None: nobody looks.
+    """The rank's side. Each call takes well under a microsecond. `fd`: from `create`; None: there is no reader.
 
-    `timeout_s`: the limit of a step in seconds; None: from the steps themselves.
+    `timeout_s`: the limit of a step in seconds; None: computed from earlier steps.
     """
 
     on_phase: Callable[[str], None] | None = None
-    """Called with each phase that is entered, while somebody wants to know (raydist/worker/metrics/trace.py)."""
+    """Called with each phase that begins, while a trace is recorded (raydist/worker/metrics/trace.py)."""
 
     def __init__(self, fd: int | None = None, timeout_s: float | None = None) -> None:
         self._numbers = memoryview(bytearray(BYTES)).cast("q") if fd is None else _numbers(fd)
@@ -60,12 +60,12 @@ class Heartbeat:
         self.enter("start")
 
     def step(self, number: int) -> None:
-        """Step `number` begins, with waiting for its data."""
+        """Step `number` begins, by waiting for its data."""
         self._numbers[_STEP] = number
         self.enter("data")
 
     def enter(self, phase: str) -> None:
-        """From now on this rank is in `phase`. Entering the same one again says that it gets on."""
+        """Begins `phase`. Entering the same phase again restarts its time limit."""
         numbers, now = self._numbers, time.monotonic_ns()
         self._spent[numbers[_PHASE]] += now - numbers[_SINCE]
         numbers[_PHASE] = PHASES.index(phase)
@@ -75,17 +75,17 @@ class Heartbeat:
 
     @property
     def number(self) -> int:
-        """The step that this rank is in; 0 before the first."""
+        """The current step; 0 before the first."""
         return int(self._numbers[_STEP])
 
     def seconds(self) -> dict[str, float]:
-        """Time spent in each phase so far, that which is going on included. From any thread."""
+        """Time spent in each phase so far, including the current one. Thread-safe."""
         spent, phase = list(self._spent), self._numbers[_PHASE]
         spent[phase] += time.monotonic_ns() - self._numbers[_SINCE]
         return {name: ns / 1e9 for name, ns in zip(PHASES, spent, strict=True)}
 
     def stepped(self, seconds: float) -> None:
-        """A step is done, in that time without the wait for data."""
+        """A step has ended; it took that time, without the wait for data."""
         self._steps += 1
         if self._steps < FIRST_STEPS:
             return
@@ -100,17 +100,16 @@ class Heartbeat:
         self._numbers[_LIMIT] = int(limit * 1e9)
 
     def compiling(self, now: bool) -> None:
-        """Whether torch is compiling: that takes as long as it takes."""
+        """Sets whether torch is compiling, which has no time limit."""
         self._numbers[_COMPILING] = now
         self.enter(PHASES[self._numbers[_PHASE]])
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A rank as its heartbeat has it: the step, the phase, for how many seconds, and how long it may last (None: as long as it
-    takes).
+    """A rank's state from its heartbeat: step, phase, seconds in that phase, and the limit of the phase (None: no limit).
 
-    `thread` is the ident of the thread that trains.
+    `thread` is the ident of the training thread.
     """
 
     step: int
@@ -121,18 +120,18 @@ class Look:
 
     @property
     def late(self) -> bool:
-        """Whether it has been in there for too long."""
+        """Whether it has been in the phase for too long."""
         return self.limit_s is not None and self.seconds > self.limit_s
 
 
 class Reader:
-    """The agent's side of a heartbeat; from any process that has its descriptor."""
+    """The agent's side of a heartbeat; works in any process that has its descriptor."""
 
     def __init__(self, fd: int) -> None:
         self._numbers = _numbers(fd)
 
     def look(self) -> Look:
-        """The rank as it is now."""
+        """The rank's current state."""
         numbers = self._numbers
         phase = PHASES[numbers[_PHASE]]
         limited = numbers[_LIMIT] and not numbers[_COMPILING] and phase not in UNLIMITED

@@ -1,7 +1,7 @@
-"""Where a rank leaves its newest reading for its node's agent: a small file in memory, replaced whole.
+"""Passes a rank's newest telemetry row to its node's monitor: a small file in memory, replaced as a whole.
 
-The rank writes, an agent on its node reads; neither waits for the other, and either may die. Runs in: each train worker, and
-whoever reads. Neither torch nor ray.
+The rank writes, the monitor of its node reads; neither waits for the other, and either may die. Runs in: each train worker, and
+the readers. Neither torch nor ray.
 
     /dev/shm/raydist-<uid>-board-<run>/<node>-<rank>.json      of one run on this host; mode 0700
 """
@@ -22,14 +22,13 @@ import xxhash
 
 SHM = Path("/dev/shm")
 STALE_S = 600.0
-"""Boards to which nobody has written for so long, and whose ranks are gone, are of runs whose processes were all killed."""
+"""Mailboxes not written for this long, whose ranks have exited, belong to runs whose processes were all killed."""
 PRIVATE = ("pid", "gpu_uuid")
-"""What a row has here beside the columns of raydist.run.telemetry_schema, for the agent: the rank's process, and on a GPU torch's
-UUID of it."""
+"""Columns of a row in addition to those of raydist.run.telemetry_schema: the rank's pid, and torch's UUID of its GPU."""
 
 
 def folder(run_uri: str) -> Path:
-    """The same for all who name the run by this URI, on one host."""
+    """The run's folder on this host; the same for all processes that use this URI."""
     return _root() / f"{_prefix()}{xxhash.xxh64_hexdigest(run_uri.encode())[:12]}"
 
 
@@ -42,15 +41,15 @@ def _prefix() -> str:
 
 
 def _is_ours(found: os.stat_result) -> bool:
-    """Whether that is a folder of this user: its name can be guessed, and SHM is everybody's."""
+    """Whether it is a folder of this user: its name can be guessed, and all users can write to SHM."""
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 class Mailbox:
-    """A rank's side. `node`: the IP address of its node in the cluster."""
+    """The rank's side. `node`: the IP address of its node in the cluster."""
 
     def __init__(self, run_uri: str, node: str, rank: int) -> None:
-        """Raises OSError where that folder cannot be made, or is another user's."""
+        """Raises OSError if the folder cannot be created, or belongs to another user."""
         self._path = folder(run_uri) / f"{node}-{rank:05d}.json"
         self._make()
 
@@ -61,35 +60,34 @@ class Mailbox:
             raise OSError(f"{place} is not this user's folder")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Replaces what stands there. `row`: names and values of raydist.run.telemetry_schema, at least `at` and `rank`, and of
-        PRIVATE `pid`.
+        """Replaces the rank's row. `row`: columns of raydist.run.telemetry_schema, at least `at` and `rank`, and `pid` of PRIVATE.
 
         Raises OSError.
         """
         temporary = self._path.with_suffix(".tmp")
         try:
             temporary.write_text(json.dumps(row))
-        except FileNotFoundError:  # the last one to leave has just taken the folder away
+        except FileNotFoundError:  # the last rank that closed has deleted the folder
             self._make()
             temporary.write_text(json.dumps(row))
         temporary.replace(self._path)
 
     def close(self) -> None:
-        """Takes it away; and the folder, if it was the last one there."""
+        """Deletes the rank's file; and the folder, if it is empty."""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
             self._path.parent.rmdir()
 
 
 def read(run_uri: str, node: str) -> Iterator[dict[str, Any]]:
-    """The newest row of each rank of this run on that node. What cannot be read is left out: it is on its way in or out."""
+    """The newest row of each rank of this run on that node. Files that are being created or deleted are skipped."""
     for path in sorted(folder(run_uri).glob(f"{node}-*.json")):
         with suppress(OSError, ValueError):
             yield json.loads(path.read_text())
 
 
 def clear(run_uri: str, node: str) -> None:
-    """Takes away what ranks of this run on that node left, also those that were killed."""
+    """Deletes the files of this run's ranks on that node, including killed ones."""
     place = folder(run_uri)
     for path in [*place.glob(f"{node}-*.json"), *place.glob(f"{node}-*.tmp")]:
         with suppress(OSError):
@@ -99,9 +97,9 @@ def clear(run_uri: str, node: str) -> None:
 
 
 def clear_stale() -> None:
-    """Takes away the stale mailboxes of all of this user's runs.
+    """Deletes the stale mailboxes of all of this user's runs.
 
-    A rank that this process cannot see, being in another container, makes its own anew.
+    If a rank is not visible to this process, because it is in another container, it creates its mailbox again.
     """
     for place in _root().glob(f"{_prefix()}*"):
         with suppress(OSError):
@@ -116,7 +114,7 @@ def clear_stale() -> None:
 
 
 def _is_written(path: Path) -> bool:
-    """Whether the rank whose row that is lives: one that is told to write seldom is not gone."""
+    """Whether the rank of that row is alive: a rank may be configured to write rarely."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         os.kill(json.loads(path.read_text())["pid"], 0)
         return True

@@ -1,9 +1,9 @@
-"""Where a rank's threads are, and which collectives it has started: asked from outside, whatever state it is in.
+"""The stacks of a rank's threads, and the collectives it has started: read from another process, even if the rank hangs.
 
 The rank calls `answer` once; its agent has a `Witness`. Runs in: each train worker. Never ray; torch only in the rank.
 
-Python stacks come by a signal, whose handler is C and needs no GIL; a stopped process prints none. What torch's flight recorder
-has comes from a thread of the rank's, and so only if Python can run one.
+Python stacks come from a signal handler in C, which needs no GIL; a stopped process prints none. The records of torch's flight
+recorder come from a thread of the rank, and only if Python can run that thread.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _SIGNAL = signal.SIGUSR2
 _STACKS_S = 1.0
 _RECORD_S = 2.0
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (\S+)')
-_NOT_THE_USERS = (str(Path(raydist.__file__).parent) + os.sep, "/site-packages/", "/lib/python3", "<frozen", "<string>")
+_NOT_USER_CODE = (str(Path(raydist.__file__).parent) + os.sep, "/site-packages/", "/lib/python3", "<frozen", "<string>")
 
 
 def answer(stacks_fd: int, control: socket.socket) -> None:
-    """From now on this process prints its stacks to that file when signalled, and its collectives when asked by the socket."""
+    """From now on this process writes its stacks to that file on a signal, and its collectives to the socket on a request."""
     faulthandler.register(_SIGNAL, file=stacks_fd, all_threads=True, chain=False)
 
     def serve() -> None:
@@ -40,13 +40,13 @@ def answer(stacks_fd: int, control: socket.socket) -> None:
 
 
 def _collectives() -> list[list[Any]]:
-    """[group, number, operation and sizes] of what torch's flight recorder holds, oldest first."""
+    """[group, number, operation and sizes] of the records in torch's flight recorder, oldest first."""
     from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
     entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", [])
     return [
         [
-            # A name that all ranks have for it, and what it is for, if torch was told.
+            # Its name, the same on all ranks, and its description if torch has one.
             " ".join(n for n in entry.get("process_group", []) if n != "undefined") or str(entry.get("pg_id")),
             entry.get("collective_seq_id", entry.get("seq_id", 0)),
             f"{entry.get('profiling_name')} of {entry.get('input_sizes')}",
@@ -56,20 +56,20 @@ def _collectives() -> list[list[Any]]:
 
 
 class Witness:
-    """Looks at one rank. `stacks_fd` and `control` are the other ends of what the rank's `answer` got."""
+    """Inspects one rank. `stacks_fd` and `control` are the other ends of the arguments of the rank's `answer`."""
 
     def __init__(self, pid: int, stacks_fd: int, control: socket.socket) -> None:
         self._pid, self._stacks_fd, self._control = pid, stacks_fd, control
 
     def state(self) -> str:
-        """The letter of /proc/PID/stat; "Z" if it is gone."""
+        """The state letter of /proc/PID/stat; "Z" if the process does not exist."""
         try:
             return Path(f"/proc/{self._pid}/stat").read_text().rpartition(") ")[2][0]
         except OSError:
             return "Z"
 
     def stacks(self) -> str:
-        """Python's stacks of all threads; "" if the process cannot run."""
+        """The Python stacks of all threads; "" if the process cannot run."""
         os.ftruncate(self._stacks_fd, 0)
         os.lseek(self._stacks_fd, 0, os.SEEK_SET)
         try:
@@ -78,7 +78,7 @@ class Witness:
             return ""
         size, deadline = 0, time.monotonic() + _STACKS_S
         while time.monotonic() < deadline:
-            time.sleep(0.05)  # it tells nobody when it is done
+            time.sleep(0.05)  # faulthandler does not signal when it is done
             now = os.fstat(self._stacks_fd).st_size
             if now and now == size:
                 break
@@ -103,13 +103,13 @@ class Witness:
 
 
 def where(stacks: str, main: int) -> str:
-    """The innermost line of the main thread that is the user's own; if it has none, the innermost. "" without a stack."""
+    """The innermost line of the training thread in the user's code; if there is none, its innermost line. "" without a stack."""
     for block in stacks.split("\n\n"):
         if f"{main:#018x}" in block:
             frames = _FRAME.findall(block)
             if not frames:
                 return ""
-            users = (f for f in frames if not any(part in f[0] for part in _NOT_THE_USERS))
+            users = (f for f in frames if not any(part in f[0] for part in _NOT_USER_CODE))
             path, line, function = next(users, frames[0])
             return f"{path}:{line} in {function}"
     return ""

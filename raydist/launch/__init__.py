@@ -1,4 +1,4 @@
-"""From a Ray Train worker to the process of a rank: the agent, the fork server, the zygote; and the same loop without Ray.
+"""Starts a rank's process from a Ray Train worker: agent, fork server, zygote. Also runs the same loop without Ray.
 
 Runs in: each train worker. Only agent.py imports ray.
 """

@@ -1,10 +1,10 @@
-"""What Ray Train calls in each worker: the rank's agent, the only module that connects Ray and the loop.
+"""The rank's agent, which Ray Train runs in each worker: the only module that connects Ray and the training loop.
 
-Runs in: each Ray Train worker. The only module of worker/ that imports ray. Never imports torch: the rank itself is a process
-below this one, which may crash, hang or be killed while the agent looks on, says how it ended, and starts the next one.
+Runs in: each Ray Train worker. Of the code that runs in a worker, only this module imports ray. Never imports torch: the rank is a
+child process, which may crash, hang or be killed. The agent then reports how it exited, and starts the next one.
 
-    coordinator --order: attempt 2, meet at HOST:PORT--> agent --fork--> rank
-              <---- how the rank of attempt 1 ended ---      <--calls-- push, durable, ended
+    coordinator --order: attempt 2, rendezvous at HOST:PORT--> agent --fork--> rank
+              <---- how the rank of attempt 1 exited -----          <--calls-- push, durable, ended
 """
 
 from __future__ import annotations
@@ -22,29 +22,32 @@ import ray
 from ray.exceptions import RayError
 
 from raydist.errors import StorageError
-from raydist.ipc import heartbeat as probing
+from raydist.ipc import heartbeat as heartbeat_ipc
 from raydist.ipc.stack_dump import Witness, where
-from raydist.launch.fork_server import ForkServer, Process
+from raydist.launch.fork_server import ForkServer, Process, share_zygote
 from raydist.launch.oom_detector import MemoryWatch
 from raydist.launch.rank_main import facts
 from raydist.launch.rank_output import Output
 from raydist.launch.rendezvous import hold_port, port_of
+from raydist.launch.zygote import VARIABLE, Zygote
 from raydist.run.directory import LOGS, RunDir
 
 _PUSH_TIMEOUT_S = 10.0
 _WATCH_S = 0.5
-_LATE_AGAIN_S = 10.0
+_REPORT_AGAIN_S = 10.0
 _COLLECTIVES = 1000
 _BEAT_S = 1.0
 _OUTPUT_S = 5.0
-"""How long the end of an agent waits until what its rank printed last is on storage."""
-_ALONE_S = 15.0
-"""How long an agent that is cut off from the coordinator lets its rank train: longer than the others need to go on without it."""
+"""How long a closing agent waits until the rank's last output is on storage."""
+_DISCONNECTED_S = 15.0
+"""How long an agent without connection to the coordinator lets its rank train: longer than the others need to go on."""
 
 
 def agent(config: dict[str, Any]) -> None:
-    """Obeys the coordinator until it says "leave". `config`: `coordinator`, an actor's handle, and `group`, a number."""
-    agent = _Agent(config["coordinator"], config["group"])
+    """Follows the coordinator's orders until "leave". `config`: `coordinator`, an actor's handle, `group`, a number, and `env`, the
+    environment variables that all agents of the group have.
+    """
+    agent = _Agent(config)
     threading.Thread(target=agent.beat, name="raydist-beat", daemon=True).start()
     try:
         agent.run()
@@ -53,15 +56,23 @@ def agent(config: dict[str, Any]) -> None:
 
 
 class _Agent:
-    def __init__(self, coordinator: Any, group: int) -> None:
-        self._coordinator, self._group = coordinator, group
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._coordinator, self._group = config["coordinator"], config["group"]
         self._number, self._local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         self._left = threading.Event()
         self.node_ip = ray.util.get_node_ip_address()
         self._node = ray.get_runtime_context().get_node_id()
+        self._zygote = self._shared_zygote(config["env"])
         self.server = ForkServer()
         self._port = hold_port()
         self._attempt: _Attempt | None = None
+
+    def _shared_zygote(self, env: dict[str, str]) -> Zygote | None:
+        """On a cluster, the zygote of the group's agents on this node, if this agent starts it. A private Ray has one already."""
+        if VARIABLE in os.environ or int(os.environ["LOCAL_WORLD_SIZE"]) < 2:
+            return None
+        job = ray.get_runtime_context().get_job_id()
+        return share_zygote(f"{job} {self._group} {self._node}", env)
 
     def run(self) -> None:
         seen = 0
@@ -81,33 +92,35 @@ class _Agent:
     def close(self) -> None:
         self._left.set()
         self.server.close()
+        if self._zygote is not None:
+            self._zygote.close()
         self._port.close()
         if self._attempt is not None:
             self._attempt.wait_for_output(_OUTPUT_S)
 
     def beat(self) -> None:
-        """Tells the coordinator every second that this agent lives. Cut off or given up, the agent ends, and its rank with it."""
+        """Sends a heartbeat to the coordinator every second. If it is disconnected or replaced, the agent and its rank exit."""
         heard = time.monotonic()
         while not self._left.wait(_BEAT_S):
             ours = True
             with contextlib.suppress(RayError, TimeoutError):
-                ours = ray.get(self._coordinator.beat.remote(self._group, self._number), timeout=_ALONE_S)
+                ours = ray.get(self._coordinator.beat.remote(self._group, self._number), timeout=_DISCONNECTED_S)
                 heard = time.monotonic()
-            if not ours or time.monotonic() - heard > _ALONE_S:
+            if not ours or time.monotonic() - heard > _DISCONNECTED_S:
                 self.server.close()
                 os._exit(1)
 
     def tell(self, method: str, *what: Any) -> None:
-        """Calls the coordinator, in the name of this agent."""
+        """Calls a method of the coordinator for this agent's group."""
         ray.get(getattr(self._coordinator, method).remote(self._group, *what))
 
     def take_port(self) -> socket.socket:
-        """The port that was offered last; another one is offered next."""
+        """The port that was offered last; holds a new one for the next offer."""
         port, self._port = self._port, hold_port()
         return port
 
     def _offer(self) -> dict[str, Any]:
-        """Where this agent is, and where the ranks of the next attempt can meet if its rank is 0."""
+        """Where this agent runs, and where the next attempt's ranks can meet if its rank is 0."""
         return {
             "node": self._node,
             "placement_group": ray.util.get_current_placement_group().id.hex(),
@@ -118,7 +131,7 @@ class _Agent:
 
 
 class _Attempt:
-    """One attempt on this rank, from its start to the coordinator's knowing how it ended; in threads of its own."""
+    """One attempt on this rank, from its start until the coordinator has its result; in its own threads."""
 
     def __init__(self, agent: _Agent, order: dict[str, Any]) -> None:
         self._agent, self._order, self._number = agent, order, int(order["attempt"])
@@ -126,7 +139,7 @@ class _Attempt:
         self._port = agent.take_port()
         self._started = threading.Event()
         self._process: Process | None = None
-        self._told: dict[str, Any] = {}
+        self._result: dict[str, Any] = {}
         self._output: Output | None = None
         self._thread = threading.Thread(target=self._run, name="raydist-attempt", daemon=True)
         self._thread.start()
@@ -137,7 +150,7 @@ class _Attempt:
             self._agent.server.kill(self._process)
 
     def wait_for_output(self, timeout_s: float) -> None:
-        """Returns once all that the rank printed is on storage; or after that time."""
+        """Returns once everything that the rank printed is on storage, or after `timeout_s`."""
         if self._output is not None:
             self._output.wait(timeout_s)
 
@@ -149,16 +162,16 @@ class _Attempt:
                     process = self._process = self._start(stack)
                 finally:
                     self._started.set()
-                again, memory = 0.0, MemoryWatch(process.pid)
+                report_at, memory = 0.0, MemoryWatch(process.pid)
                 while not process.ended.wait(_WATCH_S):
                     memory.look()
-                    if self._reader.look().late and time.monotonic() > again:
+                    if self._reader.look().late and time.monotonic() > report_at:
                         agent.tell("late", self._number)
-                        again = time.monotonic() + _LATE_AGAIN_S
+                        report_at = time.monotonic() + _REPORT_AGAIN_S
             seen, silent = time.time(), self._reader.look().seconds
-            if not self._told:
+            if not self._result:
                 starved = memory.why() if process.how == "SIGKILL" else ""
-                self._told["died"] = {
+                self._result["died"] = {
                     "pid": process.pid,
                     "node_ip": agent.node_ip,
                     "how": process.how,
@@ -166,15 +179,15 @@ class _Attempt:
                 }
         except Exception as error:
             seen, silent = time.time(), 0.0
-            self._told["error"] = facts(error, self._rank)
-        agent.tell("ended", self._rank, self._number, {**self._told, "at": seen, "silent_s": silent})
+            self._result["error"] = facts(error, self._rank)
+        agent.tell("ended", self._rank, self._number, {**self._result, "at": seen, "silent_s": silent})
 
     def _start(self, stack: contextlib.ExitStack) -> Process:
         calls, their_calls = socket.socketpair()
         control, their_control = socket.socketpair()
         stack.enter_context(control)
-        heartbeat, stacks = probing.create(), os.memfd_create("raydist-stacks")
-        self._reader = probing.Reader(heartbeat)
+        heartbeat, stacks = heartbeat_ipc.create(), os.memfd_create("raydist-stacks")
+        self._reader = heartbeat_ipc.Reader(heartbeat)
         output = Output(self._order["job"]["run"], self._number, self._rank)
         with their_calls, their_control:
             fds = [their_calls.fileno(), their_control.fileno(), stacks, heartbeat, output.fd]
@@ -195,7 +208,7 @@ class _Attempt:
         return process
 
     def look(self) -> None:
-        """Tells the coordinator what this rank is doing, and keeps its stacks and collectives in the run's logs."""
+        """Reports to the coordinator what this rank is doing, and writes its stacks and collectives to the run's logs."""
         agent, look, witness = self._agent, self._reader.look(), self._witness
         state, stacks, collectives = witness.state(), "", None
         if state not in "TtZ":
@@ -211,14 +224,14 @@ class _Attempt:
         }
         storage = RunDir(self._order["job"]["run"]).storage
         name = f"{LOGS}/attempt-{self._order['job']['attempt']:04d}/rank-{self._rank:05d}"
-        with contextlib.suppress(StorageError):  # storage may be what everybody waits for
+        with contextlib.suppress(StorageError):  # storage may be the cause of the hang
             storage.write(f"{name}.stacks.txt", stacks.encode())
             storage.write(f"{name}.collectives.json", json.dumps(collectives).encode())
         agent.tell("seen", self._rank, self._number, sight)
 
     def _serve(self, connection: Connection) -> None:
-        """Answers the rank's calls, until it is gone."""
-        monitor = self._order["monitor"]  # the run's: the next attempt may be another run's
+        """Answers the rank's calls until it exits."""
+        monitor = self._order["monitor"]  # of this run: the next attempt may belong to another run
         with connection:
             while True:
                 try:
@@ -229,11 +242,11 @@ class _Attempt:
                 answer: dict[str, Any] = {"value": None}
                 try:
                     if what == "ended":
-                        self._told.update(call)
+                        self._result.update(call)
                     elif what == "push":
                         answer["value"] = ray.get(monitor.push.remote(**call), timeout=_PUSH_TIMEOUT_S)
                     elif what == "stage":
-                        monitor.stage.remote(self._order["job"]["attempt"], **call)  # nobody waits for it
+                        monitor.stage.remote(self._order["job"]["attempt"], **call)  # no wait: for display only
                     elif what == "durable":
                         ray.get(monitor.flush.remote(), timeout=_PUSH_TIMEOUT_S)
                 except (RayError, TimeoutError) as error:

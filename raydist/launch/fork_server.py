@@ -1,19 +1,20 @@
-"""Ranks as processes that start in milliseconds: a server that has torch and the loop imported forks one for each attempt.
+"""Starts ranks in milliseconds: a server process that has torch and the loop imported forks one process per attempt.
 
-`ForkServer` runs in: each Ray Train worker (the rank's agent). `serve` runs in: a process of its own, which holds no
-CUDA context, no threads and no Ray, so that a fork of it is a sound process. Never imports ray; torch in the server only.
+`ForkServer` runs in: each Ray Train worker (the rank's agent). `serve` runs in: a process of its own without CUDA context,
+threads or Ray, so that it can be forked safely. Never imports ray; torch in the server only.
 
-    agent --Popen--> fork server --fork--> rank of attempt 1        (killed, crashed: the agent hears how)
+    agent --Popen--> fork server --fork--> rank of attempt 1        (exited, killed: the agent gets the status)
                                  --fork--> rank of attempt 2 ...
 
-Whichever ends takes those below it along: the server ends with the agent's end of its socket, the ranks with the server
-(PR_SET_PDEATHSIG), a stopped one too. Where there is a zygote (zygote.py), the server is forked from that.
+When a process exits, its children are terminated: the server exits when the agent's end of its socket is closed, and the ranks are
+killed when the server exits (PR_SET_PDEATHSIG), even if stopped. If there is a zygote (zygote.py), the server is forked from it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import json
 import os
 import selectors
@@ -31,26 +32,39 @@ from raydist.launch import zygote
 
 MESSAGE = 1 << 16
 _FDS = 8
-"""The most that a rank is given."""
+"""Maximum number of descriptors passed to a rank."""
 PRELOAD = ("raydist.launch.rank_main", "raydist.worker.loop", "torch.distributed.fsdp", "torch._dynamo")
-"""What a rank would import anyway, the last one in DDP's constructor."""
+"""Modules that a rank would import anyway; DDP's constructor imports the last one."""
 VARIABLES = {
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # tensors in huge pages: a step on the CPU takes 2 to 3% less
-    # CUDA may not be initialised before a fork. NVML tells torch whether there is a GPU without doing so.
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # tensors in huge pages: a step on the CPU takes 2 to 3% less time
+    # CUDA may not be initialised before a fork. With NVML, torch detects GPUs without initialising it.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-"""What a server has beside its agent's environment; the agent's own words win."""
+"""The server's environment variables, in addition to its agent's; the agent's values take precedence."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def start_zygote(folder: Path, env: Mapping[str, str]) -> zygote.Zygote:
-    """See `Zygote`: for the fork servers of a private Ray's agents, who find it by its `variables` in their environment."""
-    return zygote.Zygote(folder, env, VARIABLES, f"{__name__}:serve", PRELOAD)
+    """The zygote for the fork servers of a private Ray's agents. They find it by its `variables` in their environment."""
+    return zygote.Zygote(str(folder / "zygote"), env, VARIABLES, f"{__name__}:serve", PRELOAD)
+
+
+def share_zygote(key: str, env: Mapping[str, str]) -> zygote.Zygote | None:
+    """For the agents of one node and group, which have the same `key` and `env`. The first call starts a zygote; the others return
+    None. The fork server of this process uses that zygote from now on.
+    """
+    name = hashlib.sha256(key.encode()).hexdigest()[:32]
+    address = f"\0raydist-{os.getuid()}-{name}"  # an abstract socket: no file is left behind
+    made = None
+    with contextlib.suppress(OSError):  # the address is in use
+        made = zygote.Zygote(address, env, VARIABLES, f"{__name__}:serve", PRELOAD)
+    os.environ.update(zygote.variables(address, env, PRELOAD))
+    return made
 
 
 @dataclass(slots=True)
 class Process:
-    """A rank's process. `status` is what waitpid said, once `ended` is set; None if nobody will ever know."""
+    """A rank's process. `status`: the wait status, once `ended` is set; None if it is unknown because the server exited."""
 
     pid: int
     ended: threading.Event = field(default_factory=threading.Event)
@@ -58,16 +72,16 @@ class Process:
 
     @property
     def how(self) -> str:
-        """How it ended, in words: "SIGKILL", "exit code 3"."""
+        """How it exited, as text: "SIGKILL", "exit code 3"."""
         if self.status is None:
-            return "its fork server is gone"
+            return "its fork server exited"
         if os.WIFSIGNALED(self.status):
             return signal.Signals(os.WTERMSIG(self.status)).name
         return f"exit code {os.WEXITSTATUS(self.status)}"
 
 
 class ForkServer:
-    """Starts the server, which imports `preload` at once; `fork` waits for that, if it must."""
+    """Starts the server, which imports `preload` at once; `fork` waits until that is done."""
 
     def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -87,25 +101,25 @@ class ForkServer:
         self._thread.start()
 
     def fork(self, fds: Sequence[int], env: Mapping[str, str]) -> Process:
-        """A rank, whose `child.run` gets copies of `fds`, with `env` besides the server's environment. Raises ChildProcessError."""
+        """Forks a rank, whose `rank_main.run` gets copies of `fds`; adds `env` to its environment. Raises ChildProcessError."""
         with self._changed:
             before = len(self._forked)
-            with contextlib.suppress(OSError):  # it is gone: told below
+            with contextlib.suppress(OSError):  # the server exited: reported below
                 socket.send_fds(self._socket, [json.dumps({"env": dict(env)}).encode()], list(fds))
             self._changed.wait_for(lambda: len(self._forked) > before or self._failure or self._gone)
             if len(self._forked) == before:
                 status = None if self._failure else self._server.wait()
                 known = f": exit code {status}" if status is not None else ""
-                raise ChildProcessError(self._failure or f"the fork server is gone{known}")
+                raise ChildProcessError(self._failure or f"the fork server exited{known}")
             return self._forked[-1]
 
     def kill(self, process: Process) -> None:
-        """SIGKILL to a rank; nothing, if it has ended. The server does it, who knows whether the pid is still its own."""
+        """Sends SIGKILL to a rank, unless it has exited. The server sends it: only the server knows that the pid is not reused."""
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps({"kill": process.pid}).encode())
 
     def close(self) -> None:
-        """Ends the server and all its ranks."""
+        """Terminates the server and all its ranks."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._server.wait()
@@ -114,16 +128,16 @@ class ForkServer:
 
     def _listen(self) -> None:
         while message := _receive(self._socket):
-            told = json.loads(message)
+            report = json.loads(message)
             with self._changed:
-                if "failure" in told:
-                    self._failure = told["failure"]
-                elif "forked" in told:
-                    process = self._processes[told["forked"]] = Process(told["forked"])
+                if "failure" in report:
+                    self._failure = report["failure"]
+                elif "forked" in report:
+                    process = self._processes[report["forked"]] = Process(report["forked"])
                     self._forked.append(process)
                 else:
-                    process = self._processes.pop(told["ended"])
-                    process.status = told["status"]
+                    process = self._processes.pop(report["ended"])
+                    process.status = report["status"]
                     process.ended.set()
                 self._changed.notify_all()
         with self._changed:
@@ -141,47 +155,47 @@ def _receive(sock: socket.socket) -> bytes:
 
 
 def main(fd: int, preload: Sequence[str]) -> None:
-    """The server, in a process that the agent has started."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's business
+    """The server's entry point, in a process that the agent started."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     serve(fd, zygote.load(preload))
 
 
 def serve(fd: int, failure: str) -> None:
-    """Forks ranks for the agent that has the other end of that socket; returns when it is closed. `failure`: of the imports."""
+    """Forks ranks for the agent at the other end of the socket, until it is closed. `failure`: error of the imports, or ""."""
     with socket.socket(fileno=fd) as agent:
         if not failure:
             _Server(agent).serve()
             return
         agent.send(json.dumps({"failure": failure}).encode())
-        while agent.recv(MESSAGE):  # what is not read when the socket is closed would cost the agent the message
+        while agent.recv(MESSAGE):  # closing with unread data would discard the message above
             pass
 
 
 class _Server:
     def __init__(self, agent: socket.socket) -> None:
         self._agent = agent
-        self._selector = selectors.PollSelector()  # no descriptor of its own, which a child would share
+        self._selector = selectors.PollSelector()  # needs no descriptor, which a child would inherit
         self._selector.register(agent, selectors.EVENT_READ)
         self._pids: dict[int, int] = {}
-        """pidfd -> pid, of those that nobody has waited for."""
+        """pidfd -> pid of the ranks that are not reaped yet."""
 
     def serve(self) -> None:
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is not self._agent:
-                    self._bury(key.fd)
+                    self._reap(key.fd)
                     continue
                 message, fds, _, _ = socket.recv_fds(self._agent, MESSAGE, _FDS)
                 if not message:
                     for pid in self._pids.values():
                         with contextlib.suppress(ProcessLookupError):
-                            os.killpg(pid, signal.SIGKILL)  # with what they have started, which would outlive them
+                            os.killpg(pid, signal.SIGKILL)  # the process group: its children would continue
                     return
-                asked = json.loads(message)
-                if "env" in asked:
-                    self._fork(fds, asked["env"])
-                elif asked["kill"] in self._pids.values():
-                    os.kill(asked["kill"], signal.SIGKILL)
+                request = json.loads(message)
+                if "env" in request:
+                    self._fork(fds, request["env"])
+                elif request["kill"] in self._pids.values():
+                    os.kill(request["kill"], signal.SIGKILL)
 
     def _fork(self, fds: list[int], env: Mapping[str, str]) -> None:
         pid = os.fork()
@@ -196,28 +210,26 @@ class _Server:
         self._selector.register(pidfd, selectors.EVENT_READ)
         self._tell(forked=pid)
 
-    def _bury(self, pidfd: int) -> None:
+    def _reap(self, pidfd: int) -> None:
         self._selector.unregister(pidfd)
         pid = self._pids.pop(pidfd)
         os.close(pidfd)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(
-                pid, signal.SIGKILL
-            )  # what it has started itself; its number is taken until somebody waits for it
+            os.killpg(pid, signal.SIGKILL)  # its children; the pid is not reused before waitpid
         self._tell(ended=pid, status=os.waitpid(pid, 0)[1])
 
     def _tell(self, **what: int) -> None:
-        with contextlib.suppress(OSError):  # the agent is gone: seen next
+        with contextlib.suppress(OSError):  # the agent exited: the main loop notices
             self._agent.send(json.dumps(what).encode())
 
 
 def _become_rank(fds: list[int], env: Mapping[str, str]) -> None:
-    """In the child: never returns."""
+    """Runs in the child; never returns."""
     status = 1
     try:
         server = os.getppid()
         assert ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
-        if os.getppid() != server:  # it ended in between
+        if os.getppid() != server:  # the server exited in between
             os._exit(status)
         os.setsid()
         os.environ.update(env)

@@ -1,4 +1,4 @@
-"""Whether a process was killed for want of memory, and how much it had: the kernel tells nobody but its own log.
+"""Detects whether the kernel's OOM killer killed a process, and its last known memory: the kernel reports it in its log only.
 
 Runs in: each rank's agent. Neither torch nor ray.
 """
@@ -13,7 +13,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryWatch:
-    """Of one process, from its start. `look` now and then while it runs; `why` once it was killed."""
+    """Watches one process, from its start. Call `look` from time to time while it runs; `why` after it was killed."""
 
     def __init__(self, pid: int) -> None:
         self._statm, self._pid = Path(f"/proc/{pid}/statm"), pid
@@ -21,25 +21,25 @@ class MemoryWatch:
         self._bytes = 0
 
     def look(self) -> None:
-        """Notes how much it has; the kernel has forgotten once it is dead."""
+        """Records its current memory, which cannot be read after it has exited."""
         try:
             self._bytes = int(self._statm.read_text().split()[1]) * _PAGE or self._bytes
         except (OSError, IndexError):
             return
 
     def why(self) -> str:
-        """What is known if the kernel has killed for want of memory on this host since the process began; else ""."""
+        """A text if the OOM killer has killed a process on this host since this object was created; else ""."""
         if _kills() == self._kills:
             return ""
         total = os.sysconf("SC_PHYS_PAGES") * _PAGE
         return (
-            f"the kernel killed process {self._pid} for want of memory; it had {_mib(self._bytes)} when last looked at, the host "
+            f"the kernel killed process {self._pid} for lack of memory; it used {_mib(self._bytes)} at the last check, the host "
             f"has {_mib(total)}, a container may have less"
         )
 
 
 def _kills() -> int:
-    """Processes that the kernel has killed for want of memory, of the host or of a cgroup, since boot."""
+    """Number of processes killed by the OOM killer since boot, for the host or a cgroup."""
     found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
     return int(found[1]) if found else 0
 

@@ -1,8 +1,8 @@
-"""A rank's process: takes its orders from the agent that had it forked, trains, and tells how it ended.
+"""The rank's process: receives its order from the agent, trains, and reports how it ended.
 
-Runs in: a process below each Ray Train worker. Torch, never ray: the agent (launch/agent.py) speaks to Ray for it.
+Runs in: a child process of each Ray Train worker. Imports torch, never ray: the agent (launch/agent.py) calls Ray for it.
 
-    agent --order--> child --push, durable, ended--> agent        one socket, JSON, a question and its answer at a time
+    agent --order--> rank --push, durable, ended--> agent        one socket, JSON, one call and its answer at a time
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from raydist.worker.metrics.startup_timing import Startup
 
 
 class Agent:
-    """The agent, as the rank sees it: `agent("push", records=...)` gives its answer. From any thread."""
+    """The rank's connection to its agent: `agent("push", records=...)` returns the agent's answer. Thread-safe."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
 
     def __call__(self, what: str, **data: Any) -> Any:
-        """Asks, and waits for the answer. Raises ConnectionError with what went wrong on the other side."""
+        """Sends a call, and waits for its answer. Raises ConnectionError with the agent's error."""
         with self._lock:
             self._connection.send_bytes(json.dumps({"what": what, **data}).encode())
             answer = json.loads(self._connection.recv_bytes())
@@ -45,16 +45,16 @@ class Agent:
 
 
 def run(calls: int, control: int, stacks: int, heartbeat: int, output: int) -> int:
-    """One attempt on this rank; its descriptors. The exit status: 0 if it ended as the agent was told, be it with an error."""
+    """Runs one attempt on this rank; the arguments are descriptors. Returns 0 if the agent has the result, also an error."""
     _print_to(output)
-    faulthandler.enable()  # a segfault leaves its stack in the worker's log
+    faulthandler.enable()  # on a segfault, the stack is in the worker's log
     answer(stacks, socket.socket(fileno=control))
     connection = Connection(calls)
     order = json.loads(connection.recv_bytes())
     agent = Agent(connection)
 
     def tell(stage: str) -> None:
-        with contextlib.suppress(OSError, EOFError):  # nobody's training depends on who looks on
+        with contextlib.suppress(OSError, EOFError):  # for display only: training does not depend on it
             agent("stage", name=stage, at=time.time())
 
     watched = {"tell": tell} if order["rank"] == 0 else {}
@@ -70,7 +70,7 @@ def run(calls: int, control: int, stacks: int, heartbeat: int, output: int) -> i
 
 
 def _print_to(fd: int) -> None:
-    """What this process prints goes to the agent, a line at a time: raydist/launch/rank_output.py."""
+    """Redirects this process's output to the agent, line by line: raydist/launch/rank_output.py."""
     for number in (1, 2):
         os.dup2(fd, number)
     os.close(fd)
@@ -80,7 +80,7 @@ def _print_to(fd: int) -> None:
 
 
 def train(order: dict[str, Any], agent: Agent, heartbeat: Heartbeat, startup: Startup) -> dict[str, Any]:
-    """The loop's outcome, plain. `order`: what the supervisor gives every rank of an attempt, and `rank` and `node_ip`."""
+    """Returns the loop's outcome as plain data. `order`: the supervisor's order for all ranks, with `rank` and `node_ip`."""
     from raydist.run.directory import RunDir
     from raydist.spec import parse
     from raydist.worker import distributed, model_transforms
@@ -114,7 +114,7 @@ def train(order: dict[str, Any], agent: Agent, heartbeat: Heartbeat, startup: St
     def durable() -> None:
         agent("durable")
 
-    def tell(event: Event) -> None:  # in a thread: nobody waits for the monitor
+    def tell(event: Event) -> None:  # in a thread, so that training does not wait for the monitor
         data = {"records": [], "events": [event.to_dict()]}
         threading.Thread(target=agent, args=("push",), kwargs=data, name="raydist-tell", daemon=True).start()
 
@@ -125,7 +125,7 @@ def train(order: dict[str, Any], agent: Agent, heartbeat: Heartbeat, startup: St
 
 
 def facts(error: BaseException, rank: int) -> dict[str, Any]:
-    """What went wrong, plain: the fields of raydist.errors.RankFailed."""
+    """An error as plain data: the fields of raydist.errors.RankFailed."""
     if isinstance(error, SystemExit | KeyboardInterrupt):
         error = RuntimeError(f"the train function ended with {type(error).__name__}: {error}")
     ours = isinstance(error, RaydistError)
@@ -135,7 +135,7 @@ def facts(error: BaseException, rank: int) -> dict[str, Any]:
         "message": "; ".join(filter(None, (error.message, error.hint)))
         if isinstance(error, RaydistError)
         else redact(str(error).strip()),
-        # What raydist raises says where and how to mend it; anything else needs the lines that led to it.
+        # raydist's own errors name the place and the remedy; other errors need the traceback.
         "traceback": "" if ours else redact("".join(traceback.format_exception(error))),
         "at": time.time(),
         "bases": [c.__name__ for c in type(error).__mro__],

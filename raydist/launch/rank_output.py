@@ -1,11 +1,11 @@
-"""What a rank prints: on to the worker's own log at once, and soon after into the run's folder, where `raydist logs` reads it.
+"""A rank's output: passed to the worker's own log at once, and written to the run's folder, where `raydist logs` reads it.
 
 Runs in: each rank's agent. Imports neither ray nor torch.
 
-    rank --stdout and stderr, a pipe--> agent --+--> the agent's own stdout, which Ray keeps on the node
+    rank --stdout and stderr, a pipe--> agent --+--> the agent's own stdout, which Ray stores on the node
                                                 +--> RUN/logs/attempt-0002/rank-00003.log
 
-A rank never waits for storage: what storage does not take in time is dropped, oldest first, and a line says so.
+A rank never waits for storage: if storage is too slow, the oldest output is dropped, and a line in the log says so.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from contextlib import suppress
 from raydist.errors import RaydistError, StorageError
 from raydist.redact import redact
 from raydist.run.rank_logs import name
-from raydist.storage import Storage
+from raydist.storage import Storage, append_whole
 
 INTERVAL_S = 1.0
 REMOTE_INTERVAL_S = 5.0
-"""On an object store, where each write sends the newest part again."""
+"""For object stores, where each write uploads the newest part again."""
 PART_BYTES = 1 << 20
 WAITING_BYTES = 8 << 20
 _LAST_TRIES = 5
 MOST_BYTES = 256 << 20
-"""Of one rank in one attempt; what it prints after that is in Ray's log of its worker alone."""
+"""Maximum per rank and attempt; later output is only in Ray's log of the worker."""
 
 
 class Output:
-    """`fd` is the end that the rank writes to: give it to the rank, then call `begin`. `run`: the full URI of the run's folder."""
+    """Give `fd`, the pipe's write end, to the rank; then call `begin`. `run`: the full URI of the run's folder."""
 
     def __init__(self, run: str, attempt: int, rank: int, interval_s: float | None = None) -> None:
         self._run, self._attempt, self._rank = run, attempt, rank
         self._storage: Storage | None = None
-        """Opened for the first line: that takes a quarter of a second, and most ranks print nothing."""
+        """Opened at the first line: opening takes a quarter of a second, and most ranks print nothing."""
         remote = "://" in run and not run.startswith("file://")
         self._interval_s = interval_s or (REMOTE_INTERVAL_S if remote else INTERVAL_S)
         self._source, self.fd = os.pipe()
@@ -44,24 +44,24 @@ class Output:
         self._dropped = 0
         self._ended = False
         self._changed = threading.Condition()
-        """Guards the three above; never held while storage works."""
+        """Guards the three fields above; never held during storage I/O."""
         self._stored = 0
         self._part, self._sent = 1, b""
         self._writer = threading.Thread(target=self._write, name="raydist-output", daemon=True)
 
     def begin(self) -> None:
-        """The rank has its copy of `fd`: this one is closed, so that the rank's end is seen."""
+        """The rank has its copy of `fd`: closes this one, so that the pipe ends when the rank exits."""
         os.close(self.fd)
         threading.Thread(target=self._read, name="raydist-output-pipe", daemon=True).start()
         self._writer.start()
 
     def abandon(self) -> None:
-        """There is no rank."""
+        """Closes the pipe, because no rank was started."""
         os.close(self.fd)
         os.close(self._source)
 
     def wait(self, timeout_s: float) -> None:
-        """Returns once all that the rank printed is on storage; or after that time."""
+        """Returns once everything that the rank printed is on storage, or after `timeout_s`."""
         self._writer.join(timeout_s)
 
     def _read(self) -> None:
@@ -84,13 +84,11 @@ class Output:
         while not ended or (text and tries < _LAST_TRIES):
             with self._changed:
                 if not text:
-                    self._changed.wait_for(
-                        lambda: self._ended or self._waiting
-                    )  # of a rank that prints nothing: to its end
+                    self._changed.wait_for(lambda: self._ended or self._waiting)  # if it prints nothing: until it ends
                 self._changed.wait_for(lambda: self._ended, self._interval_s)
                 ended = self._ended
             if ended and tries:
-                time.sleep(self._interval_s)  # what refused a moment ago may be back
+                time.sleep(self._interval_s)  # storage may work again
             text = text or self._take()
             if text:
                 try:
@@ -100,7 +98,7 @@ class Output:
                     tries += 1
 
     def _take(self) -> bytes:
-        """What is to be written next: whole lines, for a secret is recognised as a whole."""
+        """The next text to write: whole lines, because secrets are only recognised as a whole."""
         with self._changed:
             end = len(self._waiting) if self._ended else self._waiting.rfind(b"\n") + 1
             data, dropped = bytes(self._waiting[:end]), self._dropped
@@ -110,9 +108,9 @@ class Output:
             return b""
         text = redact(data.decode(errors="surrogateescape")).encode(errors="surrogateescape")
         if dropped:
-            text = _word(f"{dropped} bytes are missing here: storage did not take them in time") + text
+            text = _note(f"{dropped} bytes are missing here: storage did not take them in time") + text
         if self._stored + len(text) > MOST_BYTES:
-            text += _word(f"more than {MOST_BYTES >> 20} MiB: the rest is in Ray's log of this worker alone")
+            text += _note(f"more than {MOST_BYTES >> 20} MiB: the rest is only in Ray's log of this worker")
         return text
 
     def _put(self, text: bytes) -> None:
@@ -127,18 +125,10 @@ class Output:
         place = storage.local / path
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            with open(place, "ab", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                try:
-                    rest = memoryview(text)
-                    while rest:
-                        rest = rest[file.write(rest) :]
-                except OSError:
-                    os.ftruncate(file.fileno(), size)  # a full disk took a part: the next try must not repeat it
-                    raise
+            append_whole(place, text)
         except OSError as error:
             raise StorageError(f"cannot write {place}: {error.strerror}", "") from error
 
 
-def _word(text: str) -> bytes:
+def _note(text: str) -> bytes:
     return f"[raydist: {text}]\n".encode()

@@ -1,4 +1,4 @@
-"""A port for torch's store that nobody else gets meanwhile.
+"""Reserves a port for torch's store.
 
 Runs in: rank 0's agent, or worker. Neither torch nor ray.
 """
@@ -9,11 +9,11 @@ import socket
 
 
 def hold_port() -> socket.socket:
-    """A socket that holds a port of this host, on all its addresses, for torch's store, which will listen there in another process.
+    """A socket that reserves a port of this host, on all its addresses, for torch's store in another process.
 
-    Torch's store listens on all addresses: any connection that has the port on one of them, loopback too, would be in its way, and
-    Ray opens many. So the port is bound here on all of them. Linux then gives it to nobody by itself, and lets who asks for it by
-    number listen there if both have SO_REUSEADDR, as the store has.
+    Torch's store listens on all addresses. A connection that uses the port on any of them, loopback too, would block it, and Ray
+    opens many. So this binds the port on all addresses: Linux then assigns it to no other socket, but a socket that asks for its
+    number can listen on it if both have SO_REUSEADDR, as the store does.
     """
     if socket.has_dualstack_ipv6():
         sock = socket.socket(socket.AF_INET6)
@@ -26,5 +26,5 @@ def hold_port() -> socket.socket:
 
 
 def port_of(sock: socket.socket) -> int:
-    """The number of the port that it holds."""
+    """The port's number."""
     return int(sock.getsockname()[1])

@@ -1,10 +1,10 @@
-"""The same loop with no Ray at all: alone, or under torchrun. For a lone GPU, for profiling, for comparing.
+"""The same training loop without Ray: one process, or under torchrun. For a single GPU, for profiling and for comparisons.
 
     python -m raydist.launch.standalone jobs/quickstart.yaml
     torchrun --nproc-per-node 2 -m raydist.launch.standalone jobs/quickstart.yaml
 
-Runs in: each process that torchrun starts. Torch, never ray. Writes the same run folder as `raydist train`; it neither
-restarts a failed rank nor watches a live one.
+Runs in: each process that torchrun starts. Imports torch, never ray. Writes the same run folder as `raydist train`; it neither
+restarts a failed rank nor monitors a running one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from raydist.records import Event
 from raydist.run import requests
 from raydist.run.directory import SPEC, RunDir, begin_attempt, check_name, default_storage
 from raydist.run.lease import DriverLease
-from raydist.run.log import RunLog, last_attempt
+from raydist.run.log import last_attempt
+from raydist.run.log_writer import RunLog
 from raydist.run.status import this_process, write_state
 from raydist.spec import JobSpec, load, stored
 from raydist.storage import Storage
@@ -33,11 +34,11 @@ HEARTBEAT_S = 2.0
 
 
 class _Log:
-    """Rank 0's channel to the run folder: what the RunMonitor does on Ray, less the live view. Runs in the reporter's thread."""
+    """Rank 0's channel to the run folder: like the RunMonitor on Ray, without the live view. Runs in the reporter's thread."""
 
     def __init__(self, run: RunDir, lease: DriverLease, attempt: int, world_size: int, quiet: bool) -> None:
         self._run, self._lease, self._log, self._quiet = run, lease, RunLog(run), quiet
-        # What earlier runs recorded up to the newest checkpoint stays, until `resumed` says where this one goes on.
+        # Keeps earlier records up to the newest checkpoint, until `resumed` reports where this run continues.
         self._log.attempt(attempt, run.newest_step())
         self._state: dict[str, Any] = {
             "driver": this_process(),
@@ -77,7 +78,7 @@ class _Log:
         self._log.flush()
 
     def end(self, status: str, step: int) -> None:
-        """The last word."""
+        """Writes the final event and status."""
         self._log.event(Event("ended", time.time(), {"status": status, "step": step}))
         self._log.close()
         self._store(status)
@@ -88,7 +89,7 @@ class _Log:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command. Gives the exit code: 0, 2 for what was asked wrongly, 3 for a run that stopped."""
+    """The command. Returns the exit code: 0, 2 for wrong input, 3 for a run that stopped."""
     parser = argparse.ArgumentParser(prog="python -m raydist.launch.standalone", description=__doc__.split("\n")[0])
     parser.add_argument("spec", help="a job file")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field of the job")
@@ -96,7 +97,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--storage", help="folder or URI that holds the runs")
     parser.add_argument("--until", type=int, help="end after this step, with a checkpoint")
     parser.add_argument(
-        "--allow-spec-change", action="store_true", help="resume although the spec computes other numbers"
+        "--allow-spec-change",
+        action="store_true",
+        help="resume even if the changed spec computes other numbers than before",
     )
     parser.add_argument("--json", action="store_true", help="end with the outcome as one line of JSON on stdout")
     options = parser.parse_args(arguments)
@@ -111,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_code
     if first and options.json:
         print(json.dumps(outcome))
-    return 0  # interrupted too: torchrun would start anew what ends otherwise
+    return 0  # also when interrupted: torchrun would restart a process that exits with an error
 
 
 def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, Any]:
@@ -122,9 +125,9 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
     run = RunDir(Storage(options.storage).at(check_name(options.name or spec.name)))
     lease = None
     if first:
-        # Before the group starts: the others wait in the rendezvous, and find the dataset and the attempt there.
+        # Before the process group starts: the other ranks wait in the rendezvous, then find the dataset and the attempt.
         dataset = data.open_or_prepare(spec.data, options.storage)
-        lease = DriverLease(run)  # that it was lost is told by the fence, at the next commit
+        lease = DriverLease(run)  # if it is lost, the next commit raises Fenced
         attempt = max(last_attempt(run), newest_attempt(run, spec.checkpoint.replicas)) + 1
         run.storage.write(SPEC, stored(spec).encode())
         begin_attempt(run, attempt)
@@ -139,7 +142,7 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
     try:
         outcome = train(job, rank, MonitorChannel(log.push, log.durable) if log else None)
     except BaseException:
-        # What stopped the run is to be told, not that storage took no last word.
+        # Report why the run stopped, not that the final status could not be stored.
         with contextlib.suppress(StorageError):
             if log:
                 log.end("stopped", 0)

@@ -1,13 +1,14 @@
-"""One process on a private Ray's host that imports torch while Ray starts: the fork servers of all its agents are forked from it.
+"""One process per node that imports torch: the fork servers of all agents of the node are forked from it.
 
-`Zygote` runs in: the driver. `main` in: a process below it, which holds no CUDA context, no threads and no Ray. `fork` in:
-each agent. Never imports ray; torch in `main` only.
+`Zygote` runs in: the driver of a private Ray, which starts it before any worker; on a cluster, the first agent of each node that
+has several. `main` in: a child process of it without CUDA context, threads or Ray. `fork` in: each agent. Never
+imports ray; torch in `main` only.
 
-    driver --Popen--> zygote --fork--> fork server of agent 0 --fork--> rank 0
-                              --fork--> fork server of agent 1 --fork--> rank 1
+    driver, or agent 0 --Popen--> zygote --fork--> fork server of agent 0 --fork--> rank 0
+                                         --fork--> fork server of agent 1 --fork--> rank 1
 
-So torch is imported once a host and not once a rank, and before any worker is there (docs/adr/0003). The zygote ends with the
-driver, a fork server with its agent, as one that the agent has started itself.
+So torch is imported once per node and not once per rank (docs/adr/0003, 0008). The zygote exits with the process that started it,
+and a fork server with its agent, as if the agent had started it itself.
 """
 
 from __future__ import annotations
@@ -23,57 +24,60 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NoReturn
 
 VARIABLE = "RAYDIST_NURSERY"
-"""Tells workers where it is, which variables it was started with, and what it imports: {"path", "env", "preload"}."""
+"""Tells workers its socket's path, the variables it was started with, and its imports: {"path", "env", "preload"}."""
 _MESSAGE = 1 << 17
 _BACKLOG = 1024
 
 
 class Zygote:
-    """Started as soon as it is made. `folder`: where its socket is to be; `env`: what Ray's workers will have beside os.environ,
-    and `defaults` what the zygote has where neither says otherwise.
+    """Starts when it is constructed. `address`: of its Unix socket, a path or "\\0NAME"; raises OSError if that is in use.
+    `env`: the environment of the workers in addition to os.environ, and `defaults` values of variables that are in neither.
 
-    `serve`: "module:attribute" of what a forked server runs, as `serve(fd, failure)`; `preload`: the modules that it has imported.
+    `serve`: "module:attribute" of the function of a forked server, called as `serve(fd, failure)`; `preload`: modules to import.
     """
 
     def __init__(
-        self, folder: Path, env: Mapping[str, str], defaults: Mapping[str, str], serve: str, preload: Sequence[str]
+        self, address: str, env: Mapping[str, str], defaults: Mapping[str, str], serve: str, preload: Sequence[str]
     ) -> None:
-        path = folder / "zygote"
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._ours, theirs = socket.socketpair()
-        with listener, theirs:
-            listener.bind(str(path))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(address)
             listener.listen(_BACKLOG)
-            fds = [listener.fileno(), theirs.fileno()]
-            code = f"from {__name__} import main; main(*{fds!r}, {serve!r}, {list(preload)!r})"
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                env={**defaults, **os.environ, **env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # no Ctrl-C before it can ignore one
-            )
-        self.variables = {VARIABLE: json.dumps({"path": str(path), "env": dict(env), "preload": list(preload)})}
+            self._ours, theirs = socket.socketpair()
+            with theirs:
+                fds = [listener.fileno(), theirs.fileno()]
+                code = f"from {__name__} import main; main(*{fds!r}, {serve!r}, {list(preload)!r})"
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", code],
+                    env={**defaults, **os.environ, **env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    pass_fds=fds,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # keeps Ctrl-C away until it can ignore it
+                )
+        self.variables = variables(address, env, preload)
 
     def close(self) -> None:
-        """Ends it at once, in the midst of its imports too. What was forked goes on, until its agent ends."""
+        """Terminates it at once, even during its imports. Forked servers continue until their agent exits."""
         self._process.kill()
         self._process.wait()
         self._ours.close()
 
 
+def variables(address: str, env: Mapping[str, str], preload: Sequence[str]) -> dict[str, str]:
+    """What an agent needs in its environment to find the zygote with that address, `env` and `preload`."""
+    return {VARIABLE: json.dumps({"path": address, "env": dict(env), "preload": list(preload)})}
+
+
 class Forked:
-    """A server that was asked for, and is on its way."""
+    """A server that was requested."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
     def wait(self) -> None:
-        """Returns once it has ended, or if it never came to be. Again, at once."""
+        """Returns once the server has exited, or if it was never forked. Further calls return at once."""
         if self._connection.fileno() == -1:
             return
         with self._connection:
@@ -84,10 +88,10 @@ class Forked:
 
 
 def fork(end: socket.socket, env: Mapping[str, str], preload: Sequence[str]) -> Forked | None:
-    """Asks the zygote for a server that has the end of this socket, and `env` in place of the zygote's. Returns at once.
+    """Requests a server from the zygote, with this socket's end, and with `env` in place of the zygote's. Returns at once.
 
-    None if there is no zygote for `preload`, or if it was started with other variables than this process, which libraries may
-    have read.
+    None if there is no zygote for `preload`, or if the zygote was started with other environment variables than this process,
+    because libraries may have read them.
     """
     try:
         known = json.loads(os.environ[VARIABLE])
@@ -99,15 +103,17 @@ def fork(end: socket.socket, env: Mapping[str, str], preload: Sequence[str]) -> 
     order = {"env": dict(env), "cwd": os.getcwd(), "path": sys.path}
     try:
         connection.connect(known["path"])
+        if _uid(connection) != os.getuid():
+            raise PermissionError("the zygote is another user's")
         socket.send_fds(connection, [json.dumps(order).encode()], [end.fileno(), 1, 2])
-    except OSError:  # it was killed, or the order is too large
+    except OSError:  # it was killed, it is another user's, or the message is too large
         connection.close()
         return None
     return Forked(connection)
 
 
 def load(preload: Sequence[str]) -> str:
-    """Imports all that ranks would import, for them to share. What went wrong, or ""."""
+    """Imports the modules that ranks need, so that they share them. Returns the error, or ""."""
     import gc
 
     try:
@@ -116,28 +122,28 @@ def load(preload: Sequence[str]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     gc.collect()
-    gc.freeze()  # so that a child's collector does not write to the pages that it shares
+    gc.freeze()  # so that the child's garbage collector does not write to shared pages
     return ""
 
 
 def main(listener_fd: int, owner_fd: int, serve: str, preload: Sequence[str]) -> None:
-    """The zygote. Returns when the driver's end of the socket is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for those that are forked: Ctrl-C is the driver's business
+    """The zygote. Returns when the owner's end of the socket is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by forked processes: the driver handles Ctrl-C
     module, _, name = serve.partition(":")
     server: Callable[[int, str], None] = getattr(importlib.import_module(module), name)
     failure = load(preload)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children but by their pidfds
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children need no waitpid: agents use pidfds
     with socket.socket(fileno=listener_fd) as listener, socket.socket(fileno=owner_fd) as owner:
         while owner not in (ready := select.select([listener, owner], [], [])[0]):
             for _ in ready:
                 connection, _ = listener.accept()
-                with connection, contextlib.suppress(OSError):  # who asked is gone
+                with connection, contextlib.suppress(OSError):  # the requester has exited
                     if _uid(connection) == os.getuid():
                         _answer(connection, [listener, owner], lambda fd: server(fd, failure))
 
 
 def _uid(connection: socket.socket) -> int:
-    """The user who asks. A server runs what it is told."""
+    """The uid of the peer. Checked, because a server executes what it receives, and an order contains the agent's environment."""
     size = struct.calcsize("3i")
     return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1])
 
@@ -159,7 +165,7 @@ def _answer(connection: socket.socket, shared: Sequence[socket.socket], serve: C
 
 
 def _become_server(order: Mapping[str, object], fds: Sequence[int], serve: Callable[[int], None]) -> None:
-    """In the child, which is as if the agent had started it: never returns."""
+    """Runs in the child, and sets it up as if the agent had started it; never returns."""
     status = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -181,7 +187,7 @@ def _become_server(order: Mapping[str, object], fds: Sequence[int], serve: Calla
 
 
 def leave(status: int) -> NoReturn:
-    """Ends a forked process without the interpreter's end, where native threads of a sound run may still abort."""
+    """Exits a forked process without interpreter shutdown, in which native threads may abort even after a successful run."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()

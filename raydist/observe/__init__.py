@@ -1,1 +1,1 @@
-"""What watches a run from beside it: the actor that gathers and stores its records. Must not import torch."""
+"""Monitoring of a run: actors that collect, store and export its records and telemetry. Must not import torch."""

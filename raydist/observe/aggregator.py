@@ -1,11 +1,12 @@
-"""Takes the readings of some nodes in the monitor's stead, where a run has more than one process can hold.
+"""Stores and checks the telemetry rows of some nodes, for runs with more nodes than one monitor process can handle.
 
 Runs in: a zero-CPU actor on one of those nodes, owned by the driver. Must not import torch. Imports ray in functions only.
 
-    agents of 64 nodes --observe(rows)--> Aggregator --> samples/*.N.parquet, the rules of raydist.diagnosis
+    node monitors of 64 nodes --observe(rows)--> Aggregator --> samples/*.N.parquet, the rules of raydist.diagnosis
                                               |---- push([], findings), export(newest rows, every 10 s) ----> RunMonitor
 
-Each keeps to its own segments, so none waits for another. Nobody waits for a aggregator either: while it is gone, rows are missing.
+Each aggregator writes its own segments, so none waits for another. No other process waits for an aggregator: while it is down,
+rows are missing.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from raydist.run.directory import RunDir
 from raydist.run.telemetry_log import TelemetryLog
 
 NODES = 64
-"""How many nodes one process takes the readings of: 512 ranks and as many GPUs, where a node has 8."""
+"""Nodes per process: 512 ranks and as many GPUs, where a node has 8."""
 INTERVAL_S = 2.0
 HAND_ON_S = 10.0
-"""How often exporters are given the newest rows."""
+"""How often the exporters get the newest rows."""
 _ROWS_KEPT = 100_000
 _ARRIVE_S = 2.0
 
@@ -33,7 +34,7 @@ Row = Mapping[str, Any]
 
 
 class Aggregator:
-    """From its construction to `close`. `number`: of its segments, from 1. `monitor`: the RunMonitor's handle, perhaps pickled."""
+    """Runs from construction to `close`. `number`: of its segments, from 1. `monitor`: RunMonitor's handle, or its pickle."""
 
     def __init__(self, run_uri: str, number: int, monitor: Any, interval_s: float = INTERVAL_S) -> None:
         if isinstance(monitor, bytes):
@@ -53,7 +54,7 @@ class Aggregator:
         self._thread.start()
 
     def observe(self, rows: Sequence[Row]) -> None:
-        """As `RunMonitor.observe`. Returns at once."""
+        """Same as `RunMonitor.observe`. Returns at once."""
         self._samples.add(rows)
         with self._lock:
             self._rows += rows
@@ -62,23 +63,23 @@ class Aggregator:
                 self._newest[row["kind"], row["node"], row.get("gpu" if row["kind"] == "gpu" else "rank")] = row
 
     def close(self) -> None:
-        """The run is over: what was given is durable, unless storage refuses it; the monitor has its part, if it answers in 2 s."""
+        """Ends the aggregator. All rows are durable, unless storage refuses them. Waits at most 2 s for the monitor."""
         self._ended.set()
         self._thread.join()
-        told = [call for call in self._round(hand_on=True) if call is not None]  # None: of a monitor in this process
-        if told:
+        calls = [call for call in self._round(hand_on=True) if call is not None]  # None: the monitor is in this process
+        if calls:
             import ray
 
-            ray.wait(told, num_returns=len(told), timeout=_ARRIVE_S)
+            ray.wait(calls, num_returns=len(calls), timeout=_ARRIVE_S)
 
-    # --- inside
+    # --- private
 
     def _write(self) -> None:
         while not self._ended.wait(self._interval_s):
             self._round(hand_on=time.monotonic() - self._handed >= HAND_ON_S)
 
     def _round(self, hand_on: bool) -> list[Any]:
-        """Gives the calls that tell the monitor."""
+        """Returns the calls to the monitor that it started."""
         with self._lock:
             rows, self._rows = self._rows, []
             newest: list[Row] = []
@@ -93,9 +94,9 @@ class Aggregator:
                 text = f"readings could not be written, and are kept for a while: {error}"
                 events.append(Event("note", time.time(), {"text": text}))
             self._refused = True
-        told = []
+        calls = []
         if events:
-            told.append(self._monitor.push.remote([], [event.to_dict() for event in events]))
+            calls.append(self._monitor.push.remote([], [event.to_dict() for event in events]))
         if newest:
-            told.append(self._monitor.export.remote(newest))
-        return told
+            calls.append(self._monitor.export.remote(newest))
+        return calls

@@ -1,12 +1,12 @@
-"""Keeps exporters from costing anything: each in a thread of its own, behind a bounded queue.
+"""Isolates exporters from the run: each works in its own thread, behind a bounded queue.
 
 Runs in: the run's monitor. Must not import torch or ray.
 
     RunMonitor --put--> queue of one exporter --its thread--> attempt, steps, event, samples, then flush
                --wake, every 2 s---------------^
 
-An exporter that raises is tried again after `RETRY_S`, one that does not return is waited for by nobody. Either is told once. What
-comes meanwhile is kept up to `BUDGET`; past that the oldest goes.
+An exporter that raises is called again after `RETRY_S`. Nothing waits for an exporter that does not return. Both are reported
+once. Meanwhile the queue keeps items up to `BUDGET`; then the oldest items are dropped.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from raydist.run.directory import RunDir
 
 RETRY_S = 10.0
 STUCK_S = 30.0
-"""An exporter that does not return for so long is told of."""
+"""An exporter that does not return for this long is reported."""
 BUDGET = 100_000
-"""What waits for an exporter at most, in steps; about 75 MB."""
+"""Maximum size of an exporter's queue, in steps; about 75 MB."""
 _LINE = 160
 _SAMPLE, _LARGE = 4, 2000
-"""What a sample and a large event weigh, in steps."""
+"""Weight of a sample and of a large event, in steps."""
 
 Note = Callable[[str], None]
 
@@ -46,7 +46,7 @@ class _Item:
 
 
 class ExporterThreads:
-    """All exporters of a run. What they are given returns at once, from any thread; `settle` and `close` wait, but not long."""
+    """A run's exporters. Passing data returns at once, from any thread; `settle` and `close` wait, at most `timeout_s`."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ExporterThreads:
             self._all.append(_ExporterThread(each["name"], partial(_make, each["name"], facts), note, retry_s))
 
     def attempt(self, number: int, resume_step: int, at: float) -> None:
-        """See `BaseExporter.attempt`; so for the others. An attempt is never dropped: it says which steps are void."""
+        """See `BaseExporter.attempt`; also for the next methods. An attempt is never dropped: it marks which steps are void."""
         self._put(_Item("attempt", (number, resume_step, at), 0, 0))
 
     def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
@@ -78,28 +78,28 @@ class ExporterThreads:
         self._put(_Item("samples", (rows,), len(rows), _SAMPLE * len(rows)))
 
     def wake(self) -> None:
-        """Time to flush."""
-        for outlet in self._all:
-            outlet.wake()
+        """Starts a flush."""
+        for thread in self._all:
+            thread.wake()
 
     def settle(self, timeout_s: float) -> None:
-        """Returns once each exporter was told to flush what it was given, and has returned. Tells of what was lost."""
+        """Flushes all exporters and waits until each has returned. Reports lost rows."""
         deadline = time.monotonic() + timeout_s
-        rounds = [outlet.wake() for outlet in self._all]
-        for outlet, number in zip(self._all, rounds, strict=True):
-            outlet.settle(number, deadline)
+        rounds = [thread.wake() for thread in self._all]
+        for thread, number in zip(self._all, rounds, strict=True):
+            thread.settle(number, deadline)
 
     def close(self, timeout_s: float) -> None:
-        """The end: the last flush of each, waited for so long at most."""
+        """Ends the run's export: a last flush of each exporter, waiting at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        for outlet in self._all:
-            outlet.close()
-        for outlet in self._all:
-            outlet.join(deadline)
+        for thread in self._all:
+            thread.close()
+        for thread in self._all:
+            thread.join(deadline)
 
     def _put(self, item: _Item) -> None:
-        for outlet in self._all:
-            outlet.put(item)
+        for thread in self._all:
+            thread.put(item)
 
 
 def _make(name: str, facts: Facts) -> BaseExporter:
@@ -114,15 +114,15 @@ class _ExporterThread:
         self._name, self._make, self._note, self._retry_s = name, make, note, retry_s
         self._exporter: BaseExporter | None = None
         self._changed = threading.Condition()
-        """Guards what follows; never held while the exporter works."""
+        """Guards the fields below; never held while the exporter works."""
         self._items: deque[_Item] = deque()
         self._weight = 0
         self._woken = self._closing = False
         self._working, self._since, self._rounds = False, 0.0, 0
         self._failing, self._retry_at = False, 0.0
-        self._owed = False
-        """Whether the last flush raised: nothing new is given before one does not."""
-        self._told = False
+        self._flush_pending = False
+        """Whether the last flush raised. Then the exporter gets nothing new until a flush succeeds."""
+        self._reported = False
         self._lost = 0
         self._thread = threading.Thread(target=self._run, name=f"raydist-export-{name}", daemon=True)
         self._thread.start()
@@ -139,13 +139,13 @@ class _ExporterThread:
                 self._lost += old.rows
 
     def wake(self) -> int:
-        """Gives the number of the round that will bring all that was put before."""
+        """Returns the number of the round after which everything put before is exported."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()
             stuck, number = self._stuck, self._rounds + (2 if self._working else 1)
         if stuck:
-            self._tell(f"has not returned for {STUCK_S:g} s")
+            self._report(f"has not returned for {STUCK_S:g} s")
         return number
 
     def settle(self, number: int, deadline: float) -> None:
@@ -185,16 +185,16 @@ class _ExporterThread:
                 self._working, self._since = True, time.monotonic()
             self._round(items)
             if closing and self._exporter is not None:
-                self._tried(self._exporter.close)
+                self._try(self._exporter.close)
             with self._changed:
                 self._working, self._rounds = False, self._rounds + 1
                 self._changed.notify_all()
 
     def _round(self, items: deque[_Item]) -> None:
-        """Makes the exporter if it is not there yet, and has it send what it still has; then the same of what is new."""
-        if self._exporter is None and items:  # a run that fails before its first point costs nothing
-            self._exporter = self._tried(self._make)
-        if self._exporter is None or (self._owed and not self._sent(self._exporter)):
+        """Creates the exporter if needed. Repeats a flush that failed; then passes the new items and flushes again."""
+        if self._exporter is None and items:  # created late: a run that fails early then costs nothing
+            self._exporter = self._try(self._make)
+        if self._exporter is None or (self._flush_pending and not self._flushed(self._exporter)):
             with self._changed:
                 self._items.extendleft(reversed(items))
                 self._weight += sum(item.weight for item in items)
@@ -203,39 +203,39 @@ class _ExporterThread:
             try:
                 getattr(self._exporter, item.method)(*item.args)
             except Exception as error:
-                self._tell(f"failed: {_line(error)}")
+                self._report(f"failed: {_line(error)}")
                 with self._changed:
                     self._lost += item.rows
-        self._sent(self._exporter)
+        self._flushed(self._exporter)
 
-    def _sent(self, exporter: BaseExporter) -> bool:
-        self._tried(exporter.flush)
-        self._owed = self._failing
+    def _flushed(self, exporter: BaseExporter) -> bool:
+        self._try(exporter.flush)
+        self._flush_pending = self._failing
         return not self._failing
 
-    def _tried(self, call: Callable[[], Any]) -> Any:
-        """What `call` gives; None, and the next try in a while, if it raises."""
+    def _try(self, call: Callable[[], Any]) -> Any:
+        """Returns the result of `call`. If it raises: returns None, and sets the time of the next try."""
         try:
-            given = call()
+            result = call()
         except Exception as error:
             self._failing, self._retry_at = True, time.monotonic() + self._retry_s
-            self._tell(f"failed: {_line(error)}")
+            self._report(f"failed: {_line(error)}")
             return None
         self._failing = False
-        return given
+        return result
 
-    def _tell(self, what: str) -> None:
-        if self._told:
+    def _report(self, what: str) -> None:
+        if self._reported:
             return
-        self._told = True
-        text = f'exporter "{self._name}" {what}; training goes on, and it is tried again'
+        self._reported = True
+        text = f'exporter "{self._name}" {what}; training continues, and it is tried again'
         if self._closing:
-            print(f"raydist: {text}", file=sys.stderr, flush=True)  # after the run's last word
+            print(f"raydist: {text}", file=sys.stderr, flush=True)  # the run's log is closed
         else:
             self._note(text)
 
 
 def _line(error: Exception) -> str:
-    """Its type, and the first line of what it says, if that is not too long."""
+    """The error's type and the first line of its message, shortened if it is long."""
     line = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {line if len(line) <= _LINE else line[: _LINE - 1] + '…'}"

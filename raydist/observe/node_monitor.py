@@ -1,12 +1,12 @@
-"""What watches a node: its GPUs, its kernel's counters and its ranks, as rows for the run's monitor.
+"""Monitors one node: its GPUs, its kernel counters and its ranks. Sends them as rows to the run's monitor.
 
 Runs in: one zero-CPU actor on each node that has ranks, owned by the driver; on a private Ray, which is one node, in the driver
 itself. Must not import torch. Imports ray in functions only: `NodeMonitor` is a plain class.
 
-    ranks --board--> NodeMonitor <-- NVML, /proc, /sys
-                         |---- observe(rows) ----> RunMonitor      each `interval_s`; nobody waits for an answer
+    ranks --mailbox--> NodeMonitor <-- NVML, /proc, /sys
+                         |---- observe(rows) ----> RunMonitor      every `interval_s`; does not wait for an answer
 
-Nobody depends on it: while it is gone, rows are missing.
+No other process depends on it: while it is down, rows are missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from raydist.observe.hardware.host import Host, process
 from raydist.observe.hardware.nvml import Gpus, Reading
 
 _KEPT = 60
-"""Readings that are kept while the monitor does not answer; then the oldest go."""
+"""Readings kept while the monitor does not answer; then the oldest are dropped."""
 _FIRST_S = 30.0
 _CLOSE_S = 2.0
 _ARRIVE_S = 0.5
@@ -34,10 +34,10 @@ Row = dict[str, Any]
 
 
 class NodeMonitor:
-    """Reads and sends from its construction to `close`. `node`: IP address of the node in the cluster.
+    """Reads and sends from construction to `close`. `node`: IP address of the node in the cluster.
 
-    `monitor`: handle of an actor that has `observe(rows)`, perhaps pickled. `folder`: whose free space is told. `env`: the
-    ranks' environment, as far as it is not this process's.
+    `monitor`: handle of an actor that has `observe(rows)`, or its pickle. `folder`: folder whose free space is reported. `env`: the
+    ranks' environment variables that this process does not have.
     """
 
     def __init__(
@@ -66,22 +66,22 @@ class NodeMonitor:
         self._thread.start()
 
     def note(self) -> str | None:
-        """What of this node cannot be watched, and why, in one line; None if all is. Waits for the first reading."""
+        """Which metrics of this node are missing, and why, in one line; None if all are there. Waits for the first reading."""
         if not self._first.wait(_FIRST_S):
-            return f"not watched: the GPU's driver has not answered for {_FIRST_S:.0f} s"
+            return f"no GPU metrics: the GPU driver has not answered for {_FIRST_S:.0f} s"
         return self._gpus.note()
 
     def close(self) -> None:
-        """The run is over: what was read has arrived, if the monitor answers in 1 s; nothing of its ranks stays on the mailbox."""
+        """Ends the monitor. The last rows have arrived if the run's monitor answers within 1 s. Clears the ranks' mailboxes."""
         self._ended.set()
-        self._thread.join(_CLOSE_S)  # a GPU's driver that hangs may keep it: then it ends with this process
+        self._thread.join(_CLOSE_S)  # a GPU driver that hangs may block it; then it ends with this process
         if not self._thread.is_alive():
-            for _ in range(2):  # the call that is on its way, and the one for what was read meanwhile
+            for _ in range(2):  # the pending call, and one for the rows read meanwhile
                 self._send(_ARRIVE_S)
         mailbox.clear(self._run_uri, self._node)
 
     def read(self) -> list[Row]:
-        """The rows of this moment: the node's, one a GPU, and those of its ranks that are new. Nulls are left out."""
+        """The current rows: the node's, one per GPU, and the new rows of its ranks. Nulls are left out."""
         ranks = {row["rank"]: row for row in mailbox.read(self._run_uri, self._node)}
         used = {rank: process(row["pid"]) for rank, row in ranks.items()}
         living = {rank: row for rank, row in ranks.items() if used[rank]}
@@ -102,36 +102,38 @@ class NodeMonitor:
             new = (row.get("attempt"), row["at"])
             if self._seen.get(rank) != new:
                 self._seen[rank] = new
-                told = {name: value for name, value in row.items() if value is not None and name not in mailbox.PRIVATE}
+                values = {
+                    name: value for name, value in row.items() if value is not None and name not in mailbox.PRIVATE
+                }
                 found = used[rank]
                 if rank in places:
                     gpu = gpus[places[rank]]
                     found = {**found, "gpu": gpu.row["gpu"], "gpu_process_bytes": gpu.processes.get(row["pid"])}
                 found = {name: value for name, value in found.items() if value is not None}
-                rows.append({**found, **told, "kind": "rank", "host": self._name, "node": self._node})
+                rows.append({**found, **values, "kind": "rank", "host": self._name, "node": self._node})
         return rows
 
-    # --- inside
+    # --- private
 
     def _watch(self) -> None:
-        self._gpus = Gpus()  # here, for it may take seconds, and nobody is to wait for it
+        self._gpus = Gpus()  # in this thread, because it may take seconds
         due = time.monotonic()
         while True:
             try:
                 self._unsent.append(self.read())
                 self._send()
-            except Exception:  # a watcher must not die of what it watches
+            except Exception:  # a failed reading must not end the monitor
                 if not self._complained:
                     logging.getLogger(__name__).exception("a reading of node %s failed", self._node)
                 self._complained = True
             self._first.set()
-            due = max(due + self._interval_s, time.monotonic())  # one that is late is not made up for
+            due = max(due + self._interval_s, time.monotonic())  # a late reading is not caught up
             if self._ended.wait(due - time.monotonic()):
                 break
         self._gpus.close()
 
     def _send(self, wait_s: float = 0.0) -> None:
-        """All that is unsent, unless the call before is still on its way. What a monitor that was killed took along is lost."""
+        """Sends all unsent rows, unless the previous call is still pending. Rows sent to a killed monitor are lost."""
         if self._call is not None:
             import ray
             from ray.exceptions import RayError
@@ -140,16 +142,16 @@ class NodeMonitor:
             if not done:
                 return
             with contextlib.suppress(RayError):
-                ray.get(self._call)  # else Ray tells that nobody asked
+                ray.get(self._call)  # else Ray reports an unretrieved error
         rows = [row for reading in self._unsent for row in reading]
         self._unsent.clear()
         self._call = self._monitor.observe.remote(rows) if rows else None
 
 
 def place(ranks: Mapping[int, Mapping[str, Any]], gpus: Sequence[Reading]) -> dict[int, int]:
-    """rank -> which of these GPUs it trains on: the one that holds its process, else the one that it says itself.
+    """rank -> index of its GPU in `gpus`: by the UUID that the rank reports, else by the process that NVML sees on it.
 
-    `ranks`: rows with `pid`, and perhaps `gpu_uuid`. In a container NVML may know processes by the host's numbers.
+    `ranks`: rows with `pid`, and perhaps `gpu_uuid`. In a container NVML may report the host's pids.
     """
     found = {}
     for rank, row in ranks.items():
@@ -162,7 +164,7 @@ def place(ranks: Mapping[int, Mapping[str, Any]], gpus: Sequence[Reading]) -> di
 
 
 def shared(gpu: Reading, ranks: Mapping[int, int]) -> Row:
-    """Who uses a GPU: `rank`, and the bytes of this run's ranks and of others, if known. `ranks`: its own, rank -> pid."""
+    """Who uses a GPU: `rank`, and the bytes of this run's ranks and of others, if known. `ranks`: this GPU's, rank -> pid."""
     row: Row = {"rank": min(ranks)} if ranks else {}
     pids = set(ranks.values())
     if pids <= gpu.processes.keys():

@@ -1,15 +1,15 @@
-"""The run's monitor: gathers steps and events, stores them, keeps the heartbeat, and hands the driver's word to rank 0.
+"""The run's monitor: collects and stores steps and events, writes the heartbeat, and passes the driver's commands to rank 0.
 
 Runs in: one zero-CPU actor, owned by the driver and on its node. Must not import torch or pandas. Imports ray in
 `placed` only: `RunMonitor` is a plain class.
 
     rank 0's side thread --push(records, events)--> RunMonitor --> metrics/*.parquet, events.jsonl, state.json; exporters
                          <--{"command", "traces"}-      ^   ^----- requests/*.json
-    the nodes' agents    -------observe(rows)-----------|          samples/*.parquet        (of more than 64 nodes: aggregator.py)
+    node monitors        -------observe(rows)-----------|          samples/*.parquet        (more than 64 nodes: aggregator.py)
                                           driver: begin_attempt, command, snapshot, end
 
-No call waits for storage but `flush` and `end`: a thread writes every `interval_s`. What storage refuses is kept and tried again.
-Until it is stored it is in this host's memory too (write_ahead_log.py), for the monitor that comes back should this one be killed.
+Only `flush` and `end` wait for storage: a thread writes every `interval_s`. If storage refuses a write, the data is kept and
+written again later. Until then it is also in this host's memory (write_ahead_log.py), so that a restarted monitor still has it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from raydist.records import EXPORTED_ONLY, Event, Status
 from raydist.redact import redact
 from raydist.run import requests
 from raydist.run.directory import RunDir
-from raydist.run.log import RunLog
+from raydist.run.log_writer import RunLog
 from raydist.run.status import last_word, this_process, write_state
 from raydist.run.telemetry_log import TelemetryLog
 
@@ -39,7 +39,7 @@ _RETRY_S = 0.5
 _EVENTS_KEPT = 1000
 _ROWS_KEPT = 100_000
 _SETTLE_S, _CLOSE_S = 5.0, 10.0
-"""How long the end of a run waits for exporters: before its last word, and after."""
+"""How long the end of a run waits for exporters: before the event `ended`, and after it."""
 _NO_JOURNAL = "if this run's monitor is killed, the records of the moment before are lost"
 DEFAULT_EXPORTERS: Sequence[Mapping[str, Any]] = ({"name": "tensorboard", "options": {}},)
 
@@ -47,9 +47,9 @@ DEFAULT_EXPORTERS: Sequence[Mapping[str, Any]] = ({"name": "tensorboard", "optio
 class RunMonitor:
     """See the module. Its methods may be called from several threads at once.
 
-    `run_uri`: the run's folder. `driver`: what `this_process()` gives in the driver. `exporters`: as
-    `raydist.observe.exporters.resolve` gives them. `spec`: the resolved job, plain, which they are told.
-    The constructor writes the first state.json, so that storage which cannot be written is known at once: StorageError.
+    `run_uri`: the run's folder. `driver`: the result of `this_process()` in the driver. `exporters`: the result of
+    `raydist.observe.exporters.resolve`. `spec`: the resolved job as plain data, for the exporters.
+    The constructor writes the first state.json; if storage cannot be written, it raises StorageError at once.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RunMonitor:
         self._driver = dict(driver or this_process())
         self._interval_s = interval_s
         self._lock = threading.Lock()
-        """Guards the view and what follows; never held while storage works."""
+        """Guards the view and the fields below; never held during storage I/O."""
         self._view = LiveView()
         self._status: Status = "running"
         self._command: str | None = None
@@ -76,26 +76,26 @@ class RunMonitor:
 
         self._before = last_word(self._run) or {}
         if self._before.get("driver") == self._driver:
-            # This one stands in for a monitor of the same driver that was killed.
+            # This actor replaces a monitor of the same driver that was killed.
             self._status = self._before["status"]
             self._view.begin_attempt(*(self._before[name] for name in ("attempt", "world_size", "step")))
             self._view.workers = self._before["workers"]
         self._log = RunLog(self._run)
         self._journal: WriteAheadLog | None = None
-        told, no_journal = [], ""
+        entries, no_journal = [], ""
         try:
             self._journal = WriteAheadLog(run_uri, self._driver)
-            told = self._journal.left()
+            entries = self._journal.left()
         except OSError as error:
             no_journal = str(error)
         self._samples = TelemetryLog(self._run)
         self._diagnosis = Diagnosis()
-        self._unjudged: deque[Mapping[str, Any]] = deque(maxlen=_ROWS_KEPT)
+        self._undiagnosed: deque[Mapping[str, Any]] = deque(maxlen=_ROWS_KEPT)
         self._storing = threading.Lock()
-        """One writer of state.json at a time, so that an old word never follows a newer one."""
+        """Only one thread writes state.json at a time, so that an old state never replaces a newer one."""
         self._store_state()
-        self._outlets = ExporterThreads(self._run, exporters, redact(dict(spec or {})), self._note)
-        self._recall(told)
+        self._exporters = ExporterThreads(self._run, exporters, redact(dict(spec or {})), self._note)
+        self._recall(entries)
         if no_journal:
             self._note(f"{_NO_JOURNAL}: {no_journal}")
         self._ended = threading.Event()
@@ -105,14 +105,14 @@ class RunMonitor:
     # --- from the driver
 
     def begin_attempt(self, number: int, world_size: int, resume_step: int) -> None:
-        """Attempt `number` starts on `world_size` ranks from `resume_step`. Wait for it before the workers start.
+        """Attempt `number` starts on `world_size` ranks from `resume_step`. Wait for this call before the workers start.
 
-        Numbers ascend within a run, over its drivers too: go on from `run.log.last_attempt(run)`.
+        Numbers increase within a run, also across its drivers: continue from `run.log.last_attempt(run)`.
         """
         with self._lock:
-            self._status = "running"  # of a run that goes on below the same driver it may be another
+            self._status = "running"  # a run resumed by the same driver may have another status
         self._begin(number, world_size, resume_step)
-        self._write_down(attempt=[number, world_size, resume_step])
+        self._journal_add(attempt=[number, world_size, resume_step])
         data = {"attempt": number, "world_size": world_size, "resume_step": resume_step}
         self._take(Event("attempt_started", time.time(), data))
 
@@ -126,15 +126,15 @@ class RunMonitor:
             self._view.capacity(flops_per_token, peak_flops)
 
     def command(self, command: str | None) -> None:
-        """What every later push is answered with: "stop", or None."""
+        """Sets the answer to every later push: "stop", or None."""
         with self._lock:
             self._command = command
 
     def snapshot(self, after: int = 0) -> dict[str, Any]:
-        """The run as it is now, for the live display.
+        """The run's current state, for the live display.
 
-        What `LiveView.snapshot` has, and: status; command; storage_error (None, or what storage said last); events: those
-        past number `after`, as dicts, the last 1000 at most; next: the number to ask after the next time.
+        The keys of `LiveView.snapshot`, and: status; command; storage_error (None, or the newest storage error); events: those
+        after number `after`, as dicts, at most the last 1000; next: the `after` of the next call.
         """
         with self._lock:
             return {
@@ -147,95 +147,94 @@ class RunMonitor:
             }
 
     def end(self, status: Status, timeout_s: float = 30.0, **data: Any) -> None:
-        """The last word: event `ended`, everything durable, the terminal status in state.json. A second call does nothing.
+        """Ends the run: writes event `ended`, makes everything durable, writes the final status. A second call does nothing.
 
-        Raises StorageError where storage still refuses after `timeout_s`.
+        Raises StorageError if storage still refuses after `timeout_s`.
         """
         with self._lock:
             if self._ended.is_set():
                 return
             self._ended.set()
             step = self._view.step
-        self._outlets.settle(_SETTLE_S)
+        self._exporters.settle(_SETTLE_S)
         self._take(Event("ended", time.time(), {"status": status, "step": step, **data}))
         try:
             self.flush(timeout_s)
         finally:
-            # Not before: the thread would store it as the last word, with events still to come.
+            # Not earlier: the thread would store it as the final status while events are still to come.
             with self._lock:
                 self._status = status
         self._retried(self._store_state, timeout_s)
         self._thread.join()
-        self._outlets.close(_CLOSE_S)
+        self._exporters.close(_CLOSE_S)
         if self._journal is not None:
             self._journal.close()
         try:
             self._samples.flush()
-        except Exception as error:  # samples are no truth
+        except Exception as error:  # samples may be lost
             self._refused(error)
 
     # --- from rank 0
 
     def push(self, records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Steps (StepRecord.to_dict()) and events (Event.to_dict()), each in order. Gives {"command": None or "stop"}, and while
-        somebody waits for traces (raydist/run/requests.py) "traces": their (number, steps), oldest first.
+        """Steps (StepRecord.to_dict()) and events (Event.to_dict()), each in order. Returns {"command": None or "stop"}, and if
+        there are open requests for traces (raydist/run/requests.py) "traces": their (number, steps), oldest first.
 
-        Returns at once: nothing is durable before `flush`. KeyError where a record lacks a field.
+        Returns at once: nothing is durable before `flush`. Raises KeyError if a record lacks a field.
         """
         for event in events:
             self._take(Event.from_dict(dict(event)))
         new = self._steps(records)
         if new:
-            self._write_down(steps=new)
+            self._journal_add(steps=new)
         with self._lock:
             return {"command": self._command, **({"traces": self._traces} if self._traces else {})}
 
     def stage(self, attempt: int, name: str, at: float) -> None:
-        """What that attempt does now, before its first step: a stage of raydist/worker/metrics/startup_timing.py; `at`: Unix
-        time."""
+        """The attempt's current startup stage (raydist/worker/metrics/startup_timing.py); `at`: Unix time."""
         with self._lock:
             self._view.stage(attempt, name, at)
 
     def flush(self, timeout_s: float = 30.0) -> None:
-        """Returns once all that was pushed before this call is durable. Rank 0 calls it before it commits a checkpoint.
+        """Returns once everything pushed before this call is durable. Rank 0 calls it before it commits a checkpoint.
 
-        Storage that refuses is tried again for `timeout_s`; then StorageError, and what was not written is kept.
+        If storage refuses, it tries again for `timeout_s`; then it raises StorageError, and the unwritten data is kept.
         """
         self._retried(self._flush, timeout_s)
 
-    # --- from the nodes' agents
+    # --- from the node monitors
 
     def observe(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Readings: columns of raydist.run.telemetry_schema, null ones left out. Returns at once."""
+        """Telemetry rows: columns of raydist.run.telemetry_schema, nulls left out. Returns at once."""
         self._samples.add(rows)
-        self._unjudged.extend(rows)
-        self._outlets.samples(rows)
+        self._undiagnosed.extend(rows)
+        self._exporters.samples(rows)
 
     def export(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Readings that a aggregator has stored: for exporters only."""
-        self._outlets.samples(rows)
+        """Telemetry rows that an aggregator has stored: for exporters only."""
+        self._exporters.samples(rows)
 
-    # --- inside
+    # --- private
 
     def _take(self, event: Event) -> None:
-        if event.kind not in EXPORTED_ONLY:  # those are numbers, and many
+        if event.kind not in EXPORTED_ONLY:  # those are numbers, and many of them
             event = Event(event.kind, event.at, redact(event.data))
         if self._log.heard(event):
             return
-        self._show(event)  # first: what is no event of its kind is refused whole
+        self._show(event)  # first: it raises for a malformed event, before the log has it
         self._log.event(event)
         if event.kind not in EXPORTED_ONLY:
-            self._write_down(event=event.to_dict())
+            self._journal_add(event=event.to_dict())
 
     def _show(self, event: Event) -> None:
-        """To all but the log."""
+        """Passes the event to everything except the log."""
         if event.kind == "resumed":
             self._resume_at(None, int(event.data["step"]))
         if event.kind == "capacity":
             self.capacity(event.data["flops_per_token"], event.data["peak_flops"])
         with self._lock:
             self._view.event(event.kind, event.data)
-        self._outlets.event(event.to_dict())
+        self._exporters.event(event.to_dict())
         if event.kind in EXPORTED_ONLY:
             return
         with self._lock:
@@ -248,29 +247,29 @@ class RunMonitor:
         self._resume_at(number, resume_step)
 
     def _steps(self, records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Those that are new."""
+        """Returns the rows that are new."""
         new = self._log.steps(records)
         if new:
             with self._lock:
                 self._view.records(new)
-            self._outlets.steps(new, time.time())
+            self._exporters.steps(new, time.time())
         return new
 
-    def _write_down(self, **told: Any) -> None:
-        """For the monitor that comes after this one, should this one be killed. After the log has taken it."""
+    def _journal_add(self, **entry: Any) -> None:
+        """Keeps the entry for the monitor that replaces this one if this one is killed. Call it after the log has the entry."""
         if (journal := self._journal) is None:
             return
         try:
-            journal.add(told)
+            journal.add(entry)
         except OSError as error:
             journal.close()
             self._journal = None
             self._note(f"{_NO_JOURNAL}: {error}")
 
-    def _recall(self, told: Sequence[Mapping[str, Any]]) -> None:
-        """What the one before this one had been told, and may not have stored."""
-        self._log.recall(Event.from_dict(dict(line["event"])) for line in told if "event" in line)
-        for line in told:
+    def _recall(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over the entries that a killed monitor received and may not have stored."""
+        self._log.recall(Event.from_dict(dict(line["event"])) for line in entries if "event" in line)
+        for line in entries:
             if "attempt" in line:
                 self._begin(*line["attempt"])
             elif "steps" in line:
@@ -283,7 +282,7 @@ class RunMonitor:
         mark = journal.mark() if journal is not None else 0
         self._log.flush()
         if journal is not None:
-            with suppress(OSError):  # no memory for what is left of it: it stays whole until the next time
+            with suppress(OSError):  # no memory to rewrite it: it stays as it is until the next flush
                 journal.stored(mark)
 
     def _note(self, text: str) -> None:
@@ -292,7 +291,7 @@ class RunMonitor:
     def _resume_at(self, number: int | None, step: int) -> None:
         with self._lock:
             number = self._view.attempt if number is None else number
-        self._outlets.attempt(number, step, time.time())
+        self._exporters.attempt(number, step, time.time())
         self._log.attempt(number, step)
 
     def _retried(self, store: Any, timeout_s: float) -> None:
@@ -310,23 +309,23 @@ class RunMonitor:
         while not self._ended.wait(self._interval_s):
             self._look_for_requests()
             try:
-                self._outlets.wake()  # first: they do without this storage
+                self._exporters.wake()  # first: they do not need this storage
                 self._flush()
                 self._store_state()
                 self._samples.flush()
-                self._judge()
+                self._diagnose()
                 self._accepted()
-            except Exception as error:  # a watcher must not die of what it watches; the next round tries again
+            except Exception as error:  # must not end the monitor; the next round tries again
                 self._refused(error)
 
-    def _judge(self) -> None:
-        """All rules over the rows that have come since."""
-        rows = [self._unjudged.popleft() for _ in range(len(self._unjudged))]
+    def _diagnose(self) -> None:
+        """Applies all rules to the rows that arrived since the last call."""
+        rows = [self._undiagnosed.popleft() for _ in range(len(self._undiagnosed))]
         for finding in self._diagnosis.observe(rows):
             self._take(finding.event(time.time()))
 
     def _look_for_requests(self) -> None:
-        with suppress(StorageError):  # who waits for an answer says in the end that none came
+        with suppress(StorageError):  # the requester reports it when its wait times out
             found = [(request.number, request.steps) for request in requests.pending(self._run)]
             with self._lock:
                 self._traces = found
@@ -369,24 +368,24 @@ def start_monitor(
     exporters: Sequence[Mapping[str, Any]] = DEFAULT_EXPORTERS,
     spec: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The run's monitor as an actor: zero CPUs, on this process's node, gone with this process. Returns its handle at once.
+    """Starts the run's monitor as an actor: zero CPUs, on this process's node, ends with this process. Returns its handle at once.
 
-    Ray is started. `ray.get(handle.snapshot.remote())` waits until it is up, and raises what its constructor raised.
+    Needs a running Ray. `ray.get(handle.snapshot.remote())` waits until it is up, and raises errors of its constructor.
     """
     return placed(RunMonitor).remote(run_uri, this_process(), interval_s, exporters, spec)
 
 
 def placed(monitor: type[RunMonitor]) -> Any:
-    """That class as a monitor's actor: `.remote(...)` starts it."""
+    """The actor class of a monitor, with its options: `.remote(...)` starts it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     node = ray.get_runtime_context().get_node_id()
     return ray.remote(monitor).options(
         num_cpus=0,
-        # flush may wait for storage: pushes and snapshots go on beside it.
+        # flush may wait for storage: pushes and snapshots run in parallel.
         max_concurrency=8,
-        # One that was killed comes back, and takes up its records from the next push on.
+        # Ray restarts a killed monitor; it continues its records with the next push.
         max_restarts=-1,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
     )

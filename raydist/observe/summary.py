@@ -1,4 +1,4 @@
-"""What a run looks like now: a few figures that follow from its newest records and events. Pure: no I/O, no clock.
+"""The current state of a run: a few metrics computed from its newest records and events. Pure: no I/O, no clock.
 
 Runs in: the run's monitor. Must not import ray or torch.
 """
@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 WINDOW = 50
-"""Steps that the smoothed figures are taken over."""
+"""Number of steps in the moving averages."""
 
 
 def rates(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Over some steps: tokens_per_second, seconds_per_step, and data_share (waiting for data over all time; 0 to 1).
+    """Over the given steps: tokens_per_second, seconds_per_step, and data_share (time waiting for data / total time; 0 to 1).
 
-    Sums over sums, so that a long step counts for as long as it took. None where there is no time to divide by.
+    Computed from sums, so that each step counts by its duration. None if the total time is zero.
     """
     seconds = sum(row["seconds"] for row in rows)
     if not rows or seconds <= 0:
@@ -29,7 +29,7 @@ def rates(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 class LiveView:
-    """Takes records and events in their order; `snapshot` gives the view. Bounded memory."""
+    """Takes records and events in order; `snapshot` returns the view. Bounded memory."""
 
     def __init__(self) -> None:
         self.attempt = 0
@@ -46,7 +46,7 @@ class LiveView:
         self._stages: list[tuple[str, float]] = []
 
     def begin_attempt(self, number: int, world_size: int, resume_step: int) -> None:
-        """A new attempt: its rates are its own, and its workers are not known yet."""
+        """Starts a new attempt: its rates start empty, and its workers are not known yet."""
         self.attempt, self.world_size, self.workers = number, world_size, []
         self._void(resume_step)
         self._counts["attempts"] += 1
@@ -55,24 +55,24 @@ class LiveView:
         self._stages = []
 
     def stage(self, attempt: int, name: str, at: float) -> None:
-        """A stage before an attempt's first step begins, at that Unix time."""
+        """A stage before the attempt's first step begins, at that Unix time."""
         if attempt == self.attempt:
             self._stages.append((name, at))
 
     def capacity(self, flops_per_token: float, peak_flops: float) -> None:
-        """For the MFU: the model's FLOPs a token, and the peak FLOP/s of all workers' devices together."""
+        """For MFU: the model's FLOPs per token, and the total peak FLOP/s of all workers' devices."""
         self._flops = (flops_per_token, peak_flops)
 
     def records(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Steps, as StepRecord dicts. Those of an attempt that was given up are passed over."""
+        """Steps, as StepRecord dicts. Steps of an earlier attempt are ignored."""
         for row in rows:
             if row["attempt"] < self.attempt:
                 continue
             if row["attempt"] > self.attempt:
-                # Not told of: this monitor is new, in the place of one that was killed.
+                # begin_attempt was not called: this monitor replaces one that was killed.
                 self.begin_attempt(row["attempt"], row["world_size"], row["step"] - 1)
             self._record, self.step = dict(row), row["step"]
-            # An attempt's first step warms up caches and buffers: it says nothing of the pace, unless it is all there is.
+            # An attempt's first step warms up caches and buffers: it is left out of the rates, unless it is the only one.
             if self._first is None:
                 self._first = row["step"]
             elif len(self._window) == 1 and self._window[0]["step"] == self._first:
@@ -80,7 +80,7 @@ class LiveView:
             self._window.append(self._record)
 
     def event(self, kind: str, data: Mapping[str, Any]) -> None:
-        """An event, by its kind and data. KeyError where data that the view needs is missing."""
+        """An event, by its kind and data. Raises KeyError if required data is missing."""
         if kind == "eval":
             self._evals.append({**data, "loss": data["loss"], "step": data["step"]})
             self._counts["evals"] += 1
@@ -95,7 +95,7 @@ class LiveView:
             self.workers = [dict(worker) for worker in data["workers"]]
 
     def _void(self, step: int) -> None:
-        """The run goes on from `step`: what lies past it will be trained again."""
+        """The run resumes from `step`: later steps will be trained again."""
         self.step = step
         if self._record and self._record["step"] > step:
             self._record = None

@@ -1,11 +1,11 @@
-"""Monitors that are started before their run: a new process takes a second, which a sweep's next cell need not wait for.
+"""Monitors that are started before their run: a new process takes a second, and the next trial of a sweep need not wait for it.
 
-Runs in: `WarmMonitors` in the driver, `WarmMonitor` in a zero-CPU actor beside it. Must not import torch. Imports ray in functions
+Runs in: `WarmMonitors` in the driver, `WarmMonitor` in a zero-CPU actor next to it. Must not import torch. Imports ray in functions
 only.
 
-A monitor is one run's alone: what ranks of an earlier run still push goes to that run's. So one that is ready is a new actor,
-which does nothing until it is told its run. Ray starts an actor that was killed anew with the arguments it had; whose it is by
-then stands in a file beside it, its slot.
+A monitor belongs to one run only: ranks of an earlier run may still push to their own monitor. So a warm monitor is a new actor,
+idle until `take` assigns it a run. Ray restarts a killed actor with its original arguments; the assigned run is therefore stored
+in a file on the same host, the slot.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ _TAKE_S = 30.0
 
 
 class WarmMonitor(RunMonitor):
-    """A RunMonitor from `take` on. `slot`: the path of a file of its own on this host, which is not there yet."""
+    """A RunMonitor after `take`. `slot`: path of a file on this host for this actor only, which does not exist yet."""
 
     def __init__(self, slot: str) -> None:
         self._slot = Path(slot)
-        if self._slot.exists():  # this one stands in for one that was killed
+        if self._slot.exists():  # Ray restarted it after it was killed
             super().__init__(**json.loads(self._slot.read_text()))
 
-    def take(self, told: Mapping[str, Any]) -> None:
-        """It is that run's from now on: `told` has what RunMonitor is made with, plain. Raises what that raises."""
+    def take(self, arguments: Mapping[str, Any]) -> None:
+        """Assigns the run. `arguments`: RunMonitor's arguments as plain data. Raises what RunMonitor raises."""
         part = self._slot.with_suffix(".part")
-        # For this user alone: a URI in it may hold secrets, and a monitor that stands in for this one must open it.
+        # Readable by this user only, because a URI may contain secrets; a restarted actor must be able to open it.
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(told, file)
+            json.dump(arguments, file)
         os.replace(part, self._slot)
-        super().__init__(**told)
+        super().__init__(**arguments)
 
 
 class WarmMonitors:
-    """Gives runs their monitors, and keeps one ready for the next run, as long as one is `wanted`. From any thread.
+    """Provides the monitors of runs, and keeps one ready for the next run while `wanted()` is true. Thread-safe.
 
-    `folder`: on this host, for the slots; it goes with the last of them.
+    `folder`: on this host, for the slots; deleted by `end`.
     """
 
     def __init__(self, folder: Path, wanted: Callable[[], bool] = lambda: True) -> None:
@@ -58,21 +58,21 @@ class WarmMonitors:
         self._ended = False
 
     def prepare(self) -> None:
-        """Starts one, unless one is ready or none is wanted. Returns at once."""
+        """Starts a monitor, unless one is ready or none is wanted. Returns at once."""
         with self._lock:
             if self._ready is None and not self._ended and self._wanted():
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._ready = placed(WarmMonitor).remote(str(self._folder / f"{next(self._numbers)}.json"))
 
     def get(self, run_uri: str, exporters: Sequence[Mapping[str, Any]], spec: Mapping[str, Any]) -> Any:
-        """The monitor of that run, as `start_monitor` gives it: the one that is ready, if there is one and it can."""
+        """The monitor of that run, as `start_monitor` returns it: the ready one if there is one and it works."""
         import ray
         from ray.exceptions import RayError
 
         with self._lock:
             ready, self._ready = self._ready, None
         if ready is not None:
-            told = {
+            arguments = {
                 "run_uri": run_uri,
                 "driver": this_process(),
                 "interval_s": INTERVAL_S,
@@ -80,14 +80,14 @@ class WarmMonitors:
                 "spec": dict(spec),
             }
             try:
-                ray.get(ready.take.remote(told), timeout=_TAKE_S)
+                ray.get(ready.take.remote(arguments), timeout=_TAKE_S)
                 return ready
-            except RayError:  # it was killed, or cannot: a new one says why
+            except RayError:  # it was killed or failed: a new one reports the reason
                 ray.kill(ready)
         return start_monitor(run_uri, exporters=exporters, spec=spec)
 
     def end(self) -> None:
-        """No run comes any more: the one that is ready ends. Those of runs end with them."""
+        """No more runs follow: ends the monitor that is ready. The monitors of runs end with their runs."""
         import ray
         from ray.exceptions import RayError
 

@@ -1,11 +1,11 @@
-"""What a run's monitor was told and has not yet stored, in its host's memory: a monitor that is killed loses none of it.
+"""Keeps in host memory what a run's monitor has received and not yet stored, so that nothing is lost if the monitor is killed.
 
 Runs in: the run's monitor. Must not import ray or torch.
 
-    told -> the log's buffers, and a line here -> answer ... the log is flushed -> the lines before that go
+    entry -> the run log's buffers, and a line here -> answer ... the run log is flushed -> the older lines are deleted
 
-The lines are in /dev/shm/raydist-<uid>-journal-<run and driver>.jsonl, for this user alone. The file goes with the monitor, or, if
-that was killed with its driver, with the next monitor on the host.
+The lines are in /dev/shm/raydist-<uid>-journal-<run and driver>.jsonl, readable by this user only. The monitor deletes the file
+when it ends. If the monitor and its driver were killed, the next monitor on the host deletes it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ SHM = Path("/dev/shm")
 
 
 class WriteAheadLog:
-    """Of the run at that URI under that driver, as `this_process()` names it. Takes up what is there. From any thread.
+    """The log of the run at `run_uri` under `driver` (from `this_process()`). Continues an existing file. Thread-safe.
 
-    Raises OSError where the host's memory takes no more.
+    Raises OSError if the host's memory is full.
     """
 
     def __init__(self, run_uri: str, driver: Mapping[str, Any]) -> None:
@@ -43,39 +43,39 @@ class WriteAheadLog:
         self._path = root / f"{prefix}{xxhash.xxh3_128_hexdigest(key)}.jsonl"
         self._lock = threading.Lock()
         self._gone = 0
-        """Bytes that have gone from its begin: marks count them too."""
+        """Bytes deleted from its start so far; marks include them."""
         self._files = [self._open(self._path)]
-        """One descriptor, none once it is closed: in a list, for the end of this object needs the newest."""
+        """The open descriptor; empty once closed. A list, because the finalizer needs the newest descriptor."""
         self._drop = weakref.finalize(self, _drop, self._files, self._path)
-        # A torn last line goes, or the next one would follow on it: whoever told it had no answer, and tells it again.
+        # Cut off a torn last line, else the next line would be appended to it. Its sender got no answer, and sends it again.
         os.ftruncate(self._files[0], self._path.read_bytes().rfind(b"\n") + 1)
 
     def left(self) -> list[dict[str, Any]]:
-        """What is there, in order."""
+        """The entries in the file, in order."""
         return [json.loads(line) for line in self._path.read_bytes()[len(self._head) :].splitlines()]
 
-    def add(self, told: Mapping[str, Any]) -> None:
-        """Plain values. After what buffers them: see `stored`."""
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Appends an entry of plain values. Call it after the run log has the entry: see `stored`."""
         with self._lock:
             if self._files:
-                _write(self._files[0], _line(told))
+                _write(self._files[0], _line(entry))
 
     def mark(self) -> int:
-        """For `stored`; all that was added before is in the log's buffers, and the next flush makes it durable."""
+        """A mark for `stored`: everything added before it is in the run log's buffers, and the next flush makes it durable."""
         with self._lock:
             return self._gone + os.fstat(self._files[0]).st_size if self._files else 0
 
     def stored(self, mark: int) -> None:
-        """What was added before that mark is durable, and goes."""
+        """Everything added before that mark is durable: deletes it."""
         with self._lock:
             end = mark - self._gone
             if not self._files or end <= len(self._head):
-                return  # it is closed, or another flush has said so of more
+                return  # closed, or another flush has passed a later mark
             file = self._files[0]
             size = os.fstat(file).st_size
             if end == size:
                 os.ftruncate(file, len(self._head))
-            else:  # in one step, for this process may be killed in the midst of it
+            else:  # atomic, because this process may be killed at any point
                 part = self._path.with_suffix(".part")
                 part.unlink(missing_ok=True)
                 new = self._open(part)
@@ -86,7 +86,7 @@ class WriteAheadLog:
             self._gone += end - len(self._head)
 
     def close(self) -> None:
-        """All is durable, or given up: what is added later is kept by nobody."""
+        """Everything is durable, or given up: later entries are ignored."""
         with self._lock:
             self._drop()
 
@@ -106,8 +106,8 @@ def _drop(files: list[int], path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _line(told: Mapping[str, Any]) -> bytes:
-    return json.dumps(told, default=str).encode() + b"\n"
+def _line(entry: Mapping[str, Any]) -> bytes:
+    return json.dumps(entry, default=str).encode() + b"\n"
 
 
 def _write(file: int, data: bytes) -> None:
@@ -117,7 +117,7 @@ def _write(file: int, data: bytes) -> None:
 
 
 def _remove_unused(path: Path) -> None:
-    """Unless its driver may be alive."""
+    """Deletes the file, unless its driver may be alive."""
     with suppress(OSError, ValueError, KeyError):
         with path.open("rb") as file:
             driver = json.loads(file.readline())["driver"]

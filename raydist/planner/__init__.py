@@ -1,12 +1,12 @@
-"""Will a job fit, what should it be trained with, and how fast: measured on tensors without values, added up. See docs/plan.md.
+"""Estimates whether a job fits, with which strategy, and its speed, from passes on fake tensors. See docs/how-to/plan.md.
 
 Runs in: the user's shell (`raydist plan`). Only measure.py, live.py and target.py import torch.
 
-    facts.py      what a plan knows and says: model, machine, one measured pass, an estimate
-    estimate.py   bytes held and sent by a rank, by strategy
-    speed.py      seconds of a step on a GPU that is known, reckoned
-    advice.py     all strategies side by side, and which to take
+    facts.py      plain values: model, machine, one measured pass, an estimate
+    estimate.py   bytes that a rank holds and sends, by strategy
+    speed.py      calculated seconds of a step on a known GPU
+    advice.py     compares all strategies and recommends one
     measure.py    a model's parameters, and a forward and backward pass of one micro-batch
-    live.py       the bytes that live while it runs
-    target.py     what a GPU does otherwise than a CPU
+    live.py       the bytes of live tensors during a pass
+    target.py     differences between GPU and CPU
 """

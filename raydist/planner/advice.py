@@ -1,6 +1,6 @@
-"""Which strategy to take: all of them side by side, the cheapest that fits, and what to change where none does.
+"""Recommends a strategy: compares all of them, picks the cheapest that fits, and suggests changes if none does.
 
-Runs in: the user's shell (`raydist plan`). Plain python: no torch, no ray. What a pass takes is asked of `measure`.
+Runs in: the user's shell (`raydist plan`). Plain python: no torch, no ray. `measure` gives the memory of a pass.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from raydist.planner.estimate import STRATEGIES, batches, estimate, measured_pass, refusal, shard_of
+from raydist.extension_plans import optimizer_plan
+from raydist.planner.estimate import batches, estimate, measured_pass, plan_of, planned, refusal, shard_of
 from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Pass
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ Measure = Callable[[Pass], Activations]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One strategy with the job as it stands: an estimate, or why there is none. `fits`: None where no memory is given."""
+    """One strategy with the job as it stands: an estimate, or why there is none. `fits`: None if no memory is given."""
 
     strategy: str
     estimate: Estimate | None
@@ -43,7 +44,7 @@ class Pick:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """`pick`: None without a memory to fit into, or where nothing fits. `suggestions` are sentences."""
+    """`pick`: None without a given memory, or if nothing fits. `suggestions` are sentences."""
 
     rows: tuple[Row, ...]
     pick: Pick | None
@@ -51,7 +52,7 @@ class Advice:
 
 
 def advise(spec: JobSpec, machine: Machine, model: Model, measure: Measure) -> Advice:
-    """Every strategy, the pick, and what else to know."""
+    """Every strategy, the pick, and suggestions."""
     return _Adviser(spec, machine, model, measure).advice()
 
 
@@ -60,7 +61,7 @@ class _Adviser:
         self._spec, self._machine, self._model, self._measure = spec, machine, model, measure
 
     def advice(self) -> Advice:
-        rows = tuple(self._row(s) for s in STRATEGIES)
+        rows = tuple(self._row(s) for s in planned(self._spec))
         if self._machine.usable is None:
             return Advice(
                 rows,
@@ -86,13 +87,17 @@ class _Adviser:
         return Row(strategy, found, refusal(strategy, self._spec, self._machine, self._model), fits)
 
     def _candidates(self) -> list[str]:
-        """In the order of preference. On one rank all are the same, and hsdp with one group is zero3."""
+        """In the order of preference. On one rank all are the same. Of strategies that split the same state into the same parts on
+        this machine (hsdp with one group is zero3) only one stays: the job's own, or the simplest."""
+        own, all_of_them = self._spec.parallel.strategy, planned(self._spec)
         if self._machine.ranks == 1:
-            return [self._spec.parallel.strategy if self._spec.parallel.strategy in STRATEGIES else "ddp"]
-        if shard_of("hsdp", self._spec, self._machine) < self._machine.ranks:
-            return list(STRATEGIES)
-        twin = "zero3" if self._spec.parallel.strategy == "hsdp" else "hsdp"
-        return [s for s in STRATEGIES if s != twin]
+            return [own if own in all_of_them else all_of_them[0]]
+        kept: dict[Any, str] = {}
+        for strategy in sorted(all_of_them, key=lambda s: (s != own, plan_of(s).group is not None)):
+            plan = plan_of(strategy)
+            custom = strategy if plan.traffic or plan.in_flight else ""
+            kept.setdefault((plan.sharded, shard_of(strategy, self._spec, self._machine), custom), strategy)
+        return [s for s in all_of_them if s in kept.values()]
 
     def _pick(self, rows: tuple[Row, ...]) -> Pick | None:
         if not any(row.fits for row in rows) and ((lightest := self._lightest()) is None or not self._fits(lightest)):
@@ -112,7 +117,7 @@ class _Adviser:
         return None
 
     def _ways(self) -> Iterator[dict[str, Any]]:
-        """What to change beside the strategy, the cheapest first: nothing; offload; recomputation; smaller micro-batches."""
+        """Changes besides the strategy, the cheapest first: none; offload; recomputation; smaller micro-batches."""
         train, offload = self._spec.train, self._spec.offload
         checkpoints = ["none", "selective", "full"]
         checkpoints = checkpoints[checkpoints.index(train.checkpoint_activations) :] if self._has_blocks() else ["none"]
@@ -130,7 +135,7 @@ class _Adviser:
                     yield {k: v for k, v in wanted.items() if value(self._spec, k) != v}
 
     def _lightest(self) -> Estimate | None:
-        """What takes least of all that can be set: if this does not fit, nothing does."""
+        """The estimate with the least memory of all settings: if it does not fit, nothing does."""
         changes: dict[str, Any] = {"train.micro_batch": 1}
         if self._has_blocks():
             changes["train.checkpoint_activations"] = "full"
@@ -141,11 +146,11 @@ class _Adviser:
         return min(found, key=lambda e: e.total, default=None)
 
     def _can_offload(self) -> bool:
-        """On a CPU the host's memory is the device's: nothing would be won."""
+        """Whether offloading helps. On a CPU it does not: host and device memory are the same."""
         return (
             self._machine.device == "cuda"
             and self._spec.offload.optimizer == "none"
-            and self._spec.optim.name == "adamw"
+            and bool((plan := optimizer_plan(self._spec.optim.name)) and plan.offload)
         )
 
     def _has_blocks(self) -> bool:
@@ -170,7 +175,7 @@ class _Adviser:
     def _suggestions(self, rows: tuple[Row, ...], pick: Pick | None) -> Iterator[str]:
         own = next((r for r in rows if r.strategy == self._spec.parallel.strategy), None)
         if own is None:
-            yield f"{self._spec.parallel.strategy} is not built in: it cannot be planned."
+            yield f"{self._spec.parallel.strategy} has no PLAN (docs/extending.md): it cannot be planned."
         elif own.fits is False and own.estimate is not None and pick is not None:
             yield f"{own.strategy}, which the job names, needs {_size(own.estimate.total)} and does not fit."
         elif own.fits and pick is not None and pick.estimate.strategy != own.strategy:
@@ -189,7 +194,7 @@ class _Adviser:
             yield f"Each node needs {_size(found.host * each)} of free host memory for what is offloaded."
 
     def _micro_batch(self, strategy: str, spec: JobSpec) -> int:
-        """The largest that fits; memory grows with it, so halving the range finds it."""
+        """The largest micro-batch that fits, by bisection: memory grows with it."""
         sizes = self._micro_batches()
         low, high = 0, len(sizes)
         while low < high:
@@ -208,13 +213,13 @@ class _Adviser:
             return
         assert self._machine.usable is not None
         yield (
-            f"Nothing fits: with all that can be set, micro-batches of 1 among it, {lightest.strategy} still needs "
-            f"{_size(lightest.total)} a device, {_size(self._machine.usable)} are usable."
+            f"Nothing fits: even with all options that save memory and micro-batches of 1, {lightest.strategy} needs "
+            f"{_size(lightest.total)} per device, and {_size(self._machine.usable)} are usable."
         )
         if lightest.state > lightest.total / 2:
-            yield "Most of it is parameters, gradients and optimizer: take more GPUs with zero3, or a smaller model."
+            yield "Most of it is parameters, gradients and optimizer state: use more GPUs with zero3, or a smaller model."
         else:
-            yield "Most of it is activations and loss: take a shorter model.context, or a narrower model."
+            yield "Most of it is activations and loss: use a shorter model.context, or a narrower model."
 
 
 def value(spec: JobSpec, name: str) -> Any:

@@ -1,82 +1,90 @@
-"""How many bytes a rank holds and sends, by strategy: what `raydist plan` adds up.
+"""The bytes that a rank holds and sends, by strategy, for `raydist plan`.
 
 Runs anywhere. Plain python: no torch, no ray.
 
-Weights, gradients and the update are fp32: 4 bytes a parameter, 4 of gradient, and the optimizer's own (AdamW: 8), each divided as
-the strategy says (ZeRO, arXiv 1910.02054). What a forward and backward pass needs beside them is measured, not guessed
-(measure.py), and comes in here as `Activations`. The rest follows from how worker/parallel/_zero.py, worker/parallel/_fsdp.py and
-parallel/ddp.py work; tests/planner/test_plan.py compares with what real ranks hold.
+Weights, gradients and the update are fp32: 4 bytes a parameter, 4 of gradient, and the optimizer's state (AdamW: 8), divided as the
+PLAN in the strategy's file declares (raydist/extension_plans.py; ZeRO, arXiv 1910.02054). The memory of a forward and backward pass
+is measured (measure.py), and is given here as `Activations`. The rest follows from worker/parallel/_zero.py,
+worker/parallel/_fsdp.py and parallel/ddp.py; tests/planner/test_plan.py compares it with the memory of real ranks.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import TYPE_CHECKING
 
+from raydist.extension_plans import StrategyPlan, optimizer_plan, strategies, strategy_plan
 from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Param, Pass, Peak, Traffic
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec, OptimSpec
 
-STRATEGIES = ("ddp", "zero1", "zero2", "hsdp", "zero3")
-"""What can be planned, the least sent a step first: the order of preference."""
-
-_STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
 _FP32 = 4
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _DDP_BUCKET_MB = 25.0  # torch's default
-_IN_FLIGHT = 2  # zero1, zero2: units on their way at a time; worker/parallel/_zero.py's IN_FLIGHT
+_IN_FLIGHT = 2  # zero1, zero2: units in flight at a time; worker/parallel/_zero.py's IN_FLIGHT
 _SWAP_BUFFERS = 4  # nvme: chunks in memory; worker/optim/offload/moments.py's BUFFERS, and hostcopy.py's WINDOW
 
 
 def batches(spec: JobSpec, ranks: int) -> tuple[int, int]:
-    """(sequences of a micro-batch, micro-batches of a step) on the rank that has most: as data/batches.py shares them."""
+    """(sequences per micro-batch, micro-batches per step) on the rank with the most, as data/batches.py distributes them."""
     most = -(-spec.train.global_batch // ranks)
     count = -(-most // spec.train.micro_batch)
     return -(-most // count), count
 
 
+def planned(spec: JobSpec) -> tuple[str, ...]:
+    """The strategies that can be planned, in the order of preference: the built-in ones, and the job's own where it has a PLAN."""
+    own, built_in = spec.parallel.strategy, strategies()
+    return built_in if own in built_in or strategy_plan(own) is None else (*built_in, own)
+
+
+def plan_of(strategy: str) -> StrategyPlan:
+    """The PLAN of a strategy that `planned` has."""
+    plan = strategy_plan(strategy)
+    assert plan is not None, strategy
+    return plan
+
+
 def shard_of(strategy: str, spec: JobSpec, machine: Machine) -> int:
-    """Ranks that share one copy of what the strategy shards."""
-    if strategy == "ddp":
+    """Ranks that share one copy of the state that the strategy shards."""
+    plan = plan_of(strategy)
+    if not plan.sharded:
         return 1
-    if strategy == "hsdp":
-        return spec.parallel.shard or min(machine.per_node, machine.ranks)
-    return machine.ranks
+    return machine.ranks if plan.group is None else plan.group(spec, machine.ranks, machine.per_node)
 
 
 def refusal(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> str | None:
     """Why raydist would not train this job under that strategy; None if it would."""
-    if strategy == "ddp" or machine.ranks == 1:
-        whole_only = spec.offload.parameters == "cpu" and strategy == "ddp"
+    plan, on_host = plan_of(strategy), spec.offload.parameters == "cpu"
+    if not plan.sharded or machine.ranks == 1:
+        whole_only = on_host and not plan.sharded
     else:
-        whole_only = spec.offload.parameters == "cpu" and strategy in ("zero1", "zero2")
-        if spec.optim.name in ("adafactor", "muon"):
+        whole_only = on_host and "parameters" not in plan.sharded
+        optimizer = optimizer_plan(spec.optim.name)
+        if optimizer is not None and optimizer.whole_matrices:
             return f"{spec.optim.name} works on whole matrices"
         if scalars := [p.name for p in model.params if not p.shape]:
             return f"{scalars[0]} has no dimension to split"
-        if strategy == "hsdp" and machine.ranks % (shard := shard_of(strategy, spec, machine)):
+        if plan.group is not None and machine.ranks % (shard := shard_of(strategy, spec, machine)):
             return f"groups of {shard} do not make {machine.ranks} ranks"
     return "offload.parameters needs them sharded" if whole_only else None
 
 
 def measured_pass(strategy: str, spec: JobSpec, machine: Machine) -> Pass:
-    """What has to be measured for a strategy."""
-    sharded = machine.ranks > 1 and strategy in ("zero2", "zero3", "hsdp")
-    cast = sharded and strategy != "zero2" and spec.precision.params != "fp32"
-    return Pass(batches(spec, machine.ranks)[0], spec.train.checkpoint_activations, cast, hold=sharded)
+    """The pass to measure for a strategy."""
+    sharded = plan_of(strategy).sharded if machine.ranks > 1 else ()
+    cast = "parameters" in sharded and spec.precision.params != "fp32"
+    return Pass(batches(spec, machine.ranks)[0], spec.train.checkpoint_activations, cast, hold="gradients" in sharded)
 
 
 def estimate(strategy: str, spec: JobSpec, machine: Machine, model: Model, activations: Activations) -> Estimate:
-    """The fullest rank under `strategy`, one of STRATEGIES. `activations` are those of `measured_pass`."""
-    assert strategy in STRATEGIES, strategy
-    shard = shard_of(strategy, spec, machine)
-    stage = _STAGES[strategy] if machine.ranks > 1 else 0
-    over = [
-        shard if stage >= needed else 1 for needed in (3, 2, 1)
-    ]  # ranks that parameters, gradients, state are split over
+    """The rank with the most memory under `strategy`, one of `planned`. `activations` are those of `measured_pass`."""
+    shard, plan = shard_of(strategy, spec, machine), plan_of(strategy)
+    sharded = plan.sharded if machine.ranks > 1 else ()
+    # Ranks that parameters, gradients and optimizer state are split over.
+    over = [shard if state in sharded else 1 for state in ("parameters", "gradients", "optimizer")]
     parameters = _FP32 * sum(p.part(over[0]) for p in model.params)
     gradients = _FP32 * sum(p.part(over[1]) for p in model.params if p.trained)
     optimizer = sum(optimizer_bytes(p, spec.optim, over[2]) for p in model.params if p.trained)
@@ -86,15 +94,16 @@ def estimate(strategy: str, spec: JobSpec, machine: Machine, model: Model, activ
         buffers = int(min(_SWAP_BUFFERS * spec.offload.chunk_mb * 2**20, optimizer))
         disk, optimizer = optimizer, buffers
     if machine.device == "cuda":  # on a CPU the host's memory is the device's
-        if spec.offload.parameters == "cpu" and stage == 3:
+        if spec.offload.parameters == "cpu" and "parameters" in sharded:
             host, parameters, gradients, optimizer = parameters + gradients + optimizer, 0, 0, 0
         elif spec.offload.optimizer != "none":
-            # The update is computed there: weights and gradients are there too, all of them or those of a few chunks.
+            # The host computes the update, so weights and gradients are there, too: all of them, or a few chunks.
             host, optimizer = optimizer + min(2 * updated, optimizer), 0
-    if stage == 3:
+    if "parameters" in sharded and plan.in_flight is None:
         moments = _fully_sharded(spec, machine, model, shard, activations.peaks)
     else:
-        waiting = _replicated_in_flight(stage, spec, machine, model)
+        own = plan.in_flight
+        waiting = own(spec, machine, model) if own else _replicated_in_flight(plan, spec, machine, model)
         moments = [(p, p.whole, waiting) for p in activations.peaks]
     peak, gathered, in_flight = max(moments, key=lambda m: m[0].activations + m[0].loss + m[1] + m[2])
     return Estimate(
@@ -111,34 +120,25 @@ def estimate(strategy: str, spec: JobSpec, machine: Machine, model: Model, activ
         loss=peak.loss,
         host=host,
         disk=disk,
-        copy=_copy(stage, spec, machine, model, shard),
+        copy=_copy("parameters" in sharded, spec, machine, model, shard),
         sent=sum(astuple(traffic(strategy, spec, machine, model))),
     )
 
 
-def _copy(stage: int, spec: JobSpec, machine: Machine, model: Model, shard: int) -> int:
-    """One rank's share of the state: what is whole on every rank is cut into equal parts, what is sharded is what it holds."""
+def _copy(sharded: bool, spec: JobSpec, machine: Machine, model: Model, shard: int) -> int:
+    """One rank's share of the state: its rows where parameters are sharded, else an equal part of the whole."""
     if spec.snapshot_every is None:
         return 0
     optimizer = sum(optimizer_bytes(p, spec.optim) for p in model.params if p.trained)
     whole = _FP32 * model.size() + model.buffers + optimizer
-    return -(-whole // (shard if stage == 3 else machine.ranks))
+    return -(-whole // (shard if sharded else machine.ranks))
 
 
 def optimizer_bytes(param: Param, optim: OptimSpec, ranks: int = 1) -> int:
-    """State of one parameter on the rank that has most of it, fp32; adamw and adafactor count steps too, 4 bytes each."""
-    shape = param.rows(ranks)
-    size = math.prod(shape)
-    match optim.name:
-        case "sgd":
-            return 4 * size if optim.momentum else 0
-        case "adafactor" if len(shape) >= 2:
-            return 4 * (math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1]) + 4
-        case "adafactor":
-            return 4 * size + 4
-        case "muon" if len(shape) == 2 and "blocks" in param.name.split("."):
-            return 4 * size
-    return 8 * size + 4
+    """State of one parameter on the rank that has most of it. An own optimizer without a PLAN counts as AdamW."""
+    plan = optimizer_plan(optim.name) or optimizer_plan("adamw")
+    assert plan is not None
+    return plan.state_bytes(param.name, tuple(param.rows(ranks)), optim)
 
 
 def _units(model: Model, ranks: int, trained: bool = False) -> dict[int, int]:
@@ -150,14 +150,14 @@ def _units(model: Model, ranks: int, trained: bool = False) -> dict[int, int]:
     return found
 
 
-def _replicated_in_flight(stage: int, spec: JobSpec, machine: Machine, model: Model) -> int:
-    """Buffers of ddp, zero1 and zero2: kept for the whole run."""
+def _replicated_in_flight(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model) -> int:
+    """Buffers of a strategy that keeps parameters whole; they are kept for the whole run."""
     if machine.ranks == 1:
         return 0
     reduce = _BYTES[spec.precision.reduce]
-    if stage == 0:
+    if not plan.sharded:
         trained = model.size(trained=True)
-        # Buckets are the gradients themselves; but micro-batches without a sum add up beside them, until the last one.
+        # Buckets are the gradients themselves. But micro-batches without a sum accumulate in extra memory, until the last one.
         beside = _FP32 * trained if batches(spec, machine.ranks)[1] > 1 else 0
         if reduce == _FP32:
             return beside
@@ -171,16 +171,16 @@ def _replicated_in_flight(stage: int, spec: JobSpec, machine: Machine, model: Mo
 
 
 def _direct(machine: Machine) -> bool:
-    """Whether the parts of a sum arrive beside what is sent: raydist/worker/parallel/_gloo_p2p.py, with gloo."""
+    """Whether received parts of a sum need buffers beside the sent ones: with gloo (raydist/worker/parallel/_gloo_p2p.py)."""
     return machine.device == "cpu"
 
 
 def _fully_sharded(
     spec: JobSpec, machine: Machine, model: Model, shard: int, peaks: Sequence[Peak]
 ) -> list[tuple[Peak, int, int]]:
-    """(peak, gathered, in flight) of each phase under FSDP2: blocks come and go, what is of no block stays gathered.
+    """(peak, gathered, in flight) of each phase under FSDP2: blocks are gathered and freed; parameters of no block stay gathered.
 
-    A collective has a flat buffer of its own, beside the tensors that are computed with.
+    A collective has its own flat buffer, besides the tensors used for computation.
     """
     compute, reduce = _BYTES[spec.precision.params], _BYTES[spec.precision.reduce]
     ahead, reshard = spec.parallel.prefetch, spec.parallel.reshard_after_forward
@@ -197,7 +197,7 @@ def _fully_sharded(
     def reducing(part: int) -> int:
         return reduce * shard * part + (_FP32 if reduce == _FP32 else _FP32 + reduce) * part
 
-    # Kept from the first backward pass on.
+    # Allocated from the first backward pass on.
     arriving = reduce * shard * max(sums_block, sums_root) if _direct(machine) else 0
     held = {
         "forward": (root + at_work, (1 + ahead) * block),
@@ -212,18 +212,20 @@ def _fully_sharded(
 
 
 def traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> Traffic:
-    """Bytes that one rank sends in one step, by ring algorithms; the norm and the loss, a few bytes, left out."""
+    """Bytes that one rank sends in one step, by ring algorithms, without the few bytes of the norm and the loss."""
     ranks, count = machine.ranks, batches(spec, machine.ranks)[1]
     if ranks == 1:
         return Traffic(0, 0, 0)
-    stage, shard = _STAGES[strategy], shard_of(strategy, spec, machine)
+    plan, shard = plan_of(strategy), shard_of(strategy, spec, machine)
+    if plan.traffic is not None:
+        return Traffic(*plan.traffic(spec, machine, model))
     compute, reduce = _BYTES[spec.precision.params], _BYTES[spec.precision.reduce]
-    if stage == 0:
+    if not plan.sharded:
         return Traffic(0, round(2 * (ranks - 1) / ranks * model.size(trained=True) * reduce), 0)
     grads = sum(_units(model, shard, trained=True).values())
-    if stage < 3:
+    if "parameters" not in plan.sharded:
         each = (ranks - 1) * grads
-        return Traffic(each * _FP32, each * reduce * (count if stage == 2 else 1), 0)
+        return Traffic(each * _FP32, each * reduce * (count if "gradients" in plan.sharded else 1), 0)
     parts = _units(model, shard)
     once = parts.pop(ROOT, 0)
     blocks = [parts[i] for i in sorted(parts)]

@@ -1,4 +1,4 @@
-"""What a plan knows and says, as plain values. Bytes throughout.
+"""The inputs and results of a plan, as plain values. All sizes in bytes.
 
 Runs anywhere. Plain python: no torch, no ray.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 ROOT = -1
-"""The unit of the parameters that belong to no block."""
+"""Unit of the parameters that belong to no block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Param:
     unit: int
 
     def part(self, ranks: int) -> int:
-        """Elements of the largest shard over so many ranks: whole rows, cut as torch.chunk cuts."""
+        """Elements of the largest shard over `ranks` ranks: whole rows, split like torch.chunk."""
         return math.prod(self.rows(ranks))
 
     def rows(self, ranks: int) -> tuple[int, ...]:
@@ -33,13 +33,13 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is sharded: parameters in the order of the model; `buffers` in bytes, whole on every rank."""
+    """Parameters in the order of the model; `buffers` in bytes, not sharded."""
 
     params: tuple[Param, ...]
     buffers: int
 
     def size(self, trained: bool = False) -> int:
-        """Parameters; or those that are trained."""
+        """Number of parameters; or of the trained ones."""
         return sum(p.part(1) for p in self.params if p.trained or not trained)
 
 
@@ -48,10 +48,10 @@ Phase = Literal["start", "forward", "loss", "backward", "end"]
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The worst moment of one phase of a forward and backward pass, in bytes.
+    """Bytes at the peak of one phase of a forward and backward pass.
 
     forward: up to the last block's output; loss: from there until its gradient comes back; backward: the rest.
-    `whole`: autocast's copies of weights, and whole gradients that wait for the rest of their unit. `loss`: what was made
+    `whole`: autocast's copies of weights, and unsharded gradients that wait for the rest of their unit. `loss`: tensors made
     after the last block: logits, log-probabilities, their gradients. `activations`: everything else.
     """
 
@@ -63,7 +63,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """One micro-batch, measured. `saved`: bytes kept from forward for backward, weights and their copies left out."""
+    """One measured micro-batch. `saved`: bytes kept from forward for backward, without weights and their copies."""
 
     saved: int
     peaks: tuple[Peak, ...]
@@ -71,10 +71,10 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What a measurement depends on: a micro-batch, `train.checkpoint_activations`, and how the strategy treats weights.
+    """Settings that affect a measurement: a micro-batch, `train.checkpoint_activations`, and how the strategy treats weights.
 
-    `cast`: weights come in the compute format (zero3, hsdp), else autocast casts them. `hold`: the whole gradients of a unit wait
-    for one another, and then go (all but ddp and zero1, where they add up in place).
+    `cast`: weights come in the compute format (zero3, hsdp), else autocast casts them. `hold`: the unsharded gradients of a
+    unit are kept until all are there, then freed (not in ddp and zero1, where they accumulate in place).
     """
 
     micro_batch: int
@@ -85,7 +85,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is trained on: `ranks`, `per_node` of them on each node; `device`: cuda or cpu; `memory` of a device in bytes."""
+    """The hardware: `ranks`, `per_node` of them on each node; `device`: cuda or cpu; `memory` of a device in bytes."""
 
     ranks: int
     per_node: int
@@ -102,13 +102,13 @@ class Machine:
 
     @property
     def nodes(self) -> int:
-        """Nodes, the last one perhaps not full."""
+        """Number of nodes; the last one may not be full."""
         return -(-self.ranks // self.per_node)
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that one rank sends in one step. `across`: hsdp's sums between its groups, the rest is within one."""
+    """Bytes that one rank sends in one step. `across`: hsdp's sums between its groups; the rest is within a group."""
 
     gathers: int
     sums: int
@@ -119,14 +119,14 @@ class Traffic:
 class Estimate:
     """Bytes of the fullest rank under one strategy, at the moment of its peak (`phase`).
 
-    parameters, gradients, optimizer   what stays, on the device
+    parameters, gradients, optimizer   permanent state on the device
     buffers      the model's own buffers
-    gathered     other ranks' parameters, autocast's copies, whole gradients that wait to be reduced
+    gathered     other ranks' parameters, autocast's copies, unsharded gradients that wait for reduction
     in_flight    buffers of collectives
-    activations  what forward keeps, and what is computed with
-    loss         logits and all that is made of them
+    activations  tensors that forward keeps, and temporary ones
+    loss         logits and tensors computed from them
     host, disk   offloaded, of one rank
-    copy         of one rank's state, in host memory, as recovery.snapshot_every takes it; 0 if it takes none
+    copy         of one rank's state, in host memory, for recovery.snapshot_every; 0 without memory checkpoints
     sent         by one rank in one step
     """
 
@@ -153,5 +153,5 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """All that is on the device."""
+        """All bytes on the device."""
         return self.state + self.buffers + self.gathered + self.in_flight + self.activations + self.loss

@@ -1,6 +1,6 @@
-"""The bytes of tensors that live while code runs, by what they are for.
+"""Counts the bytes of live tensors while code runs, by purpose.
 
-Runs in: the user's shell. Torch, never ray. Real tensors and fake ones alike.
+Runs in: the user's shell. Torch, never ray. Works with real and fake tensors.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Tag = Literal["whole", "activations", "loss"]
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that operators make within it, while they live; by tag, with the worst moment of each phase.
+    """Counts live storages that operators allocate within its context, by tag, and the peak of each phase.
 
-    `ignore` those that are counted elsewhere. What an operator takes inside itself and gives back is not seen.
-    Tags: `loss` for what is made in that phase, `whole` for casts of what is ignored, `activations` for the rest.
+    `ignore`: tensors that are counted elsewhere. Temporary memory inside an operator is not seen.
+    Tags: `loss` for tensors made in that phase, `whole` for casts of ignored tensors, `activations` for the rest.
     """
 
     def __init__(self, ignore: Iterable[Tensor]) -> None:

@@ -1,11 +1,11 @@
-"""What a model takes, measured without memory or data: its parameters, and one micro-batch's forward and backward pass.
+"""Measures a model without memory or data: its parameters, and one micro-batch's forward and backward pass.
 
 Runs in: the user's shell (`raydist plan`). Torch, never ray.
 
-The passes run on fake tensors, which have a shape and a storage's size but no values: the very code of model and loss, every
-operator's output counted when it is made and when it goes. Why fake tensors and not the meta device: autocast does nothing
-there, and attention takes another path. They are fake *CPU* tensors, for a torch without CUDA has no autocast or autograd for fake
-CUDA ones; where the job is for GPUs, target.py puts back what differs there.
+The passes run the real code of model and loss on fake tensors, which have a shape and a storage size but no values. Every
+operator's output is counted when it is allocated and when it is freed. The meta device cannot be used: autocast does nothing
+there, and attention takes another path. They are fake *CPU* tensors, because a torch without CUDA has no autocast or autograd for
+fake CUDA tensors; for GPU jobs, target.py emulates the differences.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from raydist.planner.facts import ROOT, Activations, Model, Param, Pass, Peak
 from raydist.planner.live import LiveBytes
 from raydist.planner.target import KERNELS, OnTarget
 from raydist.worker import model_transforms
+from raydist.worker.loss import build as build_loss
 from raydist.worker.metrics.flops import flops_per_token
 from raydist.worker.parallel._model_graph import blocks_of
 from raydist.worker.precision import DTYPES
-from raydist.worker.step import loss_sum
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec
@@ -43,14 +43,14 @@ def device_memory() -> int | None:
 
 
 def device_name() -> str | None:
-    """What the driver calls that GPU."""
+    """The driver's name of that GPU."""
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
 
 
 class Planner:
     """A model of a job on fake tensors. `target` is the device type that it will train on: cuda or cpu.
 
-    `measuring` is told what is measured, as it begins. Raises UserError where the model cannot be built or run without values.
+    `measuring` gets a text at the start of each measurement. Raises UserError if the model cannot be built or run without values.
     """
 
     def __init__(
@@ -62,12 +62,13 @@ class Planner:
     ) -> None:
         self._spec, self._vocab, self._target, self._measuring = spec, vocab_size, target, measuring
         self._build = cast(Callable[..., nn.Module], registry.load("model", spec.model.name))
-        # Constants of the user's module are real tensors.
+        self._loss = build_loss(spec)
+        # Constants in the user's module are real tensors.
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._models: dict[bool, _Fake] = {}
         self._known: dict[Pass, Activations] = {}
         self.attention = "none"
-        """The kernel that scaled_dot_product_attention took. `math` keeps T x T matrices for backward, the others do not."""
+        """The kernel that scaled_dot_product_attention used. `math` keeps T x T matrices for backward, the others do not."""
 
     def model(self) -> Model:
         """Its parameters and buffers."""
@@ -75,12 +76,12 @@ class Planner:
             return self._model(cast=False).facts
 
     def flops_per_token(self) -> float:
-        """Of training, nothing computed twice."""
+        """FLOPs per token of training, without recomputation."""
         with self._guard("built"):
             return flops_per_token(self._model(cast=False).module, self._spec.model.context)
 
     def measure(self, how: Pass) -> Activations:
-        """One micro-batch, forward and backward; kept, so that asking again is free."""
+        """One micro-batch, forward and backward. Results are cached."""
         if how not in self._known:
             count, again = f"pass {len(self._known) + 1}", how.checkpoint
             self._measuring(
@@ -114,7 +115,7 @@ class Planner:
             with LiveBytes([*made.module.parameters(), *made.module.buffers(), *inputs]) as live:
                 made.watch(live, how.hold)
                 with torch.autocast("cpu", dtype=dtype) if dtype is not torch.float32 else nullcontext():
-                    loss = loss_sum(made.module, batch)
+                    loss = self._loss(made.module, batch)
                 saved = live.bytes["activations"] + live.bytes["loss"]
                 live.phase = "loss"
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -148,7 +149,7 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 class _Fake:
-    """A module on fake tensors, with hooks that tell a `LiveBytes` what it cannot see: phases, and gradients."""
+    """A module on fake tensors, with hooks that report phases and gradients to a `LiveBytes`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -177,7 +178,7 @@ class _Fake:
         self._missing = {unit: len(members) for unit, members in self._unit.items()}
 
     def _entered(self, block: nn.Module, args: object) -> None:
-        if self._live.phase != "backward":  # a model may compute its blocks again by itself
+        if self._live.phase != "backward":  # a model may recompute its blocks itself
             self._live.phase = "forward"
 
     def _left(self, block: nn.Module, args: object, out: object) -> None:
@@ -193,7 +194,7 @@ class _Fake:
 
     def _has_gradient(self, unit: int, parameter: Tensor) -> None:
         if not self._hold:
-            parameter.grad = None  # added to memory that is counted as gradients
+            parameter.grad = None  # accumulated into memory that is counted as gradients
             return
         assert parameter.grad is not None
         self._live.retag(parameter.grad, "whole")
@@ -204,7 +205,7 @@ class _Fake:
 
     @contextmanager
     def prepared(self, spec: TrainSpec, on_target: OnTarget) -> Iterator[None]:
-        """`train.checkpoint_activations` on each block, as the loop does it; never compiled."""
+        """`train.checkpoint_activations` on each block, as in the training loop; never compiled."""
 
         def within(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with on_target:
@@ -212,7 +213,7 @@ class _Fake:
 
         try:
             for block in self._blocks:
-                # What is computed again is computed within `backward`, where a function mode is off: it is put on anew.
+                # Recomputation runs within `backward`, where function modes are off, so the mode is entered again.
                 block.forward = partial(within, block.forward)
             model_transforms.prepare(self.module, spec)
             yield

@@ -1,15 +1,15 @@
-"""Seconds of a step, reckoned and not measured: FLOPs over a share of the GPU's peak, bytes over the links, what overlaps left out.
+"""Calculated seconds of a step: FLOPs over a share of the GPU's peak, plus communication and offload without overlap.
 
-Runs anywhere. Plain python: no torch, no ray. docs/plan.md has the assumptions in words.
+Runs anywhere. Plain python: no torch, no ray. docs/how-to/plan.md explains the assumptions.
 
-    compute    FLOPs of the fullest rank / (peak of the precision x efficiency); of a small model the launching of its kernels
-    exposed    what its collectives take beyond the part of the step that they run beside:
+    compute    FLOPs of the fullest rank / (peak of the precision x efficiency); for a small model, its kernel launches
+    exposed    time of collectives beyond the part of the step that they overlap:
                ddp    the sum, beside the last micro-batch's backward
                zero1  the sum, beside the last micro-batch's backward; the gather, beside the next step's first forward
                zero2  the sums, beside every backward; the gather as zero1's
                zero3  gathers and sums, beside the whole step
                hsdp   the same within a group; the sum across groups, beside the last micro-batch's backward
-    offload    gradients down beside the last backward; the update on the host and the new values up, beside nothing
+    offload    gradients down beside the last backward; the update on the host and the new values up, not overlapped
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from raydist.planner.estimate import batches, shard_of, traffic
+from raydist.planner.estimate import batches, plan_of, shard_of, traffic
 from raydist.planner.facts import ROOT, Machine, Model
 from raydist.worker.metrics.flops import PEAK_FLOPS, PEAK_FP32, known_device
 
@@ -29,11 +29,11 @@ EFFICIENCY = 0.4
 """Share of the peak. Llama 3 405B on 8,192 and 16,384 H100s: 0.38 to 0.43 (arXiv 2407.21783, table 4); torchtitan, 8B on 8 to 128
 H100s: 0.33 to 0.39 (arXiv 2410.06511)."""
 _LAUNCH_S = 1e-3
-"""Of a block, forward and backward of a micro-batch, at the least: about a hundred kernels, launched at 5 to 10 us each."""
+"""Minimum seconds of a block, forward and backward of a micro-batch: about 100 kernel launches of 5 to 10 us each."""
 _HOST_BYTES = 25e9
-"""Bytes/s of host memory that a rank's update gets: eight of them share two sockets' 400 to 600 GB/s, and reach half of it."""
+"""Bytes/s of host memory for a rank's update: eight ranks share two sockets' 400 to 600 GB/s, and reach half of it."""
 _UPDATE_BYTES = 28
-"""Of host memory a parameter: AdamW reads weight, gradient and two moments, and writes all but the gradient."""
+"""Bytes of host memory traffic per parameter: AdamW reads weight, gradient and two moments, and writes all but the gradient."""
 
 _GB = 1e9
 _LINKS: dict[str, tuple[float, float | None, float]] = {
@@ -80,9 +80,9 @@ not say. About the least that drivers of the last years leave: error correction 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a step is reckoned with: FLOP/s in half precision and in fp32, the share of it, and bytes/s one way, of one GPU.
+    """One GPU: FLOP/s in half precision and in fp32, the reachable share of it (`efficiency`), and bytes/s one way.
 
-    `network`: None where it is not known. `memory`: bytes, as torch counts them.
+    `network`: None if unknown. `memory`: bytes, as torch counts them.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Device:
     memory: int
 
     def but(self, efficiency: float | None, node_gb: float | None, network_gb: float | None) -> Device:
-        """With what somebody knows better; links in GB/s."""
+        """The device with values given by the user; links in GB/s."""
         return replace(
             self,
             efficiency=self.efficiency if efficiency is None else efficiency,
@@ -114,7 +114,7 @@ NAMES = tuple(
 
 
 def find(name: str) -> Device | None:
-    """A GPU as a user, its driver or Ray calls it: `h100-pcie`, `a100-40`, `NVIDIA A100-SXM4-40GB`. None if it is not known."""
+    """The GPU of that name, as users, drivers or Ray spell it: `h100-pcie`, `a100-40`, `NVIDIA A100-SXM4-40GB`. None: unknown."""
     short = re.sub(r"[ _]+", "-", name.strip().lower())
     sizes = [int(found) for found in re.findall(r"(?<=-)(\d+)(?:gb)?(?=-|$)", short)]
     known = _BY_NAME.get(short) or _BY_NAME.get(short.rpartition("-")[0]) or known_device(name)
@@ -140,7 +140,7 @@ def find(name: str) -> Device | None:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of one strategy, in seconds a step; `communication` is that of all collectives, `exposed` what of it nothing runs beside."""
+    """Seconds per step of one strategy. `communication`: of all collectives; `exposed`: the part that overlaps with nothing."""
 
     compute: float
     communication: float
@@ -155,24 +155,24 @@ class Speed:
 
 
 def refusal(spec: JobSpec, machine: Machine, device: Device) -> str | None:
-    """Why a job's speed cannot be reckoned; None if it can be."""
+    """Why a job's speed cannot be calculated; None if it can."""
     if spec.offload.optimizer == "nvme":
         return "the speed of the disk of offload.path is not known"
     if spec.offload.parameters == "cpu" and machine.ranks > 1:
-        return "offload.parameters is not reckoned with"
+        return "the speed with offload.parameters cannot be calculated"
     if device.network is None and machine.nodes > 1:
         return f"the network between nodes with {device.name} is not known: give --between-nodes GB/s"
     if spec.precision.params == "bf16" and device.name in ("V100", "T4"):
-        return f"{device.name} has no bf16 units, and bf16 is refused there: set precision: fp16"
+        return f"{device.name} has no bf16 units, so bf16 is refused: set precision: fp16"
     return None
 
 
 def speed(
     strategy: str, spec: JobSpec, machine: Machine, model: Model, device: Device, flops_per_token: float
 ) -> Speed:
-    """Of a strategy that trains the job, and for which there is no `refusal`. `flops_per_token`: the model's own count."""
+    """The speed under a strategy that has no `refusal`. `flops_per_token`: the model's own count."""
     micro, count = batches(spec, machine.ranks)
-    # Forward, and twice that backward; checkpointing computes blocks once more.
+    # Backward takes twice the forward; activation checkpointing recomputes blocks once.
     forward, backward = 1 / 3, 2 / 3 + (1 / 3 if spec.train.checkpoint_activations == "full" else 0.0)
     peak = device.fp32 if spec.precision.params == "fp32" else device.half
     once = flops_per_token * micro * count * spec.model.context / (peak * device.efficiency)
@@ -180,15 +180,14 @@ def speed(
     compute, ahead, last = once * (forward + backward), once * forward / count, once * backward / count
     shard = shard_of(strategy, spec, machine)
     sent = traffic(strategy, spec, machine, model)
-    within, across = _links(machine.ranks if strategy == "ddp" else shard, machine, device)
+    sharded = plan_of(strategy).sharded
+    within, across = _links(shard if sharded else machine.ranks, machine, device)
     gathers, sums, between = sent.gathers / within, sent.sums / within, sent.across / across
-    match strategy:
-        case "ddp" | "zero1":
-            exposed = max(0.0, sums - last) + max(0.0, gathers - ahead)
-        case "zero2":
-            exposed = max(0.0, sums - last * count) + max(0.0, gathers - ahead)
-        case _:
-            exposed = max(0.0, gathers + sums - compute) + max(0.0, between - last)
+    if "parameters" in sharded:
+        exposed = max(0.0, gathers + sums - compute) + max(0.0, between - last)
+    else:  # beside the backward passes of all micro-batches, or of the last one
+        beside = last * count if "gradients" in sharded else last
+        exposed = max(0.0, sums - beside) + max(0.0, gathers - ahead)
     offload = 0.0
     if spec.offload.optimizer == "cpu":
         values = sum(p.part(shard) for p in model.params if p.trained)
@@ -201,7 +200,7 @@ def speed(
 def _links(group: int, machine: Machine, device: Device) -> tuple[float, float]:
     """Bytes/s of a rank in a ring over a group of consecutive ranks, and in one over ranks that are so far apart.
 
-    A ring over nodes leaves each of them once: it has the network of all its ranks there.
+    A ring over nodes leaves each node once, so it can use the network of all ranks there.
     """
     network = device.network or 0.0
     on_node = min(group, machine.per_node)

@@ -1,4 +1,4 @@
-"""What a GPU does otherwise than a CPU, on CPU tensors: attention's kernel, and what autocast computes in fp32.
+"""Emulates GPU behaviour on CPU tensors: the attention kernel, and the functions that autocast computes in fp32.
 
 Runs in: the user's shell. Torch, never ray.
 """
@@ -19,7 +19,7 @@ KERNELS = {
     "_scaled_dot_product_flash_attention_for_cpu": "flash",
     "_scaled_dot_product_efficient_attention": "memory-efficient",
 }
-"""aten's operators for attention -> what they are called. None of them keeps a T x T matrix for backward."""
+"""aten's operators for attention -> their names. None of them keeps a T x T matrix for backward."""
 
 _NARROW = frozenset({
     "_convolution", "convolution", "cudnn_convolution", "cudnn_convolution_transpose", "_scaled_dot_product_flash_attention",
@@ -33,10 +33,10 @@ _WIDEST = frozenset({
 
 @cache
 def wide_on_cuda() -> frozenset[str]:
-    """Functions that autocast computes in fp32 on CUDA and leaves alone on a CPU, by this torch's own table.
+    """Functions that autocast computes in fp32 on CUDA but not on a CPU, by this torch's own table.
 
-    It also has, for CUDA only, functions computed in few bits (they come down to matrix products, which a CPU has too) and
-    some that take the widest of their arguments' formats: those are left out here.
+    The table also has functions that only CUDA computes in half precision (they reduce to matrix products, as on a CPU) and some
+    that use the widest dtype of their arguments: those are left out here.
     """
     table = torch._C._dispatch_get_registrations_for_dispatch_key
     more = set(table("AutocastCUDA")) - set(table("AutocastCPU"))
@@ -44,7 +44,7 @@ def wide_on_cuda() -> frozenset[str]:
 
 
 class OnTarget(TorchFunctionMode):
-    """Around forward and loss, under CPU autocast. `cuda`: do as CUDA does. `attends`: whether attention was called."""
+    """Function mode around forward and loss, under CPU autocast. `cuda`: emulate CUDA. `attends`: whether attention was called."""
 
     def __init__(self, cuda: bool) -> None:
         super().__init__()
@@ -74,14 +74,14 @@ class OnTarget(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """torch's choice on CUDA, most to least wanted: flash (half precision, no mask), memory-efficient, plain math."""
+        """torch's choice on CUDA, in order of preference: flash (half precision, no mask), memory-efficient, plain math."""
         if torch.is_autocast_enabled("cpu"):
             few = torch.get_autocast_dtype("cpu")
             query, key, value = query.to(few), key.to(few), value.to(few)
         aten = torch.ops.aten
         few_bits = query.dtype in (torch.float16, torch.bfloat16)
         if query.dim() == 4 and attn_mask is None and few_bits and query.shape[-1] <= 256:
-            room = -query.shape[-1] % 8  # the kernel wants heads of whole eights
+            room = -query.shape[-1] % 8  # the kernel needs head dimensions that are multiples of 8
             wide = [F.pad(t, (0, room)) if room else t for t in (query, key, value)]
             out: Tensor = aten._scaled_dot_product_flash_attention(*wide, dropout_p, is_causal, scale=scale)[0]
             return out[..., : query.shape[-1]]

@@ -1,4 +1,4 @@
-"""How many ids a job's tokenizer has, before any data is prepared.
+"""The vocabulary size of a job's tokenizer, before any data is prepared.
 
 Runs in: the user's shell. Imports no torch.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def vocabulary(data: DataSpec) -> int:
-    """Ids of the job's tokenizer, the end of a document included. Raises DataError."""
+    """Number of ids of the job's tokenizer, including the end-of-document id. Raises DataError."""
     from raydist.data import index, tokenizers
     from raydist.storage import Storage
 

@@ -1,1 +1,1 @@
-"""What people read of a run: the live display, tables and summaries. Must not import torch or ray."""
+"""Output about runs for people: live displays, tables, summaries and pages. Must not import torch or ray."""

@@ -1,17 +1,17 @@
-"""How the clocks of hosts differ, from what their traces have in common: collectives.
+"""Clock offsets between hosts, estimated from the collectives that their traces share.
 
 Runs in: the user's shell. Plain python.
 
 No rank can leave an all-reduce, all-gather or reduce-scatter before every rank has entered it, and all leave it at about the same
-time. So of one collective that ranks a and b record as (begin, end), each by its own clock, with d = b's clock - a's:
+time. Ranks a and b record the same collective as (begin, end), each by its own clock. With d = b's clock - a's clock:
 
-    begin_b - end_a  <=  d  <=  end_b - begin_a        always, as in NTP: who answers has been asked
-    end_b - end_a    ~   d                             to within the time its last message takes
+    begin_b - end_a  <=  d  <=  end_b - begin_a        always, as in NTP: a reply follows its request
+    end_b - end_a    ~   d                             to within the duration of its last message
 
-The median of the second over all collectives of a trace is taken, and held within the narrowest of the first: the bounds of that
-are the error's. The ranks send nothing for it and the loop waits for nothing; an exchange of messages when a trace begins would
-stop every rank for the round trips of all, and know no more. Ranks of one host have one clock, so their collectives count
-together. docs/trace.md has what was measured.
+The estimate is the median of the second line over all collectives of a trace, clipped to the tightest bounds of the first line.
+These bounds give the error. No rank sends a message for it, and the loop does not wait. An exchange of messages at the start of a
+trace would block every rank for the round trips of all, without being more accurate. Ranks of one host have one clock, so their
+collectives are pooled. docs/how-to/trace.md has measurements.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 Collectives = Mapping[Hashable, tuple[float, float]]
-"""Of one rank: what the same collective is called on every rank -> (begin, end) in seconds."""
+"""Of one rank: key of a collective, the same on every rank -> (begin, end) in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """A clock's lead over the first one, in seconds: to be taken off its times.
+    """A clock's lead over the first clock, in seconds: subtract it from its times.
 
-    `error`: it is wrong by so much at most, if clocks did not drift meanwhile; None where no collective ties the two together.
+    `error`: upper bound of the error, if the clocks do not drift; None if no collective connects the two clocks.
     """
 
     seconds: float
@@ -37,7 +37,7 @@ class Offset:
 
 
 def between(a: Sequence[Collectives], b: Sequence[Collectives]) -> Offset | None:
-    """b's lead over a, from all pairs of ranks of two hosts; None if no rank of one shares a collective with one of the other."""
+    """b's lead over a, from all pairs of ranks of two hosts; None if the two hosts share no collective."""
     ends: list[float] = []
     low, high = float("-inf"), float("inf")
     for ours in a:
@@ -49,14 +49,14 @@ def between(a: Sequence[Collectives], b: Sequence[Collectives]) -> Offset | None
     if not ends:
         return None
     middle = statistics.median(ends)
-    if low > high:  # a clock that was set in the middle of it
+    if low > high:  # a clock was set during the trace
         return Offset(middle, None)
-    found = min(max(middle, low), high)
-    return Offset(found, max(high - found, found - low))
+    lead = min(max(middle, low), high)
+    return Offset(lead, max(high - lead, lead - low))
 
 
 def offsets(clocks: Mapping[str, Sequence[Collectives]]) -> dict[str, Offset]:
-    """Clock -> its lead over the first one. One that shares no collective with it is compared by way of one that does."""
+    """Clock -> its lead over the first clock; through other clocks if it shares no collective with the first."""
     first = next(iter(clocks))
     found = {first: Offset(0.0, 0.0)}
     near = deque([first])

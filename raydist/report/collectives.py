@@ -1,10 +1,10 @@
-"""The collectives in a rank's trace: which they are, what they carry, and which of another rank's is the same one.
+"""The collectives in a rank's trace: their kind and size, and a key that identifies the same collective on other ranks.
 
 Runs in: the user's shell. Plain python.
 
-gloo: kineto records what its threads do as `gloo:all_reduce`, with the shapes that go in; what
-raydist/worker/parallel/_gloo_p2p.py sends as several of them is one, from the first one's start to the last one's end. NCCL: its
-kernels, from their start on the device to their end, to which torch adds elements, type, group and number.
+gloo: kineto records the work of its threads as `gloo:all_reduce`, with the input shapes. A collective that
+raydist/worker/parallel/_gloo_p2p.py sends in several operations counts as one, from the start of the first to the end of the last.
+NCCL: its kernels, from start to end on the device; torch adds elements, dtype, group and sequence number.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from raydist.report import text
 from raydist.report.overlap import Interval, at
 
 BINDING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
-"""Those that no rank leaves before all have entered."""
+"""Kinds that no rank leaves before all ranks have entered."""
 EVERYONES = "sums of the step"
-"""What all ranks send together, whatever groups there are beside (raydist/worker/step.py)."""
+"""Name of the collective of all ranks, whatever other process groups there are (raydist/worker/step.py)."""
 _KINDS = {
     "allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter", "alltoall": "all_to_all",
     "broadcast": "broadcast", "send": "send_recv", "recv": "send_recv", "barrier": "barrier", "reduce": "reduce",
     "gather": "gather", "scatter": "scatter",
 }  # fmt: skip
-"""The longest of these words that a name holds says what it is."""
+"""Word in a name -> kind of collective; the longest matching word counts."""
 _BYTES = {
     "double": 8, "float64": 8, "long": 8, "int64": 8, "float": 4, "float32": 4, "int": 4, "int32": 4, "half": 2, "float16": 2,
     "long int": 8, "short int": 2, "signed char": 1, "unsigned char": 1, "bfloat16": 2,
@@ -36,17 +36,17 @@ _BYTES = {
 }  # fmt: skip
 _FSDP = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((.*)\))?")
 _ONE = re.compile(r"raydist::(reduce_scatter|all_gather)")
-"""What is launched within is one collective (raydist/worker/parallel/_gloo_p2p.py)."""
+"""All operations launched within such a range are one collective (raydist/worker/parallel/_gloo_p2p.py)."""
 
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One of one rank. `event` is its index among the part's events; times in seconds by that rank's clock.
+    """One collective of one rank. `event`: its index among the part's events. Times are in seconds by that rank's clock.
 
-    `others`: of one that was sent as several, the events after the first. `key` is the same for all ranks that take part in it;
-    `binds`: none of them leaves it before all have entered.
+    `others`: the events after the first, if it was sent in several operations. `key`: the same on all ranks that take part;
+    `binds`: no rank leaves it before all have entered.
     """
 
     event: int
@@ -60,12 +60,12 @@ class Collective:
 
 
 def of_gpu(event: Event) -> bool:
-    """Whether a kernel communicates, as Holistic Trace Analysis has it: by its name. RCCL's have NCCL's."""
+    """Whether a kernel communicates, by its name, as in Holistic Trace Analysis. RCCL uses NCCL's names."""
     return str(event["name"]).startswith("nccl")
 
 
 def collectives(events: Sequence[Event], steps: list[Interval], about: dict[str, Any]) -> list[Collective]:
-    """Those in the steps, in the order in which they began. `about`: what raydist/worker/metrics/trace.py says of the part."""
+    """The collectives in the steps, ordered by begin. `about`: the part's metadata from raydist/worker/metrics/trace.py."""
     gpu = any(e.get("cat") == "kernel" for e in events)
     found = [
         (index, event)
@@ -80,13 +80,13 @@ def collectives(events: Sequence[Event], steps: list[Interval], about: dict[str,
     made: list[Collective] = []
     counts = Counter[Hashable]()
     together: dict[int, int] = {}
-    """Number of what was sent as several -> its place in `made`."""
+    """Number of a collective that was sent in several operations -> its index in `made`."""
     for index, event in found:
         begin, end = event["ts"] / 1e6, (event["ts"] + event.get("dur", 0.0)) / 1e6
         kind, elements, size = _what(event)
         launch = next(launched[(kind, elements) if gpu else elements], None)
         if launch is not None:
-            kind = launch.kind  # gloo scatters a sum by reducing all of it
+            kind = launch.kind  # gloo implements reduce-scatter by reducing the whole array
         if (step := at(steps, begin)) is None:
             continue
         one = launch.one if launch is not None else None
@@ -101,7 +101,7 @@ def collectives(events: Sequence[Event], steps: list[Interval], about: dict[str,
         key: Hashable
         if "Seq" in args and "Process Group Name" in args:
             key, whole = (args["Process Group Name"], args["Seq"], kind), True
-        else:  # counted: the same on all ranks where all are in one group
+        else:  # by count, which is the same on all ranks if they are in one group
             key, whole = (step, kind, elements, counts[step, kind, elements]), bool(about.get("one_group"))
             whole = whole or name == EVERYONES
         label = " ".join(filter(None, [kind, name, f"({text.size(size)})" if size else ""]))
@@ -119,7 +119,7 @@ def _kind(name: str) -> str:
 
 
 def _what(event: Event) -> tuple[str, int, int]:
-    """(kind, elements that this rank puts in, their bytes: 0 where that is not known)."""
+    """(kind, number of this rank's input elements, their bytes or 0 if unknown)."""
     args = event.get("args", {})
     kind = _KINDS.get(_kind(str(args.get("Collective name", event["name"]))), "other")
     if "In msg nelems" in args:
@@ -135,14 +135,14 @@ def _plain_type(dtype: str) -> str:
 
 
 def _shapes(arguments: Sequence[Any]) -> Iterator[list[int]]:
-    """The shapes of an operator's tensors, and of those in its lists; [] is no tensor, but in a list a scalar."""
+    """The shapes of an operator's tensors, also of those in lists. [] alone is not a tensor; in a list it is a scalar."""
     for argument in arguments:
         if isinstance(argument, list) and argument:
             yield from [argument] if isinstance(argument[0], int) else argument
 
 
 class _Launch(NamedTuple):
-    """An operator that launches a collective: its kind, FSDP2's module, and the number of the one that it is only a part of."""
+    """An operator that launches a collective: its kind, FSDP2's module, and the number of the collective that it is a part of."""
 
     kind: str
     module: str
@@ -152,7 +152,7 @@ class _Launch(NamedTuple):
 def _launches(events: Sequence[Event], by_kind: bool) -> dict[Hashable, Iterator[_Launch]]:
     """Elements, or (kind, elements) -> the operators that launch such collectives, in order.
 
-    FSDP2 launches its own within ranges that have their module's name. Those with as many elements run in the order of launch.
+    FSDP2 launches its collectives within ranges named after the module. Collectives with equal keys run in launch order.
     """
     modules = _Ranges(events, _FSDP)
     ones = _Ranges(events, _ONE)
@@ -161,12 +161,12 @@ def _launches(events: Sequence[Event], by_kind: bool) -> dict[Hashable, Iterator
     ends: dict[Any, float] = {}
     for event in sorted(launched, key=lambda e: (e["ts"], -e.get("dur", 0.0))):
         if event["ts"] < ends.get(event["tid"], 0.0):
-            continue  # the same call, handed on by who stands before the backend (raydist/worker/metrics/collective_counters.py)
+            continue  # the same call, passed on by a wrapper of the backend (raydist/worker/metrics/collective_counters.py)
         ends[event["tid"]] = event["ts"] + event.get("dur", 0.0)
         kind = _KINDS.get(_kind(event["name"]), "other")
         sizes = [math.prod(shape) for shape in _shapes(event.get("args", {}).get("Input Dims", []))]
-        # An all-gather's operator has the whole array beside what goes in, a reduce-scatter's what comes out, an
-        # all-to-all's both.
+        # Besides the input, the operator of an all-gather has the whole array, of a reduce-scatter the output, and of an
+        # all-to-all both.
         elements = {"all_gather": min, "reduce_scatter": max, "all_to_all": max}.get(kind, sum)(sizes) if sizes else 0
         module, one = modules.around(event), ones.around(event)
         found[(kind, elements) if by_kind else elements].append(
@@ -180,7 +180,7 @@ def _launches(events: Sequence[Event], by_kind: bool) -> dict[Hashable, Iterator
 
 
 class _Ranges:
-    """Ranges of code with such names, in the order of time. None overlaps another."""
+    """Ranges of code with matching names, ordered by time. They do not overlap."""
 
     def __init__(self, events: Sequence[Event], pattern: re.Pattern[str]) -> None:
         found = sorted(
@@ -192,5 +192,5 @@ class _Ranges:
         self.names = [name for _, _, name in found]
 
     def around(self, event: Event) -> int | None:
-        """The number of that in which an event begins."""
+        """The index of the range in which an event begins."""
         return at(self._spans, event["ts"])

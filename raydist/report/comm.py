@@ -1,4 +1,4 @@
-"""What `raydist bench comm` measured, as text: the columns of nccl-tests, the matrix of pairs, the model's gradients.
+"""The results of `raydist bench comm` as text: the columns of nccl-tests, the matrix of pairs, the model's gradients.
 
 Runs in: the user's shell. Must not import torch or ray.
 """
@@ -13,34 +13,34 @@ _FORM = "{:>14}{:>12}{:>13}{:>6}{:>6}{:>12}{:>12}{:>12}{:>10}{:>10}{:>8}"
 _HEAD = ("", "size", "count", "type", "iters", "min", "time", "p99", "algbw", "busbw", "#wrong")
 _UNITS = ("", "(B)", "(elements)", "", "", "(us)", "(us)", "(us)", "(GB/s)", "(GB/s)", "")
 _SHOWN = 16
-"""Nodes of the matrix; of more only the extremes are told."""
+"""Maximum number of nodes for which the matrix is printed; with more nodes only the extremes are printed."""
 
 
-def show(told: dict[str, Any], out: Console | None = None) -> None:
-    """The object of `raydist bench comm --json`."""
+def show(result: dict[str, Any], out: Console | None = None) -> None:
+    """Prints the object of `raydist bench comm --json`."""
     out = out or Console(highlight=False)
 
     def say(line: str, style: str = "") -> None:
         out.print(line, style=style, soft_wrap=True, markup=False)
 
-    nodes = len({rank["node_ip"] for rank in told["ranks"]})
-    say(f"{told['world_size']} ranks on {nodes} node{'s' if nodes != 1 else ''}, {told['backend']}", "bold")
-    for note in told["notes"]:
+    nodes = len({rank["node_ip"] for rank in result["ranks"]})
+    say(f"{result['world_size']} ranks on {nodes} node{'s' if nodes != 1 else ''}, {result['backend']}", "bold")
+    for note in result["notes"]:
         say(f"  {note}")
     say(_FORM.format(*_HEAD), "bold")
     say(_FORM.format(*_UNITS))
-    for row in told["collectives"]:
+    for row in result["collectives"]:
         say(_line(row), "red" if row["wrong"] else "")
-    _pairs(told["pairs"], say)
-    line = told["fit"]
+    _pairs(result["pairs"], say)
+    line = result["fit"]
     say(
-        f"a message of n bytes: {_us(line['alpha'])} us + n / {_speed(line['beta'])} (half of the points are off by "
+        f"a message of n bytes: {_us(line['alpha'])} us + n / {_speed(line['beta'])} (half of the points deviate by "
         f"{line['residual']:.0%} or less)"
     )
-    if told["gradients"] is not None:
-        _gradients(told["gradients"], say)
-    if told["bucket"] is not None:
-        say(f"parallel.bucket_mb: auto would take {told['bucket']['because']}")
+    if result["gradients"] is not None:
+        _gradients(result["gradients"], say)
+    if result["bucket"] is not None:
+        say(f"parallel.bucket_mb: auto would choose {result['bucket']['because']}")
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -71,12 +71,14 @@ def _cell(value: float, same: bool, width: int) -> str:
     return f"{'-' if same else format(value, '.3g'):>{width}}"
 
 
-def _gradients(told: dict[str, Any], say: Any) -> None:
-    say(f"all-reduce of the model's gradients, {told['bytes'] / 2**20:.1f} MiB", "bold")
-    for name, seconds in sorted(told["predicted"].items(), key=lambda item: item[1]):
-        say(f"  {name.replace('_', ' '):<20} {seconds:9.4f} s  from the line of a message")
-    part = "" if told["measured_bytes"] >= told["bytes"] else f", of {told['measured_bytes'] / 2**20:.0f} MiB of it"
-    say(f"  {'measured':<20} {told['measured']:9.4f} s{part}")
+def _gradients(result: dict[str, Any], say: Any) -> None:
+    say(f"all-reduce of the model's gradients, {result['bytes'] / 2**20:.1f} MiB", "bold")
+    for name, seconds in sorted(result["predicted"].items(), key=lambda item: item[1]):
+        say(f"  {name.replace('_', ' '):<20} {seconds:9.4f} s  predicted from the line above")
+    part = (
+        "" if result["measured_bytes"] >= result["bytes"] else f", for {result['measured_bytes'] / 2**20:.0f} MiB of it"
+    )
+    say(f"  {'measured':<20} {result['measured']:9.4f} s{part}")
 
 
 def _us(seconds: float) -> str:

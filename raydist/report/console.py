@@ -1,4 +1,4 @@
-"""The live display of `raydist train`: a panel on a terminal, plain lines elsewhere. All of it on stderr.
+"""The live display of `raydist train`: a panel on a terminal, plain lines elsewhere. All output goes to stderr.
 
 Runs in: the driver's main thread. Must not import torch or ray.
 """
@@ -37,20 +37,20 @@ _STYLES = {
     "ended": "bold",
 }
 _SILENT = {"workers", "replica_saved"}
-"""Kinds that the display shows in another way, or that would only fill the screen: `raydist show` has them."""
+"""Kinds of events that the display shows in another way or that are too frequent; `raydist show` has them."""
 
 
 def panel(
     snapshot: dict[str, Any], total_steps: int | None, name: str, path: str, waiting: RenderableType | None = None
 ) -> RenderableType:
-    """The panel for one snapshot of the run's monitor. `waiting`: what it shows as long as there is no step."""
+    """The panel for one snapshot of the run's monitor. `waiting`: shown until there is a step."""
     step = snapshot["step"]
     head = Table.grid(padding=(0, 1), expand=True)
     head.add_column(no_wrap=True)
     head.add_column(ratio=1)
     head.add_column(no_wrap=True, justify="right")
     share = f"{step / total_steps:.0%}" if total_steps else ""
-    # Without a known end there is nothing to draw a share of.
+    # Without a known end there is no share to draw.
     bar: RenderableType = ProgressBar(total=total_steps, completed=step) if total_steps else ""
     head.add_row(Text(text.progress(step, total_steps), style="bold"), bar, share)
 
@@ -82,10 +82,10 @@ def panel(
 
 
 class Console:
-    """The display of one run; a context manager. `tty`: a panel, or lines; None: whether `stream` is a terminal.
+    """The display of one run; a context manager. `tty`: True: a panel, False: lines, None: a panel if `stream` is a terminal.
 
-    On a terminal the panel is drawn at most 4 times a second. Elsewhere a line tells of the first step, then one every
-    5 s, and the last. Events are told at once in both.
+    On a terminal the panel is drawn at most 4 times per second. Elsewhere a line is printed for the first step, then every
+    5 s, and for the last step. Events are printed at once in both.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Console:
         self._live: Live | None = None
         self._snapshot: dict[str, Any] | None = None
         self._drawn_at: float | None = None
-        self._told_step: int | None = None
+        self._printed_step: int | None = None
         self._trace = ""
 
     def __enter__(self) -> Console:
@@ -119,7 +119,7 @@ class Console:
         return self
 
     def _begin(self, moving: Callable[[], RenderableType] | None = None) -> Live:
-        """A live display. `moving`: what it shows anew several times a second, and leaves nothing of; None: what it is told."""
+        """A live display. `moving`: rendered several times per second, and erased at the end; None: it shows what it is passed."""
         live = Live(
             console=self._rich,
             get_renderable=moving,
@@ -133,7 +133,7 @@ class Console:
         return live
 
     def _waiting(self) -> RenderableType:
-        """Before the first step: the panel, once there is one, with the stage in it."""
+        """Shown before the first step: the stage, inside the panel once there is a snapshot of an attempt."""
         assert self._starting is not None
         line = self._starting.line()
         if self._snapshot is None or not self._snapshot["attempt"]:
@@ -141,7 +141,7 @@ class Console:
         return panel(self._snapshot, self._total, self._run.name, self._run.uri, line)
 
     def _started(self) -> None:
-        """From here on it is drawn when there is something new: ranks that fill all cores have no time for a spinner."""
+        """From now on the display is drawn only on new data: a spinner would take CPU time from the ranks."""
         if self._starting is not None:
             if self._live is not None:
                 self._live.stop()  # which draws once more
@@ -159,7 +159,7 @@ class Console:
             self._live = None
 
     def update(self, snapshot: dict[str, Any]) -> None:
-        """The run as `RunMonitor.snapshot()` has it. Call it as often as you like; it does not tell the snapshot's events."""
+        """Shows a `RunMonitor.snapshot()`. May be called at any rate; it does not print the snapshot's events."""
         self._snapshot = snapshot
         if self._starting is not None:
             self._starting.ranks(snapshot["stages"])
@@ -172,31 +172,31 @@ class Console:
             self._draw(snapshot)
 
     def event(self, event: Event) -> None:
-        """Tells of an event, at once."""
+        """Prints an event at once."""
         if event.kind in _SILENT:
             return
         self._say(text.event(event), _STYLES.get(event.kind, ""))
         trace = str(event.data.get("traceback") or "").rstrip() if event.kind == "failure" else ""
         if trace:
-            # A crash loop tells its traceback once.
+            # In a crash loop, the traceback is printed once.
             self._say(trace if trace != self._trace else "(the same traceback)", "dim")
             self._trace = trace
 
     def note(self, line: str) -> None:
-        """Tells of something that is no event of the run."""
+        """Prints a line that is not an event of the run."""
         self._say(line, "yellow")
 
     def _draw(self, snapshot: dict[str, Any]) -> None:
         if self._live is not None:
             self._live.update(panel(snapshot, self._total, self._run.name, self._run.uri), refresh=True)
-        elif snapshot.get("record") and snapshot["step"] != self._told_step:
+        elif snapshot.get("record") and snapshot["step"] != self._printed_step:
             self._say(text.line(snapshot, self._total))
-            self._told_step = snapshot["step"]
+            self._printed_step = snapshot["step"]
         self._drawn_at = self._clock()
 
     def _say(self, line: str, style: str = "") -> None:
         if self._live is not None:
             self._rich.print(Text(line, style=style))
         else:
-            # Not through rich: it would wrap lines at the width of a terminal that is not there.
+            # Not through rich: without a terminal it would still wrap lines.
             print(line, file=self._stream, flush=True)

@@ -1,12 +1,12 @@
-"""What a run's time went into, from its first attempt's start to its end: parts that add up to the whole.
+"""How a run spent its time, from the start of its first attempt to its end: parts that add up to the whole.
 
-Runs anywhere. Pure: no I/O, no clock. docs/report.md has the definitions.
+Runs anywhere. Pure: no I/O, no clock. docs/how-to/report.md has the definitions.
 
     attempt 1     start-up | trained                        | lost
     attempt 2                                                 starts, repeats | trained             | the end
 
-Each moment belongs to one span. Of a span in which steps were trained, the steps' own seconds (records of rank 0) count as good;
-they are divided by what the ranks read of themselves. What no record and no reading tells is `unknown`, and not guessed.
+Each moment belongs to one span. In a span that trained steps, the steps' own seconds (records of rank 0) count as good; the
+ranks' telemetry divides them into parts. Time without a record or a reading is `unknown`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raydist.report.telemetry_reader import Readings
 from raydist.run.log import Segment
 
 PARTS = ("compute", "exposed", "data", "eval", "checkpoint", "recovery", "startup", "other", "unknown")
-"""In the order that they are shown."""
+"""In the order of display."""
 _GOOD = ("compute", "exposed", "data")
 
 What = Literal["startup", "recovery", "trained", "paused"]
@@ -32,7 +32,7 @@ What = Literal["startup", "recovery", "trained", "paused"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From Unix time `start` to `end`. `steps`: the first and the last step that were trained in it, new ones, if any were."""
+    """From Unix time `start` to `end`. `steps`: the first and the last new step that was trained in it, if any."""
 
     what: What
     attempt: int
@@ -51,16 +51,16 @@ class _Attempt:
     number: int
     begun: float
     after: What
-    """What the time until its first new step is: start-up, or recovery from what ended the attempt before."""
+    """The kind of the time until its first new step: start-up, or recovery from the end of the previous attempt."""
     events: list[Event]
     over: float
-    """When nothing was left of it: the next one's begin, or the run's end."""
+    """When it was over: the start of the next attempt, or the end of the run."""
     idle: float
-    """From here on until `over` nobody drove the run: it had been paused."""
+    """From here until `over` the run had no driver: it was paused."""
 
 
 def spans(events: Sequence[Event], segments: Sequence[Segment], now: float) -> list[Span]:
-    """The run's time, without gaps, in order. `now`: until when a run is known that has not ended. [] if no attempt began."""
+    """The run's time in order, without gaps. `now`: the end of the known time of a run that has not ended. [] without attempts."""
     trained = _trained(segments)
     attempts = _attempts(events, now)
     found: list[Span] = []
@@ -73,14 +73,14 @@ def spans(events: Sequence[Event], segments: Sequence[Segment], now: float) -> l
             found.append(Span(attempt.after, attempt.number, attempt.begun, live))
         else:
             newest = max(newest, first.data["step"] - 1 + first.data["repeated_steps"])
-            found += _lived(attempt, following, rows, first.at, newest, live)
+            found += _training_spans(attempt, following, rows, first.at, newest, live)
         if attempt.over > live:
             found.append(Span("paused", attempt.number, live, attempt.over))
         newest = max(newest, int(rows["step"][-1]) if rows is not None else 0)
     return [span for span in found if span.seconds > 0]
 
 
-def _lived(
+def _training_spans(
     attempt: _Attempt,
     following: _Attempt | None,
     rows: Mapping[str, NDArray[Any]],
@@ -88,7 +88,7 @@ def _lived(
     newest: int,
     live: float,
 ) -> list[Span]:
-    """The spans of an attempt that trained. `newest`: the last step that any before it had trained."""
+    """The spans of an attempt that trained. `newest`: the last step that an earlier attempt trained."""
     step, seconds = rows["step"], rows["seconds"]
     new = step > newest
     if not new.any():
@@ -100,7 +100,7 @@ def _lived(
     lost = failed is not None or (following is not None and live == attempt.over)
     if lost:
         ended = _done(rows, first_done, attempt.events, int(step[-1]))
-        # The next attempt says since when the guilty rank had not got on.
+        # The next attempt's stages contain the time since which the failed rank made no progress.
         up = next((e for e in following.events if e.kind == "first_step"), None) if following else None
         if up is not None and "detect" in up.data["stages"]:
             ended = max(ended, up.at - up.data["seconds"])
@@ -115,7 +115,7 @@ def _lived(
 
 
 def _done(rows: Mapping[str, NDArray[Any]], first_done: float, events: Sequence[Event], step: int) -> float:
-    """Unix time at which `step` was done, by what the steps took after the first one, and by the evaluations in between."""
+    """Unix time at which `step` was done, from the seconds of the steps after the first one and from evaluations in between."""
     at, last = first_done, int(rows["step"][0])
     took = np.cumsum(rows["seconds"])
 
@@ -139,7 +139,7 @@ def _attempts(events: Sequence[Event], now: float) -> list[_Attempt]:
         last = stop == len(events)
         ended = next((e for e in own if e.kind == "ended"), None)
         over = events[stop].at if not last else ended.at if ended else max(now, own[-1].at)
-        # Who paused it, or let it finish and then asked for more, did not want it to train in between.
+        # A run that was paused, or that finished and was extended later, was not meant to train in between.
         rests = ended is not None and ended.data["status"] not in ("stopped", "lost")
         idle = ended.at if ended is not None and rests else over
         number = own[0].data["attempt"]
@@ -151,7 +151,7 @@ def _attempts(events: Sequence[Event], now: float) -> list[_Attempt]:
 
 
 def _trained(segments: Sequence[Segment]) -> dict[int, dict[str, NDArray[Any]]]:
-    """Attempt -> its own steps, those too that a later one trained again."""
+    """Attempt -> its own steps, including those that a later attempt trained again."""
     by_attempt: dict[int, list[pa.Table]] = {}
     for segment in segments:
         if segment.rows.num_rows:
@@ -166,7 +166,7 @@ def _trained(segments: Sequence[Segment]) -> dict[int, dict[str, NDArray[Any]]]:
 def divided(
     spans: Sequence[Span], events: Sequence[Event], segments: Sequence[Segment], readings: Readings
 ) -> dict[str, float]:
-    """Seconds of each of PARTS, which add up to those of all spans but the paused ones."""
+    """Seconds of each of PARTS. They add up to the seconds of all spans except the paused ones."""
     trained = _trained(segments)
     found = dict.fromkeys(PARTS, 0.0)
     for span in spans:
@@ -184,7 +184,7 @@ def divided(
 
 
 def goodput(parts: Mapping[str, float]) -> float | None:
-    """Share of the time in which new steps were trained, what of them nobody divided included; None if there is no time."""
+    """Share of the time in which new steps were trained, including its undivided part; None if there is no time."""
     whole = sum(parts.values())
     return sum(parts[name] for name in (*_GOOD, "unknown")) / whole if whole > 0 else None
 

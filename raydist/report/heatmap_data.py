@@ -1,4 +1,4 @@
-"""Ranks over time, and over steps: what heat maps show, from the readings of a run.
+"""Data of the heat maps: ranks over time, and over steps, from the readings of a run.
 
 Runs anywhere. Pure.
 """
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from raydist.report.telemetry_reader import Readings, Track
 
 COLUMNS, ROWS = 200, 125
-"""Of a grid, at most; more ranks than rows share them."""
+"""Largest size of a grid; with more ranks than rows, ranks share rows."""
 READ = 5
-"""Readings that a column of the strip is to hold, at least."""
+"""Minimum number of readings per column of the slowness map."""
 SLOW = 1.2
-"""A rank that computes for so many times as long as the median, over STRETCH columns or more, is told of."""
+"""A rank is listed if it computes this many times as long as the median, over STRETCH columns or more."""
 STRETCH = 3
 TOLD = 10
 
@@ -28,16 +28,16 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Grid:
-    """values [R, C], NaN where nothing is known. Column j is from edges[j] to edges[j + 1]; `rows` [R] names the ranks of each."""
+    """values [R, C], NaN where unknown. Column j is from edges[j] to edges[j + 1]; `rows` [R]: the ranks of each row."""
 
     edges: Array
     values: Array
     rows: list[str]
     group: int = 1
-    """Ranks in a row, which has the highest of them."""
+    """Ranks per row; a row has their highest values."""
 
     def grouped(self) -> Grid:
-        """With ROWS rows at most."""
+        """The same with at most ROWS rows."""
         group = -(-len(self.values) // ROWS)
         if group == 1:
             return self
@@ -49,8 +49,7 @@ class Grid:
 
 
 def memory(readings: Readings, start: float, end: float) -> tuple[str, Grid] | None:
-    """(column of raydist.run.telemetry_schema, bytes over seconds since `start`): the most of each cell. None where no reading has
-    any."""
+    """(column of raydist.run.telemetry_schema, bytes over seconds since `start`): the maximum per cell. None without readings."""
     name = readings.memory()
     if name is None or end <= start:
         return None
@@ -66,10 +65,10 @@ def memory(readings: Readings, start: float, end: float) -> tuple[str, Grid] | N
 
 
 def slowness(readings: Readings, last_step: int) -> Grid | None:
-    """Seconds of computing a step, over the median of the ranks in the same steps. None with fewer than two ranks.
+    """Compute seconds per step, divided by the median over ranks for the same steps. None with fewer than two ranks.
 
-    The median of an even number is the lower one of the two, so that of two ranks the slower one stands out. Of steps that were
-    trained twice the newest attempt counts.
+    For an even number of ranks the lower median is used, so that of two ranks the slower one stands out. For steps that were
+    trained twice, the newest attempt counts.
     """
     ranks = _ranks(readings)
     tracks = [
@@ -77,7 +76,7 @@ def slowness(readings: Readings, last_step: int) -> Grid | None:
     ]
     if ranks < 2 or last_step < 1 or not tracks:
         return None
-    # A column needs some readings, or it shows how readings fall and not how ranks compute.
+    # With too few readings, a column would show when readings were taken, and not how fast ranks compute.
     most = max(len(track.by_step("compute")[0]) for track in tracks)
     share = max(track.by_step("compute")[0][-1] - track.by_step("compute")[0][0] for track in tracks) / last_step
     columns = int(np.clip(most / READ / max(share, 1e-9), 1, min(COLUMNS, last_step)))
@@ -89,9 +88,9 @@ def slowness(readings: Readings, last_step: int) -> Grid | None:
         inside = hi - lo >= (edges[1] - edges[0]) / 2
         grew = np.interp(hi, steps, seconds) - np.interp(lo, steps, seconds)
         spent[track.rank, inside] = grew[inside] / (hi - lo)[inside]
-    told = np.isfinite(spent).sum(axis=0)
+    known = np.isfinite(spent).sum(axis=0)
     middle = np.full(columns, np.nan)
-    middle[told > 1] = np.nanquantile(spent[:, told > 1], 0.5, axis=0, method="lower")
+    middle[known > 1] = np.nanquantile(spent[:, known > 1], 0.5, axis=0, method="lower")
     with np.errstate(divide="ignore", invalid="ignore"):
         values = spent / middle
     values[~np.isfinite(values)] = np.nan
@@ -99,7 +98,7 @@ def slowness(readings: Readings, last_step: int) -> Grid | None:
 
 
 def slow(grid: Grid) -> list[dict[str, Any]]:
-    """Ranks that were clearly slower for a while: rank, first_step, last_step, factor; the worst first, TOLD at most."""
+    """Ranks that were clearly slower for some time: rank, first_step, last_step, factor; the worst first, at most TOLD."""
     found: list[dict[str, Any]] = []
     for rank, values in enumerate(grid.values):
         over = np.flatnonzero(np.diff(np.concatenate([[0], (np.nan_to_num(values) >= SLOW).astype(int), [0]])))
@@ -122,7 +121,7 @@ def _ranks(readings: Readings) -> int:
 
 
 def _gap(tracks: Sequence[Track]) -> float:
-    """Seconds from one reading to the next, the widest of the usual ones."""
+    """Seconds between readings: the median of each track, and the largest of these."""
     return max((float(np.median(np.diff(track.at))) for track in tracks if len(track.at) > 1), default=0.0)
 
 

@@ -1,16 +1,17 @@
-"""What of a rank's time is computing, what communication, and how much of that no computing hides: from intervals of a trace.
+"""A rank's time for compute, for communication, and for communication not overlapped with computation, from intervals of a trace.
 
 Runs in: the user's shell. Plain python.
 
-With C the moments in which the rank computes, M those in which it communicates (each a union of intervals: what runs twice at the
-same time counts once) and T the time that was traced:
+C is the time in which the rank computes, M the time in which it communicates (each a union of intervals: simultaneous work counts
+once), and T the traced time:
 
     compute        |C| / T
     communication  |M| / T
     overlap        |C and M| / |M|      of the communication, as in Holistic Trace Analysis: `get_comm_comp_overlap`
-    exposed        |M without C| / T    the ranks do nothing but communicate
+    exposed        |M without C| / T    the rank only communicates
 
-https://hta.readthedocs.io, "Communication Computation Overlap". docs/trace.md says what counts as computing and communication.
+https://hta.readthedocs.io, "Communication Computation Overlap". docs/how-to/trace.md says what counts as computing and
+communication.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 Interval = tuple[float, float]
-"""From and to; any unit of time."""
+"""(begin, end), in any unit of time."""
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as disjoint intervals, ascending. Empty ones go."""
+    """The same moments as disjoint, ascending intervals. Empty ones are dropped."""
     made: list[Interval] = []
     for begin, end in sorted(intervals):
         if end <= begin:
@@ -53,25 +54,25 @@ def common(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
 
 def length(disjoint: Iterable[Interval]) -> float:
-    """Of a union."""
+    """Total length of a union."""
     return sum(end - begin for begin, end in disjoint)
 
 
 def innermost(intervals: Iterable[Interval]) -> list[Interval]:
-    """Of intervals that lie in one another or apart, as calls of one thread do: those with no other inside."""
+    """The intervals that contain no other one. They must be nested or disjoint, like calls of one thread."""
     ordered = sorted(intervals, key=lambda i: (i[0], -i[1]))
     return [i for i, after in itertools.pairwise(ordered) if after[0] >= i[1]] + ordered[-1:]
 
 
 def at(ordered: list[Interval], moment: float) -> int | None:
-    """Which of these disjoint, ascending intervals holds the moment."""
+    """The index of the one of these disjoint, ascending intervals that contains the moment."""
     index = bisect.bisect_right(ordered, moment, key=lambda i: i[0]) - 1
     return index if index >= 0 and moment < ordered[index][1] else None
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """See the module. `seconds` is T; `overlap` is None where nothing was communicated."""
+    """See the module. `seconds` is T; `overlap` is None without communication."""
 
     seconds: float
     compute: float
@@ -81,15 +82,15 @@ class Shares:
 
 
 def shares(window: Interval, compute: Iterable[Interval], communication: Iterable[Interval]) -> Shares:
-    """Of intervals in seconds, any number of threads and streams together. `window`: from the first step to the end of the last."""
+    """Shares from intervals in seconds, of all threads and streams. `window`: from the first step to the end of the last."""
     span = [window]
-    computing, talking = common(union(compute), span), common(union(communication), span)
-    total, both = length(span), length(common(computing, talking))
-    talked = length(talking)
+    computing, communicating = common(union(compute), span), common(union(communication), span)
+    total, both = length(span), length(common(computing, communicating))
+    comm = length(communicating)
     return Shares(
         seconds=total,
         compute=length(computing) / total,
-        communication=talked / total,
-        overlap=both / talked if talked else None,
-        exposed=(talked - both) / total,
+        communication=comm / total,
+        overlap=both / comm if comm else None,
+        exposed=(comm - both) / total,
     )

@@ -1,4 +1,4 @@
-"""A plan as a table on stdout, with what to take and why.
+"""A plan as a table on stdout, with the suggested strategy and the reason.
 
 Runs in: the user's shell. Must not import torch or ray.
 """
@@ -24,75 +24,75 @@ _COLUMNS = {
     "disk/node": ("disk_per_node",),
     "copies/node": ("copies_per_node",),
 }
-"""Heading -> what is added up under it."""
+"""Heading -> keys whose values are summed under it."""
 _OPTIONAL = ("host/node", "disk/node", "copies/node")
 _FITS = {True: ("yes", "green"), False: ("no", "red"), None: ("-", "")}
 
 
-def show(told: dict[str, Any], out: Console | None = None) -> None:
-    """The object of `raydist plan --json`."""
+def show(plan: dict[str, Any], out: Console | None = None) -> None:
+    """Prints the object of `raydist plan --json`."""
     out = out or Console(highlight=False)
-    for line in _head(told):
+    for line in _head(plan):
         out.print(line, soft_wrap=True, markup=False)
-    rows = [row for row in told["strategies"] if row["refused"] is None]
-    _table(rows, told["pick"], out)
-    for row in told["strategies"]:
+    rows = [row for row in plan["strategies"] if row["refused"] is None]
+    _table(rows, plan["pick"], out)
+    for row in plan["strategies"]:
         if row["refused"] is not None:
             out.print(f"{row['strategy']} cannot train this job: {row['refused']}", soft_wrap=True, markup=False)
-    if told["pick"]:
-        _pick(told, out)
-    for text in told["suggestions"]:
+    if plan["pick"]:
+        _pick(plan, out)
+    for text in plan["suggestions"]:
         out.print(f"- {text}", soft_wrap=True, markup=False)
-    out.print(_speed(told), soft_wrap=True, markup=False)
+    out.print(_speed(plan), soft_wrap=True, markup=False)
 
 
 def _table(rows: list[dict[str, Any]], pick: dict[str, Any] | None, out: Console) -> None:
-    """Lines of their own, not rich's table: that one cuts figures off where the terminal, or a pipe, is narrow."""
+    """Plain lines instead of rich's table, which truncates figures if the terminal or a pipe is narrow."""
     unit, scale = ("GiB", 2**30) if max((row["total"] for row in rows), default=0) >= 2**30 else ("MiB", 2**20)
     columns = {
         name: keys for name, keys in _COLUMNS.items() if name not in _OPTIONAL or any(row[keys[0]] for row in rows)
     }
-    reckoned = ("step, s", "tokens/s") if any(row["speed"] for row in rows) else ()
-    widths = [max(len(name), 7) + 2 for name in (*columns, *reckoned)]
+    speeds = ("step, s", "tokens/s") if any(row["speed"] for row in rows) else ()
+    widths = [max(len(name), 7) + 2 for name in (*columns, *speeds)]
     form = "{:<8}" + "".join(f"{{:>{width}}}" for width in widths) + "  {:<8}  "
-    out.print(form.format(unit, *columns, *reckoned, "peak in") + "fits", style="bold", soft_wrap=True)
+    out.print(form.format(unit, *columns, *speeds, "peak in") + "fits", style="bold", soft_wrap=True)
     for row in rows:
         amounts = (f"{sum(row[key] for key in keys) / scale:,.2f}" for keys in columns.values())
-        pace = row["speed"]
-        speed = (f"{pace['seconds']:.3g}", f"{pace['tokens_per_second']:,.0f}") if pace else ()
-        line = Text(form.format(row["strategy"], *amounts, *speed, row["phase"]))
+        speed = row["speed"]
+        rates = (f"{speed['seconds']:.3g}", f"{speed['tokens_per_second']:,.0f}") if speed else ()
+        line = Text(form.format(row["strategy"], *amounts, *rates, row["phase"]))
         line.append(*_FITS[row["fits"]])
         if pick and pick["strategy"] == row["strategy"] and row["fits"]:
             line.stylize("bold", 0, len(row["strategy"]))
         out.print(line, soft_wrap=True)
 
 
-def _head(told: dict[str, Any]) -> list[str]:
-    model, machine, batch = told["model"], told["machine"], told["batch"]
+def _head(plan: dict[str, Any]) -> list[str]:
+    model, machine, batch = plan["model"], plan["machine"], plan["batch"]
     device = {"cuda": "GPU", "cpu": "CPU worker"}[machine["device"]]
-    nodes = f", {machine['per_node']} a node" if machine["nodes"] > 1 else ""
+    nodes = f", {machine['per_node']} per node" if machine["nodes"] > 1 else ""
     memory = ""
     if machine["memory"] is not None:
         memory = f"; {machine['memory'] / 2**30:.1f} GiB each, {machine['usable'] / 2**30:.1f} usable"
     frozen = model["parameters"] - model["trained"]
     settings = (
-        f"{_plural(batch['accumulation'], 'micro-batch')} of {batch['micro']} x {batch['context']} tokens a step and rank",
-        told["precision"],
-        f"checkpoint_activations: {told['checkpoint_activations']}",
-        f"offload: {told['offload']['optimizer']}",
-        f"attention: {told['attention']}",
+        f"{_plural(batch['accumulation'], 'micro-batch')} of {batch['micro']} x {batch['context']} tokens per step and rank",
+        plan["precision"],
+        f"checkpoint_activations: {plan['checkpoint_activations']}",
+        f"offload: {plan['offload']['optimizer']}",
+        f"attention: {plan['attention']}",
     )
     return [
-        f"{told['spec']}: {model['name']}, {_count(model['parameters'])} parameters"
+        f"{plan['spec']}: {model['name']}, {_count(model['parameters'])} parameters"
         f"{f' ({_count(frozen)} frozen)' if frozen else ''}, {_plural(model['blocks'], 'block')}",
         f"{_plural(machine['ranks'], device)}{nodes}{memory} ({machine['because']})",
         "; ".join(settings),
     ]
 
 
-def _pick(told: dict[str, Any], out: Console) -> None:
-    pick = told["pick"]
-    room = f"{pick['total'] / 2**30:.1f} of {told['machine']['usable'] / 2**30:.1f} GiB"
+def _pick(plan: dict[str, Any], out: Console) -> None:
+    pick = plan["pick"]
+    room = f"{pick['total'] / 2**30:.1f} of {plan['machine']['usable'] / 2**30:.1f} GiB"
     out.print(
         Text.assemble((f"take {pick['strategy']}", "bold green"), f" ({room}): {pick['because']}"), soft_wrap=True
     )
@@ -100,25 +100,25 @@ def _pick(told: dict[str, Any], out: Console) -> None:
         out.print("  " + " ".join(f"--set {k}={v}" for k, v in pick["set"].items()), soft_wrap=True, markup=False)
 
 
-def _speed(told: dict[str, Any]) -> str:
-    """What the estimate rests on, or why there is none."""
-    by = told["speed"]
+def _speed(plan: dict[str, Any]) -> str:
+    """The basis of the estimate, or why there is none."""
+    by = plan["speed"]
     if by["device"] is None:
         return f"speed: no estimate: {by['because']}"
     words = [
-        f"{by['peak_flops'] / 1e12:,.4g} TFLOP/s in {told['precision']}, {by['efficiency']:.0%} of it reached (--efficiency)"
+        f"{by['peak_flops'] / 1e12:,.4g} TFLOP/s in {plan['precision']}, {by['efficiency']:.0%} of it reached (--efficiency)"
     ]
-    if told["machine"]["ranks"] > 1:
+    if plan["machine"]["ranks"] > 1:
         words.append(f"{by['node_bytes_per_second'] / 1e9:g} GB/s in a node")
-    if told["machine"]["nodes"] > 1:
-        words.append(f"{by['network_bytes_per_second'] / 1e9:g} GB/s a GPU between nodes")
-    if told["offload"]["optimizer"] != "none":
+    if plan["machine"]["nodes"] > 1:
+        words.append(f"{by['network_bytes_per_second'] / 1e9:g} GB/s per GPU between nodes")
+    if plan["offload"]["optimizer"] != "none":
         words.append(f"{by['host_bytes_per_second'] / 1e9:g} GB/s to the host")
-    if told["checkpoint_activations"] == "full":
+    if plan["checkpoint_activations"] == "full":
         words.append("blocks computed twice")
     return (
-        f"step and tokens/s are an estimate for {by['device']}: {', '.join(words)}; what overlaps left out, loading data not "
-        "counted (docs/plan.md)"
+        f"step and tokens/s are an estimate for {by['device']}: {', '.join(words)}; overlapped time and data loading not "
+        "counted (docs/how-to/plan.md)"
     )
 
 

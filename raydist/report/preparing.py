@@ -1,4 +1,4 @@
-"""How far the preparation of a dataset has come: a bar on a terminal, a line every few seconds elsewhere. All of it on stderr.
+"""The progress of preparing a dataset: a bar on a terminal, a line every few seconds elsewhere. All output goes to stderr.
 
 Runs in: the user's shell, or the driver. Must not import torch or ray.
 """
@@ -27,12 +27,12 @@ LINE_EVERY_S = 5.0
 def data_progress(
     before: Callable[[], None] = lambda: None, at_once: bool = False, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[Progress], None]]:
-    """What `raydist.data.prepare` is to call with its progress.
+    """Yields the function that `raydist.data.prepare` calls with its progress.
 
-    Shows nothing as long as it is not called, for the data may be there already; unless `at_once`. `before()` is called first,
-    to make room on the terminal.
+    Shows nothing before the first call, because the data may be prepared already, unless `at_once`. Calls `before()` first, which
+    may clear the terminal.
     """
-    console = Console(stderr=True)  # looks up sys.stderr anew for each write: a Ray session exchanges it
+    console = Console(stderr=True)  # looks up sys.stderr for each write: a Ray session replaces it
     shown = _Bar(console) if console.is_terminal else _Lines(clock)
     if at_once:
         shown.begin()
@@ -63,7 +63,7 @@ def _count(at: Progress) -> str:
 
 
 class _Bar:
-    """On a terminal; gone at the end."""
+    """A bar on a terminal, erased at the end."""
 
     def __init__(self, console: Console) -> None:
         self._bar = Bar(
@@ -77,10 +77,10 @@ class _Bar:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._task = self._bar.add_task("looking at the sources", total=None, count="")
+        self._task = self._bar.add_task("reading the sources", total=None, count="")
 
     def begin(self) -> None:
-        self._bar.start()  # a second time it does nothing
+        self._bar.start()  # a second call does nothing
 
     def update(self, at: Progress) -> None:
         self._bar.update(
@@ -92,17 +92,17 @@ class _Bar:
 
 
 class _Lines:
-    """Elsewhere: the first report, one every LINE_EVERY_S, and what came of it."""
+    """Plain lines: the first report, one every LINE_EVERY_S, and the result."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._said = clock, float("-inf")
+        self._clock, self._printed_at = clock, float("-inf")
 
     def begin(self) -> None:
         pass
 
     def update(self, at: Progress) -> None:
-        if self._clock() - self._said >= LINE_EVERY_S:
-            self._said = self._clock()
+        if self._clock() - self._printed_at >= LINE_EVERY_S:
+            self._printed_at = self._clock()
             share = f"{text.size(at.bytes_done)} of {text.size(at.bytes_total)}"
             print(": ".join((_phase(at), ", ".join(filter(None, (share, _count(at)))))), file=sys.stderr, flush=True)
 

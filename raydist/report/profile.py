@@ -1,6 +1,6 @@
-"""What `raydist profile` finds: some figures of a live run over a while, of each rank, node and GPU, with a verdict on each.
+"""The figures of `raydist profile`: metrics of a live run over some time, by rank, node and GPU, compared with thresholds.
 
-Runs anywhere. Must not import torch or ray. docs/thresholds.md says where the thresholds come from.
+Runs anywhere. Must not import torch or ray. docs/reference/thresholds.md says where the thresholds come from.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SUBJECTS: dict[Subject, tuple[str, ...]] = {"rank": ("rank", "attempt"), "node":
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A figure of each `subject`: `value` takes the subject's rows of one interval, in order; None where they do not say.
+    """A metric of each `subject`. `value` computes it from the subject's ordered rows of one interval; None if unknown.
 
-    `grows`: it is what counters grew by, so that the last row before the interval is the first one of them. `good`: whether a
-    mean is as it should be (None: there is no saying); `wanted` says that in words, and `remedy` what to do.
+    `grows`: it is the increase of counters, so the rows include the last one before the interval. `good`: whether a mean meets
+    the threshold (None: there is no threshold); `wanted` is the threshold as text, and `remedy` says what to do.
     """
 
     subject: Subject
@@ -39,8 +39,8 @@ class Metric:
 
 def _mean(name: str) -> Callable[[Sequence[Row]], float | None]:
     def value(rows: Sequence[Row]) -> float | None:
-        told = [row[name] for row in rows if row.get(name) is not None]
-        return statistics.fmean(told) if told else None
+        values = [row[name] for row in rows if row.get(name) is not None]
+        return statistics.fmean(values) if values else None
 
     return value
 
@@ -51,21 +51,21 @@ def _rate(name: str) -> Callable[[Sequence[Row]], float | None]:
 
 def _spent(name: str) -> Callable[[Sequence[Row]], float | None]:
     def value(rows: Sequence[Row]) -> float | None:
-        found = time_breakdown.spent(rows)
-        return None if found is None else found[name]
+        shares = time_breakdown.spent(rows)
+        return None if shares is None else shares[name]
 
     return value
 
 
 def _sync(rows: Sequence[Row]) -> float | None:
-    """Seconds in which gradients were on their way, over those of the forward passes."""
+    """Seconds of communication, divided by the seconds of the forward passes."""
     forward = time_breakdown.grown(rows[0], rows[-1], "forward_seconds")
     moved = sum(time_breakdown.grown(rows[0], rows[-1], f"{op}_seconds") for op in OPS)
     return moved / forward if forward else None
 
 
 def _link(rows: Sequence[Row]) -> float | None:
-    """The busier direction of the interface, over its limit."""
+    """The rate of the interface's busier direction, divided by its limit."""
     limit = next((row["nic_limit_bytes_per_second"] for row in rows if row.get("nic_limit_bytes_per_second")), None)
     rates = [rate for way in ("in", "out") if (rate := time_breakdown.rate(rows, f"nic_{way}_bytes")) is not None]
     return max(rates) / limit if limit and rates else None
@@ -73,13 +73,13 @@ def _link(rows: Sequence[Row]) -> float | None:
 
 def _used(used: str, total: str) -> Callable[[Sequence[Row]], float | None]:
     def value(rows: Sequence[Row]) -> float | None:
-        told = [row[used] / row[total] for row in rows if row.get(used) is not None and row.get(total)]
-        return max(told) if told else None
+        shares = [row[used] / row[total] for row in rows if row.get(used) is not None and row.get(total)]
+        return max(shares) if shares else None
 
     return value
 
 
-_MEMORY = "lower train.micro_batch, or take parallel.strategy: zero2 or zero3, or offload.optimizer: cpu"
+_MEMORY = "lower train.micro_batch, or use parallel.strategy: zero2 or zero3, or offload.optimizer: cpu"
 METRICS: dict[str, Metric] = {
     "compute": Metric("rank", "share", _spent("compute"), grows=True),
     "exposed": Metric(
@@ -88,7 +88,7 @@ METRICS: dict[str, Metric] = {
         _spent("exposed"),
         lambda x: x < 0.1,
         "under 10% of the time",
-        "larger train.micro_batch (fewer syncs a token), parallel.bucket_mb: auto, precision.reduce: bf16, or a faster link",
+        "larger train.micro_batch (fewer syncs per token), parallel.bucket_mb: auto, precision.reduce: bf16, or a faster link",
         grows=True,
     ),
     "sync": Metric(
@@ -97,7 +97,7 @@ METRICS: dict[str, Metric] = {
         _sync,
         lambda x: x < 0.2,
         "under 20% of forward",
-        "as for exposed; what backward hides costs nothing",
+        "as for exposed; communication that is overlapped with computation costs nothing",
         grows=True,
     ),
     "data": Metric(
@@ -106,7 +106,7 @@ METRICS: dict[str, Metric] = {
         _spent("data"),
         lambda x: x < 0.05,
         "under 5% of the time",
-        "raise data.prefetch, prepare the data ahead (`raydist data prepare`), or bring it nearer",
+        "raise data.prefetch, prepare the data ahead (`raydist data prepare`), or move it closer",
         grows=True,
     ),
     "save": Metric(
@@ -125,7 +125,7 @@ METRICS: dict[str, Metric] = {
         _mean("gpu_util"),
         lambda x: x >= 0.85,
         "at least 85%",
-        "look at data and exposed; larger train.micro_batch, train.compile",
+        "check data and exposed; larger train.micro_batch, train.compile",
     ),
     "gpu_memory": Metric(
         "gpu",
@@ -175,27 +175,27 @@ DEFAULT = (
 
 
 def chosen(names: Iterable[str] | None) -> list[str]:
-    """Names of metrics, checked. Raises UsageError for one that there is not."""
-    found = list(names) if names is not None else list(DEFAULT)
-    for name in found:
+    """Checked names of metrics. Raises UsageError for an unknown one."""
+    selected = list(names) if names is not None else list(DEFAULT)
+    for name in selected:
         if name not in METRICS:
             raise UsageError(f"unknown metric {name!r}", did_you_mean(name, list(METRICS)))
-    return found
+    return selected
 
 
 def measured(rows: Sequence[Row], names: Sequence[str], begun: float, interval_s: float) -> list[dict[str, Any]]:
-    """One dict a metric and subject: metric, the subject's columns and host, unit, mean, least, most over the intervals, ok,
-    wanted, remedy. `rows`: in order of time; what no row says has no dict. `ok` is None where there is no saying.
+    """One dict per metric and subject: metric, the subject's columns and host, unit, mean, least, most over the intervals, ok,
+    wanted, remedy. `rows`: ordered by time. A metric without rows has no dict; `ok` is None without a threshold.
     """
     found = []
     for name in names:
         metric = METRICS[name]
         keys = SUBJECTS[metric.subject]
-        for who, told in sorted(
+        for who, own in sorted(
             time_breakdown.by_subject((r for r in rows if r["kind"] == metric.subject), *keys).items()
         ):
             binned: dict[int, list[Row]] = {}
-            for row in told:
+            for row in own:
                 binned.setdefault(int((row["at"] - begun) // interval_s), []).append(row)
             values, before = [], list[Row]()
             for part in binned.values():
@@ -210,7 +210,7 @@ def measured(rows: Sequence[Row], names: Sequence[str], begun: float, interval_s
                 {
                     "metric": name,
                     **dict(zip(keys, who, strict=True)),
-                    "host": told[-1]["host"],
+                    "host": own[-1]["host"],
                     "unit": metric.unit,
                     "mean": mean,
                     "least": min(known),

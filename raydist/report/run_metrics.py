@@ -1,6 +1,6 @@
-"""All that `raydist report` says of a run, from its folder alone, while it trains and after: figures, and what charts are made of.
+"""The contents of `raydist report`, from the run's folder alone, during and after training: figures, and the data of the charts.
 
-Runs anywhere. Must not import torch or ray. docs/report.md has the fields.
+Runs anywhere. Must not import torch or ray. docs/how-to/report.md has the fields.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from raydist.run.telemetry_schema import OPS
 
 @dataclass(frozen=True)
 class Report:
-    """`told`: plain data for strict JSON. The rest is what charts need: one row a step, evaluations by step, and grids."""
+    """`told`: plain data for strict JSON. The rest is data for charts: one row per step, evaluations by step, and grids."""
 
     told: dict[str, Any]
     spec: str
@@ -99,7 +99,7 @@ def _parsed(text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
-        return None  # it is shown as it is; what a report takes from it is not known
+        return None  # it is shown unparsed, and values from it are unknown
 
 
 def _get(spec: Any, *keys: str) -> Any:
@@ -109,12 +109,12 @@ def _get(spec: Any, *keys: str) -> Any:
 
 
 def _why(spec: Any, status: str) -> str:
-    """Why a run has no readings of its ranks, and how the next one gets them."""
+    """Why a run has no readings of its ranks, and how to get them in the next one."""
     if isinstance(_get(spec, "observe"), Mapping) and _get(spec, "observe", "interval_s") is None:
-        return "This run was not watched: its spec has observe.interval_s: null. With observe.interval_s: 1.0 the next one is."
+        return "This run was not monitored: its spec has observe.interval_s: null. Set observe.interval_s: 1.0 for the next one."
     if status == "running":
-        return "No reading of a rank has come yet: make the report again in some seconds."
-    return "The run ended before a rank had been read: readings come every observe.interval_s seconds."
+        return "There is no reading of a rank yet: create the report again in a few seconds."
+    return "The run ended before the first reading of a rank: ranks are read every observe.interval_s seconds."
 
 
 def _when(readings: Readings, step: int) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _when(readings: Readings, step: int) -> dict[str, Any]:
 
 
 def _versions(run: RunDir, events: Sequence[Event]) -> dict[str, str]:
-    """As the ranks told them, and as the newest checkpoint has them; `report` is that of who wrote this page."""
+    """Versions from the ranks and from the newest checkpoint; `report`: the raydist that writes this page."""
     found = {"report": __version__}
     workers: list[dict[str, Any]] = next((e.data["workers"] for e in reversed(events) if e.kind == "workers"), [])
     for name in ("python", "torch"):
@@ -142,7 +142,7 @@ def _trained(segments: Sequence[Segment]) -> dict[int, int]:
 
 
 def _memory(readings: Readings, column: str) -> list[dict[str, Any]]:
-    """Of each rank the least, the median and the most, in bytes."""
+    """Minimum, median and maximum of each rank, in bytes."""
     found = []
     for rank in sorted({track.rank for track in readings.tracks}):
         values = np.concatenate([t.values[column] for t in readings.tracks if t.rank == rank])
@@ -155,8 +155,10 @@ def _memory(readings: Readings, column: str) -> list[dict[str, Any]]:
 
 
 def _communication(readings: Readings) -> list[dict[str, Any]]:
-    """Of each kind of collective, means over ranks of all attempts' totals: op, count, bytes, seconds, exposed_seconds, algbw and
-    busbw (bytes/s), exposed_share (of the ranks' time), and most_exposed: the rank that waited longest, and for how long.
+    """For each kind of collective, means over ranks of the totals of all attempts.
+
+    Keys: op, count, bytes, seconds, exposed_seconds, algbw and busbw (bytes/s), exposed_share (of the ranks' time), and
+    most_exposed: the rank that waited longest, and its seconds.
     """
     columns = [f"{op}_{name}" for op in OPS for name in COMM]
     totals: dict[int, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""What `raydist train` does before its first step, told at once: a spinner on a terminal, a line a stage elsewhere; on stderr.
+"""Shows what `raydist train` does before its first step: a spinner on a terminal, one line per stage elsewhere; on stderr.
 
 Runs in: the driver. Must not import torch or ray.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +37,7 @@ _WORDS = {
 
 
 def process_start() -> float:
-    """Unix time at which this process began, to about 10 ms; where /proc does not say it, now."""
+    """Unix time at which this process began, to about 10 ms; the current time if /proc does not contain it."""
     with suppress(OSError, AttributeError, ValueError, IndexError):
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -46,9 +46,9 @@ def process_start() -> float:
 
 
 class Starting:
-    """`with Starting() as starting:`, then `stage(name)` as each begins. On a terminal the display may be hidden and shown again.
+    """`with Starting() as starting:`, then `stage(name)` as each begins. On a terminal the display can be hidden and shown again.
 
-    `begun`: Unix time since which the user waits; default: when this process began, so that imports count.
+    `begun`: Unix time at which the user's wait began; default: the start of this process, so that imports count.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Starting:
         self.tty = self._rich.is_terminal if tty is None else tty
         self._marks: list[tuple[str, float]] = []
         self._words = "starting"
-        self._told = 0
+        self._shown = 0
         self._spinner = Spinner("dots", style="cyan")
         self._live: Live | None = None
 
@@ -76,7 +76,7 @@ class Starting:
         self.hide()
 
     def stage(self, name: str, words: str | None = None) -> None:
-        """The driver's stage `name` begins now, and the one before has ended."""
+        """Begins the driver's stage `name`, which ends the previous one."""
         now = self._clock()
         self._marks.append((name, now if self._marks else self.begun))
         self._say(words or _WORDS[name], now)
@@ -92,31 +92,31 @@ class Starting:
             self._live.start(refresh=True)
 
     def ranks(self, stages: Sequence[Sequence[Any]]) -> None:
-        """The stages that the ranks of the present attempt have begun so far, each its name and the Unix time."""
-        if len(stages) < self._told:  # another attempt's
-            self._told = 0
-        for name, at in stages[self._told :]:
+        """Shows the stages that the ranks of the current attempt have begun so far, each as (name, Unix time)."""
+        if len(stages) < self._shown:  # of a new attempt
+            self._shown = 0
+        for name, at in stages[self._shown :]:
             self._say(_WORDS.get(name, name), at)
-        self._told = len(stages)
+        self._shown = len(stages)
 
     def note(self, line: str) -> None:
-        """A line of its own, which stays."""
+        """Prints a permanent line."""
         self._rich.print(Text(line), soft_wrap=True)
 
     def hide(self) -> None:
-        """Takes the spinner away, for what is shown in its place; the next `stage` shows it again. A second call does nothing."""
+        """Removes the spinner, to make room for other output; the next `stage` shows it again. A second call does nothing."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def line(self) -> Spinner:
-        """The spinner, the present stage and the seconds since the command began."""
+        """The spinner, the current stage and the seconds since the command began."""
         waited = max(self._clock() - self.begun, 0.0)
         self._spinner.update(text=Text.assemble(self._words, (f"  {waited:.1f} s", "dim")))
         return self._spinner
 
     def seconds(self, until: float) -> dict[str, float]:
-        """What each of the driver's stages has taken, the last one until that Unix time. They add up to the whole wait."""
+        """Seconds of each of the driver's stages, the last one until that Unix time. They add up to the whole wait."""
         ends = [*(at for _, at in self._marks[1:]), until]
         return {name: max(end - at, 0.0) for (name, at), end in zip(self._marks, ends, strict=True)}
 
@@ -127,20 +127,15 @@ class Starting:
 
 
 class Stderr:
-    """sys.stderr as it is at each write: a Ray session exchanges it, perhaps while another thread draws."""
+    """Writes to the current sys.stderr: a Ray session replaces it, perhaps while another thread draws."""
 
     encoding = "utf-8"
 
     def write(self, text: str) -> int:
-        """Writes; what a stream that is just being exchanged refuses is lost."""
+        """Writes. Text is lost if the stream is being replaced at that moment."""
         with suppress(OSError, ValueError):
             return sys.stderr.write(text)
         return 0
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        """Each of them."""
-        for line in lines:
-            self.write(line)
 
     def flush(self) -> None:
         """Flushes."""

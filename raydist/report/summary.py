@@ -1,7 +1,6 @@
-"""What `raydist show` and `raydist runs` tell, from the run folder alone: no cluster, while it trains and after.
+"""The data of `raydist show` and `raydist runs`, from the run folders alone: without a cluster, during and after training.
 
-Runs anywhere. Must not import torch or ray; of the worker it takes the manifest, which is plain python.
-docs/records.md is the interface.
+Runs anywhere. Must not import torch or ray. docs/reference/records.md is the interface.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from raydist.storage import Storage
 def show(run: RunDir) -> dict[str, Any]:
     """{"run", "path", "status", "steps", "loss", "eval_loss", "tokens_per_second", "attempts", "checkpoints", "faults", "workers"}.
 
-    Plain data for strict JSON. What is not known is None: no step or eval yet, the bytes of a checkpoint whose manifest is damaged.
+    Plain data for strict JSON. Unknown values are None: no step or eval yet, or the bytes of a checkpoint with a damaged manifest.
     Raises StorageError.
     """
     state = read_state(run)
@@ -51,7 +50,7 @@ def show(run: RunDir) -> dict[str, Any]:
 def runs(storage: str | None = None) -> list[dict[str, Any]]:
     """The runs in a folder or at a URI, by name: {"run", "path", "status", "steps", "loss", "eval_loss", "tokens_per_second"}.
 
-    Quick: one small file a run, as old as its last heartbeat (2 s) where its driver was killed. Raises StorageError.
+    Reads one small file per run; if its driver was killed, the file is as old as its last heartbeat (2 s). Raises StorageError.
     """
     home = Storage(storage or default_storage())
     found = []
@@ -61,9 +60,9 @@ def runs(storage: str | None = None) -> list[dict[str, Any]]:
             continue
         state = read_state(run)
         if "step" not in state:
-            # Trained without a monitor (worker.standalone): its records tell.
-            told = show(run)
-            state = {**told, "step": told["steps"]}
+            # Trained without a monitor (launch.standalone): read its records.
+            facts = show(run)
+            state = {**facts, "step": facts["steps"]}
         found.append(
             {
                 "run": run.name,
@@ -77,7 +76,7 @@ def runs(storage: str | None = None) -> list[dict[str, Any]]:
 
 
 def steps(run: RunDir) -> Iterator[dict[str, Any]]:
-    """One dict a step with the fields of StepRecord, ascending; for strict JSON, so that NaN and infinities are None."""
+    """One dict per step with the fields of StepRecord, ascending. For strict JSON, NaN and infinities are None."""
     for batch in read_steps(run).to_batches(max_chunksize=4096):
         yield from (plain(row) for row in batch.to_pylist())
 
@@ -89,7 +88,7 @@ def _status(state: dict[str, Any], events: list[Event]) -> str:
 
 
 def _pace(rows: pa.Table) -> float | None:
-    """Of the newest attempt's last steps; its first step warms up, and counts only when it is all there is."""
+    """Tokens/s of the newest attempt's last steps. Its first step is a warm-up, and counts only if it is the only one."""
     if not rows.num_rows:
         return None
     newest = rows.slice(max(0, rows.num_rows - WINDOW - 1)).to_pylist()
@@ -98,7 +97,7 @@ def _pace(rows: pa.Table) -> float | None:
 
 
 def evals(events: Sequence[Event]) -> dict[int, float]:
-    """Eval loss by step, ascending; those past the step that a later attempt resumed from are void."""
+    """Eval loss by step, ascending, without those after the step that a later attempt resumed from."""
     kept: dict[int, float] = {}
     for event in events:
         if event.kind in ("attempt_started", "resumed"):
@@ -110,7 +109,7 @@ def evals(events: Sequence[Event]) -> dict[int, float]:
 
 
 def _attempts(segments: list[Segment], events: list[Event], status: str) -> list[dict[str, Any]]:
-    """By number. `first_step` and `last_step` are what the attempt trained, also if a later one trained it again."""
+    """By number. `first_step` and `last_step`: what the attempt trained, even if a later one trained it again."""
     found: dict[int, dict[str, Any]] = {}
 
     def attempt(number: int) -> dict[str, Any]:
@@ -127,7 +126,7 @@ def _attempts(segments: list[Segment], events: list[Event], status: str) -> list
     for event in events:
         if event.kind == "attempt_started":
             if current is not None and current["cause"] is None:
-                current["cause"] = "its driver was gone without a word"
+                current["cause"] = "its driver exited without reporting an error"
             current = attempt(event.data["attempt"])
             current["world_size"] = event.data["world_size"]
         elif event.kind == "first_step":
@@ -141,5 +140,5 @@ def _attempts(segments: list[Segment], events: list[Event], status: str) -> list
             ended = event.data["status"]
             current["cause"] = current["cause"] or (None if ended == "finished" else event.data.get("cause") or ended)
     if status == "lost" and current is not None and current["cause"] is None:
-        current["cause"] = "its driver was gone without a word"
+        current["cause"] = "its driver exited without reporting an error"
     return [found[number] for number in sorted(found)]

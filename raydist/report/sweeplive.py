@@ -1,5 +1,5 @@
-"""The live display of `raydist sweep`: the cells that train, those that ended last and the best so far, as a table on a terminal
-and as plain lines elsewhere. All of it on stderr.
+"""The live display of `raydist sweep`: the running cells, those that ended last and the best so far, as a table on a terminal
+and as plain lines elsewhere. All output goes to stderr.
 
 Runs in: the driver's main thread. Must not import torch or ray.
 """
@@ -26,12 +26,12 @@ LINE_EVERY_S = 10.0
 REFRESH_S = 0.5
 _ORDER = ("running", "waiting", "finished", "stopped", "failed")
 _ENDED = 5
-"""Cells that are over, in the table."""
+"""Number of ended cells in the table."""
 _STYLES = {"failed": "red", "finished": "green"}
 
 
 class Cell(Protocol):
-    """A cell that trains: `raydist.cluster.sweep.trial.Live`."""
+    """A running cell: `raydist.cluster.sweep.trial.Live`."""
 
     id: str
     state: str
@@ -45,30 +45,30 @@ class Spent(Protocol):
 
     @property
     def hours(self) -> float:
-        """On the wall."""
+        """Wall-clock time."""
 
     @property
     def gpu_hours(self) -> float:
-        """Of GPUs."""
+        """Hours of GPUs."""
 
     @property
     def worker_hours(self) -> float:
-        """Of workers."""
+        """Hours of workers."""
 
 
 def counts_line(counts: Mapping[str, int]) -> str:
-    """`3 running, 2 waiting, 4 finished`: what is not there is left out."""
+    """`3 running, 2 waiting, 4 finished`: zero counts are left out."""
     return ", ".join(f"{counts[name]} {name}" for name in _ORDER if counts.get(name))
 
 
 def cost_line(spent: Spent, cost_per_gpu_hour: float | None) -> str:
-    """What it has taken so far, and what that costs, where GPUs and a price are known."""
-    said = [f"{_hours(spent.hours)} on the wall", f"{_hours(spent.worker_hours)} of workers"]
+    """The time used so far, and its cost if GPUs and a price are known."""
+    parts = [f"{_hours(spent.hours)} wall time", f"{_hours(spent.worker_hours)} worker time"]
     if spent.gpu_hours:
-        said.append(f"{spent.gpu_hours:.2f} GPU-hours")
+        parts.append(f"{spent.gpu_hours:.2f} GPU-hours")
         if cost_per_gpu_hour is not None:
-            said.append(f"cost {spent.gpu_hours * cost_per_gpu_hour:.2f}")
-    return ", ".join(said)
+            parts.append(f"cost {spent.gpu_hours * cost_per_gpu_hour:.2f}")
+    return ", ".join(parts)
 
 
 def _hours(hours: float) -> str:
@@ -79,18 +79,18 @@ _TITLES = ("cell", "state", "step", "loss", "eval loss", "tokens/s", "ETA", "wor
 
 
 def row(cell: Cell) -> tuple[str, ...]:
-    """A cell that trains, in words, a word for each of _TITLES."""
-    seen = cell.snapshot
-    record = seen.get("record")
-    shown = text.figures(seen, cell.total) if record else {}
-    step = f"{seen['step']}/{cell.total}" if seen else ""
+    """A running cell as text, one entry for each of _TITLES."""
+    snapshot = cell.snapshot
+    record = snapshot.get("record")
+    shown = text.figures(snapshot, cell.total) if record else {}
+    step = f"{snapshot['step']}/{cell.total}" if snapshot else ""
     loss = f"{record['loss']:.4f}" if record else ""
-    pace = f"{seen['tokens_per_second']:,.0f}" if record and seen["tokens_per_second"] else ""
+    pace = f"{snapshot['tokens_per_second']:,.0f}" if record and snapshot["tokens_per_second"] else ""
     return cell.id, cell.state, step, loss, shown.get("eval", ""), pace, shown.get("ETA", ""), str(cell.workers)
 
 
 def over_row(one: Over) -> tuple[str, ...]:
-    """The same of a cell that is over, with the time since it began in place of the time that is left."""
+    """The same for a cell that has ended, with its duration in place of the remaining time."""
     step = "" if one.steps is None else str(one.steps)
     loss = "" if one.loss is None else text.loss(one.loss)
     held_out = "" if one.eval_loss is None else text.loss(one.eval_loss)
@@ -108,14 +108,14 @@ def best_line(metric: str, best: Leader | None) -> str:
 
 
 def over_line(metric: str, one: Over) -> str:
-    """`CELL: finished, eval_loss 2.0245, in 3:20`; why, where it failed or was stopped."""
-    told = [one.status]
+    """`CELL: finished, eval_loss 2.0245, in 3:20`; with the cause if it failed or was stopped."""
+    parts = [one.status]
     if one.value is not None:
-        told.append(f"{metric} {measured(one.value)}")
+        parts.append(f"{metric} {measured(one.value)}")
     if one.seconds is not None:
-        told.append(f"in {text.span(one.seconds)}")
+        parts.append(f"in {text.span(one.seconds)}")
     why = f": {one.cause.splitlines()[0]}" if one.cause and one.status != "finished" else ""
-    return f"{one.cell}: {', '.join(told)}{why}"
+    return f"{one.cell}: {', '.join(parts)}{why}"
 
 
 def table(
@@ -126,18 +126,18 @@ def table(
     standing: Standing,
     height: int = 24,
 ) -> RenderableType:
-    """The whole display, `height` lines at most: the cells that train, those that ended last, and the best point so far."""
+    """The whole display, at most `height` lines: the running cells, those that ended last, and the best point so far."""
     head = Text.assemble((f"sweep {name}", "bold"), "  ", counts_line(counts), no_wrap=True, overflow="ellipsis")
-    said = best_line(standing.metric, standing.best)
+    best = best_line(standing.metric, standing.best)
     rest = max(
         2, height - 5
-    )  # without the two lines above, that of the best, the titles, and the line on those left out
+    )  # minus the two lines at the top, the line of the best, the titles, and the line for omitted cells
     ended = standing.last(min(_ENDED, rest // 2))
     shown = cells[: rest - len(ended)]
     body = Table(box=None, pad_edge=False, header_style="dim")
     titles = _TITLES if len({cell.workers for cell in shown}) > 1 else _TITLES[:-1]
     for title in titles:
-        words = title in ("cell", "state")  # these give way where a terminal is narrow, figures stay whole
+        words = title in ("cell", "state")  # these are shortened on a narrow terminal, figures are not
         body.add_column(title, justify="left" if words else "right", no_wrap=not words)
     for cell in shown:
         body.add_row(*map(_short, row(cell)[: len(titles)]))
@@ -148,20 +148,20 @@ def table(
     return Group(
         head,
         Text(cost, "dim", no_wrap=True, overflow="ellipsis"),
-        *([Text(said, "green", no_wrap=True, overflow="ellipsis")] if said else []),
+        *([Text(best, "green", no_wrap=True, overflow="ellipsis")] if best else []),
         body,
-        *([Text(f"and {left_out:,} more that train", "dim")] if left_out else []),
+        *([Text(f"and {left_out:,} more running", "dim")] if left_out else []),
     )
 
 
 def _short(words: str) -> Text:
-    """On one line, whatever room there is."""
+    """On one line, shortened to the available width."""
     return Text(words, no_wrap=True, overflow="ellipsis")
 
 
 class SweepConsole:
     """`with SweepConsole(name, cost_per_gpu_hour, standing) as console:`; `update` and `note` may then be called from the main
-    thread. `standing` is told of the sweep's events by others.
+    thread. The caller passes the sweep's events to `standing`.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class SweepConsole:
         self._stream = stream or sys.stderr
         self._rich = Rich(file=self._stream)
         self._live: Live | None = None
-        self._said, self._line = float("-inf"), ""
+        self._printed_at, self._line = float("-inf"), ""
         self._over, self._best = standing.since(0)[0], standing.best
 
     def __enter__(self) -> SweepConsole:
@@ -185,27 +185,27 @@ class SweepConsole:
             self._live.stop()
 
     def update(self, live: Sequence[Cell], counts: Mapping[str, int], spent: Spent) -> None:
-        """The cells that train, how many there are of each status, and what it has taken."""
+        """Shows the running cells, the number of cells of each status, and the time used."""
         cost = cost_line(spent, self._price)
         if self._live is not None:
             self._live.update(table(live, counts, cost, self._name, self._standing, self._rich.size.height))
             return
         self._ended()
         line, now = counts_line(counts), time.monotonic()
-        due = now - self._said >= LINE_EVERY_S
+        due = now - self._printed_at >= LINE_EVERY_S
         if line != self._line or due:
             self._line = line
             self.note(f"{line}; {cost}")
         if due:
-            self._said = now
+            self._printed_at = now
             for cell in live:
                 name, state, step, loss, held_out, pace, eta, _ = row(cell)
                 named = {"step": step, "loss": loss, "eval loss": held_out, "tokens/s": pace, "ETA": eta}
-                told = [f"{label} {value}" for label, value in named.items() if value]
-                self.note(f"  {name}: {', '.join([state, *told])}")
+                figures = [f"{label} {value}" for label, value in named.items() if value]
+                self.note(f"  {name}: {', '.join([state, *figures])}")
 
     def _ended(self) -> None:
-        """A line for each cell that has ended since, and one for a new best."""
+        """Prints a line for each cell that has ended since the last call, and one for a new best."""
         self._over, new = self._standing.since(self._over)
         for one in new:
             self.note(over_line(self._standing.metric, one))
@@ -214,5 +214,5 @@ class SweepConsole:
             self.note(best_line(self._standing.metric, best))
 
     def note(self, text: str) -> None:
-        """A line of its own."""
+        """Prints a line."""
         self._rich.print(Text(text), soft_wrap=True)

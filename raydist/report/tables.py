@@ -26,7 +26,7 @@ _STYLES = {
 
 
 def runs(found: list[dict[str, Any]], home: str, because: str, hint: str, out: Console | None = None) -> None:
-    """The list of `summary.runs`, where it comes from, why from there, and what to do to see others."""
+    """Prints the list of `summary.runs`, its storage, the reason for this storage, and how to see others."""
     out = out or Console(highlight=False)
     where = Text(f"runs in {home} ({because}); {hint}", style="dim")
     if not found:
@@ -41,47 +41,48 @@ def runs(found: list[dict[str, Any]], home: str, because: str, hint: str, out: C
     out.print(where, soft_wrap=True)
 
 
-def show(told: dict[str, Any], out: Console | None = None) -> None:
-    """The object of `summary.show`."""
+def show(facts: dict[str, Any], out: Console | None = None) -> None:
+    """Prints the object of `summary.show`."""
     out = out or Console(highlight=False)
     out.print(
-        Text.assemble((told["run"], "bold"), "  ", _status(told["status"]), "  ", (told["path"], "dim")), soft_wrap=True
-    )
-    out.print(
-        f"step {told['steps']}   loss {text.loss(told['loss'])}   eval loss {text.loss(told['eval_loss'])}   "
-        f"tokens/s {text.rate(told['tokens_per_second'])}",
+        Text.assemble((facts["run"], "bold"), "  ", _status(facts["status"]), "  ", (facts["path"], "dim")),
         soft_wrap=True,
     )
-    if told["attempts"]:
-        table = _table("attempt>", "workers>", "first step>", "last step>", "up in>", "ended by")
-        for attempt in told["attempts"]:
+    out.print(
+        f"step {facts['steps']}   loss {text.loss(facts['loss'])}   eval loss {text.loss(facts['eval_loss'])}   "
+        f"tokens/s {text.rate(facts['tokens_per_second'])}",
+        soft_wrap=True,
+    )
+    if facts["attempts"]:
+        table = _table("attempt>", "workers>", "first step>", "last step>", "startup>", "ended by")
+        for attempt in facts["attempts"]:
             numbers = (_or_dash(attempt[key]) for key in ("number", "world_size", "first_step", "last_step"))
             up = text.span(attempt["startup"]["seconds"]) if attempt["startup"] else "-"
             table.add_row(*numbers, up, Text(attempt["cause"] or ""))
         out.print(table)
-    if told["checkpoints"]:
+    if facts["checkpoints"]:
         table = _table("checkpoint>", "size>", "best")
-        for kept in told["checkpoints"]:
+        for kept in facts["checkpoints"]:
             table.add_row(
                 str(kept["step"]),
                 "damaged" if kept["bytes"] is None else text.size(kept["bytes"]),
                 "best" if kept["best"] else "",
             )
         out.print(table)
-    if told["faults"]:
+    if facts["faults"]:
         table = _table("injected", "rank>", "step>", "attempt>")
-        for fault in told["faults"]:
+        for fault in facts["faults"]:
             table.add_row(*(str(fault[key]) for key in ("fault", "rank", "step", "attempt")))
         out.print(table)
-    if told["workers"]:
+    if facts["workers"]:
         table = _table("rank>", "host", "node ip", "pid>")
-        for worker in told["workers"]:
+        for worker in facts["workers"]:
             table.add_row(*(str(worker[key]) for key in ("rank", "host", "node_ip", "pid")))
         out.print(table)
 
 
 def steps(rows: Iterable[dict[str, Any]], out: Console | None = None) -> None:
-    """The steps of `summary.steps`, a line each, as they come: a long run is never held whole."""
+    """Prints the steps of `summary.steps`, one line each, as they arrive: a long run is never in memory as a whole."""
     out = out or Console(highlight=False)
     form = "{:>9}  {:>10}  {:>9}  {:>9}  {:>9}  {:>9}  {:>8}  {:>8}  {:>7}  {:>7}  {}"
     names = (
@@ -107,7 +108,7 @@ def steps(rows: Iterable[dict[str, Any]], out: Console | None = None) -> None:
 
 
 def profile(found: list[dict[str, Any]], names: list[str], out: Console | None = None) -> None:
-    """The list of `profile.measured`; `names`: the metrics that were asked for."""
+    """Prints the list of `profile.measured`; `names`: the requested metrics."""
     out = out or Console(highlight=False)
     table = _table("metric", "of", "host", "mean>", "least>", "most>", "", "wanted")
     for row in found:
@@ -120,15 +121,15 @@ def profile(found: list[dict[str, Any]], names: list[str], out: Console | None =
         remedy = next(row["remedy"] for row in found if row["metric"] == name and row["remedy"])
         out.print(Text.assemble((f"{name}: ", "bold"), remedy), soft_wrap=True)
     if missing := [name for name in names if name not in {row["metric"] for row in found}]:
-        out.print(f"nothing here has: {', '.join(missing)}", soft_wrap=True)
+        out.print(f"no data for: {', '.join(missing)}", soft_wrap=True)
 
 
-def trace(told: dict[str, Any], out: Console | None = None) -> None:
-    """The object of `raydist.report.trace.merge`: what each rank's time went into, and how the hosts' clocks differ."""
+def trace(facts: dict[str, Any], out: Console | None = None) -> None:
+    """Prints the object of `raydist.report.trace.merge`: the shares of each rank's time, and the offsets of the hosts' clocks."""
     out = out or Console(highlight=False)
     table = _table("rank>", "host", "compute>", "comm>", "overlap>", "exposed>", "data wait>", "checkpoint>")
     clocks: dict[str, str] = {}
-    for rank in told["ranks"]:
+    for rank in facts["ranks"]:
         overlap = "-" if rank["overlap"] is None else f"{rank['overlap']:.0%}"
         shares = [f"{rank[name]:.1%}" for name in ("compute", "communication")]
         rest = [f"{rank[name]:.1%}" for name in ("exposed", "data_wait", "checkpoint")]
@@ -139,13 +140,17 @@ def trace(told: dict[str, Any], out: Console | None = None) -> None:
         elif error:
             clocks[rank["host"]] = f"{lead * 1e3:+.3f} ms, ±{error * 1e3:.3f} at most"
     out.print(table)
-    out.print("shares of the steps' time; overlap: of comm, what compute hides", style="dim", soft_wrap=True)
+    out.print(
+        "shares of the steps' time; overlap: share of comm that is overlapped with computation",
+        style="dim",
+        soft_wrap=True,
+    )
     for host, lead in clocks.items():
-        out.print(f"clock of {host} against {told['ranks'][0]['host']}'s, and taken off: {lead}", soft_wrap=True)
+        out.print(f"clock of {host} relative to {facts['ranks'][0]['host']}, subtracted: {lead}", soft_wrap=True)
 
 
 def _table(*columns: str) -> Table:
-    """`>` behind a heading: numbers, on the right."""
+    """`>` after a heading: a column of numbers, aligned right."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in columns:
         table.add_column(name.removesuffix(">"), justify="right" if name.endswith(">") else "left", overflow="fold")

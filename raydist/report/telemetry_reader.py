@@ -1,4 +1,4 @@
-"""What the ranks of a run read of themselves, over its whole length, in bounded memory: for shares, heat maps and tables.
+"""The telemetry of a run's ranks over its whole length, in bounded memory, for shares, heat maps and tables.
 
 Runs anywhere. Must not import torch or ray.
 """
@@ -17,22 +17,22 @@ from numpy.typing import NDArray
 from raydist.run.telemetry_schema import OPS, PHASES
 
 MEMORY = ("gpu_process_bytes", "reserved_bytes", "rss_bytes")
-"""What a rank's memory is: the first of these that the run has."""
+"""Columns of a rank's memory; the first that the run has is used."""
 COMM = ("count", "bytes", "wire_bytes", "seconds", "exposed_seconds")
 _PHASES = tuple(f"{phase}_seconds" for phase in PHASES)
 _COMM = tuple(f"{op}_{name}" for op in OPS for name in COMM)
 _VALUES = ("at", "step", *_PHASES, *MEMORY, *_COMM)
 COLUMNS = ("kind", "host", "rank", "attempt", *_VALUES)
-"""Columns of raydist.run.telemetry_schema that `gather` takes."""
+"""Columns of raydist.run.telemetry_schema that `gather` reads."""
 KEPT = 300_000
-"""Rows that are kept at most, about."""
+"""Approximate maximum number of rows kept."""
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Track:
-    """One rank in one attempt, N readings in order. `at`: Unix time; `step`: the newest begun; the rest are columns of
+    """One rank in one attempt, N readings in order. `at`: Unix time; `step`: the newest step that has begun; `values`: columns of
     raydist.run.telemetry_schema, NaN where a reading has none.
     """
 
@@ -52,9 +52,9 @@ class Track:
         return computing - np.minimum(exposed, computing) if name == "compute" else self._known(f"{name}_seconds")
 
     def by_step(self, name: str) -> tuple[Array, Array]:
-        """(steps, seconds of `counter` once they were done), each [M]; before its first step a rank has spent nothing."""
-        last = np.append(self.step[1:] != self.step[:-1], True)  # of several readings in a step the latest
-        last &= self.step >= 1  # 0: it has not begun one
+        """(steps, seconds of `counter` at their end), each [M]. Before its first step a rank has spent nothing."""
+        last = np.append(self.step[1:] != self.step[:-1], True)  # the latest of several readings in a step
+        last &= self.step >= 1  # 0: no step has begun
         return self.step[last], self.counter(name)[last]
 
     def _known(self, name: str) -> Array:
@@ -68,12 +68,12 @@ class Readings:
         self.tracks = list(tracks)
 
     def of(self, attempt: int) -> list[Track]:
-        """Its tracks, by rank."""
+        """The tracks of an attempt, by rank."""
         return sorted((t for t in self.tracks if t.attempt == attempt), key=lambda track: track.rank)
 
     def grown(self, attempt: int, begun: int, first: int, last: int) -> dict[str, float] | None:
-        """Seconds of compute, exposed, data, eval and save from step `first` to `until`, the last one up to `last` that was read;
-        means over ranks. None if that is nothing. `begun`: the first step of the attempt.
+        """Seconds of compute, exposed, data, eval and save from step `first` to `until`, the last step up to `last` with a reading;
+        means over ranks. None if there is no such step. `begun`: the first step of the attempt.
         """
         tracks = [track for track in self.of(attempt) if len(track.by_step("data")[0])]
         if not tracks:
@@ -85,16 +85,16 @@ class Readings:
         for name in ("compute", "exposed", "data", "eval", "save"):
             grew = []
             for track in tracks:
-                steps, seconds = track.by_step(name)  # which began at nothing, before the attempt's first step
+                steps, seconds = track.by_step(name)  # from 0 before the attempt's first step
                 spent = np.interp((first - 1, until), np.append(begun - 1, steps), np.append(0.0, seconds))
                 grew.append(spent[1] - spent[0])
             found[name] = max(0.0, float(np.mean(grew)))
         return found
 
     def when(self, step: int) -> tuple[int, float]:
-        """(attempt, Unix time) in which `step` was trained, as near as the readings are; the newest attempt's, if it was twice.
+        """(attempt, Unix time) in which `step` was trained, as precise as the readings; the newest attempt's if it was twice.
 
-        There are readings.
+        Requires readings.
         """
         tracks = sorted(self.tracks, key=lambda t: -t.attempt)
         track = next((t for t in tracks if t.step[0] <= step <= t.step[-1]), tracks[-1])
@@ -106,10 +106,10 @@ class Readings:
 
 
 def gather(parts: Iterable[pa.Table], seconds: float, ranks: int) -> Readings:
-    """Tracks from segments of samples (`telemetry_log.parts(run, COLUMNS)`). `seconds`: what the run took, about.
+    """Tracks from segments of telemetry (`telemetry_log.parts(run, COLUMNS)`). `seconds`: the approximate duration of the run.
 
-    Where `ranks` of that length would say more than KEPT rows, the last one of each stretch of time stands for it: counters lose
-    nothing, and of memory it has the most.
+    If there would be more than KEPT rows, keeps the last row of each interval of time: counters lose nothing, and for memory it has
+    the maximum of the interval.
     """
     width = max(seconds * max(ranks, 1) / KEPT, 1e-3)
     kept: list[dict[str, NDArray[Any]]] = []
@@ -138,7 +138,7 @@ def gather(parts: Iterable[pa.Table], seconds: float, ranks: int) -> Readings:
 
 
 def _thin(rows: dict[str, NDArray[Any]], width: float) -> dict[str, NDArray[Any]]:
-    """By attempt, rank and time; the last row of each `width` seconds, and of memory the most in them."""
+    """Rows by attempt, rank and time: the last one of each `width` seconds, with the maximum of memory in them."""
     bucket = np.floor(rows["at"] / width)
     order = np.lexsort((rows["at"], rows["rank"], rows["attempt"]))
     rows = {name: column[order] for name, column in rows.items()}

@@ -1,4 +1,4 @@
-"""Numbers and events as a person reads them. Pure functions.
+"""Numbers and events as text for people. Pure functions.
 
 Runs anywhere. Imports nothing heavy: no rich, no pyarrow.
 """
@@ -50,12 +50,12 @@ def loss(value: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Tokens a second, or `-`."""
+    """Tokens per second, or `-`."""
     return "-" if value is None else f"{value:,.0f}"
 
 
 def figures(snapshot: dict[str, Any], total_steps: int | None) -> dict[str, str]:
-    """The live figures of `RunMonitor.snapshot()`, by label, in the order they are shown. What is not known is left out."""
+    """The live figures of `RunMonitor.snapshot()`, by label, in the order of display. Unknown ones are left out."""
     record = snapshot.get("record") or {}
     shown: dict[str, str] = {}
     if record:
@@ -77,7 +77,7 @@ def figures(snapshot: dict[str, Any], total_steps: int | None) -> dict[str, str]
 
 
 def progress(step: int, total_steps: int | None) -> str:
-    """`step 12/200`, or `step 12` where the end is not known."""
+    """`step 12/200`, or `step 12` if the end is not known."""
     return f"step {step}/{total_steps}" if total_steps else f"step {step}"
 
 
@@ -88,14 +88,14 @@ def line(snapshot: dict[str, Any], total_steps: int | None) -> str:
 
 
 def event(what: Event) -> str:
-    """An event as one line (a failure's traceback is not in it). One of another version is shown as it is."""
+    """An event as one line, without a failure's traceback. An event of another version is shown as its raw data."""
     try:
-        return _told(what)
+        return _line(what)
     except (KeyError, TypeError, ValueError):
         return f"{what.kind} {what.data}"
 
 
-def _told(what: Event) -> str:
+def _line(what: Event) -> str:
     data = what.data
     match what.kind:
         case "attempt_started":
@@ -121,7 +121,7 @@ def _told(what: Event) -> str:
         case "checkpoint_rejected":
             return f"checkpoint at step {data['step']} is not used: {data['file']}: {data['cause']}"
         case "checkpoint_damaged":
-            then = f"mended from {data['mended_from']}" if data["mended_from"] else "and there is no good copy of it"
+            then = f"repaired from {data['mended_from']}" if data["mended_from"] else "and there is no good copy of it"
             return f"checkpoint at step {data['step']} was damaged, {then}: {data['file']}: {data['cause']}"
         case "replica_saved":
             return (
@@ -130,16 +130,16 @@ def _told(what: Event) -> str:
         case "replica_failed":
             return f"replica {data['replica']}: {data['cause']}"
         case "replica_used":
-            return f"step {data['step']} is taken from the replica {data['replica']}"
+            return f"step {data['step']} is loaded from the replica {data['replica']}"
         case "eval":
             return f"eval at step {data['step']}: loss {loss(data['loss'])} on {data['tokens']:,} tokens{_best(data)}"
         case "capacity":
-            return f"MFU is against {data['peak_flops'] / 1e12:,.0f} TFLOP/s, the peak of all devices"
+            return f"MFU is relative to {data['peak_flops'] / 1e12:,.0f} TFLOP/s, the peak of all devices"
         case "non_finite":
             return f"{data['cause']}: {_ACTIONS[data['action']]}"
         case "loss_spike":
-            told = f"step {data['step']}: loss {loss(data['loss'])}, the median before is {loss(data['median'])}"
-            return f"{told}: {_ACTIONS[data['action']]}"
+            spike = f"step {data['step']}: loss {loss(data['loss'])}, the median before is {loss(data['median'])}"
+            return f"{spike}: {_ACTIONS[data['action']]}"
         case "trace_started":
             last = data["first_step"] + data["steps"] - 1
             return f"trace {data['trace']}: steps {data['first_step']} to {last} on {data['world_size']} ranks"
@@ -148,19 +148,21 @@ def _told(what: Event) -> str:
         case "replica_drift":
             more = f" and {data['count'] - len(data['tensors'])} more" if data["count"] > len(data["tensors"]) else ""
             drifted = f"{_ranks(data['ranks'])} drifted in {', '.join(data['tensors'])}{more}"
-            return f"step {data['step']}: {drifted}: {_MENDS[data['action']]}"
+            return f"step {data['step']}: {drifted}: {_REPAIRS[data['action']]}"
         case "gradients":
             more = data["count"] - len(data["problems"])
-            told = "; ".join(map(_gradient, data["problems"])) + (f"; and {more} more" if more else "")
-            return f"step {data['step']}: the gradient of {told}"
+            problems = "; ".join(map(_gradient, data["problems"])) + (f"; and {more} more" if more else "")
+            return f"step {data['step']}: the gradient of {problems}"
         case "finding":
             return f"{data['what']}: {data['remedy']}"
         case "data_stalled":
             where = data["where"].partition("\n")[0]
-            then = "given up" if data["final"] else "its loader is started again"
+            then = "the rank gives up" if data["final"] else "its loader is restarted"
             return f"step {data['step']}, rank {data['rank']}: no batch for {span(data['seconds'])}, in {where}: {then}"
         case "fault":
-            return f"injected at step {data['step']}, rank {data['rank']}: {data['fault']}{_asked(data['asked'])}"
+            return (
+                f"injected at step {data['step']}, rank {data['rank']}: {data['fault']}{_fault_fields(data['asked'])}"
+            )
         case "failure":
             return f"attempt {data['attempt']} failed{_rank(data)}: {data['cause']}"
         case "decision":
@@ -178,29 +180,29 @@ def _told(what: Event) -> str:
 
 
 def _added_up(stages: Mapping[str, float]) -> tuple[str, str]:
-    """The sum of some times, and each by name where it is not nothing. As they are shown, they add up to the sum as it is shown."""
+    """The sum of some times, and each that is not zero, by name. The rounded times add up to the rounded sum."""
     total = sum(stages.values())
     digits = 2 if total < 1 else 1 if total < 60 else 0
-    told, before, after = [], 0.0, 0.0
+    parts, before, after = [], 0.0, 0.0
     for name, seconds in stages.items():
         before, after = after, after + seconds
         shown = round(after, digits) - round(before, digits)
         if round(shown, digits) > 0:
-            told.append(f"{'Ray' if name == 'ray' else name.replace('_', ' ')} {shown:.{digits}f} s")
-    return f"{total:.{digits}f} s", ", ".join(told)
+            parts.append(f"{'Ray' if name == 'ray' else name.replace('_', ' ')} {shown:.{digits}f} s")
+    return f"{total:.{digits}f} s", ", ".join(parts)
 
 
 _ACTIONS = {
     "stop": "the run stops",
-    "skip": "the step is left out",
-    "rollback": "the run goes back, and leaves the batch out",
+    "skip": "the step is skipped",
+    "rollback": "the run rolls back and skips the batch",
 }
 
 
-_MENDS = {
-    "repair": "mended from the other ranks",
-    "rollback": "no majority says who is right, and the run goes back",
-    "stop": "once too often on that hardware, and the run stops",
+_REPAIRS = {
+    "repair": "repaired from the other ranks",
+    "rollback": "there is no majority, so the run rolls back",
+    "stop": "too often on that hardware, so the run stops",
 }
 
 
@@ -217,8 +219,8 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _asked(fault: dict[str, Any]) -> str:
-    """A fault's own fields, those that are not shown otherwise."""
+def _fault_fields(fault: dict[str, Any]) -> str:
+    """A fault's own fields, without those that are shown elsewhere."""
     own = [f"{k} {v}" for k, v in fault.items() if k not in ("fault", "rank", "step", "times") and v is not None]
     return f" ({', '.join(own)})" if own else ""
 

@@ -1,4 +1,4 @@
-"""What ranks did with their time, from two readings of each: shares of computing, exposed communication, data and the rest.
+"""Shares of each rank's time between two readings: compute, exposed communication, data and the rest.
 
 Runs anywhere. Pure.
 """
@@ -12,14 +12,14 @@ from typing import Any
 from raydist.run.telemetry_schema import OPS, PHASES
 
 SLOWER = 1.1
-"""A rank that computes for so many times as long as the median is the one that the others wait for."""
+"""The others wait for a rank that computes more than this many times as long as their median."""
 
 
 def spent(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
     """Shares of a rank's time between its first and last row, which add up to 1: compute, exposed, data, eval, save.
 
-    `rows`: of one rank and attempt, in order. None if there is no time between them. Exposed communication is taken out of the
-    phases that compute, for that is where it is waited for.
+    `rows`: of one rank and attempt, in order. None if there is no time between them. Exposed communication is subtracted from
+    the compute phases, because ranks wait for it there.
     """
     if len(rows) < 2:
         return None
@@ -36,7 +36,7 @@ def spent(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
 
 
 def slowest(shares: Mapping[int, Mapping[str, float] | None]) -> int | None:
-    """The rank that the others wait for: it computes for clearly longer than they do. None if there is none. `shares`: by rank."""
+    """The rank that the others wait for: it computes clearly longer than they do. None if there is none. `shares`: by rank."""
     compute = {rank: share["compute"] for rank, share in shares.items() if share is not None}
     if len(compute) < 2:
         return None
@@ -46,15 +46,15 @@ def slowest(shares: Mapping[int, Mapping[str, float] | None]) -> int | None:
 
 
 def rate(rows: Sequence[Mapping[str, Any]], counter: str) -> float | None:
-    """What a counter grew by a second, between the first and the last row that have it; None where that cannot be said."""
-    told = [row for row in rows if row.get(counter) is not None]
-    if len(told) < 2 or told[-1]["at"] <= told[0]["at"]:
+    """A counter's increase per second, between the first and the last row that have it; None if there are fewer than two."""
+    known = [row for row in rows if row.get(counter) is not None]
+    if len(known) < 2 or known[-1]["at"] <= known[0]["at"]:
         return None
-    return grown(told[0], told[-1], counter) / float(told[-1]["at"] - told[0]["at"])
+    return grown(known[0], known[-1], counter) / float(known[-1]["at"] - known[0]["at"])
 
 
 def by_subject(rows: Iterable[Mapping[str, Any]], *keys: str) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
-    """Rows by these columns, in their order."""
+    """Rows grouped by these columns, in their order."""
     found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault(tuple(row.get(key) for key in keys), []).append(row)
@@ -62,5 +62,5 @@ def by_subject(rows: Iterable[Mapping[str, Any]], *keys: str) -> dict[tuple[Any,
 
 
 def grown(first: Mapping[str, Any], last: Mapping[str, Any], counter: str) -> float:
-    """What a counter grew by from one row to another; one that is not there yet is 0."""
+    """A counter's increase from one row to another; a missing value is 0."""
     return max(0.0, (last.get(counter) or 0.0) - (first.get(counter) or 0.0))

@@ -1,9 +1,9 @@
-"""The ranks' traces as one: a process a rank, clocks aligned, collectives with their names; and what each rank's time went into.
+"""Merges the ranks' traces: one process per rank, aligned clocks, named collectives; and computes the shares of each rank's time.
 
-Runs in: the user's shell. Plain python. What it reads is what raydist/worker/metrics/trace.py writes: Chrome's trace format, as
-kineto has it. Perfetto and chrome://tracing open what it makes.
+Runs in: the user's shell. Plain python. Reads what raydist/worker/metrics/trace.py writes: Chrome's trace format, as kineto
+writes it. Perfetto and chrome://tracing open the result.
 
-One rank's events are in memory at a time: each part is read twice, once for what it has in common with the others.
+Only one rank's events are in memory at a time: each part is read twice, first for the facts that the merge needs of all parts.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from raydist.run.directory import RunDir
 
 STEP = "ProfilerStep#"
 PHASES = ("data wait", "forward", "backward", "optimizer", "checkpoint", "checkpoint copy", "eval")
-"""The ranges that raydist itself makes, beside the steps'."""
+"""The ranges that raydist itself records, besides steps."""
 _NO_COMPUTING = ("c10d", "_c10d_functional", "autograd", "torch")
-"""Namespaces of operators that launch collectives, wait for them, or only hold others (`torch::autograd::AccumulateGrad`)."""
+"""Namespaces of operators that launch collectives, wait for them, or only contain others (`torch::autograd::AccumulateGrad`)."""
 _KEPT = frozenset("XBEsft")
-"""Kinds of events that go into the merged file: ranges and flows. Names of lanes are made anew."""
+"""Kinds of events that go into the merged file: ranges and flows. Names of lanes are written anew."""
 
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank's part has to say beside its events. Times in seconds after `base_ns`, by that rank's clock."""
+    """The facts about one rank's part, without its events. Times in seconds after `base_ns`, by that rank's clock."""
 
     about: dict[str, Any]
     base_ns: int
@@ -46,30 +46,30 @@ class Part:
 
     @property
     def rank(self) -> int:
-        """Whose it is."""
+        """The rank of this part."""
         return int(self.about["rank"])
 
 
 def merge(run: RunDir, names: Sequence[str]) -> tuple[bytes, dict[str, Any]]:
-    """(the merged trace, compressed; the object that `raydist trace --json` prints). `names`: one part a rank, ascending.
+    """(the merged trace, compressed; the object that `raydist trace --json` prints). `names`: one part per rank, ascending.
 
     Raises StorageError for a part that cannot be read.
     """
     facts = [describe(load(run, name), name) for name in names]
     first = facts[0]
     leads = _leads(facts)
-    told = _told(facts, leads)
+    summary = _summary(facts, leads)
     begin = min(part.steps[0][0] + _shift(part, first, leads) for part in facts)
     made = io.BytesIO()
     with gzip.GzipFile(fileobj=made, mode="wb", compresslevel=6, mtime=0) as out:
-        out.write(b'{"displayTimeUnit":"ms","raydist":' + json.dumps(told).encode() + b',"traceEvents":[\n')
+        out.write(b'{"displayTimeUnit":"ms","raydist":' + json.dumps(summary).encode() + b',"traceEvents":[\n')
         before = b""
         for part, name in zip(facts, names, strict=True):
             for event in rewrite(part, load(run, name)["traceEvents"], (_shift(part, first, leads) - begin) * 1e6):
                 out.write(before + json.dumps(event, separators=(",", ":")).encode())
                 before = b",\n"
         out.write(b"\n]}\n")
-    return made.getvalue(), told
+    return made.getvalue(), summary
 
 
 def load(run: RunDir, name: str) -> dict[str, Any]:
@@ -79,17 +79,17 @@ def load(run: RunDir, name: str) -> dict[str, Any]:
     except (FileNotFoundError, OSError, EOFError, ValueError) as error:
         if isinstance(error, StorageError):
             raise
-        raise StorageError(f"{run.uri}/{name} cannot be read: {error}", "trace the run once more") from error
+        raise StorageError(f"{run.uri}/{name} cannot be read: {error}", "trace the run again") from error
 
 
 def describe(trace: dict[str, Any], name: str) -> Part:
-    """What a part says. Raises StorageError where it has no step."""
+    """The facts about a part. Raises StorageError if it has no step."""
     about, events = trace.get("raydist", {}), trace["traceEvents"]
     training = (about.get("pid"), about.get("thread"))
     mine = [e for e in events if e.get("ph") == "X" and _key(e) == training]
     steps = sorted(_interval(e) for e in mine if e["name"].startswith(STEP))
     if not steps:
-        raise StorageError(f"{name}: no step is in it", "trace the run once more")
+        raise StorageError(f"{name}: contains no step", "trace the run again")
     window = (steps[0][0], steps[-1][1])
     kernels = [e for e in events if e.get("cat") == "kernel" and e.get("ph") == "X"]
     computing = [_interval(e) for e in kernels if not of_gpu(e)] if kernels else _computing(mine)
@@ -110,11 +110,11 @@ def describe(trace: dict[str, Any], name: str) -> Part:
 
 
 def rewrite(part: Part, events: list[Event], shift_us: float) -> Iterator[Event]:
-    """A part's events as those of process `part.rank`, in order of time, `shift_us` later; the names of its lanes first."""
+    """A part's events as events of process `part.rank`, ordered by time, `shift_us` later; the names of its lanes come first."""
     sent = {c.event: c for c in part.collectives}
     parts = {other for c in part.collectives for other in c.others}
     lanes = _lanes(part, events)
-    apart = _Apart(len(lanes))
+    extra = _ExtraLanes(len(lanes))
     about, rank = part.about, part.rank
     training = (about.get("pid"), about.get("thread"))
     yield _meta(rank, 0, "process_name", name=f"rank {rank} ({about['host']}, {about['device']})")
@@ -126,7 +126,7 @@ def rewrite(part: Part, events: list[Event], shift_us: float) -> Iterator[Event]
     for index, event in sorted(ranges, key=lambda e: (e[1]["ts"], -e[1].get("dur", 0.0))):
         made = {**event, "pid": rank, "tid": lanes[_key(event)][0], "ts": round(event["ts"] + shift_us, 3)}
         if event["ph"] in "sft":
-            made["id"] = rank << 32 | int(event["id"])  # flows of one rank only
+            made["id"] = rank << 32 | int(event["id"])  # flows stay within one rank
         elif event["name"].startswith(STEP):
             made["name"] = f"step {event['name'].removeprefix(STEP)}"
         elif index in parts:
@@ -134,16 +134,16 @@ def rewrite(part: Part, events: list[Event], shift_us: float) -> Iterator[Event]
         elif (one := sent.get(index)) is not None:
             made |= {"name": one.label, "cat": "collective"}
             made["args"] = {**event.get("args", {}), "kineto name": event["name"]}
-            if _key(event) == training:  # sends and receipts of gloo, which no thread of its own has
-                made |= {"dur": round((one.end - one.begin) * 1e6, 3), "tid": apart.lane(one)}
+            if _key(event) == training:  # gloo's sends and receives, which have no thread of their own
+                made |= {"dur": round((one.end - one.begin) * 1e6, 3), "tid": extra.lane(one)}
         yield made
-    for lane in apart.lanes:
+    for lane in extra.lanes:
         yield _meta(rank, lane, "thread_name", name="collectives")
         yield _meta(rank, lane, "thread_sort_index", sort_index=lane)
 
 
-class _Apart:
-    """Lanes of their own for what was sent as several: as many as overlap. `after`: the lanes there are."""
+class _ExtraLanes:
+    """Lanes for collectives that were sent in several operations, as many as overlap. `after`: the number of other lanes."""
 
     def __init__(self, after: int) -> None:
         self._after = after
@@ -154,7 +154,7 @@ class _Apart:
         return range(self._after + 1, self._after + 1 + len(self._free))
 
     def lane(self, one: Collective) -> int:
-        """Of the next one, in the order of their beginnings."""
+        """The lane of the next collective; call it ordered by begin."""
         place = next((i for i, free in enumerate(self._free) if free <= one.begin), len(self._free))
         self._free[place : place + 1] = [one.end]
         return self._after + 1 + place
@@ -170,11 +170,11 @@ def _leads(facts: Sequence[Part]) -> dict[str, clock_sync.Offset]:
 
 
 def _shift(part: Part, first: Part, leads: dict[str, clock_sync.Offset]) -> float:
-    """What makes seconds of this part's seconds after the first one's base, by the first one's clock."""
+    """Add this to a part's seconds to get seconds after the first part's base, by the first part's clock."""
     return (part.base_ns - first.base_ns) / 1e9 - leads[part.about["clock"]].seconds
 
 
-def _told(facts: Sequence[Part], leads: dict[str, clock_sync.Offset]) -> dict[str, Any]:
+def _summary(facts: Sequence[Part], leads: dict[str, clock_sync.Offset]) -> dict[str, Any]:
     ranks = []
     for part in facts:
         lead = leads[part.about["clock"]]
@@ -188,7 +188,7 @@ def _told(facts: Sequence[Part], leads: dict[str, clock_sync.Offset]) -> dict[st
 
 
 def _computing(mine: list[Event]) -> list[Interval]:
-    """On a CPU: operators of the thread that trains; and what else of autograd has nothing recorded within."""
+    """Compute intervals on a CPU: operators of the training thread, and autograd ranges that contain no other range."""
     ops = {_interval(e): e["name"] for e in mine if e.get("cat") == "cpu_op"}
     alone = set(innermost(ops))
     return [i for i, name in ops.items() if _computes(name, i in alone)]
@@ -202,8 +202,8 @@ def _computes(name: str, alone: bool) -> bool:
 
 
 def _lanes(part: Part, events: list[Event]) -> dict[tuple[Any, Any], tuple[int, str]]:
-    """(pid, tid) as kineto has them -> (number, name) of the lane: the thread that trains, collectives, others, streams."""
-    told = {_key(e): str(e["args"].get("name", "")) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    """kineto's (pid, tid) -> (number, name) of the lane, in the order: training thread, collectives, other threads, streams."""
+    names = {_key(e): str(e["args"].get("name", "")) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
     sending = {_key(events[c.event]) for c in part.collectives}
     training = (part.about["pid"], part.about["thread"])
     kinds: dict[tuple[Any, Any], tuple[int, str]] = {}
@@ -219,7 +219,7 @@ def _lanes(part: Part, events: list[Event]) -> dict[tuple[Any, Any], tuple[int, 
         elif key in sending:
             kinds[key] = (1, "collectives")
         else:
-            kinds[key] = (2, told.get(key) or f"thread {key[1]}")
+            kinds[key] = (2, names.get(key) or f"thread {key[1]}")
     ordered = sorted(kinds, key=lambda k: (kinds[k][0], k))
     return {key: (lane, kinds[key][1]) for lane, key in enumerate(ordered, start=1)}
 

@@ -1,6 +1,6 @@
-"""What `raydist watch` shows of a live run, from its folder alone: steps, and of each rank its memory and where its time goes.
+"""The views of `raydist watch`, from a run's folder alone: steps, and each rank's memory and shares of time.
 
-Runs anywhere. Must not import torch or ray. docs/observe.md has the fields.
+Runs anywhere. Must not import torch or ray. docs/reference/observe.md has the fields.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from raydist.run.status import read_state
 from raydist.run.telemetry_log import read_samples
 
 WINDOW_S = 30.0
-"""What shares and rates are taken over."""
+"""The time that shares and rates cover."""
 _BAR = 10
 
 
 def view(run: RunDir) -> dict[str, Any]:
-    """The run as it is now: plain data for strict JSON. What is not known is None. Raises StorageError."""
+    """The run's current state: plain data for strict JSON. Unknown values are None. Raises StorageError."""
     state = read_state(run)
     now = time.time()
     rows = read_samples(run, since=now - WINDOW_S).to_pylist() if state["status"] == "running" else []
@@ -35,7 +35,7 @@ def view(run: RunDir) -> dict[str, Any]:
     nodes = time_breakdown.by_subject((r for r in rows if r["kind"] == "node"), "node")
     gpus = time_breakdown.by_subject((r for r in rows if r["kind"] == "gpu"), "node", "gpu")
     total, pace = _total(run), state.get("tokens_per_second")
-    spent = {rank: time_breakdown.spent(told) for (rank,), told in ranks.items()}
+    spent = {rank: time_breakdown.spent(own) for (rank,), own in ranks.items()}
     last = time_breakdown.slowest(spent)
     found = {
         "at": now,
@@ -50,10 +50,10 @@ def view(run: RunDir) -> dict[str, Any]:
         "eval_loss": state.get("eval_loss"),
         "tokens_per_second": pace,
         "ranks": [
-            _rank(rank, told[-1], spent[rank], nodes, gpus) | {"slowest": rank == last}
-            for (rank,), told in sorted(ranks.items())
+            _rank(rank, own[-1], spent[rank], nodes, gpus) | {"slowest": rank == last}
+            for (rank,), own in sorted(ranks.items())
         ],
-        "nodes": [_node(told) for _, told in sorted(nodes.items())],
+        "nodes": [_node(own) for _, own in sorted(nodes.items())],
     }
     return dict(plain(found))
 
@@ -81,22 +81,18 @@ def panel(seen: dict[str, Any]) -> RenderableType:
             style="yellow" if row["slowest"] else "",
         )
     slow = next((row for row in seen["ranks"] if row["slowest"]), None)
-    tail = (
-        []
-        if slow is None
-        else [Text(f"rank {slow['rank']} on {slow['host']} is the one that the others wait for", "yellow")]
-    )
+    tail = [] if slow is None else [Text(f"the others wait for rank {slow['rank']} on {slow['host']}", "yellow")]
     return Group(head, table, *tail)
 
 
 def line(seen: dict[str, Any]) -> str:
-    """A view in one line, for what is no terminal."""
+    """A view in one line, for output that is not a terminal."""
     parts = [f"{seen['run']} {seen['status']}", text.progress(seen["step"], seen["steps"])]
     parts += [f"loss {text.loss(seen['loss'])}", f"tokens/s {text.rate(seen['tokens_per_second'])}"]
-    told = [row for row in seen["ranks"] if row["compute"] is not None]
+    known = [row for row in seen["ranks"] if row["compute"] is not None]
     for name in ("exposed", "data"):
-        if told:
-            worst = max(told, key=lambda row: row[name])
+        if known:
+            worst = max(known, key=lambda row: row[name])
             parts.append(f"{name} {_percent(worst[name])} (rank {worst['rank']})")
     parts += [f"slowest rank {row['rank']}" for row in seen["ranks"] if row["slowest"]]
     return "  ".join(parts)
@@ -105,7 +101,7 @@ def line(seen: dict[str, Any]) -> str:
 def _rank(
     rank: int, row: Mapping[str, Any], spent: dict[str, float] | None, nodes: dict[Any, Any], gpus: dict[Any, Any]
 ) -> dict[str, Any]:
-    """Memory is that of its GPU's, where it has one, else that of its process in its node's."""
+    """Memory: of its GPU if it has one, else of its process, as a share of its node's."""
     gpu = gpus.get((row["node"], row["gpu"]), [None])[-1] if row["gpu"] is not None else None
     node = nodes.get((row["node"],), [None])[-1]
     if gpu is not None:

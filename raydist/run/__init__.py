@@ -1,4 +1,4 @@
-"""One run on storage, or one sweep: its folder, its records, its status, who drives it, and what is asked of it.
+"""A run or a sweep on storage: its folder, records, status, driver lease, and requests to it.
 
 Runs anywhere. Imports neither torch nor ray.
 """

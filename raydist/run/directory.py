@@ -1,31 +1,31 @@
-"""One run on storage: where its files are, and which of its checkpoints are committed.
+"""A run on storage: the paths of its files, and which of its checkpoints are committed.
 
 Runs anywhere.
 
     RUN/spec.yaml                             the resolved job
-        state.json                            the last word of the run's monitor, with a heartbeat
-        events.jsonl                          what happened, a line each
-        metrics/*.parquet                     one row a step
+        state.json                            the last state written by the run's monitor, with a heartbeat
+        events.jsonl                          events, one per line
+        metrics/*.parquet                     one row per step
         tensorboard/                          the same for TensorBoard
-        samples/*.parquet                     what is watched beside the steps: memory, communication, GPUs, hosts
-        logs/                                 what Ray and the workers printed
-        ledger/*.json                         the batches that were left out of training
-        faults/*.json                         the faults that were injected (`raydist train --faults`)
-        requests/trace-0001.json              what somebody asks of the run while it trains (raydist/run/requests.py)
-        traces/0001.json.gz                   what `raydist trace` made of it; traces/0001/ has each rank's own
+        samples/*.parquet                     telemetry besides the steps: memory, communication, GPUs, hosts
+        logs/                                 output of Ray and the workers
+        ledger/*.json                         the batches that are left out of training
+        faults/*.json                         the injected faults (`raydist train --faults`)
+        requests/trace-0001.json              requests to the run while it trains (raydist/run/requests.py)
+        traces/0001.json.gz                   the result of `raydist trace`; traces/0001/ has each rank's part
         buckets/*.json                        the size of DDP's buckets, for each number of ranks (parallel.bucket_mb: auto)
-        report.html                               what `raydist report` has made of it
+        report.html                           the result of `raydist report`
         checkpoints/step-00000200/MANIFEST-0001.json and shards; 0001 is the attempt that saved it
-        attempts/0002.json                        attempt 2 has begun: none before it commits any more
-        attempts/0002-from-00000200.json          and where it went on from
-        drivers/000007.json                       who drives the run, and until when (raydist/run/lease.py)
-        drivers/000007.stop                       `raydist stop` has asked that driver to end
+        attempts/0002.json                    attempt 2 has started: earlier attempts may not commit any more
+        attempts/0002-from-00000200.json      and the step from which it resumed
+        drivers/000007.json                   the run's driver, and its lease (raydist/run/lease.py)
+        drivers/000007.stop                   `raydist stop` has asked that driver to end
 
-**Fencing.** A cut-off attempt may still run while a newer one trains, and must not commit. Each attempt writes its number before
-its workers start; who commits looks whether its number is still the newest. No storage makes this look and the commit one, so
-a manifest may come too late all the same. Therefore its name carries its attempt, which overwrites nobody's, and each attempt
-notes the step that it went on from: **manifests of earlier attempts past that step do not count**. docs/checkpoints.md has
-the whole.
+**Fencing.** An attempt that is cut off may still run while a newer one trains, and must not commit. Each attempt writes its number
+before its workers start; before a commit, it checks that its number is still the newest. On no storage are this check and the
+commit atomic, so a manifest may still be written too late. Therefore its name contains its attempt, so that it overwrites no
+other manifest, and each attempt notes the step from which it resumed: **manifests of earlier attempts after that step do not
+count**. docs/explanation/checkpoints.md has the details.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER = (
 CHECKPOINTS, ATTEMPTS, DRIVERS, FAULTS, DRIFT = "checkpoints", "attempts", "drivers", "faults", "drift"
 BUCKETS, SAMPLES, REQUESTS, TRACES, REPORT = "buckets", "samples", "requests", "traces", "report.html"
 DATA = ".data"
-"""Beside the runs: corpora that raydist prepared by itself."""
+"""In the folder of the runs: corpora that raydist prepared automatically."""
 SWEEP_CELLS = "cells.jsonl"
-"""Makes a folder a sweep (raydist/run/sweep_directory.py), as SPEC makes it a run."""
+"""A folder with this file is a sweep (raydist/run/sweep_directory.py); a folder with SPEC is a run."""
 TUNED = ".tuned"
-"""Beside the runs: what was measured for one and holds for the next."""
+"""In the folder of the runs: measurements of one run that are reused by later runs."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _STEP = re.compile(r"step-(\d+)")
@@ -63,9 +63,11 @@ _ATTEMPT = re.compile(r"(\d+)(?:-from-(\d+))?\.json")
 
 
 def check_name(name: str) -> str:
-    """`name`, if a run may have it. Raises UsageError."""
+    """Returns `name` if it is a valid run name. Raises UsageError."""
     if not _NAME.fullmatch(name):
-        raise UsageError(f"run name {name!r}", "use letters, digits, '.', '_' and '-', 100 at most, no leading sign")
+        raise UsageError(
+            f"run name {name!r}", "use letters, digits, '.', '_' and '-', at most 100, beginning with a letter or digit"
+        )
     return name
 
 
@@ -80,29 +82,29 @@ def manifest_name(attempt: int) -> str:
 
 
 def manifest_attempt(name: str) -> int | None:
-    """The attempt that wrote the manifest of that name; None for another file's name."""
+    """The attempt that wrote the manifest of that name; None if it is not a manifest's name."""
     match = _MANIFEST.fullmatch(PurePosixPath(name).name)
     return int(match[1]) if match else None
 
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The attempts of a run that have begun -> the step each went on from, None where that is not noted (yet)."""
+    """The attempts of a run that have started -> the step from which each resumed; None if it is not noted (yet)."""
 
     begun: Mapping[int, int | None] = field(default_factory=dict)
 
     @property
     def newest(self) -> int:
-        """The highest attempt number; 0 if none has begun."""
+        """The highest attempt number; 0 if none has started."""
         return max(self.begun, default=0)
 
     def voided_by(self, attempt: int, step: int) -> int | None:
-        """The attempt that makes a checkpoint of `step`, committed by `attempt`, void: it had gone on from before that step."""
+        """The later attempt that voids `attempt`'s checkpoint of `step`, because it resumed from an earlier step; None if none."""
         later = (b for b, start in sorted(self.begun.items()) if b > attempt and start is not None and start < step)
         return next(later, None)
 
     def joined(self, other: Lineage) -> Lineage:
-        """What the two know together."""
+        """Both lineages combined."""
         begun = dict(self.begun)
         for attempt, start in other.begun.items():
             begun[attempt] = begun.get(attempt) if start is None else start
@@ -117,12 +119,12 @@ class Folder:
 
     @property
     def uri(self) -> str:
-        """Path or URI of the folder, as people may see it."""
+        """Path or URI of the folder, without secrets."""
         return self.storage.uri
 
     @property
     def full_uri(self) -> str:
-        """The one that opens it, secrets included: not to be shown or stored."""
+        """The URI that opens it, including secrets: do not show or store it."""
         return self.storage.full_uri
 
     @property
@@ -136,16 +138,16 @@ class RunDir(Folder):
 
     @property
     def home(self) -> Storage:
-        """The folder that holds the runs, this one among them."""
+        """The folder that contains all runs, including this one."""
         place, mark, rest = self.full_uri.partition("?")
         return Storage(f"{place.rpartition('/')[0]}{mark}{rest}")
 
     def exists(self) -> bool:
-        """Whether a run was ever started here."""
+        """Whether a run was started here."""
         return self.storage.size(SPEC) is not None
 
     def lineage(self) -> Lineage:
-        """Which attempts have begun, and from where: the names in attempts/ say it."""
+        """The attempts that have started, and their resume steps, from the names in attempts/."""
         begun: dict[int, int | None] = {}
         for name in self.storage.files(ATTEMPTS):
             match = _ATTEMPT.fullmatch(PurePosixPath(name).name)
@@ -155,7 +157,7 @@ class RunDir(Folder):
         return Lineage(begun)
 
     def committed(self) -> list[int]:
-        """Steps of the committed checkpoints, ascending. One without a manifest that counts does not exist."""
+        """Steps of the committed checkpoints, ascending: those with a valid manifest."""
         return sorted(self.manifests())
 
     def newest_step(self) -> int:
@@ -163,7 +165,7 @@ class RunDir(Folder):
         return max(self.manifests(), default=0)
 
     def manifests(self, lineage: Lineage | None = None) -> dict[int, str]:
-        """Committed step -> the name of its manifest that counts; ascending. `lineage`: the run's, if it is known better."""
+        """Committed step -> the name of its valid manifest; ascending. `lineage`: the run's, if the caller has a newer one."""
         lineage = self.lineage() if lineage is None else lineage
         found = {}
         for folder in self.storage.folders(CHECKPOINTS):
@@ -174,7 +176,7 @@ class RunDir(Folder):
         return dict(sorted(found.items()))
 
     def manifest(self, step: int) -> str | None:
-        """The name of the manifest that counts of one step; None if that step is not committed."""
+        """The name of the valid manifest of a step; None if that step is not committed."""
         return self._counting(step, self.lineage())
 
     def _counting(self, step: int, lineage: Lineage) -> str | None:
@@ -182,12 +184,12 @@ class RunDir(Folder):
         return manifest_name(attempts[-1]) if attempts else None
 
     def attempts_of(self, step: int) -> list[int]:
-        """The attempts that have a manifest at that step, whether it counts or not; ascending."""
+        """The attempts that have a manifest at that step, valid or not; ascending."""
         found = (manifest_attempt(n) for n in self.storage.files(step_folder(step)))
         return sorted(a for a in found if a is not None)
 
     def void(self) -> list[tuple[int, int, int]]:
-        """(step, attempt, the attempt that makes it void) of each manifest that came too late to count."""
+        """(step, attempt, the attempt that voids it) of each manifest that was written too late."""
         lineage, found = self.lineage(), []
         for folder in self.storage.folders(CHECKPOINTS):
             match = _STEP.fullmatch(folder)
@@ -199,27 +201,27 @@ class RunDir(Folder):
 
 
 def begin_attempt(run: RunDir, number: int) -> None:
-    """Attempt `number` begins: once this has returned no earlier one commits. Call it before its workers start.
+    """Starts attempt `number`: after this returns, no earlier attempt commits. Call it before its workers start.
 
-    Raises UsageError if that number, or a higher one, has begun already: somebody else drives the run.
+    Raises UsageError if that number, or a higher one, has started already: another driver runs this run.
     """
     body = {"attempt": number, "at": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
     newest = run.lineage().newest
     if newest >= number or not run.storage.write_new(f"{ATTEMPTS}/{number:04d}.json", json.dumps(body).encode()):
         raise UsageError(
-            f"run {run.name}: attempt {max(newest, number)} has begun already, and {number} cannot",
-            "another driver trains this run; `raydist runs` shows whether it lives",
+            f"run {run.name}: attempt {max(newest, number)} has already started, so attempt {number} cannot start",
+            "another driver trains this run; `raydist runs` shows whether it is alive",
         )
 
 
 def resume_attempt(run: RunDir, number: int, step: int) -> None:
-    """Attempt `number` goes on from `step`, 0 for the start: what earlier ones commit past it does not count.
+    """Attempt `number` resumes from `step`, 0 for the start: later steps committed by earlier attempts do not count.
 
-    Call it once the step is decided, and before the first commit. Raises UsageError if the attempt is fenced off.
+    Call it once the step is decided, and before the first commit. Raises UsageError if the attempt is fenced.
     """
     if fenced(run, number):
         raise UsageError(
-            f"run {run.name}: attempt {run.lineage().newest} has begun, and {number} may not go on",
+            f"run {run.name}: attempt {run.lineage().newest} has started, so attempt {number} may not continue",
             "another driver trains this run",
         )
     body = {"attempt": number, "step": step, "at": time.time()}
@@ -227,10 +229,9 @@ def resume_attempt(run: RunDir, number: int, step: int) -> None:
 
 
 def start_anew(run: RunDir) -> None:
-    """Deletes what a run has, but for its numbers: they go on, so that an attempt that was cut off stays fenced.
+    """Deletes a run's files, except attempt and driver numbers: they continue, so that an attempt that was cut off stays fenced.
 
-    One attempt number is spent on it, as one that went on from the start: nothing that was committed before counts any more,
-    wherever a copy of it may be.
+    Uses one attempt number, which resumes from step 0: no earlier checkpoint counts any more, including copies elsewhere.
     """
     number = run.lineage().newest + 1
     begin_attempt(run, number)
@@ -241,15 +242,15 @@ def start_anew(run: RunDir) -> None:
 
 
 def fenced(run: RunDir, number: int) -> bool:
-    """Whether attempt `number` may no longer commit: another one is the newest. A run without any note has no fence."""
+    """Whether attempt `number` may no longer commit, because another one is the newest. A run without notes has no fence."""
     newest = run.lineage().newest
     return newest not in (0, number)
 
 
 def resolve(run: str, storage: str | None = None) -> RunDir:
-    """RUN as a user gives it: a run folder's path or URI, or a name under `storage`.
+    """The run that a user names: a run folder's path or URI, or a name under `storage`.
 
-    Raises RunNotFound, naming where it looked, why there, and what is there.
+    Raises RunNotFound, which says where it looked, why there, and which runs exist.
     """
     looked, candidate = [], None
     if "/" in run or "://" in run or Path(run).is_dir():
@@ -275,7 +276,7 @@ def resolve(run: str, storage: str | None = None) -> RunDir:
 
 
 def not_found(what: str, name: str, looked: Sequence[str], known: Sequence[str], hint: str) -> RunNotFound:
-    """The error for a run, or a sweep, of that name: where it was looked for, near names, what is there, and `hint`."""
+    """The error for a run or sweep that does not exist: where it was searched, similar names, existing ones, and `hint`."""
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     more = f", and {len(known) - 10} more" if len(known) > 10 else ""
     hints = [
@@ -287,13 +288,12 @@ def not_found(what: str, name: str, looked: Sequence[str], known: Sequence[str],
 
 
 def elsewhere(place: storage_choice.StorageChoice) -> str:
-    """Where else there are runs, and how another storage is given."""
+    """Other places that contain runs, and how to choose another storage."""
     also = storage_choice.others(place)
     there = f"there are runs in {' and '.join(also)}: " if also else ""
     return there + storage_choice.how_to_set()
 
 
 def default_storage() -> str:
-    """Where runs go unless `--storage` says otherwise: see raydist.run.storage_choice. Raises UserError for a bad configuration
-    file."""
+    """The storage of runs without `--storage`: see raydist.run.storage_choice. Raises UserError for a bad configuration file."""
     return storage_choice.choose().uri

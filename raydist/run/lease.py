@@ -1,17 +1,17 @@
-"""Who drives a run, or a sweep: a lease in its folder, renewed while the driver lives, gone with it. A second driver is refused.
+"""The driver's lease of a run or a sweep: a file in its folder, renewed while the driver runs. A second driver is refused.
 
 Runs in: the driver. Must not import ray or torch.
 
     RUN/drivers/000007.json    {"driver": {host, pid, ...}, "key", "renewed_at", "ended"}
-                000007.stop    somebody has asked that driver to end the run: {"host", "pid", "at"} (`raydist stop`)
+                000007.stop    a request to that driver to end the run: {"host", "pid", "at"} (`raydist stop`)
 
-The newest number holds the run. A driver takes the next one if that has ended, was not renewed for LOST_AFTER_S, or its process is
-gone from this host. Of many that take the same number on a file system exactly one gets it. An object store keeps the word of the
-last one that wrote, so there each reads again after `settle_s` whether it is its own. Whoever finds another's word at a renewal has
-lost the run. That may come late, as with all leases; what then keeps the run one line of steps is the fence
-(run.directory.begin_attempt).
+The newest number holds the run. A driver takes the next number if that driver has ended, has not renewed for LOST_AFTER_S, or its
+process does not exist any more on this host. If several drivers take the same number on a file system, exactly one gets it. An
+object store keeps the last write, so each driver reads the file again after `settle_s` to check that it is its own. A driver that
+finds another driver's file at a renewal has lost the run. As with all leases, it may notice that late; until then the fence
+(run.directory.begin_attempt) protects the run's checkpoints.
 
-A stop carries its driver's number, so that it is for that driver alone: over all its attempts, and not for the next driver.
+A stop request carries its driver's number, so it is for that driver only: for all its attempts, but not for the next driver.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from raydist.run.status import LOST_AFTER_S, gone, this_process
 RENEW_S = 5.0
 SETTLE_S = 2.0
 STOP_LOOK_S = 2.0
-"""How often a driver looks whether it was asked to end."""
+"""How often a driver checks for a stop request."""
 _LOOK_S = 0.5
 _STOP = ".stop"
 
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """The newest driver of a run, or of a sweep, as its lease tells it. Times are Unix seconds.
+    """The newest driver of a run or a sweep, from its lease. Times are Unix seconds.
 
-    `alive`: it has not ended, was renewed within LOST_AFTER_S, and its process is not gone from this host.
+    `alive`: it has not ended, has renewed within LOST_AFTER_S, and its process has not exited, as far as this host can tell.
     """
 
     number: int
@@ -57,9 +57,9 @@ class Driver:
 
 
 class DriverLease:
-    """Taken by making it, renewed by a thread, given back by `release` or at the end of a `with` block.
+    """Acquired at construction, renewed by a thread, released by `release` or at the end of a `with` block.
 
-    Raises UsageError if another driver still holds the run after `wait_s`, StorageError where the folder cannot be written.
+    Raises UsageError if another driver still holds the run after `wait_s`, StorageError if the folder cannot be written.
     """
 
     def __init__(self, run: RunDir, renew_s: float = RENEW_S, settle_s: float = SETTLE_S, wait_s: float = 0.0) -> None:
@@ -72,7 +72,7 @@ class DriverLease:
         while holder is not None and _alive(holder):
             if time.monotonic() > deadline:
                 raise self._refused(holder)
-            time.sleep(_LOOK_S)  # it ends in a process of its own, or is missed
+            time.sleep(_LOOK_S)  # until that driver ends, or its lease expires
             number, holder = self._newest()
         self._number = number + 1
         won = run.storage.write_new(self._name(self._number), self._dumps())
@@ -89,21 +89,21 @@ class DriverLease:
         self._thread.start()
 
     def lost(self) -> Fenced | None:
-        """The error to end with, if another driver has taken the run over; no look at storage."""
+        """The error to end with, if another driver has taken over the run; does not access storage."""
         return self._lost
 
     def asked_to_stop(self) -> str | None:
-        """Who has asked this driver to end the run, in words; None if nobody has. No look at storage."""
+        """The process that has asked this driver to end the run, as text; None if there is no request. Does not access storage."""
         return self._stop
 
     def release(self) -> None:
-        """Lets the next driver start at once. A second call does nothing."""
+        """Releases the lease, so that the next driver can start at once. A second call does nothing."""
         if self._over.is_set():
             return
         self._over.set()
         self._thread.join(self._renew_s)
         if self._lost is None and not self._thread.is_alive():
-            with suppress(StorageError):  # it expires by itself
+            with suppress(StorageError):  # the lease expires anyway
                 self._run.storage.write(self._name(self._number), self._dumps(ended=True))
 
     def __enter__(self) -> DriverLease:
@@ -119,27 +119,27 @@ class DriverLease:
             if time.monotonic() < due:
                 continue
             due = time.monotonic() + self._renew_s
-            with suppress(StorageError):  # as long as storage refuses, nobody else can take the run either
+            with suppress(StorageError):  # while storage refuses, no other driver can take the run either
                 number, holder = self._newest()
                 if number > self._number or (number == self._number and not self._own(number, holder)):
                     driver = (holder or {}).get("driver", {})
                     self._lost = Fenced(
                         f"run {self._run.name}: another driver has taken over, process {driver.get('pid', '?')} on "
                         f"{driver.get('host', '?')}",
-                        f"this one had not renewed its lease for {LOST_AFTER_S:g} s, and ends",
+                        f"this driver had not renewed its lease for {LOST_AFTER_S:g} s, and stops",
                     )
                     return
-                if number:  # none at all: the folder is not there, and comes back or does not
+                if number:  # 0: the folder is missing, perhaps only for a time
                     self._run.storage.write(self._name(self._number), self._dumps())
 
     def _look_for_stop(self) -> None:
         if self._stop is not None:
             return
         with suppress(StorageError, FileNotFoundError):
-            told = self._run.storage.read(_stop_name(self._number))
+            data = self._run.storage.read(_stop_name(self._number))
             self._stop = "somebody"
             with suppress(ValueError, KeyError, TypeError):
-                who = json.loads(told)
+                who = json.loads(data)
                 self._stop = f"process {who['pid']} on {who['host']}"
 
     def _newest(self) -> tuple[int, dict[str, Any] | None]:
@@ -155,7 +155,7 @@ class DriverLease:
         driver = holder.get("driver", {})
         return UsageError(
             f"run {self._run.name} is being trained already, by process {driver.get('pid', '?')} on {driver.get('host', '?')}",
-            f"end that one first, or give this one another --name; a driver that is gone is missed after {LOST_AFTER_S:g} s "
+            f"end that one first, or give this one another --name; a driver that died is detected after {LOST_AFTER_S:g} s "
             f"(folder: {self._run.uri})",
         )
 
@@ -165,16 +165,16 @@ class DriverLease:
 
 
 def driven_since(folder: Folder, now: float | None = None) -> float | None:
-    """Since when the driver that has that run, or sweep, has it, in Unix time; None if at `now` nobody has.
+    """Unix time since which the current driver has that run or sweep; None if it has none at `now`.
 
-    A driver that died on another host is missed after LOST_AFTER_S. Raises StorageError.
+    A driver that died on another host is detected after LOST_AFTER_S. Raises StorageError.
     """
     _, holder = _newest(folder)
     return float(holder["driver"]["since"]) if holder is not None and _alive(holder, now) else None
 
 
 def newest_driver(folder: Folder, now: float | None = None) -> Driver | None:
-    """The newest driver of that run, or sweep, as it is at `now`; None if there was none. Raises StorageError."""
+    """The newest driver of that run or sweep at `now`; None if there was none. Raises StorageError."""
     number, holder = _newest(folder)
     if holder is None:
         return None
@@ -191,7 +191,7 @@ def newest_driver(folder: Folder, now: float | None = None) -> Driver | None:
 
 
 def ask_stop(folder: Folder, driver: Driver) -> bool:
-    """Asks that driver to end as Ctrl-C does; it looks every STOP_LOOK_S. Whether nobody had asked before. Raises StorageError."""
+    """Asks that driver to end as on Ctrl-C; it checks every STOP_LOOK_S. True if this is the first request. Raises StorageError."""
     who = this_process()
     body = {"host": who["host"], "pid": who["pid"], "at": time.time()}
     return folder.storage.write_new(_stop_name(driver.number), json.dumps(body).encode())
@@ -202,7 +202,7 @@ def _stop_name(number: int) -> str:
 
 
 def _newest(folder: Folder) -> tuple[int, dict[str, Any] | None]:
-    """The highest number, 0 if there is none, and what stands there; None if that cannot be read."""
+    """The highest number, 0 if there is none, and its content; None if it cannot be read."""
     name = max((n for n in folder.storage.files(DRIVERS) if n.endswith(".json")), default=None)
     if name is None:
         return 0, None

@@ -1,9 +1,9 @@
-"""What each rank of a run printed, in the run's folder: names, and reading. raydist/launch/rank_output.py writes it.
+"""The output of each rank of a run, in the run's folder: file names, and reading. raydist/launch/rank_output.py writes it.
 
 Runs anywhere. Must not import ray or torch.
 
-    RUN/logs/attempt-0002/rank-00003.log          what rank 3 printed in attempt 2, stdout and stderr together
-                          rank-00003.0002.log     and where it goes on, on an object store, which cannot append
+    RUN/logs/attempt-0002/rank-00003.log          output of rank 3 in attempt 2, stdout and stderr together
+                          rank-00003.0002.log     its continuation, on an object store, which cannot append
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _PART = re.compile(r"rank-(\d+)(?:\.(\d+))?\.log")
 
 
 def name(attempt: int, rank: int, part: int = 1) -> str:
-    """A file of what that rank printed, relative to the run. Parts count from 1."""
+    """A file of that rank's output, relative to the run. Parts count from 1."""
     return f"{LOGS}/attempt-{attempt:04d}/rank-{rank:05d}{'' if part == 1 else f'.{part:04d}'}.log"
 
 
 def attempts(run: RunDir) -> list[int]:
-    """The attempts of which there are logs, ascending. Raises StorageError."""
+    """The attempts that have logs, ascending. Raises StorageError."""
     found = (_ATTEMPT.fullmatch(folder) for folder in run.storage.folders(LOGS))
     return sorted(int(match[1]) for match in found if match)
 
@@ -39,7 +39,7 @@ class _Rank:
 
 @dataclass(slots=True)
 class Reader:
-    """Reads one attempt's lines as they come. `rank`: of that one alone."""
+    """Reads one attempt's lines as they are written. `rank`: only that rank."""
 
     run: RunDir
     attempt: int
@@ -47,7 +47,7 @@ class Reader:
     _ranks: dict[int, _Rank] = field(default_factory=dict)
 
     def read(self, last: bool = False) -> Iterator[tuple[int, str]]:
-        """(rank, line) of what is new since the call before, rank by rank. `last`: lines without their newline too.
+        """(rank, line) of the new lines since the previous call, rank by rank. `last`: also lines without a newline at the end.
 
         Raises StorageError.
         """

@@ -1,14 +1,14 @@
-"""What a user asks of a run that trains, from any shell that reaches its folder: a file each, taken up by the run itself.
+"""Requests of users to a running job, from any shell with access to its folder: one file per request, handled by the run itself.
 
-Runs anywhere. Who asks writes the file and takes it away again; the run's monitor hands what is there to rank 0, with the answer to
-its next push. So a request needs no connection to the cluster, and a restart loses none: the next attempt finds it still there.
+Runs anywhere. The requester writes the file and deletes it; the run's monitor passes open requests to rank 0, in the answer to
+its next push. So a request needs no connection to the cluster, and survives a restart: the next attempt finds it.
 
-    RUN/requests/trace-0007.json              trace the next steps on every rank; gone when it is answered or given up
-        traces/0007/request.json              the same, and stays: no number comes twice
-        traces/0007/attempt-0002/rank-00003-of-00008.json.gz     the answer: a rank's own trace
-        traces/0007.json.gz                   all ranks' in one file
+    RUN/requests/trace-0007.json              trace the next steps on every rank; deleted when answered or given up
+        traces/0007/request.json              the same, but kept, so that no number is used twice
+        traces/0007/attempt-0002/rank-00003-of-00008.json.gz     the answer: one rank's trace
+        traces/0007.json.gz                   the traces of all ranks in one file
 
-A request whose asker was killed stops counting at its own deadline, and the next asker removes it.
+If the requester was killed, its request expires at its deadline, and the next requester deletes it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from raydist.run.directory import REQUESTS, TRACES, RunDir
 
 VERSION = 1
 MOST_STEPS = 100
-"""More events than those of so many steps no viewer opens, and no rank should have to hold."""
+"""Maximum number of steps: a larger trace cannot be opened by viewers, and needs too much memory in the rank."""
 _REQUEST = re.compile(r"trace-(\d+)\.json")
 _PART = re.compile(r"rank-(\d+)-of-(\d+)\.json\.gz")
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """Trace the next `steps` steps. `until`: Unix time after which nobody waits for it any more."""
+    """A request to trace the next `steps` steps. `until`: Unix time of its expiry."""
 
     number: int
     steps: int
@@ -39,7 +39,7 @@ class TraceRequest:
 
 
 def ask_trace(run: RunDir, steps: int, timeout_s: float) -> TraceRequest:
-    """A new request, with a number that no other of this run has or had. Raises StorageError."""
+    """Creates a request with an unused number. Raises StorageError."""
     storage, now = run.storage, time.time()
     for request in _requests(run):
         if request.until < now:
@@ -55,30 +55,30 @@ def ask_trace(run: RunDir, steps: int, timeout_s: float) -> TraceRequest:
 
 
 def pending(run: RunDir) -> list[TraceRequest]:
-    """The requests that somebody still waits for, oldest first. Raises StorageError."""
+    """The requests that have not expired, oldest first. Raises StorageError."""
     now = time.time()
     return [request for request in _requests(run) if request.until >= now]
 
 
 def withdraw(run: RunDir, number: int) -> None:
-    """The request counts no longer: it is answered, or given up. Raises StorageError."""
+    """Deletes the request, because it is answered or given up. Raises StorageError."""
     run.storage.delete(_path(number))
 
 
 def part_name(number: int, attempt: int, rank: int, world_size: int) -> str:
-    """Where a rank leaves its part of trace `number`, relative to the run."""
+    """The file of a rank's part of trace `number`, relative to the run."""
     return f"{TRACES}/{number:04d}/attempt-{attempt:04d}/rank-{rank:05d}-of-{world_size:05d}.json.gz"
 
 
 def merged_name(number: int) -> str:
-    """Where the whole trace is, relative to the run."""
+    """The file of the whole trace, relative to the run."""
     return f"{TRACES}/{number:04d}.json.gz"
 
 
 def parts(run: RunDir, number: int) -> tuple[list[str], list[int]]:
-    """The parts that the newest attempt has left so far, by rank, and the ranks whose part is yet to come. Raises StorageError.
+    """The parts that the newest attempt has written so far, by rank, and the ranks whose part is missing. Raises StorageError.
 
-    ([], []) before the first one: how many there will be is known from any of them.
+    ([], []) before the first part: each part's name has the number of parts.
     """
     attempts = run.storage.folders(f"{TRACES}/{number:04d}")
     found: dict[int, str] = {}
@@ -97,7 +97,7 @@ def _requests(run: RunDir) -> list[TraceRequest]:
                 body: dict[str, Any] = json.loads(run.storage.read(name))
                 found.append(TraceRequest(int(body["trace"]), int(body["steps"]), float(body["until"])))
             except (FileNotFoundError, ValueError, KeyError, TypeError):
-                continue  # withdrawn meanwhile, or of another version
+                continue  # withdrawn in the meantime, or of another version
     return sorted(found, key=lambda request: request.number)
 
 

@@ -1,6 +1,6 @@
-"""state.json: the last word of a run's monitor, with a heartbeat; and what a reader may conclude from it.
+"""state.json: the last state written by a run's monitor, with a heartbeat; and the run's status derived from it.
 
-Runs in: the run's monitor, and wherever a run is looked at. Must not import ray or torch.
+Runs in: the run's monitor, and every reader. Must not import ray or torch.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from raydist.run.log import plain
 
 VERSION = 1
 LOST_AFTER_S = 30.0
-"""A run that says "running" with a heartbeat older than this is lost."""
+"""A run with status "running" and a heartbeat older than this is lost."""
 
 
 def this_process(pid: int | None = None) -> dict[str, Any]:
-    """What state.json says of a driver: {"host", "pid", "pids", "since"}.
+    """A driver's identity in state.json: {"host", "pid", "pids", "since"}.
 
-    `pids` is equal only where process ids mean the same; `since`, the Unix time of this call, tells drivers of one id apart.
+    `pids` identifies the pid namespace; `since`, the Unix time of this call, distinguishes drivers with the same pid.
     """
     driver = {"host": socket.gethostname(), "pid": os.getpid() if pid is None else pid}
-    return {**driver, "pids": _pid_space(), "since": time.time()}
+    return {**driver, "pids": _pid_namespace(), "since": time.time()}
 
 
 def write_state(run: RunDir, state: dict[str, Any]) -> None:
-    """Replaces state.json in one step. Raises StorageError."""
+    """Replaces state.json atomically. Raises StorageError."""
     run.storage.write(STATE, json.dumps({"v": VERSION, **plain(redact(state))}, allow_nan=False).encode())
 
 
 def last_word(run: RunDir) -> dict[str, Any] | None:
-    """state.json as it was last written, to be taken with its age; None where no monitor has written. Raises StorageError."""
+    """The content of state.json, which may be outdated; None if no monitor has written it. Raises StorageError."""
     try:
         state = json.loads(run.storage.read(STATE))
         return {
@@ -57,10 +57,10 @@ def last_word(run: RunDir) -> dict[str, Any] | None:
 
 
 def read_state(run: RunDir, now: float | None = None) -> dict[str, Any]:
-    """state.json as it was last written, but with "status" as it is: a run whose driver is gone is "lost".
+    """The content of state.json, but with the current "status": a run whose driver has died is "lost".
 
-    Where no monitor has written yet: {"status"} alone, "running" for a spec.yaml of the last LOST_AFTER_S seconds.
-    `now` is Unix time. Clocks of hosts are taken to agree within a few seconds. Raises StorageError.
+    If no monitor has written yet: only {"status"}, "running" if spec.yaml was written in the last LOST_AFTER_S seconds.
+    `now` is Unix time. Assumes that the hosts' clocks agree within a few seconds. Raises StorageError.
     """
     now = time.time() if now is None else now
     state = last_word(run)
@@ -81,8 +81,8 @@ def _status(state: dict[str, Any], now: float) -> Status:
 
 
 def gone(driver: dict[str, Any]) -> bool:
-    """Whether a driver, as `this_process` names it, ran on this host and its process has ended. Of another host nobody knows."""
-    here = driver.get("pids") == _pid_space() and driver["host"] == socket.gethostname()
+    """Whether a driver from `this_process` ran on this host and its process has exited. False if it ran on another host."""
+    here = driver.get("pids") == _pid_namespace() and driver["host"] == socket.gethostname()
     return here and not _alive(int(driver["pid"]))
 
 
@@ -98,8 +98,8 @@ def _alive(pid: int) -> bool:
 
 
 @functools.cache
-def _pid_space() -> str:
-    """Names the set of process ids that this process sees: containers may share a host's name, yet not its processes."""
+def _pid_namespace() -> str:
+    """Identifies the pid namespace of this process: containers may have the same host name but different processes."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

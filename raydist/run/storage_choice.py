@@ -1,16 +1,16 @@
-"""Where runs are stored, and why there: one rule for all commands.
+"""Chooses where runs are stored, with the reason: one rule for all commands.
 
-Runs anywhere. Must stay light: `raydist --help` and the ranks of torchrun ask it.
+Runs anywhere. Must import little: `raydist --help` and the ranks of torchrun use it.
 
-The first of these that says something wins:
+The first of these that is set is used:
 
     --storage
     RAYDIST_STORAGE                        environment variable
-    ~/.config/raydist/config.toml          `storage = "..."`; $XDG_CONFIG_HOME stands for ~/.config
-    the nearest folder `runs`              in the current folder or in one above it, if raydist has runs there (see `holds_runs`)
+    ~/.config/raydist/config.toml          `storage = "..."`; $XDG_CONFIG_HOME replaces ~/.config
+    the nearest folder `runs`              in the current folder or one above it, if it contains raydist's runs (see `holds_runs`)
     ~/raydist
 
-The driver of a Ray job runs in a temporary copy of what was shipped: there no folder `runs` is looked for.
+The driver of a Ray job runs in a temporary copy of the submitted folder: there the search for a folder `runs` is skipped.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ VARIABLE = "RAYDIST_STORAGE"
 DEFAULT = "~/raydist"
 FOLDER = "runs"
 MARKS = (".data", ".tuned")
-"""Folders that raydist itself makes beside runs: see raydist.run.directory."""
+"""Folders that raydist creates next to runs: see raydist.run.directory."""
 FIRSTS = ("spec.yaml", "cells.jsonl")
-"""The file that makes a folder a run, and the one that makes it a sweep."""
+"""The file that marks a folder as a run, and the file that marks it as a sweep."""
 _IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 @dataclass(frozen=True, slots=True)
 class StorageChoice:
-    """The folder or URI that holds the runs, as it was given, secrets included.
+    """The folder or URI that contains the runs, as given, including secrets.
 
-    `source`: what chose it; `because`: the same in words.
+    `source`: what set it; `because`: the same as text.
     """
 
     uri: str
@@ -48,9 +48,9 @@ class StorageChoice:
 
 
 def choose(storage: str | None = None) -> StorageChoice:
-    """The storage of a command. `storage`: what its option `--storage` says.
+    """The storage of a command. `storage`: the value of its option `--storage`.
 
-    Raises UserError if the user's configuration file cannot be read, or says something that raydist does not know.
+    Raises UserError if the user's configuration file cannot be read, or has unknown keys or invalid values.
     """
     if storage:
         return StorageChoice(storage, "option", "--storage")
@@ -64,15 +64,15 @@ def choose(storage: str | None = None) -> StorageChoice:
 
 
 def config_file() -> Path:
-    """The user's configuration file, whether it is there or not."""
+    """The path of the user's configuration file, which may not exist."""
     base = os.environ.get("XDG_CONFIG_HOME", "")
-    # The XDG Base Directory Specification: relative paths are invalid, and to be ignored.
+    # XDG Base Directory Specification: relative paths are invalid and must be ignored.
     folder = Path(base) if os.path.isabs(base) else Path("~/.config").expanduser()
     return folder / "raydist" / "config.toml"
 
 
 def nearest() -> Path | None:
-    """The nearest folder `runs`, in the current folder or one above it, that belongs to this user and holds runs.
+    """The nearest folder `runs`, in the current folder or one above it, that belongs to this user and contains runs.
 
     None if there is none, and in a Ray job.
     """
@@ -85,16 +85,15 @@ def nearest() -> Path | None:
     for folder in (here, *here.parents):
         found = folder / FOLDER
         with suppress(OSError):
-            # Another user's /tmp/runs must not decide where a run of this user goes on.
+            # Another user's /tmp/runs must not decide where this user's run continues.
             if found.is_dir() and found.stat().st_uid == os.geteuid() and holds_runs(found):
                 return found
     return None
 
 
 def holds_runs(folder: Path) -> bool:
-    """Whether raydist has stored there.
-
-    It has if there is `.data` or `.tuned`, or a folder with a spec.yaml (a run) or a cells.jsonl (a sweep).
+    """Whether the folder contains data of raydist: `.data` or `.tuned`, or a folder with a spec.yaml (a run) or a
+    cells.jsonl (a sweep).
     """
     try:
         if any((folder / mark).is_dir() for mark in MARKS):
@@ -106,7 +105,7 @@ def holds_runs(folder: Path) -> bool:
 
 
 def others(choice: StorageChoice) -> list[str]:
-    """The well-known places that hold runs too, and are not `choice`: the nearest folder `runs`, and ~/raydist."""
+    """Other well-known places with runs: the nearest folder `runs`, and ~/raydist, without `choice`."""
     default = Path(DEFAULT).expanduser()
     places = [place for place in (nearest(), default) if place is not None and holds_runs(place)]
     chosen = Path(choice.uri).expanduser().absolute() if "://" not in choice.uri else None
@@ -114,25 +113,25 @@ def others(choice: StorageChoice) -> list[str]:
 
 
 def how_to_set() -> str:
-    """What a user can do to look elsewhere, in one line."""
+    """How a user can choose another storage, in one line."""
     return f'look elsewhere with --storage, {VARIABLE}, or storage = "..." in {config_file()}'
 
 
 def _configured(path: Path) -> str | None:
     try:
-        told = tomllib.loads(path.read_text(encoding="utf-8"))
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}", "make it readable, or remove it") from None
-    except ValueError as error:  # tomllib.TOMLDecodeError and UnicodeDecodeError are such
+    except ValueError as error:  # base class of tomllib.TOMLDecodeError and UnicodeDecodeError
         raise UserError(
-            f"{path}: no valid TOML: {error}", 'write storage = "/folder/or/uri", or remove the file'
+            f"{path}: not valid TOML: {error}", 'write storage = "/folder/or/uri", or remove the file'
         ) from None
-    for key in told:
+    for key in settings:
         if key != "storage":
             raise UserError(f'{path}: unknown key "{key}"', _meant(key, ["storage"]))
-    value = told.get("storage")
+    value = settings.get("storage")
     if value is not None and (not isinstance(value, str) or not value):
         raise UserError(f"{path}: storage: {value!r}", 'give a folder or a URI in quotes: storage = "/data/runs"')
     return value
@@ -142,4 +141,4 @@ def _meant(key: str, known: Sequence[str]) -> str:
     import difflib
 
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f'did you mean "{near[0]}"?' if near else f"it may say: {', '.join(known)}"
+    return f'did you mean "{near[0]}"?' if near else f"allowed: {', '.join(known)}"

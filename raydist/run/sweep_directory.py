@@ -1,24 +1,23 @@
-"""One sweep on storage: its cells, and what happened to them. Beside the runs, as a folder of its own.
+"""A sweep on storage: its trials, and their events. It is a folder next to the runs.
 
 Runs anywhere. Must not import ray or torch.
 
-    SWEEP/sweep.yaml            the sweep, resolved: a file that `raydist sweep` takes
-          base.yaml             the job that its cells are made of, resolved
-          cells.jsonl           a line a cell, in order
-          events/000001.jsonl   what happened to cells, a line each; 000001 counts up, and each driver begins a new one
-          drivers/              who drives the sweep (raydist/run/lease.py)
+    SWEEP/sweep.yaml            the resolved sweep: a file that `raydist sweep` accepts
+          base.yaml             the resolved job from which its trials are made
+          cells.jsonl           one line per trial, in order
+          events/000001.jsonl   events of the trials, one per line; each driver begins a new file
+          drivers/              the sweep's driver (raydist/run/lease.py)
           runs/CELL_ID/         an ordinary run folder (raydist/run/directory.py)
-          results.parquet       `raydist sweep results`: a row a point
+          results.parquet       `raydist sweep results`: one row per point
           report.html           `raydist sweep report`
 
-A driver that is killed leaves a torn last line at most, in a segment to which nobody adds any more: readers leave it out.
+A driver that is killed leaves at most a partial last line, in a file to which no other driver appends: readers skip it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import threading
 import time
@@ -27,25 +26,23 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from raydist.errors import StorageError
 from raydist.records import Event
-from raydist.redact import redact
 from raydist.run.directory import SWEEP_CELLS, Folder, RunDir, check_name, elsewhere, not_found
-from raydist.run.log import plain
+from raydist.run.log import events_in, json_line
 from raydist.run.storage_choice import choose
-from raydist.storage import Storage
+from raydist.storage import Storage, append_whole, refused
 
 SWEEP, BASE, CELLS, EVENTS, RUNS, RESULTS = (
     "sweep.yaml", "base.yaml", SWEEP_CELLS, "events", "runs", "results.parquet",
 )  # fmt: skip
 SEGMENT_LINES = 1000
-"""Of events/: on an object store, which cannot append, each flush sends the open segment again."""
+"""Maximum lines of a file in events/: an object store cannot append, so each flush uploads the open file again."""
 _SEGMENT = re.compile(r"(\d+)\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
 class CellNote:
-    """A cell as cells.jsonl has it. Cells of one `point` differ in their seed alone."""
+    """A trial as in cells.jsonl. Trials of the same `point` differ only in their seed."""
 
     index: int
     id: str
@@ -61,7 +58,7 @@ class CellNote:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain, for a line of JSON."""
+        """A plain dict, for a line of JSON."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @classmethod
@@ -75,23 +72,23 @@ class SweepDir(Folder):
     """The folder of one sweep."""
 
     def exists(self) -> bool:
-        """Whether a sweep was ever started here."""
+        """Whether a sweep was started here."""
         return self.storage.size(CELLS) is not None
 
     def run(self, cell: str) -> RunDir:
-        """The run folder of a cell."""
+        """The run folder of a trial."""
         return RunDir(self.storage.at(f"{RUNS}/{cell}"))
 
     def write(self, sweep: str, base: str, cells: Iterable[CellNote]) -> None:
-        """The sweep and its base as YAML, and its cells, which make it exist, last. Raises StorageError."""
+        """Writes the sweep and its base as YAML, and its trials last, which makes the sweep exist. Raises StorageError."""
         self.storage.write(SWEEP, sweep.encode())
         self.storage.write(BASE, base.encode())
-        self.storage.write(CELLS, "".join(_line(cell.to_dict()) for cell in cells).encode())
+        self.storage.write(CELLS, b"".join(json_line(cell.to_dict()) for cell in cells))
 
     def cells(self, events: Iterable[Event] | None = None) -> list[CellNote]:
-        """The cells in order: those there were at the start, and those that a search added. Raises StorageError.
+        """The trials in order: those from the start, and those added by a search. Raises StorageError.
 
-        `events`: those of the sweep, if they are known already.
+        `events`: the sweep's events, if the caller has them.
         """
         found = [CellNote.from_dict(json.loads(line)) for line in self.storage.read(CELLS).splitlines()]
         added = [
@@ -102,17 +99,10 @@ class SweepDir(Folder):
         return found + added
 
     def events(self) -> list[Event]:
-        """What happened, in the order it was written. Raises StorageError, naming the line, where one is damaged."""
-        found = []
-        for _, name in self._segments():
-            for number, line in enumerate(self.storage.read(name).split(b"\n")[:-1], start=1):
-                try:
-                    found.append(Event.from_dict(json.loads(line)))
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise StorageError(
-                        f"{self.uri}/{name}: line {number} is no event: {error}", "remove that line"
-                    ) from error
-        return found
+        """The events, in the order of writing. Raises StorageError with the number of a damaged line."""
+        return [
+            event for _, name in self._segments() for event in events_in(self.storage.read(name), f"{self.uri}/{name}")
+        ]
 
     def _segments(self) -> list[tuple[int, str]]:
         found = ((_SEGMENT.fullmatch(PurePosixPath(name).name), name) for name in self.storage.files(EVENTS))
@@ -120,42 +110,42 @@ class SweepDir(Folder):
 
 
 class SweepLog:
-    """The writer of a sweep's events; one driver at a time (raydist/run/lease.py), and each makes its own.
+    """The writer of a sweep's events; one driver at a time (raydist/run/lease.py), and each creates its own.
 
-    `event` only buffers, and may be called from any thread; `flush` makes durable what was given before. Each of `heard` is called
-    with every event in the order of the file, and logs nothing itself. Kinds and their data, each with the id of its `cell`:
+    `event` only buffers, and is thread-safe; `flush` makes everything before it durable. Each function in `listeners` is called
+    with every event in the order of the file, and must not log events itself. Kinds and their data, each with the id of its `cell`:
 
-    queued; started: `workers`, `gpus` (of all of them together), `tokens` it goes on from, `micro_batch` where it is not the
-    spec's; finished, stopped (by the scheduler: `because`) and paused (by the user or a limit: `because`): with `figures`, those
-    of `raydist.report.sweep.figures.measure`; failed: `cause`, `final`; retried: `because`, `micro_batch` where that changed;
-    exploited: `source`, the cell whose checkpoint it goes on from, `step`, `tokens`, `changes` (field -> [before, after]); report:
-    `tokens`, `step` and `value`, the objective that its scheduler was told; added: `note`, a CellNote.
+    queued; started: `workers`, `gpus` (total), `tokens` at which it resumes, `micro_batch` if it differs from the
+    spec's; finished, stopped (by the scheduler: `because`) and paused (by the user or a limit: `because`): with `figures`, from
+    `raydist.report.sweep.figures.measure`; failed: `cause`, `final`; retried: `because`, `micro_batch` if it has changed;
+    exploited: `source`, the trial whose checkpoint it continues, `step`, `tokens`, `changes` (field -> [before, after]); report:
+    `tokens`, `step` and `value`, the objective reported to its scheduler; added: `note`, a CellNote.
     Without a cell: began, with `driver` and `cells`; ended, with `status` and `cause`.
     """
 
-    def __init__(self, sweep: SweepDir, *heard: Callable[[Event], None]) -> None:
-        self._storage, self._heard = sweep.storage, heard
+    def __init__(self, sweep: SweepDir, *listeners: Callable[[Event], None]) -> None:
+        self._storage, self._listeners = sweep.storage, listeners
         self._number = max((number for number, _ in sweep._segments()), default=0) + 1
         self._stored: list[bytes] = []
         self._waiting: list[bytes] = []
         self._lock = threading.Lock()
-        """Guards the buffer; never held while storage works."""
+        """Guards the buffer; never held during storage I/O."""
         self._io = threading.Lock()
-        """One flush at a time."""
+        """Only one flush at a time."""
 
     def event(self, kind: str, cell: str | None = None, **data: Any) -> Event:
-        """Notes it, with the time of this call."""
+        """Records an event, with the time of this call."""
         about = {} if cell is None else {"cell": cell}
         event = Event(kind, time.time(), {**about, **data})
-        line = _line(event.to_dict()).encode()
+        line = json_line(event.to_dict())
         with self._lock:
             self._waiting.append(line)
-            for hears in self._heard:
-                hears(event)
+            for listener in self._listeners:
+                listener(event)
         return event
 
     def flush(self) -> None:
-        """Returns once all that was given before is durable. Raises StorageError; what was not written is kept."""
+        """Returns once everything passed before is durable. Raises StorageError; unwritten data is kept."""
         with self._io:
             while True:
                 with self._lock:
@@ -175,23 +165,13 @@ class SweepLog:
             return
         path = self._storage.local / name
         try:
-            with open(path, "ab", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                try:
-                    rest = memoryview(b"".join(lines))
-                    while rest:
-                        rest = rest[file.write(rest) :]
-                    os.fsync(file.fileno())
-                except OSError:
-                    os.ftruncate(file.fileno(), size)  # a full disk took a part: the retry must not follow a torn line
-                    raise
+            append_whole(path, b"".join(lines), sync=True)
         except OSError as error:
-            reason = os.strerror(error.errno) if error.errno else str(error)
-            raise StorageError(f"cannot write {path}: {reason}", "") from error
+            raise refused("write", path, error) from error
 
 
 def resolve_sweep(name: str, storage: str | None = None) -> SweepDir:
-    """NAME as a user gives it: a sweep folder's path or URI, or a name under `storage`. Raises RunNotFound."""
+    """The sweep that a user names: a sweep folder's path or URI, or a name under `storage`. Raises RunNotFound."""
     choice = choose(storage)
     home = Storage(choice.uri)
     given = "/" in name or "://" in name
@@ -204,7 +184,7 @@ def resolve_sweep(name: str, storage: str | None = None) -> SweepDir:
 
 
 def resolve_any(name: str, storage: str | None = None) -> RunDir | SweepDir:
-    """NAME as a user gives it, of a run or of a sweep: a folder's path or URI, or a name under `storage`. Raises RunNotFound."""
+    """The run or sweep that a user names: a folder's path or URI, or a name under `storage`. Raises RunNotFound."""
     choice = choose(storage)
     looked = []
     if "/" in name or "://" in name or Path(name).is_dir():
@@ -227,14 +207,10 @@ def _run_or_sweep(storage: Storage) -> RunDir | SweepDir | None:
 
 
 def sweep_of(run: RunDir) -> SweepDir | None:
-    """The sweep of which that run is a cell, if it is one."""
+    """The sweep of which that run is a trial; None if it is not one."""
     place, mark, rest = run.full_uri.partition("?")
     above, _, runs = place.rpartition("/")[0].rpartition("/")
     if runs != RUNS or not above or above.endswith(":/"):
         return None
     sweep = SweepDir(f"{above}{mark}{rest}")
     return sweep if sweep.exists() else None
-
-
-def _line(value: dict[str, Any]) -> str:
-    return json.dumps(plain(redact(value)), allow_nan=False) + "\n"

@@ -1,6 +1,6 @@
-"""What has become of each cell of a sweep: its events, folded. Pure.
+"""The state of each trial of a sweep, computed from its events. Pure.
 
-Runs anywhere. The driver goes on from it after a restart, and `raydist sweep results` tells it.
+Runs anywhere. The driver continues from it after a restart, and `raydist sweep results` shows it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, Literal
 from raydist.records import Event
 
 CellStatus = Literal["waiting", "running", "finished", "stopped", "failed", "paused"]
-"""waiting: not started, or to be tried again; stopped: by the scheduler, for good; failed: for good; paused: goes on when the
-sweep is started again. One whose driver was killed is running here: `raydist.report.sweep.results` tells it as lost."""
+"""waiting: not started, or to be tried again; stopped: by the scheduler, for good; failed: for good; paused: continues when the
+sweep is started again. A trial whose driver was killed is `running` here: `raydist.report.sweep.results` reports it as lost."""
 DONE: frozenset[CellStatus] = frozenset({"finished", "stopped", "failed"})
 
 
 @dataclass(slots=True)
 class Stretch:
-    """A time in which a cell had workers. `end` is None while it has them, or where its driver was killed."""
+    """A period in which a trial had workers. `end` is None while it has them, or if its driver was killed."""
 
     start: float
     workers: int
@@ -29,23 +29,23 @@ class Stretch:
 
 @dataclass(slots=True)
 class CellState:
-    """One cell. Times are Unix seconds."""
+    """One trial. Times are Unix seconds."""
 
     status: CellStatus = "waiting"
     failures: int = 0
     cause: str | None = None
-    """Why it failed last, or was stopped or paused; None once it goes on, or has finished."""
+    """Why it last failed, or was stopped or paused; None once it continues, or has finished."""
     micro_batch: int | None = None
-    """What it is to be started with, where that is not its spec's."""
+    """The micro-batch of its next start, if it differs from its spec's."""
     figures: dict[str, Any] = field(default_factory=dict)
-    """As raydist.report.sweep.figures.measure took them when it last ended."""
+    """Computed by raydist.report.sweep.figures.measure when it last ended."""
     stretches: list[Stretch] = field(default_factory=list)
     lineage: list[dict[str, Any]] = field(default_factory=list)
     """Data of its events `exploited`."""
 
 
 def fold(events: Iterable[Event]) -> dict[str, CellState]:
-    """Cell id -> its state, of the cells that anything happened to. Kinds of later versions change nothing."""
+    """Trial id -> its state, for trials with events. Unknown kinds of later versions are ignored."""
     found: dict[str, CellState] = {}
     for event in events:
         name = event.data.get("cell")

@@ -1,13 +1,13 @@
-"""The rows of raydist.run.telemetry_schema on storage: RUN/samples/*.parquet; the writer and the reader.
+"""Stores the rows of raydist.run.telemetry_schema in RUN/samples/*.parquet; the writer and the reader.
 
 Runs anywhere: the writer in the run's monitor, the reader in a user's shell. Must not import ray or torch.
 
-    samples/raw-000000012.parquet              as they came; the newest one is replaced at each flush
-    samples/thin-000000000-000000011.parquet   a row a minute and subject, in the place of raw 0 to 11
-    samples/raw-000000012.3.parquet            of writer 3, which numbers its own: a large run has several
+    samples/raw-000000012.parquet              rows as received; the newest file is replaced at each flush
+    samples/thin-000000000-000000011.parquet   one row per minute and subject, replaces raw 0 to 11
+    samples/raw-000000012.3.parquet            of writer 3, with its own numbers: a large run has several writers
 
-Raw rows become thin ones an hour later, so that a long run takes 60 times less than it said. The thin file is whole before the raw
-ones go: a raw one that a thin one stands for is not read. The writer holds the open segment in memory, and nothing older.
+Raw rows are thinned after an hour, so that a long run needs about 60 times less space. The thin file is complete before the raw
+files are deleted: a raw file that a thin file covers is not read. The writer keeps only the open segment in memory.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from raydist.run.telemetry_schema import COLUMNS, SCHEMA, WHO
 
 SEGMENT_ROWS = 20_000
 SEGMENT_S = 60.0
-"""A segment is sealed at so many rows, or so many seconds after its first one."""
+"""A segment is complete after this many rows, or this many seconds after its first row."""
 RAW_S = 3600.0
 """Rows older than this are thinned."""
 THIN_S = 60.0
-"""A thin row stands for so many seconds."""
+"""Seconds per thin row."""
 _AT_ONCE = 64
-"""Raw segments that are thinned in one go, at most: that bounds what is read into memory."""
+"""Maximum number of raw segments thinned at once, which limits memory."""
 _BUFFERED = 200_000
-"""Rows that are kept while storage refuses them; then the oldest go."""
+"""Rows kept while storage refuses them; then the oldest are dropped."""
 
 _NAME = re.compile(r"(raw|thin)-(\d+)(?:-(\d+))?(?:\.(\d+))?\.parquet")
 _SUBJECT = ("kind", "host", "node", "gpu", "rank", "attempt")
 
 
 def is_counter(name: str) -> bool:
-    """Whether a column only grows."""
+    """Whether a column is a counter, which never decreases."""
     return " total " in f" {COLUMNS[name][1]}"
 
 
 class TelemetryLog:
-    """Writer number `writer`; one at a time has that number. `add` only buffers, and may be called from any thread.
+    """Writer number `writer`; there is only one with that number at a time. `add` only buffers, and is thread-safe.
 
-    Raises StorageError where storage cannot be listed.
+    Raises StorageError if storage cannot be listed.
     """
 
     def __init__(self, run: RunDir, writer: int = 0) -> None:
@@ -61,13 +61,13 @@ class TelemetryLog:
         self._lock = threading.Lock()
         self._rows: list[Mapping[str, Any]] = []
         self._given = self._dropped = 0
-        """Rows so far, and those of them that there was no room for."""
+        """Number of rows so far, and of those dropped."""
         self._stored = 0
         self._since = 0.0
         self._thinned_at = 0.0
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Rows of columns of raydist.run.telemetry_schema; a column that a row lacks is null there."""
+        """Adds rows with columns of raydist.run.telemetry_schema; missing columns are null."""
         with self._lock:
             held = len(self._rows)
             self._since = self._since if held else time.monotonic()
@@ -78,7 +78,7 @@ class TelemetryLog:
             del self._rows[:over]
 
     def flush(self) -> None:
-        """Returns once all that was given before is durable. Raises StorageError; what was not written is kept. One at a time."""
+        """Returns once everything passed before is durable. Raises StorageError; unwritten rows are kept. Not thread-safe."""
         with self._lock:
             rows, given, dropped = list(self._rows), self._given, self._dropped
             sealed = len(rows) >= SEGMENT_ROWS or time.monotonic() - self._since >= SEGMENT_S
@@ -96,15 +96,15 @@ class TelemetryLog:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Rows as Arrow has them. TypeError or ArrowInvalid for a value that its column cannot hold."""
+    """Rows as an Arrow table. Raises TypeError or ArrowInvalid for a value of the wrong type."""
     return pa.Table.from_pylist([dict(row) for row in rows], SCHEMA)
 
 
 def thin(run: RunDir, before: float, below: int, writer: int = 0) -> None:
-    """Makes that writer's raw segments that end before that Unix time, of numbers under `below`, into one thin one; some of them
-    at a time.
+    """Merges that writer's raw segments that end before that Unix time, with numbers less than `below`, into one thin segment; a
+    limited number at a time.
 
-    Of a minute and subject a thin row has: of what counts the last, of what is a peak the highest, of other numbers the mean.
+    A thin row has, for its minute and subject, the last value of counters, the maximum of peaks, and the mean of other numbers.
     """
     listed = [segment for segment in _listed(run) if segment.writer == writer]
     covered = _covered(listed)
@@ -119,7 +119,7 @@ def thin(run: RunDir, before: float, below: int, writer: int = 0) -> None:
         if part is None or (part.num_rows and pc.max(part["at"]).as_py() >= before):
             break
         if numbers and segment.first != numbers[-1] + 1:
-            break  # a file that stands for a range stands for all of it
+            break  # a thin file must cover a whole range
         parts.append(part)
         numbers.append(segment.first)
         done.append(segment)
@@ -130,31 +130,31 @@ def thin(run: RunDir, before: float, below: int, writer: int = 0) -> None:
 
 
 def read_samples(run: RunDir, columns: Sequence[str] | None = None, since: float | None = None) -> pa.Table:
-    """All rows, in the order of their time; `columns`: only these; `since`: only those from that Unix time on, and no more is read
-    than it takes. Works while the run is being written. Raises StorageError.
+    """All rows, in order of time; `columns`: only these; `since`: only rows from that Unix time on, and reads no more files than
+    needed. Works while the run is being written. Raises StorageError.
     """
     listed = _listed(run)
     covered = _covered(listed)
     wanted = list(columns) if columns is not None else list(COLUMNS)
     asked = list(dict.fromkeys([*wanted, "at"]))
     parts = [pa.schema([SCHEMA.field(name) for name in asked]).empty_table()]
-    read_up: set[int] = set()  # the writers whose older segments are older than asked for
+    finished: set[int] = set()  # writers whose remaining segments are older than `since`
     for segment in sorted(listed, key=lambda segment: segment.first, reverse=True):
-        if segment in covered or segment.writer in read_up:
+        if segment in covered or segment.writer in finished:
             continue
         part = _read(run, segment, asked)
         if part is None:
             continue
         if since is not None:
             if part.num_rows and pc.min(part["at"]).as_py() < since:
-                read_up.add(segment.writer)
+                finished.add(segment.writer)
             part = part.filter(pc.greater_equal(part["at"], since))
         parts.append(part)
     return pa.concat_tables(parts).sort_by("at").select(wanted)
 
 
 def parts(run: RunDir, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """All rows, a segment at a time, each writer's in the order of writing: for who need not have them all at once. Raises
+    """All rows, one segment at a time, each writer's in the order of writing: for callers that do not need all at once. Raises
     StorageError.
     """
     listed = _listed(run)
@@ -169,7 +169,7 @@ def _thinned(rows: pa.Table) -> pa.Table:
     minute = pc.floor(pc.divide(rows["at"], THIN_S))
     keyed = rows.sort_by("at").append_column("minute", minute)
     rest = [name for name in COLUMNS if name not in _SUBJECT]
-    how = {name: _how(name) for name in rest}
+    how = {name: _aggregation(name) for name in rest}
     grouped = keyed.group_by(["minute", *_SUBJECT], use_threads=False).aggregate([(n, how[n]) for n in rest])
     made = {name: grouped[name] for name in _SUBJECT} | {name: grouped[f"{name}_{how[name]}"] for name in rest}
     columns = []
@@ -181,7 +181,7 @@ def _thinned(rows: pa.Table) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=SCHEMA).sort_by("at")
 
 
-def _how(name: str) -> str:
+def _aggregation(name: str) -> str:
     if name in WHO or is_counter(name) or name.startswith("peak_"):
         return "max"
     return "mean" if COLUMNS[name][0] != pa.string() else "max"
@@ -189,7 +189,7 @@ def _how(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A file. `kind`: raw or thin; `first` to `last`: the numbers of the raw ones that it has the rows of."""
+    """A file. `kind`: raw or thin; `first` to `last`: the numbers of the raw segments whose rows it contains."""
 
     kind: str
     writer: int
@@ -216,7 +216,7 @@ def _listed(run: RunDir) -> list[_Segment]:
 
 
 def _covered(segments: Iterable[_Segment]) -> set[_Segment]:
-    """The raw ones for which a thin one stands, whether they are still there or not."""
+    """The raw segments that a thin one covers, whether they still exist or not."""
     thin = [segment for segment in segments if segment.kind == "thin"]
     return {_Segment("raw", s.writer, number, number) for s in thin for number in range(s.first, s.last + 1)}
 
@@ -232,7 +232,7 @@ def _read(run: RunDir, segment: _Segment, columns: Sequence[str] | None = None) 
     """One segment; None if it has just been thinned."""
     wanted = list(columns) if columns is not None else list(COLUMNS)
     try:
-        # In this thread, as in raydist.run.log: a pool's thread may outlive the interpreter.
+        # In this thread, as in raydist.run.log: a pool's thread may run longer than the interpreter.
         file = pq.ParquetFile(pa.BufferReader(run.storage.read(segment.path)), pre_buffer=False)
         there = [column for column in wanted if column in file.schema_arrow.names]
         found = file.read(there, use_threads=False)
@@ -240,7 +240,7 @@ def _read(run: RunDir, segment: _Segment, columns: Sequence[str] | None = None) 
         return None
     except (pa.ArrowException, KeyError) as error:
         raise StorageError(
-            f"cannot read {run.uri}/{segment.path}: {error}", "move the file away to go on without its rows"
+            f"cannot read {run.uri}/{segment.path}: {error}", "move the file away to continue without its rows"
         ) from error
     schema = pa.schema([SCHEMA.field(column) for column in wanted])
     arrays = [found[f.name].cast(f.type) if f.name in there else pa.nulls(found.num_rows, f.type) for f in schema]

@@ -1,4 +1,4 @@
-"""What was asked: a YAML file with `extends:`, overrides, and errors that say how to mend them.
+"""The job file: YAML with `extends:`, overrides, and errors that name the remedy.
 
 Runs anywhere: plain python, pydantic and yaml.
 """

@@ -1,4 +1,4 @@
-"""A job file, its parents and the overrides -> a JobSpec; or every problem at once, with file, field, value and remedy.
+"""A job file, the files it extends and the overrides -> a JobSpec; or every problem at once, with file, field, value and remedy.
 
 Runs anywhere.
 """
@@ -17,12 +17,11 @@ from typing import Any
 
 import yaml
 
-from raydist import registry
-from raydist.errors import ExtensionNotFound, SpecError
+from raydist.errors import SpecError
 from raydist.redact import redact
 from raydist.spec.deepspeed import Converted, convert
 from raydist.spec.models import JobSpec, flatten
-from raydist.spec.validate import validate, where
+from raydist.spec.validate import extensions, validate
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,7 +44,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     for key_node, _ in node.value:
         key = loader.construct_object(key_node, deep=True)
         if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
         seen.add(key)
     return loader.construct_mapping(node, deep=True)
 
@@ -55,19 +54,19 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 @dataclass
 class Layer:
-    """The fields of one file, of the command line or of a sweep's cell, and for each dotted one where it was written.
+    """The fields of one file, of the command line or of a sweep's cell, and for each dotted field the file or option that sets it.
 
-    `folder` is what a path in it is relative to.
+    Paths in it are relative to `folder`.
     """
 
     tree: dict[str, Any]
     origin: dict[str, str]
     folder: Path = Path()
     extends: tuple[str, str] | None = None
-    """A file, and what it says that it extends."""
+    """A file, and the name of the file that it extends."""
 
     def with_field(self, name: str, value: Any, place: str) -> Layer:
-        """This one with a dotted field more, which was written at `place`."""
+        """This layer with one more dotted field, set at `place`."""
         over = nest(name, value)
         return Layer(merge(self.tree, over), {**self.origin, **dict.fromkeys(_paths(over), place)}, self.folder)
 
@@ -84,10 +83,11 @@ def load(
 ) -> JobSpec:
     """The job of a YAML file. `overrides` are `field.name=value`, the value in YAML; the last of a field wins.
 
-    `deepspeed` is a DeepSpeed file that beats the job's files, but not `overrides`; a file's own `deepspeed:` beats what
-    that file extends, but not its own fields. `warn` is told what in such a file has no counterpart.
+    `deepspeed` is a DeepSpeed file. Its fields win over the job's files, but not over `overrides`; those of a file's own
+    `deepspeed:` win over the files that it extends, but not over its own fields. `warn` gets a line for each field of a DeepSpeed
+    file that has no counterpart.
 
-    Raises SpecError with all that is wrong, one line each.
+    Raises SpecError with all problems, one line each.
     """
     over = overriding(overrides)
     if deepspeed is not None:
@@ -99,7 +99,7 @@ def load(
 
 
 def overriding(overrides: Sequence[str]) -> Layer:
-    """What `--set` says, `field.name=value` each. Raises SpecError with all that is wrong."""
+    """The layer of the `--set` options, `field.name=value` each. Raises SpecError with all problems."""
     over = Layer({}, {})
     problems: list[str] = []
     for text in overrides:
@@ -119,13 +119,14 @@ def overriding(overrides: Sequence[str]) -> Layer:
 
 
 def resolve(layers: Sequence[Layer], source: str, warn: Callable[[str], None] = _to_stderr) -> JobSpec:
-    """The job of layers, the nearest last; `source` names it where no layer does. Raises SpecError with all that is wrong."""
+    """The job of these layers; the last one wins. `source` is the place of fields that no layer sets. Raises SpecError with all
+    problems."""
     layers, converted = _with_deepspeed(list(layers))
     tree, origin = merged(layers)
     if converted is None:
         return parse(tree, origin, source)
     if converted.problems and isinstance(train := tree.setdefault("train", {}), dict) and "epochs" not in train:
-        train.setdefault("steps", 10**9)  # what is wrong may have been their number: no second complaint
+        train.setdefault("steps", 10**9)  # the number of steps may be the problem: report it once
     try:
         spec = parse(tree, origin, source)
     except SpecError as error:
@@ -138,7 +139,7 @@ def resolve(layers: Sequence[Layer], source: str, warn: Callable[[str], None] = 
 
 
 def _with_deepspeed(layers: list[Layer]) -> tuple[list[Layer], Converted | None]:
-    """The layers with the fields of the nearest `deepspeed:` right below those of the layer that names it."""
+    """The layers, with the fields of the last `deepspeed:` as a layer right before the one that names it."""
     naming = [i for i, layer in enumerate(layers) if "deepspeed" in layer.tree]
     if not naming:
         return layers, None
@@ -151,18 +152,18 @@ def _with_deepspeed(layers: list[Layer]) -> tuple[list[Layer], Converted | None]
         raise SpecError(f"{origin}: deepspeed: {name!r} is not a file name; write deepspeed: ds_config.json")
     around, nearer = flatten(merged(left)[0]), flatten(merged(left[at:])[0])
     converted = convert(layers[at].folder / name, around, nearer)
-    # What is missing in a section that only the DeepSpeed file has is missing there.
+    # A missing field of a section that only the DeepSpeed file has is reported for that file.
     sections = dict.fromkeys(set(_paths(converted.tree)) - set(merged(left[:at])[1]), converted.path)
     return [*left[:at], Layer(converted.tree, sections | converted.origin()), *left[at:]], converted
 
 
 def parse(tree: Mapping[str, Any], origin: Mapping[str, str] | None = None, source: str = "spec") -> JobSpec:
-    """A JobSpec of plain values. `origin` says for each dotted field where it was written."""
+    """A JobSpec of plain values. `origin`: dotted field -> the file or option that sets it. Raises SpecError with all problems."""
     problems: list[str] = []
     if tree.get("deepspeed") is not None:
         problems.append(f"{source}: deepspeed: {tree['deepspeed']!r} cannot be read here; load the job from its file")
-    spec, wrong = validate(JobSpec, tree, origin or {}, source, "`raydist schema` or docs/spec.md")
-    problems += [*wrong, *_unresolved(tree, origin or {}, source)]
+    spec, wrong = validate(JobSpec, tree, origin or {}, source, "`raydist schema` or docs/reference/spec.md")
+    problems += [*wrong, *extensions(JobSpec, tree, origin or {}, source)]
     if problems or spec is None:
         raise SpecError("\n".join(dict.fromkeys(problems)))
     return spec
@@ -174,7 +175,7 @@ def read_tree(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def merged(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of all of them, the nearest last, and for each dotted field where the value that counts was written."""
+    """The values of all layers, where the last one wins, and for each dotted field the file or option that sets it."""
     tree: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for layer in layers:
@@ -183,7 +184,7 @@ def merged(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[Layer]:
-    """A file and the files it extends, the farthest first."""
+    """A file and the files it extends, the file itself last."""
     if path.resolve() in seen:
         raise SpecError(f"{path}: extends: goes round in a circle: {' -> '.join(p.name for p in (*seen, path))}")
     tree = read_yaml(path, f" (extended by {seen[-1]})" if seen else "")
@@ -200,7 +201,7 @@ def read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[Layer]:
 
 
 def named_files(layers: Sequence[Layer]) -> list[tuple[str, str, Path]]:
-    """The files that layers have others read: (where and by which field it is said, the name there, what that is relative to)."""
+    """The files that layers name: (file and field that name it, the name, the folder that the name is relative to)."""
     found = [(f"{x.extends[0]}: extends", x.extends[1], x.folder) for x in reversed(layers) if x.extends is not None]
     configured = next((x for x in reversed(layers) if "deepspeed" in x.tree), None)
     if configured is not None and isinstance(name := configured.tree["deepspeed"], str):
@@ -209,7 +210,7 @@ def named_files(layers: Sequence[Layer]) -> list[tuple[str, str, Path]]:
 
 
 def read_yaml(path: Path, by: str = "", examples: str = "`raydist init` writes examples") -> Any:
-    """What a YAML file holds. `by`: who wants it, and `examples` where such files are, for the errors. Raises SpecError."""
+    """The content of a YAML file. `by`: the file that names it; `examples`: where to find some. Raises SpecError."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:
@@ -224,19 +225,19 @@ def read_yaml(path: Path, by: str = "", examples: str = "`raydist init` writes e
         raise SpecError(f"{path}: not valid YAML: nested too deeply") from None
 
 
-SHORT_NAMES = {"precision": "params", "schedule": "name"}
-"""Section that may be given by a name alone -> its field of that name."""
+SHORT_NAMES = {"precision": "params", "schedule": "name", "loss": "name"}
+"""Section that may be given as a single string -> the field that the string sets."""
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `over` on top: dicts merge, all else replaces. A short name over a section starts it anew."""
+    """`base` with the values of `over`: dicts merge, everything else is replaced. A single string for a section replaces it."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
         if key in SHORT_NAMES and isinstance(old, str):
             old = {SHORT_NAMES[key]: old}  # `precision: bf16` keeps its bf16 under `precision: {reduce: fp32}`
         merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    # `data.source` and `data.path`, `train.steps` and `train.epochs` exclude one another: the nearer one wins.
+    # `data.source` and `data.path`, `train.steps` and `train.epochs` exclude one another: the one in `over` wins.
     for one, other in (("source", "path"), ("steps", "epochs")):
         for kept, dropped in ((one, other), (other, one)):
             if over.get(kept) is not None and over.get(dropped) is None and kept in over:
@@ -245,12 +246,12 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dump(spec: JobSpec) -> str:
-    """The resolved spec as YAML that `load` reads back to an equal one."""
+    """The resolved spec as YAML; `load` reads an equal one from it."""
     return yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def stored(spec: JobSpec) -> str:
-    """`dump` for a file that others may read: without the secrets of its URIs, which the user's command gives again."""
+    """`dump` for a file that others may read: without the secrets in URIs. The user's command has to give these again."""
     return redact(dump(spec))
 
 
@@ -260,7 +261,7 @@ def spec_hash(spec: JobSpec) -> str:
 
 
 def nest(name: str, value: Any) -> dict[str, Any]:
-    """The fields of a file that says nothing but `value` at a dotted name."""
+    """The tree of a file that sets one dotted field."""
     *sections, field = name.split(".")
     tree = {field: value}
     for section in reversed(sections):
@@ -275,25 +276,3 @@ def _paths(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
         if isinstance(value, dict):
             found += _paths(value, f"{prefix}{key}.")
     return found
-
-
-def _unresolved(tree: Mapping[str, Any], origin: Mapping[str, str], source: str) -> list[str]:
-    """Names of extensions that nothing answers to."""
-    values = flatten(dict(tree))
-    problems = []
-    named = [
-        ("model", "model.name", values.get("model.name")),
-        ("parallel", "parallel.strategy", values.get("parallel.strategy")),
-    ]
-    exporters = values.get("observe.exporters")
-    for each in exporters if isinstance(exporters, list) else []:
-        named.append(("exporter", "observe.exporters", each.get("name") if isinstance(each, dict) else each))
-    for kind, field, name in named:
-        if isinstance(name, str):
-            try:
-                registry.check(kind, name)
-            except ExtensionNotFound as error:
-                what = error.message.partition(": ")[2] if ":" in name else ""
-                told = f'unknown "{name}": {what}' if what else f'unknown "{name}"'
-                problems.append(f"{where(field, origin, source)}: {field}: {told}; {error.hint}")
-    return problems

@@ -1,7 +1,7 @@
-"""What a job file may say: one pydantic model a section, each field with its help.
+"""The fields of a job file: one pydantic model a section, each field with its description.
 
-Runs anywhere. The help is written once: the JSON Schema, docs/spec.md and the error messages come from it. Here are the whole,
-and what its sections ask of one another; the sections are in training.py and running.py.
+Runs anywhere. A description is written once: the JSON Schema, docs/reference/spec.md and the error messages use it. This file has
+the whole job, and the checks across sections; the sections are in training.py and running.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from raydist.spec.parts import Part, SpecValueError, near_divisors, problem
+from raydist.extension_plans import optimizer_plan, strategies, strategy_plan
+from raydist.spec.parts import Part, SpecValueError, check_spec, problem
 from raydist.spec.running import (
     CheckpointSpec,
     ClusterSpec,
@@ -25,6 +26,7 @@ from raydist.spec.training import (
     DataSpec,
     EvalSpec,
     LossScaleSpec,
+    LossSpec,
     ModelSpec,
     OptimSpec,
     PrecisionSpec,
@@ -42,18 +44,18 @@ class JobSpec(Part):
         "train.check_gradients", "parallel", "offload", "checkpoint", "eval", "recovery", "observe", "cluster", "data.prefetch",
         "data.source", "data.path", "optim.fused", "deepspeed",
     )  # fmt: skip
-    """Fields that leave the numbers alone, or change them within float tolerance only; the data counts by its fingerprint."""
+    """Fields that do not change the numbers, or only within float tolerance. The data is compared by its fingerprint."""
 
     name: str = Field(
         "run", description="Name of the run, and of its folder.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
     )
     deepspeed: str | None = Field(
         None,
-        description="A DeepSpeed JSON file, relative to this one, whose fields count below this file's own; docs/deepspeed.md.",
+        description="A DeepSpeed JSON file, relative to this one. Fields of this file win; docs/how-to/deepspeed.md.",
     )
-    model: ModelSpec = Field(default_factory=ModelSpec, description="What is trained.")
-    data: DataSpec = Field(description="What it is trained on.")
-    train: TrainSpec = Field(description="How long, in which batches.")
+    model: ModelSpec = Field(default_factory=ModelSpec, description="The model.")
+    data: DataSpec = Field(description="The training data.")
+    train: TrainSpec = Field(description="Length, batches, loss, and how the passes are computed.")
     optim: OptimSpec = Field(default_factory=lambda: OptimSpec(), description="The optimizer and its learning rate.")
     precision: Annotated[PrecisionSpec, BeforeValidator(short_precision)] = Field(
         default_factory=lambda: PrecisionSpec(), description="fp32, bf16 or fp16, or the fields below."
@@ -62,17 +64,18 @@ class JobSpec(Part):
         default_factory=lambda: ParallelSpec(), description="How the work is split over the workers."
     )
     offload: OffloadSpec = Field(
-        default_factory=lambda: OffloadSpec(), description="What lives outside the device's memory."
+        default_factory=lambda: OffloadSpec(), description="State that is kept outside the device's memory."
     )
     checkpoint: CheckpointSpec = Field(default_factory=lambda: CheckpointSpec(), description="When the state is saved.")
-    eval: EvalSpec = Field(default_factory=lambda: EvalSpec(), description="When the held-out loss is measured.")
-    recovery: RecoverySpec = Field(default_factory=lambda: RecoverySpec(), description="What a failure costs.")
+    eval: EvalSpec = Field(
+        default_factory=lambda: EvalSpec(), description="When the loss on held-out text is computed."
+    )
+    recovery: RecoverySpec = Field(default_factory=lambda: RecoverySpec(), description="What happens after a failure.")
     observe: ObserveSpec = Field(
-        default_factory=lambda: ObserveSpec(), description="What is watched beside the steps; docs/observe.md."
+        default_factory=lambda: ObserveSpec(),
+        description="What is measured besides the steps; docs/reference/observe.md.",
     )
-    cluster: ClusterSpec = Field(
-        default_factory=lambda: ClusterSpec(), description="What the run takes of the cluster."
-    )
+    cluster: ClusterSpec = Field(default_factory=lambda: ClusterSpec(), description="The resources that the run uses.")
 
     @model_validator(mode="after")
     def _fits(self) -> JobSpec:
@@ -88,18 +91,15 @@ class JobSpec(Part):
             raise problem("cluster.workers", self.cluster.workers,
                           f"is more than the {self.train.global_batch} sequences of a global batch",
                           "raise train.global_batch or take fewer workers")  # fmt: skip
-        strategy, shard = self.parallel.strategy, self.parallel.shard
-        if shard is not None and strategy == "hsdp" and self.cluster.least < self.cluster.most:
-            raise problem("cluster.workers", self.cluster.workers, f"may be a number that {shard} does not divide",
-                          "give one number of workers, or no parallel.shard")  # fmt: skip
-        if shard is not None and strategy == "hsdp" and self.cluster.most % shard:
-            raise problem("parallel.shard", shard, f"does not divide the {self.cluster.workers} workers",
-                          near_divisors(self.cluster.most, shard))  # fmt: skip
-        if self.offload.parameters == "cpu" and strategy in ("ddp", "zero1", "zero2"):
+        strategy, plan = self.parallel.strategy, strategy_plan(self.parallel.strategy)
+        check_spec("parallel", strategy, self)
+        if self.offload.parameters == "cpu" and plan is not None and "parameters" not in plan.sharded:
+            sharding = [s for s in strategies() if "parameters" in getattr(strategy_plan(s), "sharded", ())]
             raise problem("offload.parameters", "cpu", f"needs sharded parameters, and {strategy} keeps them whole",
-                          "set parallel.strategy: zero3 or hsdp")  # fmt: skip
-        if self.offload.optimizer != "none" and self.optim.name != "adamw":
-            raise problem("offload.optimizer", self.offload.optimizer, f"is not there for optim.name: {self.optim.name}",
+                          f"set parallel.strategy: {' or '.join(reversed(sharding))}")  # fmt: skip
+        optimizer = optimizer_plan(self.optim.name)
+        if self.offload.optimizer != "none" and not (optimizer is not None and optimizer.offload):
+            raise problem("offload.optimizer", self.offload.optimizer, f"does not go with optim.name: {self.optim.name}",
                           "use adamw, or offload.optimizer: none")  # fmt: skip
         if self.offload.optimizer == "nvme" and self.train.check_replicas is not None:
             raise problem("train.check_replicas", self.train.check_replicas,
@@ -109,14 +109,14 @@ class JobSpec(Part):
 
     @property
     def snapshot_every(self) -> int | Literal["auto"] | None:
-        """recovery.snapshot_every; auto takes none where memory is so scarce that the optimizer's state is on disk."""
+        """recovery.snapshot_every; with auto there are none where the optimizer's state is on disk, for lack of memory."""
         every = self.recovery.snapshot_every
         return None if every == "auto" and self.offload.optimizer == "nvme" else every
 
     def numbers(self, fingerprint: str) -> dict[str, Any]:
-        """The fields that change the numbers, as a flat dict of dotted names: what a resumed run must agree on.
+        """The fields that change the numbers, as a flat dict of dotted names: a resumed run must have the same values.
 
-        `fingerprint` is the dataset's, which stands for where it came from.
+        `fingerprint` is the dataset's. It replaces the dataset's source and path.
         """
         return {"data.fingerprint": fingerprint} | {
             name: value
@@ -144,6 +144,7 @@ __all__ = [
     "ExporterSpec",
     "JobSpec",
     "LossScaleSpec",
+    "LossSpec",
     "ModelSpec",
     "ObserveSpec",
     "OffloadSpec",

@@ -1,18 +1,31 @@
-"""What the sections of a spec have in common; how a validator says what is wrong: field, value, problem and remedy, kept apart
-until they are shown.
+"""What the sections of a spec have in common: their base class, the mark of a field that names an extension, and the error of a
+validator, which keeps field, value, problem and remedy apart until they are shown.
 
 Runs anywhere.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
+
+from raydist import registry
 
 
 class SpecValueError(ValueError):
-    """A combination of values that cannot be. `field` is relative to the section that raises it."""
+    """Values that do not go together. `field` is relative to the section whose validator raises it."""
 
     def __init__(self, field: str, value: Any, what: str, remedy: str) -> None:
         super().__init__(field, value, what, remedy)
@@ -30,7 +43,66 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
+class PartWithNewFields(Part):
+    """A section with fields that older versions of raydist do not know.
+
+    A dump leaves them out while they have their default. So the hash of a job, and the numbers that a resumed run must agree on,
+    are those of the older version until a job sets such a field.
+    """
+
+    new_fields: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        made: dict[str, Any] = handler(self)
+        for name in self.new_fields:
+            default = type(self).model_fields[name].get_default(call_default_factory=True)
+            if name in made and getattr(self, name) == default:
+                del made[name]
+        return made
+
+
+@dataclass(frozen=True)
+class Extension:
+    """Marks a field of type str that names an extension of `kind`; the field `options` beside it has its options.
+
+    `also`: other values that the field takes. `flat`: the options of built-in ones are fields of the section, which checks them.
+    """
+
+    kind: str
+    also: tuple[str, ...] = ()
+    flat: bool = False
+
+    def names(self) -> list[str]:
+        """The built-in values of the field."""
+        return [*self.also, *registry.names(self.kind)]
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The built-in names, or `package.module:attribute`."""
+        made = handler(core)
+        del made["type"]
+        return {**made, "anyOf": [{"enum": self.names()}, {"type": "string", "pattern": ":"}]}
+
+
+def check_spec(kind: str, name: str, section: Any) -> None:
+    """Calls `check_spec` of an extension's file, if it has one. It raises SpecValueError."""
+    check = registry.described(kind, name, "check_spec")
+    if check is not None:
+        with suppress(ValidationError):  # of its options: raydist.spec.validate.extensions reports these
+            check(section)
+
+
 def near_divisors(n: int, near: int, field: str = "") -> str:
-    """A remedy: divisors of `n` in the neighbourhood of `near`, and the field that takes one."""
+    """A remedy: divisors of `n` near `near`, and the field to set to one."""
     fits = sorted((d for d in range(1, n + 1) if n % d == 0), key=lambda d: abs(d - near))[:3]
     return f"try {field + ' ' if field else ''}{' or '.join(str(d) for d in sorted(fits))}"
+
+
+def _whole(value: Any) -> Any:
+    """YAML reads 1e6 as a float."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Tokens = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+"""A number of tokens: a whole number, which may be written as 1e6."""
+Factor = Annotated[float, Field(gt=0)]

@@ -1,6 +1,6 @@
-"""The sections of a job file that say how it is run, and leave its numbers alone: ranks, memory, checkpoints, faults, watching.
+"""The sections of a job file that do not change its numbers: ranks, memory, checkpoints, recovery, observation, cluster.
 
-Runs anywhere. Each field's help is written here once; see raydist/spec/models.py.
+Runs anywhere. Each field's description is written here once; see raydist/spec/models.py.
 """
 
 from __future__ import annotations
@@ -9,20 +9,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from raydist.spec.parts import Part, problem
+from raydist.spec.parts import Extension, Part, PartWithNewFields, problem
 
 
-class ParallelSpec(Part):
+class ParallelSpec(PartWithNewFields):
     """How the work is split over the workers."""
 
-    strategy: str = Field(
-        "ddp",
-        description="A built-in strategy (ddp, zero1, zero2, zero3, hsdp), or package.module:attribute of your own.",
+    new_fields = ("options",)
+
+    strategy: Annotated[str, Extension("parallel")] = Field(
+        "ddp", description="A built-in strategy, or package.module:attribute of your own."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="The options of that strategy; docs/extending.md."
     )
     bucket_mb: Annotated[float, Field(gt=0)] | Literal["auto"] | None = Field(
         None,
-        description="ddp: size of a gradient bucket in MiB; auto: the faster of torch's and what the link asks for, measured at a "
-        "run's first start (docs/bench.md); null: torch's.",
+        description="ddp: size of a gradient bucket in MiB; auto: the faster of torch's size and the one that suits the link, "
+        "measured at a run's first start (docs/how-to/bench.md); null: torch's.",
     )
     shard: int | None = Field(
         None, ge=1, description="hsdp: ranks that share one copy of the state; default: those of a node."
@@ -36,19 +40,19 @@ class ParallelSpec(Part):
 
 
 class OffloadSpec(Part):
-    """What lives outside the device's memory."""
+    """State that is kept outside the device's memory."""
 
     optimizer: Literal["none", "cpu", "nvme"] = Field(
         "none",
-        description="Where the optimizer's state lives and its update is computed: cpu in host memory, nvme in a file.",
+        description="Where the optimizer's state is kept and its update is computed: cpu in host memory, nvme in a file.",
     )
     parameters: Literal["none", "cpu"] = Field(
-        "none", description="zero3, hsdp: where each rank's shard of the parameters lives between uses."
+        "none", description="zero3, hsdp: where each rank's shard of the parameters is kept between uses."
     )
     path: str | None = Field(
         None, description="nvme: a folder on each node's fast local disk; each rank keeps one scratch file in it."
     )
-    chunk_mb: float = Field(8.0, gt=0, description="nvme: MiB of optimizer state that are read or written at a time.")
+    chunk_mb: float = Field(8.0, gt=0, description="nvme: MiB of optimizer state that are read or written at once.")
 
     @model_validator(mode="after")
     def _fits(self) -> OffloadSpec:
@@ -64,19 +68,23 @@ class CheckpointSpec(Part):
 
     every: int | None = Field(50, ge=1, description="Steps between checkpoints; null: only at the end.")
     keep: int = Field(
-        3, ge=1, description="Committed checkpoints to keep, besides the best; older ones go after the next commit."
+        3,
+        ge=1,
+        description="Committed checkpoints to keep, besides the best; older ones are deleted after the next commit.",
     )
-    asynchronous: bool = Field(True, description="Write in the background; the loop stops only to copy the state.")
+    asynchronous: bool = Field(
+        True, description="Write in the background; the loop waits only while the state is copied."
+    )
     replicas: list[str] = Field(
         default_factory=list,
         description="Folders or URIs that hold runs, as --storage does: each gets a verified copy of every committed checkpoint, "
-        "in the background, which a restart uses where the first one is bad or gone.",
+        "in the background, which a restart uses if the first one is damaged or missing.",
     )
     verify_every: int | None = Field(
         None,
         ge=1,
-        description="Commits between two looks at every byte of all checkpoints, in the background; a bad one is named, and mended "
-        "from where it is good; null: never.",
+        description="Commits between two verifications of all checkpoints, byte by byte, in the background; a damaged one is "
+        "named, and repaired from a good copy; null: never.",
     )
     max_failures: int = Field(
         3, ge=1, description="Saves in a row that fail before the run stops; until then the next due step tries again."
@@ -84,8 +92,8 @@ class CheckpointSpec(Part):
     timeout_s: float = Field(
         600.0,
         gt=0,
-        description="Seconds that a save may be on its way. Past them each due step that it keeps from saving is a failure, and "
-        "the end of a run no longer waits for it.",
+        description="Seconds that a save may take. After that, each step that is due and cannot save because of it is a failure, "
+        "and the end of a run no longer waits for it.",
     )
 
 
@@ -95,15 +103,15 @@ class SpikeSpec(Part):
     factor: float | None = Field(
         None,
         gt=1,
-        description="A loss above this many times the median is one, and on_nan says what is done; null: none is.",
+        description="A loss above this many times the median is a spike, which on_nan handles; null: no loss is one.",
     )
     window: int = Field(
-        100, ge=2, description="Losses that the median is taken of: the last trained ones; fewer are no measure."
+        100, ge=2, description="The number of last trained losses for the median; with fewer, no loss is a spike."
     )
 
 
 class RecoverySpec(Part):
-    """What a failure costs."""
+    """What happens after a failure."""
 
     max_failures: int = Field(
         3, ge=-1, description="Failures without progress in between before the run stops; -1: no limit."
@@ -112,42 +120,42 @@ class RecoverySpec(Part):
         1.0,
         ge=0,
         description="Seconds before the second restart without progress in between; doubles with each further one. The first "
-        "restart is at once.",
+        "restart is immediate.",
     )
     backoff_cap_s: float = Field(60.0, ge=0, description="The longest wait before a restart, in seconds.")
     snapshot_every: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
         "auto",
-        description="Steps between copies of the state in the nodes' memory, which a restart goes on from; auto: as often as costs "
-        "1% of the time, measured, and none with offload.optimizer: nvme; null: none.",
+        description="Steps between copies of the state in the nodes' memory, for restarts; auto: as often as costs 1% of the time, "
+        "measured, and none with offload.optimizer: nvme; null: none.",
     )
     step_timeout: float | None = Field(
         None,
         gt=0,
-        description="Seconds that a rank may be in one phase of a step before the attempt is ended as hung; "
+        description="Seconds that a rank may spend in one phase of a step before the attempt is ended as hung; "
         "null: max(10, 5 x the 99th percentile of the steps so far).",
     )
     wait_for_nodes: float = Field(
         600.0,
         ge=0,
-        description="Seconds to wait for nodes while fewer workers than the run needs find room; then it stops.",
+        description="Seconds to wait for nodes while there is room for fewer workers than the run needs; then it stops.",
     )
     wait_for_spare_s: float = Field(
         0.0,
         ge=0,
-        description="cluster.workers: [least, most]: seconds to wait for all workers before going on with fewer.",
+        description="cluster.workers: [least, most]: seconds to wait for all workers before the run continues with fewer.",
     )
     head_timeout: float = Field(
         40.0,
         gt=0,
         le=55,
-        description="On a cluster: seconds that Ray's head may be silent before the run ends; after half of it the ranks are asked "
-        "for a checkpoint. Ray's own processes end after 60.",
+        description="On a cluster: seconds that Ray's head may be silent before the run ends; after half of them the ranks save a "
+        "checkpoint. Ray's own processes end after 60.",
     )
     timeout_s: float = Field(1800.0, gt=0, description="Seconds that a collective may take before the attempt fails.")
     on_nan: Literal["stop", "skip", "rollback"] = Field(
         "stop",
         description="A loss or gradient that is not finite is never applied. stop: the run ends; skip: the step is left out; "
-        "rollback: go on from the newest checkpoint, and leave the batch out when its turn comes again.",
+        "rollback: continue from the newest checkpoint, and leave that batch out.",
     )
     max_skips: int = Field(
         10, ge=1, description="on_nan: skip: steps in a row that may be left out before the run stops."
@@ -158,12 +166,12 @@ class RecoverySpec(Part):
     spike: SpikeSpec = Field(default_factory=lambda: SpikeSpec(), description="When a loss counts as a spike.")
     on_oom: Literal["stop", "shrink_micro_batch"] = Field(
         "shrink_micro_batch",
-        description="After running out of memory: stop, or go on with at most half the micro-batch and more accumulation.",
+        description="After running out of memory: stop, or continue with at most half the micro-batch and more accumulation.",
     )
     data_timeout: float | Literal["auto"] | None = Field(
         "auto",
-        description="Seconds without a batch after which the loader is started again at its cursor, twice at most; auto: a sixth "
-        "of timeout_s, so that it is mended before the other ranks give up; null: never.",
+        description="Seconds without a batch after which the loader is restarted at its cursor, twice at most; auto: a sixth "
+        "of timeout_s, so that it runs again before the other ranks time out; null: never.",
     )
 
     @model_validator(mode="after")
@@ -171,11 +179,14 @@ class RecoverySpec(Part):
         if not isinstance(self.data_timeout, str) and self.data_timeout is not None:
             if self.data_timeout <= 0:
                 raise problem(
-                    "data_timeout", self.data_timeout, "is no time to wait", "give seconds, auto, or null for never"
+                    "data_timeout",
+                    self.data_timeout,
+                    "is not a positive number of seconds",
+                    "give seconds, auto, or null for never",
                 )
             if 3 * self.data_timeout >= self.timeout_s:
                 raise problem("data_timeout", self.data_timeout,
-                              f"leaves no time for two restarts before the other ranks give up after {self.timeout_s:g} s",
+                              f"leaves no time for two restarts before the other ranks time out after {self.timeout_s:g} s",
                               f"give less than {self.timeout_s / 3:g}, or raise recovery.timeout_s")  # fmt: skip
         return self
 
@@ -190,30 +201,31 @@ def _short_exporter(value: Any) -> Any:
 
 
 class ExporterSpec(Part):
-    """Where steps, events and samples go besides the run's folder."""
+    """Where steps, events and measurements go besides the run's folder."""
 
-    name: str = Field(
-        description="A built-in exporter (tensorboard, jsonl, prometheus, mlflow), or package.module:attribute of your own."
+    name: Annotated[str, Extension("exporter")] = Field(
+        description="A built-in exporter, or package.module:attribute of your own."
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="What that exporter is told; docs/exporters.md.")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="The options of that exporter; docs/how-to/exporters.md."
+    )
 
 
 class ObserveSpec(Part):
-    """What is watched beside the steps."""
+    """What is measured besides the steps."""
 
     interval_s: float | None = Field(
-        1.0, ge=0.1, description="Seconds between readings of memory, communication, GPUs and hosts; null: none."
+        1.0, ge=0.1, description="Seconds between measurements of memory, communication, GPUs and hosts; null: none."
     )
     memory_history: int = Field(
         0,
         ge=0,
-        description="GPUs: newest allocations and frees that torch remembers with their lines of code, for the snapshot after "
-        "running out of memory, about 2 us each; 0: the snapshot has blocks without lines.",
+        description="GPUs: the number of latest allocations and frees that torch records with their lines of code, for the "
+        "snapshot after running out of memory, about 2 us each; 0: the snapshot has blocks without lines of code.",
     )
     exporters: list[Annotated[ExporterSpec, BeforeValidator(_short_exporter)]] = Field(
         default_factory=lambda: [ExporterSpec(name="tensorboard")],
-        description="Where steps, events and samples go besides the run's folder: names (tensorboard, jsonl, prometheus, mlflow, "
-        "package.module:attribute), or the fields below.",
+        description="Where steps, events and measurements go besides the run's folder: a list of names, or of the fields below.",
     )
     histograms: int | None = Field(
         None,
@@ -223,23 +235,23 @@ class ObserveSpec(Part):
     grad_noise: int | None = Field(
         10,
         ge=1,
-        description="Steps between two measurements of the gradient noise scale, the batch size beyond which more of it adds "
-        "little; null: none.",
+        description="Steps between two measurements of the gradient noise scale, the batch size above which a larger one "
+        "adds little; null: none.",
     )
 
 
 class ClusterSpec(Part):
-    """What the run takes of the cluster."""
+    """The resources that the run uses."""
 
     workers: int | tuple[int, int] = Field(
         1,
-        description="Train workers: one process each, one GPU each where there are any. [least, most]: as many as find room; "
-        "the run goes on with fewer when a node is lost, and grows again.",
+        description="Train workers: one process each, one GPU each where there are any. [least, most]: as many as there "
+        "is room for; the run continues with fewer when a node is lost, and grows again.",
     )
     spares: int = Field(
         0,
         ge=0,
-        description="More workers that are held ready, with torch loaded, to take the place of those on a lost node.",
+        description="Additional workers with torch loaded, to replace those on a lost node.",
     )
     cpus_per_worker: float = Field(
         1.0, gt=0, description="CPUs reserved for each worker; also its torch threads on CPU."
@@ -252,7 +264,9 @@ class ClusterSpec(Part):
     @model_validator(mode="after")
     def _orders(self) -> ClusterSpec:
         if not 1 <= self.least <= self.most:
-            raise problem("workers", self.workers, "is no number of workers", "give one, or [least, most], from 1 up")
+            raise problem(
+                "workers", self.workers, "is not a valid number of workers", "give one, or [least, most], from 1 up"
+            )
         return self
 
     @property

@@ -1,6 +1,6 @@
-"""The sections of a job file that say what is computed: model, data, batches, optimizer, number formats, evaluation.
+"""The sections of a job file that decide the numbers: model, data, batches, loss, optimizer, number formats, evaluation.
 
-Runs anywhere. Each field's help is written here once; see raydist/spec/models.py.
+Runs anywhere. Each field's description is written here once; see raydist/spec/models.py.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from raydist.spec.parts import Part, near_divisors, problem
+from raydist.spec.parts import Extension, Part, PartWithNewFields, check_spec, near_divisors, problem
 
 
 class ModelSpec(Part):
-    """What is trained: a built-in model, or the user's own."""
+    """The model: a built-in one, or your own."""
 
-    name: str = Field("gpt", description="A built-in model (gpt, mlp), or package.module:attribute of your own.")
+    name: Annotated[str, Extension("model")] = Field(
+        "gpt", description="A built-in model, or package.module:attribute of your own."
+    )
     layers: int = Field(4, ge=1, description="Number of blocks.")
     width: int = Field(128, ge=1, description="Size of the residual stream.")
     heads: int = Field(4, ge=1, description="Attention heads; must divide width.")
@@ -31,26 +33,16 @@ class ModelSpec(Part):
     tie_embeddings: bool = Field(True, description="Use one matrix for the token embedding and the output head.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Probability of dropping an activation while training.")
     rope_base: float = Field(10_000.0, gt=0, description="Base of the rotary position frequencies.")
-    options: dict[str, Any] = Field(default_factory=dict, description="Anything your own model wants to be told.")
+    options: dict[str, Any] = Field(default_factory=dict, description="The options of that model; docs/extending.md.")
 
     @model_validator(mode="after")
     def _fits(self) -> ModelSpec:
-        if self.name == "gpt":
-            if self.width % self.heads:
-                raise problem(
-                    "heads", self.heads, f"does not divide width {self.width}", near_divisors(self.width, self.heads)
-                )
-            if (self.width // self.heads) % 2:
-                raise problem("heads", self.heads, f"makes heads of odd size {self.width // self.heads}",
-                              "rotary positions need an even width / heads")  # fmt: skip
-            if self.kv_heads and self.heads % self.kv_heads:
-                raise problem("kv_heads", self.kv_heads, f"does not divide heads {self.heads}",
-                              near_divisors(self.heads, self.kv_heads))  # fmt: skip
+        check_spec("model", self.name, self)
         return self
 
 
 class DataSpec(Part):
-    """What it is trained on: `source` is prepared on the way, `path` was prepared before."""
+    """The training data: `source` is prepared before the first run, `path` is a dataset that exists."""
 
     source: str | None = Field(
         None,
@@ -58,7 +50,11 @@ class DataSpec(Part):
         "that gives documents.",
     )
     path: str | None = Field(None, description="A dataset that `raydist data prepare` made: a folder or a URI.")
-    tokenizer: str = Field("bytes", description="For `source`: bytes, bpe:VOCAB, or the path of a tokenizer.json.")
+    tokenizer: str = Field(
+        "bytes",
+        description="For `source`: bytes, bpe:VOCAB, another built-in one, the path of a tokenizer.json, or "
+        "package.module:attribute of your own.",
+    )
     column: str = Field(
         "text", description="For `source`: the field of JSON lines or the column of Parquet that holds the text."
     )
@@ -66,9 +62,10 @@ class DataSpec(Part):
         0.01, gt=0, lt=1, description="For `source`: share of documents held out for evaluation."
     )
     pack: bool = Field(
-        False, description="Keep documents in one sample apart: block-diagonal attention, positions that start anew."
+        False,
+        description="Separate the documents of a sample: block-diagonal attention, positions that start at 0 in each.",
     )
-    prefetch: int = Field(2, ge=1, le=1000, description="Batches made ahead by the loader's thread.")
+    prefetch: int = Field(2, ge=1, le=1000, description="Batches that the loader's thread makes in advance.")
 
     @model_validator(mode="after")
     def _one(self) -> DataSpec:
@@ -79,38 +76,56 @@ class DataSpec(Part):
         return self
 
 
-class TrainSpec(Part):
-    """How long, in which batches."""
+def _short_loss(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
 
-    steps: int | None = Field(None, ge=1, description="Optimizer steps in all; or give `epochs`.")
+
+class LossSpec(Part):
+    """The loss."""
+
+    name: Annotated[str, Extension("loss")] = Field(
+        "cross_entropy", description="A built-in loss, or package.module:attribute of your own."
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="The options of that loss; docs/extending.md.")
+
+
+class TrainSpec(PartWithNewFields):
+    """Length, batches, loss, and how the passes are computed."""
+
+    new_fields = ("loss",)
+
+    steps: int | None = Field(None, ge=1, description="Optimizer steps of the whole run; or give `epochs`.")
     epochs: float | None = Field(None, gt=0, description="Passes over the training data; or give `steps`.")
     global_batch: int = Field(
-        32, ge=1, description="Sequences of one optimizer step, over all workers; never changes with their number."
+        32, ge=1, description="Sequences of one optimizer step, over all workers; it does not depend on their number."
     )
     micro_batch: int = Field(8, ge=1, description="Sequences of one forward and backward pass of one worker.")
     seed: int = Field(
-        0, ge=0, lt=2**63, description="Everything random comes from it: initial weights, data order, dropout."
+        0, ge=0, lt=2**63, description="The seed of everything random: initial weights, data order, dropout."
     )
     deterministic: bool = Field(False, description="Use torch's deterministic algorithms; slower on GPU.")
     compile: bool | Literal["blocks"] = Field(
-        False, description="torch.compile the whole model, or each block by itself: slower start, faster steps on GPU."
+        False, description="torch.compile for the whole model, or for each block: slower start, faster steps on GPU."
     )
     checkpoint_activations: Literal["none", "full", "selective"] = Field(
         "none",
-        description="Compute each block's activations again in backward instead of keeping them: all of them, or all but "
-        "those of matrix products and attention.",
+        description="Recompute each block's activations in backward instead of keeping them: all of them, or all but those "
+        "of matrix products and attention.",
+    )
+    loss: Annotated[LossSpec, BeforeValidator(_short_loss)] = Field(
+        default_factory=lambda: LossSpec(), description="The loss, in training and on held-out text."
     )
     check_replicas: int | None = Field(
         None,
         ge=1,
-        description="Steps between two looks at whether ranks that are to hold the same weights do, by hash; also before each "
-        "checkpoint. 1: odd weights reach no update; null: never.",
+        description="Steps between two comparisons, by hash, of ranks that should hold the same weights; also before each "
+        "checkpoint. 1: no update uses weights that differ; null: never.",
     )
     check_gradients: int | None = Field(
         None,
         ge=1,
-        description="Steps between two looks at each parameter's gradient, after the sync: does it differ between replicas, is it "
-        "missing, all zero, or not finite; told, and nothing else is done; null: never.",
+        description="Steps between two checks of each parameter's gradient, after the sync: whether it differs between replicas, "
+        "is missing, all zero, or not finite. It is reported, and nothing else is done; null: never.",
     )
 
     @model_validator(mode="after")
@@ -149,8 +164,10 @@ class ScheduleSpec(Part):
     warmup: float = Field(
         0.1, ge=0, description="Steps of linear warm-up: below 1 a fraction of all steps, else a number of steps."
     )
-    floor: float = Field(0.1, ge=0, le=1, description="Last learning rate over the peak (linear, cosine, wsd).")
-    decay: float = Field(0.2, gt=0, le=1, description="wsd: the fraction of all steps that decays.")
+    floor: float = Field(
+        0.1, ge=0, le=1, description="The last learning rate, as a fraction of the peak (linear, cosine, wsd)."
+    )
+    decay: float = Field(0.2, gt=0, le=1, description="wsd: the fraction of all steps in which it decays.")
 
     @model_validator(mode="after")
     def _fits(self) -> ScheduleSpec:
@@ -161,29 +178,38 @@ class ScheduleSpec(Part):
         return self
 
 
-class OptimSpec(Part):
+class OptimSpec(PartWithNewFields):
     """The optimizer and its learning rate."""
 
-    name: Literal["adamw", "sgd", "adafactor", "muon"] = Field(
-        "adamw", description="The optimizer, as torch.optim has it."
+    new_fields = ("options",)
+
+    name: Annotated[str, Extension("optimizer")] = Field(
+        "adamw", description="A built-in optimizer, as torch.optim has it, or package.module:attribute of your own."
     )
-    lr: float = Field(1e-3, gt=0, description="Peak learning rate, at `base_batch` if `scale_lr` is set.")
+    lr: float = Field(
+        1e-3, gt=0, description="Peak learning rate; with `scale_lr`, that of a global batch of `base_batch`."
+    )
     weight_decay: float = Field(
         0.1, ge=0, description="Decoupled weight decay; on matrices only, not on norms and biases."
     )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.95), description="AdamW's decay rates of the first and second moment."
     )
-    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    eps: float = Field(1e-8, gt=0, description="Added to the square root of the second moment.")
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum.")
-    clip: float = Field(1.0, ge=0, description="Global gradient norm is cut to this; 0: never.")
+    clip: float = Field(
+        1.0, ge=0, description="The largest global gradient norm: a larger one is clipped to it; 0: never."
+    )
     fused: bool | Literal["auto"] = Field(
-        "auto", description="One kernel for the whole update, where the device has it."
+        "auto", description="One fused kernel for the whole update; auto: where the device has it."
     )
     scale_lr: Literal["none", "linear", "sqrt"] = Field(
         "none", description="Scale lr by global_batch / base_batch, or by its square root."
     )
     base_batch: int | None = Field(None, ge=1, description="The global batch that `lr` was tuned for.")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="The options of that optimizer; docs/extending.md."
+    )
     schedule: Annotated[ScheduleSpec, BeforeValidator(_short_schedule)] = Field(
         default_factory=lambda: ScheduleSpec(), description="The learning rate over the steps."
     )
@@ -197,6 +223,7 @@ class OptimSpec(Part):
                 f"is needed by scale_lr: {self.scale_lr}",
                 "set the global batch that lr was tuned for",
             )
+        check_spec("optimizer", self.name, self)
         return self
 
 
@@ -214,7 +241,7 @@ class LossScaleSpec(Part):
 
 
 class PrecisionSpec(Part):
-    """In which number format the model computes; master weights and the update are fp32."""
+    """The number formats of the passes; master weights and the update are fp32."""
 
     params: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="Format of forward and backward: fp32, bf16, fp16."
@@ -226,7 +253,9 @@ class PrecisionSpec(Part):
 
 
 class EvalSpec(Part):
-    """When the held-out loss is measured."""
+    """When the loss on held-out text is computed."""
 
-    every: int | None = Field(50, ge=1, description="Steps between evaluations, and at the end; null: never.")
+    every: int | None = Field(
+        50, ge=1, description="Steps between evaluations; there is one at the end too; null: never."
+    )
     batches: int = Field(8, ge=1, description="Global batches of held-out samples, the same each time.")

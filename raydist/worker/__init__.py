@@ -1,1 +1,1 @@
-"""In every rank: process group, data, model, strategy, the loop. Torch, never ray: raydist/launch speaks to Ray."""
+"""The code of every rank: process group, data, model, strategy, training loop. Torch, never ray: raydist/launch connects to Ray."""

@@ -1,4 +1,4 @@
-"""What a rank is given to train, how it reaches the outside, and what comes of it.
+"""The input of a rank (the job), its connection to the monitor, and the outcome of an attempt.
 
 Runs in: each train worker. Neither torch nor ray.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MonitorChannel:
-    """How rank 0 reaches the outside: where records go, and how to wait until they are durable."""
+    """The connection of rank 0 to the monitor: `push` sends records, `durable` waits until they are durable."""
 
     push: Push
     durable: Callable[[], None]
@@ -27,8 +27,8 @@ class MonitorChannel:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One attempt at one run. `until`: end after that step, with a checkpoint, as paused. `memory_store`: None takes no snapshots.
-    `faults`: those to inject, plain.
+    """One attempt of a run. `until`: end after that step, with a checkpoint, as paused. `memory_store`: None disables snapshots.
+    `faults`: faults to inject, as plain values.
     """
 
     spec: JobSpec
@@ -51,5 +51,5 @@ class Outcome:
     eval_loss: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, to cross to the driver."""
+        """Plain values, for the driver."""
         return {"status": self.status, "step": self.step, "loss": self.loss, "eval_loss": self.eval_loss}

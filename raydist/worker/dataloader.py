@@ -1,4 +1,4 @@
-"""What this rank is fed: micro-batches as tensors on its device.
+"""Batches of this rank: micro-batches as tensors on its device.
 
 Runs in: each train worker. Torch, never ray.
 """
@@ -14,31 +14,32 @@ from raydist.data.batches import MicroBatch, StepBatch, eval_batches, share
 from raydist.data.dataset import TokenDataset, Windows
 from raydist.errors import DataError
 from raydist.spec import JobSpec
-from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 
 
 class Feed:
-    """Of one rank; nothing is sent between ranks."""
+    """The batches of one rank. Ranks send nothing to each other: each reads its part of the same global batch."""
 
-    def __init__(self, spec: JobSpec, rank: Rank, dataset: TokenDataset) -> None:
-        self._spec, self._rank, self._dataset = spec, rank, dataset
+    def __init__(self, spec: JobSpec, mesh: Mesh, dataset: TokenDataset) -> None:
+        self._spec, self._mesh, self._dataset = spec, mesh, dataset
+        self._device = mesh.rank.device
         self.windows = Windows(dataset.split("train"), spec.model.context)
 
     def to_torch(self, batch: StepBatch) -> StepBatch:
-        """For the loader's thread: every micro-batch as tensors, in pinned memory for CUDA."""
-        batch.micro_batches = [_tensors(m, pin=self._rank.device.type == "cuda") for m in batch.micro_batches]
+        """Converts every micro-batch to tensors, in pinned memory for CUDA. Called in the loader's thread."""
+        batch.micro_batches = [_tensors(m, pin=self._device.type == "cuda") for m in batch.micro_batches]
         return batch
 
     def to_device(self, batch: MicroBatch) -> MicroBatch:
-        """On this rank's device."""
-        return to_device(batch, self._rank.device)
+        """The batch on this rank's device."""
+        return to_device(batch, self._device)
 
     def example(self, samples: int = 1) -> MicroBatch:
-        """The first sample, so many times: what a strategy needs to see the graph."""
+        """The first sample, `samples` times, with which a strategy checks the graph."""
         return self._made(self.windows, np.zeros(samples, np.int64))
 
     def eval_set(self) -> list[MicroBatch]:
-        """This rank's part of the held-out batches: the same ones at each evaluation. Raises DataError if nothing is held out."""
+        """This rank's part of the eval batches, the same at each evaluation. Raises DataError if the eval split is empty."""
         windows, train = Windows(self._dataset.split("eval"), self._spec.model.context), self._spec.train
         if not len(windows):
             raise DataError(
@@ -48,7 +49,7 @@ class Feed:
         return [
             self._made(windows, part)
             for ids in eval_batches(len(windows), self._spec.eval.batches, train.global_batch)
-            for part in share(ids, self._rank.rank, self._rank.world_size, train.micro_batch)
+            for part in share(ids, self._mesh.data_rank, self._mesh.data_size, train.micro_batch)
         ]
 
     def _made(self, windows: Windows, ids: Any) -> MicroBatch:
@@ -56,7 +57,7 @@ class Feed:
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Tensors, where they are not there already; from pinned memory nobody waits for it."""
+    """Copies tensors to `device`, unless they are there already; from pinned memory the host does not wait."""
     if device.type == "cpu":
         return batch
     move: dict[str, Any] = {"device": device, "non_blocking": True}

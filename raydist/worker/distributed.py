@@ -1,6 +1,6 @@
-"""Makes a process a rank: device, backend, network interface, process group, seeds. Each choice says why.
+"""Makes a process a rank: device, backend, network interface, process group, seeds. Each choice has a reason.
 
-Runs in: each train worker. Torch, never ray. Reads what torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...
+Runs in: each train worker. Torch, never ray. Reads the variables that torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Choice(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """This process among the others. `control` is a gloo group for what must not mix with training's collectives."""
+    """This process as a rank. `control`: a gloo group of all ranks, for collectives that are not part of training."""
 
     rank: int
     world_size: int
@@ -47,14 +47,14 @@ class Rank:
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which speaks for all."""
+        """Whether this is rank 0, which reports for all ranks."""
         return self.rank == 0
 
 
 def choose_device(local_rank: int, gpus: float | None) -> Choice[torch.device]:
-    """The device of this rank. `gpus`: GPUs that the job gives each worker; None: whatever there is.
+    """The device of this rank. `gpus`: GPUs that the job gives each worker; None: those that torch sees, if any.
 
-    Raises UserError if a GPU was promised and torch sees none.
+    Raises UserError if the job gives GPUs and torch sees none.
     """
     if gpus == 0:
         return Choice(torch.device("cpu"), "this run gives its workers no GPU")
@@ -66,35 +66,35 @@ def choose_device(local_rank: int, gpus: float | None) -> Choice[torch.device]:
                 "install a CUDA build of torch on the nodes, or set cluster.gpus_per_worker: 0",
             )
         return Choice(torch.device("cpu"), "torch sees no CUDA device")
-    # Ray shares CUDA_VISIBLE_DEVICES among the ranks of a node, as torchrun does; alone, a rank may see its own only.
+    # The ranks of a node have the same CUDA_VISIBLE_DEVICES, with Ray as with torchrun; a single rank may see its own device only.
     index = local_rank % n
     return Choice(torch.device("cuda", index), f"CUDA device {index} of {n}: {torch.cuda.get_device_name(index)}")
 
 
 def choose_backend(device: torch.device) -> Choice[str]:
-    """The backend that serves tensors of this device; CPU tensors always go by gloo."""
+    """The backend for tensors of this device; CPU tensors always use gloo."""
     if device.type == "cuda":
-        return Choice("cpu:gloo,cuda:nccl", f"NCCL for {device}, gloo for the CPU's tensors")
+        return Choice("cpu:gloo,cuda:nccl", f"NCCL for {device}, gloo for CPU tensors")
     return Choice("gloo", f"no CUDA device for {device}")
 
 
 def choose_interface(node_ip: str) -> Choice[str] | None:
-    """Tells gloo and NCCL which interface to use, unless the user did. To be called before the group starts.
+    """Sets the interface of gloo and NCCL, unless the user has set it. Call it before the group starts.
 
-    Without it gloo takes the one that the hostname resolves to, often 127.0.0.1, and no other host can connect.
+    By default gloo uses the address that the hostname resolves to, often 127.0.0.1, and no other host can connect.
     """
     name = interface_of(node_ip)
     if name is None:
         return None
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-    return Choice(os.environ["GLOO_SOCKET_IFNAME"], f"it carries {node_ip}")
+    return Choice(os.environ["GLOO_SOCKET_IFNAME"], f"it has the address {node_ip}")
 
 
 def start(*, gpus: float | None, threads: int | None, timeout_s: float, node_ip: str | None = None) -> Rank:
-    """Makes this process a rank of the group that its environment describes; alone if it describes none.
+    """Makes this process a rank of the group that its environment describes, or a single rank if it describes none.
 
-    `threads` are torch's on CPU; `timeout_s` bounds each collective.
+    `threads`: of torch, on the CPU. `timeout_s`: limit of each collective.
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -104,7 +104,7 @@ def start(*, gpus: float | None, threads: int | None, timeout_s: float, node_ip:
     notes = [f"device {device.value}: {device.because}"]
     if device.value.type == "cuda":
         torch.cuda.set_device(device.value)
-    if threads:  # beside a GPU too: an offloaded optimizer computes on the CPU
+    if threads:  # with a GPU, too: an offloaded optimizer computes on the CPU
         torch.set_num_threads(threads)
     control = None
     if world > 1:
@@ -123,14 +123,14 @@ def start(*, gpus: float | None, threads: int | None, timeout_s: float, node_ip:
 
 
 def stop(rank: Rank) -> None:
-    """Leaves the group, after everyone has come this far."""
+    """Leaves the group, after all ranks have called this."""
     if rank.world_size > 1 and dist.is_initialized():
         dist.barrier(group=rank.control)
         dist.destroy_process_group()
 
 
 def _own_ip() -> str:
-    """The address by which this host reaches the rendezvous; no packet is sent."""
+    """The address of this host on its route to the rendezvous. Sends no packet."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
         family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
@@ -142,7 +142,7 @@ def _own_ip() -> str:
 
 
 def derive(seed: int, purpose: str, *parts: int) -> int:
-    """A seed of 63 bits for one purpose, independent of those of other purposes."""
+    """A seed of 63 bits for one purpose, independent of the seeds for other purposes."""
     text = ":".join([str(seed), purpose, *map(str, parts)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -152,18 +152,18 @@ def seed_all(seed: int, purpose: str, *parts: int) -> None:
     value = derive(seed, purpose, *parts)
     torch.manual_seed(value)
     random.seed(value)
-    np.random.seed(value % 2**32)  # the global generator, because that is the one users' models draw from
+    np.random.seed(value % 2**32)  # the global generator, because users' models draw from it
 
 
 def be_deterministic() -> None:
-    """Torch's deterministic algorithms, for bit-equal runs on GPU. Before the first CUDA call."""
+    """Selects torch's deterministic algorithms, for bit-equal runs on GPUs. Call it before the first CUDA call."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 def describe(rank: Rank) -> dict[str, object]:
-    """What others may want to know of this worker: plain values."""
+    """This worker, for the event `workers`: plain values."""
     return {
         "rank": rank.rank,
         "host": socket.gethostname(),

@@ -1,6 +1,6 @@
-"""The training loop, from an empty process group to the last checkpoint; says who takes part in what.
+"""The training loop, from the process group to the last checkpoint. Comments name the ranks that take part in each line.
 
-Runs in: each train worker. Torch, never ray: what it needs of the outside comes as `MonitorChannel`, a few plain callables.
+Runs in: each train worker. Torch, never ray: the loop reaches the monitor through the plain callables of `MonitorChannel`.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from raydist import registry
 from raydist.data.batches import Batches, Loader, Stall, StepBatch
 from raydist.data.dataset import TokenDataset
+from raydist.extension_plans import strategy_plan
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.records import Event, StepRecord
 from raydist.redact import redact
@@ -30,8 +29,11 @@ from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.checks.bad_steps import BadStepCheck
 from raydist.worker.checks.gradients import GradientCheck
 from raydist.worker.checks.replicas import ReplicaCheck
+from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.dataloader import Feed
 from raydist.worker.distributed import Rank
+from raydist.worker.loss import build as build_loss
+from raydist.worker.mesh import Mesh
 from raydist.worker.metrics import memory
 from raydist.worker.metrics.gradient_noise_scale import GradientNoise
 from raydist.worker.metrics.histograms import Histograms
@@ -41,9 +43,12 @@ from raydist.worker.metrics.startup_timing import Startup
 from raydist.worker.metrics.telemetry import Telemetry
 from raydist.worker.metrics.trace import Tracer
 from raydist.worker.optim.schedule import lr_at, peak_lr
-from raydist.worker.parallel import ParallelStrategy, ParamShard
+from raydist.worker.parallel import ParallelStrategy
+from raydist.worker.parallel._model_graph import plain_name
+from raydist.worker.parameter_table import ParameterTable, gather_parameters
 from raydist.worker.precision import Precision
-from raydist.worker.step import MESSAGES, TrainStep, evaluate, loss_sum
+from raydist.worker.step import LEFT_OUT, MESSAGES, TrainStep, evaluate
+from raydist.worker.step_hooks import BeforeUpdate, StepHook
 
 if TYPE_CHECKING:
     from raydist.worker.faults.injector import Injector
@@ -61,17 +66,17 @@ def train(
     startup: Startup | None = None,
     tell: Callable[[Event], None] = _to_stderr,
 ) -> Outcome:
-    """Trains from the newest good checkpoint, or from the start, to the end. Called by every rank; `channel` by rank 0.
+    """Trains from the newest good checkpoint, or from the start, to the end. Called by every rank; only rank 0 has a `channel`.
 
-    `heartbeat` is told what this rank is doing, `startup` how far it has come before its first step. `tell`: how a rank without a
-    channel says what it alone knows; it must not block.
+    `heartbeat` gets the phase of this rank, `startup` its progress before the first step. `tell`: sends the events of a rank
+    without a channel; it must not block.
 
-    Raises what stops the run: NonFinite, LossSpike, GraphMismatch, SavesFailed, Fenced, SuspectHardware, CheckpointError,
+    Raises the error that stops the run: NonFinite, LossSpike, GraphMismatch, SavesFailed, Fenced, SuspectHardware, CheckpointError,
     DataError, or the model's own exception; and Rollback, which ends the attempt.
     """
     reporter = Reporter(channel.push, channel.durable) if channel is not None else None
     try:
-        workers = _gather(distributed.describe(rank), rank)
+        workers = gather_json(distributed.describe(rank), rank.control)
         if reporter:
             reporter.say("workers", workers=workers)
             reporter.say("note", text="; ".join(rank.notes))
@@ -89,14 +94,14 @@ def train(
 
 
 def _injector(job: Job, rank: Rank) -> Injector:
-    """What spoils the run where it was asked to."""
+    """Injects the faults of the job."""
     from raydist.worker.faults.injector import Injector
 
     return Injector(job.faults, job.run, rank, job.attempt)
 
 
 class _Run:
-    """The parts of one attempt, put together in the order of data flow."""
+    """The parts of one attempt, in the order of the data flow."""
 
     def __init__(
         self,
@@ -116,7 +121,8 @@ class _Run:
         self.heartbeat, self.startup = heartbeat, startup
         # Data: every rank opens it; nothing is sent.
         dataset = TokenDataset(job.dataset)
-        self.feed = Feed(spec, rank, dataset)
+        self.mesh = Mesh(rank)
+        self.feed = Feed(spec, self.mesh, dataset)
         self.batches = Batches(len(self.feed.windows), spec.train.global_batch, spec.train.seed, dataset.fingerprint)
         self.total = spec.train.total(self.batches.steps_per_epoch)
         self.eval_set = self.feed.eval_set() if spec.eval.every else []
@@ -125,6 +131,7 @@ class _Run:
             distributed.be_deterministic()
         precision.refuse(spec.precision, rank.device)
         self.precision = Precision(spec.precision, rank.device)
+        self.loss = build_loss(spec)
         settled = build.settled(spec, rank, job.run, dataset.vocab_size, self._example, self._note)
         self.strategy = cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(settled, rank))
         model = build.build_model(spec, dataset.vocab_size, self.strategy.takes_meta)
@@ -136,18 +143,20 @@ class _Run:
         capacity = build.capacity(spec, rank, model)
         if reporter and capacity:
             reporter.say("capacity", **capacity)
-        if rank.world_size == 1 and spec.parallel.strategy != "ddp":
+        if rank.world_size == 1 and (plan := strategy_plan(spec.parallel.strategy)) and plan.sharded:
             self._note(f"parallel.strategy: {spec.parallel.strategy} on one worker: nothing is split")
         self.strategy.wrap(model, self._example)
         model_transforms.prepare(model, spec.train)
         shards = self.strategy.shards()
+        frozen = {plain_name(n): p for n, p in model.named_parameters() if not p.requires_grad}
+        parameters = gather_parameters(shards, rank, frozen)  # every rank: names, shapes and holders of all ranks
         self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards)
-        distributed.seed_all(spec.train.seed, "dropout", rank.rank)
+        distributed.seed_all(spec.train.seed, "dropout", *self.mesh.stream)
         self.peak_lr = peak_lr(spec.optim, spec.train.global_batch)
         self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages)
-        self.bad_steps = BadStepCheck(spec, rank, job.run, job.attempt, model, reporter)
+        self.bad_steps = BadStepCheck(spec, self.mesh, job.run, job.attempt, model, reporter)
         self.noise = self._noise()
-        # State: from the newest good checkpoint, which all ranks agree on.
+        # State: from the newest good checkpoint, the same on all ranks.
         self.at = Progress()
         self.checkpoints = CheckpointManager(
             job,
@@ -161,6 +170,8 @@ class _Run:
             fingerprint=dataset.fingerprint,
             total=self.total,
             steps_per_epoch=self.batches.steps_per_epoch,
+            parameters=parameters,
+            mesh=self.mesh.sizes,
         )
         startup.done("build")
         if self.checkpoints.resume():
@@ -168,39 +179,45 @@ class _Run:
         startup.done("load")
         self.checkpoints.open()
         self.last = min(self.total, job.until or self.total)
-        self.watch = self.checkpoints.watch = self._drift_watch(model, shards) if spec.train.check_replicas else None
-        self.memory = MemoryMeter(rank.device, model, shards, self.optimizer)
-        telemetry.memory = self.memory.read
+        self.replica_check = self._replica_check(model, parameters) if spec.train.check_replicas else None
+        meter = MemoryMeter(rank.device, model, shards, self.optimizer)
+        telemetry.memory = meter.read
         every = spec.train.check_gradients
-        self.gradients = GradientCheck(rank, shards, every, reporter) if every else None
+        self.gradients = GradientCheck(rank, parameters, every, reporter) if every else None
         every, say = spec.observe.histograms, reporter.say if reporter else None
-        self.histograms = Histograms(rank, shards, every, say) if every else None
+        histograms = Histograms(rank, parameters, every, say) if every else None
+        hooks: list[StepHook | None] = [
+            telemetry,
+            self.noise,
+            self.gradients,
+            self.bad_steps,
+            self.replica_check,
+            BeforeUpdate(meter.before_update),
+            histograms,
+            BeforeUpdate(self.checkpoints.before_update),  # last: waits until no copy of the state is in progress
+        ]
         self.train_step = TrainStep(
-            rank,
+            self.mesh,
             self.strategy,
             self.optimizer,
             self.precision,
             full_tokens=spec.train.global_batch * spec.model.context,
             clip=spec.optim.clip,
-            before_update=self._before_update,
-            judge=self.bad_steps,
-            watch=self.watch,
-            gradients=self.gradients,
-            noise=self.noise,
+            hooks=[hook for hook in hooks if hook is not None],
             heartbeat=heartbeat,
-            telemetry=telemetry,
+            loss=self.loss,
         )
 
     def train(self) -> Outcome:
-        """The loop. Each line that has `rank` in its comment is a collective: every rank comes by."""
+        """The loop. A line with `every rank` in its comment is a collective."""
         at = self.at
         first, stop = at.step + 1, False
         loader = Loader(
             self.feed.windows,
             self.batches,
             at.cursor,
-            rank=self.rank.rank,
-            world=self.rank.world_size,
+            rank=self.mesh.data_rank,
+            world=self.mesh.data_size,
             micro_batch=self.spec.train.micro_batch,
             pack=self.spec.data.pack,
             prefetch=self.spec.data.prefetch,
@@ -212,24 +229,25 @@ class _Run:
         try:
             with loader:
                 begun = before = time.perf_counter()
-                unusual = True  # besides the step: its caches warm up
+                unusual = True  # this step takes longer than others: caches warm up
                 self.heartbeat.step(at.step + 1)
                 for batch in loader:  # every rank, its own slice of the same global batch
                     at.step += 1
                     ending = at.step == self.last
                     lr = lr_at(at.step, self.total, self.spec.optim.schedule, self.peak_lr)
-                    train = partial(  # every rank: gradients and loss are summed
-                        self.train_step,
-                        at.step,
-                        [self.feed.to_device(m) for m in batch.micro_batches],
-                        batch.tokens,
-                        lr,
-                        want_stop=bool(self.reporter and self.reporter.command == "stop"),
-                        vote=self.checkpoints.vote(self._due(self.spec.checkpoint.every, ending)),
-                        trace=self.tracer.asks(self.reporter.traces) if self.reporter else (0, 0),
-                        samples=len(batch.ids),
-                    )
-                    report = self.bad_steps.step(at.step, batch, train)  # every rank; not what the ledger leaves out
+                    if self.bad_steps.leaves_out(at.step, batch):
+                        report = LEFT_OUT
+                    else:
+                        report = self.train_step(  # every rank: gradients and loss are summed
+                            at.step,
+                            [self.feed.to_device(m) for m in batch.micro_batches],
+                            batch.tokens,
+                            lr,
+                            want_stop=bool(self.reporter and self.reporter.command == "stop"),
+                            vote=self.checkpoints.vote(self._checkpoint_due(at.step, ending)),
+                            trace=self.tracer.asks(self.reporter.traces) if self.reporter else (0, 0),
+                            samples=len(batch.ids),
+                        )
                     at.cursor, stop = batch.after, report.stop
                     at.loss = report.loss if math.isfinite(report.loss) else at.loss
                     ended = time.perf_counter()
@@ -247,18 +265,18 @@ class _Run:
                             self.reporter.say("first_step", attempt=self.job.attempt, step=first, **told)
                         self.checkpoints.prepare()  # every rank: memory for copies
                         unusual = True
-                        # What torch and the model have made by now stays: a full collection walks through it for 0.2 s.
+                        # The objects of torch and the model stay: without `freeze` a full collection scans them for 0.2 s.
                         gc.collect()
                         gc.freeze()
-                    if self.eval_set and self._due(self.spec.eval.every, at.step == self.total):
+                    if self.eval_set and _due(at.step, self.spec.eval.every, at.step == self.total):
                         self._evaluate()  # every rank: losses are summed
                         unusual = True
-                    if self._due(self.spec.checkpoint.every, stop or ending):
-                        self.heartbeat.enter("save")
+                    if self._checkpoint_due(at.step, stop or ending):
+                        self._before_copy()
                         self.checkpoints.save(stop or ending)  # every rank writes its part; rank 0 commits, last
                         unusual = True
                     elif report.votes == 1.0:
-                        self.heartbeat.enter("save")
+                        self._before_copy()
                         self.checkpoints.snapshot()  # every rank: to memory
                     self.tracer.step(at.step + 1, report.trace, ends=stop or ending)  # every rank, the same steps
                     begun = time.perf_counter()
@@ -272,21 +290,21 @@ class _Run:
         finally:
             self.tracer.close()
             self.checkpoints.close()
-            self.train_step.hooks.close()
+            self.train_step.optimizer_hooks.close()
         status = "finished" if at.step >= self.total else "interrupted" if stop else "paused"
         return Outcome(status, at.step, at.loss, at.eval_loss)
 
     def _note(self, text: str) -> None:
-        """A word to the user; rank 0's."""
+        """A note for the user, from rank 0."""
         if self.reporter:
             self.reporter.say("note", text=text)
 
     def _messages(self) -> list[tuple[str, int, str]]:
-        """What ranks send in a step, as far as it is known by name."""
+        """The collectives of a step that have a name: (kind, elements, name)."""
         return [*MESSAGES, *getattr(self.strategy, "messages", list)()]
 
     def _stalled(self, stall: Stall) -> None:
-        """Says that the loader gives no batch, while that goes on: on rank 0 as an event, on others by `tell`."""
+        """Reports that the loader gives no batch, while the stall lasts: on rank 0 as an event, on others through `tell`."""
         data = {
             "step": self.at.step + 1,
             "rank": self.rank.rank,
@@ -298,11 +316,11 @@ class _Run:
         }
         self._tell(Event("data_stalled", time.time(), data))
 
-    def _due(self, every: int | None, ending: bool) -> bool:
-        return ending or (every is not None and self.at.step % every == 0)
+    def _checkpoint_due(self, step: int, ending: bool) -> bool:
+        return _due(step, self.spec.checkpoint.every, ending)
 
     def _record(self, batch: StepBatch, lr: float, loss: float, norm: float, tokens: int, seconds: float) -> None:
-        if self.reporter:  # rank 0: what it reports is the same on every rank
+        if self.reporter:  # rank 0: the values are the same on every rank
             self.reporter.step(
                 StepRecord(
                     step=self.at.step,
@@ -320,7 +338,9 @@ class _Run:
             )
 
     def _evaluate(self) -> None:
-        self.at.eval_loss, tokens = evaluate(self.rank, self.strategy, self.precision, self.eval_set, self.heartbeat)
+        self.at.eval_loss, tokens = evaluate(
+            self.mesh, self.strategy, self.precision, self.eval_set, self.heartbeat, self.loss
+        )
         self.at.evaluated = self.at.step
         best = self.at.best_eval is None or self.at.eval_loss < self.at.best_eval
         self.at.best_eval = self.at.eval_loss if best else self.at.best_eval
@@ -332,20 +352,20 @@ class _Run:
         if every is None:
             return None
         batch, factor = self.spec.train.global_batch, self.strategy.loss_factor
-        return GradientNoise(self.rank, self.strategy.module, factor, every=every, batch=batch, total=self.total)
+        return GradientNoise(self.mesh, self.strategy.module, factor, every=every, batch=batch, total=self.total)
 
-    def _drift_watch(self, model: nn.Module, shards: Mapping[str, ParamShard]) -> ReplicaCheck | None:
-        """None where no two ranks hold the same."""
-        every, saved = self.spec.train.check_replicas or 1, self.spec.checkpoint.every
+    def _replica_check(self, model: nn.Module, parameters: ParameterTable) -> ReplicaCheck | None:
+        """None if no two ranks hold the same weights."""
+        every = self.spec.train.check_replicas or 1
         made = ReplicaCheck(
             self.rank,
             self.job.run,
             self.job.attempt,
             model,
             self.optimizer,
-            shards,
-            due=lambda step: step % every == 0 or step == self.last or (saved is not None and step % saved == 0),
-            before_write=self._before_mending,
+            parameters,
+            due=lambda step: _due(step, every, self._checkpoint_due(step, step == self.last)),
+            before_write=self._before_repair,
             reporter=self.reporter,
         )
         if made.compares:
@@ -356,25 +376,20 @@ class _Run:
         )
         return None
 
-    def _before_mending(self) -> None:
-        self.heartbeat.enter("save")  # no deadline of a step: the state may be large, and storage slow
+    def _before_repair(self) -> None:
+        self.heartbeat.enter("save")  # not limited by the deadline of a step: the state may be large, and storage slow
         self.checkpoints.before_update()
 
-    def _before_update(self) -> None:
-        self.memory.before_update()
-        if self.histograms:  # every rank: counts are summed
-            self.histograms.look(self.at.step, self.train_step.hooks.pending_factor)
-        self.checkpoints.before_update()
+    def _before_copy(self) -> None:
+        self.heartbeat.enter("save")
+        if self.replica_check:
+            self.replica_check.before_save(self.at.step)  # every rank: hashes are compared
 
     def _example(self, module: nn.Module, samples: int = 1) -> torch.Tensor:
-        """The loss of the first sample, so many times: what a strategy needs to see the graph."""
+        """The loss of the first sample, `samples` times, with which a strategy checks the graph."""
         with self.precision.autocast():
-            return loss_sum(module, self.feed.example(samples))
+            return self.loss(module, self.feed.example(samples))
 
 
-def _gather(mine: dict[str, Any], rank: Rank) -> list[dict[str, Any]]:
-    """Every rank's value, on every rank."""
-    every: list[dict[str, Any]] = [mine] * rank.world_size
-    if rank.world_size > 1:
-        dist.all_gather_object(every, mine, group=rank.control)
-    return every
+def _due(step: int, every: int | None, ending: bool) -> bool:
+    return ending or (every is not None and step % every == 0)

@@ -1,9 +1,9 @@
-"""How a model's blocks are computed: activations kept or computed again, code as it is or compiled.
+"""Activation checkpointing and compilation of a model's blocks.
 
 Runs in: each train worker. Torch, never ray.
 
-Both replace `forward` of a module and nothing else: names of parameters stay, and so do the hooks by which a strategy gathers
-and reduces, which run outside of it. So it comes after the strategy has wrapped the model.
+Both replace only `forward` of a module. Parameter names stay, and so do the hooks with which a strategy gathers and reduces: they
+run outside of `forward`. Call it after the strategy has wrapped the model.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _KEPT = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
-"""aten's operations whose results selective checkpointing keeps: dear to compute, and not large for it."""
+"""aten operations whose results selective checkpointing keeps: expensive to compute, and small in relation to that."""
 
 
 def prepare(model: nn.Module, spec: TrainSpec) -> None:
-    """Does to `model` what `train.checkpoint_activations` and `train.compile` ask for.
+    """Applies `train.checkpoint_activations` and `train.compile` to `model`.
 
-    Raises UserError if they are asked for each block and the model has none.
+    Raises UserError if one of them works block by block and the model has no blocks.
     """
     blocks = [block for _, block in blocks_of(model)]
     for field, value, wanted in (
@@ -53,7 +53,7 @@ def prepare(model: nn.Module, spec: TrainSpec) -> None:
         for block in blocks:
             _replace(block, _recomputed(block.forward, selective=spec.checkpoint_activations == "selective"))
     if spec.compile:
-        # The loss is much of a small model's time, and a head that computes it is worth a compilation too.
+        # In a small model the loss takes much of the time, so a head that computes it is compiled, too.
         parts = [*blocks, model.head] if getattr(model, "gives_loss", False) else blocks
         for module in parts if spec.compile == "blocks" else [model]:
             assert isinstance(module, nn.Module)
@@ -61,7 +61,7 @@ def prepare(model: nn.Module, spec: TrainSpec) -> None:
 
 
 def on_compile(tell: Callable[[bool], None]) -> None:
-    """`tell(True)` whenever torch begins to compile in this process, `tell(False)` when it is done."""
+    """Calls `tell(True)` whenever torch starts to compile in this process, and `tell(False)` when it has finished."""
     from torch._dynamo.callback import on_compile_end, on_compile_start
 
     on_compile_start(lambda _: tell(True))
@@ -69,7 +69,7 @@ def on_compile(tell: Callable[[bool], None]) -> None:
 
 
 def _recomputed(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
-    # Not reentrant: the reentrant one would hide parameters' gradients from DDP. It keeps the random state, for dropout.
+    # Not reentrant: the reentrant variant hides gradients of parameters from DDP. It restores the random state for dropout.
     options: dict[str, Any] = {"use_reentrant": False}
     if selective:
         kept = [getattr(torch.ops.aten, name).default for name in _KEPT if hasattr(torch.ops.aten, name)]

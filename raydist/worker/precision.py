@@ -2,9 +2,9 @@
 
 Runs in: each train worker. Torch, never ray.
 
-Weights, gradients and the update are fp32; autocast computes matrix products in bf16 or fp16, and what needs range in
-fp32. The scale is ours and not torch's GradScaler: whether a step overflowed is read off the global gradient norm,
-which every rank has anyway, so that they skip together whatever the sharding, with no second pass over the gradients.
+Weights, gradients and the update are fp32. Autocast computes matrix products in bf16 or fp16, and operations that need range in
+fp32. This is not torch's GradScaler: the global gradient norm, which every rank has anyway, shows whether a step overflowed. So all
+ranks skip the same steps under every sharding, without a second pass over the gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """How a step computes. The step's order:
+    """The number format of a step, which uses it in this order:
 
     with precision.autocast():
         loss = forward(batch)
@@ -34,13 +34,13 @@ class Precision:
     """
 
     def __init__(self, spec: PrecisionSpec, device: torch.device) -> None:
-        """Raises UserError for a scale that starts below its floor. Whether the device is fit is `refuse`'s to say."""
+        """Raises UserError for a scale that starts below its floor. `refuse` checks the device."""
         self.dtype = DTYPES[spec.params]
         self.device = device
         self.scaled = self.dtype is torch.float16
-        """Whether the loss is scaled: fp16 only. An overflow is then no error."""
+        """Whether the loss is scaled: only in fp16. An overflow is then not an error."""
         self.loss_scale = spec.loss_scale.initial if self.scaled else 1.0
-        """What the loss is multiplied by, and the gradients must be divided by; 1 but in fp16."""
+        """The factor of the loss, by which the gradients must be divided; 1 except in fp16."""
         self._window, self._floor = spec.loss_scale.window, spec.loss_scale.floor
         self._good_steps = 0
         if self.scaled and self.loss_scale < self._floor:
@@ -56,16 +56,16 @@ class Precision:
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on: times the loss scale."""
+        """The loss for backward: multiplied by the loss scale."""
         return loss * self.loss_scale if self.scaled else loss
 
     def update(self, overflow: bool) -> None:
-        """After each step, with the same `overflow` on every rank: which halves the scale; `window` steps without double it.
+        """After each step, with the same `overflow` on every rank. An overflow halves the scale; `window` good steps double it.
 
-        Raises TrainingStopped, before anything changes, where half the scale would be below `floor`.
+        Raises TrainingStopped, before anything changes, if half the scale is below `floor`.
         """
         if not self.scaled:
-            assert not overflow, "without a loss scale a gradient that is not finite is an error, and no overflow"
+            assert not overflow, "without a loss scale a gradient that is not finite is an error, not an overflow"
             return
         if overflow:
             if self.loss_scale / 2 < self._floor:
@@ -83,21 +83,21 @@ class Precision:
             self._good_steps = 0
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: plain numbers; empty without a loss scale."""
+        """For a checkpoint: plain numbers; empty without a loss scale."""
         return {"loss_scale": self.loss_scale, "good_steps": self._good_steps} if self.scaled else {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`. An empty one, of a run in another format, leaves the scale as it starts."""
+        """The inverse of `state`. An empty state, of a run in another format, keeps the initial scale."""
         if self.scaled and state:
             self.loss_scale = float(state["loss_scale"])
             self._good_steps = int(state["good_steps"])
 
 
 def refuse(spec: PrecisionSpec, device: torch.device) -> None:
-    """Raises UserError where the device computes in this format so slowly that nobody can want it, or not at all."""
+    """Raises UserError if the device cannot compute in this format, or only at a small fraction of its speed."""
     if spec.params == "fp16" and device.type == "cpu":
         # Measured: a 512 x 512 product takes 40 times as long as in fp32.
-        raise UserError("precision: fp16 on a CPU: there are no fp16 matrix kernels worth the name", "use fp32 or bf16")
+        raise UserError("precision: fp16 on a CPU: torch has no fast fp16 matrix kernels there", "use fp32 or bf16")
     if spec.params == "bf16" and device.type == "cuda" and not _has_bf16(device):
         raise UserError(
             f"precision: bf16 on {torch.cuda.get_device_name(device)}, which has no bf16 units", "use fp16 or fp32"

@@ -5,42 +5,44 @@ Runs in: each train worker. Torch, never ray. All ranks call `train_step` togeth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from raydist.data.batches import MASKED, MicroBatch
 from raydist.errors import NonFinite
 from raydist.ipc.heartbeat import Heartbeat
-from raydist.worker.distributed import Rank
-from raydist.worker.metrics.gradient_noise_scale import GradientNoise
-from raydist.worker.metrics.telemetry import Telemetry
+from raydist.worker.comm.json_gather import gather_json
+from raydist.worker.loss import Loss
+from raydist.worker.loss.cross_entropy import loss_sum as loss_sum
+from raydist.worker.mesh import Mesh
 from raydist.worker.optim.hooks import hooks_of
-from raydist.worker.parallel import ParallelStrategy
+from raydist.worker.parallel import ParallelStrategy, run_passes
 from raydist.worker.parallel._model_graph import watch_gradients
 from raydist.worker.precision import Precision
+from raydist.worker.step_hooks import Bad, Step, StepHook
 
 MESSAGES = (
     ("all_reduce", 6, "sums of the step"),
     ("all_reduce", 1, "gradient norm"),
     ("all_reduce", 3, "gradient noise"),
     ("all_reduce", 2, "sums of the evaluation"),
+    ("all_reduce", 4, "changes of the saved state"),
 )
-"""What a step sends beside the gradients, and an evaluation: (kind, elements, name), for traces."""
+"""The collectives of a step, an evaluation and a save beside the strategy's own: (kind, elements, name), for traces."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step did, the same on every rank: `loss` is the global mean; `stop` whether any rank wants to end here.
+    """What a step did, the same on every rank.
 
-    `skipped`: nothing was updated; `bad`: for its numbers are, and its judge wants to go on. fp16's overflow is not bad.
-    `votes`: the sum of what the ranks gave as `vote`; `trace` that of what they asked for: (number, steps).
+    `loss`: mean over the global batch's `tokens`, in nats. `stop`: whether any rank wants to end here.
+    `skipped`: nothing was updated. `votes`: sum of the ranks' `vote`; `trace`: sum of the ranks' `trace`, (number, steps).
     """
 
     loss: float
@@ -48,109 +50,39 @@ class StepReport:
     tokens: int
     stop: bool
     skipped: bool
-    bad: Bad | None = None
     votes: float = 0.0
     trace: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Bad:
-    """A step whose numbers forbid its update; the same on every rank.
-
-    `ranks`: of each guilty rank its `rank`, its `loss` or its `parameters` (those whose gradient is not finite, the first
-    in backward first, five at most), and its `micro_batch`. `median`: of the losses before, if this one's is a spike.
-    """
-
-    step: int
-    loss: float
-    cause: str
-    ranks: tuple[dict[str, Any], ...] = ()
-    median: float | None = None
-
-    @property
-    def hint(self) -> str:
-        """Where to look."""
-        if self.median is not None:
-            return "look at the learning rate and the data of this step"
-        return "look at the learning rate, the data of this step, and the model's own divisions, logs and square roots"
-
-
-class Judge(Protocol):
-    """Who says what becomes of a step's numbers: `raydist.worker.checks.bad_steps.BadStepCheck`."""
-
-    def spike(self, loss: float) -> float | None:
-        """The median of the losses before if `loss` is a spike, else None: the same on every rank."""
-        ...
-
-    def bad(self, bad: Bad) -> None:
-        """Raises, on every rank, or returns: the step is then left out."""
-        ...
-
-
-class Watch(Protocol):
-    """Who sees to it that replicas hold the same weights: `raydist.worker.checks.replicas.ReplicaCheck`."""
-
-    def begin(self) -> None:
-        """A step begins, or does so again."""
-        ...
-
-    def mended(self, step: int, *, suspect: bool) -> bool:
-        """Whether the weights were odd on some rank, so that the step's gradients are of no use; the same on every rank."""
-        ...
-
-
-def loss_sum(module: nn.Module, batch: MicroBatch) -> torch.Tensor:
-    """Cross entropy in nats, summed over the targets that count: a scalar in fp32."""
-    kwargs = {} if batch.documents is None else {"documents": batch.documents}
-    if getattr(getattr(module, "module", module), "gives_loss", False):
-        loss: torch.Tensor = module(batch.tokens, targets=batch.targets, **kwargs)
-        return loss
-    logits_BTV = module(batch.tokens, **kwargs)
-    return F.cross_entropy(
-        logits_BTV.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=MASKED, reduction="sum"
-    )
-
-
-class Look(Protocol):
-    """Who looks at gradients: `raydist.worker.checks.gradients.GradientCheck`."""
-
-    def look(self, step: int) -> None:
-        """Every rank: the gradients of `step` are summed, and not yet clipped."""
-        ...
+LEFT_OUT = StepReport(float("nan"), float("nan"), 0, stop=False, skipped=True)
+"""Of a step whose batch is left out: nothing was computed."""
 
 
 class TrainStep:
-    """What a step needs of one step and the next: the modules, and how many tokens a full global batch has."""
+    """One optimizer step. `full_tokens`: of a full global batch; `clip`: largest norm of the gradient (0: no limit)."""
 
     def __init__(
         self,
-        rank: Rank,
+        mesh: Mesh,
         strategy: ParallelStrategy,
         optimizer: torch.optim.Optimizer,
         precision: Precision,
         *,
         full_tokens: int,
         clip: float,
-        before_update: Callable[[], None],
-        judge: Judge | None = None,
-        watch: Watch | None = None,
-        gradients: Look | None = None,
-        noise: GradientNoise | None = None,
+        hooks: Sequence[StepHook] = (),
         heartbeat: Heartbeat | None = None,
-        telemetry: Telemetry | None = None,
+        loss: Loss = loss_sum,
     ) -> None:
-        self._heartbeat = heartbeat or Heartbeat()
-        self._around_backward: Callable[[], AbstractContextManager[None]] = (
-            telemetry.backward if telemetry else nullcontext
-        )
-        self.rank, self.strategy, self.optimizer, self.precision = rank, strategy, optimizer, precision
-        self._full_tokens, self._clip, self._before_update = full_tokens, clip, before_update
-        self._judge, self._watch, self._gradients, self._noise = judge, watch, gradients, noise
-        self.hooks = hooks_of(optimizer, strategy.scale_grads)
+        self.loss = loss
+        self.mesh, self.strategy, self.optimizer, self.precision = mesh, strategy, optimizer, precision
+        self.full_tokens, self._clip, self.hooks = full_tokens, clip, hooks
+        self.optimizer_hooks = hooks_of(optimizer, strategy.scale_grads)
+        self.heartbeat = heartbeat or Heartbeat()
 
     def __call__(
         self,
-        step: int,
+        number: int,
         micro_batches: Sequence[MicroBatch],
         tokens: int,
         lr: float,
@@ -159,117 +91,207 @@ class TrainStep:
         trace: tuple[int, int] = (0, 0),
         samples: int = 0,
     ) -> StepReport:
-        """Runs step number `step`; `tokens` count in this rank's loss; `vote` and `trace` are added up on the way; `samples`: all
-        ranks', for the noise scale. Raises what its judge does about bad numbers, on every rank, before the update; without
-        one NonFinite. Where replicas had drifted the passes run once more, on the mended weights.
-        """
-        if self._watch is not None:
-            self._watch.begin()
-        sums = torch.tensor([0.0, tokens, want_stop, vote, *trace], dtype=torch.float64)
-        if self.rank.device.type == "cuda":  # from pageable memory the host would wait here for the update before
-            sums = sums.pin_memory().to(self.rank.device, non_blocking=True)
-        pending = None
-        small = self._noise.listen(step, micro_batches) if self._noise is not None else None
-        for i, batch in enumerate(micro_batches):
-            last = i == len(micro_batches) - 1
-            if last:
-                self.hooks.prefetch()
-            listening = small.listening() if small is not None and i == 0 else nullcontext()
-            with listening, self.strategy.accumulate(last):
-                self._heartbeat.enter("forward")
-                with self.precision.autocast():
-                    loss = loss_sum(self.strategy.module, batch)
-                self._heartbeat.enter("backward")
-                sums[0] += loss.detach()
-                if last and self.rank.world_size > 1:
-                    # Its milliseconds hide behind the backward pass. Every rank issues it before DDP's own.
-                    pending = dist.all_reduce(sums, async_op=True)
-                # A constant stands for the tokens of the global batch, which are known only after the sync.
-                scaled = self.precision.scale(loss * (self.strategy.loss_factor / self._full_tokens))
-                with self._around_backward():
-                    scaled.backward()  # type: ignore[no-untyped-call]
-        if small is not None:
-            small.send()  # its milliseconds hide behind the norm
-        if pending is not None:
-            pending.wait()
-        norm = self.strategy.grad_norm()  # on its way before the host waits for the device, once
-        total_loss, all_tokens, stops, votes, *asked = sums.tolist()
-        counted, tokens = tokens, int(all_tokens)
-        loss_mean = total_loss / max(tokens, 1)
-        # From "per token of a full batch" and "times the loss scale" to the gradient of the mean loss.
-        factor = self._full_tokens / max(tokens, 1) / self.precision.loss_scale
-        grad_norm = float(norm) * factor
-        finite = _finite(loss_mean) and _finite(grad_norm)
-        overflow = not finite and self.precision.scaled and _finite(loss_mean)
-        if self._gradients is not None and not overflow:
-            self._gradients.look(step)
-        skipped = False
-        bad = None
-        if not finite and not overflow:
-            bad = self._non_finite(step, micro_batches, loss_mean)
-        elif finite and self._judge is not None and (median := self._judge.spike(loss_mean)) is not None:
-            cause = f"step {step}: a loss of {loss_mean:.4g}, where the median of those before it is {median:.4g}"
-            bad = Bad(step, loss_mean, cause, median=median)
-        if self._watch is not None and self._watch.mended(step, suspect=bad is not None):
-            self.strategy.zero_grad()
-            return self(step, micro_batches, counted, lr, want_stop, vote, trace, samples)
-        if bad is not None:
-            if self._judge is None:
-                raise NonFinite(f"{bad.cause}; the update was not applied", bad.hint)
-            self._judge.bad(bad)
-            self.strategy.zero_grad()
-            return StepReport(loss_mean, grad_norm, tokens, stops > 0, skipped=True, bad=bad)
-        if finite:
-            if small is not None and self._noise is not None:
-                self._noise.add(small, grad_norm, factor, tokens, samples)
-            if self._clip and grad_norm > self._clip:
-                factor *= self._clip / (grad_norm + 1e-6)
-            if factor != 1.0:
-                self.hooks.scale_grads(factor)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr * group.get("lr_factor", 1.0)
-            self._heartbeat.enter("save")  # stands, if at all, for a copy of the state
-            self._before_update()
-            self._heartbeat.enter("update")
-            self.optimizer.step()
-        else:
-            skipped = True  # fp16 overflow: the same on all ranks, for the gradient is
-        self.precision.update(overflow=skipped)
-        self.strategy.zero_grad()
-        if not skipped:
-            self.strategy.updated()
-        asked_for = (int(asked[0]), int(asked[1]))
-        return StepReport(loss_mean, grad_norm, tokens, stops > 0, skipped, votes=votes, trace=asked_for)
+        """Runs step `number`. `tokens`: those that count in this rank's loss; `samples`: all ranks' sequences; `vote` and `trace`
+        are summed over the ranks.
 
-    def _non_finite(self, step: int, micro_batches: Sequence[MicroBatch], loss_mean: float) -> Bad:
-        """Runs the step's passes once more to see on which rank a loss or a gradient is not finite."""
+        Raises, on every rank and before the update, what a hook raises about bad numbers, or NonFinite where no hook leaves the
+        step out.
+        """
+        mine = [0.0, tokens if self.mesh.counts else 0, want_stop, vote, *trace]
+        while True:
+            step = Step(number, micro_batches, samples)
+            total_loss, all_tokens, stops, votes, *asked = self._passes(step, mine)
+            step.tokens = int(all_tokens)
+            step.loss = total_loss / max(step.tokens, 1)
+            # From "per token of a full batch" and "times the loss scale" to the gradient of the mean loss.
+            step.factor = self.full_tokens / max(step.tokens, 1) / self.precision.loss_scale
+            step.grad_norm *= step.factor
+            finite = _finite(step.loss) and _finite(step.grad_norm)
+            step.overflow = not finite and self.precision.scaled and _finite(step.loss)
+            for hook in self.hooks:
+                hook.gradients_ready(step)
+            bad = self._bad(step, finite)
+            if not any([hook.recompute(step, suspect=bad is not None) for hook in self.hooks]):
+                break
+            self.strategy.zero_grad()
+        if bad is not None:
+            if not any([hook.leave_out(bad) for hook in self.hooks]):
+                raise NonFinite(f"{bad.cause}; the update was not applied", bad.hint)
+            self.strategy.zero_grad()
+            return StepReport(step.loss, step.grad_norm, step.tokens, stops > 0, skipped=True)
+        if finite:
+            self._update(step, lr)
+        self.precision.update(overflow=not finite)  # the same on all ranks, for the gradient is
         self.strategy.zero_grad()
-        guilty: dict[str, Any] = {}
-        with watch_gradients(self.strategy.module) as finite:
-            for i, batch in enumerate(micro_batches):
-                with self.strategy.accumulate(last=i == len(micro_batches) - 1):
-                    with self.precision.autocast():
-                        loss = loss_sum(self.strategy.module, batch)
-                    if not guilty and not torch.isfinite(loss):
-                        guilty = {"rank": self.rank.rank, "loss": float(loss.detach()), "micro_batch": i}
-                    loss.backward()  # type: ignore[no-untyped-call]
-                if not guilty and not all(finite.values()):
-                    guilty = {"rank": self.rank.rank, "micro_batch": i}
-        named = [name for name, whether in finite.items() if not whether]
+        if finite:
+            self.strategy.updated()
+        wanted = (int(asked[0]), int(asked[1]))
+        return StepReport(step.loss, step.grad_norm, step.tokens, stops > 0, not finite, votes, wanted)
+
+    def _passes(self, step: Step, mine: Sequence[float]) -> list[float]:
+        """Forward and backward of all micro-batches. `mine`, and in its first place the loss, summed over the ranks.
+
+        Sets `step.grad_norm`, of the gradient as the strategy has reduced it.
+        """
+        for hook in self.hooks:
+            hook.begin(step)
+        work = _Training(self, step, mine)
+        run_passes(self.strategy, step.micro_batches, work)
+        sums = work.summed()
+        norm = self.strategy.grad_norm()  # enqueued before the host waits for the device, once
+        found: list[float] = sums.tolist()
+        step.grad_norm = float(norm)
+        return found
+
+    def _bad(self, step: Step, finite: bool) -> Bad | None:
+        if step.overflow:
+            return None
+        if not finite:
+            return self._non_finite(step)
+        return next((bad for hook in self.hooks if (bad := hook.find_bad(step)) is not None), None)
+
+    def _update(self, step: Step, lr: float) -> None:
+        factor = step.factor
+        if self._clip and step.grad_norm > self._clip:
+            factor *= self._clip / (step.grad_norm + 1e-6)
+        if factor != 1.0:
+            self.optimizer_hooks.scale_grads(factor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_factor", 1.0)
+        step.pending_factor = self.optimizer_hooks.pending_factor
+        self.heartbeat.enter("save")  # a hook may wait here until a copy of the state is complete
+        for hook in self.hooks:
+            hook.before_update(step)
+        self.heartbeat.enter("update")
+        self.optimizer.step()
+        for hook in self.hooks:
+            hook.updated(step)
+
+    def _non_finite(self, step: Step) -> Bad:
+        """Runs the step's passes once more to find on which rank a loss or a gradient is not finite."""
+        self.strategy.zero_grad()
+        rank = self.mesh.rank
+        with watch_gradients(self.strategy.module) as gradients:
+            work = _Diagnosis(self, gradients)
+            run_passes(self.strategy, step.micro_batches, work)
+        named = [name for name, finite in gradients.items() if not finite]
         if named:
-            guilty["parameters"] = named[:5]
+            work.found["parameters"] = named[:5]
         self.strategy.zero_grad()
-        every = [guilty]
-        if self.rank.world_size > 1:
-            every = [{}] * self.rank.world_size
-            dist.all_gather_object(every, guilty, group=self.rank.control)
+        faults = tuple(filter(None, gather_json(work.found and {"rank": rank.rank, **work.found}, rank.control)))
         found = []
-        for facts in filter(None, every):
+        for facts in faults:
             what = f"loss is {facts['loss']}" if "loss" in facts else f"gradient of {', '.join(facts['parameters'])}"
             found.append(f"rank {facts['rank']}: its {what}")
         where = "; ".join(found) or "no rank alone: the sum over the ranks overflows"
-        what = "the gradient" if _finite(loss_mean) else f"the loss ({loss_mean})"
-        return Bad(step, loss_mean, f"step {step}: {what} is not finite ({where})", tuple(filter(None, every)))
+        what = "the gradient" if _finite(step.loss) else f"the loss ({step.loss})"
+        return Bad(step.number, step.loss, f"step {step.number}: {what} is not finite ({where})", faults)
+
+
+class _Training:
+    """The passes of a step. See `raydist.worker.parallel.Work`."""
+
+    trains = True
+
+    def __init__(self, owner: TrainStep, step: Step, mine: Sequence[float]) -> None:
+        self._owner, self._step = owner, step
+        self._last = len(step.micro_batches) - 1
+        self._pending: dist.Work | None = None
+        self._sent = owner.mesh.rank.world_size == 1
+        self._sums = torch.tensor(mine, dtype=torch.float64)
+        device = owner.mesh.rank.device
+        if device.type == "cuda":  # from pageable memory the host would wait here for the update before
+            self._sums = self._sums.pin_memory().to(device, non_blocking=True)
+
+    @contextmanager
+    def around(self, index: int) -> Iterator[None]:
+        if index == self._last:
+            self._owner.optimizer_hooks.prefetch()
+        with ExitStack() as stack:
+            for hook in self._owner.hooks:
+                stack.enter_context(hook.around_micro_batch(self._step, index))
+            yield
+
+    def forward(self, module: nn.Module, index: int, batch: MicroBatch) -> torch.Tensor:
+        self._owner.heartbeat.enter("forward")
+        with self._owner.precision.autocast():
+            return self._owner.loss(module, batch)
+
+    def backward(self, index: int, loss: torch.Tensor) -> None:
+        owner = self._owner
+        owner.heartbeat.enter("backward")
+        if owner.mesh.counts:
+            self._sums[0] += loss.detach()
+        if index == self._last:
+            self._send()  # its milliseconds hide behind the backward pass; every rank issues it before DDP's own
+        # A constant stands for the tokens of the global batch, which are known only after the sync.
+        scaled = owner.precision.scale(loss * (owner.strategy.loss_factor / owner.full_tokens))
+        with ExitStack() as stack:
+            for hook in owner.hooks:
+                stack.enter_context(hook.around_backward())
+            scaled.backward()  # type: ignore[no-untyped-call]
+
+    def _send(self) -> None:
+        if not self._sent:
+            self._sent, self._pending = True, dist.all_reduce(self._sums, async_op=True)
+
+    def summed(self) -> torch.Tensor:
+        """The sums over all ranks. After the passes."""
+        self._send()  # by ranks that compute no loss
+        if self._pending is not None:
+            self._pending.wait()
+        return self._sums
+
+
+class _Diagnosis:
+    """Finds this rank's first micro-batch whose loss or gradient is not finite. See `raydist.worker.parallel.Work`."""
+
+    trains = True
+
+    def __init__(self, owner: TrainStep, gradients: Mapping[str, torch.Tensor]) -> None:
+        self._owner, self._gradients = owner, gradients
+        self.found: dict[str, Any] = {}
+
+    @contextmanager
+    def around(self, index: int) -> Iterator[None]:
+        yield
+        if not self.found and not all(self._gradients.values()):
+            self.found = {"micro_batch": index}
+
+    def forward(self, module: nn.Module, index: int, batch: MicroBatch) -> torch.Tensor:
+        with self._owner.precision.autocast():
+            return self._owner.loss(module, batch)
+
+    def backward(self, index: int, loss: torch.Tensor) -> None:
+        if not self.found and not torch.isfinite(loss):
+            self.found = {"loss": float(loss.detach()), "micro_batch": index}
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+class _Evaluation:
+    """Passes over held-out batches. See `raydist.worker.parallel.Work`."""
+
+    trains = False
+
+    def __init__(self, mesh: Mesh, precision: Precision, heartbeat: Heartbeat, loss: Loss) -> None:
+        self._mesh, self._precision, self._heartbeat, self._loss = mesh, precision, heartbeat, loss
+        self.sums = torch.zeros(2, dtype=torch.float64, device=mesh.rank.device)
+        """Of the loss, and of its tokens."""
+
+    def around(self, index: int) -> AbstractContextManager[None]:
+        self._heartbeat.enter("eval")
+        return nullcontext()
+
+    def forward(self, module: nn.Module, index: int, batch: MicroBatch) -> torch.Tensor:
+        with self._precision.autocast():
+            loss = self._loss(module, batch)
+        if self._mesh.counts:
+            self.sums[0] += loss
+            self.sums[1] += (batch.targets != MASKED).sum()
+        return loss
+
+    def backward(self, index: int, loss: torch.Tensor) -> None:
+        raise AssertionError("an evaluation has no backward pass")
 
 
 def _finite(x: float) -> bool:
@@ -278,25 +300,21 @@ def _finite(x: float) -> bool:
 
 @torch.no_grad()
 def evaluate(
-    rank: Rank,
+    mesh: Mesh,
     strategy: ParallelStrategy,
     precision: Precision,
     batches: Sequence[MicroBatch],
     heartbeat: Heartbeat | None = None,
+    loss: Loss = loss_sum,
 ) -> tuple[float, int]:
     """(mean loss in nats, tokens) over the held-out batches of all ranks, each of which brings its own part."""
     module = getattr(strategy.module, "module", strategy.module)
     was_training = module.training
     module.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=rank.device)
-    heartbeat = heartbeat or Heartbeat()
-    for batch in batches:
-        heartbeat.enter("eval")
-        with precision.autocast():
-            sums[0] += loss_sum(module, batch)
-        sums[1] += (batch.targets != MASKED).sum()
+    work = _Evaluation(mesh, precision, heartbeat or Heartbeat(), loss)
+    run_passes(strategy, batches, work)
     module.train(was_training)
-    if rank.world_size > 1:
-        dist.all_reduce(sums)
-    total, tokens = sums.tolist()
+    if mesh.rank.world_size > 1:
+        dist.all_reduce(work.sums)
+    total, tokens = work.sums.tolist()
     return total / max(tokens, 1.0), int(tokens)

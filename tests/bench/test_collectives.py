@@ -1,4 +1,4 @@
-"""Collectives on real gloo ranks: sizes, bandwidths, and every wrong number counted."""
+"""Collectives on real gloo ranks: sizes, bandwidths, and an exact count of wrong elements."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.training import run
 
 
 def measured(rank: Rank, sizes: list[int], dtype: str) -> list[Row]:
-    """A row of each operation at each size."""
+    """A row for each operation at each size."""
     return [collectives.measure(op, size, dtype, rank, 3) for op in OPS for size in sizes]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_operations(ranks: Any, world: int, dtype: str) -> None:
-    """No element is wrong, sizes are whole elements a rank, algbw and busbw are size over time, by nccl-tests' factors."""
+    """No element is wrong, sizes are whole elements per rank, algbw and busbw are computed with nccl-tests' factors."""
     every = run(ranks, measured, world, [4, 100_000], dtype)
     assert all(rows == every[0] for rows in every)
     itemsize = {"fp32": 4, "bf16": 2}[dtype]
@@ -46,7 +46,7 @@ def test_all_operations(ranks: Any, world: int, dtype: str) -> None:
 
 
 def spoiled(rank: Rank, op: str, how: str) -> int:
-    """#wrong of a collective of 2100 elements that goes wrong on rank 1, in that way."""
+    """#wrong of a collective of 2100 elements with this error on rank 1."""
     made = collectives._Operation(op, 8400, torch.float32, rank)
     real = made._call
 
@@ -72,27 +72,27 @@ def spoiled(rank: Rank, op: str, how: str) -> int:
     ("op", "how", "expected"),
     [
         ("all_reduce", "two elements", 2),
-        # A rank adds to two of three elements; a third of 2100 is the same nowhere.
+        # A rank adds a nonzero value to two of three elements, so 1400 of 2100 differ.
         ("all_reduce", "not sent", 3 * 1400),
         ("reduce_scatter", "not sent", 1400),
         ("broadcast", "two elements", 2),
     ],
 )
 def test_what_is_wrong_is_counted(ranks: Any, op: str, how: str, expected: int) -> None:
-    """To the element, over all ranks, the same on each: two that were changed, and a rank whose part is missing."""
+    """The exact number over all ranks, equal on each: two changed elements, and a rank whose part is missing."""
     assert run(ranks, spoiled, 3, op, how) == [expected] * 3
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
 def test_a_part_of_another_rank_is_wrong(ranks: Any, op: str) -> None:
-    """Rank 1 sends what rank 2 should: at least a third of what comes of it is seen to be wrong."""
+    """Rank 1 sends rank 2's data: at least a third of the affected elements is counted as wrong."""
     of = {"all_reduce": 3 * 2100, "reduce_scatter": 2100, "all_gather": 3 * 700, "all_to_all": 3 * 700}[op]
     (first, *_), many = run(ranks, spoiled, 3, op, "rank 2's"), of // 3
     assert many <= first <= of
 
 
 def test_numbers_are_exact_in_bf16() -> None:
-    """Up to 251, for any number of ranks: sums and parts come back whole from bf16; and any two ranks' messages differ."""
+    """Values are at most 251 for any number of ranks: sums and parts are exact in bf16; any two ranks' messages differ."""
     i = torch.arange(10_000)
     for world in (2, 5, 64, 1000):
         total = verify.total(world)(i)
@@ -105,13 +105,13 @@ def test_numbers_are_exact_in_bf16() -> None:
 
 
 def test_nan_is_wrong() -> None:
-    """What was never written is not the number that belongs there."""
+    """NaN in a buffer that was never written counts as wrong."""
     tensor = torch.full((10,), float("nan"))
     assert verify.wrong(tensor, verify.total(2)) == 10
 
 
 def test_percentiles_and_sizes() -> None:
-    """Nearest rank; sizes by factor, both ends among them where they meet."""
+    """Nearest rank; sizes by factor, including the largest if the factor reaches it."""
     times = [float(t) for t in range(1, 101)]
     assert collectives.percentile(times, 0.5) == 50
     assert collectives.percentile(times, 0.99) == 99
@@ -122,7 +122,7 @@ def test_percentiles_and_sizes() -> None:
 
 
 def test_marks_are_times_between_moments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, by the host's clock."""
+    """On the CPU, measured with the host's clock."""
     ticks = iter([1.0, 3.0, 3.5])
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
     marks = device_clock.Marks(torch.device("cpu"))
@@ -133,7 +133,7 @@ def test_marks_are_times_between_moments(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("n", [2, 3, 8, 9])
 def test_rounds_have_every_pair_once(n: int) -> None:
-    """And nobody twice in a round; as few rounds as can be."""
+    """No rank is twice in a round, and the number of rounds is minimal."""
     made = topology.rounds(n)
     assert sorted(pair for pairs in made for pair in pairs) == [(a, b) for a in range(n) for b in range(a + 1, n)]
     assert all(len({x for pair in pairs for x in pair}) == 2 * len(pairs) for pairs in made)
@@ -141,18 +141,18 @@ def test_rounds_have_every_pair_once(n: int) -> None:
 
 
 def test_members_are_one_a_node() -> None:
-    """The first rank of each; of one node all its ranks."""
+    """The first rank of each node; for a single node all its ranks."""
     assert topology.members(["a", "a", "b", "b"]) == ("nodes", [0, 2], ["a", "b"])
     assert topology.members(["a", "a", "a"]) == ("ranks", [0, 1, 2], ["rank 0", "rank 1", "rank 2"])
 
 
 def pairs(rank: Rank) -> dict[str, Any]:
-    """The topology of so many ranks of one host."""
+    """The topology of these ranks on one host."""
     return asdict(topology.measure(rank))
 
 
 def test_the_matrix_of_pairs(ranks: Any) -> None:
-    """Three ranks: symmetric, nothing on the diagonal, the same on every rank; the line is what a message costs here."""
+    """Three ranks: symmetric, zero on the diagonal, the same on every rank; the fitted line has a positive slope."""
     every = run(ranks, pairs, 3)
     assert all(theirs == every[0] for theirs in every)
     made = every[0]
@@ -160,7 +160,7 @@ def test_the_matrix_of_pairs(ranks: Any) -> None:
         for a in range(3):
             assert matrix[a][a] == 0
             assert all(matrix[a][b] == matrix[b][a] > 0 for b in range(3) if b != a)
-    assert made["line"]["beta"] > 0  # 8 MiB do not come as quickly as 8 bytes
+    assert made["line"]["beta"] > 0  # 8 MiB take longer than 8 bytes
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_the_matrix_of_pairs(ranks: Any) -> None:
     ],
 )
 def test_what_cannot_be_measured_is_refused(asked: dict[str, Any], message: str) -> None:
-    """By name and value, with what there is."""
+    """The error has the name, the value and the valid choices."""
     with pytest.raises(UsageError, match=message) as caught:
         read(asked)
     assert caught.value.hint

@@ -1,10 +1,10 @@
-"""The closed forms, against figures worked out by hand and against one another."""
+"""The closed forms, against figures computed by hand and against one another."""
 
 from __future__ import annotations
 
 import pytest
 
-from raydist.bench.predict import ALGORITHMS, predict, ring, torus_2d
+from raydist.bench.predict import predict, ring, torus_2d
 from raydist.worker.comm.buckets.model import AlphaBeta
 
 LINK = AlphaBeta(alpha=1e-5, beta=1e-9)
@@ -25,11 +25,10 @@ N = 8_000_000  # 8 ms on the wire
 def test_by_hand(world: int, expected: dict[str, float]) -> None:
     """All four, for 2, 8 and 6 ranks."""
     assert predict(N, world, LINK) == pytest.approx(expected)
-    assert tuple(expected) == ALGORITHMS
 
 
 def test_what_each_is_for() -> None:
-    """On 64 ranks: few messages win for what is tiny, few bytes for what is huge; a torus has fewer messages than a ring."""
+    """On 64 ranks: few messages are best for tiny sizes, few bytes for huge ones; a torus has fewer messages than a ring."""
     tiny, huge = predict(8, 64, LINK), predict(2**30, 64, LINK)
     assert min(tiny, key=lambda name: tiny[name]) in ("tree", "halving_doubling")
     assert tiny["torus_2d"] == pytest.approx(28e-5, rel=1e-3)
@@ -39,7 +38,7 @@ def test_what_each_is_for() -> None:
 
 
 def test_a_torus_of_one_row_is_a_ring() -> None:
-    """Whichever way it lies, and for a prime number of ranks; a row that does not divide is refused."""
+    """In either orientation, and for a prime number of ranks; a row length that does not divide the ranks is refused."""
     assert torus_2d(N, 8, LINK, row=8) == pytest.approx(ring(N, 8, LINK))
     assert torus_2d(N, 8, LINK, row=1) == torus_2d(N, 8, LINK, row=8)
     assert torus_2d(N, 7, LINK) == pytest.approx(ring(N, 7, LINK))

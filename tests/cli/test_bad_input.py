@@ -1,4 +1,4 @@
-"""What users give by mistake, to every command: exit code 2, a few lines, the remedy, and never a traceback."""
+"""Users' mistakes, for every command: exit code 2, a few lines, the remedy, and never a traceback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOWHERE = "http://127.0.0.1:1"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files that are wrong in one way each, beside a good job and its text."""
+    """Files with one mistake each, beside a valid job and its text."""
     root = tmp_path_factory.mktemp("bad")
     job: dict[str, Any] = {"name": "j", "data": {"source": "good.txt"}, "train": {"steps": 3}}
     files: dict[str, str | bytes] = {
@@ -63,10 +63,10 @@ JOB_FILES = {
     "zero.yaml": "not valid YAML", "list.yaml": "holds list", "dir.yaml": "Is a directory",
 }  # fmt: skip
 SOURCES = {
-    "nosuch": "no such file", "'no*.txt'": "nothing that matches", "''": "a source has no name", "empty.txt": "is empty",
+    "nosuch": "no such file", "'no*.txt'": "no match", "''": "a source has no name", "empty.txt": "is empty",
     "latin.txt": "latin.txt: bad UTF-8: byte 0xe9 at offset 3", "cut.txt.gz": "cut.txt.gz cannot be read",
-    "not.txt.zst": "not.txt.zst cannot be read", "not.parquet": "not.parquet: no Parquet file",
-    "cut.jsonl": "cut.jsonl: line 2: no JSON", "column.jsonl": 'column.jsonl: line 2: no column "text"',
+    "not.txt.zst": "not.txt.zst cannot be read", "not.parquet": "not.parquet: not a readable Parquet file",
+    "cut.jsonl": "cut.jsonl: line 2: not JSON", "column.jsonl": 'column.jsonl: line 2: no column "text"',
     "deep.jsonl": "deep.jsonl: line 1: nested too deeply", "http://127.0.0.1:1/a.txt": "download it first",
     "ftp://h/x": "source ftp://h/x", "hf://one": "HF_TOKEN",
     "nomodule:x": "no module 'nomodule'", "bad_rows:nosuch": "has no 'nosuch'",
@@ -95,7 +95,7 @@ COMMANDS = {
     "train job.yaml --set train.steps=-1": "greater than or equal to 1",
     "train job.yaml --set 'train.steps=['": "quote it",
     "train job.yaml --set nosuch.x=1": "fields here",
-    "train job.yaml --set data.source=bad_import:x": "mend it there",
+    "train job.yaml --set data.source=bad_import:x": "fix it there",
     "train job.yaml --set data.path=hf://one": "HF_TOKEN",
     "train job.yaml --until 0": "--until",
     "train job.yaml --address ray://h:1": "HOST:PORT",
@@ -119,7 +119,7 @@ COMMANDS = {
     **{f"{command} foo://x/y": "foo://x/y" for command in ("show", "data show", "sweep results", "runs --storage")},
     "checkpoint export nosuch --out x": "nosuch",
     "plan job.yaml --memory x": "write 80GiB",
-    "plan job.yaml --device nosuch": "no GPU whose peak is known",
+    "plan job.yaml --device nosuch": "no GPU with a known peak",
     "plan job.yaml --gpus 0": "--gpus",
     "bench comm --min-bytes x": "write 4MiB",
     "bench comm --workers 1": "--workers",
@@ -132,7 +132,7 @@ COMMANDS = {
 def test_a_mistake_is_one_clear_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
 ) -> None:
-    """Exit code 2, no more than four lines, among them what says it; and no traceback, which `main` would let pass."""
+    """Exit code 2 and at most four lines with the expected message; no traceback, which `main` would not catch."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -151,14 +151,14 @@ def test_a_mistake_is_one_clear_error(
 
 
 def run(*words: str, cwd: Path, **streams: Any) -> subprocess.CompletedProcess[str]:
-    """The command as a process of its own."""
+    """The command in its own process."""
     command = [sys.executable, "-m", "raydist", *words]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": ""}
     return subprocess.run(command, cwd=cwd, env=environment, text=True, timeout=60, check=False, **streams)
 
 
 def test_a_disk_without_room_for_stdout(tmp_path: Path) -> None:
-    """One line, and not Python's own at the end besides: for much that is printed, and for little."""
+    """One line, without Python's own message at exit, for long output and for short output."""
     for command in (["schema"], ["--version"]):
         with open("/dev/full", "w") as full:
             done = run(*command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE)
@@ -166,7 +166,7 @@ def test_a_disk_without_room_for_stdout(tmp_path: Path) -> None:
 
 
 def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
-    """It is said, with what to do."""
+    """The error says so."""
     gone = tmp_path / "gone"
     gone.mkdir()
     command = [
@@ -183,5 +183,5 @@ def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
         [*command, "schema"], cwd=gone, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-2] == "raydist: the working directory is gone"
+    assert done.stderr.splitlines()[-2] == "raydist: the working directory no longer exists"
     assert "Traceback" not in done.stderr

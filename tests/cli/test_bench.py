@@ -1,4 +1,4 @@
-"""`raydist bench comm`: what it refuses, in one line and at once; and how what it measured is shown."""
+"""`raydist bench comm`: wrong options are refused at once, in one line; and how results are shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raydist.report.comm import show
 
 
 def call(*arguments: str) -> Any:
-    """The command; what it raises passes through."""
+    """The command; its exceptions are not caught."""
     return CliRunner().invoke(bench.app, ["comm", *arguments], catch_exceptions=False)
 
 
@@ -37,7 +37,7 @@ def call(*arguments: str) -> Any:
     ],
 )
 def test_refused(tmp_path: Path, arguments: list[str], error: type[Exception], message: str) -> None:
-    """Before Ray starts; with a remedy."""
+    """Invalid options and jobs are refused before Ray starts, with exit code 2."""
     job = tmp_path / "job.yaml"
     job.write_text("data: {source: none}\ntrain: {steps: 1}\n")
     with pytest.raises(error, match=message) as caught:
@@ -46,14 +46,14 @@ def test_refused(tmp_path: Path, arguments: list[str], error: type[Exception], m
 
 
 def test_one_rank_is_refused() -> None:
-    """By the option itself."""
+    """The option itself refuses it."""
     done = CliRunner().invoke(app, ["bench", "comm", "--workers", "1"])
     assert done.exit_code == 2
     assert "--workers" in done.output
 
 
 def told(n: int) -> dict[str, Any]:
-    """What `n` ranks on two nodes measured."""
+    """The measurements of `n` ranks on two nodes."""
     row = {"op": "all_reduce", "size": 4096, "count": 1024, "type": "fp32", "iterations": 20, "min": 1e-5, "median": 2e-5,
            "p99": 3e-5, "algbw": 2.048e8, "busbw": 3.072e8, "wrong": 7}  # fmt: skip
     matrix = [[0.0 if a == b else 1e-4 * (a + b) for b in range(n)] for a in range(n)]
@@ -76,7 +76,7 @@ def told(n: int) -> dict[str, Any]:
 
 
 def test_shown_whole_on_a_narrow_pipe() -> None:
-    """nccl-tests' columns in one line a row, the matrix, the worst pair by name, algorithms with the quickest first."""
+    """The columns of nccl-tests, one line per row; the matrix; the worst pair by name; the algorithms, fastest first."""
     out = StringIO()
     show(told(3), Console(file=out, width=40, highlight=False))
     lines = out.getvalue().splitlines()
@@ -90,5 +90,5 @@ def test_shown_whole_on_a_narrow_pipe() -> None:
     matrix = next(line for line in lines if line.strip().startswith("rank 1 ") and "-" in line)
     assert matrix.split() == ["rank", "1", "100", "-", "300"]
     assert text.index("ring") < text.index("tree") < text.index("measured")
-    assert "of 2 MiB of it" in text
-    assert "would take 2 MiB: it is faster" in text
+    assert "for 2 MiB of it" in text
+    assert "would choose 2 MiB: it is faster" in text

@@ -1,4 +1,4 @@
-"""`raydist checkpoint list|verify|prune`: on a run folder alone, by path and by name, for people and as JSON."""
+"""`raydist checkpoint list|verify|prune`: on a run folder only, by path and by name, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raydist.run.directory import RunDir
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run named `it` that keeps two; steps 10 to 50, each of 1 MiB, of which 20 is the best."""
+    """A run named `it` that keeps two checkpoints; steps 10 to 50, each of 1 MiB, of which 20 is the best."""
     run = RunDir(tmp_path / "it")
     run.storage.write("spec.yaml", b"data: {source: python-stdlib}\ntrain: {steps: 50}\ncheckpoint: {keep: 2}\n")
     data = bytes(1 << 20)
@@ -38,7 +38,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 
 
 def test_list(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every committed step with size and eval loss, the best one marked; by name under --storage as well as by path."""
+    """Every committed step with size and eval loss, and a mark on the best one; by name under --storage, and by path."""
     code, out, _ = call(capsys, "list", run.uri)
     assert code == 0
     assert [line.split()[:4] for line in out.splitlines()[1:]] == [
@@ -51,7 +51,7 @@ def test_list(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verify(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    """0 while all is well; 3 with the bad file's name for a flipped byte, of all steps or of the one asked for."""
+    """Exit code 0 if all is valid; 3 with the name of the bad file after a flipped byte, for all steps or for the given one."""
     assert call(capsys, "verify", run.uri)[0] == 0
     bad = Path(run.uri, manifest.path(30, "shard-0.bin"))
     bad.write_bytes(b"\1" + bad.read_bytes()[1:])
@@ -70,7 +70,7 @@ def test_verify(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_prune(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    """The run's own `keep` unless told otherwise, and the best; what is being read stays."""
+    """It keeps the run's own `keep` or the given number, and the best; a checkpoint that is being read stays."""
     with retention.leased(run, 30):
         code, out, _ = call(capsys, "prune", run.uri, "--json")
     assert code == 0
@@ -81,7 +81,7 @@ def test_prune(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, and where it looked."""
+    """Exit code 2, with the folder that was searched."""
     code, _, err = call(capsys, "list", "nobody", "--storage", str(tmp_path))
     assert code == 2
     assert str(tmp_path) in err

@@ -1,4 +1,4 @@
-"""`raydist convert deepspeed` and `--deepspeed`, as a user calls them: what goes where, and the exit codes."""
+"""`raydist convert deepspeed` and `--deepspeed`, as a user calls them: stdout, stderr, files and exit codes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALONE = "raydist: ds.json: cluster.workers is not in the spec: train.global_batc
 
 @pytest.fixture(autouse=True)
 def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with a DeepSpeed file and a job that it goes with."""
+    """A folder with a DeepSpeed file and a matching job."""
     monkeypatch.chdir(tmp_path)
     Path("ds.json").write_text(json.dumps(CONFIG))
     job = {"name": "j", "data": {"source": "x"}, "train": {"steps": 9}, "cluster": {"workers": 3}, "precision": "fp32"}
@@ -46,7 +46,8 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 
 def test_the_command_by_itself() -> None:
-    """In a process of its own: YAML on stdout, each warning once, in its comments, exit code 0; for a bad file one line and 2."""
+    """In its own process: YAML on stdout, each warning once, as a comment, exit code 0; for a bad file one line and exit code
+    2."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         words = [sys.executable, "-m", "raydist", "convert", "deepspeed", *arguments]
@@ -69,7 +70,7 @@ def test_the_command_by_itself() -> None:
 
 
 def test_for_a_job_it_makes_one_that_extends_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """--spec ties the batch to the job's workers; the file of -o, in any folder, loads as the job under --deepspeed."""
+    """--spec fits the batch to the job's workers; the file of -o, in any folder, loads as the job does with --deepspeed."""
     Path("made").mkdir()
     code, out, err = command(capsys, "convert", "deepspeed", "ds.json", "--spec", "job.yaml", "-o", "made/new.yaml")
     assert (code, out, err) == (0, "", WARNING)
@@ -83,7 +84,7 @@ def test_for_a_job_it_makes_one_that_extends_it(capsys: pytest.CaptureFixture[st
 
 
 def test_a_job_with_a_deepspeed_file_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    """What is made for it stands in that file's place."""
+    """The converted file replaces the job's own DeepSpeed file."""
     Path("old.json").write_text('{"optimizer": {"type": "SGD"}}')
     Path("job.yaml").write_text(Path("job.yaml").read_text() + "deepspeed: old.json\n")
     _, out, _ = command(capsys, "convert", "deepspeed", "ds.json", "--spec", "job.yaml")
@@ -117,8 +118,8 @@ def test_what_cannot_be_converted(
 
 
 def test_train_takes_the_file(capsys: pytest.CaptureFixture[str]) -> None:
-    """--deepspeed beats the job's own fields, and --set beats it; warnings come before anything starts."""
-    resume = ["--resume", "--storage", "runs"]  # ends where the job is loaded and no run is found
+    """--deepspeed overrides the job's own fields, and --set overrides it; warnings come before the start."""
+    resume = ["--resume", "--storage", "runs"]  # ends after the job is loaded, as there is no run
     code, _, err = command(capsys, "train", "job.yaml", "--deepspeed", "ds.json", *resume)
     assert code == 2
     assert without_stages(err).startswith(f"{WARNING}raydist: nothing to resume")
@@ -134,7 +135,7 @@ def test_train_takes_the_file(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_submit_sends_the_file_along(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The job on the cluster gets --deepspeed with the path under the working directory; a file outside it is refused."""
+    """The job on the cluster gets --deepspeed with the path relative to the working directory; a file outside it is refused."""
     sent: list[str] = []
     Path("x").write_text("the job's data")
     monkeypatch.setattr(submit, "_submit", lambda address, words, *_, **options: sent.append(" ".join(words)))

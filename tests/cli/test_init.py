@@ -1,4 +1,4 @@
-"""`raydist init`: the repository's own samples, whole and working where they are written."""
+"""`raydist init`: it writes the repository's own samples, complete and working."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def call(*arguments: str) -> list[str]:
-    """Lines on stdout; what it raises passes through."""
+    """Lines on stdout; its exceptions are not caught."""
     app = typer.Typer()
     init.register(app)
     return CliRunner().invoke(app, list(arguments), catch_exceptions=False).stdout.splitlines()
 
 
 def test_the_repository_s_own_samples(tmp_path: Path) -> None:
-    """Every job, sweep and dashboard, as here but for the path of the schema, which is there; a second call writes nothing."""
+    """Every job, sweep and dashboard is as in the repository, except for the schema's path, which exists; a second call writes
+    nothing."""
     folder = tmp_path / "mine"
     told = call(str(folder))
     assert told[-1] == f"next: cd {folder} && raydist train jobs/quickstart.yaml"
@@ -39,7 +40,7 @@ def test_the_repository_s_own_samples(tmp_path: Path) -> None:
         found = re.search(r"\$schema=(\S+)\n", text)
         assert found is not None
         assert (path.parent / found[1]).is_file()
-        assert text.replace("../schemas/", "../docs/") == (ROOT / path.relative_to(folder)).read_text()
+        assert text.replace("../schemas/", "../docs/reference/") == (ROOT / path.relative_to(folder)).read_text()
     assert load(folder / "jobs/quickstart.yaml").name == "quickstart"
     (folder / "jobs/base.yaml").unlink()
     assert call(str(folder)) == [f"{folder}/jobs/base.yaml", told[-1]]
@@ -47,11 +48,13 @@ def test_the_repository_s_own_samples(tmp_path: Path) -> None:
 
 
 def test_a_file_of_the_user_s_own_is_kept(tmp_path: Path) -> None:
-    """One that says something else is named, and nothing is written."""
+    """A file with other content is named in the error, and nothing is written."""
     mine = tmp_path / "tune_sweeps/pbt.yaml"
     mine.parent.mkdir()
     mine.write_text("mine: true\n")
-    with pytest.raises(UserError, match=r"tune_sweeps/pbt.yaml is there and is not the sample: nothing was written"):
+    with pytest.raises(
+        UserError, match=r"tune_sweeps/pbt.yaml exists and differs from the sample: nothing was written"
+    ):
         call(str(tmp_path))
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [mine]
     assert mine.read_text() == "mine: true\n"

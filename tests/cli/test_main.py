@@ -1,4 +1,4 @@
-"""The command as a whole: light to start, and one clear message with the right exit code for what goes wrong."""
+"""The command as a whole: it starts without heavy imports, and each error is one clear message with the right exit code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAVY = ("torch", "ray", "pyarrow", "numpy", "pydantic", "tensorboard", "pandas"
 
 
 def test_help_is_light() -> None:
-    """`raydist --help` imports none of the heavy libraries: it answers before one of them would be there."""
+    """`raydist --help` imports none of the heavy libraries."""
     code = f"import sys; from raydist.cli.main import main\ntry: main(['--help'])\nfinally: print(sys.modules.keys() & {HEAVY!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -54,7 +54,7 @@ def test_help_is_light() -> None:
 def test_errors_become_a_message_and_a_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
 ) -> None:
-    """What raydist raises goes to stderr as it is, without a traceback, and the command ends with its exit code."""
+    """Errors of raydist go to stderr unchanged, without a traceback; the exit code is the error's."""
 
     def fails(arguments: list[str] | None) -> None:
         raise error
@@ -69,15 +69,14 @@ def test_errors_become_a_message_and_a_code(
 
 
 def test_an_exporter_s_option_is_checked_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`raydist train` with an option that the exporter has not: one message, exit code 2, and nothing was made."""
+    """`raydist train` with an option that the exporter does not have: one message, exit code 2, and nothing is created."""
     job = str(Path(__file__).parents[2] / "jobs" / "quickstart.yaml")
     chosen = "observe.exporters=[{name: prometheus, options: {prot: 3}}]"
     with pytest.raises(SystemExit) as caught:
         cli.main(["train", job, "--storage", str(tmp_path / "runs"), "--set", chosen])
     assert caught.value.code == 2
     told = capsys.readouterr().err
-    assert (
-        without_stages(told)
-        == 'raydist: observe.exporters: prometheus: unknown option "prot"\n  did you mean "port"?\n'
+    assert without_stages(told) == (
+        'raydist: --set observe.exporters: observe.exporters[0].options.prot: unknown field; did you mean "port"?\n'
     )
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""`raydist plan`: what stands on stdout, where the vocabulary comes from, and a 7B job against figures by hand."""
+"""`raydist plan`: its output on stdout, the source of the vocabulary, and a 7B job checked against a calculation by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ cluster: {workers: 2}
 
 
 def call(*arguments: str | Path) -> str:
-    """Stdout of the command; what it raises passes through."""
+    """Stdout of the command; its exceptions are not caught."""
     app = typer.Typer()
     plan.register(app)
     done = CliRunner(env={"COLUMNS": "60"}).invoke(app, [str(a) for a in arguments], catch_exceptions=False)
@@ -51,7 +51,7 @@ def row(made: dict[str, Any], strategy: str) -> dict[str, Any]:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A job of a small model, its data not there."""
+    """A job of a small model, without its data."""
     path = tmp_path / "small.yaml"
     path.write_text(SMALL)
     return path
@@ -69,7 +69,8 @@ P = 30 * BLOCK + APART
 
 
 def test_the_7b_job_is_what_it_says(deepseek: dict[str, Any]) -> None:
-    """DeepSeek-LLM-7B's shape: 6.91 B parameters; 32 GPUs x micro-batch 8 x accumulation 4; fp16, ZeRO-3, optimizer on the host."""
+    """DeepSeek-LLM-7B's shape: 6.91 B parameters; 32 GPUs x micro-batch 8 x accumulation 4; fp16, ZeRO-3, optimizer on the
+    host."""
     assert deepseek["model"] == {"name": "gpt", "parameters": P, "trained": P, "blocks": 30}
     assert P == 6_910_365_696
     assert deepseek["batch"] == {"global": 1024, "micro": 8, "accumulation": 4, "context": 4096}
@@ -81,24 +82,25 @@ def test_the_7b_job_is_what_it_says(deepseek: dict[str, Any]) -> None:
 
 
 def test_the_7b_job_by_hand(deepseek: dict[str, Any]) -> None:
-    """State and traffic to the byte, logits and kept activations within 5% of what can be counted on paper; it fits in 80 GiB."""
+    """State and traffic are exact; logits and kept activations are within 5% of a calculation on paper. The job fits in 80
+    GiB."""
     zero3 = row(deepseek, "zero3")
-    # All sizes divide by 32: a rank has 1/32 of everything, and its optimizer is on the host with weights and gradients.
+    # All sizes divide by 32: a rank has 1/32 of everything; its optimizer is on the host, with weights and gradients.
     assert zero3["parameters"] == zero3["gradients"] == 4 * P // 32
     assert zero3["optimizer"] == 0
-    tensors = 30 * 9 + 3  # each counts its steps in 4 bytes
+    tensors = 30 * 9 + 3  # each has a step counter of 4 bytes
     assert zero3["host_per_node"] == 8 * (16 * P // 32 + 4 * tensors)
-    # Two copies of a node's 8 ranks, 12 bytes a parameter, and two of the node before.
+    # Two copies of a node's 8 ranks, 12 bytes per parameter, and two of the previous node's ranks.
     assert zero3["copies_per_node"] == pytest.approx(4 * 8 * 12 * P // 32, rel=1e-4)  # and the model's buffers
-    # The worst moment is the loss: in fp16 the root is gathered, and the last block, which is kept for backward.
+    # The peak is at the loss: in fp16 the root is gathered, and the last block, which is kept for backward.
     assert zero3["phase"] == "loss"
     assert zero3["gathered"] == pytest.approx(2 * (APART + BLOCK), rel=1e-4)  # and a norm's gain in fp32
-    # Log-probabilities, their gradient and the logits' own, in fp32.
+    # Log-probabilities, their gradient and the gradient of the logits, in fp32.
     tokens = 8 * 4096
     assert zero3["loss"] == pytest.approx(3 * tokens * 102400 * 4, rel=0.05)
-    # Each block's input in fp32, and the last one's output.
+    # Each block's input in fp32, and the last block's output.
     assert zero3["activations"] == pytest.approx(31 * tokens * 4096 * 4, rel=0.05)
-    # In each of 4 micro-batches: gathers in fp16, of all blocks but the last twice, and gradients in fp32.
+    # In each of 4 micro-batches: gathers in fp16, twice for all blocks but the last, and gradients in fp32.
     assert zero3["sent"] == 4 * 31 * ((APART + 59 * BLOCK) // 32 * 2 + P // 32 * 4)
     assert (
         row(deepseek, "hsdp")["sent"] == 4 * 7 * ((APART + 59 * BLOCK) // 8 * 2 + P // 8 * 4) + 2 * 3 * P // 4 // 8 * 4
@@ -109,7 +111,8 @@ def test_the_7b_job_by_hand(deepseek: dict[str, Any]) -> None:
 
 
 def test_the_7b_job_s_pick(deepseek: dict[str, Any]) -> None:
-    """Of the two that fit, the one that sends less is advised, with its reason; the job's own is said to fit too."""
+    """Of the two strategies that fit, the one that sends less is recommended, with the reason; the job's own is said to fit
+    too."""
     pick = deepseek["pick"]
     assert (pick["strategy"], pick["micro_batch"]) == ("hsdp", 8)
     assert pick["set"] == {"parallel.strategy": "hsdp"}
@@ -119,26 +122,26 @@ def test_the_7b_job_s_pick(deepseek: dict[str, Any]) -> None:
 
 
 def test_the_7b_job_s_speed(deepseek: dict[str, Any]) -> None:
-    """FLOPs of the shape, blocks twice, at 0.4 of the peak; all that zero3 and hsdp send hides behind it, ring by ring."""
+    """FLOPs of the shape, the blocks' forward twice, at 0.4 of the peak; compute hides all communication of zero3 and hsdp."""
     flops = 6 * (P - 102400 * 4096) + 6 * 30 * 32 * 2 * 128 * 4096
     assert deepseek["speed"]["flops_per_token"] == flops
     zero3, hsdp = (row(deepseek, name)["speed"] for name in ("zero3", "hsdp"))
     compute = 4 / 3 * 4 * 8 * 4096 * flops / (0.4 * 989e12)
     assert zero3["compute_seconds"] == pytest.approx(compute)
     assert zero3["communication_seconds"] == pytest.approx(row(deepseek, "zero3")["sent"] / 400e9)
-    across = 2 * 3 * P // 4 // 8 * 4  # each rank with those of its place on three other nodes, by its own network
+    across = 2 * 3 * P // 4 // 8 * 4  # each rank with its peers on three other nodes, over the network between nodes
     assert hsdp["communication_seconds"] == pytest.approx(
         (row(deepseek, "hsdp")["sent"] - across) / 450e9 + across / 50e9
     )
     assert zero3["exposed_seconds"] == hsdp["exposed_seconds"] == 0
-    # Weights, gradients and moments of a 32nd through host memory, and nothing beside.
+    # Weights, gradients and moments of 1/32 pass through host memory; no compute hides that.
     assert zero3["offload_seconds"] == pytest.approx(28 * P / 32 / 25e9)
     assert zero3["seconds"] == pytest.approx(compute + zero3["offload_seconds"])
     assert zero3["tokens_per_second"] == pytest.approx(1024 * 4096 / zero3["seconds"])
 
 
 def test_where_the_gpu_is_known_there_is_a_speed(small: Path) -> None:
-    """Two more columns, and the assumptions as they were asked for; else one line on why there are none."""
+    """Two more columns, and the assumptions as given; otherwise one line with the reason why there are none."""
     asked = ("--device", "h100", "--gpus", "4", "--gpus-per-node", "2")
     out = call(small, *asked, "--efficiency", "0.5", "--in-node", "100", "--between-nodes", "25").splitlines()
     assert "  step, s  tokens/s  peak in" in out[3]
@@ -147,7 +150,7 @@ def test_where_the_gpu_is_known_there_is_a_speed(small: Path) -> None:
     assert float(out[4].split()[-4]) == pytest.approx(3e-3)
     for arguments, why in (
         (("--set", "cluster.gpus_per_worker=0"), "it trains on CPUs"),
-        (("--gpus", "2"), "which GPU it will be is not known: see --device"),
+        (("--gpus", "2"), "the GPU model is not known: see --device"),
         (
             ("--device", "l4", "--gpus", "4", "--gpus-per-node", "2"),
             "the network between nodes with L4 is not known: give --between-nodes GB/s",
@@ -165,11 +168,11 @@ def test_where_the_gpu_is_known_there_is_a_speed(small: Path) -> None:
 
 
 def test_the_table_shows_all_of_it(small: Path) -> None:
-    """A row a strategy, whole even where the terminal is narrow; which one to take, and what to set for it."""
+    """One row per strategy, complete even on a narrow terminal; the recommended strategy, and the options that set it."""
     out = call(small, "--gpus", "4", "--memory", "2GiB", "--set", "parallel.strategy=zero3").splitlines()
     assert out[0].endswith("small.yaml: gpt, 35 k parameters, 2 blocks")
-    assert out[1] == "4 GPUs; 2.0 GiB each, 0.9 usable (GPUs were asked for)"
-    assert out[2].startswith("1 micro-batch of 2 x 16 tokens a step and rank; fp32; checkpoint_activations: none")
+    assert out[1] == "4 GPUs; 2.0 GiB each, 0.9 usable (an option asks for GPUs)"
+    assert out[2].startswith("1 micro-batch of 2 x 16 tokens per step and rank; fp32; checkpoint_activations: none")
     assert out[3].split()[0] == "MiB"
     rows = [line.split() for line in out[4:9]]
     assert [r[0] for r in rows] == ["ddp", "zero1", "zero2", "hsdp", "zero3"]
@@ -182,7 +185,7 @@ def test_the_table_shows_all_of_it(small: Path) -> None:
 
 
 def test_without_memory_sizes_only(small: Path) -> None:
-    """No device's memory is known: nothing fits or does not, and nothing is advised."""
+    """If the device's memory is unknown, there is no verdict on the fit, and no recommendation."""
     made = told(small, "--set", "cluster.gpus_per_worker=0")
     assert made["machine"]["device"] == "cpu"
     assert made["machine"]["usable"] is None
@@ -191,7 +194,7 @@ def test_without_memory_sizes_only(small: Path) -> None:
 
 
 def test_a_gpu_brings_its_memory(small: Path) -> None:
-    """--device says what fits, without --memory, which is believed before it."""
+    """--device alone sets the memory per GPU, and so which strategies fit; --memory overrides it."""
     made = told(small, "--device", "a100-40")
     assert made["machine"]["device"] == "cuda"
     assert made["machine"]["memory"] == int(39.4 * GIB)
@@ -200,7 +203,7 @@ def test_a_gpu_brings_its_memory(small: Path) -> None:
 
 
 def test_it_says_what_it_measures(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each pass is told as it begins; on stdout nothing of it is seen."""
+    """Each pass is reported when it starts, and not on stdout."""
     said: list[str] = []
     monkeypatch.setattr(plan, "progress", lambda: nullcontext(said.append))
     out = call(small)
@@ -210,7 +213,7 @@ def test_it_says_what_it_measures(small: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_gpus_stand_for_workers(small: Path) -> None:
-    """--gpus replaces cluster.workers, and is checked as that is; nodes and groups come from --gpus-per-node."""
+    """--gpus replaces cluster.workers, with the same checks; --gpus-per-node gives the nodes and hsdp's groups."""
     made = told(small, "--gpus", "8", "--gpus-per-node", "2")
     assert (made["machine"]["ranks"], made["machine"]["nodes"], row(made, "hsdp")["shard"]) == (8, 4, 2)
     assert (made["batch"]["micro"], made["batch"]["accumulation"]) == (1, 1)
@@ -219,7 +222,7 @@ def test_gpus_stand_for_workers(small: Path) -> None:
 
 
 def test_refused_strategies_are_named(small: Path) -> None:
-    """A strategy that cannot train the job has no figures, and its reason."""
+    """A strategy that cannot train the job has no figures, but the reason."""
     made = told(small, "--set", "optim.name=muon")
     assert row(made, "zero1") == {"strategy": "zero1", "refused": "muon works on whole matrices", "fits": None}
     assert "zero1 cannot train this job: muon works on whole matrices" in call(small, "--set", "optim.name=muon")
@@ -230,7 +233,7 @@ def job(**data: Any) -> JobSpec:
 
 
 def test_the_vocabulary_comes_from_the_job(tmp_path: Path) -> None:
-    """bytes: 257; bpe:N: N; a prepared dataset: its own; --vocab above all; what is not there is an error that names --vocab."""
+    """bytes: 257; bpe:N: N; a prepared dataset: its own; --vocab overrides all; a missing file is an error that names --vocab."""
     assert vocabulary(job(source="x").data) == 257
     assert vocabulary(job(source="x", tokenizer="bpe:1000").data) == 1000
     (tmp_path / "text.txt").write_text("so it goes. " * 500)
@@ -246,7 +249,7 @@ def test_the_vocabulary_comes_from_the_job(tmp_path: Path) -> None:
 
 
 def test_vocab_is_a_word_of_its_own(small: Path) -> None:
-    """--vocab needs no tokenizer: the embedding, tied to the head, has so many rows."""
+    """--vocab needs no tokenizer: the embedding, tied to the head, has that many rows."""
     small.write_text(SMALL.replace("corpus/*.txt", "corpus/*.txt, tokenizer: nothing.json"))
     few, many = (told(small, "--vocab", n)["model"]["parameters"] for n in ("100", "150"))
     assert many - few == 50 * 32
@@ -270,7 +273,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "big", "-1GiB", "0", "1.2.3G", "80 XB", "nan", "1e999"])
 def test_no_sizes(text: str) -> None:
-    """What is no positive size is refused, with an example."""
+    """Text that is not a positive size is refused, with an example."""
     with pytest.raises(UsageError, match="--memory .*\n.*80GiB"):
         plan.parse_size(text)
 
@@ -287,21 +290,21 @@ def test_no_sizes(text: str) -> None:
     ],
 )
 def test_what_is_planned_for(sections: dict[str, Any], asked: bool, here: bool, device: str) -> None:
-    """The job's own word first; then what was asked for, what the format needs, and what this machine has."""
+    """The job's own setting decides first; then an option for GPUs or their memory, then fp16, then this machine's GPU."""
     spec = JobSpec.model_validate({"data": {"source": "x"}, "train": {"steps": 1}, **sections})
     assert plan.target(spec, asked=asked, here=here)[0] == device
 
 
 def test_json_is_documented(deepseek: dict[str, Any]) -> None:
-    """Each key of the object and of what is in it stands in docs/plan.md."""
-    section = (ROOT / "docs/plan.md").read_text().split("\n## JSON\n")[1]
+    """Every key of the object and of its parts is in docs/how-to/plan.md."""
+    section = (ROOT / "docs/how-to/plan.md").read_text().split("\n## JSON\n")[1]
     keys = set(deepseek) | {k for r in deepseek["strategies"] for k in r}
     for name in ("model", "machine", "batch", "offload", "pick", "speed"):
         keys |= set(deepseek[name])
     keys |= set(row(deepseek, "ddp")["speed"])
     named = set(re.findall(r"`(\w+)`", section))
-    assert keys <= named, f"not in docs/plan.md: {keys - named}"
+    assert keys <= named, f"not in docs/how-to/plan.md: {keys - named}"
     assert all(
-        f"`--{o}" in (ROOT / "docs/plan.md").read_text()
+        f"`--{o}" in (ROOT / "docs/how-to/plan.md").read_text()
         for o in ("gpus ", "gpus-per-node", "memory", "vocab", "device", "efficiency", "in-node", "between-nodes")
     )

@@ -1,4 +1,4 @@
-"""`raydist report`: where its page goes, and what stands on stdout."""
+"""`raydist report`: where the page is written, and the output on stdout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raydist.run.directory import RunDir
 from tests.conftest import ObjectStore
 from tests.report import story
 
-DOCS = Path(__file__).parents[2] / "docs" / "report.md"
+DOCS = Path(__file__).parents[2] / "docs/how-to/report.md"
 KEYS = [
     "run", "path", "status", "made_at", "steps", "total_steps", "global_batch", "loss", "eval_loss", "tokens_per_second",
     "mfu", "world_size", "versions", "started_at", "ended_at", "wall_seconds", "paused_seconds", "goodput", "parts", "attempts",
@@ -30,7 +30,7 @@ KEYS = [
 
 
 def call(*arguments: str) -> str:
-    """Stdout of the command; what it raises passes through."""
+    """Stdout of the command; its exceptions are not caught."""
     app = typer.Typer()
     command.register(app)
     done = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
@@ -40,12 +40,12 @@ def call(*arguments: str) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """The story's."""
+    """The run of story.py."""
     return story.story(RunDir(tmp_path / "a-run"))
 
 
 def test_the_page_goes_beside_the_run(run: RunDir, tmp_path: Path) -> None:
-    """As RUN/report.html, unless -o says where; a second one takes its place, and nothing else changes."""
+    """It is RUN/report.html, or the path of -o; a second one replaces it, and nothing else changes."""
     before = {path for path in tmp_path.rglob("*") if path.is_file()}
     assert call("a-run", "--storage", str(tmp_path)) == f"{run.uri}/report.html\n"
     page = Path(run.uri) / "report.html"
@@ -59,14 +59,14 @@ def test_the_page_goes_beside_the_run(run: RunDir, tmp_path: Path) -> None:
 
 
 def test_a_name_alone_is_a_file_here(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with any command."""
+    """It is relative to the working directory, as for other commands."""
     monkeypatch.chdir(tmp_path)
     assert call(run.uri, "-o", "b.html") == f"{tmp_path}/b.html\n"
     assert (tmp_path / "b.html").exists()
 
 
 def test_on_an_object_store(run: RunDir, s3: ObjectStore) -> None:
-    """The page goes to the run there, or from any run to any URI."""
+    """The page of a run there is written to the run; any run's page can be written to any URI."""
     there = story.story(RunDir(s3.uri("reported")))
     assert call(there.full_uri) == f"{there.storage.at('report.html').uri}\n"
     page = there.storage.read("report.html")
@@ -77,7 +77,7 @@ def test_on_an_object_store(run: RunDir, s3: ObjectStore) -> None:
 
 
 def test_json_is_one_object(run: RunDir) -> None:
-    """On one line, with exactly the documented keys; the page is written all the same."""
+    """On one line, with exactly the documented keys; the page is written too."""
     told = call(run.uri, "--json")
     assert told.count("\n") == 1
     found = json.loads(told, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -90,14 +90,14 @@ def test_json_is_one_object(run: RunDir) -> None:
 
 
 def test_every_figure_is_documented() -> None:
-    """docs/report.md has a line for each key, and for each part of the time."""
+    """docs/how-to/report.md has a line for each key, and for each part of the time."""
     lines = [line.split("|")[1] for line in DOCS.read_text().splitlines() if line.startswith("| `")]
     named = {name for line in lines for name in re.findall(r"`(\w+)`", line)}
     assert named == {*KEYS, *PARTS}
 
 
 def test_what_cannot_be_done(run: RunDir, tmp_path: Path) -> None:
-    """No such run; a folder, or what is no folder, in the page's place: each says so."""
+    """A missing run, and a page path that is a folder or below a file: each is an error."""
     with pytest.raises(RunNotFound, match="a-run") as caught:
         call("another", "--storage", str(tmp_path))
     assert caught.value.exit_code == 2
@@ -110,7 +110,7 @@ def test_what_cannot_be_done(run: RunDir, tmp_path: Path) -> None:
 
 
 def test_report_loads_neither_ray_nor_torch(run: RunDir) -> None:
-    """It works with no cluster: neither library is imported."""
+    """The command needs no cluster: neither library is imported."""
     script = (
         "import sys, typer; from raydist.cli import report; app = typer.Typer(); report.register(app)\n"
         "app([sys.argv[1]], standalone_mode=False)\n"

@@ -1,4 +1,4 @@
-"""`raydist rm`: what it deletes and says, and what it refuses before anything is deleted."""
+"""`raydist rm`: what it deletes and prints, and what it refuses before anything is deleted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raydist.storage import Storage
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A storage with the runs a and b, and a sweep of one cell; and a file outside it, to which links in run a lead."""
+    """A storage with the runs a and b, and a sweep of one cell; links in run a point to a folder outside it."""
     home, outside = tmp_path / "home", tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").write_text("not the storage's")
@@ -40,25 +40,26 @@ def home(tmp_path: Path) -> Path:
 
 
 def call(home: Path, *arguments: str) -> Any:
-    """The command, done; what it raises passes through."""
+    """The result of the command; its exceptions are not caught."""
     app = typer.Typer()
     rm.register(app)
     return CliRunner().invoke(app, [*arguments, "--storage", str(home)], catch_exceptions=False)
 
 
 def names(home: Path) -> list[str]:
-    """What is in the storage."""
+    """Names in the storage."""
     return sorted(path.name for path in home.iterdir())
 
 
 def test_runs_and_sweeps(home: Path, tmp_path: Path) -> None:
-    """Each is told with its size, and gone; what links lead to stays, and copies elsewhere are named. A name twice is one."""
+    """Each is shown with its size and deleted; targets of links stay, and copies elsewhere are named. A run given twice counts
+    once."""
     done = call(home, "a", "s", str(home / "a"), "--yes")
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
     assert lines[0].startswith("run a (finished, step 0): 3.")
     assert lines[0].endswith(f"files: {home}/a")
-    assert lines[1] == "  copies of its checkpoints in /elsewhere stay"
+    assert lines[1] == "  copies of its checkpoints in /elsewhere are kept"
     assert lines[2].startswith("sweep s (1 cells): ")
     assert lines[3:] == [f"deleted {home}/a", f"deleted {home}/s"]
     assert names(home) == ["b", "linked"]
@@ -66,22 +67,22 @@ def test_runs_and_sweeps(home: Path, tmp_path: Path) -> None:
 
 
 def test_json(home: Path) -> None:
-    """A list of what was deleted; and it asks nothing."""
+    """A list of the deleted runs; there is no question."""
     (told,) = json.loads(call(home, "b", "--yes", "--json").stdout)
     assert (told["name"], told["path"]) == ("b", f"{home}/b")
     assert told["bytes"] > 3000
     assert names(home) == ["a", "linked", "s"]
-    with pytest.raises(UsageError, match="--json asks nothing"):
+    with pytest.raises(UsageError, match="--json does not ask for confirmation"):
         call(home, "a", "--json")
 
 
 def test_what_is_refused(home: Path) -> None:
-    """No terminal and no --yes, a link, a folder that is no run, a cell, an unknown name: exit code 2, and nothing is deleted, of
-    the good names beside it either."""
+    """No terminal and no --yes, a link, a folder that is not a run, a cell, an unknown name: exit code 2, and nothing is deleted,
+    not even the valid names."""
     (home / "other").mkdir()
     before = names(home)
     for arguments, message in (
-        (("a",), "nobody is there to be asked"),
+        (("a",), "cannot ask for confirmation"),
         (("a", "linked", "--yes"), "is a link to"),
         (("a", "other", "--yes"), "no run or sweep 'other'"),
         (("a", f"{home}/s/runs/c", "--yes"), "run c is a cell of sweep s"),
@@ -95,7 +96,7 @@ def test_what_is_refused(home: Path) -> None:
 
 
 def test_a_running_one(home: Path) -> None:
-    """Its driver is alive: refused, with who drives it and how it ends; a sweep too."""
+    """A run or sweep whose driver is alive is refused; the error names the driver, and how to end it."""
     for name, kind in (("a", "run"), ("s", "sweep")):
         with (
             DriverLease(RunDir(home / name)),
@@ -107,16 +108,16 @@ def test_a_running_one(home: Path) -> None:
 
 
 def test_the_question(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No is the default, and deletes nothing."""
+    """The default answer is no; then nothing is deleted."""
     told: list[bool] = []
-    monkeypatch.setattr(rm, "_agreed", lambda count: told.append(True) or False)
+    monkeypatch.setattr(rm, "_confirmed", lambda count: told.append(True) or False)
     assert "nothing was deleted" in call(home, "a").stdout
     assert "a" in names(home)
     assert told == [True]
 
 
 def test_on_an_object_store(s3: Any) -> None:
-    """The same."""
+    """A run on an object store is deleted too."""
     home = Storage(s3.uri("removed"))
     run = RunDir(home.at("a"))
     run.storage.write(SPEC, b"")

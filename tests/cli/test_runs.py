@@ -1,4 +1,4 @@
-"""`raydist runs` and `raydist show`: what stands on stdout is the interface."""
+"""`raydist runs` and `raydist show`: their output on stdout is an interface."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEYS = [
 
 
 def call(*arguments: str) -> str:
-    """Stdout of the command; what it raises passes through."""
+    """Stdout of the command; its exceptions are not caught."""
     app = typer.Typer()
     runs.register(app)
     done = CliRunner(env={"COLUMNS": "200"}).invoke(app, list(arguments), catch_exceptions=False)
@@ -40,7 +40,7 @@ def call(*arguments: str) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A finished run of 3 steps; the second one's gradient norm is infinite, the last one knows its noise scale."""
+    """A finished run of 3 steps; the gradient norm of the second is infinite, the last one has a noise scale."""
     run = RunDir(tmp_path / "a-run")
     run.storage.write(SPEC, b"name: a-run\n")
     watch = RunMonitor(run.uri, interval_s=60.0)
@@ -63,7 +63,7 @@ def strict(text: str) -> Any:
 
 
 def test_show_json_is_one_object(run: RunDir) -> None:
-    """On one line, with exactly the documented keys, in their order: by path, by name and --storage, by a file URI."""
+    """On one line, with exactly the documented keys in their order: by path, by name and --storage, by a file URI."""
     by_path = call("show", run.uri, "--json")
     assert by_path.count("\n") == 1
     told = strict(by_path)
@@ -75,7 +75,7 @@ def test_show_json_is_one_object(run: RunDir) -> None:
 
 
 def test_show_steps_json_is_an_object_a_line(run: RunDir) -> None:
-    """With the fields of StepRecord, in their order, floats exact, and null for what JSON cannot say."""
+    """With the fields of StepRecord in their order, exact floats, and null for values that JSON does not have."""
     rows = [strict(line) for line in call("show", run.uri, "--steps", "--json").splitlines()]
     assert [list(row) for row in rows] == [[f.name for f in dataclasses.fields(StepRecord)]] * 3
     assert [row["loss"] for row in rows] == [1.0, 0.5, 1 / 3]
@@ -84,7 +84,7 @@ def test_show_steps_json_is_an_object_a_line(run: RunDir) -> None:
 
 
 def test_runs_json_is_a_list(run: RunDir) -> None:
-    """One object a run; an empty storage is an empty list."""
+    """One object per run; for an empty storage an empty list."""
     listed = strict(call("runs", "--storage", str(Path(run.uri).parent), "--json"))
     assert [(one["run"], one["status"], one["steps"], one["path"]) for one in listed] == [
         ("a-run", "finished", 3, run.uri)
@@ -93,7 +93,7 @@ def test_runs_json_is_a_list(run: RunDir) -> None:
 
 
 def test_tables(run: RunDir) -> None:
-    """For people: the same facts as tables."""
+    """The same data as tables."""
     table = call("runs", "--storage", str(Path(run.uri).parent))
     assert next(word for word in table.splitlines() if "a-run" in word).split() == [
         "a-run",
@@ -117,7 +117,7 @@ def test_tables(run: RunDir) -> None:
 
 
 def test_no_runs(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it looked and why, what to do, and the other places that have runs."""
+    """The searched folder and why it was searched, the remedy, and other folders that have runs."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("RAYDIST_STORAGE", raising=False)
     (tmp_path / "runs").mkdir()
@@ -132,14 +132,14 @@ def test_no_runs(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_such_run(run: RunDir) -> None:
-    """RunNotFound, exit code 2, naming the runs that are there."""
+    """RunNotFound with exit code 2; it names the runs that exist."""
     with pytest.raises(RunNotFound, match="a-run") as caught:
         call("show", "another", "--storage", str(Path(run.uri).parent))
     assert caught.value.exit_code == 2
 
 
 def test_show_loads_neither_ray_nor_torch(run: RunDir) -> None:
-    """It works with no cluster, and answers quickly: neither library is imported."""
+    """The command needs no cluster: neither library is imported."""
     script = (
         "import sys, typer; from raydist.cli import runs; app = typer.Typer(); runs.register(app)\n"
         "loaded = sorted({n.partition('.')[0] for n in sys.modules} & {'ray', 'torch', 'pyarrow', 'pandas'})\n"

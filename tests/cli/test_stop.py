@@ -1,4 +1,4 @@
-"""`raydist stop`: whom it asks, what it waits for, and what it says where nobody drives. A driver here is its lease alone."""
+"""`raydist stop`: which driver it asks, what it waits for, and its output if there is no driver. Drivers here are only leases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from raydist.run.sweep_directory import CellNote, SweepDir, SweepLog
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drivers and commands look often."""
+    """Drivers and commands poll often."""
     monkeypatch.setattr(leases, "STOP_LOOK_S", 0.02)
     monkeypatch.setattr(stop, "POLL_S", 0.02)
 
@@ -40,19 +40,19 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def state(run: RunDir, status: str) -> None:
-    """What the run's monitor wrote last."""
+    """The last status that the run's monitor wrote."""
     write_state(run, {"status": status, "heartbeat_at": time.time(), "driver": this_process(), "step": 7})
 
 
 def call(*arguments: str) -> Any:
-    """The command, done; what it raises passes through."""
+    """The result of the command; its exceptions are not caught."""
     app = typer.Typer()
     stop.register(app)
     return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
 
 
 def driving(folder: RunDir, end: Callable[[], None]) -> threading.Thread:
-    """A driver that ends, by `end` first, once it is asked to. Started when it has the lease."""
+    """A driver that, when it is asked to stop, calls `end` and releases its lease. It has the lease when this returns."""
     lease = DriverLease(folder)
 
     def drive() -> None:
@@ -69,19 +69,19 @@ def driving(folder: RunDir, end: Callable[[], None]) -> threading.Thread:
 
 
 def test_asks_waits_and_tells(run: RunDir) -> None:
-    """The driver hears it while it holds the run; the command returns once the lease is given back, with status and step."""
+    """The driver sees the request while it has the lease; the command returns after the release, with status and step."""
     thread = driving(run, lambda: state(run, "interrupted"))
     done = call(run.uri)
     thread.join()
     assert (done.exit_code, done.stdout) == (
         0,
-        "run a-run: interrupted at step 7, without a checkpoint; the same command goes on from there\n",
+        "run a-run: interrupted at step 7, without a checkpoint; the same command resumes it\n",
     )
-    assert "one checkpoint, then a clean end" in done.stderr
+    assert "after one checkpoint" in done.stderr
 
 
 def test_two_at_once(run: RunDir) -> None:
-    """Both wait for the same end; the second one says that it was asked already."""
+    """A second request for the same driver is not a new one; the command that waits returns when the run ends."""
     thread = driving(run, lambda: state(run, "interrupted"))
     results: list[Any] = []
     first = threading.Thread(target=lambda: results.append(stop.wait(stop._Folder(run), newest_driver(run), 30)))  # type: ignore[arg-type]
@@ -97,12 +97,12 @@ def test_two_at_once(run: RunDir) -> None:
 
 
 def test_not_carried_over(run: RunDir) -> None:
-    """A stop of a driver that ended on its own, or was killed before it looked, is not for the next one."""
+    """A request to a driver that ended by itself, or was killed before it saw the request, does not stop the next driver."""
     lease = DriverLease(run)
     driver = newest_driver(run)
     assert driver is not None
     lease.release()
-    ask_stop(run, driver)  # it came too late
+    ask_stop(run, driver)  # too late
     with DriverLease(run) as after:
         after._look_for_stop()
         assert after.asked_to_stop() is None
@@ -110,7 +110,7 @@ def test_not_carried_over(run: RunDir) -> None:
 
 
 def test_only_asks(run: RunDir) -> None:
-    """--no-wait returns at once; the request stands until the driver sees it."""
+    """--no-wait returns at once; the request stays until the driver sees it."""
     lease = DriverLease(run)
     done = call(run.uri, "--no-wait", "--json")
     assert json.loads(done.stdout) == {
@@ -127,17 +127,17 @@ def test_only_asks(run: RunDir) -> None:
 
 
 def test_not_in_time(run: RunDir) -> None:
-    """Exit code 3, with where the run is; the request stands."""
+    """Exit code 3, with the run's step; the request stays."""
     with DriverLease(run) as lease, pytest.raises(StopFailed, match="has not ended in 0 s: at step 7") as caught:
         lease._look_for_stop = lambda: None  # type: ignore[method-assign]  # busy
         call(run.uri, "--timeout", "0")
     assert caught.value.exit_code == 3
-    assert "the request stands" in caught.value.hint
+    assert "the request stays" in caught.value.hint
 
 
 @pytest.mark.parametrize("status", ["finished", "interrupted"])
 def test_nobody_drives_it(run: RunDir, status: str) -> None:
-    """One line, exit code 0: what was asked for holds."""
+    """One line and exit code 0: the run is already stopped."""
     DriverLease(run).release()
     state(run, status)
     done = call(run.uri)
@@ -146,37 +146,36 @@ def test_nobody_drives_it(run: RunDir, status: str) -> None:
 
 
 def put(run: RunDir, age: float, **changes: Any) -> None:
-    """The word of a driver on another host."""
+    """The lease of a driver on another host."""
     driver = {"host": "elsewhere", "pid": 77, "pids": "other", "since": time.time() - age}
     body = {"driver": driver, "key": "theirs", "renewed_at": time.time() - age, "ended": False, **changes}
     run.storage.write("drivers/000004.json", json.dumps(body).encode())
 
 
 def test_a_dead_driver(run: RunDir) -> None:
-    """Its lease has expired: said, with who it was and what goes on; nothing is asked of it."""
+    """Its lease has expired: the message names the driver and how to resume; no request is written."""
     put(run, LOST_AFTER_S + 10)
     done = call(run.uri)
     assert done.exit_code == 0
     assert (
-        "run a-run does not train any more: its driver, process 77 on elsewhere, was last heard of 40 s ago"
-        in done.stdout
+        "run a-run is not training: its driver, process 77 on elsewhere, last renewed its lease 40 s ago" in done.stdout
     )
-    assert "the same command goes on" in done.stdout
+    assert "the same command resumes it" in done.stdout
     assert not run.storage.exists("drivers/000004.stop")
 
 
 def test_a_driver_that_dies_on_the_way(run: RunDir) -> None:
-    """No clean end came, and that is said."""
+    """The run did not end cleanly, and the error says so."""
     put(run, 0.0)
     driver = newest_driver(run)
     assert driver is not None
     put(run, LOST_AFTER_S + 1)
-    with pytest.raises(StopFailed, match="process 77 on elsewhere, died before it had ended the run"):
+    with pytest.raises(StopFailed, match="process 77 on elsewhere, died before it ended the run"):
         stop.wait(stop._Folder(run), driver, 30)
 
 
 def test_ctrl_c_withdraws_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit code 130; the run ends all the same, and that is said."""
+    """Exit code 130; the run still ends, and the message says so."""
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -186,12 +185,12 @@ def test_ctrl_c_withdraws_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) 
         done = call(run.uri)
         assert run.storage.exists("drivers/000001.stop")
     assert done.exit_code == 130
-    assert "run a-run ends all the same" in done.stderr
+    assert "run a-run still stops" in done.stderr
 
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> SweepDir:
-    """A sweep of two cells, of which one has finished."""
+    """A sweep of two cells, one of which has finished."""
     sweep = SweepDir(tmp_path / "a-sweep")
     sweep.write("", "", [CellNote(i, f"c{i}", i, {}, 0) for i in range(2)])
     log = SweepLog(sweep)
@@ -207,7 +206,7 @@ def sweep(tmp_path: Path) -> SweepDir:
 
 
 def test_a_sweep(sweep: SweepDir) -> None:
-    """By its name, as a run; its end is told in cells. A cell alone is refused, and says whom to stop."""
+    """By its name, as for a run; the message counts cells. A single cell is refused, with the sweep's name in the hint."""
 
     def end() -> None:
         log = SweepLog(sweep)
@@ -218,9 +217,7 @@ def test_a_sweep(sweep: SweepDir) -> None:
     thread = driving(RunDir(sweep.storage), end)
     done = call("a-sweep", "--storage", home)
     thread.join()
-    assert done.stdout == (
-        "sweep a-sweep: interrupted 2 cells: 1 finished, 1 waiting; the same command goes on from there\n"
-    )
+    assert done.stdout == ("sweep a-sweep: interrupted 2 cells: 1 finished, 1 waiting; the same command resumes it\n")
     with pytest.raises(UsageError, match="run c0 is a cell of sweep a-sweep") as caught:
         call(f"{sweep.uri}/runs/c0")
     assert f"raydist stop {sweep.uri}" in caught.value.hint

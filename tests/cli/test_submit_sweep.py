@@ -1,4 +1,4 @@
-"""`raydist submit` of a sweep: what is wrong is said here, and the cluster is told `raydist sweep`."""
+"""`raydist submit` of a sweep: errors are found before the submission, and the cluster runs `raydist sweep`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raydist.errors import SpecError, UsageError, UserError
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
-    """What would be submitted; in a folder with a sweep and its base."""
+    """The commands that would be submitted; in a folder with a sweep and its base."""
     words: list[list[str]] = []
     monkeypatch.setattr(submit, "_submit", lambda address, told, root, needed, storages, **_: words.append(told))
     monkeypatch.chdir(tmp_path)
@@ -32,7 +32,7 @@ def submitted(path: str, **given: Any) -> None:
 
 
 def test_a_sweep(sent: list[list[str]]) -> None:
-    """Its options reach the command; a job's stays `raydist train`."""
+    """A sweep's options are passed to the command; a job is still submitted as `raydist train`."""
     submitted("grid.yaml", overrides=["train.steps=7"], name="mine", storage="/runs", working_dir=Path())
     submitted("job.yaml", working_dir=Path())
     command = ["python", "-m", "raydist"]
@@ -41,8 +41,8 @@ def test_a_sweep(sent: list[list[str]]) -> None:
 
 
 def test_what_a_sweep_has_not(sent: list[list[str]]) -> None:
-    """Options of one run alone, and a base that is no job, are refused before anything is sent; so are secrets."""
-    with pytest.raises(UsageError, match="--until, --fresh: not for a sweep"):
+    """Options for a single run, and an invalid base, are refused before anything is sent; so are secrets."""
+    with pytest.raises(UsageError, match="--until, --fresh: cannot be used with a sweep"):
         submitted("grid.yaml", until=3, fresh=True, working_dir=Path())
     with pytest.raises(SpecError, match=r"model\.widht"):
         submitted("grid.yaml", overrides=["model.widht=3"], working_dir=Path())
@@ -55,15 +55,15 @@ def test_what_a_sweep_has_not(sent: list[list[str]]) -> None:
     )  # fmt: skip
     with pytest.raises(SpecError, match=r"model\.heads: 3 does not divide"):
         submitted("search.yaml", working_dir=Path())
-    with pytest.raises(UsageError, match=r"s3://b/x: was given with secrets") as caught:
+    with pytest.raises(UsageError, match=r"s3://b/x: contains secrets") as caught:
         submitted("job.yaml", storage="s3://K:S3CRET@b/x", working_dir=Path())
     assert "S3CRET" not in str(caught.value)
     assert sent == []
 
 
 def test_files_that_would_not_be_shipped(sent: list[list[str]], tmp_path: Path) -> None:
-    """A sweep's base, what that extends, and a DeepSpeed file lie in the folder that is shipped, and are named relative: else they
-    are told, all of them, and nothing is sent."""
+    """A sweep's base, the files that it extends, and a DeepSpeed file must be in the uploaded folder, with relative names.
+    Otherwise the error names all of them, and nothing is sent."""
     inner = tmp_path / "inner"
     (inner / "deep").mkdir(parents=True)
     (inner / "d").mkdir()
@@ -82,7 +82,7 @@ def test_files_that_would_not_be_shipped(sent: list[list[str]], tmp_path: Path) 
     for name, fields in files.items():
         array = {"array": {"parameters": [{"learning_rate": [1e-3, 1e-2]}]}} if "base" in fields else {}
         (inner / name).write_text(yaml.safe_dump({**fields, **array}))
-    shipped = f"would not be found on the cluster: only {inner} is shipped"
+    shipped = f"would not be found on the cluster: only {inner} is uploaded"
     for name, expected in {
         "far.yaml": [
             f"inner/up.yaml: extends: ../job.yaml {shipped}",
@@ -107,7 +107,8 @@ def test_files_that_would_not_be_shipped(sent: list[list[str]], tmp_path: Path) 
 
 
 def test_ctrl_c_leaves_the_job_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The following ends, with the commands to go on with it and to end the job; it is not submitted again."""
+    """Only the following of the job ends; the message has the commands to continue it and to end the job. The job is not
+    submitted again."""
 
     def interrupted(address: str, job: str) -> None:
         raise KeyboardInterrupt
@@ -123,7 +124,7 @@ def test_ctrl_c_leaves_the_job_alone(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_a_job_that_was_stopped_is_not_submitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever stopped it meant it, whatever `--retries` says."""
+    """A job that a user has stopped is not retried, whatever `--retries` says."""
     started: list[str] = []
     monkeypatch.setattr(submit, "_start", lambda url, words, package, **_: started.append(words) or "job-7")
     monkeypatch.setattr(submit, "_ended", lambda url, job: ("STOPPED", None, "stopped"))
@@ -134,8 +135,8 @@ def test_a_job_that_was_stopped_is_not_submitted_again(monkeypatch: pytest.Monke
 
 
 def test_what_a_job_names_is_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its file and those that it extends, faults, data, tokenizer, and modules: .gitignore may name them. What is installed, or on
-    storage that the nodes share, is not looked for."""
+    """Its file, the files that it extends, faults, data, tokenizer and modules are shipped, even if .gitignore names them.
+    Installed modules and files on shared storage are not."""
     needed: list[set[str]] = []
     monkeypatch.setattr(
         submit,

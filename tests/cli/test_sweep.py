@@ -1,4 +1,4 @@
-"""`raydist sweep`: a file is checked as a whole before anything starts; what stands on stdout is the interface."""
+"""`raydist sweep`: the whole file is checked before anything starts; its output on stdout is an interface."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of four processors, no GPU and no cluster, whatever the tests run on."""
+    """A machine with four processors, no GPU and no cluster, whatever the tests run on."""
     monkeypatch.setattr(place, "_cpus", lambda: 4)
     monkeypatch.setattr(place, "_gpus", lambda: 0)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -46,7 +46,7 @@ def strict(text: str) -> Any:
 
 @pytest.fixture
 def swept(tmp_path: Path) -> SweepDir:
-    """tune_sweeps/lr-batch.yaml in tmp_path, its nine cells finished, the fifth best; only that one's run is there."""
+    """tune_sweeps/lr-batch.yaml in tmp_path with its nine cells finished, the fifth best; only the best one has its run."""
     sweep = load_sweep(LR_BATCH)
     folder, cells = SweepDir(tmp_path / "lr-batch"), sweep.cells()
     store(folder, sweep, cells)
@@ -60,7 +60,7 @@ def swept(tmp_path: Path) -> SweepDir:
 
 
 def test_a_dry_run_shows_the_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ids, parameters, steps and tokens, a line a cell; nothing is made."""
+    """Ids, parameters, steps and tokens, one line per cell; nothing is created."""
     code, out, err = call(capsys, "sweep", LR_BATCH, "--dry-run", "--storage", str(tmp_path / "runs"))
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -73,7 +73,7 @@ def test_a_dry_run_shows_the_cells(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_dry_run_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One object, the same each time; options may come before the file, and the command's own name too."""
+    """One object, the same each time; options may come before the file, and the subcommand `run` may be named."""
     one = call(capsys, "sweep", LR_BATCH, "--dry-run", "--json", "--storage", str(tmp_path))
     assert one == call(capsys, "sweep", "--storage", str(tmp_path), "--json", "--dry-run", LR_BATCH)
     assert one == call(capsys, "sweep", "run", "--storage", str(tmp_path), "--json", "--dry-run", LR_BATCH)
@@ -93,7 +93,7 @@ def test_a_dry_run_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_dry_run_for_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Hours are those of `raydist plan` for that GPU, cell by cell, and say so; a strategy that nobody can reckon has none."""
+    """Each cell's hours equal the estimate of `raydist plan` for that GPU, and say so; a cell without an estimate has none."""
     path = tmp_path / "s.yaml"
     path.write_text(
         f"base: {ROOT / 'jobs/quickstart.yaml'}\narray: {{type: list, parameters: [{{batch_size: 32}}, {{batch_size: 64, "
@@ -111,10 +111,10 @@ def test_a_dry_run_for_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert [cell["by"] for cell in cells[2:]] == [
         "unknown: the speed of the disk of offload.path is not known", "unknown: it trains on CPUs",
     ]  # fmt: skip
-    assert "time marked ~, of 2 of 4 cells: reckoned as raydist plan does, for H200" in call(capsys, *asked)[1]
+    assert "time marked ~, of 2 of 4 cells: estimated as in raydist plan, for H200" in call(capsys, *asked)[1]
     for wrong, why in (
         (["--dry-run", "--device", "h20"], 'did you mean "h200"?'),
-        (["--device", "h200"], "goes with --dry-run"),
+        (["--device", "h200"], "needs --dry-run"),
     ):
         code, _, err = call(capsys, "sweep", str(path), "--storage", str(tmp_path / "runs"), *wrong)
         assert (code, why in err) == (2, True)
@@ -122,7 +122,7 @@ def test_a_dry_run_for_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_slowest_gpu_of_a_cluster() -> None:
-    """As Ray's nodes call them; one whose peak is not known leaves the whole unknown."""
+    """By the names of Ray's nodes; if the peak of one GPU is unknown, there is no estimate."""
     kinds = {"CPU": 8.0, "GPU": 2.0, "accelerator_type:H100": 1.0, "accelerator_type:A100": 1.0}
     found = speed.slowest(kinds)
     assert not isinstance(found, str)
@@ -132,7 +132,7 @@ def test_the_slowest_gpu_of_a_cluster() -> None:
 
 
 def test_bad_cells_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The table comes all the same, what is wrong goes to stderr, and the exit code is 2."""
+    """The table is still shown, the errors go to stderr, and the exit code is 2."""
     path = tmp_path / "s.yaml"
     path.write_text(f"base: {ROOT / 'jobs/quickstart.yaml'}\narray: {{parameters: {{heads: [4, 5]}}}}")
     code, out, err = call(capsys, "sweep", str(path), "--dry-run", "--storage", str(tmp_path))
@@ -148,7 +148,8 @@ def test_bad_cells_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_a_dry_run_of_a_search(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No cells yet: how many, from what, their tokens at most, what may fail; and what is missing here, with exit code 2."""
+    """There are no cells yet: their number, the search space, an upper bound of tokens, and what may fail. Missing packages give
+    exit code 2."""
     path = tmp_path / "s.yaml"
     path.write_text(
         f"base: {ROOT / 'jobs/quickstart.yaml'}\narray: {{type: random, samples: 20, seeds: 2, parameters: "
@@ -158,13 +159,13 @@ def test_a_dry_run_of_a_search(
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         "12 cells, 6 points; 9,830,400 tokens",
-        "search: bayes chooses 6 points as results come, each with 2 seeds: tokens, time and cost are at most these",
+        "search: bayes chooses 6 points from earlier results, each with 2 seeds: tokens, time and cost are upper bounds",
         "from heads 2, 4, 5; layers 1 to 2, whole",
         "there are no more than 6 points, array.samples is 20",
         f"{path}: model.heads: 5 does not divide width 128; try 2 or 4 or 8 (in heads5-layers2-seed17-gnguxsyw): such cells "
         "fail when they are chosen",
-        "layers 4 of the base lies outside of what is tried (1 to 2): the best may be worse than the base",
-        "time: not known until a cell, or quickstart, the base, has run in the same storage: then by its tokens/s",
+        "layers 4 of the base lies outside the tried range (1 to 2): the best may be worse than the base",
+        "time: unknown until a cell or the base, quickstart, has run in the same storage; then from its tokens/s",
         "on this machine (4 CPUs, no GPU): 2 cells at once",
     ]
     told = strict(call(capsys, "sweep", str(path), "--dry-run", "--json", "--storage", str(tmp_path))[1])
@@ -173,14 +174,14 @@ def test_a_dry_run_of_a_search(
     for options in (["--dry-run"], []):
         code, _, err = call(capsys, "sweep", str(path), *options, "--storage", str(tmp_path / "runs"))
         assert (code, err.splitlines()[0]) == (
-            2, "raydist: search.name: bayes needs optuna and scipy, which the driver has not",
+            2, "raydist: search.name: bayes needs optuna and scipy, which are not installed here",
         )  # fmt: skip
         assert 'pip install "raydist[optuna]"' in err
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_search_that_has_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its cells are in the results from the log: those that train, those that failed and those that are no jobs."""
+    """The results read its cells from the log: those that finished, and those that are not valid jobs."""
     sweep = load_sweep(ROOT / "tune_sweeps/optuna.yaml")
     folder = SweepDir(tmp_path / "optuna")
     store(folder, sweep, [])
@@ -235,7 +236,7 @@ def test_bad_input_is_one_clear_error(
     arguments: list[str],
     expected: str,
 ) -> None:
-    """Exit code 2, with what to do, and no traceback."""
+    """Exit code 2, with the remedy, and no traceback."""
     monkeypatch.chdir(ROOT)
     code, out, err = call(capsys, *arguments, "--storage", str(tmp_path))
     assert (code, out) == (2, "")
@@ -244,7 +245,7 @@ def test_bad_input_is_one_clear_error(
 
 
 def test_results_in_every_form(swept: SweepDir, capsys: pytest.CaptureFixture[str]) -> None:
-    """By name and by path; the file for other tools lies in the sweep's folder."""
+    """By name and by path; the Parquet file for other tools is in the sweep's folder."""
     home = str(Path(swept.uri).parent)
     code, out, _ = call(capsys, "sweep", "results", "lr-batch", "--storage", home, "--json")
     told = strict(out)
@@ -261,7 +262,7 @@ def test_results_in_every_form(swept: SweepDir, capsys: pytest.CaptureFixture[st
 
 
 def test_the_best_is_ready_to_train(swept: SweepDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its job comes as a file that loads, with a word on where it is from; or on stdout."""
+    """The best cell's job is a file that loads, with a comment on its origin; or it goes to stdout."""
     out = tmp_path / "best.yaml"
     assert call(capsys, "sweep", "best", swept.uri, "-o", str(out))[0] == 0
     job = load(out)
@@ -269,12 +270,12 @@ def test_the_best_is_ready_to_train(swept: SweepDir, tmp_path: Path, capsys: pyt
     assert out.read_text().startswith("# The best cell of sweep lr-batch: lr0.003-batch16-")
     assert call(capsys, "sweep", "best", swept.uri)[1] == out.read_text()
     code, _, err = call(capsys, "sweep", "best", swept.uri, "-o", str(tmp_path / "no/such/folder.yaml"))
-    # What is wrong, and where to look.
+    # The error, and the remedy.
     assert (code, err.count("\n")) == (2, 2)
 
 
 def test_neither_ray_nor_torch_is_loaded(swept: SweepDir) -> None:
-    """Cells and results need no cluster, and answer quickly; the help needs nothing at all."""
+    """Cells and results need no cluster, and import neither library; the help imports nothing heavy."""
     script = (
         "import sys; from raydist.cli.main import main\n"
         "try: main(sys.argv[1:])\n"

@@ -1,4 +1,4 @@
-"""How `raydist sweep FILE` ends, once its cells are done: what is shown, what is written, and the exit code."""
+"""How `raydist sweep FILE` ends when its cells have ended: its output, its files, and the exit code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Done = Callable[..., tuple[SweepDir, list[str]]]
 
 @pytest.fixture
 def done(tmp_path: Path) -> Done:
-    """Makes a sweep of four cells, two learning rates with two seeds: those `failed` have failed, the others have finished."""
+    """Makes a sweep of four cells, two learning rates with two seeds; the cells in `failed` have failed, the others have
+    finished."""
 
     def make(*failed: int) -> tuple[SweepDir, list[str]]:
         path = tmp_path / "four.yaml"
@@ -40,7 +41,7 @@ def done(tmp_path: Path) -> Done:
 
 
 def again(capsys: pytest.CaptureFixture[str], folder: SweepDir, *options: str) -> tuple[int, str, str]:
-    """`raydist sweep` of a sweep whose cells are all done: (exit code, stdout, stderr). Only its end is left to do."""
+    """(exit code, stdout, stderr) of `raydist sweep` for a sweep whose cells have all ended."""
     with pytest.raises(SystemExit) as caught:
         cli.main(["sweep", f"{folder.uri}.yaml", "--storage", str(Path(folder.uri).parent), *options])
     told = capsys.readouterr()
@@ -48,21 +49,22 @@ def again(capsys: pytest.CaptureFixture[str], folder: SweepDir, *options: str) -
 
 
 def test_the_results_are_shown(done: Done, capsys: pytest.CaptureFixture[str]) -> None:
-    """The table and the sentences on stdout, the page in the folder and where it is on stderr; with --json the object alone."""
+    """The table and the conclusions on stdout, the page in the folder, its path on stderr; with --json only the object."""
     folder, _ = done()
     page = Path(folder.uri) / "report.html"
     code, out, err = again(capsys, folder)
     assert code == 0
     assert out.splitlines()[0].split()[:2] == ["learning_rate", "seeds"]
     assert "\nbest: learning_rate 0.001: eval_loss 3.0000 (95% interval" in out
-    assert err == f"the whole on one page: {page}\n"
+    assert err == f"all results on one page: {page}\n"
     assert page.read_bytes()[:15].lower() == b"<!doctype html>"
     assert (Path(folder.uri) / "results.parquet").exists()
     assert json.loads(again(capsys, folder, "--json")[1])["counts"] == {"finished": 4}
 
 
 def test_cells_that_failed_come_last(done: Done, capsys: pytest.CaptureFixture[str]) -> None:
-    """Some have failed: exit code 0, and the last lines say which cells, not only which points, and why; once."""
+    """If some have failed, the exit code is 0, and the last lines name these cells, not only their points, with the cause,
+    once."""
     folder, cells = done(1, 3)
     code, out, err = again(capsys, folder)
     assert code == 0
@@ -75,27 +77,27 @@ def test_cells_that_failed_come_last(done: Done, capsys: pytest.CaptureFixture[s
 
 
 def test_a_sweep_of_which_nothing_came(done: Done, capsys: pytest.CaptureFixture[str]) -> None:
-    """All cells have failed: the table all the same, and exit code 3 with the cause of the first."""
+    """If all cells have failed, the table is still shown, and the exit code is 3 with the first cell's cause."""
     folder, cells = done(0, 1, 2, 3)
     code, out, err = again(capsys, folder)
     assert code == 3
     assert "no cell has finished yet" in out
     said, hint = err.splitlines()[-2:]
     assert said == (
-        "raydist: sweep four: none of its 4 cells has finished; 4 failed, the first one of rank 0: KeyError: 'x'"
+        "raydist: sweep four: none of its 4 cells has finished; 4 failed, the first one because of rank 0: KeyError: 'x'"
     )
     assert folder.run(cells[0]).uri in hint
 
 
 def test_what_cannot_be_written(done: Done, capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither the page nor results.parquet changes how a sweep that trained ends: a line each."""
+    """If the page and results.parquet cannot be written, the sweep ends as usual, with one line for each."""
     folder, _ = done()
     for name in ("report.html", "results.parquet"):
         (Path(folder.uri) / name / "in the way").mkdir(parents=True)
     code, out, err = again(capsys, folder)
     assert code == 0
     assert "\nbest: learning_rate 0.001" in out
-    assert [line.partition(" is as it was: StorageError: ")[0] for line in err.splitlines()] == [
+    assert [line.partition(" was not updated: StorageError: ")[0] for line in err.splitlines()] == [
         "raydist: results.parquet",
         "raydist: report.html",
     ]

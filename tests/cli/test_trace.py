@@ -1,4 +1,4 @@
-"""`raydist trace`, against runs whose ranks are played by the test: what it waits for, and how it gives up."""
+"""`raydist trace`, on runs whose ranks the test plays: what it waits for, and how it gives up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.report.test_trace import on_cpu, part
 
 
 class Live:
-    """A run that trains, as far as its folder shows; `play` is called with the request once it is there."""
+    """A running run, as seen from its folder; `play` calls a function with the number of the next request."""
 
     def __init__(self, folder: Path) -> None:
         self.run = RunDir(folder / "a-run")
@@ -35,7 +35,7 @@ class Live:
         self._threads: list[threading.Thread] = []
 
     def play(self, answer: Callable[[int], None]) -> None:
-        before = self._asked()  # the monitor may not have seen yet that a request has gone
+        before = self._asked()  # the monitor may not have seen yet that a request was removed
 
         def wait() -> None:
             while not (new := self._asked() - before):
@@ -52,7 +52,7 @@ class Live:
         self.monitor.push([], [Event(kind, time.time(), data).to_dict()])
 
     def leave(self, number: int, attempt: int, *ranks: int) -> None:
-        """Parts of these ranks, of two."""
+        """Writes the parts of these ranks, of two."""
         for rank in ranks:
             made = gzip.compress(json.dumps(part(rank, on_cpu(0.0, 0.0), trace=number, attempt=attempt)).encode())
             self.run.storage.write(requests.part_name(number, attempt, rank, 2), made)
@@ -77,7 +77,8 @@ def call(*arguments: str) -> Any:
 
 
 def test_a_trace(live: Live, tmp_path: Path) -> None:
-    """The parts of an attempt that was cut off do not count; the merged file is in the run and where -o says; no request stays."""
+    """Parts of an attempt that was cut off are not used; the merged file is in the run and at -o's path; the request is
+    removed."""
 
     def answer(number: int) -> None:
         live.say("trace_started", trace=number, attempt=1, first_step=5, steps=1, world_size=2)
@@ -95,7 +96,7 @@ def test_a_trace(live: Live, tmp_path: Path) -> None:
 
 
 def test_what_keeps_it_from_coming(live: Live) -> None:
-    """A rank that cannot, ranks that do not answer, a run that ends meanwhile: one line each; the request goes in each case."""
+    """A rank that fails, ranks that do not answer, a run that ends in the meantime: one line each, and the request is removed."""
 
     def refuse(number: int) -> None:
         live.say("trace_failed", trace=number, rank=1, attempt=1, cause="RuntimeError: a profiler is on")
@@ -103,7 +104,7 @@ def test_what_keeps_it_from_coming(live: Live) -> None:
     live.play(refuse)
     with pytest.raises(TraceFailed, match="rank 1 could not be traced: RuntimeError: a profiler is on"):
         call(live.run.uri)
-    with pytest.raises(TraceFailed, match="a-run has not begun to trace in 1 s"):
+    with pytest.raises(TraceFailed, match="a-run has not started the trace in 1 s"):
         call(live.run.uri, "--timeout", "1")
 
     def half(number: int) -> None:
@@ -112,7 +113,7 @@ def test_what_keeps_it_from_coming(live: Live) -> None:
         live.monitor.end("finished")
 
     live.play(half)
-    with pytest.raises(TraceFailed, match="a-run is finished by now; no trace from rank 1"):
+    with pytest.raises(TraceFailed, match="a-run is now finished; no trace from rank 1"):
         call(live.run.uri)
     assert live.run.storage.files(REQUESTS) == {}
     with pytest.raises(UsageError, match="a-run is finished"):
@@ -120,7 +121,7 @@ def test_what_keeps_it_from_coming(live: Live) -> None:
 
 
 def test_no_such_run(tmp_path: Path) -> None:
-    """As everywhere; and from a shell no traceback, exit code 2."""
+    """RunNotFound, as for other commands; from a shell there is no traceback, and the exit code is 2."""
     with pytest.raises(RunNotFound):
         call("never", "--storage", str(tmp_path))
     command = [sys.executable, "-m", "raydist", "trace", "never", "--storage", str(tmp_path)]

@@ -1,7 +1,7 @@
-"""Drivers that the tests here start as processes of their own, and train functions for their workers.
+"""Drivers that these tests start as processes, and train functions for their workers.
 
-`python drivers.py private LOGS` opens a private session, prints it as one JSON line, then obeys lines on stdin: "train"
-runs an attempt and prints its value; end of file ends the session. `python drivers.py attach ADDRESS LOGS` does one
+`python drivers.py private LOGS` opens a private session, prints it as one JSON line, then reads commands from stdin: "train"
+runs an attempt and prints its value; end of file ends the session. `python drivers.py attach ADDRESS LOGS` runs one
 attempt on a cluster.
 """
 
@@ -22,7 +22,7 @@ from raydist.errors import RankFailed
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
-    """Meet the other ranks at a socket, as a process group does; then end as `config["end"]` says for this rank."""
+    """Connects the ranks by sockets, as a process group does; then ends as `config["end"]` says for this rank."""
     import socket
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -58,7 +58,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
             os._exit(3)
         case "wait":
             for peer in peers:
-                if peer.recv(1) == b"":  # the end of a peer is what a collective would meet
+                if peer.recv(1) == b"":  # a closed connection, as a collective would notice it
                     raise ConnectionResetError("Connection reset by peer")
         case "file":
             while not Path(config["file"]).exists():
@@ -83,7 +83,7 @@ def attempt(session: Session, config: dict[str, Any] | None = None, cpus: float 
 
 
 def _bystander(path: str) -> Any:
-    """An actor that writes its process id there and takes its leave of Ray, but whose process hangs on the way out."""
+    """An actor that writes its process id to `path`, and whose process hangs after Ray has shut it down."""
     import ray
 
     class Bystander:
@@ -111,7 +111,7 @@ def _main() -> None:
             for line in sys.stdin:
                 config = json.loads(line)
                 if "bystander" in config:
-                    bystander = _bystander(config["bystander"])  # noqa: F841 - it goes with this process
+                    bystander = _bystander(config["bystander"])  # noqa: F841 - it ends with this process
                 result = attempt(session, config)
                 _say(value=result.value, cause=result.failure and result.failure.cause)
     else:

@@ -1,4 +1,7 @@
-"""`raydist bench comm` on a real private Ray: all that it measures, how it ends, and that nothing is left."""
+"""`raydist bench comm` on a real private Ray: all its measurements, how it ends, and that no process remains.
+
+Over a minute: one command measures all that it can, on a Ray of its own.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ cluster: {workers: 2, cpus_per_worker: 0.5}
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    """A private Ray whose workers find this file."""
+    """A private Ray whose workers can import this file."""
     path = [str(Path(__file__).parent), str(ROOT)]
     with open_session(
         "local", env=worker_environment(), log_dir=tmp_path_factory.mktemp("logs"), python_path=path
@@ -38,25 +41,25 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 
 
 def job(workers: int = 2, cpus: float = 0.5) -> JobSpec:
-    """A job of so many ranks."""
+    """A job with this number of ranks."""
     train = {"steps": 1, "global_batch": workers, "micro_batch": 1}
     cluster = {"workers": workers, "cpus_per_worker": cpus}
     return JobSpec.model_validate({"data": {"source": "none"}, "train": train, "cluster": cluster})
 
 
 def interrupt(config: dict[str, Any]) -> None:
-    """A rank of a measurement that the driver's user interrupts, and that would never end."""
+    """A rank that never ends; it interrupts the driver as a user would."""
     os.kill(config["driver"], signal.SIGINT)
     signal.pause()
 
 
 def fail(config: dict[str, Any]) -> None:
-    """A rank that cannot measure."""
+    """A rank that fails."""
     raise ValueError(f"no such link, with {config['gpus']:g} GPUs")
 
 
 def test_ctrl_c_ends_it(session: Session) -> None:
-    """The ranks are ended, and the signal is told; the handlers are those from before."""
+    """Ctrl-C ends the ranks and is reported; the signal handlers are restored."""
     before = signal.getsignal(signal.SIGINT)
     told = bench.run("test_bench:interrupt", {"driver": os.getpid()}, job(), session, spread=False)
     assert told == bench.Interrupted(signal.SIGINT)
@@ -64,7 +67,7 @@ def test_ctrl_c_ends_it(session: Session) -> None:
 
 
 def test_a_failure_is_told(session: Session) -> None:
-    """With the rank, its error and its traceback; and what does not fit is refused."""
+    """The error has the rank, its exception and its traceback; a job that does not fit is refused."""
     with pytest.raises(WorkerFailed, match="rank 0: ValueError: no such link, with 0 GPUs") as caught:
         bench.run("test_bench:fail", {}, job(), session, spread=True)
     assert "in fail" in caught.value.hint
@@ -74,7 +77,7 @@ def test_a_failure_is_told(session: Session) -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    """A job's links, gradients and buckets, as one object on stdout; every number that arrived is right."""
+    """A job's links, gradients and buckets as one object on stdout; all received numbers are correct."""
     (tmp_path / "job.yaml").write_text(JOB)
     asked = ["bench", "comm", "job.yaml", "--max-bytes", "64KiB", "--min-bytes", "16KiB", "--iters", "3", "--json"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -95,5 +98,5 @@ def test_the_command(tmp_path: Path) -> None:
     assert told["gradients"]["bytes"] > 4 * parameters
     assert set(told["gradients"]["predicted"]) == {"ring", "tree", "halving_doubling", "torus_2d"}
     assert told["gradients"]["measured"] > 0
-    assert told["bucket"]["bucket_mb"] is None  # a quarter of a MiB: there is nothing to divide
+    assert told["bucket"]["bucket_mb"] is None  # a quarter of a MiB: too small for several buckets
     assert told["bucket"]["because"].startswith("torch's")

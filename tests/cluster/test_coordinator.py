@@ -1,4 +1,4 @@
-"""The coordinator, without Ray: orders, reports, and when an attempt is over."""
+"""The coordinator, without Ray: orders, reports, and when an attempt ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def error(message: str) -> dict[str, Any]:
 
 
 def offer(number: int, node: str | None = None) -> dict[str, Any]:
-    """What agent `number` says of itself; each is on a node of its own unless told."""
+    """What agent `number` reports about itself; each is on its own node unless `node` is given."""
     return {
         "node": node or f"node{number}",
         "local_rank": 0,
@@ -51,7 +51,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 
 def test_an_attempt_that_ends_well() -> None:
-    """The group is gathered once all agents are there; ranks meet at rank 0's; over once all have reported."""
+    """The group forms when all agents are present; ranks meet at rank 0's address; the attempt ends when all have reported."""
 
     async def test() -> None:
         made = Coordinator()
@@ -80,7 +80,7 @@ def test_an_attempt_that_ends_well() -> None:
 
 
 def test_ranks_on_nodes() -> None:
-    """Two agents a node: local ranks are the agents' own, nodes are numbered in the ranks' order."""
+    """Two agents on each node: local ranks are the agents', and nodes are numbered in the order of the ranks."""
 
     async def test() -> None:
         made = Coordinator()
@@ -99,8 +99,8 @@ def test_ranks_on_nodes() -> None:
 
 
 def test_a_lost_agents_place_is_taken(monkeypatch: Any) -> None:
-    """Ray says that agent 0 is dead, or it falls silent: its rank has failed, the other is killed; next time the spare has a rank.
-    Heard again, the lost one is told to leave."""
+    """Ray reports agent 0 dead, or it stops answering: its rank has failed and the other is killed. In the next attempt the spare
+    gets a rank. If the lost agent returns, it is told to exit."""
 
     async def test() -> None:
         for silent in (False, True):
@@ -115,7 +115,7 @@ def test_a_lost_agents_place_is_taken(monkeypatch: Any) -> None:
                     assert all([await made.beat(1, 1), await made.beat(1, 2)])
                     await asyncio.sleep(0.01)
             else:
-                await made.fallen(1, 0, {"type_name": "WorkerDied", "message": "gone", "kind": "worker_died"})
+                await made.agent_died(1, 0, {"type_name": "WorkerDied", "message": "gone", "kind": "worker_died"})
             assert (await killed)["do"] == "kill"
             await made.ended(1, 1, 1, DIED)
             reports = await result
@@ -134,11 +134,11 @@ def test_a_lost_agents_place_is_taken(monkeypatch: Any) -> None:
 
 
 def test_too_few_agents() -> None:
-    """An attempt for which an agent is missing has failed before it begins, and says why."""
+    """An attempt without enough agents fails before it begins, with the reason."""
 
     async def test() -> None:
         made, _ = await ready()
-        await made.fallen(1, 1, {"type_name": "WorkerDied", "message": "gone", "kind": "worker_died"})
+        await made.agent_died(1, 1, {"type_name": "WorkerDied", "message": "gone", "kind": "worker_died"})
         await made.begin(1, {}, 2)
         (report,) = (await made.result(1)).values()
         assert report["lost"]["message"] == "gone"
@@ -147,7 +147,7 @@ def test_too_few_agents() -> None:
 
 
 def test_a_retired_node_leaves() -> None:
-    """Its agents leave, and are not among the lost."""
+    """Its agents exit, and do not count as lost."""
 
     async def test() -> None:
         made, waiting = await ready()
@@ -159,7 +159,7 @@ def test_a_retired_node_leaves() -> None:
 
 
 def test_a_death_ends_the_others_at_once() -> None:
-    """Rank 1 died: rank 0, which may not even know, is to be killed; over once it has been."""
+    """Rank 1 died: rank 0, which may not know it, is to be killed. The attempt ends after that."""
 
     async def test() -> None:
         made, waiting = await ready()
@@ -178,7 +178,7 @@ def test_a_death_ends_the_others_at_once() -> None:
 
 
 def test_rank_0_may_finish_what_it_has_to_say() -> None:
-    """Where an exception has ended a rank it is not killed before its own report; the others are, once that is there."""
+    """If a rank ended with an exception, rank 0 is not killed before its own report; after that all others are."""
 
     async def test() -> None:
         made, waiting = await ready(size=3)
@@ -187,7 +187,7 @@ def test_rank_0_may_finish_what_it_has_to_say() -> None:
         result = asyncio.create_task(made.result(1))
         orders = [asyncio.create_task(made.next(1, number, 2, offer(number))) for number in (0, 2)]
         await made.ended(1, 1, 1, error("storage takes nothing"))
-        for _ in range(100):  # turns of the loop, in which an order would have been given
+        for _ in range(100):  # turns of the event loop, in which an order would have been given
             await asyncio.sleep(0)
         assert not any(order.done() for order in orders)
         await made.ended(1, 0, 1, error("storage takes nothing"))
@@ -199,7 +199,7 @@ def test_rank_0_may_finish_what_it_has_to_say() -> None:
 
 
 def test_lost_peers_are_no_cause_to_stop_looking(monkeypatch: Any) -> None:
-    """Rank 0 lost a peer: the others have time to say why; then, or when that is up, all are killed."""
+    """Rank 0 lost a peer: the others have time to report the cause. After that, or after the time limit, all are killed."""
 
     async def test() -> None:
         for late in (False, True):
@@ -222,7 +222,7 @@ def test_lost_peers_are_no_cause_to_stop_looking(monkeypatch: Any) -> None:
 
 
 def test_a_hung_rank_is_the_cause_not_those_that_were_killed_for_it() -> None:
-    """Rank 1 stands still: all agents look, all ranks are killed, and the only report is that of rank 1, which hung."""
+    """Rank 1 hangs: all agents dump stacks, all ranks are killed, and the only report is that rank 1 hung."""
 
     async def test() -> None:
         made, _ = await ready()
@@ -247,7 +247,7 @@ def test_a_hung_rank_is_the_cause_not_those_that_were_killed_for_it() -> None:
 
 
 def test_who_is_late_is_not_heard() -> None:
-    """Reports of an earlier attempt or group count for nothing; agents of an earlier group are sent away."""
+    """Reports of an earlier attempt or group are ignored; agents of an earlier group are told to exit."""
 
     async def test() -> None:
         made, waiting = await ready(group=1)
@@ -268,20 +268,20 @@ def test_who_is_late_is_not_heard() -> None:
 
 
 def test_reports_as_errors() -> None:
-    """What recovery makes its decisions on."""
+    """Reports become the failures on which recovery decides."""
     assert rank_error(0, OUTCOME) is None
     died = rank_error(1, DIED)
     assert died is not None
     assert (died.rank, died.kind, died.at) == (1, "worker_died", 2.0)
-    assert died.cause == "WorkerDied: process 7 on 10.0.0.1 ended without a word (SIGKILL)"
+    assert died.cause == "WorkerDied: process 7 on 10.0.0.1 exited without reporting an error (SIGKILL)"
     raised = rank_error(0, error("no"))
     assert raised is not None
     assert (raised.kind, raised.cause, raised.bases) == ("user_error", "RuntimeError: no", ("RuntimeError",))
 
 
 def test_a_cancelled_attempt_costs_no_agent() -> None:
-    """Cancelled before an agent has heard of the attempt: it hears of it, then of its end; the next attempt has all agents.
-    Once it is over there is nothing to cancel."""
+    """Cancelled before an agent has received the attempt: the agent receives it, then its end; the next attempt has all agents.
+    After its end there is nothing to cancel."""
 
     async def test() -> None:
         made = Coordinator()

@@ -1,4 +1,4 @@
-"""Preparing through Ray Data, on a private Ray."""
+"""Data preparation through Ray Data, on a private Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some 400 KB of text in several files."""
+    """About 400 KB of text in several files."""
     folder = tmp_path_factory.mktemp("corpus")
     choose = random.Random(3)
     for i in range(10):
@@ -32,8 +32,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_ray_makes_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
-    """One private Ray: a dataset equal to the serial one, file for file; then a bad file and storage that
-    cannot be written each raise raydist's own error, without Ray's wrapping, and leave no dataset."""
+    """A dataset equal to the serial one, file for file. A bad file, or storage that cannot be written, raises raydist's own
+    error, not wrapped by Ray, and leaves no dataset."""
     serial = prepare([str(corpus)], str(tmp_path / "serial"), "bpe:300", **SETTINGS)
     assert len(serial.train.shards) > 5
     bad = tmp_path / "bad"
@@ -48,14 +48,14 @@ def test_ray_makes_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"5\.txt: bad UTF-8: byte 0xff at offset 0 "):
             prepare([str(bad)], str(tmp_path / "none"), map_files=map_files, **SETTINGS)
         assert not (tmp_path / "none" / "index.json").exists()
-        # A folder stands where a task must put its shard.
+        # A folder is at the path where a task must put its shard.
         (tmp_path / "taken" / "train-000001-000.arrow").mkdir(parents=True)
         with pytest.raises(StorageError, match=r"cannot write .*train-000001-000\.arrow: Is a directory"):
             prepare([str(corpus)], str(tmp_path / "taken"), map_files=map_files, **SETTINGS)
 
 
 def test_one_block_needs_no_ray(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small corpus is prepared here, unless an address is given."""
+    """A small corpus is prepared in this process, unless an address is given."""
     monkeypatch.setattr("raydist.cluster.data_prepare.open_session", None)
     with RayMap() as map_files:
         index = prepare([str(corpus)], str(tmp_path / "out"), map_files=map_files, eval_fraction=0.2)

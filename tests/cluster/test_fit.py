@@ -1,4 +1,4 @@
-"""Attempts on a real private Ray: how each way to fail is told, and what a worker finds when it starts."""
+"""Attempts on a real private Ray: how each kind of failure is reported, and the environment that a worker starts with."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 import ray
 
 from raydist.cluster.run import ray_train_adapter
-from raydist.cluster.run.fit import Attempt, AttemptResult
+from raydist.cluster.run.fit import AbortHandle, AttemptResult
 from raydist.cluster.session import Session, open_session, worker_environment
 from raydist.errors import RaydistError
 from tests.processes import runs
 
 sys.path.insert(0, str(Path(__file__).parent))
-from drivers import attempt  # as the workers will find it: by PYTHONPATH
+from drivers import attempt  # workers import it by PYTHONPATH
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 
 
 def test_workers_find_the_environment_of_torchrun(session: Session) -> None:
-    """Ranks, rendezvous and variables are there before the train function; rank 0's value comes back; no torch anywhere."""
+    """Ranks, rendezvous and variables are set before the train function; rank 0's value is returned; torch is never imported."""
     result = attempt(session)
     assert result.failure is None
     assert result.value["rank"] == 0
@@ -52,19 +52,19 @@ def test_workers_find_the_environment_of_torchrun(session: Session) -> None:
 
 
 def test_the_driver_needs_no_torch() -> None:
-    """All that the driver imports, Ray Train among it, leaves torch out."""
+    """None of the driver's imports, including Ray Train, imports torch."""
     modules = "raydist.cluster.run.supervisor, raydist.cluster.run.ray_train_adapter, raydist.cluster.preflight"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def tree(cls: type) -> list[type]:
-    """A class and all that derive from it."""
+    """A class and all its subclasses."""
     return [cls, *(d for c in cls.__subclasses__() for d in tree(c))]
 
 
 def test_errors_survive_a_ray_round_trip(session: Session) -> None:
-    """Each error of raydist, raised in a task, is caught here as itself: type, message, hint and exit code."""
+    """Each raydist error, raised in a task, is caught in the driver with its own type, message, hint and exit code."""
 
     @ray.remote(num_cpus=0)
     def fails(cls: type[RaydistError]) -> None:
@@ -86,7 +86,7 @@ def test_errors_survive_a_ray_round_trip(session: Session) -> None:
     ids=["raises", "tells the facts"],
 )
 def test_one_root_cause(session: Session, end: dict[str, str], cause: str, heals: bool) -> None:
-    """Whatever the other rank says then, the failure is the guilty rank's, with its own traceback."""
+    """Whatever the other rank then reports, the reported failure is the first rank's, with its own traceback."""
     failure = attempt(session, {"end": end}).failure
     assert failure is not None
     assert (failure.kind, failure.heals, failure.cause) == ("user_error", heals, cause)
@@ -96,7 +96,7 @@ def test_one_root_cause(session: Session, end: dict[str, str], cause: str, heals
 
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_a_killed_worker_is_the_cause_not_its_peer(session: Session, tmp_path: Path, guilty: int) -> None:
-    """SIGKILL of either rank: the lost connection of the other, which may come in time to be heard, is not what is reported."""
+    """SIGKILL of either rank: the reported cause is its death, never the lost connection that the other rank may report."""
     results: list[AttemptResult] = []
     config = {"end": {"*": "wait"}, "started": str(tmp_path)}
     thread = threading.Thread(target=lambda: results.append(attempt(session, config)))
@@ -114,7 +114,7 @@ def test_a_killed_worker_is_the_cause_not_its_peer(session: Session, tmp_path: P
 
 
 def test_a_worker_that_exits_is_a_death(session: Session) -> None:
-    """Also at once, while Ray Train still starts the group (then no rank is known)."""
+    """Also if it exits at once, while Ray Train still starts the group (then the rank may be unknown)."""
     failure = attempt(session, {"end": {"1": "exit", "0": "wait"}}).failure
     assert failure is not None
     assert failure.kind == "worker_died"
@@ -122,20 +122,20 @@ def test_a_worker_that_exits_is_a_death(session: Session) -> None:
 
 
 def test_abort_ends_an_attempt_at_once(session: Session, tmp_path: Path) -> None:
-    """From another thread; the workers' processes are gone, their CPUs free for the next attempt."""
-    attempts: list[Attempt] = []
+    """Called from another thread: the workers' processes are gone, and their CPUs are free for the next attempt."""
+    handle = AbortHandle()
     results: list[AttemptResult] = []
 
     def run() -> None:
         config = {"end": {"*": "wait"}, "started": str(tmp_path)}
-        results.append(attempt(session, config, on_started=attempts.append))
+        results.append(attempt(session, config, abort=handle))
 
     thread = threading.Thread(target=run)
     thread.start()
     pids = _started(tmp_path)
     begin = time.monotonic()
-    attempts[0].abort()
-    attempts[0].abort()
+    handle.abort()
+    handle.abort()
     thread.join(20)
     assert time.monotonic() - begin < 10
     assert results[0].failure is not None
@@ -145,18 +145,18 @@ def test_abort_ends_an_attempt_at_once(session: Session, tmp_path: Path) -> None
 
 
 def test_a_killed_controller_is_told_and_leaves_nothing_reserved(session: Session, tmp_path: Path) -> None:
-    """Ray Train's own actor dies: a failure like any other, and the next attempt gets all CPUs."""
-    attempts: list[Attempt] = []
+    """Ray Train's own actor dies: the attempt fails with that kind, and the next attempt gets all CPUs."""
+    handle = AbortHandle()
     results: list[AttemptResult] = []
 
     def run() -> None:
         config = {"end": {"*": "wait"}, "started": str(tmp_path)}
-        results.append(attempt(session, config, on_started=attempts.append))
+        results.append(attempt(session, config, abort=handle))
 
     thread = threading.Thread(target=run)
     thread.start()
     pids = _started(tmp_path)
-    ray.kill(attempts[0]._controller)
+    ray.kill(handle._controller)
     thread.join(30)
     assert results[0].failure is not None
     assert results[0].failure.kind == "controller_died"
@@ -165,7 +165,7 @@ def test_a_killed_controller_is_told_and_leaves_nothing_reserved(session: Sessio
 
 
 def test_an_attempt_that_cannot_be_placed_says_so(session: Session) -> None:
-    """More workers than CPUs: a startup_timeout, not a hang; and the next attempt has the CPUs."""
+    """More workers than CPUs: the attempt fails with startup_timeout and does not hang; the next attempt gets the CPUs."""
     result = attempt(session, workers=2, cpus=(os.cpu_count() or 1) + 1, start_timeout_s=1.0)
     assert result.failure is not None
     assert result.failure.kind == "startup_timeout"
@@ -192,7 +192,7 @@ def _gone(pids: list[int]) -> None:
 
 
 def test_the_rendezvous_port_is_kept_for_torchs_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the moment rank 0 has chosen it nobody else gets it, but a store that asks for it by number."""
+    """After rank 0 has chosen the port, no other socket can bind it; only torch's store, which names it, can."""
     from torch.distributed import TCPStore
 
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")

@@ -1,4 +1,4 @@
-"""Who holds up the others: the verdict on what was seen of all ranks, as a table."""
+"""Which rank holds up the others: the verdict on the state of all ranks, as a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WAITS = RankView(state="S", step=7, phase="backward", seconds=12.0)
 
 
 def collectives(*ops: str) -> list[list[object]]:
-    """A flight recorder's account of one group."""
+    """A flight recorder's entries for one group."""
     return [["0", i + 1, op] for i, op in enumerate(ops)]
 
 
@@ -25,7 +25,7 @@ TWO = replace(WAITS, collectives=collectives(A, B))
 TABLE = [
     ([WAITS, replace(WAITS, state="T", phase="forward")], 1, "process is stopped (SIGSTOP); in step 7 for 12 s in forward"),
     ([replace(WAITS, state="t"), WAITS], 0, "stopped by a debugger"),
-    ([WAITS, WAITS, replace(WAITS, step=6)], 2, "behind the others, who are in step 7; in step 6 for 12 s in backward"),
+    ([WAITS, WAITS, replace(WAITS, step=6)], 2, "behind the other ranks, which are in step 7; in step 6 for 12 s in backward"),
     ([WAITS, replace(WAITS, phase="data", seconds=30)], None, "rank 1 has been in phase data for 30 s"),
     ([WAITS, replace(WAITS, step=6, phase="save")], None, "rank 1 has been in phase save"),
     ([WAITS, replace(WAITS, answers=False, where="a.py:3 in spin")], 1, "something holds the GIL; in step 7 for 12 s in"),
@@ -55,14 +55,14 @@ TABLE = [
     ],
 )
 def test_the_one_to_blame(sights: list[RankView], rank: int | None, words: str) -> None:
-    """Ranks are those of the list's places."""
+    """Ranks are positions in the list."""
     verdict = judge(dict(enumerate(sights)))
     assert verdict.rank == rank
     assert words in verdict.why
 
 
 def test_a_thousand_ranks() -> None:
-    """One that started fewer collectives is found among 1,000, each with a full record."""
+    """One rank that started fewer collectives is found among 1,000, each with a full record."""
     full = replace(WAITS, collectives=collectives(*[A, B] * 250))
     sights = dict.fromkeys(range(1000), full) | {617: replace(WAITS, collectives=collectives(*[A, B] * 249, A))}
     assert judge(sights).rank == 617

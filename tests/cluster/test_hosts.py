@@ -1,4 +1,4 @@
-"""Several hosts on one machine: what they see of each other, what a cut and a death do, and that nothing is left of them."""
+"""Several hosts on one machine: what each one sees, the effects of a cut and of a death, and that nothing is left over."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ for line in sys.stdin:
 
 
 class Talk:
-    """A TCP connection from one host to another, which it knows by name; the client obeys lines."""
+    """A TCP connection from one host to another, which it resolves by name; the client obeys lines."""
 
     def __init__(self, client: Host, server: Host) -> None:
         self.server = server.popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE)
@@ -73,17 +73,17 @@ class Talk:
         self.client.stdin.flush()
 
     def ask(self, question: str) -> str:
-        """What comes back: "QUESTION?" from a server that is there, or "closed" or "reset"."""
+        """The reply: "QUESTION?" from a running server, or "closed" or "reset"."""
         self.do(f"ask {question}", "hear")
         return said(self.client)
 
     def ask_in_vain(self, question: str) -> bool:
-        """Whether the kernel sends it again and again, and nothing comes."""
+        """Whether the kernel retransmits the question and no reply arrives."""
         self.do(f"ask {question}", "vain")
         return said(self.client) == "silence"
 
     def heard(self) -> bool:
-        """Whether the server has got a question that nobody has looked at."""
+        """Whether the server has received a question that was not read before."""
         return bool(select.select([self.server.stdout], [], [], 0)[0])
 
     def hear(self) -> str:
@@ -103,7 +103,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def test_hosts_have_names_and_places_of_their_own(hosts: Hosts) -> None:
-    """Its name, which is not 127.0.0.1's, its temporary files and its shared memory: nobody else has them."""
+    """Each host has its own name, which does not resolve to 127.0.0.1, and its own temporary files and shared memory."""
     look = "import os, socket, tempfile; n = socket.gethostname(); print(n, socket.gethostbyname(n), tempfile.mkstemp()[1])"
     for host in hosts:
         name, ip, file = host.run([sys.executable, "-c", look]).stdout.split()
@@ -116,7 +116,7 @@ def test_hosts_have_names_and_places_of_their_own(hosts: Hosts) -> None:
 
 
 def test_a_link_has_its_rate(hosts: Hosts) -> None:
-    """A second's worth of bytes takes a second, +-40%."""
+    """One second's worth of bytes takes a second, +-40%."""
     size = MBIT * 1_000_000 // 8
     talk = Talk(hosts[0], hosts[1])
     talk.do(f"send {size}")
@@ -127,7 +127,8 @@ def test_a_link_has_its_rate(hosts: Hosts) -> None:
 
 @pytest.mark.parametrize("of_all", [False, True], ids=["one", "all"])
 def test_a_cut_is_silent_and_heals(hosts: Hosts, of_all: bool) -> None:
-    """No packet passes either way, and no connection ends; after the heal each goes on where it was. Others are left alone."""
+    """No packet passes in either direction and no connection ends. After the heal each continues; other connections are not
+    affected."""
     ways = Talk(hosts[0], hosts[1]), Talk(hosts[1], hosts[0])
     others = [Talk(hosts[0], hosts[2]), Talk(hosts[2], hosts[1])]
     cut = (hosts[1], None) if of_all else (hosts[0], hosts[1])
@@ -149,7 +150,8 @@ def test_a_cut_is_silent_and_heals(hosts: Hosts, of_all: bool) -> None:
 
 
 def test_a_killed_host_says_goodbye_and_one_without_power_does_not(hosts: Hosts) -> None:
-    """All its processes go at once, a daemon too; peers see connections end, or only silence. It boots as if new."""
+    """All its processes end at once, also a daemon; its peers see closed connections, or only silence. It then boots as a new
+    host."""
     talks = {host.name: Talk(hosts[0], host) for host in hosts if host is not hosts[0]}
     assert [talk.ask("before") for talk in talks.values()] == ["before?"] * 2
     before = hosts[1].processes()
@@ -168,7 +170,8 @@ def test_a_killed_host_says_goodbye_and_one_without_power_does_not(hosts: Hosts)
 
 
 def test_signals_reach_the_process_in_the_host(hosts: Hosts) -> None:
-    """`send_signal` and a timeout act on the command, not on what waits for it; how it ends is seen outside."""
+    """`send_signal` and a timeout act on the command, not on the process that waits for it; its exit status is visible
+    outside."""
     trap = "trap 'echo told; exit 7' TERM; echo $$; while :; do sleep 0.01; done"
     process = hosts[0].popen(["sh", "-c", trap], stdout=subprocess.PIPE)
     number = int(said(process))
@@ -208,7 +211,7 @@ with Hosts(2) as hosts:
 
 @pytest.mark.parametrize("end", ["raise", "cut", "SIGINT", "SIGTERM", "SIGKILL"])
 def test_nothing_is_left(end: str) -> None:
-    """However the process that made hosts ends: no process, no namespace, no mount, no link is there that was not."""
+    """However the process that made the hosts ends: no process, namespace, mount or link of it remains."""
     needs.require(*needs.HOSTS)
     before = surroundings()
     command = [sys.executable, "-c", OWNER]
@@ -242,12 +245,12 @@ def test_nothing_is_left(end: str) -> None:
 def namespaces(pid: int) -> set[str]:
     try:
         return {os.readlink(f"/proc/{pid}/ns/{kind}") for kind in ("net", "uts", "ipc", "mnt", "pid")}
-    except OSError:  # it ended meanwhile
+    except OSError:  # it has ended in the meantime
         return set()
 
 
 def surroundings() -> dict[str, object]:
-    """What the machine itself has: mounts, links and names."""
+    """Mounts, links and names of the machine itself."""
     links = json.loads(subprocess.run(["ip", "-json", "link"], capture_output=True, check=True).stdout)
     return {
         "mounts": Path("/proc/self/mounts").read_text(),

@@ -1,4 +1,4 @@
-"""The Jobs API and the head: what is wrong with an address or a token is one clear error, within seconds."""
+"""The Jobs API and the head: a wrong address or token is one clear error, within seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raydist.errors import ClusterUnreachable, UserError
 
 @pytest.fixture(autouse=True)
 def no_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A user without a token, and Ray as it was before at the end."""
+    """A user without a token; Ray's own state is restored at the end."""
     for name in (authentication.MODE, authentication.TOKEN, authentication.TOKEN_PATH):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -32,7 +32,7 @@ def no_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def dashboard() -> Iterator[Any]:
-    """An HTTP server; `answers` has path -> (status, body), of which what is not there is 404."""
+    """An HTTP server; `answers` maps path -> (status, body); other paths return 404."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -84,11 +84,11 @@ GIVE = "ray get-auth-token"
 @pytest.mark.parametrize(
     ("env", "says", "hint"),
     [
-        ({}, "asks for a token, and there is none here", GIVE),
-        ({"RAY_AUTH_MODE": "disabled"}, "asks for a token, and there is none here", "unset RAY_AUTH_MODE"),
-        ({"RAY_AUTH_MODE": "token"}, "RAY_AUTH_MODE is token, and there is no token", "unset RAY_AUTH_MODE"),
-        ({"RAY_AUTH_TOKEN": "f" * 40}, "refuses the token of RAY_AUTH_TOKEN", GIVE),
-        ({"RAY_AUTH_TOKEN": "f" * 40, "RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE=disabled keeps", "or unset it"),
+        ({}, "requires a token, and there is none here", GIVE),
+        ({"RAY_AUTH_MODE": "disabled"}, "requires a token, and there is none here", "unset RAY_AUTH_MODE"),
+        ({"RAY_AUTH_MODE": "token"}, "RAY_AUTH_MODE is token, but there is no token", "unset RAY_AUTH_MODE"),
+        ({"RAY_AUTH_TOKEN": "f" * 40}, "rejects the token of RAY_AUTH_TOKEN", GIVE),
+        ({"RAY_AUTH_TOKEN": "f" * 40, "RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE=disabled Ray", "or unset it"),
         ({"RAY_AUTH_TOKEN_PATH": "/no/such"}, "/no/such (RAY_AUTH_TOKEN_PATH): cannot be read: No such file", GIVE),
         ({"RAY_AUTH_TOKEN_PATH": "/dev/null"}, "/dev/null (RAY_AUTH_TOKEN_PATH): is empty", GIVE),
     ],
@@ -96,7 +96,7 @@ GIVE = "ray get-auth-token"
 def test_a_token_that_is_missing_or_wrong(
     monkeypatch: pytest.MonkeyPatch, dashboard: Any, head: str, env: dict[str, str], says: str, hint: str
 ) -> None:
-    """The same error of the Jobs API and of the head: what is the matter, and the remedy for just that."""
+    """The Jobs API and the head raise the same error, with the cause and the matching remedy."""
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     for name, value in authentication.token_mode().items():
@@ -112,9 +112,10 @@ def test_a_token_that_is_missing_or_wrong(
 
 
 def test_what_is_no_address_of_a_jobs_api(dashboard: Any, head: str) -> None:
-    """Each with what is wrong; HOST:PORT alone is http."""
+    """Each is refused with the reason; HOST:PORT alone means http."""
     for address, says in {
-        "": "is no address", "ray://h:1": "is no address", "http://h:x": "Port could not be cast", "http://": "is no address",
+        "": "is not the address", "ray://h:1": "is not the address", "http://": "is not the address",
+        "http://h:x": "Port could not be cast",
         head: "the head's GCS answers there", f"http://{head}": "the head's GCS answers there",
     }.items():  # fmt: skip
         with pytest.raises(UserError, match=says) as caught:
@@ -125,7 +126,7 @@ def test_what_is_no_address_of_a_jobs_api(dashboard: Any, head: str) -> None:
 
 
 def test_a_jobs_api_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, dashboard: Any) -> None:
-    """Nobody listens, somebody says nothing, a host has no such name, no Ray answers: each with the reason, and worth a wait."""
+    """Refused connection, no answer, unknown host, not Ray: each error has its reason, and may be retried."""
     monkeypatch.setattr(jobs, "_ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         found = {f"http://127.0.0.1:{mute.getsockname()[1]}": "timed out"}
@@ -136,16 +137,16 @@ def test_a_jobs_api_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, dashbo
                 jobs.connect(url)
     for status, body in ((404, ""), (200, "<html>"), (200, "[]")):
         dashboard.answers["/api/version"] = (status, body)
-        with pytest.raises(ClusterUnreachable, match=rf"no Ray dashboard \(status {status}\)"):
+        with pytest.raises(ClusterUnreachable, match=rf"not a Ray dashboard \(status {status}\)"):
             jobs.connect(dashboard.url)
 
 
 def test_a_package_that_is_refused(dashboard: Any, tmp_path: Path) -> None:
-    """413 has its own remedy, and is not tried again; another refusal has its reason."""
+    """413 has its own remedy and is not retried; another refusal has its reason."""
     archive = tmp_path / "package.zip"
     archive.write_bytes(b"PK\x05\x06" + bytes(18))
     dashboard.answers["/api/packages/gcs"] = (413, "Maximum request body size 104857600 exceeded")
-    with pytest.raises(UserError, match=r"does not take a package of 22 bytes \(413\)\n.*proxy") as caught:
+    with pytest.raises(UserError, match=r"does not accept a package of 22 bytes \(413\)\n.*proxy") as caught:
         jobs.submit(dashboard.url, "true", archive, {})
     assert not isinstance(caught.value, ClusterUnreachable)
     dashboard.answers["/api/packages/gcs"] = (500, "out\nof disk")

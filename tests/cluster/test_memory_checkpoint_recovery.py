@@ -1,4 +1,4 @@
-"""Which snapshot is gone on from, and who fetches what: as a table, and for a cluster of 10,000 ranks."""
+"""From which snapshot a run resumes, and which node fetches which files: as a table, and for a cluster of 10,000 ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def copy(step: int, world: int, shared: tuple[int, ...] = (0,), attempt: int = 1
 
 
 def cluster(world: int, per_node: int, steps: tuple[int, ...], shared: tuple[int, ...] = (0,)) -> dict[str, Inventory]:
-    """Nodes n0, n1, ... whose ranks wrote these steps, and which keep those of the node before."""
+    """Nodes n0, n1, ... whose ranks wrote these steps; each also keeps the copies of the node before it."""
     count = world // per_node
     nodes = {}
     for n in range(count):
@@ -35,7 +35,7 @@ def ranks(world: int, per_node: int) -> dict[int, str]:
 
 
 def test_nothing_is_lost() -> None:
-    """The newest step; each node has what it needs but for what all ranks share."""
+    """The newest step is used; each node already has the files it needs, except those that all ranks share."""
     found = place(cluster(8, 2, (10, 20)), ranks(8, 2), after=15)
     assert found is not None
     assert found.copy.step == 20
@@ -45,7 +45,7 @@ def test_nothing_is_lost() -> None:
 
 
 def test_a_lost_node_is_replaced() -> None:
-    """Its ranks come up on a new node, which fetches their shards from the buddy; the others stay where they are."""
+    """Its ranks start on a new node, which fetches their shards from the buddy; the other ranks stay where they are."""
     nodes = cluster(8, 2, (10, 20))
     del nodes["n1"]
     found = place(nodes, {**ranks(8, 2), 2: "new", 3: "new"})
@@ -56,7 +56,7 @@ def test_a_lost_node_is_replaced() -> None:
 
 
 def test_a_lost_node_and_fewer_ranks() -> None:
-    """Another number of ranks reads all of it, wherever it is."""
+    """Another number of ranks reads all files, from whichever nodes have them."""
     nodes = cluster(8, 2, (20,))
     del nodes["n0"]
     left = {r: f"n{1 + r // 2}" for r in range(6)}
@@ -68,7 +68,7 @@ def test_a_lost_node_and_fewer_ranks() -> None:
 
 
 def test_two_neighbours_lost_means_an_older_source() -> None:
-    """A shard that nobody has any more: the step before, if that is whole, else none; and none that storage has as well."""
+    """A shard is lost: the step before is used if it is complete, else none; none either if storage has that step too."""
     nodes = cluster(8, 2, (10, 20))
     del nodes["n1"].files[20, name(2, 8, 20)], nodes["n2"].files[20, name(2, 8, 20)]  # type: ignore[attr-defined]
     found = place(nodes, ranks(8, 2))
@@ -80,7 +80,7 @@ def test_two_neighbours_lost_means_an_older_source() -> None:
 
 
 def test_a_file_of_another_size_does_not_count() -> None:
-    """It is being written over, or cut short: the buddy's is taken."""
+    """It is being overwritten, or is truncated: the buddy's file is used."""
     nodes = cluster(4, 2, (20,))
     nodes["n1"].files[20, name(2, 4, 20)] = 5  # type: ignore[index]
     found = place(nodes, ranks(4, 2))
@@ -89,7 +89,7 @@ def test_a_file_of_another_size_does_not_count() -> None:
 
 
 def test_copies_of_a_dead_line_do_not_count() -> None:
-    """`counts` says which are of the run's lineage."""
+    """Only copies for which `counts` is true, those of the run's lineage, are used."""
     nodes = cluster(4, 2, (10, 20))
     found = place(nodes, ranks(4, 2), counts=lambda copy: copy.step < 20)
     assert found is not None
@@ -97,7 +97,7 @@ def test_copies_of_a_dead_line_do_not_count() -> None:
 
 
 def test_peers_hold_each_others_shards() -> None:
-    """Of ranks that hold the same boxes one saved each: all of the group's files are needed by each."""
+    """Ranks that hold the same boxes saved one of them each, so every rank of the group needs all files of the group."""
     one = Copy(20, 1, "MANIFEST-0001.json", 4, {name(r, 4, 20): 1 for r in (0, 1)}, frozenset(), [[0, 2], [1, 3]])
     files = {(20, n): 1 for n in one.files}
     found = place({"n0": Inventory(files, [one]), "n1": Inventory()}, ranks(4, 2))
@@ -106,7 +106,8 @@ def test_peers_hold_each_others_shards() -> None:
 
 
 def test_ten_thousand_ranks() -> None:
-    """With a node lost: of sharded state, and of state that every rank reads whole. benchmarks/simulated.py says how fast."""
+    """With a lost node: for sharded state, and for state that every rank reads in full. benchmarks/simulated.py measures the
+    time."""
     for shared in ((0,), tuple(range(10_000))):
         nodes = cluster(10_000, 8, (10, 20), shared)
         del nodes["n77"]

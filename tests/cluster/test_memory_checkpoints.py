@@ -1,6 +1,6 @@
-"""The nodes' memory stores on a real Ray: copies on a buddy, fetching what a node lacks, and that nothing stays.
+"""The nodes' memory stores on a real Ray: copies on a buddy, fetching missing files, and cleanup.
 
-Two actors on one node stand in for two nodes: each has a folder of its own, as two machines have.
+Two actors on one node stand for two nodes: each has its own folder, as two machines have.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from raydist.checkpoint import memory_layout
 from raydist.checkpoint.manifest import FileEntry, Manifest
 from raydist.checkpoint.memory_layout import PEERS, SHARED, Shard, Use
 from raydist.cluster.run.memory_checkpoint_recovery import Fetch
-from raydist.cluster.run.memory_checkpoints import PIECE_BYTES, MemoryStore, _actor
+from raydist.cluster.run.memory_store import PIECE_BYTES, MemoryStore, start_actor
 from raydist.cluster.session import open_session, worker_environment
 from raydist.run.directory import step_folder
 
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Ray's id of its only node."""
+    """Starts Ray with one node; the node's id."""
     here = Path(__file__).parent
     with open_session(
         "local", env=worker_environment(), log_dir=tmp_path_factory.mktemp("logs"), python_path=[str(here.parents[1])]
@@ -39,9 +39,9 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def two(node: str) -> Iterator[list[tuple[Any, Path]]]:
-    """Two memory stores, each the other's buddy: ranks 0 and 1 are with the first, 2 and 3 with the second."""
+    """Two memory stores, each the other's buddy: ranks 0 and 1 are on the first, 2 and 3 on the second."""
     folders = [memory_layout.new_folder() for _ in range(2)]
-    memory_stores = [_actor(folder, node) for folder in folders]
+    memory_stores = [start_actor(folder, node) for folder in folders]
     link(memory_stores)
     yield [(memory_store, Path(folder)) for memory_store, folder in zip(memory_stores, folders, strict=True)]
     for memory_store in memory_stores:
@@ -54,7 +54,7 @@ def link(memory_stores: list[Any]) -> None:
 
 
 def until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Another process does it."""
+    """Waits for something that another process does."""
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline, "not in time"
@@ -62,7 +62,7 @@ def until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 
 def write(folder: Path, step: int, rank: int, kept: int | None, size: int = 1000) -> str:
-    """What a rank does when its shard is whole."""
+    """What a rank does when its shard is complete."""
     content = f"{rank}/{step}/".encode() * (size // 5)
     name = Shard(rank, 4, 1, xxhash.xxh3_128_hexdigest(content)).name
     place = folder / step_folder(step)
@@ -73,7 +73,7 @@ def write(folder: Path, step: int, rank: int, kept: int | None, size: int = 1000
 
 
 def commit(folders: list[Path], step: int, names: list[str]) -> None:
-    """What rank 0 does, and what all ranks say then."""
+    """What rank 0 does, and what all ranks report then."""
     files = {n: FileEntry(0, "") for n in names}
     made = Manifest(step, 4, 1, 0.0, "", files, {}, {SHARED: [], PEERS: []})
     (folders[0] / step_folder(step) / "MANIFEST-0001.json").write_bytes(made.dumps())
@@ -89,8 +89,8 @@ def shards(folder: Path, step: int) -> set[str]:
 
 
 def test_each_keeps_the_others_two_newest(two: list[tuple[Any, Path]]) -> None:
-    """Shards go to the buddy as soon as they are whole, the manifest once there is one; what is older goes. Also those of
-    more than a piece. Each says what the other has."""
+    """Shards are sent to the buddy as soon as they are complete, also in several pieces; the manifest when it exists. Older files
+    are deleted. Each store reports which files the other has."""
     folders = [folder for _, folder in two]
     for step in (1, 2, 3):
         size = 2 * PIECE_BYTES if step == 3 else 1000
@@ -114,13 +114,13 @@ def test_each_keeps_the_others_two_newest(two: list[tuple[Any, Path]]) -> None:
 
 
 def test_a_node_fetches_what_it_lacks(two: list[tuple[Any, Path]], node: str) -> None:
-    """A new node: from another's memory, hash checked, and on to its buddy what is of its own ranks; what is damaged there is told,
-    and does not arrive."""
+    """A new node fetches from another node's memory, checks hashes, and sends its own ranks' files to its buddy. A damaged file
+    is reported and not stored."""
     folders = [folder for _, folder in two]
     names = [write(folders[r // 2], 5, r, None) for r in range(4)]
     until(lambda: shards(folders[0], 5) == set(names[2:]))
     new = memory_layout.new_folder()
-    memory_store = _actor(new, node)
+    memory_store = start_actor(new, node)
     ray.get(memory_store.link.remote(memory_store, two[0][0], [0], 4))
     sources = {"a": two[0][0], "b": two[1][0]}
     wanted = [Fetch(names[2], 1, "a"), Fetch(names[0], 1, "a"), Fetch(names[3], 1, "b")]
@@ -131,7 +131,7 @@ def test_a_node_fetches_what_it_lacks(two: list[tuple[Any, Path]], node: str) ->
     (problem,) = ray.get(memory_store.fetch.remote(5, [Fetch(names[1], 1, "a"), Fetch("gone", 1, "a")][:1], sources))
     assert "hash" in problem
     assert not (Path(new) / step_folder(5) / names[1]).exists()
-    # Its own buddy's part costs no copy.
+    # Its own buddy's files need no copy.
     assert ray.get(two[0][0].fetch.remote(5, [Fetch(names[2], 1, "a")], {})) == []
     assert (folders[0] / step_folder(5) / names[2]).stat().st_nlink == 2
     ray.kill(memory_store)
@@ -139,7 +139,8 @@ def test_a_node_fetches_what_it_lacks(two: list[tuple[Any, Path]], node: str) ->
 
 
 def test_a_killed_memory_store_comes_back(two: list[tuple[Any, Path]]) -> None:
-    """SIGKILL of the actor: while a rank uses the folder it stays, and what was written meanwhile goes to the buddy then."""
+    """SIGKILL of the actor: the folder stays while a rank uses it, and files written in the meantime are sent after the
+    restart."""
     (memory_store, folder), (_, other) = two
     rank = Use(str(folder))
     pid = ray.get(memory_store.__ray_call__.remote(lambda self: os.getpid()))
@@ -160,10 +161,10 @@ def test_a_killed_memory_store_comes_back(two: list[tuple[Any, Path]]) -> None:
 
 
 def test_what_killed_runs_left_goes(tmp_path: Path) -> None:
-    """A memory store whose process was killed: its cleaner removes it, but not before the last rank is gone; and a new memory store
-    those whose cleaner was killed too."""
+    """The cleaner of a killed memory store deletes its folder, but not before the last rank has exited. If the cleaner was killed
+    too, the next memory store deletes it."""
     folder = memory_layout.new_folder()
-    code = "import sys, time\nfrom raydist.cluster.run.memory_checkpoints import MemoryStore\n"
+    code = "import sys, time\nfrom raydist.cluster.run.memory_store import MemoryStore\n"
     code += f"MemoryStore({folder!r})\nprint(flush=True)\ntime.sleep(100)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert process.stdout is not None

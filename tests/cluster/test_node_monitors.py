@@ -1,4 +1,4 @@
-"""The nodes' agents on a real Ray: zero CPUs, pinned, back after a kill; nobody waits for them, and they for nobody."""
+"""Node monitors on a real Ray: they use no CPUs, are pinned to their node and restart after a kill. Nothing waits for them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ print(step)
 
 
 class Monitor:
-    """Takes rows as the run's monitor does, and shows them; `hold` lets it answer nobody for a while."""
+    """Takes rows as the run's monitor does, and returns them; while `hold` is set, it does not answer."""
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
@@ -73,7 +73,7 @@ class Monitor:
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Ray's id of its only node."""
+    """Starts Ray with one node; the node's id."""
     with open_session(
         "local", env=worker_environment(), log_dir=tmp_path_factory.mktemp("logs"), python_path=[str(ROOT)]
     ):
@@ -89,7 +89,7 @@ def monitor(node: str) -> Iterator[Any]:
 
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that leaves a reading fifty times a second, as a rank does."""
+    """A process that writes a reading 50 times a second, as a rank does."""
     command = [sys.executable, "-c", RANK, str(tmp_path), address()]
     process = subprocess.Popen(
         command,
@@ -109,7 +109,7 @@ def address() -> str:
 
 
 def until(true: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    """Another process does it."""
+    """Waits for something that another process does."""
     deadline = time.monotonic() + timeout_s
     while not (found := true()):
         assert time.monotonic() < deadline, "not in time"
@@ -118,7 +118,7 @@ def until(true: Callable[[], Any], timeout_s: float = 60.0) -> Any:
 
 
 def pid_of(actor: Any) -> int:
-    """0 while it is not there."""
+    """0 while the actor is not alive."""
     try:
         return int(ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=10))
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
@@ -143,17 +143,17 @@ def kill(actor: Any) -> int:
 def test_killed_agents_and_monitors_cost_rows_only(
     node: str, monitor: Any, rank: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    """Rows go on after a SIGKILL of either; the rank notices nothing; at the end nothing stays."""
+    """After a SIGKILL of either one, rows continue and the rank is not affected; at the end no actor or folder remains."""
     told: list[str] = []
     agents = NodeMonitors(RunDir(tmp_path), monitor, 0.1, private=False, env={}, note=told.append)
     agents.watch([node, node])
     agents.watch([node])
-    ((_, agent),) = agents._agents.values()
+    ((_, agent),) = agents._monitors.values()
     (row,) = until(lambda: ray.get(monitor.seen.remote("rank"))[:1])
     assert row["rss_bytes"] > 1 << 20
     assert (row["node"], row["rank"]) == (address(), 0)
     assert ray.get(agent.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id())) == node
-    until(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"])  # it has none, though it runs
+    until(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"])  # its monitor reserves none
 
     pid = kill(agent)
     again = until(lambda: pid_of(agent) not in (pid, 0) and time.time())
@@ -180,7 +180,7 @@ def test_killed_agents_and_monitors_cost_rows_only(
 
 
 def test_a_monitor_that_does_not_answer(monitor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readings go on and are kept, the newest so many; then they arrive at once, in order."""
+    """Readings continue, and the newest ones are kept, up to a limit; later they are sent at once, in order."""
     monkeypatch.setattr(node_module, "_KEPT", 4)
     ray.get(monitor.hold.remote(True))
     agent = NodeMonitor(str(tmp_path), address(), monitor, 0.02, str(tmp_path))
@@ -197,7 +197,8 @@ def test_a_monitor_that_does_not_answer(monitor: Any, tmp_path: Path, monkeypatc
 
 
 def test_what_was_read_last_arrives(monitor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the agent has closed, for then it may be ended: what was on its way, and what was not sent yet."""
+    """A node monitor sends its last readings, both those in flight and those not sent yet, before it closes: it may be ended
+    then."""
     monkeypatch.setattr(node_module, "_ARRIVE_S", 60.0)
     ray.get(monitor.hold.remote(True))
     agent = NodeMonitor(str(tmp_path), address(), monitor, 0.02, str(tmp_path))
@@ -214,11 +215,12 @@ def test_what_was_read_last_arrives(monitor: Any, tmp_path: Path, monkeypatch: p
 def test_nodes_past_the_first_ones_have_a_aggregator(
     node: str, monitor: Any, rank: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their rows are stored, in segments of their own, and go on after its SIGKILL; the monitor gets the newest ones at the end."""
+    """Their rows are stored in segments of their own, also after a SIGKILL of the aggregator; the monitor gets the newest ones at
+    the end."""
     monkeypatch.setattr(agents_module, "NODES", 1)
     run = RunDir(tmp_path)
     agents = NodeMonitors(run, monitor, 0.1, private=False, env={}, note=lambda text: None)
-    agents._numbers["10.9.9.9"] = 0  # the first node is another one
+    agents._numbers["10.9.9.9"] = 0  # another node is the first one
     agents.watch([node])
     ((_, aggregator),) = agents._aggregators.values()
     stored = until(lambda: (found := read_samples(run, ["at", "kind", "rank"]).to_pylist()) and found)
@@ -236,14 +238,14 @@ def test_nodes_past_the_first_ones_have_a_aggregator(
 
 
 def test_nodes_that_the_run_has_left(node: str, monitor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing stays there, though the run goes on; if it comes back they are watched again, and the segments go on."""
+    """Its monitors end, though the run continues. If the node returns, it is monitored again and its segments continue."""
     monkeypatch.setattr(agents_module, "NODES", 1)
     run = RunDir(tmp_path)
     told: list[str] = []
     agents = NodeMonitors(run, monitor, 0.05, private=False, env={}, note=told.append)
-    agents._numbers["10.9.9.9"] = 0  # the first node is another one
+    agents._numbers["10.9.9.9"] = 0  # another node is the first one
     agents.watch([node])
-    ((_, agent),) = agents._agents.values()
+    ((_, agent),) = agents._monitors.values()
     ((_, aggregator),) = agents._aggregators.values()
     until(lambda: read_samples(run, ["at"]).num_rows > 2)
     agents.watch([])
@@ -257,10 +259,10 @@ def test_nodes_that_the_run_has_left(node: str, monitor: Any, tmp_path: Path, mo
 
 
 def test_on_a_private_ray_the_driver_does_it(node: str, monitor: Any, tmp_path: Path) -> None:
-    """No actor, the same rows; once it is closed, no more of them."""
+    """The driver writes the same rows without an actor; after `close` there are no more."""
     agents = NodeMonitors(RunDir(tmp_path), monitor, 0.05, private=True, env={}, note=lambda text: None)
     agents.watch([node])
-    ((_, agent),) = agents._agents.values()
+    ((_, agent),) = agents._monitors.values()
     assert isinstance(agent, NodeMonitor)
     until(lambda: len(ray.get(monitor.seen.remote("node"))) > 1)
     agents.close()
@@ -268,16 +270,16 @@ def test_on_a_private_ray_the_driver_does_it(node: str, monitor: Any, tmp_path: 
 
 
 def test_a_node_that_is_gone(node: str, monitor: Any, tmp_path: Path) -> None:
-    """It has no agent, and the others have theirs."""
+    """A node that is gone gets no node monitor; the others get theirs."""
     told: list[str] = []
     agents = NodeMonitors(RunDir(tmp_path), monitor, 60.0, private=True, env={}, note=told.append)
     agents.watch(["f" * 56, node])
-    assert [place for place, _ in agents._agents.values()] == [node]
-    # Its id is another one now: it was lost and is back.
-    lost = agents._agents[address()][1]
-    agents._agents[address()] = "f" * 56, lost
+    assert [place for place, _ in agents._monitors.values()] == [node]
+    # Its id has changed: the node was lost and has returned.
+    lost = agents._monitors[address()][1]
+    agents._monitors[address()] = "f" * 56, lost
     agents.watch([node])
-    assert [(place, agent is lost) for place, agent in agents._agents.values()] == [(node, False)]
+    assert [(place, agent is lost) for place, agent in agents._monitors.values()] == [(node, False)]
     lost.close()
     agents.close()
     assert not [text for text in told if "not watched: " in text]

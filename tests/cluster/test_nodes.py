@@ -1,11 +1,12 @@
-"""Where there is room, and with how many workers a run goes on: tables. What asks Ray is in tests/end_to_end/test_nodes.py."""
+"""Where there is room, and with how many workers a run continues: tables. tests/end_to_end/test_nodes.py tests the calls to
+Ray."""
 
 from __future__ import annotations
 
 import pytest
 
 from raydist.cluster.nodes import Node, room
-from raydist.cluster.run.recovery import SETTLE_S, Stop, Team, Wait, resize
+from raydist.cluster.run.recovery import SETTLE_S, Proceed, Stop, Wait, resize
 from raydist.spec.models import RecoverySpec
 
 NODES = [
@@ -27,31 +28,32 @@ NODES = [
     ],
 )
 def test_room(each: dict[str, float], ours: dict[str, int], avoid: list[str], expected: int) -> None:
-    """Whole workers only; with what is reserved for ours; not on nodes that leave, are avoided, or are gone."""
+    """Whole workers only; resources that our workers hold count as free; nodes that leave, are avoided or are gone do not
+    count."""
     assert room(NODES, each, ours, avoid) == expected
 
 
-ALL = "so many it must be"
+ALL = "the number of workers is fixed"
 
 
 @pytest.mark.parametrize(
     ("least", "most", "living", "space", "waited", "policy", "expected"),
     [
-        # all are there, spares too
-        (2, 2, 3, 3, 0.0, {}, Team(2, False, "all workers are there")),
-        (1, 2, 2, 2, 0.0, {}, Team(2, False, "all workers are there")),
-        # a fixed size: Ray waits for the room
-        (2, 2, 1, 1, 0.0, {}, Team(2, True, ALL)),
-        (2, 2, 0, 0, 0.0, {}, Team(2, True, ALL)),
-        # room for all elsewhere
-        (1, 4, 2, 4, 0.0, {}, Team(4, True, "there is room for 4")),
+        # all are there, also spares
+        (2, 2, 3, 3, 0.0, {}, Proceed(2, False, "all workers are there")),
+        (1, 2, 2, 2, 0.0, {}, Proceed(2, False, "all workers are there")),
+        # a fixed size: Ray waits for room
+        (2, 2, 1, 1, 0.0, {}, Proceed(2, True, ALL)),
+        (2, 2, 0, 0, 0.0, {}, Proceed(2, True, ALL)),
+        # there is room for all on other nodes
+        (1, 4, 2, 4, 0.0, {}, Proceed(4, True, "there is room for 4")),
         # fewer: at once, or after waiting for a spare
-        (1, 4, 3, 3, 0.0, {}, Team(3, False, "3 of 4 workers are left, and 1 are enough")),
+        (1, 4, 3, 3, 0.0, {}, Proceed(3, False, "3 of 4 workers are left, and 1 are enough")),
         (1, 4, 3, 3, 9.0, {"wait_for_spare_s": 10}, Wait("3 of 1 workers")),
-        (1, 4, 3, 3, 10.0, {"wait_for_spare_s": 10}, Team(3, False, "3 of 4 workers are left, and 1 are enough")),
-        # nobody left: what they held takes a while to be free
+        (1, 4, 3, 3, 10.0, {"wait_for_spare_s": 10}, Proceed(3, False, "3 of 4 workers are left, and 1 are enough")),
+        # no worker is left: it takes a while until their resources are free
         (2, 4, 0, 2, 0.0, {}, Wait("2 of 2 workers")),
-        (2, 4, 0, 2, SETTLE_S, {}, Team(2, True, "there is room for 2 of 4 workers, and 2 are enough")),
+        (2, 4, 0, 2, SETTLE_S, {}, Proceed(2, True, "there is room for 2 of 4 workers, and 2 are enough")),
         # too few
         (3, 4, 2, 2, 599.0, {}, Wait("2 of 3 workers")),
         (3, 4, 2, 2, 60.0, {"wait_for_nodes": 60}, Stop),
@@ -60,7 +62,7 @@ ALL = "so many it must be"
 def test_resize(
     least: int, most: int, living: int, space: int, waited: float, policy: dict[str, float], expected: object
 ) -> None:
-    """Each line of `resize`."""
+    """Each branch of `resize`."""
     found = resize(least, most, living, space, waited, RecoverySpec(**policy))  # type: ignore[arg-type]
     if expected is Stop:
         assert isinstance(found, Stop)

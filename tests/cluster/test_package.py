@@ -1,4 +1,4 @@
-"""What of a working directory is shipped: by git, by .gitignore files, and without what raydist made."""
+"""Which files of a working directory are shipped: those that git or .gitignore files allow, without raydist's own output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raydist.errors import UserError
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A user's folder: code and a job; runs, a sweep and data that raydist made; an environment, a cache and what is ignored."""
+    """A user's folder: code and a job; runs, a sweep and data made by raydist; an environment, a cache and ignored files."""
     files = {
         "job.yaml": "name: j",
         "own/model.py": "x = 1",
@@ -50,7 +50,7 @@ ALWAYS = {".gitignore", ".rayignore", "job.yaml", "own/.gitignore", "own/model.p
 
 
 def git(folder: Path, *words: str) -> None:
-    """Runs git there, as nobody in particular."""
+    """Runs git in `folder`, with a test identity."""
     subprocess.run(
         ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=b", *words], check=True, timeout=60
     )
@@ -58,8 +58,8 @@ def git(folder: Path, *words: str) -> None:
 
 @pytest.mark.parametrize("by_git", [True, False])
 def test_what_is_shipped(folder: Path, by_git: bool) -> None:
-    """Without environments, caches, runs, sweeps, prepared data, the storage, and what is ignored; what of it was raydist's is
-    told. Inside a git work tree a file that is tracked counts, also where it is ignored; so do new files."""
+    """Environments, caches, runs, sweeps, prepared data, the storage and ignored files are left out; those made by raydist are
+    reported. In a git work tree, tracked files are shipped even if ignored, and so are new files."""
     if by_git:
         git(folder, "init", "-q")
         git(folder, "add", "-f", "job.yaml", "own", "scratch", ".gitignore")
@@ -74,7 +74,7 @@ def test_what_is_shipped(folder: Path, by_git: bool) -> None:
 
 @pytest.mark.parametrize("by_git", [True, False])
 def test_what_a_job_names_is_shipped_all_the_same(folder: Path, by_git: bool) -> None:
-    """Files and folders, whatever ignores them, and prepared data."""
+    """Files and folders that a job names are shipped even if ignored; so is prepared data."""
     if by_git:
         git(folder, "init", "-q")
     found = package.select(folder, [], ["./corpus", "a.log", "own", "secret.txt"])
@@ -84,8 +84,8 @@ def test_what_a_job_names_is_shipped_all_the_same(folder: Path, by_git: bool) ->
 
 
 def test_other_repositories_and_links(folder: Path) -> None:
-    """A repository inside, which git lists as one name, is shipped by its own rules; so is a link to a folder, and one that leads
-    back is followed once. A work tree inside of which git ignores all is read as any folder."""
+    """A nested repository, which git lists as one name, is shipped by its own rules. A link to a folder is followed, a link back
+    only once. A work tree in which git ignores everything is read like any folder."""
     git(folder, "init", "-q")
     git(folder / "own", "init", "-q", "inner")
     (folder / "own/inner/code.py").write_text("x")
@@ -103,7 +103,7 @@ def test_other_repositories_and_links(folder: Path) -> None:
 
 
 def test_the_archive(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """It holds the files with their rights; equal files make equal bytes, so that Ray does not send them again."""
+    """It has the files with their modes; equal files give equal bytes, so that Ray does not upload them again."""
     (folder / "own/model.py").chmod(0o755)
     out = tmp_path_factory.mktemp("out")
     chosen = package.select(folder)
@@ -118,7 +118,7 @@ def test_the_archive(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_a_package_that_is_too_large(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The error has the size, the largest files and folders, and what to do; the archive is not written to its end."""
+    """The error has the size, the largest files and folders, and the remedy; the archive is not written to its end."""
     (folder / "weights").mkdir()
     (folder / "weights/big.bin").write_bytes(os.urandom(6 << 20))
     (folder / "weights/big2.bin").write_bytes(os.urandom(2 << 20))
@@ -133,7 +133,7 @@ def test_a_package_that_is_too_large(folder: Path, tmp_path_factory: pytest.Temp
 
 
 def test_a_file_that_cannot_be_read(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """It is named, with the reason."""
+    """The error names the file and the reason."""
     chosen = package.select(folder)
     (folder / "job.yaml").unlink()
     with pytest.raises(UserError, match=r"job.yaml: cannot be shipped: No such file"):
@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_read(folder: Path, tmp_path_factory: pytest.TempP
 
 
 def test_the_limits_are_ray_s() -> None:
-    """Those that a cluster of the Ray installed here has."""
+    """They equal the limits of the installed Ray."""
     from ray._private import ray_constants
 
     assert ray_constants.DASHBOARD_CLIENT_MAX_SIZE == package.JOBS_LIMIT
@@ -149,7 +149,7 @@ def test_the_limits_are_ray_s() -> None:
 
 
 def test_what_of_this_repository_is_shipped(tmp_path: Path) -> None:
-    """By `ray job submit --working-dir .` and by raydist: the package, jobs and sweeps; not tests, docs nor caches."""
+    """By `ray job submit --working-dir .` and by raydist: the package, jobs and sweeps; no tests, docs or caches."""
     from ray._private.ray_constants import get_runtime_env_default_excludes
     from ray._private.runtime_env.packaging import create_package
 

@@ -1,4 +1,4 @@
-"""A job that the cluster cannot run is refused before a worker is reserved, with what was asked and what there is."""
+"""A job that the cluster cannot run is refused before a worker is reserved, with the request and the available resources."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raydist.spec import JobSpec, parse
 
 
 def job(**cluster: Any) -> JobSpec:
-    """A job that asks this of the cluster."""
+    """A job with these fields in `cluster`."""
     return parse({"data": {"source": "x"}, "train": {"steps": 1}, "cluster": cluster})
 
 
@@ -23,7 +23,7 @@ def job(**cluster: Any) -> JobSpec:
     [
         ({"workers": 2}, [{"CPU": 2.0}], None),
         ({"workers": 3}, [{"CPU": 2.0}], "3 workers of 1 CPU, the cluster has 1 node with 2 CPUs in all: 2 would fit"),
-        # 8 CPUs in all, but no node has room for a worker of 3 twice.
+        # 8 CPUs in total, but no node has room for two workers of 3.
         ({"workers": 3, "cpus_per_worker": 3}, [{"CPU": 4.0}, {"CPU": 4.0}], "2 nodes with 8 CPUs in all: 2 would fit"),
         ({"workers": 2, "cpus_per_worker": 0.5}, [{"CPU": 1.0}], None),
         ({"workers": 10, "cpus_per_worker": 0.1}, [{"CPU": 1.0}], None),
@@ -33,11 +33,11 @@ def job(**cluster: Any) -> JobSpec:
             "2 workers of 1 CPU and 1 GPU, the cluster has 1 node with 8 CPUs",
         ),
         ({"workers": 4}, [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}], None),
-        ({"workers": 1, "cpus_per_worker": 64}, [{"CPU": 8.0}], "ask less of each worker"),
+        ({"workers": 1, "cpus_per_worker": 64}, [{"CPU": 8.0}], "reduce the resources per worker"),
     ],
 )
 def test_resources(cluster: dict[str, Any], nodes: list[dict[str, float]], expected: str | None) -> None:
-    """Workers must fit on the nodes one by one, not into the sum; the remedy is a number that would fit."""
+    """Each worker must fit on one node; the sum over nodes is not enough. The remedy names a number that would fit."""
     problems = check_resources(job(**cluster), nodes)
     assert len(problems) == (expected is not None)
     if expected:
@@ -48,17 +48,17 @@ def test_resources(cluster: dict[str, Any], nodes: list[dict[str, float]], expec
     ("wanted", "gpus", "expected"), [("auto", 0, 0.0), ("auto", 1, 0.0), ("auto", 2, 1.0), (0, 8, 0.0), (0.5, 8, 0.5)]
 )
 def test_gpus_are_taken_where_there_are_enough(wanted: Any, gpus: float, expected: float) -> None:
-    """`auto` is one GPU each if all of two workers get one, else none; a number is that number."""
+    """`auto` is one GPU each if two workers can each get one, else none; a number is used as it is."""
     assert gpus_per_worker(job(workers=2, gpus_per_worker=wanted), {"CPU": 8.0, "GPU": gpus}) == expected
 
 
 @pytest.mark.parametrize(
     ("sections", "gpus", "local", "told"),
     [
-        ({"precision": {"params": "fp16"}}, 0, True, "precision: fp16 is not trained on CPUs"),
-        ({"precision": {"params": "fp16"}}, 1, True, "there is not a GPU here for each worker"),
+        ({"precision": {"params": "fp16"}}, 0, True, "precision: fp16 needs GPUs"),
+        ({"precision": {"params": "fp16"}}, 1, True, "there are not enough GPUs here for one per worker"),
         ({"precision": {"params": "fp16"}}, 2, True, None),
-        ({"precision": {"params": "fp16"}}, None, True, None),  # AMD's: not known before Ray counts them
+        ({"precision": {"params": "fp16"}}, None, True, None),  # AMD GPUs: unknown before Ray counts them
         ({"precision": {"params": "fp16"}}, 0, False, None),  # the cluster may have some
         (
             {"precision": {"params": "fp16"}, "cluster": {"gpus_per_worker": 0}},
@@ -67,7 +67,7 @@ def test_gpus_are_taken_where_there_are_enough(wanted: Any, gpus: float, expecte
             "cluster.gpus_per_worker is 0",
         ),
         ({"precision": {"params": "bf16"}}, 0, True, None),
-        ({"cluster": {"gpus_per_worker": 1}}, 0, True, "cluster.gpus_per_worker: 1, and this machine has no GPU"),
+        ({"cluster": {"gpus_per_worker": 1}}, 0, True, "cluster.gpus_per_worker: 1, but this machine has no GPU"),
         ({"cluster": {"gpus_per_worker": 1}}, 0, False, None),
         ({"cluster": {"gpus_per_worker": 1}}, 1, True, None),
         ({}, 0, True, None),
@@ -76,7 +76,7 @@ def test_gpus_are_taken_where_there_are_enough(wanted: Any, gpus: float, expecte
 def test_what_can_be_told_before_ray_starts(
     sections: dict[str, Any], gpus: int | None, local: bool, told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """fp16 where no worker gets a GPU, and GPUs that are not there; nothing is said where only the cluster can tell."""
+    """fp16 without a GPU for the workers, and missing GPUs, are refused; if only the cluster can tell, there is no error."""
     monkeypatch.setattr(preflight, "host_gpus", lambda: gpus)
     both = {"workers": 2, **sections.get("cluster", {})}
     spec = parse({"data": {"source": "x"}, "train": {"steps": 1}, **sections, "cluster": both})
@@ -90,28 +90,28 @@ def test_what_can_be_told_before_ray_starts(
 
 
 def test_no_gpus_where_none_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA_VISIBLE_DEVICES empty: Ray counts none either, whatever the driver has."""
+    """CUDA_VISIBLE_DEVICES is empty: there are no GPUs, as in Ray's count, whatever the driver reports."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert preflight.host_gpus() == 0
 
 
 def test_a_node_says_all_that_it_lacks(tmp_path: Path) -> None:
-    """Storage that cannot be written, a dataset and a folder that are not there and a missing module are told together."""
+    """Storage that cannot be written, a missing dataset, a missing folder and a missing module are reported together."""
     (tmp_path / "file").write_text("in the way")
     found = look_around(
         str(tmp_path / "file" / "run"), str(tmp_path / "no-data"), ["no_such_module"], str(tmp_path / "no-swap")
     )
     text = "\n".join(found["problems"])
     assert "every node can write to" in text
-    assert "no-data is not there" in text
+    assert "no-data was not found" in text
     assert "offload.path" in text
-    assert "no-swap is not there" in text
+    assert "no-swap does not exist" in text
     assert "no module 'no_such_module'" in text
     assert found["versions"] == versions()
 
 
 def test_a_good_node_has_nothing_to_say(tmp_path: Path) -> None:
-    """No problem, no trace of the look, and a version of everything that must agree."""
+    """There are no problems, the check leaves no files, and it returns a version of everything that must agree between nodes."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "index.json").write_text("{}")
     found = look_around(str(tmp_path / "run"), str(tmp_path / "data"), ["json"])

@@ -1,4 +1,4 @@
-"""The prometheus exporter and deploy/grafana: a real Prometheus scrapes a real Ray, and every query of the dashboard is asked."""
+"""The prometheus exporter and deploy/grafana: a real Prometheus scrapes a real Ray, and every query of the dashboard is run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def free_port() -> int:
 
 
 class Prometheus:
-    """One that scrapes `target` every 250 ms, with its data in `folder`."""
+    """A Prometheus that scrapes `target` every 250 ms, with its data in `folder`."""
 
     def __init__(self, folder: Path, target: str) -> None:
         config = folder / "prometheus.yml"
@@ -52,14 +52,14 @@ class Prometheus:
             self.process = subprocess.Popen(["prometheus", *flags], stdout=log, stderr=log)
 
     def ask(self, expression: str) -> list[dict[str, Any]]:
-        """What the query gives now. Raises AssertionError with Prometheus's word if it is no query."""
+        """The current result of a query. Raises AssertionError with Prometheus's message if the query is invalid."""
         try:
             with urlopen(f"{self._url}query?{urlencode({'query': expression})}", timeout=10) as answer:
                 found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
                 return found
         except HTTPError as error:
             if error.code == 503:
-                return []  # it still starts
+                return []  # it is still starting
             raise AssertionError(f"{expression}: {error.read().decode()}") from None
         except URLError:
             assert self.process.poll() is None, "Prometheus ended"
@@ -74,7 +74,7 @@ class Prometheus:
 
 
 class Job:
-    """A run that trains, as its monitor sees it: two ranks, a step and two samples at a time."""
+    """A training run as its monitor sees it: two ranks, with one step and two samples at a time."""
 
     def __init__(self, run: RunDir) -> None:
         import ray
@@ -116,7 +116,7 @@ class Job:
 
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, Job]]:
-    """A job on a private Ray that serves metrics, each second, and a Prometheus that has found it by the run's own note."""
+    """A job on a private Ray that exports metrics every second, and a Prometheus that found it by the run's own note."""
     needs.require("prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
     run = RunDir(folder / "a-run")
@@ -144,7 +144,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
 
 
 def queries() -> list[str]:
-    """All that the dashboard asks, with Grafana's variables filled in as it does."""
+    """All queries of the dashboard, with Grafana's variables replaced."""
     board = json.loads(DASHBOARD.read_text())
     asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     asked += [each["expr"] for each in board["annotations"]["list"]]
@@ -152,7 +152,7 @@ def queries() -> list[str]:
 
 
 def test_the_dashboard_shows_a_running_job(scraped: tuple[Prometheus, Job]) -> None:
-    """Every query is one, and every panel of it has data; the annotation of restarts has, once there is another one."""
+    """Every query is valid, and those of the panels return data; the annotation of restarts may be empty without a restart."""
     prometheus, _ = scraped
     *panels, restarts = queries()
     assert len(panels) >= 10
@@ -166,7 +166,7 @@ def test_the_dashboard_shows_a_running_job(scraped: tuple[Prometheus, Job]) -> N
 
 
 def test_the_figures_are_the_job_s(scraped: tuple[Prometheus, Job]) -> None:
-    """Names, labels and values as documented, once the job has stopped: sums of what it told, no series but its own."""
+    """After the job has stopped, names, labels and values are as documented: the reported sums, and no other series."""
     prometheus_, job = scraped
     job.end()
     tokens = prometheus_.until(
@@ -196,13 +196,13 @@ def test_the_figures_are_the_job_s(scraped: tuple[Prometheus, Job]) -> None:
 
 
 def test_causes_are_recovery_s() -> None:
-    """The label `cause` has the kinds of failures that there are, and `other`."""
+    """The label `cause` has the kinds of failures of recovery, and `other`."""
     assert set(prometheus.CAUSES) == set(get_args(Kind))
 
 
 def test_every_name_is_documented_and_shown() -> None:
-    """Each metric stands in docs/exporters.md as it is scraped, with its labels, and in a panel of the dashboard."""
-    text, asked = (DASHBOARD.parents[2] / "docs/exporters.md").read_text(), " ".join(queries())
+    """Each metric, with its scraped name and labels, is in docs/how-to/exporters.md and in a panel of the dashboard."""
+    text, asked = (DASHBOARD.parents[2] / "docs/how-to/exporters.md").read_text(), " ".join(queries())
     for name, (_, labels) in (prometheus.GAUGES | prometheus.COUNTERS).items():
         assert re.search(
             rf"^\| `ray_{name}` \| {', '.join(f'`{label}`' for label in labels)} \|", text, re.MULTILINE

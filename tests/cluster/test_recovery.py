@@ -29,7 +29,7 @@ def raised(rank: int, type_name: str, message: str = "", at: float | None = None
 
 
 def died(rank: int) -> RankError:
-    return RankError(rank, "WorkerDied", "process 17 on 10.0.0.3 ended without a word", kind="worker_died")
+    return RankError(rank, "WorkerDied", "process 17 on 10.0.0.3 exited without reporting an error", kind="worker_died")
 
 
 PICKED = {
@@ -65,7 +65,7 @@ PICKED = {
 
 @pytest.mark.parametrize("name", PICKED)
 def test_the_root_cause_is_one_ranks(name: str) -> None:
-    """The error that explains the others is picked, with its kind and the number of echoes."""
+    """The error that explains the others is chosen, with its kind and the number of echoes."""
     errors, rank, kind, echoes = PICKED[name]
     failure = root_cause(errors)
     assert (failure.rank, failure.kind, failure.echoes) == (rank, kind, echoes)
@@ -73,7 +73,7 @@ def test_the_root_cause_is_one_ranks(name: str) -> None:
 
 
 def test_the_cause_is_one_line_and_the_traceback_that_ranks() -> None:
-    """Type and first line of the message; the text of the traceback is untouched."""
+    """The cause is the type and the first line of the message; the traceback is unchanged."""
     failure = root_cause([raised(1, "ValueError", "\n bad\nmore"), raised(0, "RuntimeError", RESET)])
     assert failure.cause == "ValueError: bad"
     assert failure.traceback == "Traceback of rank 1"
@@ -99,7 +99,7 @@ def test_the_cause_is_one_line_and_the_traceback_that_ranks() -> None:
     ],
 )
 def test_what_counts_as_an_echo(type_name: str, message: str, echo: bool) -> None:
-    """Lost peers are echoes; a shape that differs, or any error of another type, is not."""
+    """Lost peers are echoes; a shape mismatch, or any error of another type, is not."""
     assert is_echo(raised(0, type_name, message)) is echo
 
 
@@ -119,7 +119,7 @@ def test_what_counts_as_an_echo(type_name: str, message: str, echo: bool) -> Non
     ],
 )
 def test_what_a_restart_can_heal(type_name: str, bases: tuple[str, ...], heals: bool) -> None:
-    """Errors of what was asked, and of the numbers, come back; those of storage and processes may not."""
+    """A restart does not heal errors in the job or in the numbers; it may heal errors of storage and processes."""
     assert root_cause([raised(0, type_name, "x", None, *bases)]).heals is heals
 
 
@@ -165,7 +165,8 @@ REPEATS: dict[str, tuple[list[RankError], str]] = {
 
 @pytest.mark.parametrize("name", REPEATS)
 def test_what_comes_again(name: str) -> None:
-    """Before the first step the code's own exceptions repeat themselves; what a device, a link, a file or the web says may not."""
+    """Before the first step the user code's own exceptions will repeat; those of a device, a link, a file or a download may
+    not."""
     errors, want = REPEATS[name]
     assert root_cause(errors).repeats == want
 
@@ -187,7 +188,8 @@ def again(repeats: str, stage: str = "build") -> Failure:
     ],
 )
 def test_what_comes_again_is_not_tried_again(failure: Failure, committed: int, stops: bool) -> None:
-    """The first such failure ends the run, with the reason; where it has trained before, only if all ranks say so as they build."""
+    """The first such failure ends the run, with the reason. If the run has trained before, only if all ranks report it while they
+    build."""
     decision = decide(failure, History(committed=committed), Policy())
     assert isinstance(decision, Stop if stops else Restart)
     if stops:
@@ -200,7 +202,7 @@ def fail(cause: str = "ValueError: a", *, heals: bool = True, kind: str = "user_
 
 
 def story(*past: tuple[str, int], committed: int) -> History:
-    """A history of failures (cause, newest committed step at that time), and what is committed now."""
+    """A history of failures (cause, newest committed step at that time), and the step that is committed now."""
     history = History()
     for cause, step in past:
         history = history.at(step).then(fail(cause))
@@ -230,7 +232,7 @@ DECIDED: dict[str, tuple[Failure, History, type[Policy], Any]] = {
 
 @pytest.mark.parametrize("name", DECIDED)
 def test_decisions(name: str) -> None:
-    """A wait in seconds, or the reason to stop, for each failure after each history."""
+    """For each failure after each history: a delay in seconds, or the reason to stop."""
     failure, history, policy, want = DECIDED[name]
     decision = decide(failure, history, policy())
     if isinstance(want, float):
@@ -250,12 +252,12 @@ def of(node: str | None, kind: str = "worker_died", cause: str = "WorkerDied: pr
     ("before", "now", "elsewhere", "excluded"),
     [
         ([of("a")], of("a"), True, True),
-        ([of("a")], of("a"), False, False),  # a sick node is better than none
+        ([of("a")], of("a"), False, False),  # a bad node is better than no node
         ([], of("a"), True, False),
         ([of("b")], of("a"), True, False),
         ([of("a"), of("b", cause="WorkerDied: elsewhere")], of("a"), True, False),
         ([of("a")], of("a", "worker_hung", "RankHung: stopped"), True, True),
-        ([of("a")], of("a", "user_error", "ValueError: a"), True, False),  # what the code says of itself is the code's
+        ([of("a")], of("a", "user_error", "ValueError: a"), True, False),  # a user's error does not depend on the node
         ([of("a", "user_error", "ValueError: a")], of("a"), True, False),
         ([of(None)], of(None), True, False),
     ],
@@ -263,25 +265,25 @@ def of(node: str | None, kind: str = "worker_died", cause: str = "WorkerDied: pr
 def test_a_node_on_which_ranks_die_in_a_row_is_left(
     before: list[Failure], now: Failure, elsewhere: bool, excluded: bool
 ) -> None:
-    """Deaths and hangs of the same node, with none of another sort between, and room elsewhere."""
+    """Deaths and hangs in a row on the same node, with no other failure between, and room on other nodes."""
     history = History()
     for failure in before:
         history = history.then(failure)
     decision = decide(now, history, Unlimited(), elsewhere=elsewhere)
     assert isinstance(decision, Restart)
     assert decision.exclude == (now.node if excluded else None)
-    assert ("is left" in decision.because) is excluded
+    assert ("is excluded" in decision.because) is excluded
 
 
 def test_progress_clears_a_node() -> None:
-    """With a step committed between its deaths a node is no suspect."""
+    """If a step was committed between its deaths, a node is not avoided."""
     decision = decide(of("a"), History().then(of("a")).at(10), Policy(), elsewhere=True)
     assert isinstance(decision, Restart)
     assert decision.exclude is None
 
 
 def test_a_death_that_moves_along_is_the_codes() -> None:
-    """The same death on the node that came next: a crash loop, though there is room elsewhere."""
+    """The same death on the node that replaced it is a crash loop, even if there is room on other nodes."""
     history = History().then(of("a")).then(of("a"))
     assert isinstance(decide(of("b"), history, Unlimited(), elsewhere=True), Stop)
 
@@ -296,7 +298,7 @@ def test_no_retries_are_asked_for() -> None:
 
 
 def test_a_long_life_of_rare_failures_goes_on() -> None:
-    """With a step committed between them, any number of equal failures is restarted."""
+    """If a step is committed between them, any number of equal failures is restarted."""
     history = History()
     for step in range(10 * CRASH_LOOP):
         history = history.at(step)
@@ -313,7 +315,7 @@ SPLITS = {
 
 @pytest.mark.parametrize("numbers", SPLITS)
 def test_a_smaller_micro_batch_at_least_halves_the_largest_pass(numbers: tuple[int, int, int]) -> None:
-    """And divides the global batch, also where a rank's share was smaller than its micro-batch; none below one sequence."""
+    """It divides the global batch, also if a rank's share was smaller than its micro-batch; None below one sequence."""
     split = Split(*numbers)
     assert (split.largest_pass, split.smaller()) == SPLITS[numbers]
     if (smaller := split.smaller()) is not None:
@@ -322,7 +324,8 @@ def test_a_smaller_micro_batch_at_least_halves_the_largest_pass(numbers: tuple[i
 
 
 def test_out_of_memory_ends_after_few_restarts() -> None:
-    """From 8 to 4, 2 and 1, each at once, though the cause is the same and nothing is committed; then a stop with the remedy."""
+    """From 8 to 4, 2 and 1, each without delay, though the cause is the same and no step is committed; then a stop with the
+    remedy."""
     history, micro, tried = History(), 8, []
     no_memory = fail("OutOfMemoryError: CUDA", kind="out_of_memory")
     while True:
@@ -341,7 +344,7 @@ def test_out_of_memory_ends_after_few_restarts() -> None:
 
 
 def test_out_of_memory_is_never_tried_again_as_it_was() -> None:
-    """Where the user wants no other micro-batch, or the split is not known, it stops at once."""
+    """If the user wants no other micro-batch, or the split is unknown, the run stops at once."""
 
     class Stopping(Policy):
         on_oom = "stop"
@@ -352,7 +355,7 @@ def test_out_of_memory_is_never_tried_again_as_it_was() -> None:
 
 
 def test_rollbacks_restart_at_once_up_to_their_limit() -> None:
-    """Three of a run, whatever was committed between them; they do not count among the failures."""
+    """Three rollbacks in a run, whatever was committed between them; they do not count as failures."""
     history, back = History(), fail("Rollback: step 5", kind="rollback")
     for step in (0, 0, 50):
         decision = decide(back, history.at(step), Policy())

@@ -1,4 +1,7 @@
-"""Private sessions, clusters that are there already, and what is left when a driver ends."""
+"""Private sessions, attaching to a running cluster, and the processes and files that remain when a driver ends.
+
+Over a minute: most tests start a Ray of their own, because its start and its end are what they check.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ UNWANTED = (
 
 
 class Driver:
-    """A process of drivers.py, in a process group of its own; `children` are all it ever started."""
+    """A process of drivers.py, in a process group of its own; `children` has every process that it has started."""
 
     def __init__(self, *args: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
         path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
@@ -67,7 +70,7 @@ class Driver:
             self.children[child.pid] = child
 
     def command_lines(self) -> list[str]:
-        """Of the processes that run now (Ray's processes show what they are there)."""
+        """Command lines of the processes that run now (Ray's processes set theirs to their role)."""
         lines = []
         for process in self.children.values():
             with contextlib.suppress(psutil.Error):
@@ -79,7 +82,7 @@ class Driver:
         return out, err
 
     def assert_nothing_left(self) -> None:
-        """Each process this driver had is gone (a zombie waits only for its parent's parent)."""
+        """Each process that this driver has started is gone (or a zombie, until its parent reaps it)."""
         _, alive = psutil.wait_procs(list(self.children.values()), timeout=15)
         left = [process for process in alive if runs(process)]
         assert not left, left
@@ -87,7 +90,7 @@ class Driver:
 
 @pytest.fixture
 def drivers() -> Iterator[Callable[..., Driver]]:
-    """Starts drivers; kills what is left of them."""
+    """Starts drivers; at the end kills their remaining processes."""
     started: list[Driver] = []
 
     def start(*args: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> Driver:
@@ -106,15 +109,16 @@ def drivers() -> Iterator[Callable[..., Driver]]:
 
 @pytest.fixture
 def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A temporary directory in which no session but the test's own finds what is left; its path is short, for sockets."""
+    """A temporary directory used only by the sessions of this test. Its path is short, because of Ray's sockets."""
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield folder
 
 
 def test_a_private_ray_beside_another_serves_and_leaves_nothing(drivers: Callable[..., Driver], tmp_path: Path) -> None:
-    """Two at a time; both train; each has no dashboard, monitor, log monitor nor what else no run needs (guards the seams of
-    local_ray.py); each ends all its processes and files, prints nothing, and keeps its logs."""
+    """Two at the same time both train. Neither starts a dashboard, a monitor, a log monitor or other processes that runs do not
+    need (this checks the patches of local_ray.py). Each ends all its processes, removes its files, prints nothing and keeps its
+    logs."""
     both = [drivers("private", str(tmp_path / name)) for name in "ab"]
     told = [driver.read() for driver in both]
     assert told[0]["address"] != told[1]["address"]
@@ -141,7 +145,7 @@ def test_a_private_ray_beside_another_serves_and_leaves_nothing(drivers: Callabl
 def test_a_private_ray_dies_with_its_driver(
     drivers: Callable[..., Driver], tmp_path: Path, own_tmp: str, sent: signal.Signals
 ) -> None:
-    """Workers in the middle of a step too; what SIGKILL left in the temporary directory the next session removes."""
+    """Also workers in the middle of a step. Files that remain after a SIGKILL are removed by the next session."""
     driver = drivers("private", str(tmp_path / "logs"), env={"TMPDIR": own_tmp})
     temp = Path(driver.read()["temp"])
     workers = tmp_path / "started"
@@ -161,7 +165,7 @@ def test_a_private_ray_dies_with_its_driver(
 
 
 def test_an_actor_that_does_not_end_is_ended(drivers: Callable[..., Driver], tmp_path: Path) -> None:
-    """Ray's own shutdown hangs in an actor now and then."""
+    """An actor hangs at exit, as Ray's own shutdown sometimes does. It is killed, and no process remains."""
     driver = drivers("private", str(tmp_path / "logs"))
     driver.read()
     workers, go = tmp_path / "started", tmp_path / "go"
@@ -175,7 +179,7 @@ def test_an_actor_that_does_not_end_is_ended(drivers: Callable[..., Driver], tmp
 
 
 def test_ctrl_c_reaches_the_driver_alone(drivers: Callable[..., Driver], tmp_path: Path) -> None:
-    """SIGINT to the whole process group, as a terminal sends it: the driver decides, Ray and the workers go on."""
+    """SIGINT to the whole process group, as a terminal sends it: only the driver receives it; Ray and the workers continue."""
     driver = drivers("private", str(tmp_path / "logs"))
     driver.read()
     workers, go = tmp_path / "started", tmp_path / "go"
@@ -192,7 +196,7 @@ def test_ctrl_c_reaches_the_driver_alone(drivers: Callable[..., Driver], tmp_pat
 
 
 def test_attaching_to_a_running_cluster(drivers: Callable[..., Driver], tmp_path: Path) -> None:
-    """By RAY_ADDRESS, as a Ray job has it; the cluster outlives the driver; variables reach its workers."""
+    """RAY_ADDRESS is used, as in a Ray job; the cluster outlives the driver; variables reach its workers."""
     cluster = drivers("private", str(tmp_path / "cluster"))
     told = cluster.read()
     env = {"RAY_AUTH_TOKEN": told["token"], "RAY_ADDRESS": told["address"]}
@@ -212,7 +216,7 @@ def test_attaching_to_a_running_cluster(drivers: Callable[..., Driver], tmp_path
 
 @pytest.mark.parametrize("what", ["nothing", "mute", "http", "no address"])
 def test_a_cluster_that_is_not_there_is_one_error_within_seconds(tmp_path: Path, what: str) -> None:
-    """Nobody listens, somebody says nothing, a dashboard answers, or it is no address at all."""
+    """Refused connection, no answer, the dashboard's port, or not an address: each is one error within seconds."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         address = "there" if what == "no address" else f"127.0.0.1:{port}"
@@ -236,7 +240,7 @@ def _answer(server: socket.socket) -> None:
 
 
 def test_auto_without_a_cluster_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No RAY_ADDRESS and nothing on this host: the hint names the ways out."""
+    """No RAY_ADDRESS and no cluster on this host: the hint names the possible remedies."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     import ray._private.services as services
 
@@ -246,7 +250,7 @@ def test_auto_without_a_cluster_says_how_to_get_one(tmp_path: Path, monkeypatch:
 
 
 def test_the_environment_and_the_streams_are_put_back(tmp_path: Path) -> None:
-    """After the block, also after an error in it, os.environ, stdout, stderr and descriptor 2 are what they were."""
+    """After the block, also after an error in it, os.environ, stdout, stderr and descriptor 2 are as before."""
     before = dict(os.environ), sys.stdout, sys.stderr, os.fstat(2).st_ino
 
     def block() -> None:
@@ -261,7 +265,8 @@ def test_the_environment_and_the_streams_are_put_back(tmp_path: Path) -> None:
 
 
 def test_who_asks_ray_after_the_session_starts_none(tmp_path: Path) -> None:
-    """A thread that outlives it (Ray Data leaves one that polls) gets an error, where Ray would connect it to anything."""
+    """A thread that outlives the session (Ray Data leaves one that polls) gets an error. Ray alone would start or join a
+    cluster."""
     import ray
 
     with open_session("local", env={}, log_dir=tmp_path):

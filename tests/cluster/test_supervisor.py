@@ -1,31 +1,87 @@
-"""What a supervisor does with a stop, without Ray; tests/end_to_end/test_trace.py has a real one."""
+"""How a supervisor handles stop requests and a silent head, without Ray. tests/end_to_end/test_trace.py tests a real stop."""
 
 from __future__ import annotations
 
 import signal
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from raydist.cluster.run.restart_loop import StopRequest
+from raydist.cluster.run.head_outage import HeadOutage
+from raydist.cluster.run.stop_request import StopRequest
 from raydist.cluster.run.supervisor import Supervisor
+from raydist.run.directory import RunDir
 
 
 @pytest.mark.parametrize(
     ("asked", "known", "last", "again"),
     [(True, None, False, True), (True, "stop", False, False), (False, None, False, False), (True, None, True, False)],
 )
-def test_a_monitor_that_was_killed_hears_of_a_stop_again(
-    asked: bool, known: str | None, last: bool, again: bool
+def test_a_restarted_monitor_gets_the_stop_again(
+    asked: bool, known: str | None, last: bool, again: bool, tmp_path: Path
 ) -> None:
-    """It comes back without the driver's word, which an attempt that starts meanwhile would never get; not after the run's end."""
-    told: list[str | None] = []
-    made: Any = object.__new__(Supervisor)
-    made._injector, made._begun, made._shown, made._seen = None, 0.0, 0.0, 0
-    made._stop_request = StopRequest(signals=[signal.SIGINT] if asked else [])
+    """A restarted monitor has lost the stop command, so it is sent again; not if it is known, and not after the run's end."""
+    commands: list[str | None] = []
+    stop_request = StopRequest()
+    if asked:
+        stop_request.add(signal.SIGINT)
     snapshot = {"next": 1, "events": [], "record": None, "command": known}
-    made._line = SimpleNamespace(snapshot=lambda seen: snapshot, command=told.append)
-    made._view = SimpleNamespace(update=lambda snapshot: None)
-    made._show(last)
-    assert told == (["stop"] if again else [])
+    none: Any = SimpleNamespace()
+    supervisor = Supervisor(
+        RunDir(tmp_path),
+        view=SimpleNamespace(update=lambda snapshot: None),  # type: ignore[arg-type]
+        monitor=SimpleNamespace(snapshot=lambda seen: snapshot, command=commands.append),  # type: ignore[arg-type]
+        stop_request=stop_request,
+        elasticity=none,
+        attempts=none,
+        outage=HeadOutage(None, 40.0, RunDir(tmp_path)),
+        injector=None,
+        slot=none,
+    )
+    supervisor._show(last)
+    assert commands == (["stop"] if again else [])
+
+
+def test_stop_requests_add_up() -> None:
+    """Signals are kept in order; a wait ends with the first one; a cancelled request stays cancelled."""
+    stop_request = StopRequest()
+    assert (stop_request.signals, stop_request.cancelled, stop_request.command()) == ((), False, None)
+    assert stop_request.command(stop=True) == "stop"
+    assert not stop_request.wait(0.0)
+    waiting = threading.Thread(target=stop_request.wait, args=(60.0,))
+    waiting.start()
+    stop_request.add(signal.SIGTERM)
+    waiting.join(10)
+    assert not waiting.is_alive()
+    stop_request.add(signal.SIGINT, cancel=True)
+    stop_request.add(signal.SIGINT)
+    assert stop_request.signals == (signal.SIGTERM, signal.SIGINT, signal.SIGINT)
+    assert stop_request.cancelled
+    assert stop_request.command() == "stop"
+
+
+def test_a_silent_head(tmp_path: Path) -> None:
+    """After half of the limit the ranks save a checkpoint, once; an answer withdraws that; after the whole limit the run ends."""
+    head: Any = SimpleNamespace(address="10.0.0.1:6379", silent_s=0.0)
+    outage = HeadOutage(head, 40.0, RunDir(tmp_path))
+    seen = []
+    for seconds in (1.0, 21.0, 22.0, 1.0, 30.0, 41.0):
+        head.silent_s = seconds
+        seen.append((outage.look(), outage.silent))
+    assert seen == [
+        ("same", False), ("silent", True), ("same", True), ("answers", False), ("silent", True), ("gone", True)
+    ]  # fmt: skip
+    ending = outage.ending()
+    assert ending is not None
+    assert ending.status == "stopped"
+    assert "Ray's head at 10.0.0.1:6379 has not answered for 41 s" in ending.cause
+
+
+def test_a_private_ray_has_no_outage(tmp_path: Path) -> None:
+    """The head of a private Ray ends with the driver, so its silence is never an outage."""
+    outage = HeadOutage(None, 40.0, RunDir(tmp_path))
+    assert (outage.look(), outage.silent, outage.ending()) == ("same", False, None)
+    outage.close()

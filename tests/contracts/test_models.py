@@ -1,4 +1,4 @@
-"""Every model in worker/model keeps the contract that stands in its `__init__`."""
+"""Every model in worker/model keeps the contract in its `__init__`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_logits_of_the_vocabulary(name):
 
 @pytest.mark.parametrize("name", [n for n in MODELS if getattr(build(n), "gives_loss", False)])
 def test_a_loss_is_that_of_the_logits(name):
-    """Where a model gives its loss: the cross entropy of its logits, in fp32, summed over the targets that count."""
+    """If a model returns its loss, it is the cross entropy of its logits, in fp32, summed over the targets that count."""
     model, targets = build(name), tokens(2)
     targets[0, :7] = MASKED
     loss = model(tokens(), targets=targets)
@@ -54,7 +54,7 @@ def test_a_loss_is_that_of_the_logits(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_seed_decides_the_weights(name):
-    """The same seed gives the same bits, on the CPU; another seed gives others."""
+    """The same seed gives the same bits, on the CPU; another seed gives different ones."""
     weights = build(name).state_dict()
     again, other = build(name).state_dict(), build(name, seed=1).state_dict()
     assert list(weights) == list(again)
@@ -65,7 +65,7 @@ def test_the_seed_decides_the_weights(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_import_draws_nothing(name):
-    """Loading the extension leaves the default generator as it was."""
+    """Loading the extension leaves the default generator unchanged."""
     state = torch.get_rng_state()
     registry.load("model", name)
     assert torch.equal(torch.get_rng_state(), state)
@@ -73,7 +73,7 @@ def test_import_draws_nothing(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_reach_every_parameter(name):
-    """Each parameter has a finite gradient that is not all zero, packed and not."""
+    """Each parameter has a finite gradient that is not all zero, with and without packing."""
     for packed in (False, True):
         model = build(name)
         if packed and not takes_documents(model):
@@ -90,7 +90,7 @@ def test_gradients_reach_every_parameter(name):
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_causal(name):
-    """Other tokens from position 7 on change no logits before it, and do change those from it."""
+    """Changing the tokens from position 7 on changes no logits before it, and does change those from it."""
     model, x_BT, y_BT = build(name).eval(), tokens(), tokens()
     y_BT[:, 7:] = (y_BT[:, 7:] + 1) % VOCAB
     a, b = model(x_BT), model(y_BT)
@@ -101,9 +101,9 @@ def test_causal(name):
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_packed_documents_do_not_see_each_other(name):
-    """Other tokens in the first document change nothing in the second, and the second alone has the same logits.
+    """Changing the first document changes nothing in the second, and the second alone has the same logits.
 
-    A model that takes no `documents` must not be packed: then it has to refuse the argument.
+    A model without a `documents` argument cannot be used with packing: it must refuse the argument.
     """
     model, x_BT, y_BT = build(name).eval(), tokens(), tokens()
     documents_BT = (torch.arange(TIME) >= 5).long().expand(BATCH, TIME)
@@ -121,7 +121,7 @@ def test_packed_documents_do_not_see_each_other(name):
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_evaluation_is_deterministic_and_draws_nothing(name):
-    """In evaluation mode two passes have the same bits and take no random numbers."""
+    """In evaluation mode two passes have the same bits and use no random numbers."""
     model = build(name).eval()
     state = torch.get_rng_state()
     assert torch.equal(model(tokens()), model(tokens()))

@@ -1,4 +1,4 @@
-"""Every rule in diagnosis keeps the contract that stands in its `__init__`."""
+"""Every rule in diagnosis keeps the contract in its `__init__`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RULES = registry.names("diagnosis")
 
 
 def window(name: str, values: Any) -> Window:
-    """All that the rule wants to see has these values, [R, BINS], while steps go on."""
+    """A window in which all columns of the rule have these values, [R, BINS], while steps advance."""
     columns = import_module(f"raydist.diagnosis.{name}").COLUMNS
     steps = np.broadcast_to(np.arange(BINS, dtype=float), values.shape)
     return Window(30.0, 1e9, tuple(range(len(values))), {**{c: values for c in columns}, "step": steps})
@@ -25,7 +25,7 @@ def window(name: str, values: Any) -> Window:
 
 @pytest.mark.parametrize("name", RULES)
 def test_it_asks_for_columns_of_ranks(name: str) -> None:
-    """COLUMNS are numbers that a rank's row has."""
+    """COLUMNS are columns of a rank's row."""
     columns = import_module(f"raydist.diagnosis.{name}").COLUMNS
     assert columns
     assert set(columns) <= set(telemetry_schema.RANK)
@@ -34,7 +34,7 @@ def test_it_asks_for_columns_of_ranks(name: str) -> None:
 @pytest.mark.parametrize("values", [0.0, 2.0**34, np.nan], ids=["zero", "constant", "no reading"])
 @pytest.mark.parametrize("name", RULES)
 def test_nothing_happens_nothing_is_found(name: str, values: float) -> None:
-    """Numbers that stay as they are, are zero, or are missing: None, and no warning; also for one rank, and for none."""
+    """For values that are constant, zero or missing: None, and no warning; also for one rank, and for none."""
     check = registry.load("diagnosis", name)
     for ranks in (0, 1, 5):
         assert check(window(name, np.full((ranks, BINS), values))) is None
@@ -42,7 +42,7 @@ def test_nothing_happens_nothing_is_found(name: str, values: float) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_finding_crosses_processes(name: str) -> None:
-    """On numbers that grow, jump and fall, what is found, if anything, names the rule and a remedy, and comes back equal."""
+    """On values that grow, jump and fall, a finding, if any, names the rule and a remedy, and is equal after a round trip."""
     check, t = registry.load("diagnosis", name), np.arange(BINS, dtype=float)
     shapes = [t, -t, 40.0 * (t > BINS / 2), np.exp(t / 10), t % 7]
     for shape in shapes:

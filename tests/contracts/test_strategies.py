@@ -1,4 +1,7 @@
-"""Every strategy, by name: the losses, gradients and weights of one process, on any number of ranks."""
+"""Every strategy, by name: the losses, gradients and weights of one process, on any number of ranks.
+
+Over a minute: every strategy, on one to four ranks, in each precision, and by torch.compile.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,32 @@ from raydist.spec import JobSpec
 from raydist.worker.checks.replicas import ReplicaCheck
 from raydist.worker.distributed import Rank
 from raydist.worker.optim.offload import adamw as offload
+from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.step import StepReport, evaluate, loss_sum
-from tests.training import CONTEXT, MODEL, STEPS, VARIANTS, VOCAB, Trainer, alone, counted, job, mine, run, samples
+from tests.training import (
+    CONTEXT,
+    MODEL,
+    SHARDS_PARAMETERS,
+    STEPS,
+    VARIANTS,
+    VOCAB,
+    Trainer,
+    alone,
+    copies,
+    counted,
+    job,
+    mine,
+    run,
+    samples,
+    world_of,
+)
 
 Result = tuple[list[StepReport], dict[str, torch.Tensor], dict[str, torch.Tensor], float]
-"""Reports, the last step's gradients, the weights after it, and the eval loss; plain, for it crosses processes."""
+"""Reports, the last step's gradients, the weights after it, and the eval loss; plain types, since it crosses processes."""
 
 
 def train(rank: Rank, spec: JobSpec, n: int, micro: int) -> Result:
-    """Five steps on other samples each; gradients are those of the last one, clipped."""
+    """Five steps on different samples each; gradients are the last step's, clipped."""
     trainer = Trainer(rank, spec, full=n * CONTEXT)
     reports, gradients = [], {}
     for s in range(1, STEPS + 1):
@@ -36,13 +56,13 @@ def train(rank: Rank, spec: JobSpec, n: int, micro: int) -> Result:
             trainer.before_update = lambda: gradients.update(trainer.whole(grad=True))
         batches = mine(rank, *samples(n, seed=s), micro)
         reports.append(trainer.step(s, batches, counted(batches), 1e-2, want_stop=False))
-    loss, _ = evaluate(rank, trainer.strategy, trainer.precision, mine(rank, *samples(n, seed=99), micro))
-    trainer.step.hooks.close()
+    loss, _ = evaluate(trainer.step.mesh, trainer.strategy, trainer.precision, mine(rank, *samples(n, seed=99), micro))
+    trainer.step.optimizer_hooks.close()
     return reports, gradients, trainer.whole(), loss
 
 
 def compare(got: Any, expected: Result, loss: float = 1e-5, weights: float = 1e-4, tiny: float = 5e-6) -> None:
-    """Within these relative tolerances, and `tiny` absolute for weights and gradients."""
+    """Compares within these relative tolerances, and `tiny` absolute for weights and gradients."""
     for report, right in zip(got[0], expected[0], strict=True):
         assert report.loss == pytest.approx(right.loss, rel=loss)
         assert report.grad_norm == pytest.approx(right.grad_norm, rel=loss)
@@ -59,13 +79,13 @@ def compare(got: Any, expected: Result, loss: float = 1e-5, weights: float = 1e-
 
 @functools.cache
 def reference(n: int, tie: bool, precision: str) -> Result:
-    """The same five steps on one process, one micro-batch each, without any strategy at work."""
+    """The same five steps on one process, one micro-batch each, without any strategy."""
     return train(alone(), job("ddp", {**MODEL, "tie_embeddings": tie}, precision=precision), n, n)
 
 
 @functools.cache
 def trained(ranks: Any, variant: str, world: int, n: int, micro: int, **model: Any) -> list[Result]:
-    """What every rank has of `train`, with these fields of the model."""
+    """The result of `train` on every rank, with these fields of the model."""
     return run(ranks, train, world, job(variant, {**MODEL, **model}), n, micro)
 
 
@@ -80,8 +100,8 @@ def test_five_steps_match_one_process(ranks: Any, variant: str, world: int, n: i
 
     Within 1e-5 relative for losses and norms, 1e-4 (5e-6 absolute) for weights and gradients: sums of float32 in another order.
     """
-    if VARIANTS[variant].get("shard", 1) > 1 and world % 2:
-        world = 4  # pairs
+    if world % VARIANTS[variant].get("shard", 1):
+        world = world_of(variant, world)
     for got in trained(ranks, variant, world, n, micro, tie_embeddings=tie):
         compare(got, reference(n, tie, "fp32"))
 
@@ -93,10 +113,11 @@ def test_five_steps_match_one_process(ranks: Any, variant: str, world: int, n: i
 )
 @pytest.mark.parametrize("variant", registry.names("parallel"))
 def test_low_precision_stays_near_one_process(ranks: Any, variant: str, precision: Any) -> None:
-    """The same in fewer bits, on 3 ranks: losses within 0.5% of one process in that format, the first gradient's norm within 2%.
+    """The same in lower precision, on 3 ranks: losses within 0.5% of one process in that format, the first gradient's norm within
+    2%.
 
-    bf16 and fp16 round by up to 0.4% and 0.05%; FSDP casts norms' gains too, which autocast leaves in fp32, and
-    adds up a tied embedding's gradient in bf16: 1.4% here. Weights stay fp32.
+    bf16 and fp16 round by up to 0.4% and 0.05%; FSDP also casts norms' gains, which autocast leaves in fp32, and accumulates a
+    tied embedding's gradient in bf16: 1.4% here. Weights stay fp32.
     """
     expected = reference(7, True, precision["params"])
     for reports, _, weights, eval_loss in run(ranks, train, 3, job(variant, precision=precision), 7, 2):
@@ -106,7 +127,7 @@ def test_low_precision_stays_near_one_process(ranks: Any, variant: str, precisio
         assert all(w.dtype is torch.float32 for w in weights.values())
 
 
-@pytest.mark.parametrize("variant", ["zero3", "hsdp in pairs"])
+@pytest.mark.parametrize("variant", SHARDS_PARAMETERS)
 def test_parameters_in_host_memory_compute_the_same(ranks: Any, variant: str) -> None:
     """offload.parameters: cpu, on 4 ranks: the tolerances of fp32."""
     for got in run(ranks, train, 4, job(variant, offload={"parameters": "cpu"}), 6, 2):
@@ -118,7 +139,7 @@ def test_parameters_in_host_memory_compute_the_same(ranks: Any, variant: str) ->
 def test_offloaded_state_changes_no_bit(ranks: Any, tmp_path: Path, variant: str, where: str) -> None:
     """The optimizer in host memory or in a file, on 3 ranks, with clipping: the same losses, gradients and weights, bit for bit.
 
-    Gradients are clipped on their way to the update: those of the model itself stay as they were.
+    Gradients are clipped when the update reads them: the model's own gradients stay unchanged.
     """
     kept = trained(ranks, variant, 3, 7, 2, tie_embeddings=True)
     away = run(ranks, train, 3, job(variant, offload={"optimizer": where, "path": str(tmp_path)}), 7, 2)
@@ -129,7 +150,7 @@ def test_offloaded_state_changes_no_bit(ranks: Any, tmp_path: Path, variant: str
 
 
 def told_early(rank: Rank, spec: JobSpec) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Of a step of two micro-batches: the gradients that the strategy said were final, as they were then, and as they are."""
+    """For a step of two micro-batches: the gradients when the strategy reported them as final, and at the end."""
     trainer = Trainer(rank, spec, full=7 * CONTEXT)
     shards = trainer.strategy.shards()
     names = {id(shard.local): name for name, shard in shards.items()}
@@ -156,7 +177,7 @@ def told_early(rank: Rank, spec: JobSpec) -> tuple[dict[str, torch.Tensor], dict
 
 @pytest.mark.parametrize("variant", registry.names("parallel"))
 def test_gradients_that_are_said_to_be_final_are(ranks: Any, variant: str) -> None:
-    """On 3 ranks each gradient is told of once, in the last micro-batch, with the bits that the update sees."""
+    """On 3 ranks each gradient is reported once, in the last micro-batch, with the bits that the update uses."""
     for early, late in run(ranks, told_early, 3, job(variant, offload={"optimizer": "cpu"})):
         assert early.keys() == late.keys()
         assert all(torch.equal(early[name], gradient) for name, gradient in late.items())
@@ -181,14 +202,14 @@ def test_activations_computed_again_change_no_bit(ranks: Any, variant: str, kind
     ("variant", "scope"), [("ddp", True), ("zero3", True), *((name, "blocks") for name in registry.names("parallel"))]
 )
 def test_compiled_it_computes_the_same(ranks: Any, variant: str, scope: Any) -> None:
-    """On 2 ranks, block by block and whole, with activations computed again: within 1e-4 of one process that is not compiled."""
+    """On 2 ranks, by block and as a whole, with recomputed activations: within 1e-4 of one process without compilation."""
     spec = job(variant, train={"compile": scope, "checkpoint_activations": "full" if scope == "blocks" else "none"})
     for got in run(ranks, train, 2, spec, 6, 2):
         compare(got, reference(6, True, "fp32"), loss=1e-4, weights=1e-3, tiny=1e-5)
 
 
 def overflow(rank: Rank, spec: JobSpec) -> tuple[StepReport, StepReport, float, bool]:
-    """A step whose gradient overflows on the last rank, then one that does not; gives the scale in between."""
+    """A step whose gradient overflows on the last rank, then one without overflow; returns the scale in between."""
     trainer = Trainer(rank, spec, full=6 * CONTEXT)
     before = trainer.whole()
     batches = mine(rank, *samples(6), 2)
@@ -205,14 +226,14 @@ def overflow(rank: Rank, spec: JobSpec) -> tuple[StepReport, StepReport, float, 
 
 @pytest.mark.parametrize("variant", registry.names("parallel"))
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, variant: str) -> None:
-    """fp16: no rank updates, the scale halves on every one, and the next step is an ordinary one."""
+    """In fp16 no rank updates, the scale is halved on every rank, and the next step is normal."""
     spec = job(variant, precision={"params": "fp16", "loss_scale": {"initial": 256}})
     for first, second, scale, untouched in run(ranks, overflow, 3, spec):
         assert (first.skipped, second.skipped, scale, untouched) == (True, False, 128, True)
 
 
 def fresh(rank: Rank, spec: JobSpec) -> tuple[dict[str, torch.Tensor], int]:
-    """The first weights, and the most parameters that this rank held on the CPU at any time while it wrapped the model."""
+    """The initial weights, and the most parameters that this rank held on the CPU at any time while wrapping the model."""
     most = 0
 
     def look(module: nn.Module) -> None:
@@ -233,9 +254,10 @@ def fresh(rank: Rank, spec: JobSpec) -> tuple[dict[str, torch.Tensor], int]:
 
 
 @pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("variant", ["zero3", "hsdp in pairs"])
+@pytest.mark.parametrize("variant", SHARDS_PARAMETERS)
 def test_weights_are_made_block_by_block(ranks: Any, variant: str, tie: bool) -> None:
-    """The bits of one process that builds the whole model, though a rank never holds more than one whole block and the root."""
+    """The bits equal those of one process that builds the whole model, though a rank never holds more than one whole block and
+    the root."""
     torch.manual_seed(1)
     whole = registry.load("model", "gpt")(job("ddp", {**MODEL, "tie_embeddings": tie}).model, VOCAB)
     block = sum(p.numel() for p in whole.blocks[0].parameters())
@@ -263,7 +285,7 @@ class Poisoned(nn.Module):
 
 
 def poisoned(rank: Rank, spec: JobSpec, where: str) -> str:
-    """A step in which rank 1 alone has token 7; gives the error's text, if the weights are untouched."""
+    """A step in which only rank 1 has token 7; returns the error's text, if the weights are unchanged."""
     trainer = Trainer(rank, spec, full=4 * CONTEXT, model=Poisoned(where))
     before = trainer.whole()
     tokens = torch.full((2, CONTEXT), 7 if rank.rank == 1 else 1)
@@ -278,7 +300,7 @@ def poisoned(rank: Rank, spec: JobSpec, where: str) -> str:
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("variant", registry.names("parallel"))
 def test_nan_stops_before_the_update_and_names_step_and_rank(ranks: Any, variant: str, where: str) -> None:
-    """NaN in one rank's loss or gradient raises NonFinite on all ranks, which names step 12 and rank 1 alone."""
+    """NaN in one rank's loss or gradient raises NonFinite on all ranks; the error names step 12 and only rank 1."""
     for message in run(ranks, poisoned, 2, job(variant), where):
         assert "step 12" in message
         assert f"rank 1: its {where}" in message
@@ -286,7 +308,7 @@ def test_nan_stops_before_the_update_and_names_step_and_rank(ranks: Any, variant
 
 
 class Forked(nn.Module):
-    """Two layers, of which `use` says which take part."""
+    """Two layers; `use` selects which take part."""
 
     def __init__(self, use: tuple[str, ...]) -> None:
         super().__init__()
@@ -299,7 +321,7 @@ class Forked(nn.Module):
 
 
 def forked(rank: Rank, spec: JobSpec, uses: list[tuple[str, ...]]) -> str:
-    """Wraps a model whose graph is its rank's own; gives the error's text."""
+    """Wraps a model whose graph differs by rank; returns the error's text."""
     try:
         Trainer(rank, spec, full=8, model=Forked(uses[rank.rank]))
     except GraphMismatch as error:
@@ -316,7 +338,7 @@ def test_unused_parameters_are_named(ranks: Any, variant: str) -> None:
 
 @pytest.mark.parametrize("variant", registry.names("parallel"))
 def test_a_rank_whose_graph_differs_is_named(ranks: Any, variant: str) -> None:
-    """Ranks that take different paths are refused before they wait for one another; the odd rank is named."""
+    """Ranks with different graphs are refused before they wait for one another; the odd rank is named."""
     for message in run(ranks, forked, 3, job(variant), [("a", "b"), ("a", "b"), ("b",)]):
         assert "rank 2 uses other parameters in its loss than rank 0: a.bias, a.weight" in message
 
@@ -324,7 +346,7 @@ def test_a_rank_whose_graph_differs_is_named(ranks: Any, variant: str) -> None:
 def drifting(rank: Rank, spec: JobSpec, path: str, disturbed: bool) -> tuple[bool, str, dict[str, torch.Tensor]]:
     """Two steps; in the second a bit changes on the last rank if `disturbed`.
 
-    Gives whether anything is compared, what Rollback says, and the weights.
+    Returns whether replicas are compared, the text of Rollback, and the weights.
     """
     trainer = Trainer(rank, spec, full=6 * CONTEXT)
     made = ReplicaCheck(
@@ -333,12 +355,13 @@ def drifting(rank: Rank, spec: JobSpec, path: str, disturbed: bool) -> tuple[boo
         1,
         trainer.model,
         trainer.optimizer,
-        trainer.strategy.shards(),
+        gather_parameters(trainer.strategy.shards(), rank),
         due=lambda step: True,
         before_write=lambda: None,
         reporter=None,
     )
-    trainer.step._watch = made if disturbed and made.compares else None
+    watched = disturbed and made.compares
+    trainer.step.hooks = [made] if watched else []
     hooks: list[Any] = []
 
     def once(*forward: Any) -> None:
@@ -347,7 +370,7 @@ def drifting(rank: Rank, spec: JobSpec, path: str, disturbed: bool) -> tuple[boo
 
     error = ""
     for s in (1, 2):
-        if s == 2 and rank.rank == rank.world_size - 1 and trainer.step._watch is not None:
+        if s == 2 and rank.rank == rank.world_size - 1 and watched:
             hooks.append(trainer.model.register_forward_hook(once))
         batches = mine(rank, *samples(6, seed=s), 2)
         try:
@@ -358,24 +381,25 @@ def drifting(rank: Rank, spec: JobSpec, path: str, disturbed: bool) -> tuple[boo
 
 
 def flip(model: nn.Module) -> None:
-    """Changes a bit of the first value that this rank has of some parameter."""
-    local = next(p for n, p in model.named_parameters() if "norm" in n).data  # autograd, too, must not see it
+    """Flips a bit of the first value of some parameter that this rank holds."""
+    local = next(p for n, p in model.named_parameters() if "norm" in n).data  # must be invisible to autograd too
     local = local.to_local() if isinstance(local, DTensor) else local
     local.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 22)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_drifted_replica_is_mended(ranks: Any, tmp_path: Path, variant: str) -> None:
-    """A bit changes on one of 3 ranks within a step: it is mended, and the weights after the step have the bits of an undisturbed
-    run. Two pairs of copies have no majority, and the ranks that differ are named. zero3 has no copies."""
+    """A bit changes on one of 3 ranks within a step: it is repaired, and the weights after the step have the bits of an
+    undisturbed run. Two pairs of copies have no majority: the ranks that differ are named. zero3 has no copies."""
     spec = job(variant)
-    world = 4 if variant == "hsdp in pairs" else 3
+    world = world_of(variant, 3)
+    kept = copies(variant, world)
     expected = [weights for _, _, weights in run(ranks, drifting, world, spec, str(tmp_path), False)]
     for (compares, error, weights), right in zip(
         run(ranks, drifting, world, spec, str(tmp_path), True), expected, strict=True
     ):
-        assert compares == (variant in ("ddp", "zero1", "zero2", "hsdp in pairs"))
-        if variant == "hsdp in pairs":
+        assert compares == (kept > 1)
+        if kept == 2:
             assert "step 2: ranks 1, 3 hold different values of model/" in error
         else:
             assert error == ""
@@ -383,7 +407,7 @@ def test_a_drifted_replica_is_mended(ranks: Any, tmp_path: Path, variant: str) -
 
 
 def frozen(rank: Rank, spec: JobSpec) -> tuple[set[str], bool]:
-    """(names of what is trained, whether the frozen embedding is as it was) after a step."""
+    """(names of trained parameters, whether the frozen embedding is unchanged) after a step."""
     torch.manual_seed(1)
     model = registry.load("model", "gpt")(spec.model, VOCAB)
     model.embedding.weight.requires_grad_(False)
@@ -397,7 +421,7 @@ def frozen(rank: Rank, spec: JobSpec) -> tuple[set[str], bool]:
 
 @pytest.mark.parametrize("variant", registry.names("parallel"))
 def test_frozen_parameters_stay(ranks: Any, variant: str) -> None:
-    """What takes no gradient is no shard, and keeps its values."""
+    """A parameter without requires_grad is in no shard, and keeps its values."""
     spec = job(variant, {**MODEL, "tie_embeddings": False})
     for trained, same in run(ranks, frozen, 2, spec):
         assert same

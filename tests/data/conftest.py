@@ -1,4 +1,4 @@
-"""A small corpus of text files, and what it becomes."""
+"""A small corpus of text files, and a dataset prepared from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raydist.data.prepare import prepare
 
 
 def write_corpus(folder: Path, files: int = 12, lines: int = 60) -> list[bytes]:
-    """Text files with a few non-ASCII letters; returns the lines of all, in the order of the files."""
+    """Writes text files with a few non-ASCII letters; returns the lines of all files, in order."""
     folder.mkdir(parents=True)
     words = ["loss", "rank", "shard", "größe", "naïve", "token", "the", "of", "a", "λ"]
     choose = random.Random(7)
@@ -34,7 +34,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def dataset(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
-    """That corpus as bytes, in several blocks and many small shards."""
+    """That corpus, tokenized to bytes, in several blocks and many small shards."""
     out = tmp_path_factory.mktemp("dataset") / "tokens"
     prepare([str(corpus)], str(out), eval_fraction=0.2, block_bytes=9_000, shard_tokens=1_000)
     return TokenDataset(out)

@@ -1,4 +1,4 @@
-"""Global batches, a rank's share of them, and the cursor: exactly once, at any number of ranks."""
+"""Global batches, a rank's share of them, and the cursor: each sample exactly once, with any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLES, GLOBAL, WORLD, MICRO = st.integers(1, 400), st.integers(1, 64), st.inte
 
 
 def shared(batches: Batches, cursor: Cursor, world: int, micro: int) -> list[int]:
-    """What all ranks together train at a cursor, in the order of ranks."""
+    """The ids that all ranks together train at a cursor, in the order of ranks."""
     ids = batches.ids(cursor)
     return [int(i) for rank in range(world) for part in share(ids, rank, world, micro) for i in part]
 
@@ -28,7 +28,7 @@ def shared(batches: Batches, cursor: Cursor, world: int, micro: int) -> list[int
 )
 @settings(max_examples=120, deadline=None)
 def test_every_sample_of_an_epoch_exactly_once(n: int, size: int, worlds: list[int], micro: int, seed: int) -> None:
-    """Over two epochs, with another number of ranks at every step: no sample is missing, none comes twice."""
+    """Over two epochs with a different number of ranks at every step, each sample is trained exactly once an epoch."""
     batches = Batches(n, size, seed, "f")
     cursor = Cursor()
     for epoch in range(2):
@@ -46,8 +46,7 @@ def test_every_sample_of_an_epoch_exactly_once(n: int, size: int, worlds: list[i
 def test_resumes_anywhere_with_any_number_of_ranks(
     n: int, size: int, step: int, old: int, new: int, micro: int
 ) -> None:
-    """From a cursor that went through a checkpoint, another process with other ranks trains the very same
-    sequence."""
+    """Another process with another number of ranks trains the same sequence from a cursor that was stored and loaded."""
     first = Batches(n, size, 3, "f")
     cursor = Cursor()
     for _ in range(step):
@@ -63,8 +62,7 @@ def test_resumes_anywhere_with_any_number_of_ranks(
 @given(n=st.integers(1, 500), world=WORLD, micro=MICRO)
 @settings(max_examples=200, deadline=None)
 def test_shares_make_up_the_batch(n: int, world: int, micro: int) -> None:
-    """Shares in the order of ranks are the batch; all ranks have as many micro-batches, none of which is too
-    large."""
+    """The shares in the order of ranks are the batch; all ranks have equally many micro-batches, none above the given size."""
     ids = np.arange(n) * 7
     shares = [share(ids, rank, world, micro) for rank in range(world)]
     assert np.array_equal(np.concatenate([p for s in shares for p in s]), ids)
@@ -77,8 +75,7 @@ def test_shares_make_up_the_batch(n: int, world: int, micro: int) -> None:
 
 
 def test_ids_do_not_depend_on_the_past() -> None:
-    """At sample 10^11 - 5 of an epoch the batch is known at once: it is computed from the cursor, not walked
-    to."""
+    """The batch at sample 10^11 - 5 of an epoch is computed from the cursor alone, without walking through the epoch."""
     batches = Batches(10**11, 8, 0, "f")
     ids = batches.ids(Cursor(7, 10**11 - 5))
     assert len(ids) == 5
@@ -87,14 +84,14 @@ def test_ids_do_not_depend_on_the_past() -> None:
 
 
 def test_samples_hash_is_of_little_endian_int64() -> None:
-    """A value that others can compute: xxh64 of the ids' bytes, in order."""
+    """The hash is the xxh64 of the ids as little-endian int64, in order, so other programs can compute it."""
     assert samples_hash(np.array([1, 2, 3])) == samples_hash(np.array([1, 2, 3], dtype=">i8"))
     assert samples_hash(np.array([1, 2, 3])) == "8799e152e5c0cdfa"
     assert samples_hash(np.array([2, 1, 3])) != samples_hash(np.array([1, 2, 3]))
 
 
 def test_no_sample_is_an_error() -> None:
-    """A split too small for one window says so, and how to mend it."""
+    """A split too small for one window raises DataError."""
     with pytest.raises(DataError, match="no sample"):
         Batches(0, 8, 0, "f")
 
@@ -102,7 +99,7 @@ def test_no_sample_is_an_error() -> None:
 @given(n=st.integers(0, 300), batches=st.integers(1, 8), size=GLOBAL)
 @settings(max_examples=80, deadline=None)
 def test_eval_batches_are_fixed(n: int, batches: int, size: int) -> None:
-    """The same distinct samples every time: as many as asked for, or all there are."""
+    """The same distinct samples every time: as many as requested, or all if there are fewer."""
     made = eval_batches(n, batches, size)
     ids = [int(i) for part in made for i in part]
     assert len(ids) == len(set(ids)) == min(n, batches * size)

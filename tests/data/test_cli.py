@@ -1,4 +1,4 @@
-"""`raydist data`: what it prints, and its exit codes."""
+"""`raydist data`: its output and its exit codes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ runner = CliRunner()
 
 
 def test_prepare_show_verify(corpus: Path, tmp_path: Path) -> None:
-    """Prepared, shown and verified through the commands; --json is one object on stdout with the documented
-    names."""
+    """prepare, show and verify work on one dataset; --json prints one object on stdout with the documented names."""
     out = str(tmp_path / "out")
     made = runner.invoke(data.app, ["prepare", str(corpus), "--out", out, "--eval-fraction", "0.2", "--json"])
     assert made.exit_code == 0, made.output
@@ -40,7 +39,7 @@ def test_prepare_show_verify(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_verify_names_the_file_and_exits_3(corpus: Path, tmp_path: Path) -> None:
-    """A flipped byte: the file on stderr, the same as JSON on stdout."""
+    """After a flipped byte verify names the file on stderr, and with --json on stdout too."""
     out = tmp_path / "out"
     runner.invoke(data.app, ["prepare", str(corpus), "--out", str(out)])
     (shard,) = out.glob("train-*.arrow")
@@ -62,7 +61,7 @@ def test_what_is_not_there_is_the_users_error(tmp_path: Path, command: list[str]
 
 
 def test_the_module_is_light() -> None:
-    """Importing the commands loads neither pyarrow nor ray nor numpy: `raydist --help` stays quick."""
+    """Importing the commands loads neither numpy, pyarrow, ray nor torch, so `raydist --help` is fast."""
     script = (
         "import sys, raydist.cli.data; print([m for m in ('numpy', 'pyarrow', 'ray', 'torch') if m in sys.modules])"
     )
@@ -77,7 +76,7 @@ def test_the_module_is_light() -> None:
 
 
 def test_the_whole_of_data_needs_neither_torch_nor_ray() -> None:
-    """Every module of raydist/data imports without them."""
+    """Every module of raydist/data imports without ray, torch, pandas and tokenizers."""
     script = (
         "import sys, pkgutil, importlib, raydist.data as d\n"
         "for m in pkgutil.iter_modules(d.__path__): importlib.import_module('raydist.data.' + m.name)\n"

@@ -1,4 +1,4 @@
-"""Reading a prepared dataset: zero-copy views, windows, masks, packing, the cache of a remote one."""
+"""Reading a prepared dataset: zero-copy views, windows, masks, packing, and the cache of a remote dataset."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from raydist.storage import Storage
 
 
 def everything(split: TokenSplit) -> np.ndarray:
-    """All tokens of a split, as a plain array."""
+    """All tokens of a split in one array."""
     return np.concatenate([split.read(i, i + 1) for i in range(len(split))]).astype(np.int64)
 
 
 def remote(folder: Path) -> Storage:
-    """That folder as a filesystem that is not known to be local, as s3 would be."""
+    """The folder as storage that is not marked as local, like S3."""
     storage = Storage(folder)
     storage.local = None
     return storage
@@ -53,7 +53,7 @@ def test_read_crosses_shards(dataset: TokenDataset, whole: np.ndarray, data: st.
 
 
 def test_views_are_not_copies(dataset: TokenDataset) -> None:
-    """Two reads of the same tokens share memory, which cannot be written."""
+    """Two reads of the same tokens share memory, and it is read-only."""
     split = dataset.split("train")
     first, second = split.read(10, 60), split.read(40, 90)
     assert np.shares_memory(first, second)
@@ -61,7 +61,7 @@ def test_views_are_not_copies(dataset: TokenDataset) -> None:
 
 
 def test_reading_imports_no_pandas(dataset: TokenDataset, tmp_path: Path) -> None:
-    """Which pyarrow does by itself where there is one, a second in every rank that starts."""
+    """Reading does not import pandas, which pyarrow imports by itself if it is installed: a second in every rank that starts."""
     (tmp_path / "pandas.py").write_text("raise SystemExit('somebody imports pandas')\n")
     script = "import sys; from raydist.data.dataset import TokenDataset; print(TokenDataset(sys.argv[1]).split('train').read(0, 9))"
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
@@ -76,8 +76,7 @@ def test_reading_imports_no_pandas(dataset: TokenDataset, tmp_path: Path) -> Non
 
 
 def test_text_comes_back(dataset: TokenDataset, corpus: Path) -> None:
-    """Train and eval documents, decoded, are the pieces of the files, none lost, none twice; each ends with
-    an end."""
+    """The decoded train and eval documents are the lines of the files, each once; each document ends with the end token."""
     texts = []
     for name in ("train", "eval"):
         tokens = everything(dataset.split(name))
@@ -92,8 +91,7 @@ def test_text_comes_back(dataset: TokenDataset, corpus: Path) -> None:
 
 @pytest.mark.parametrize("context", [1, 7, 64, 999, 5_000])
 def test_windows_cover_every_target_once(dataset: TokenDataset, whole: np.ndarray, context: int) -> None:
-    """In the order of ids, tokens and unmasked targets are the split, shifted by one; windows may cross
-    shards."""
+    """In the order of ids, tokens and unmasked targets are the split, shifted by one; a window may cross shards."""
     split = dataset.split("train")
     windows = Windows(split, context)
     assert len(windows) == -(-(len(split) - 1) // context)
@@ -109,7 +107,7 @@ def test_windows_cover_every_target_once(dataset: TokenDataset, whole: np.ndarra
 
 
 def test_rows_do_not_depend_on_their_batch(dataset: TokenDataset) -> None:
-    """Any ids in any order, repeated too, give the rows that each gives alone, in both modes."""
+    """A row depends only on its id: any ids in any order, also repeated, give the rows that each gives alone, packed or not."""
     windows = Windows(dataset.split("train"), 50)
     last = len(windows) - 1
     ids = np.array([last, 3, 0, 3, 20, 19, last])
@@ -122,7 +120,7 @@ def test_rows_do_not_depend_on_their_batch(dataset: TokenDataset) -> None:
 
 
 def test_packing_numbers_documents_and_masks_their_borders(dataset: TokenDataset) -> None:
-    """A document's number grows by one behind each end; no target is in another document than its token."""
+    """The document number grows by one after each end token; no target belongs to another document than its token."""
     windows = Windows(dataset.split("train"), 700)
     tokens, targets, documents = windows.batch(np.arange(len(windows)), pack=True)
     plain_targets = windows.batch(np.arange(len(windows)))[1]
@@ -137,7 +135,7 @@ def test_packing_numbers_documents_and_masks_their_borders(dataset: TokenDataset
 
 
 def test_no_ids_make_a_masked_row(dataset: TokenDataset) -> None:
-    """An empty micro-batch is one row in which nothing counts, so that every rank runs a forward pass."""
+    """An empty micro-batch is one fully masked row, so that every rank runs a forward pass."""
     windows = Windows(dataset.split("train"), 9)
     for pack in (False, True):
         tokens, targets, _ = windows.batch(np.array([], dtype=np.int64), pack)
@@ -148,14 +146,14 @@ def test_no_ids_make_a_masked_row(dataset: TokenDataset) -> None:
 
 @pytest.mark.parametrize("bad", [-1, "len"])
 def test_a_wrong_id_is_refused(dataset: TokenDataset, bad: int | str) -> None:
-    """An id that is no sample raises IndexError."""
+    """An id outside the split raises IndexError."""
     windows = Windows(dataset.split("eval"), 9)
     with pytest.raises(IndexError):
         windows.batch(np.array([0, len(windows) if bad == "len" else -1]))
 
 
 def test_splits_cross_processes(dataset: TokenDataset) -> None:
-    """A split pickles as its place, and reads the same there."""
+    """A split pickles as its location, not its tokens, and reads the same afterwards."""
     split = dataset.split("train")
     raw = pickle.dumps(split)
     assert len(raw) < 1_000
@@ -163,7 +161,7 @@ def test_splits_cross_processes(dataset: TokenDataset) -> None:
 
 
 def test_a_folder_without_an_index_is_no_dataset(tmp_path: Path, dataset: TokenDataset) -> None:
-    """Shards alone do not open; the message says how to finish."""
+    """Shards without an index raise DataError, with the command that finishes the dataset."""
     for file in Path(dataset.uri).glob("*.arrow"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     with pytest.raises(DataError, match=r"not a prepared dataset.*\n.*raydist data prepare"):
@@ -173,8 +171,7 @@ def test_a_folder_without_an_index_is_no_dataset(tmp_path: Path, dataset: TokenD
 def test_a_remote_dataset_is_cached_once_and_checked(
     dataset: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the shards that are touched are fetched; the cache then serves without the storage; damage is
-    refused."""
+    """Only shards that are read are downloaded; later reads use the cache instead of the storage; a damaged shard is refused."""
     monkeypatch.setenv("RAYDIST_CACHE", str(tmp_path / "cache"))
     copy = tmp_path / "copy"
     copy.mkdir()

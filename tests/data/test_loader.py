@@ -1,4 +1,4 @@
-"""The thread that makes batches ahead of time."""
+"""The thread that prepares batches ahead of time."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def windows(dataset: TokenDataset) -> Windows:
 
 
 def batches_of(windows: Windows, size: int = 12) -> Batches:
-    """Global batches of an odd size."""
+    """Global batches of `size` samples."""
     return Batches(len(windows), size, 5, "f")
 
 
 def test_gives_the_ranks_share_of_each_step(windows: Windows) -> None:
-    """Cursors follow one another from the given one; arrays are those of the rank's own samples."""
+    """Cursors continue from the given one; arrays are those of the rank's own samples."""
     batches = batches_of(windows)
     start = batches.at_step(batches.steps_per_epoch - 2)
     with Loader(windows, batches, start, rank=1, world=2, micro_batch=4, steps=4) as loader:
@@ -50,7 +50,7 @@ def test_gives_the_ranks_share_of_each_step(windows: Windows) -> None:
 
 
 def test_a_rank_without_samples_takes_part(windows: Windows) -> None:
-    """A rank that is short of samples gets as many micro-batches as the others, fully masked."""
+    """A rank without samples gets as many micro-batches as the others, fully masked."""
     batches = Batches(len(windows), 3, 5, "f")
     with Loader(windows, batches, Cursor(), rank=0, world=4, micro_batch=1, steps=1) as loader:
         step = next(loader)
@@ -62,7 +62,7 @@ def test_a_rank_without_samples_takes_part(windows: Windows) -> None:
 
 
 def test_every_target_is_trained_once_an_epoch(windows: Windows) -> None:
-    """Over an epoch on three ranks, the unmasked targets are all tokens of the split but the first."""
+    """In an epoch on three ranks, the unmasked targets are all tokens of the split but the first."""
     batches = batches_of(windows)
     total = 0
     for rank in range(3):
@@ -72,7 +72,7 @@ def test_every_target_is_trained_once_an_epoch(windows: Windows) -> None:
 
 
 class _Counting:
-    """Samples of one token that count how many batches were asked for, and can wait for leave or fail."""
+    """Samples of one token that count the batches requested, and raise at batch `fail_at`."""
 
     def __init__(self, fail_at: int = -1) -> None:
         self.made = 0
@@ -89,13 +89,12 @@ class _Counting:
 
 
 def test_the_queue_is_bounded_and_close_ends_it() -> None:
-    """With nobody consuming, `prefetch` batches and one in hand are made, no more; `close` ends the waiting
-    thread."""
+    """Without a consumer `prefetch` batches and one more are made; `close` ends the waiting thread."""
     source = _Counting()
     loader = Loader(source, Batches(10**9, 4, 0, "f"), Cursor(), micro_batch=4, prefetch=3)
     for _ in range(4):
         assert source.asked.acquire(timeout=30)
-    # The fifth cannot be begun: the thread waits for room with the fourth in its hand.
+    # The fifth batch is not started: the thread waits until the queue has room for the fourth.
     assert not source.asked.acquire(timeout=0.2)
     assert source.made == 4
     loader.close()
@@ -107,7 +106,7 @@ def test_the_queue_is_bounded_and_close_ends_it() -> None:
 
 
 def test_an_error_in_the_thread_reaches_the_consumer() -> None:
-    """What was made before is delivered; then the thread's own exception is raised, again and again."""
+    """Earlier batches are delivered; then every `next` raises the thread's exception."""
     with Loader(_Counting(fail_at=2), Batches(100, 4, 0, "f"), Cursor(), micro_batch=4) as loader:
         assert next(loader).cursor == Cursor(0, 0)
         assert next(loader).cursor == Cursor(0, 4)
@@ -117,7 +116,7 @@ def test_an_error_in_the_thread_reaches_the_consumer() -> None:
 
 
 def test_transform_runs_in_the_thread() -> None:
-    """The hook that converts and pins does not run on the training loop's thread."""
+    """The transform, which converts and pins, runs in the loader's thread, not in the training loop's."""
     names = []
 
     def mark(step: StepBatch) -> StepBatch:
@@ -131,7 +130,7 @@ def test_transform_runs_in_the_thread() -> None:
 
 
 class _Blocking:
-    """Samples of one token, their own id. The `times` first reads that have sample `stuck` block in the kernel, at a FIFO."""
+    """Samples of one token, their own id. The first `times` reads that include sample `stuck` block in the kernel, on a FIFO."""
 
     def __init__(self, fifo: Path, stuck: int, times: int) -> None:
         os.mkfifo(fifo)
@@ -148,7 +147,7 @@ class _Blocking:
         return tokens, tokens, None
 
     def free(self, threads: int) -> None:
-        """Lets all of them go on, and waits until they have."""
+        """Unblocks all blocked threads, and waits until they have returned."""
         descriptor = os.open(self.fifo, os.O_WRONLY)
         os.close(descriptor)
         for _ in range(threads):
@@ -156,8 +155,8 @@ class _Blocking:
 
 
 def test_a_stuck_thread_is_replaced_at_its_cursor(tmp_path: Path) -> None:
-    """A read that blocks is told of while it does, with the line it stands at; every sample comes once all the same, also after
-    the old thread is free again."""
+    """A blocked read is reported with its line while it blocks, and the thread is replaced; each sample comes once, also after
+    the old thread continues."""
     batches = Batches(40, 4, 0, "f")
     stuck = batches.at_step(3)
     source = _Blocking(tmp_path / "fifo", int(batches.ids(stuck)[0]), 1)
@@ -177,7 +176,8 @@ def test_a_stuck_thread_is_replaced_at_its_cursor(tmp_path: Path) -> None:
 
 
 def test_a_read_that_blocks_for_ever_ends_with_its_cause(tmp_path: Path) -> None:
-    """After two restarts at one batch `next` raises DataError, which says where the thread stands; closing does not wait for it."""
+    """After two restarts at one batch `next` raises DataError with the line at which the thread blocks; `close` does not wait for
+    that thread."""
     batches = Batches(40, 4, 0, "f")
     source = _Blocking(tmp_path / "fifo", int(batches.ids(batches.at_step(1))[0]), 9)
     told: list[Stall] = []

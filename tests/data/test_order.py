@@ -1,4 +1,4 @@
-"""The keyed permutation."""
+"""The keyed permutation of sample ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEYS = st.integers(0, 2**128 - 1)
 @given(n=st.one_of(st.integers(1, 300), st.integers(4_000, 9_000)), key=KEYS)
 @settings(max_examples=80, deadline=None)
 def test_is_a_bijection(n: int, key: int) -> None:
-    """Every id comes exactly once, and the inverse leads back, below and above the limit of the table."""
+    """Every id comes exactly once, and the inverse returns its position, for sizes with a table and above."""
     order = Permutation(n, key)
     ids = order(np.arange(n))
     assert np.array_equal(np.sort(ids), np.arange(n))
@@ -27,7 +27,7 @@ def test_is_a_bijection(n: int, key: int) -> None:
 @given(n=st.integers(2**13, LARGEST), key=KEYS, data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_large_orders_invert(n: int, key: int, data: st.DataObject) -> None:
-    """For any n up to 2**62, positions map into [0, n), apart from one another, and back."""
+    """For any n up to 2**62, positions map to distinct ids in [0, n), and the inverse maps them back."""
     positions = np.array(sorted({0, n - 1, *data.draw(st.lists(st.integers(0, n - 1), max_size=20))}))
     ids = Permutation(n, key)(positions)
     assert ids.dtype == np.int64
@@ -38,8 +38,7 @@ def test_large_orders_invert(n: int, key: int, data: st.DataObject) -> None:
 
 
 def test_values_never_change() -> None:
-    """The order is part of what a checkpoint means: these values hold for every version, machine and
-    library."""
+    """A checkpoint depends on the order: these values are the same in every version, on every machine, with every library."""
     golden = {
         10: Permutation(10, 1)(np.arange(6)).tolist(),
         10_000: Permutation(10_000, 2**127 + 3)(np.arange(6)).tolist(),
@@ -53,7 +52,7 @@ def test_values_never_change() -> None:
 
 
 def test_shape_and_size_of_a_call_do_not_matter() -> None:
-    """One position at a time, or all in any shape, gives the same ids."""
+    """One position at a time, or all in an array of any shape, gives the same ids."""
     order = Permutation(100_003, 5)
     together = order(np.arange(60).reshape(3, 20))
     assert together.shape == (3, 20)
@@ -64,7 +63,7 @@ def test_shape_and_size_of_a_call_do_not_matter() -> None:
 @pytest.mark.parametrize("n", [5, 100_003])
 @pytest.mark.parametrize("outside", [-1, "n"])
 def test_rejects_what_is_outside(n: int, outside: int | str) -> None:
-    """A position that is none raises IndexError, and is not wrapped."""
+    """A position outside [0, n) raises IndexError; it does not wrap around."""
     value = n if outside == "n" else int(outside)
     with pytest.raises(IndexError):
         Permutation(n, 0)([0, value])
@@ -74,7 +73,7 @@ def test_rejects_what_is_outside(n: int, outside: int | str) -> None:
 
 @pytest.mark.parametrize("changed", [(18, 0, "f"), (17, 1, "f"), (17, 0, "g")])
 def test_each_argument_makes_another_order(changed: tuple[int, int, str]) -> None:
-    """Seed, epoch and fingerprint each matter: orders that differ in one agree at hardly any position."""
+    """Orders that differ in seed, epoch or fingerprint agree at hardly any position."""
     positions = np.arange(20_000)
     first = epoch_order(17, 0, "f", 20_000)(positions)
     other = epoch_order(*changed, 20_000)(positions)
@@ -82,14 +81,14 @@ def test_each_argument_makes_another_order(changed: tuple[int, int, str]) -> Non
 
 
 def _excess(counts: np.ndarray, expected: float) -> float:
-    """How many standard deviations chi-square lies above what chance gives."""
+    """By how many standard deviations chi-square exceeds its expected value."""
     freedom = counts.size - 1
     return (float(((counts - expected) ** 2).sum()) / expected - freedom) / math.sqrt(2 * freedom)
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_tiny_orders_are_uniform_over_all_permutations(n: int) -> None:
-    """All n! permutations come equally often over keys, odd ones included."""
+    """Over keys, all n! permutations are equally frequent, odd ones included."""
     trials = 6_000
     powers = n ** np.arange(n)
     seen = [int((Permutation(n, key)(np.arange(n)) * powers).sum()) for key in range(trials)]
@@ -100,8 +99,8 @@ def test_tiny_orders_are_uniform_over_all_permutations(n: int) -> None:
 
 @pytest.mark.parametrize("n", [4_097, 5_000, 8_193])
 def test_small_networks_mix(n: int) -> None:
-    """Just above the table: over keys, where a position goes is uniform, alone and together with its
-    neighbour."""
+    """For sizes just above the table's limit, the id of a position is uniform over keys, alone and together with its
+    neighbour's."""
     trials, bins = 3_000, 16
     firsts = np.array([Permutation(n, key)([0, 1, n - 1]) for key in range(trials)]) * bins // n
     for column in range(3):
@@ -112,7 +111,7 @@ def test_small_networks_mix(n: int) -> None:
 
 @pytest.mark.parametrize("n", [4_097, 65_536, 100_003, 10**11, LARGEST])
 def test_one_order_looks_random(n: int) -> None:
-    """Within one order: ids of consecutive positions spread evenly, and do not follow from one another."""
+    """Within one order, the ids of consecutive positions are spread evenly and are not correlated."""
     count, bins = min(n, 40_000), 20
     ids = Permutation(n, 99)(np.arange(count)).astype(np.float64) / n
     binned = (ids * bins).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Preparing a dataset: the same bytes always, whole or absent, train and eval apart."""
+"""Preparing a dataset: always the same bytes, complete or absent, train and eval disjoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {"eval_fraction": 0.2, "block_bytes": 9_000, "shard_t
 
 
 def contents(folder: str | Path) -> dict[str, bytes]:
-    """Every file of a folder, hidden ones too."""
+    """The bytes of every file of a folder, hidden ones included."""
     root = Path(folder)
     return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
@@ -43,7 +43,7 @@ def documents(dataset: TokenDataset, name: Any) -> list[str]:
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
 def test_same_input_same_bytes(corpus: Path, tmp_path: Path, tokenizer: str) -> None:
-    """In any order of the blocks, by one thread or several, every file of the dataset is the same."""
+    """Every file of the dataset is the same for any order of the blocks, with one thread or several."""
 
     def backwards(make: Callable[[Block], Made], blocks: Sequence[Block]) -> Iterable[Made]:
         return [make(b) for b in reversed(blocks)]
@@ -68,14 +68,13 @@ def test_same_input_same_bytes(corpus: Path, tmp_path: Path, tokenizer: str) -> 
 
 
 def test_a_large_vocabulary_takes_uint32() -> None:
-    """65,536 ids fit in uint16; one more does not."""
+    """A vocabulary of 65,536 ids fits in uint16; one more id needs uint32."""
     assert shards.token_type(65_536) == np.uint16
     assert shards.token_type(65_537) == np.uint32
 
 
 def test_train_and_eval_share_no_document(tmp_path: Path) -> None:
-    """Documents that come many times are all on one side; each side has about its share of the distinct
-    ones."""
+    """All copies of a document are in one split; each split has about its share of the distinct documents."""
     lines = [f'{{"text": "document {i % 500}"}}' for i in range(2_000)]
     (tmp_path / "c.jsonl").write_text("\n".join(lines))
     index = prepare([f"{tmp_path}/c.jsonl"], str(tmp_path / "out"), eval_fraction=0.2)
@@ -89,7 +88,7 @@ def test_train_and_eval_share_no_document(tmp_path: Path) -> None:
 
 
 def test_shuffled_documents_fall_on_the_same_side(tmp_path: Path) -> None:
-    """The side follows from the content alone, not from the place in the corpus."""
+    """The split of a document depends on its content alone, not on its place in the corpus."""
     lines = [f'{{"text": "document {i}"}}' for i in range(300)]
     sides = []
     for name, order in (("a", lines), ("b", lines[::-1])):
@@ -101,7 +100,7 @@ def test_shuffled_documents_fall_on_the_same_side(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fraction", [1e-9, 0.98])
 def test_a_small_corpus_has_both_splits(tmp_path: Path, fraction: float) -> None:
-    """Where chance would leave a split empty, one document goes to it."""
+    """If chance left a split empty, one document is moved to it."""
     (tmp_path / "c.jsonl").write_text("\n".join(f'{{"text": "{word}"}}' for word in ("one", "two", "three")))
     index = prepare([f"{tmp_path}/c.jsonl"], str(tmp_path / "out"), eval_fraction=fraction)
     assert sorted([index.train.documents, index.eval.documents]) == [1, 2]
@@ -112,7 +111,7 @@ def test_a_small_corpus_has_both_splits(tmp_path: Path, fraction: float) -> None
 
 @pytest.mark.parametrize("fraction", [0.0, 0.98])
 def test_one_document_is_trained_on(tmp_path: Path, fraction: float) -> None:
-    """A single document is never held out; no fraction holds none out."""
+    """A single document is never held out, and with eval_fraction 0 no document is."""
     (tmp_path / "c.txt").write_text("all there is")
     index = prepare([f"{tmp_path}/c.txt"], str(tmp_path / "out"), eval_fraction=fraction)
     assert (index.train.documents, index.eval.documents) == (1, 0)
@@ -121,7 +120,7 @@ def test_one_document_is_trained_on(tmp_path: Path, fraction: float) -> None:
 
 
 def test_unigram_is_the_entropy_of_the_eval_bytes(dataset: TokenDataset) -> None:
-    """In nats a byte, from the text of the eval split without its ends."""
+    """unigram_nats is the entropy of the eval split's bytes, without end tokens, in nats a byte."""
     split = dataset.split("eval")
     tokens = split.read(0, len(split))
     counts = np.bincount(tokens[tokens < 256])
@@ -158,8 +157,8 @@ for writes in range(100):
 
 
 def test_killed_anywhere_it_goes_on_to_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
-    """SIGKILL before each of the files comes in place: no dataset opens then, and the same command makes the
-    same one."""
+    """After SIGKILL before any of the files is renamed into place, no dataset opens, and the same command produces the same
+    bytes."""
     settings: dict[str, Any] = {"eval_fraction": 0.2, "block_bytes": 20_000, "shard_tokens": 20_000}
     index = prepare([str(corpus)], str(tmp_path / "whole"), "bpe:300", **settings)
     expected = contents(tmp_path / "whole")
@@ -172,7 +171,7 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(corpus: Path, tmp_path: Pa
     )
     *killed, last = map(int, ran.stdout.split())
     blocks = len(index.train.shards)
-    # One write each: the tokenizer (twice), a journal entry a block, the shards, the index.
+    # One rename each: the tokenizer (twice), a journal entry per block, the shards, the index.
     assert killed == [signal.SIGKILL] * (2 + blocks + len(index.shards()) + 1)
     assert last == 0
     kept: list[int] = []
@@ -184,15 +183,14 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(corpus: Path, tmp_path: Pa
         prepare([str(corpus)], str(out), "bpe:300", progress=reports.append, **settings)
         assert contents(out) == expected
         kept.append([r.bytes_done for r in reports if not r.bytes_done or r.phase == "tokens"][1])
-    # What was done is not done again: ever more of it was there, at last all.
+    # Finished blocks are not repeated: later kills leave more of them, the last one all.
     assert kept == sorted(kept)
     assert kept[0] == 0
     assert kept[-1] == sum(p.stat().st_size for p in corpus.iterdir())
 
 
 def test_work_on_other_input_is_not_taken_over(tmp_path: Path) -> None:
-    """After an interruption and a change of a source, the dataset is that of the new sources, nothing stale
-    in it."""
+    """After an interruption and a changed source, the dataset has only the new sources."""
     source = tmp_path / "src"
     source.mkdir()
     for i in range(4):
@@ -216,8 +214,8 @@ def test_work_on_other_input_is_not_taken_over(tmp_path: Path) -> None:
 
 
 def test_a_finished_dataset_is_returned_or_protected(corpus: Path, tmp_path: Path) -> None:
-    """The same request does nothing; another one, or a source that changed since, is refused and nothing is
-    lost."""
+    """The same request again does nothing; a different request, or a source that changed since, is refused, and the dataset stays
+    as it is."""
     source = tmp_path / "src"
     source.mkdir()
     (source / "a.txt").write_bytes(b"line of text\n" * 900)
@@ -243,12 +241,12 @@ def test_a_finished_dataset_is_returned_or_protected(corpus: Path, tmp_path: Pat
     [
         ("x.txt", b"\xff", "bad UTF-8"),
         ("x.txt", b"", "is empty"),
-        ("x.jsonl", b'{"text": ""}\n\n', "is empty: no document"),
+        ("x.jsonl", b'{"text": ""}\n\n', "is empty: it has no documents"),
         ("x.jsonl", b'{"body": "a"}', 'no column "text"'),
     ],
 )
 def test_bad_input_leaves_nothing(tmp_path: Path, name: str, body: bytes, message: str) -> None:
-    """One DataError, and not even an empty folder."""
+    """Bad input raises one DataError, and leaves not even an empty folder."""
     (tmp_path / name).write_bytes(body)
     with pytest.raises(DataError, match=message):
         prepare([str(tmp_path / name)], str(tmp_path / "out"))
@@ -256,8 +254,7 @@ def test_bad_input_leaves_nothing(tmp_path: Path, name: str, body: bytes, messag
 
 
 def test_bad_input_keeps_what_is_done_and_what_is_not_ours(tmp_path: Path) -> None:
-    """With blocks done before the bad one, those wait for the next try; a user's own files stay as they
-    are."""
+    """Blocks that were finished before the bad one are kept for the next attempt; the user's own files are not touched."""
     source, out = tmp_path / "src", tmp_path / "out"
     source.mkdir()
     out.mkdir()
@@ -292,8 +289,8 @@ except StorageError as error:
 
 
 def test_storage_that_refuses_a_write(corpus: Path, tmp_path: Path) -> None:
-    """The kernel ends a write in the middle of a shard: one StorageError with its reason, no dataset, and no
-    partial file; with room again the same command finishes."""
+    """If the kernel stops a write in the middle of a shard: one StorageError with its reason, no dataset and no partial file;
+    with space again the same command finishes."""
     child = subprocess.run(
         [sys.executable, "-c", FULL, str(corpus), str(tmp_path / "out")],
         env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
@@ -303,14 +300,14 @@ def test_storage_that_refuses_a_write(corpus: Path, tmp_path: Path) -> None:
     )
     assert child.returncode == 7
     assert "arrow: File too large" in child.stdout
-    assert "the same command goes on" in child.stdout
+    assert "the same command then continues" in child.stdout
     assert not [n for n in contents(tmp_path / "out") if n.endswith((".arrow", "index.json"))]
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 12_000
     assert prepare([str(corpus)], str(tmp_path / "out")).train.tokens > 12_000
 
 
 def test_shards_must_be_seen_from_here(corpus: Path, tmp_path: Path) -> None:
-    """Where another node wrote to its own disk, the commit is refused, with the remedy."""
+    """If shards are on another node's own disk, the commit is refused, with the remedy."""
 
     def elsewhere(make: Callable[[Block], Made], blocks: Sequence[Block]) -> Iterable[Made]:
         for block in blocks:
@@ -319,14 +316,14 @@ def test_shards_must_be_seen_from_here(corpus: Path, tmp_path: Path) -> None:
                 (tmp_path / "out" / shard.file).unlink()
             yield made
 
-    with pytest.raises(StorageError, match=r"not seen from here\n.*all nodes share"):
+    with pytest.raises(StorageError, match=r"not visible here\n.*all nodes share"):
         prepare([str(corpus)], str(tmp_path / "out"), map_files=elsewhere, **SETTINGS)
     with pytest.raises(DataError, match="not a prepared dataset"):
         TokenDataset(tmp_path / "out")
 
 
 def test_on_a_filesystem_that_is_not_local(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through pyarrow.fs alone, as for s3, the same files come out."""
+    """Through pyarrow.fs alone, as for S3, the same files are written."""
 
     def remote(uri: str) -> Storage:
         storage = Storage(uri)
@@ -334,7 +331,7 @@ def test_on_a_filesystem_that_is_not_local(corpus: Path, tmp_path: Path, monkeyp
         return storage
 
     prepare([str(corpus)], str(tmp_path / "a"), **SETTINGS)
-    # An object store needs no folders.
+    # A local disk needs these folders, an object store does not.
     (tmp_path / "b" / ".prepare").mkdir(parents=True)
     monkeypatch.setattr(module, "Storage", remote)
     monkeypatch.setattr(shards, "Storage", remote)
@@ -351,14 +348,14 @@ def test_on_a_filesystem_that_is_not_local(corpus: Path, tmp_path: Path, monkeyp
     ],
 )
 def test_wrong_settings_are_found_before_work(corpus: Path, tmp_path: Path, changes: Any, message: str) -> None:
-    """Each is a DataError, and nothing is written."""
+    """A wrong setting raises DataError, and nothing is written."""
     with pytest.raises(DataError, match=message):
         prepare(**{"names": [str(corpus)], "out": str(tmp_path / "out"), **changes})
     assert not (tmp_path / "out").exists()
 
 
 def test_token_ids_as_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's source of ids is stored as it is, each document with one end; ids beyond the vocabulary are
+    """Token ids from a user's source are stored unchanged, each document with one end token; ids outside the vocabulary are
     refused."""
     name = f"ids_{os.getpid()}"
     (tmp_path / f"{name}.py").write_text("good = [[1, 2, 256], [3], 'a']\nbad = [[1, 257]]\n")
@@ -372,7 +369,7 @@ def test_token_ids_as_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def asked(**changes: Any) -> SimpleNamespace:
-    """A job's `data`."""
+    """The section `data` of a job."""
     return SimpleNamespace(
         **{
             "source": None,
@@ -386,8 +383,7 @@ def asked(**changes: Any) -> SimpleNamespace:
 
 
 def test_a_job_prepares_its_source_once(tmp_path: Path) -> None:
-    """The same data is there at once the second time; changed files, or other settings, are another
-    dataset."""
+    """A second call returns the same dataset without work; changed files, or other settings, give another dataset."""
     source = tmp_path / "src"
     source.mkdir()
     (source / "a.txt").write_bytes(b"line of text\n" * 2_000)
@@ -411,7 +407,7 @@ def test_a_job_prepares_its_source_once(tmp_path: Path) -> None:
 
 
 def test_drivers_at_once_make_it_once(corpus: Path, tmp_path: Path) -> None:
-    """Three processes that start together end with the same whole dataset; one of them made it."""
+    """Three processes that start together return the same complete dataset; one of them prepared it."""
     script = (
         "import sys; from types import SimpleNamespace as S; from raydist.data import open_or_prepare\n"
         "data = S(source=sys.argv[1], path=None, tokenizer='bpe:300', column='text', eval_fraction=0.2)\n"

@@ -1,4 +1,4 @@
-"""Sources: which files, in which order, cut into which documents, and what is wrong with bad ones."""
+"""Sources: the files they name, the documents they are cut into, and the errors of bad ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read(names: Sequence[str], column: str = "text", block_bytes: int = 1 << 20)
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Files at several depths, some of which are not meant."""
+    """Files at several depths, with hidden ones and a cache among them."""
     for name in (
         "b.txt",
         "a/x.txt",
@@ -61,40 +61,40 @@ def tree(tmp_path: Path) -> Path:
     ],
 )
 def test_finds_files_folders_and_globs(tree: Path, pattern: str, found: list[str]) -> None:
-    """Sorted by path, hidden ones left out; the same by path and by file:// URI."""
+    """Files are sorted by path, without hidden ones; a path and its file:// URI give the same files."""
     assert [d.decode() for d in read([f"{tree}{pattern}"]) if isinstance(d, bytes)] == found
-    if "?" not in pattern:  # In a URI that would begin the query.
+    if "?" not in pattern:  # in a URI it begins the query
         assert [d.decode() for d in read([f"file://{tree}{pattern}"]) if isinstance(d, bytes)] == found
 
 
 def test_relative_paths_are_of_the_working_directory(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`raydist data prepare *.txt` in a folder means the files there."""
+    """Relative paths and globs refer to the working directory."""
     monkeypatch.chdir(tree)
     assert read(["b.txt"]) == read(["*.txt"]) == [b"b.txt"]
 
 
 @pytest.mark.parametrize("name", ["nowhere", "no*.where", "a/none.txt"])
 def test_nothing_there_is_an_error(tree: Path, name: str) -> None:
-    """A path or glob without a file raises DataError that names it."""
-    with pytest.raises(DataError, match=r"no such file, and nothing that matches"):
+    """A path or glob without a file raises DataError."""
+    with pytest.raises(DataError, match=r"no such file, and no match"):
         sources.find(f"{tree}/{name}")
 
 
 def test_empty_files_are_an_error(tmp_path: Path) -> None:
-    """A source of no bytes is named as empty."""
+    """A source of 0 bytes raises DataError."""
     (tmp_path / "e.txt").touch()
     with pytest.raises(DataError, match="is empty: 1 files, 0 bytes"):
         sources.find(str(tmp_path))
 
 
 def test_an_unknown_scheme_is_an_error() -> None:
-    """What pyarrow.fs cannot open is a DataError, with its reason."""
+    """A scheme that pyarrow.fs does not know raises DataError with its reason."""
     with pytest.raises(DataError, match="source gopher://x/y"):
         sources.find("gopher://x/y")
 
 
 def test_the_standard_library_is_stable_and_large_enough() -> None:
-    """Sorted, 7 MB or more of UTF-8, without tests and without what a distribution may leave out."""
+    """python-stdlib is sorted, has at least 7 MB of UTF-8, and neither tests nor files that a distribution may leave out."""
     files = sources.find("python-stdlib")
     assert [f.name for f in files] == sorted(f.name for f in files)
     assert sum(f.size for f in files) > 7_000_000
@@ -107,7 +107,7 @@ def test_the_standard_library_is_stable_and_large_enough() -> None:
        step=st.integers(1, 60))  # fmt: skip
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_pieces_cut_at_line_ends(tmp_path: Path, lines: list[str], step: int) -> None:
-    """However a file is cut, its pieces joined are the file, and each begins at the start of a line."""
+    """The pieces of a file, joined, are the file, and each begins at the start of a line, for any piece size."""
     path = tmp_path / "t.txt"
     path.write_text("\n".join(lines), newline="")
     raw = path.read_bytes()
@@ -120,7 +120,7 @@ def test_pieces_cut_at_line_ends(tmp_path: Path, lines: list[str], step: int) ->
 
 
 def test_few_text_files_are_cut_and_many_are_not(tmp_path: Path) -> None:
-    """One long file gives many documents, to hold some out; 1024 files give one document each."""
+    """One long file gives many documents, so that some can be held out; 1024 files give one document each."""
     (tmp_path / "one.txt").write_bytes(b"a line of text\n" * 20_000)
     assert 50 < len(read([str(tmp_path / "one.txt")])) < 100
     many = tmp_path / "many"
@@ -134,13 +134,13 @@ def test_few_text_files_are_cut_and_many_are_not(tmp_path: Path) -> None:
 
 @pytest.fixture
 def rows() -> list[str]:
-    """Texts with what JSON must escape."""
+    """Texts with characters that JSON escapes."""
     return [f'row {i} "λ"\n\\ {"x" * i}' for i in range(40)]
 
 
 def test_json_lines(tmp_path: Path, rows: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each line's column is a document; nulls, empty texts and blank lines are not; pieces and gzip change
-    nothing."""
+    """Each line's column is a document; nulls, empty texts and blank lines are skipped; pieces and gzip give the same
+    documents."""
     body = "\ufeff" + "\n".join(
         [*(json.dumps({"id": 1, "body": r}) for r in rows), "", '{"body": null}', '{"body": ""}']
     )
@@ -155,14 +155,14 @@ def test_json_lines(tmp_path: Path, rows: list[str], monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
 def test_parquet(tmp_path: Path, rows: list[str], kind: pa.DataType) -> None:
-    """The column by name, of any type of text, over row groups; nulls are passed over."""
+    """The column is read by name, with any text type, across row groups; nulls are skipped."""
     values = pa.array([*rows, None], type=pa.string()).cast(kind)
     pq.write_table(pa.table({"n": range(41), "body": values}), tmp_path / "c.parquet", row_group_size=7)
     assert read([str(tmp_path)], "body", block_bytes=300) == [r.encode() for r in rows]
 
 
 def test_parquet_of_token_ids(tmp_path: Path) -> None:
-    """A list column is taken as token ids."""
+    """A column of lists is read as token ids."""
     pq.write_table(pa.table({"ids": [[1, 2, 3], [], [4]]}), tmp_path / "c.parquet")
     assert [np.asarray(d).tolist() for d in read([str(tmp_path)], "ids")] == [[1, 2, 3], [4]]
 
@@ -170,18 +170,18 @@ def test_parquet_of_token_ids(tmp_path: Path) -> None:
 BAD = [
     ("x.txt", b"good\n\xff\xfe", r"x\.txt: bad UTF-8: byte 0xff at offset 5"),
     ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"x\.jsonl: line 2: bad UTF-8: byte 0xff at column 11"),
-    ("x.jsonl", b'{"text": "a"}\n{"text": ', r"x\.jsonl: line 2: no JSON"),
+    ("x.jsonl", b'{"text": "a"}\n{"text": ', r"x\.jsonl: line 2: not JSON"),
     ("x.jsonl", b'["a"]', r"x\.jsonl: line 1: list, not an object"),
     ("x.jsonl", b'{"body": "a", "id": 3}', r'line 1: no column "text"\n.*--column .*: body, id'),
-    ("x.jsonl", b'{"text": 5}', r'line 1, column "text": a document is int'),
+    ("x.jsonl", b'{"text": 5}', r'line 1, column "text": a document has type int'),
     ("x.jsonl", b'{"text": "\\ud800"}', r'line 1, column "text": surrogates'),
-    ("x.parquet", b"PAR1 this is none", r"x\.parquet: no Parquet file"),
+    ("x.parquet", b"PAR1 this is none", r"x\.parquet: not a readable Parquet file"),
 ]
 
 
 @pytest.mark.parametrize(("name", "body", "message"), BAD)
 def test_bad_input_is_named_with_its_place(tmp_path: Path, name: str, body: bytes, message: str) -> None:
-    """One DataError: the file, the line or offset, what is wrong, and a hint."""
+    """Bad input raises one DataError with the file, the line or offset, what is wrong, and a hint."""
     (tmp_path / name).write_bytes(body)
     with pytest.raises(DataError, match=message) as caught:
         read([str(tmp_path / name)])
@@ -189,7 +189,7 @@ def test_bad_input_is_named_with_its_place(tmp_path: Path, name: str, body: byte
 
 
 def test_places_are_right_in_later_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is read in pieces gives the line and offset in the whole file."""
+    """For a file that is read in pieces, line and offset count from the start of the file."""
     monkeypatch.setattr(sources, "_LINES", 64)
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "abc"}\n' * 100 + b"{}\n")
     with pytest.raises(DataError, match="line 101: no column"):
@@ -200,10 +200,10 @@ def test_places_are_right_in_later_pieces(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_bad_parquet_columns(tmp_path: Path) -> None:
-    """A missing column is found before anything is read, with those there are; text that is no UTF-8 has its
+    """A missing column is reported before any row is read, with the columns that exist; invalid UTF-8 is reported with its
     row."""
     pq.write_table(pa.table({"a": ["x"], "b": [1]}), tmp_path / "c.parquet")
-    with pytest.raises(DataError, match=r'c\.parquet: no column "text"\n.*there are: a, b'):
+    with pytest.raises(DataError, match=r'c\.parquet: no column "text"\n.*--column \(data.column\): a, b'):
         sources.plan(sources.find(str(tmp_path)), "text", 1 << 20)
     bad = pa.array([b"ok", b"\xff"], type=pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": bad}), tmp_path / "c.parquet")
@@ -212,17 +212,17 @@ def test_bad_parquet_columns(tmp_path: Path) -> None:
 
 
 def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
-    """A source that changes while it is prepared raises DataError instead of giving other text."""
+    """A source that becomes shorter while it is prepared raises DataError."""
     path = tmp_path / "x.txt"
     path.write_bytes(b"line\n" * 100)
     files = sources.find(str(path))
     path.write_bytes(b"line\n" * 10)
-    with pytest.raises(DataError, match="shorter than it was"):
+    with pytest.raises(DataError, match="has become shorter"):
         [d for b in sources.plan(files, "text", 1 << 20) for d in documents_of(b, "text")]
 
 
 def test_blocks_are_a_partition_and_cross_processes(tmp_path: Path) -> None:
-    """Blocks keep the order of files, number from 0, and survive JSON."""
+    """Blocks keep the order of files, are numbered from 0, and survive JSON."""
     for i in range(9):
         (tmp_path / f"{i}.txt").write_bytes(b"x\n" * (i * 300 + 1))
     blocks = sources.plan(sources.find(str(tmp_path)), "text", 3_000)
@@ -237,7 +237,7 @@ def test_blocks_are_a_partition_and_cross_processes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A user's own module of sources."""
+    """A user's own module with sources."""
     name = f"own_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(
         "def records():\n    yield 'one'\n    yield b'\\xff raw'\n    yield [1, 2, 256]\n    yield ''\n"
@@ -249,7 +249,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_users_own_source(module: str) -> None:
-    """A callable or an iterable gives str, raw bytes or ids."""
+    """A callable or an iterable gives str, raw bytes or token ids."""
     block = Block(0, (), f"{module}:records")
     assert sources.is_records(block.records)
     found = [d if isinstance(d, bytes) else d.tolist() for d in documents_of(block, "text")]
@@ -262,25 +262,25 @@ def test_a_users_own_source(module: str) -> None:
     ("attribute", "message"),
     [
         ("none", "has no 'none'"),
-        ("number", "gives int, not an iterable"),
-        ("bad", "document 0: a document is dict"),
+        ("number", "returns int, not an iterable"),
+        ("bad", "document 0: a document has type dict"),
     ],
 )
 def test_a_users_source_that_is_wrong(module: str, attribute: str, message: str) -> None:
-    """Each mistake is one DataError that names the source."""
+    """Each mistake raises one DataError that names the source."""
     with pytest.raises(DataError, match=f"source {module}:{attribute}: .*{message}"):
         list(documents_of(Block(0, (), f"{module}:{attribute}"), "text"))
 
 
 def test_a_missing_module_is_an_error() -> None:
-    """Both ways to it say so."""
+    """`records` and `code_of` raise DataError for a missing module."""
     for ask in (sources.records, sources.code_of):
         with pytest.raises(DataError, match="no module 'no_such_module'"):
             ask("no_such_module:records")
 
 
 def test_an_error_of_the_user_s_code_names_its_line(module: str, tmp_path: Path) -> None:
-    """On import, on call and on the way through: the kind, the text and the line, without a frame of raydist's."""
+    """An error during import or iteration gives the exception's type and the user's line, without a frame of raydist."""
     (tmp_path / f"{module}_late.py").write_text("def rows():\n    yield 'a'\n    yield [][1]\n")
     (tmp_path / f"{module}_import.py").write_text("import json\njson.loads('{')\n")
     (tmp_path / f"{module}_syntax.py").write_text("x = 1\ndef f(:\n")

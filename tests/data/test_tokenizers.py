@@ -1,4 +1,4 @@
-"""Tokenizers: what goes in comes out, training is deterministic, the end cannot be forged."""
+"""Tokenizers: encoding is reversible, training is deterministic, and no text encodes to the end token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXT = [
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), max_size=5))
 def test_bytes_round_trip(texts: list[str]) -> None:
-    """Any text survives; ids are its bytes; the end is no byte and decodes to nothing."""
+    """Any text is decoded to itself; ids are its bytes; the end token is no byte and decodes to nothing."""
     tokenizer = tokenizers.load("bytes")
     encoded = tokenizer.encode(texts)
     assert [e.tolist() for e in encoded] == [list(t.encode()) for t in texts]
@@ -33,8 +33,8 @@ def test_bytes_round_trip(texts: list[str]) -> None:
 
 
 def test_bpe_round_trips_and_is_no_larger_than_asked() -> None:
-    """Text of other letters than it was trained on survives too, and text that spells the end is not the
-    end."""
+    """Text with other letters than the training text is decoded to itself too; text that spells the end token does not encode to
+    it."""
     tokenizer = tokenizers.train("bpe:290", iter(TEXT))
     assert tokenizer.vocab_size == 290
     for text in [*TEXT, "日本 \x00 🙂"]:
@@ -45,7 +45,7 @@ def test_bpe_round_trips_and_is_no_larger_than_asked() -> None:
 
 
 def test_a_stored_tokenizer_is_the_same(tmp_path: Path) -> None:
-    """From its bytes, or from a path, it encodes as before."""
+    """A tokenizer loaded from its bytes or from a path encodes as the original does."""
     tokenizer = tokenizers.train("bpe:290", iter(TEXT))
     (tmp_path / "tokenizer.json").write_bytes(tokenizer.to_bytes())
     for other in (
@@ -59,7 +59,7 @@ def test_a_stored_tokenizer_is_the_same(tmp_path: Path) -> None:
 
 
 def test_bpe_training_is_deterministic() -> None:
-    """Two processes, with other hash seeds and numbers of threads, train the same tokenizer to the byte."""
+    """Two processes with different hash seeds and numbers of threads train the same tokenizer, byte for byte."""
     script = (
         "import sys, random; from raydist.data import tokenizers; r = random.Random(1)\n"
         "texts = [' '.join(''.join(r.choices('abcdef', k=r.randint(1, 7))) for _ in range(400)) for _ in range(40)]\n"
@@ -79,7 +79,7 @@ def test_bpe_training_is_deterministic() -> None:
 
 
 def test_a_tokenizer_without_an_end_gets_one(tmp_path: Path) -> None:
-    """A tokenizer.json that has no special token of the usual names grows by one id, which ends documents."""
+    """A tokenizer.json without a special token of a usual name gets one more id, the end token."""
     import tokenizers as library
 
     words = library.Tokenizer(library.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
@@ -92,7 +92,7 @@ def test_a_tokenizer_without_an_end_gets_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bpe:", "bpe:12", "bpe:many", "no/such/tokenizer.json", "byte"])
 def test_a_wrong_name_says_what_there_is(name: str) -> None:
-    """Each raises DataError with a hint that names a right one."""
+    """A wrong name raises DataError with a hint that gives a valid name."""
     with pytest.raises(DataError) as caught:
         tokenizers.load(name)
     assert name in caught.value.message
@@ -100,7 +100,7 @@ def test_a_wrong_name_says_what_there_is(name: str) -> None:
 
 
 def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
-    """Other JSON raises DataError, not the library's bare Exception."""
+    """JSON that is no tokenizer raises DataError, not the library's bare Exception."""
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(DataError, match=r"x\.json"):
         tokenizers.load(str(tmp_path / "x.json"))

@@ -1,4 +1,4 @@
-"""Verify: damage anywhere is found and named."""
+"""Verify finds damage anywhere, and names the file."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from raydist.errors import DataError
 
 @pytest.fixture
 def copy(dataset: TokenDataset, tmp_path: Path) -> Path:
-    """A dataset that a test may damage."""
+    """A copy of the dataset that a test may damage."""
     return Path(shutil.copytree(dataset.uri, tmp_path / "copy"))
 
 
 def test_a_sound_dataset(copy: Path) -> None:
-    """No damage, and every byte of the shards was looked at."""
+    """An undamaged dataset gives no damage, and every byte of the shards was read."""
     seen: list[tuple[int, int]] = []
     assert verify(str(copy), lambda done, total: seen.append((done, total))) == []
     assert seen[-1] == (sum(p.stat().st_size for p in copy.glob("*.arrow")),) * 2
 
 
 def test_a_flipped_byte_is_found_in_every_file(copy: Path) -> None:
-    """One bit of one byte, at the start, in the middle and at the end of each file in turn: that file is
-    named, alone."""
+    """A flipped bit at the start, in the middle or at the end of any file is found, and only that file is named."""
     for path in sorted(copy.iterdir()):
         sound = path.read_bytes()
         for at in (0, len(sound) // 2, len(sound) - 1):
@@ -40,7 +39,7 @@ def test_a_flipped_byte_is_found_in_every_file(copy: Path) -> None:
 
 
 def test_any_changed_byte_of_the_index_is_found(copy: Path) -> None:
-    """Also where the JSON stays valid and the fingerprint the same, as in a count or a space."""
+    """A changed byte of the index is found, also if the JSON stays valid and the fingerprint the same."""
     sound = (copy / "index.json").read_bytes()
     for at in range(0, len(sound), 7):
         damaged = bytearray(sound)
@@ -50,7 +49,7 @@ def test_any_changed_byte_of_the_index_is_found(copy: Path) -> None:
 
 
 def test_missing_and_short_files(copy: Path) -> None:
-    """Both are named with what is wrong with them."""
+    """Missing and truncated files are named with what is wrong."""
     first, second = sorted(copy.glob("train-*"))[:2]
     first.unlink()
     second.write_bytes(second.read_bytes()[:-8])
@@ -67,7 +66,7 @@ def test_no_dataset_at_all(tmp_path: Path) -> None:
 
 
 def test_reading_refuses_what_is_visibly_damaged(copy: Path) -> None:
-    """A shard cut short, or no Arrow file any more, raises DataError when it is opened."""
+    """A truncated shard, or one that is no Arrow file, raises DataError when it is opened."""
     first, second = sorted(copy.glob("train-*"))[:2]
     first.write_bytes(first.read_bytes()[:-8])
     second.write_bytes(bytes(second.stat().st_size))

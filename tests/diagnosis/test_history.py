@@ -1,4 +1,4 @@
-"""What a rule sees: of each rank the lows, at every scale, in time, and nothing of an attempt that is over."""
+"""A rule's input: the minimum of each rank per bin, at every scale, without rows of earlier attempts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLUMN = "anon_bytes"
 
 
 def row(at: float, value: float | None, rank: int = 0, attempt: int = 1, step: int | None = None) -> dict[str, Any]:
-    """Ten steps a second, in the middle of a run, unless it is said otherwise."""
+    """A row of a rank; by default ten steps a second, in the middle of a run."""
     step = int(10 * at) + 500 if step is None else step
     return {"kind": "rank", "rank": rank, "attempt": attempt, "at": at, "step": step, COLUMN: value}
 
@@ -26,8 +26,8 @@ def history() -> History:
 
 
 def test_lows_at_every_scale() -> None:
-    """Ten readings a bin: each bin of each window is the least of those in its time, by numpy's word; each scale comes when it is
-    full, and again after 16 new bins."""
+    """With ten readings a bin, each bin is the minimum that numpy gives for its time; each scale has a window when it is full,
+    and again after 16 new bins."""
     rng = np.random.default_rng(0)
     values = rng.uniform(0, 1, 10 * (4 * BINS + EVERY + 1))
     seen, given = history(), []
@@ -48,12 +48,12 @@ def test_lows_at_every_scale() -> None:
 
 
 def test_a_silent_rank_has_no_reading() -> None:
-    """Rank 1 is silent for 20 bins, later for good: NaN there, in the end nothing else; rank 0 is there throughout."""
+    """While rank 1 sends nothing its bins are NaN, in the end all of them; rank 0 has all its values."""
     seen, given = history(), []
     for at in range(3 * BINS):
         seen.add([row(at, 1.0)])
         given += [w for w in seen.windows() if w.bin_s == 1.0]
-        if at < 10 or 30 <= at <= BINS + 1:  # always a little later than rank 0
+        if at < 10 or 30 <= at <= BINS + 1:  # a little later than rank 0
             seen.add([row(at, 2.0, rank=1)])
     first, last = given[0], given[-1]
     assert first.ranks == (0, 1)
@@ -64,7 +64,7 @@ def test_a_silent_rank_has_no_reading() -> None:
 
 
 def test_warm_up_is_no_past() -> None:
-    """Rows before the first step is done, and for two minutes after it, are left out."""
+    """Rows before the end of the first step, and in the two minutes after it, are left out."""
     seen = History([COLUMN], bin_s=1.0, warmup_s=120.0)
     seen.add([row(0.0, 9.0, step=0)])
     for at in range(50):
@@ -79,7 +79,7 @@ def test_warm_up_is_no_past() -> None:
 
 
 def test_a_new_attempt_begins_anew() -> None:
-    """Its processes are new ones; a late row of the old attempt changes nothing."""
+    """Windows contain only the newest attempt; a late row of the old attempt changes nothing."""
     seen = history()
     for at in range(BINS):
         seen.add([row(at, 1.0, rank=0), row(at, 1.0, rank=1)])
@@ -92,7 +92,7 @@ def test_a_new_attempt_begins_anew() -> None:
 
 
 def test_a_clock_that_is_set_back_breaks_nothing() -> None:
-    """Readings from before the open bin go into it."""
+    """Readings from before the open bin are added to it."""
     seen = history()
     for at in [*range(10), 3, 4, *range(10, BINS + 3)]:
         seen.add([row(at, 0.5 if at == 3 else 1.0)])
@@ -104,7 +104,7 @@ def test_a_clock_that_is_set_back_breaks_nothing() -> None:
 
 
 def test_each_finding_is_told_once_an_attempt() -> None:
-    """A leak that goes on is found again in each window, and told once; in the next attempt once more."""
+    """A leak that continues is found in each window, but reported once an attempt."""
     diagnosis, told = Diagnosis(bin_s=1.0, warmup_s=0.0), []
     for at in range(6 * BINS):
         attempt = 1 + at // (3 * BINS)

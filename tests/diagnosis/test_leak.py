@@ -1,4 +1,4 @@
-"""The leak rule: silent on everything that memory does without leaking, late rather than wrong, and right on a real process."""
+"""The leak rule: no finding for memory that does not leak, rather late than wrong, and correct on a real process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from raydist.records import Finding
 from raydist.worker.metrics.memory import process
 
 GIB = 2**30
-START = 1_700_000_010.0  # a bin begins there
+START = 1_700_000_010.0  # the start of a bin
 Floats = NDArray[np.float64]
 T = np.arange(BINS, dtype=float)
 STEPS = T[None] * 10
 
 
 def window(step: Any = STEPS, **kinds: Any) -> Window:
-    """One of 32 minutes; what is not given is NaN."""
+    """A window of 32 minutes; kinds that are not given are NaN."""
     ranks = len(next(iter(kinds.values())))
     nothing = np.full((ranks, BINS), np.nan)
     lows = {"step": np.broadcast_to(step, (ranks, BINS)), **{name: kinds.get(name, nothing) for name in leak.COLUMNS}}
@@ -31,7 +31,7 @@ def window(step: Any = STEPS, **kinds: Any) -> Window:
 
 
 def autoregressive(rng: np.random.Generator, n: int, phi: float) -> Floats:
-    """[n, BINS] of noise about zero with standard deviation 1, each value of which remembers the one before."""
+    """[n, BINS] of autoregressive noise with mean 0 and standard deviation 1."""
     found = rng.standard_normal((n, BINS))
     for i in range(1, BINS):
         found[:, i] = phi * found[:, i - 1] + np.sqrt(1 - phi**2) * found[:, i]
@@ -39,7 +39,7 @@ def autoregressive(rng: np.random.Generator, n: int, phi: float) -> Floats:
 
 
 def stairs(rng: np.random.Generator, n: int) -> Floats:
-    """[n, BINS]: up to 11 steps up of up to a fifth each, at any time, and then no more: a cache that fills."""
+    """[n, BINS]: 1 to 11 steps up, each of up to a fifth, at random times: a cache that fills."""
     found = np.zeros((n, BINS))
     for row, count in zip(found, rng.integers(1, 12, n), strict=True):
         for at in rng.integers(0, BINS, count):
@@ -65,12 +65,12 @@ NO_LEAKS: dict[str, Callable[[np.random.Generator, int], Floats]] = {
     "going down": lambda rng, n: 2 - 0.01 * T + 0.001 * rng.standard_normal((n, BINS)),
     "growing by 4%": lambda rng, n: 1 + np.linspace(0, 0.04, BINS) + 0.0001 * rng.standard_normal((n, BINS)),
 }
-"""What a rank's memory may do: [n, BINS], about 1."""
+"""Memory of a rank without a leak: [n, BINS], about 1."""
 
 
 @pytest.mark.parametrize("name", NO_LEAKS)
 def test_no_leak_is_no_finding(name: str) -> None:
-    """2,000 random pasts of each sort, not one is taken for a leak. docs/memory.md has the rates of many more."""
+    """Of 2,000 random series of each kind none is taken for a leak. docs/explanation/memory.md has the rates for many more."""
     lows = 4 * GIB * NO_LEAKS[name](np.random.default_rng(7), 2000)
     assert leak.leaks(lows, np.broadcast_to(STEPS, lows.shape)).sum() == 0
 
@@ -90,7 +90,7 @@ def rows(memory: Iterable[tuple[float, float]], rank: int = 0, attempt: int = 1)
 
 
 def found(memory: Iterable[tuple[float, float]]) -> tuple[float, Finding] | None:
-    """The first finding, and how many minutes after the first step."""
+    """(minutes after the first step, finding) of the first finding."""
     diagnosis = Diagnosis()
     for row in rows(memory):
         for finding in diagnosis.observe([row]):
@@ -99,7 +99,8 @@ def found(memory: Iterable[tuple[float, float]]) -> tuple[float, Finding] | None
 
 
 def test_a_day_without_a_leak() -> None:
-    """Warm-up that doubles memory, a cache that fills for two hours, garbage, spikes of checkpoints: nothing at any scale."""
+    """Warm-up that doubles memory, a cache that fills for two hours, garbage and checkpoint spikes give no finding at any
+    scale."""
     rng = np.random.default_rng(3)
 
     def memory() -> Iterator[tuple[float, float]]:
@@ -117,7 +118,7 @@ def test_a_day_without_a_leak() -> None:
     [(5.0, 0.002, 36), (1.0, 0.01, 36), (0.1, 0.002, 140), (0.1, 0.01, 300), (0.02, 0.002, 520)],
 )
 def test_a_leak_is_found(percent: float, noise: float, minutes: float) -> None:
-    """So many percent a minute, under noise and garbage: named with its rate, after so many minutes at most."""
+    """A leak of this many percent a minute, under noise and garbage, is found with its rate within this many minutes."""
     rng = np.random.default_rng(11)
 
     def memory() -> Iterator[tuple[float, float]]:
@@ -138,7 +139,7 @@ def test_a_leak_is_found(percent: float, noise: float, minutes: float) -> None:
     assert finding.figures["bytes_per_minute"] == pytest.approx(rate, rel=0.15)
     assert finding.figures["bytes_per_step"] == pytest.approx(rate / 60, rel=0.15)
     assert "tracemalloc" in finding.remedy
-    assert finding.what.startswith("rank 0: the memory of its process has grown by ")
+    assert finding.what.startswith("rank 0: memory of the process has grown by ")
 
 
 LEAKS = "kept.append(bytearray(1 << 20))"
@@ -147,7 +148,7 @@ DOES_NOT = "kept = [bytearray(1 << 20)]"
 
 @pytest.mark.parametrize(("code", "leaks"), [(LEAKS, True), (DOES_NOT, False)])
 def test_a_real_process(code: str, leaks: bool) -> None:
-    """A process that keeps 1 MiB a step, and one that gives it back; each step is asked for, and its memory read from /proc."""
+    """A process that keeps 1 MiB a step is found, one that frees it is not; their memory is read from /proc after each step."""
     program = f"import sys\nkept = []\nfor line in sys.stdin:\n    {code}\n    print(flush=True)"
     diagnosis = Diagnosis()
     findings: list[Finding] = []
@@ -168,7 +169,8 @@ def test_a_real_process(code: str, leaks: bool) -> None:
 
 
 def test_the_worst_rank_of_the_most_telling_kind_is_named() -> None:
-    """Tensors before the allocator before the process; of the ranks the one that grows most; the others stand beside."""
+    """Tensors come before the allocator, the allocator before the process; then the rank that grows most; the others are
+    listed."""
     flat, grows = np.full(BINS, 4.0 * GIB), 4.0 * GIB + T * 2**26
     kinds = {
         "allocated_bytes": np.stack([flat, grows, flat + 2 * (grows - flat)]),
@@ -184,11 +186,11 @@ def test_the_worst_rank_of_the_most_telling_kind_is_named() -> None:
         {"rank": 1, "kind": "reserved_bytes"},
         {"rank": 0, "kind": "anon_bytes"},
     ]
-    assert "3 more of ranks and kinds" in finding.what
+    assert "3 more (rank, kind) pairs" in finding.what
 
 
 def test_what_does_not_count() -> None:
-    """Growth while no step is done, of less than 16 MiB, or seen in too few bins is no leak; with a few bins missing it is one."""
+    """Growth without steps, below 16 MiB, or seen in too few bins is no leak; with a few missing bins a leak is still found."""
     grows = 4.0 * GIB + T[None] * 2**26
     assert leak.leaks(grows, STEPS).all()
     assert not leak.leaks(grows, np.full((1, BINS), 5.0)).any()
@@ -204,6 +206,6 @@ def test_what_does_not_count() -> None:
 
 
 def test_theil_sen_is_the_median_of_the_slopes() -> None:
-    """By hand: slopes 1, 1, 1, 3, 4, 9 of four points, one of them odd; a missing one is passed over."""
+    """Four points with slopes 1, 1, 1, 11/3, 5 and 9 have the slope (1 + 11/3) / 2; a missing point is left out."""
     assert leak.theil_sen(np.array([0.0, 1.0, np.nan, 3.0])) == 1.0
     assert leak.theil_sen(np.array([0.0, 1.0, 2.0, 11.0])) == pytest.approx((1 + 11 / 3) / 2)

@@ -1,4 +1,5 @@
-"""The `raydist` command as a user runs it, in a folder of the user's own, and a look at what it leaves behind."""
+"""Fixtures that run the `raydist` command as a user does, in a folder of its own, and a check for processes that it leaves
+behind."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +19,32 @@ import pytest
 from typer.testing import CliRunner
 
 from raydist.cli.main import app
-from tests.processes import command_line
+from raydist.run.directory import RunDir
+from tests.end_to_end.driver import Warm, WarmCommand
+from tests.exact import exact, weights
+from tests.leftovers import HELPERS
+from tests.processes import command_line, runs
+
+__all__ = ["Project", "exact"]
 
 PROJECT = Path(__file__).parent / "project"
 RAYDIST = str(Path(sys.executable).with_name("raydist"))
 TIMEOUT_S = 240
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "samples_hash")
-"""What neither a restart nor another place may change. Seconds and attempts differ, of course."""
-
-
-def exact(rows: list[dict[str, Any]]) -> list[list[Any]]:
-    """The part of the records that must be equal bit for bit."""
-    return [[row[name] for name in EXACT] for row in rows]
+OF_THE_WARM_RAY = ("ray::IDLE", "default_worker.py")
+"""Idle workers, and workers that are starting: the warm driver's Ray keeps some."""
 
 
 class Project:
-    """A user's folder, with its job, its data and its runs."""
+    """A user's folder, with its job, its data and its runs.
+
+    `start` and `raydist` run a command in a new process, with a private Ray if it needs one. `warm_start` and `warm` run it in
+    the warm driver (driver.py), for tests that do not check how Ray starts or ends.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root, self.runs = root, root / "runs"
+        self._warm: Warm | None = None
         shutil.copytree(PROJECT, root, dirs_exist_ok=True)
         text = root / "text"
         text.mkdir()
@@ -47,22 +54,41 @@ class Project:
         assert done.returncode == 0, done.stderr
 
     def environment(self) -> dict[str, str]:
-        """What a user's shell would have; the storage is the folder's own."""
+        """The environment of a user's shell; the storage is this folder's `runs`."""
         env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         return {**env, "RAYDIST_STORAGE": str(self.runs), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
     def start(self, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        """The command, running."""
+        """Starts the command in a new process."""
         return subprocess.Popen(
             [RAYDIST, *arguments],
             cwd=self.root, env=self.environment() | (env or {}), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
     def raydist(self, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """The command, done."""
+        """Runs the command in a new process to its end."""
         process = self.start(*arguments, env=env)
         out, err = process.communicate(timeout=TIMEOUT_S)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def warm_start(self, *arguments: str) -> WarmCommand:
+        """Starts the command in the warm driver; the first call starts the driver."""
+        if self._warm is None:
+            self._warm = Warm(self.root, self.environment())
+        return self._warm.start(arguments)
+
+    def warm(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Runs the command in the warm driver to its end."""
+        process = self.warm_start(*arguments)
+        out, err = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode is not None
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def close(self) -> None:
+        """Ends the warm driver, if it was started."""
+        if self._warm is not None:
+            self._warm.close()
+            self._warm = None
 
     def train(
         self,
@@ -73,14 +99,16 @@ class Project:
         env: dict[str, str] | None = None,
         own_model: bool = True,
     ) -> dict[str, Any]:
-        """`raydist train job.yaml --name NAME --json`: the object that it ends with, alone on stdout."""
+        """Runs `raydist train job.yaml --name NAME --json`, in the warm driver, or with `env` in a new process; returns the
+        object that it prints, which is all of stdout."""
         told = self.options(name, kill, hold) if own_model else []
-        done = self.raydist("train", "job.yaml", "--name", name, "--json", *told, *arguments, env=env)
+        command = ["train", "job.yaml", "--name", name, "--json", *told, *arguments]
+        done = self.warm(*command) if env is None else self.raydist(*command, env=env)
         assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr}"
         return dict(json.loads(done.stdout))
 
     def options(self, name: str, kill: list[list[Any]] | None = None, hold: int | None = None) -> list[str]:
-        """What the model is told: whom to kill, where to wait, and where to note that it has."""
+        """The model's options: the ranks to kill and where, the pass in which to wait, and the folder for its marks."""
         marks = self.root / "marks" / name
         marks.mkdir(parents=True, exist_ok=True)
         return [
@@ -97,45 +125,37 @@ class Project:
         return dict(json.loads(self._shown(name)))
 
     def _shown(self, name: str, *options: str) -> str:
-        """Asked in this process, for it is asked often; tests/end_to_end/test_ways_in.py has the command's own."""
+        """Runs in this process, because there are many calls; tests/end_to_end/test_package.py runs the command itself."""
         command = ["show", name, "--json", "--storage", str(self.runs), *options]
         done = CliRunner().invoke(app, command, catch_exceptions=False)
         assert done.exit_code == 0, done.output
         return done.stdout
 
     def events(self, name: str, kind: str) -> list[dict[str, Any]]:
-        """The events of one kind."""
+        """The run's events of this kind."""
         lines = (self.runs / name / "events.jsonl").read_text().splitlines()
         return [e for e in map(json.loads, lines) if e["kind"] == kind]
 
     def weights(self, name: str, step: int) -> dict[str, bytes]:
-        """Every tensor of a checkpoint, optimizer state and all, as bytes; random states left out."""
-        from raydist.checkpoint import manifest
-        from raydist.run.directory import RunDir
+        """Every tensor of a checkpoint, as from `tests.exact.weights`."""
+        return weights(RunDir(self.runs / name), step)
 
-        run = RunDir(self.runs / name)
-        found = manifest.read(run, step)
-        tensors = {}
-        for tensor, entry in found.tensors.items():
-            if tensor.startswith(("model/", "optim/")):
-                parts = []
-                for chunk in sorted(entry.chunks, key=lambda c: c.offsets):
-                    with run.storage.open(manifest.path(step, chunk.file)) as source:
-                        source.seek(chunk.start)
-                        parts.append(source.read(chunk.length))
-                tensors[tensor] = b"".join(parts)
-        return tensors
+
+_PROJECTS: list[Project] = []
 
 
 @pytest.fixture(scope="session")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """One user's folder for the session."""
-    return Project(tmp_path_factory.mktemp("project"))
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    """One user's folder for the session, with at most one warm driver; tests/faults uses the same."""
+    if not _PROJECTS:
+        _PROJECTS.append(Project(tmp_path_factory.mktemp("project")))
+    yield _PROJECTS[0]
+    _PROJECTS[0].close()
 
 
 @pytest.fixture(scope="session")
 def undisturbed(project: Project) -> dict[str, Any]:
-    """A run of 12 steps on a private Ray, in which nothing happens: its records, weights, and what `raydist train` ends with."""
+    """A run of 12 steps on a private Ray, without a fault: its records, its weights, and the object that `raydist train` prints."""
     shown = project.train("undisturbed")
     assert shown["status"] == "finished"
     rows = project.steps("undisturbed")
@@ -146,17 +166,33 @@ def undisturbed(project: Project) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left(ranks: Any) -> Iterator[None]:
-    """At the end of a file nothing is left of what was started for its tests, orphans included."""
-    ranks.close()  # their threads would take a part of what is started here
-    resource_tracker.ensure_running()  # multiprocessing's, which stays for the whole session
-    # Processes whose parent has died become ours instead of init's, so that none escapes the count.
+    """At the end of a file, no process that its tests started is left, orphans included.
+
+    The warm driver's own processes and Ray's idle workers may stay, but no actor and no rank of an ended run.
+    """
+    ranks.close()  # their threads would take CPU time from what is started here
+    # Processes whose parent has died become children of this one instead of init's, so that all are counted.
     prctl = ctypes.CDLL(None).prctl
     assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     yield
     ranks.close()
-    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-    names = {process.pid: command_line(process) for process in left}
-    _, alive = psutil.wait_procs(left, timeout=20)
+    for warm in Warm.living:
+        warm.settle()
+    deadline = time.monotonic() + 20
+    while alive := [name for pid, name in _children().items() if pid not in before | _of_warm_drivers() and name]:
+        if all(any(mark in name for mark in OF_THE_WARM_RAY) for name in alive) and Warm.living:
+            break
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)  # they exit by themselves
     prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-    assert not alive, [names.get(p.pid) for p in alive]
+
+
+def _children() -> dict[int, str]:
+    """Running processes below this one, except its helpers: pid -> command line."""
+    found = {p.pid: command_line(p) for p in psutil.Process().children(recursive=True) if runs(p)}
+    return {pid: name for pid, name in found.items() if not any(helper in name for helper in HELPERS)}
+
+
+def _of_warm_drivers() -> set[int]:
+    return set().union(*(warm.own for warm in Warm.living))

@@ -1,5 +1,5 @@
-"""A rank on one of two hosts: what its counters have of each collective and strategy, beside what its network interface has
-sent."""
+"""A rank on one of two hosts: for each collective and strategy, the bytes by its counters and the bytes that its network
+interface sent."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.training import CONTEXT, MODEL, VARIANTS, Trainer, counted, job, mine
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 N, TIMES = 1 << 20, 4
 WIDTH = 256
-"""Of a model whose gradients are megabytes: beside them a step's few small messages do not count."""
+"""The width of a model with megabytes of gradients, so that the small messages of a step do not matter."""
 
 
 def steps(rank: Rank, strategy: str) -> Callable[[], object]:
-    """Runs a step of two micro-batches, and a forward pass, behind which nothing is on its way any more."""
+    """Runs a step of two micro-batches, then a forward pass, after which no message is in flight."""
     trainer = Trainer(rank, job(strategy, {**MODEL, "width": WIDTH}), full=4 * CONTEXT)
     batches = mine(rank, *samples(4), 1)
 
@@ -37,8 +37,8 @@ def steps(rank: Rank, strategy: str) -> Callable[[], object]:
 
 
 def wire(log: CollectiveCounters) -> float:
-    """What has been sent, by the log."""
-    dist.barrier()  # whoever has come by here has nothing left in its sockets' buffers
+    """Bytes sent, according to the counters."""
+    dist.barrier()  # after it no rank has unsent data in its socket buffers
     return sum(total.wire_bytes for total in log.totals().values())
 
 
@@ -49,7 +49,7 @@ def main(rank: int, head: str) -> None:
     dist.init_process_group("gloo")
     control = dist.new_group(backend="gloo")
     me = Rank(rank, 2, 0, torch.device("cpu"), "gloo", head, control, ())
-    # With one rank to a copy, hsdp sends sums between the hosts; with two it would be zero3 once more.
+    # With shard 1 hsdp sends all-reduces between the hosts; with 2 it would be the same as zero3.
     VARIANTS["hsdp"] = {"strategy": "hsdp", "shard": 1}
     x, whole = torch.ones(N), torch.ones(2 * N)
     log = CollectiveCounters(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Sweeps of a user's own models, and a look at what they leave behind."""
+"""Helpers for sweeps of a user's own models, and for the files that they leave."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import yaml
 from raydist.records import Event
 from raydist.run.sweep_directory import SweepDir
 from tests.end_to_end.conftest import Project
+from tests.end_to_end.driver import WarmCommand
 
 BASE = {
     "extends": "job.yaml",
@@ -31,7 +32,8 @@ class Sweeps:
         self.project = project
 
     def write(self, name: str, cells: list[dict[str, Any]], concurrent: int, **sections: Any) -> None:
-        """NAME.yaml, of these cells, or parameters of another `array`; and the folder for what their processes note."""
+        """Writes NAME.yaml with these cells, or with parameters of another `array`, and creates the folder for its processes'
+        files."""
         marks = self.marks(name)
         marks.mkdir(parents=True)
         base = {**BASE, "model": {**BASE["model"], "options": {"marks": str(marks)}}}
@@ -41,45 +43,49 @@ class Sweeps:
         (self.project.root / f"{name}.yaml").write_text(yaml.safe_dump(told))
 
     def marks(self, name: str) -> Path:
-        """Where its cells' processes note that they have begun."""
+        """The folder in which each process of its cells creates a file at its start."""
         return self.project.root / "marks" / name
 
     def folder(self, name: str) -> SweepDir:
-        """Its folder."""
+        """The sweep's folder."""
         return SweepDir(self.project.runs / name)
 
     def cells(self, name: str) -> list[str]:
-        """Ids in order."""
+        """The cells' ids, in order."""
         return [cell.id for cell in self.folder(name).cells()]
 
     def events(self, name: str, cell: str, *kinds: str) -> list[Event]:
-        """What happened to a cell."""
+        """The cell's events of these kinds, from the sweep's log."""
         return [e for e in self.folder(name).events() if e.data.get("cell") == cell and e.kind in kinds]
 
     def run_events(self, name: str, cell: str, kind: str) -> list[dict[str, Any]]:
-        """What happened to a cell's run, which may not have begun."""
+        """The cell's events of this kind, from its run's log; [] if the run has not started."""
         path = self.project.runs / name / "runs" / cell / "events.jsonl"
         if not path.exists():
             return []
         return [e for e in map(json.loads, path.read_text().splitlines()) if e["kind"] == kind]
 
     def losses(self, name: str, cell: str) -> list[float]:
-        """Of every step of a cell."""
+        """The loss of every step of the cell."""
         return [row["loss"] for row in self.project.steps(str(self.folder(name).run(cell).uri))]
 
     def start(self, name: str, *options: str) -> subprocess.Popen[str]:
-        """`raydist sweep NAME.yaml`, running."""
+        """Starts `raydist sweep NAME.yaml` in a new process with its own Ray."""
         return self.project.start("sweep", f"{name}.yaml", *options)
 
+    def warm_start(self, name: str, *options: str) -> WarmCommand:
+        """Starts it in the warm driver."""
+        return self.project.warm_start("sweep", f"{name}.yaml", *options)
+
     def run(self, name: str) -> dict[str, Any]:
-        """The same, to its end: the object that it ends with, alone on stdout."""
-        done = self.project.raydist("sweep", f"{name}.yaml", "--json")
+        """Runs it in the warm driver to its end; returns the object that it prints, which is all of stdout."""
+        done = self.project.warm("sweep", f"{name}.yaml", "--json")
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))
 
 
-def until(process: subprocess.Popen[str], true: Any) -> None:
-    """Waits for something to be true while the process lives."""
+def until(process: subprocess.Popen[str] | WarmCommand, true: Any) -> None:
+    """Waits until the condition is true; fails if the process exits before."""
     while not true():
         if process.poll() is not None:
             raise AssertionError(f"exit code {process.returncode}\n{process.communicate()[1]}")

@@ -1,4 +1,7 @@
-"""A real cluster, started by `ray start --head`, takes jobs by `raydist submit`, by `ray job submit`, and by address."""
+"""Jobs on a real cluster, started by `ray start --head`: by `raydist submit`, by `ray job submit`, and by address.
+
+Over a minute: seven jobs, each with a driver that Ray's jobs API starts.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ import pytest
 
 from raydist.run.sweep_directory import SweepDir
 from raydist.run.sweep_state import fold
-from tests.end_to_end.conftest import exact
+from tests.exact import exact
 from tests.stderr import without_stages
 
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -32,11 +35,11 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 TOKEN = {"RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
-"""The cluster asks for it, as one does wherever a token file is; raydist finds out by itself that it has to be shown."""
+"""The cluster requires this token, as Ray does if a token file exists; raydist detects that it has to send it."""
 
 
 def free_ports(n: int) -> list[int]:
-    """Ports that are free now, all different."""
+    """Distinct ports that are free now."""
     sockets = [socket.socket() for _ in range(n)]
     for s in sockets:
         s.bind(("127.0.0.1", 0))
@@ -48,7 +51,7 @@ def free_ports(n: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[dict[str, str]]:
-    """The head of a cluster of its own: {"gcs": HOST:PORT, "jobs": http://HOST:PORT}; all its processes end with the module."""
+    """The head of a cluster: {"gcs": HOST:PORT, "jobs": http://HOST:PORT}; all its processes are ended with the module."""
     gcs, dashboard, agent, grpc, client, export, runtime = free_ports(7)
     with tempfile.TemporaryDirectory(prefix="rd-head-", dir="/tmp") as temp:
         command = [
@@ -59,7 +62,7 @@ def cluster() -> Iterator[dict[str, str]]:
             "--disable-usage-stats", '--resources={"accelerator_type:A100": 1}',
         ]  # fmt: skip
         env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | TOKEN | {"RAY_AUTH_MODE": "token"}
-        env["RAY_worker_niceness"] = "0"  # else they hardly run beside anything else that the machine does
+        env["RAY_worker_niceness"] = "0"  # Ray's default is 15: workers then get hardly any CPU time
         # The `python` of a job's entrypoint is the first on the head's PATH, as in an activated environment.
         env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
         with open(f"{temp}/head.log", "wb") as log:
@@ -84,7 +87,7 @@ def _answers(url: str, head: subprocess.Popen[bytes], log: str) -> None:
             urllib.request.urlopen(url, timeout=1).close()
             return
         except urllib.error.HTTPError:
-            return  # it answers, and wants the token
+            return  # it answers, and requires the token
         except (urllib.error.URLError, OSError):
             try:
                 head.wait(0.2)
@@ -94,7 +97,7 @@ def _answers(url: str, head: subprocess.Popen[bytes], log: str) -> None:
 
 
 def working_dir(project: Any, name: str) -> tuple[Path, list[str]]:
-    """A folder to ship, with the job and the package; data and runs are on storage that the nodes share."""
+    """A folder to upload, with the job and the package. Data and runs are on storage that the nodes share."""
     folder = project.root / f"ship-{name}"
     folder.mkdir()
     for file in ("job.yaml", "faulty.py"):
@@ -105,11 +108,11 @@ def working_dir(project: Any, name: str) -> tuple[Path, list[str]]:
 
 
 def test_raydist_submit(project: Any, cluster: dict[str, str], undisturbed: dict[str, Any]) -> None:
-    """`raydist submit` ships the folder, follows the log to the end, and ends with 0. Its driver is killed on the way; it submits
-    the job again by itself, and the run is the one that a private Ray gives, bit for bit."""
+    """`raydist submit` uploads the folder, follows the log to the end, and exits with 0. The job's driver is killed once;
+    `submit` submits the job again, and the run equals the one on a private Ray, bit for bit."""
     folder, arguments = working_dir(project, "submitted")
     (folder / "faults.yaml").write_text("- {fault: kill_driver, step: 5}\n")
-    (folder / ".gitignore").write_text("*.yaml\n")  # what the job names is shipped all the same
+    (folder / ".gitignore").write_text("*.yaml\n")  # files that the job names are uploaded nevertheless
     (folder / "old/attempts").mkdir(parents=True)
     (folder / "old/spec.yaml").touch()
     job = [sys.executable, "-m", "raydist", "submit", "job.yaml", "--address", cluster["jobs"], *arguments]
@@ -129,11 +132,11 @@ def test_raydist_submit(project: Any, cluster: dict[str, str], undisturbed: dict
 
 
 def test_ray_job_submit(project: Any, cluster: dict[str, str]) -> None:
-    """Ray's own command line does the same; the job's last line is the run as JSON."""
+    """`ray job submit` trains the same job; the last line of its log is the run as JSON."""
     folder, arguments = working_dir(project, "by-ray")
     command = ["python", "-m", "raydist", "train", "job.yaml", "--json", *arguments]
     job = [RAY, "job", "submit", "--address", cluster["jobs"], "--working-dir", str(folder), "--", *command]
-    env = project.environment() | TOKEN | {"RAY_AUTH_MODE": "token"}  # Ray's own tools must be told
+    env = project.environment() | TOKEN | {"RAY_AUTH_MODE": "token"}  # Ray's own tools also need the mode
     done = subprocess.run(job, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     line = next(s for s in done.stdout.splitlines() if s.startswith('{"run"'))
@@ -141,7 +144,7 @@ def test_ray_job_submit(project: Any, cluster: dict[str, str]) -> None:
 
 
 def test_train_by_address_and_what_a_cluster_refuses(project: Any, cluster: dict[str, str]) -> None:
-    """--address HOST:PORT trains on the cluster from outside; too many workers are refused by preflight, with exit code 2."""
+    """--address HOST:PORT trains on the cluster from outside. Too many workers, or a wrong token, exit with code 2."""
     shown = project.train("by-address", "--address", cluster["gcs"], env=TOKEN)
     assert shown["status"] == "finished"
     more = ["--set", "cluster.workers=8", "--set", "cluster.cpus_per_worker=1"]
@@ -158,12 +161,12 @@ def test_train_by_address_and_what_a_cluster_refuses(project: Any, cluster: dict
         done = project.raydist(*command, env=other)
         assert (done.returncode, len(without_stages(done.stderr).splitlines())) == (2, 2), done.stderr
         assert (
-            f"{cluster['jobs' if command[0] == 'submit' else 'gcs']} refuses the token of RAY_AUTH_TOKEN" in done.stderr
+            f"{cluster['jobs' if command[0] == 'submit' else 'gcs']} rejects the token of RAY_AUTH_TOKEN" in done.stderr
         )
 
 
 def test_a_dry_run_by_address(project: Any, cluster: dict[str, str]) -> None:
-    """A sweep's hours are reckoned for the GPU that the cluster's nodes say they have, from outside."""
+    """The dry run of a sweep estimates its hours for the GPU that the cluster's nodes report."""
     sweep_of(project.root, 12)
     command = ["sweep", "sweep.yaml", "--dry-run", "--json", "--address", cluster["gcs"]]
     done = project.raydist(*command, "--set", "cluster.gpus_per_worker=1", "--set", "model.name=gpt", env=TOKEN)
@@ -180,7 +183,7 @@ def sweep_of(folder: Path, steps: int) -> None:
 
 
 def submitted(project: Any, cluster: dict[str, str], folder: Path, arguments: list[str]) -> subprocess.Popen[str]:
-    """`raydist submit sweep.yaml`, running."""
+    """Starts `raydist submit sweep.yaml`."""
     command = [sys.executable, "-m", "raydist", "submit", "sweep.yaml", "--address", cluster["jobs"], *arguments]
     return subprocess.Popen(
         command,
@@ -193,13 +196,14 @@ def submitted(project: Any, cluster: dict[str, str], folder: Path, arguments: li
 
 
 def test_raydist_submit_of_a_sweep(project: Any, cluster: dict[str, str]) -> None:
-    """It runs as a Ray job, with its cells on the cluster; the log that is followed has its end, and its results are there."""
+    """The sweep runs as a Ray job, its cells on the cluster; `submit` prints the log to its end, and the results are on
+    storage."""
     folder, arguments = working_dir(project, "swept")
     sweep_of(folder, 12)
     process = submitted(project, cluster, folder, arguments)
     _, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
-    assert "the whole on one page: " in err
+    assert "all results on one page: " in err
     done = project.raydist("sweep", "results", "swept", "--json")
     told = json.loads(done.stdout)
     assert told["counts"] == {"finished": 2}, done.stderr
@@ -207,8 +211,8 @@ def test_raydist_submit_of_a_sweep(project: Any, cluster: dict[str, str]) -> Non
 
 
 def test_a_sweep_that_is_left_and_then_stopped(project: Any, cluster: dict[str, str]) -> None:
-    """Ctrl-C of `raydist submit` ends the following alone, and says how to end the job: `ray job stop` lets the cell that trains
-    make a checkpoint."""
+    """Ctrl-C ends `raydist submit`, not the job, and prints how to stop the job; on `ray job stop` the cell in training makes a
+    checkpoint."""
     folder, arguments = working_dir(project, "stopped")
     sweep_of(folder, 100_000)
     process = submitted(project, cluster, folder, arguments)
@@ -221,7 +225,7 @@ def test_a_sweep_that_is_left_and_then_stopped(project: Any, cluster: dict[str, 
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    (job,) = re.findall(r"^job (\S+) goes on; .* ray job stop \1 --address", err, re.MULTILINE)
+    (job,) = re.findall(r"^job (\S+) continues; .* ray job stop \1 --address", err, re.MULTILINE)
     first, second = (cell.id for cell in sweep.cells())
     assert fold(sweep.events())[first].status == "running"
     env = project.environment() | TOKEN | {"RAY_AUTH_MODE": "token"}
@@ -235,7 +239,7 @@ def test_a_sweep_that_is_left_and_then_stopped(project: Any, cluster: dict[str, 
 
 
 def test_a_job_that_fails_ends_submit_with_its_code(project: Any, cluster: dict[str, str]) -> None:
-    """A mistake that only the cluster can see, a dataset that is not there, comes back as its message and exit code 2."""
+    """A mistake that is only found on the cluster, a missing dataset, is reported by `submit` with exit code 2."""
     folder, arguments = working_dir(project, "no-data")
     job = [sys.executable, "-m", "raydist", "submit", "job.yaml", "--address", cluster["jobs"], *arguments]
     job += ["--set", "data.path=/no/such/place"]
@@ -247,7 +251,7 @@ def test_a_job_that_fails_ends_submit_with_its_code(project: Any, cluster: dict[
 
 
 def test_a_cluster_that_is_not_there(project: Any) -> None:
-    """An address at which nothing listens is one clear error within seconds, for train and for submit."""
+    """For train and for submit, an address where nothing listens gives one clear error."""
     (port,) = free_ports(1)
     for command in (
         ["train", "job.yaml", "--name", "nowhere", "--address", f"127.0.0.1:{port}", *project.options("nowhere")],

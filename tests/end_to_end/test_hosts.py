@@ -1,4 +1,7 @@
-"""A run on two hosts, each a node of one Ray cluster with a network, processes, memory and a name of its own."""
+"""A run on two hosts, each a node of one Ray cluster with its own network, processes, memory and host name.
+
+Over a minute: two hosts start a cluster; one of them is killed, and joins again.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.end_to_end.conftest import exact
+from tests.exact import exact
 from tests.hosts import Cluster
 
 RAYDIST = str(Path(sys.executable).with_name("raydist"))
@@ -16,12 +19,12 @@ RAYDIST = str(Path(sys.executable).with_name("raydist"))
 
 IN_MEMORY = (
     "--set", "checkpoint.every=null", "--set", "recovery.snapshot_every=2", "--set", "cluster.cpus_per_worker=1",
-    "--set", "recovery.step_timeout=120",  # ranks wait longer than they may by themselves
+    "--set", "recovery.step_timeout=120",  # the default is shorter than the ranks wait here
 )  # fmt: skip
 
 
 def train(project: Any, cluster: Cluster, name: str, *arguments: str) -> dict[str, Any]:
-    """`raydist train job.yaml --json` on the first host, one worker on each; the object that it ends with."""
+    """Runs `raydist train job.yaml --json` on the first host with one worker on each; returns the object that it prints."""
     command = [RAYDIST, "train", "job.yaml", "--name", name, "--json", "--address", cluster.address]
     each = ["--set", "cluster.cpus_per_worker=1"]
     env = project.environment() | cluster.environment
@@ -33,7 +36,7 @@ def train(project: Any, cluster: Cluster, name: str, *arguments: str) -> dict[st
 
 
 def test_two_hosts_give_the_bits_of_one(project: Any, ray_hosts: Cluster, undisturbed: dict[str, Any]) -> None:
-    """One worker on each host: records, weights and eval loss equal those of two workers on a private Ray, bit for bit."""
+    """With one worker on each host, records, weights and eval loss equal those of two workers on a private Ray, bit for bit."""
     assert set(ray_hosts.node_ids()) == {"host0", "host1"}
     there = train(project, ray_hosts, "two-hosts")
     assert (there["status"], there["eval_loss"]) == ("finished", undisturbed["shown"]["eval_loss"])
@@ -44,21 +47,11 @@ def test_two_hosts_give_the_bits_of_one(project: Any, ray_hosts: Cluster, undist
     assert places == {(host.name, host.ip) for host in ray_hosts.hosts}
 
 
-def test_a_killed_node_is_gone_and_comes_back_as_another(ray_hosts: Cluster) -> None:
-    """Ray's head says that it is dead; the other lives; the host that is booted again is a new node."""
-    first = ray_hosts.node_ids()
-    ray_hosts.kill_node(ray_hosts.hosts[1])
-    ray_hosts.wait_until(lambda: not ray_hosts.nodes()[first["host1"]][1])
-    assert ray_hosts.node_ids() == {"host0": first["host0"]}
-    again = ray_hosts.add_node(ray_hosts.hosts[1])
-    assert again != first["host1"]
-    assert ray_hosts.node_ids() == {"host0": first["host0"], "host1": again}
-
-
 def test_a_lost_node_costs_no_copy(project: Any, ray_hosts: Cluster, undisturbed: dict[str, Any]) -> None:
-    """Both of a node's processes and its memory are gone; it comes back empty. Its rank goes on from what the other host kept of
-    it, without a checkpoint on storage, and ends at the bits of a run in which nothing happened."""
+    """A node is killed with its memory, and joins again, empty, as another Ray node. Its rank resumes from the copy on the other
+    host, without a checkpoint on storage, and the run ends with the bits of an undisturbed one."""
     first, second = ray_hosts.hosts
+    nodes = ray_hosts.node_ids()
     options = [*IN_MEMORY, *project.options("lost", hold=11)]
     command = [RAYDIST, "train", "job.yaml", "--name", "lost", "--address", ray_hosts.address, *options]
     env = project.environment() | ray_hosts.environment
@@ -69,7 +62,7 @@ def test_a_lost_node_costs_no_copy(project: Any, ray_hosts: Cluster, undisturbed
         listed = first.run(
             ["sh", "-c", "cd /dev/shm && ls -d raydist-*/checkpoints/*/* raydist-*/buddy/*/*/*"]
         ).stdout.split()
-        # The manifest is on the host of rank 0, wherever Ray has put that, and where its buddy is.
+        # The manifest is on the host of rank 0, which Ray chooses, and on its buddy.
         step = {n: n.split("/")[-2] for n in listed}
         manifests = {step[n] for n in listed if "MANIFEST" in n}
         own = {step[n] for n in listed if "/buddy/" not in n and "shard-" in n}
@@ -80,7 +73,11 @@ def test_a_lost_node_costs_no_copy(project: Any, ray_hosts: Cluster, undisturbed
         time.sleep(0.2)  # ranks and MemoryCheckpoints of the hosts do it
     ray_hosts.kill_node(second)
     (project.root / "marks" / "lost" / "go").touch()
-    ray_hosts.add_node(second)
+    ray_hosts.wait_until(lambda: not ray_hosts.nodes()[nodes["host1"]][1])
+    assert ray_hosts.node_ids() == {"host0": nodes["host0"]}
+    again = ray_hosts.add_node(second)
+    assert again != nodes["host1"]
+    assert ray_hosts.node_ids() == {"host0": nodes["host0"], "host1": again}
     process.wait(200)
     assert process.returncode == 0, (project.root / "lost.log").read_text()
     (resumed,) = project.events("lost", "resumed")

@@ -1,8 +1,9 @@
-"""Restarts from the nodes' memory, as a user sees them."""
+"""Restarts from checkpoints in the nodes' memory, with the whole command."""
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -11,28 +12,30 @@ from typing import Any
 import psutil
 
 from raydist.checkpoint.memory_layout import SHM
-from tests.end_to_end.conftest import exact
+from raydist.ipc import mailbox
+from raydist.run.directory import RunDir
+from tests.exact import exact
 
 PLAIN = ("--set", "checkpoint.every=null", "--set", "recovery.snapshot_every=2")
 
 
 def until_copied(process: Any) -> Path:
-    """The run's folder in shared memory, whose bell its driver hears, once a snapshot in it is committed."""
+    """The run's folder in shared memory, once it has a committed snapshot and the driver has bound a socket in it."""
     found: list[Path] = []
     while not any(manifest for folder in found for manifest in folder.glob("checkpoints/*/MANIFEST-*")):
         assert process.poll() is None
         with contextlib.suppress(psutil.Error):
             bound = [str(c.laddr) for c in psutil.Process(process.pid).net_connections("unix")]
             found = [Path(path).parent for path in bound if path.startswith(f"{SHM}/raydist-")]
-        time.sleep(0.02)  # a rank makes it
+        time.sleep(0.02)  # a rank creates it
     return found[0]
 
 
 def test_killed_ranks_go_on_from_memory(project: Any, undisturbed: dict[str, Any]) -> None:
-    """SIGKILL of rank 0 in step 6, where the ranks wait until there is a copy, then of rank 1, with no checkpoint on storage: the
-    steps since the newest copy are trained again, to the same bits, and one row a step."""
+    """SIGKILL of rank 0 in step 6, where the ranks wait until there is a copy, then of rank 1, without a checkpoint on storage:
+    the steps since the newest copy are trained again, with the same bits and one row a step."""
     options = project.options("memory-killed", [[0, "step", 11], [1, "step", 13]], hold=11)
-    process = project.start("train", "job.yaml", "--name", "memory-killed", *PLAIN, *options)
+    process = project.warm_start("train", "job.yaml", "--name", "memory-killed", *PLAIN, *options)
     folder = until_copied(process)
     (project.root / "marks" / "memory-killed" / "go").touch()
     _, told = process.communicate(timeout=240)
@@ -47,7 +50,8 @@ def test_killed_ranks_go_on_from_memory(project: Any, undisturbed: dict[str, Any
 
 
 def test_a_killed_driver_leaves_nothing_in_memory(project: Any) -> None:
-    """SIGKILL of the driver in the middle: the folder goes when the last rank has."""
+    """SIGKILL of the driver while the ranks wait in step 8: when the last rank has exited its folder is deleted; the run is lost,
+    and no rank of it is left."""
     process = project.start(
         "train", "job.yaml", "--name", "memory-driverless", *PLAIN, *project.options("memory-driverless", hold=15)
     )
@@ -57,4 +61,9 @@ def test_a_killed_driver_leaves_nothing_in_memory(project: Any) -> None:
     deadline = time.monotonic() + 30
     while folder.exists():
         assert time.monotonic() < deadline, "its memory is still taken"
-        time.sleep(0.02)  # its cleaner removes it
+        time.sleep(0.02)  # its cleaner deletes it
+    shown = project.show("memory-driverless")
+    assert (shown["status"], shown["workers"]) == ("lost", [])
+    assert 0 < shown["steps"] < 12
+    # The mailbox that its ranks wrote for the node's monitor stays until a later run finds it stale (raydist/ipc/mailbox.py).
+    shutil.rmtree(mailbox.folder(RunDir(project.runs / "memory-driverless").uri))

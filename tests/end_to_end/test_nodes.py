@@ -1,4 +1,7 @@
-"""Nodes that are lost, taken away, cut off, and come back: on three hosts, each a node of one Ray cluster with one CPU."""
+"""Nodes that are killed, drained or disconnected, and come back: on three hosts, each a node of one Ray cluster with one CPU.
+
+Over a minute: eleven runs; in most a node is killed, Ray's head takes 5 to 20 s to notice it, and the node joins again.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,19 @@ import psutil
 import pytest
 
 from raydist.run.log import read_steps
-from tests.end_to_end.conftest import exact
 from tests.end_to_end.sweeps import Sweeps, until
+from tests.exact import exact
 from tests.hosts import WATCHFUL, Cluster, Host, Hosts, Process
 
 BIN = Path(sys.executable).parent
 HOLD = 9
-"""The forward pass in which ranks wait to be let go: of step 5 on two workers, with the checkpoint of step 3 behind it."""
+"""The forward pass in which ranks wait for the test: of step 5 on two workers, with the checkpoint of step 3 committed."""
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Three hosts. A test that loses one brings it back."""
-    # Else a node of one CPU starts its processes one after another.
+    """Three hosts. A test that kills a node adds it again."""
+    # By default a node with one CPU starts its processes one after another.
     env = {**WATCHFUL, "RAY_worker_maximum_startup_concurrency": "4"}
     with Hosts(3) as hosts, Cluster(hosts, env=env) as cluster:
         yield cluster
@@ -35,7 +38,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def start(project: Any, cluster: Cluster) -> Iterator[Callable[..., Run]]:
-    """start(name, *arguments): a Run, which ends with the test at the latest."""
+    """start(name, *arguments): a Run, which is killed at the end of the test."""
     made: list[Run] = []
 
     def start(*arguments: str, on: int = 0) -> Run:
@@ -76,14 +79,14 @@ class Run:
             time.sleep(0.05)  # another process writes it
 
     def until_held(self, attempt: int) -> None:
-        """Its ranks are in the step that they wait in, or so close before that nothing else can be saved."""
+        """Waits until its ranks are in the step in which they wait, or so close to it that nothing else can be saved."""
         self.until(lambda: any(e["attempt"] == attempt for e in self.events("first_step")))
         first = next(e["step"] for e in self.events("first_step") if e["attempt"] == attempt)
         due = (first + 2) // 3 * 3
         self.until(lambda: any(e["step"] == due for e in self.events("checkpoint_saved")))
 
     def victim(self) -> Host:
-        """A host with a rank, which is not the driver's."""
+        """A host with a rank; not the host of the driver."""
         names = {worker["host"] for worker in self.events("workers")[-1]["workers"]}
         return next(host for host in self.cluster.hosts if host.name in names and host is not self.cluster.hosts[0])
 
@@ -91,12 +94,12 @@ class Run:
         (self.project.root / "marks" / self.name / "go").touch()
 
     def go_on(self) -> None:
-        """The ranks of this attempt; those of the next one wait again."""
+        """Lets the ranks of this attempt continue; those of the next attempt wait again."""
         for worker in self.events("workers")[-1]["workers"]:
             (self.project.root / "marks" / self.name / f"go-{worker['host']}-{worker['pid']}").touch()
 
     def finish(self) -> list[dict[str, Any]]:
-        """The steps of the run, which has finished."""
+        """Waits for the end of the run, which must be finished; returns its steps."""
         out, told = self.process.communicate(timeout=100)
         assert self.process.returncode == 0, told
         assert json.loads(out)["status"] == "finished"
@@ -104,7 +107,7 @@ class Run:
 
 
 def ranks_on(host: Host) -> list[str]:
-    """Command lines of the fork servers and ranks that run on a host."""
+    """Command lines of the fork servers and ranks on a host."""
     found = []
     for process in host.processes().values():
         with contextlib.suppress(psutil.NoSuchProcess):  # a ZombieProcess is one
@@ -113,7 +116,7 @@ def ranks_on(host: Host) -> list[str]:
 
 
 def actors_on(host: Host) -> set[str]:
-    """Classes of the actors whose processes run on a host."""
+    """Classes of the actors on a host."""
     found = set()
     for process in host.processes().values():
         with contextlib.suppress(psutil.NoSuchProcess):  # a ZombieProcess is one
@@ -124,7 +127,7 @@ def actors_on(host: Host) -> set[str]:
 
 
 def test_a_killed_nodes_place_is_taken_by_a_spare(start: Any, cluster: Cluster, undisturbed: dict[str, Any]) -> None:
-    """The failure names the node; the other agent and the spare's go on at once, with the same bits."""
+    """The failure names the node; the remaining agent and the spare agent continue at once, with the same bits."""
     run = start("killed-node", "--set", "cluster.spares=1")
     run.until_held(1)
     victim = run.victim()
@@ -136,7 +139,7 @@ def test_a_killed_nodes_place_is_taken_by_a_spare(start: Any, cluster: Cluster, 
     (_, again) = run.events("workers")
     assert victim.name not in {worker["host"] for worker in again["workers"]}
     assert [e["repeated_steps"] for e in run.events("first_step")] == [0, 1]
-    cluster.wait_until(lambda: victim.name not in cluster.node_ids())  # or Ray would list the host twice
+    cluster.wait_until(lambda: victim.name not in cluster.node_ids())  # else Ray would list the host twice
     cluster.add_node(victim)
 
 
@@ -144,8 +147,9 @@ def test_a_killed_nodes_place_is_taken_by_a_spare(start: Any, cluster: Cluster, 
 def test_a_drained_node_is_left_without_a_step_lost(
     start: Any, cluster: Cluster, undisturbed: dict[str, Any], spares: int
 ) -> None:
-    """One checkpoint, and on elsewhere: no failure, no step trained twice, the same bits. Nothing of the run stays on the node:
-    where no spare keeps the group, Ray sees that it is idle, and takes it away long before it would have to."""
+    """The run makes a checkpoint and continues on another node: no failure, no step trained twice, the same bits. No process of
+    the run stays on the drained node. Without a spare, Ray sees that the node is idle, and removes it long before the drain's
+    deadline."""
     run = start(f"drained-node-{spares}", "--set", f"cluster.spares={spares}", "--set", "recovery.snapshot_every=1")
     run.until_held(1)
     victim = run.victim()
@@ -177,7 +181,8 @@ def test_a_drained_node_is_left_without_a_step_lost(
 def test_a_node_on_which_ranks_die_again_and_again_is_left(
     project: Any, start: Any, cluster: Cluster, undisturbed: dict[str, Any]
 ) -> None:
-    """Rank 1 is killed twice with nothing committed: the second time its node is left, and the spare takes its place."""
+    """Rank 1 is killed twice without a checkpoint in between: the second time its node is excluded, and the spare takes its
+    place."""
     dying = project.options("sick-node", kill=[[1, "step", HOLD], [1, "step", HOLD + 1]])
     run = start("sick-node", "--set", "cluster.spares=1", "--set", "checkpoint.every=null", *dying)
     assert exact(run.finish()) == exact(undisturbed["rows"])
@@ -192,7 +197,7 @@ def test_a_node_on_which_ranks_die_again_and_again_is_left(
 
 
 def test_a_run_shrinks_and_grows_again(start: Any, cluster: Cluster, undisturbed: dict[str, Any]) -> None:
-    """Three workers, two after a node is lost, three again when it is back: each step once, with its samples."""
+    """Three workers, two after a node is killed, three again when it is back: each step once, with its samples."""
     plain = ["--set", "cluster.workers=[1,3]", "--set", "train.steps=24", "--set", "model.dropout=0"]
     run = start("shrinks", *plain)
     run.until_held(1)
@@ -214,7 +219,8 @@ def test_a_run_shrinks_and_grows_again(start: Any, cluster: Cluster, undisturbed
 
 
 def test_who_is_cut_off_commits_nothing(start: Any, cluster: Cluster, undisturbed: dict[str, Any]) -> None:
-    """The network of a node is cut, and healed while the run goes on without it: one lineage, the same bits, nobody left there."""
+    """The network of a node is cut, and restored while the run continues without it: one lineage, the same bits, no rank left on
+    the node."""
     run = start("cut-off", "--set", "cluster.spares=1")
     run.until_held(1)
     victim = run.victim()
@@ -239,7 +245,8 @@ print(*(group["state"] for group in ray.util.placement_group_table().values() if
 def test_who_was_cut_off_is_taken_back_where_nobody_else_is(
     start: Any, cluster: Cluster, undisturbed: dict[str, Any]
 ) -> None:
-    """The network of one of two nodes is cut, until the run waits for a third one: it goes on with the one that answers again."""
+    """The network of one of two nodes is cut until the run waits for a third node: the run continues with the node once it
+    answers again."""
     absent = cluster.hosts[2]
     cluster.kill_node(absent)
     cluster.wait_until(lambda: absent.name not in cluster.node_ids())
@@ -252,7 +259,9 @@ def test_who_was_cut_off_is_taken_back_where_nobody_else_is(
     assert victim.name in cluster.node_ids(), "Ray took it to be dead: that is another test"
     run.until_held(2)
     asked = cluster.hosts[0].run([sys.executable, "-c", WAITING, cluster.address], env=cluster._env, timeout=60)
-    assert asked.stdout.split() == ["CREATED"], asked.stdout + asked.stderr  # what waited for a third one waits no more
+    assert asked.stdout.split() == ["CREATED"], (
+        asked.stdout + asked.stderr
+    )  # the group that waited for a third node is gone
     run.go()
     assert exact(run.finish()) == exact(undisturbed["rows"])
     (failure,) = run.events("failure")
@@ -267,7 +276,7 @@ def test_who_was_cut_off_is_taken_back_where_nobody_else_is(
 def test_a_node_that_has_just_gone_silent_keeps_no_run_from_starting(
     project: Any, start: Any, cluster: Cluster, undisturbed: dict[str, Any]
 ) -> None:
-    """Its power is off, and Ray still takes it to be alive: the run starts on the others."""
+    """A node loses power while Ray still lists it as alive: the run starts on the others."""
     silent = cluster.hosts[2]
     node = cluster.node_ids()[silent.name]
     silent.power_off()
@@ -282,7 +291,8 @@ def test_a_node_that_has_just_gone_silent_keeps_no_run_from_starting(
 
 @pytest.fixture
 def sweep(project: Any, cluster: Cluster) -> Iterator[Callable[[str], Process]]:
-    """sweep(name): `raydist sweep NAME.yaml` on host 0, cells of one worker on a host of its own; it ends with the test."""
+    """sweep(name): `raydist sweep NAME.yaml` on host 0, with cells of one worker, each on its own host; killed at the end of the
+    test."""
     made: list[Process] = []
 
     def start(name: str) -> Process:
@@ -300,16 +310,16 @@ def sweep(project: Any, cluster: Cluster) -> Iterator[Callable[[str], Process]]:
 
 
 def test_a_sweep_loses_nodes_and_its_driver(project: Any, sweep: Any, cluster: Cluster) -> None:
-    """Three cells, a node each, two at a time. A node is killed: its cell goes on where there is room. Then the driver is: the same
-    command goes on with both on the two nodes that are left, and then with the third. Another node is killed: its cell waits for a
-    place, the cell elsewhere does not notice, and the sweep ends by itself. Each step once, with the same bits."""
+    """Three cells, one a node, two at a time. A node is killed: its cell continues where there is room. Then the driver is
+    killed: the same command resumes both on the two remaining nodes, then trains the third. Another node is killed: its cell
+    waits for a node, the other cell is not affected, and the sweep finishes. Each step is trained once, with the same bits."""
     sweeps = Sweeps(project)
-    # They keep different numbers of checkpoints, which changes nothing that is trained. Each process waits in its eighth step.
+    # They differ in the number of checkpoints kept, which does not change the training. Each process waits in its eighth step.
     sweeps.write("nodes", [{"model.name": "cells:waiting", "checkpoint.keep": n} for n in (5, 6, 7)], 2)
     folder = sweeps.folder("nodes")
 
     def held(cell: str, attempt: int, *steps: int) -> bool:
-        """Whether its checkpoints are these, and it is known where the worker of that attempt is."""
+        """Whether the cell's checkpoints are these, and its log has the host of that attempt's worker."""
         return folder.run(cell).committed() == [*steps] and len(sweeps.run_events("nodes", cell, "workers")) == attempt
 
     def host_of(cell: str) -> Host:
@@ -317,7 +327,7 @@ def test_a_sweep_loses_nodes_and_its_driver(project: Any, sweep: Any, cluster: C
         return next(host for host in cluster.hosts if host.name == worker["host"])
 
     def elsewhere(*cells: str) -> str:
-        """One of them that is not on the driver's host."""
+        """One of these cells that is not on the driver's host."""
         return next(cell for cell in cells if host_of(cell) is not cluster.hosts[0])
 
     process = sweep("nodes")
@@ -353,7 +363,7 @@ def test_a_sweep_loses_nodes_and_its_driver(project: Any, sweep: Any, cluster: C
     ]
     resumed = [[event["step"] for event in sweeps.run_events("nodes", cell, "resumed")] for cell in cells]
     assert resumed == [[4, 8], [4, 8] if waits == two else [4], [4] if waits == last else []]
-    # Whether the worker is missed first, or its node, is a race.
+    # Ray may report the worker's death first, or the node's.
     faults = {cell: [event["fault"] for event in sweeps.run_events("nodes", cell, "failure")] for cell in cells}
     assert {cell: len(found) for cell, found in faults.items()} == {cell: int(cell in (one, waits)) for cell in cells}
     assert {fault for found in faults.values() for fault in found} <= {"node_died", "worker_died"}
@@ -366,7 +376,8 @@ def test_a_sweep_loses_nodes_and_its_driver(project: Any, sweep: Any, cluster: C
 def test_the_head_is_lost_and_comes_back(
     start: Any, project: Any, cluster: Cluster, undisturbed: dict[str, Any]
 ) -> None:
-    """The driver elsewhere says so and ends, before Ray would end it; on the new head the same command goes on to the same bits."""
+    """When the head is lost the driver, on another node, prints it and exits before Ray would kill it; on a new head the same
+    command ends with the same bits."""
     options = ("head-lost", "--set", "recovery.head_timeout=15")
     run = start(*options, on=1)
     run.until_held(1)

@@ -1,4 +1,4 @@
-"""raydist as a package: a wheel, installed, and used from an empty folder where there is no repository."""
+"""raydist as a package: a wheel that is installed, and used from an empty folder without the repository."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TINY = [
 
 
 class Package:
-    """The wheel, and a user's folder beside it. Its `site` comes before the repository on the module path."""
+    """The wheel, and a user's folder beside it. Its `site` comes before the repository in the module path."""
 
     def __init__(self, root: Path) -> None:
         source, self.site, self.home = root / "source", root / "site", root / "home"
         self.home.mkdir()
-        # Of a copy: setuptools leaves build/ in the tree.
+        # From a copy, because setuptools leaves build/ in the tree.
         ignored = shutil.ignore_patterns(".*", "runs", "build", "dist", "__pycache__", "*.egg-info", "shared")
         shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
         pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
@@ -41,7 +41,7 @@ class Package:
         )
 
     def run(self, *command: str) -> str:
-        """Stdout of a command of the user's; it must end well."""
+        """Runs a command, which must exit with 0; returns its stdout."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "RAYDIST_"))}
         place = f"{self.site / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         env = {**clean, "PATH": place, "PYTHONPATH": str(self.site), "HOME": str(self.home), "OMP_NUM_THREADS": "1"}
@@ -52,12 +52,12 @@ class Package:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """One for all tests here."""
+    """One package for all tests here."""
     return Package(tmp_path_factory.mktemp("package"))
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(package: Package) -> None:
-    """Every file of raydist/, those behind links too; no tests, no benchmarks, no docs."""
+    """The wheel has every file of raydist/, also those behind links, and no tests, benchmarks or docs."""
     with zipfile.ZipFile(package.wheel) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     ours = {path.relative_to(ROOT) for path in (ROOT / "raydist").rglob("*") if path.is_file()}
@@ -69,7 +69,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(package: Package) -> None:
 
 
 def test_the_installed_command_works_without_the_repository(package: Package) -> None:
-    """From an empty folder: help, samples, schema, plan, faults; then a run on Ray, its page, its text."""
+    """Commands work from an empty folder: help, the starter files, schema, plan, faults; then a run on Ray, its report, generated
+    text."""
     told = package.run("python", "-c", "import raydist; print(raydist.__file__)")
     assert Path(told.strip()) == package.site / "raydist/__init__.py"
     assert "train" in package.run("raydist", "--help")

@@ -1,4 +1,4 @@
-"""A storage's URI that holds secrets, `s3://KEY:SECRET@bucket`: everything works with it, and nothing shows or keeps it."""
+"""A storage URI with secrets, `s3://KEY:SECRET@bucket`: every command works with it, and none prints or stores the secret."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEY, SECRET = "AK1DXXEXAMPLE", "wJalrXUtnFEMI+K7MDENG"
 
 
 def test_nothing_tells_the_secret(project: Any, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs and their data on S3, with replicas there: no word of any command has the secret, nor a file that a run leaves."""
+    """With runs, data and replicas on S3, neither the output of any command nor a file of a run has the key or the secret."""
     uri = s3.uri("secret").replace("key:secret@", f"{KEY}:{SECRET}@")
     job = {
         "extends": str(project.root / "job.yaml"),
@@ -36,7 +36,7 @@ def test_nothing_tells_the_secret(project: Any, s3: Any, tmp_path: Path, monkeyp
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(job))
     grid = {"base": "base.yaml", "array": {"parameters": [{"learning_rate": [1e-3]}]}}
     (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
-    # A bad URI first, whose secret is in what pyarrow says of it.
+    # First an invalid URI, which pyarrow includes in its error message.
     bad = project.raydist("runs", "--storage", f"s3://{KEY}:{SECRET}@bucket/x?nothing=1")
     done = project.raydist("sweep", str(tmp_path / "grid.yaml"), "--storage", uri, "--json")
     again = project.raydist("sweep", str(tmp_path / "grid.yaml"), "--storage", uri, "--json")

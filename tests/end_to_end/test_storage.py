@@ -1,4 +1,4 @@
-"""What storage does to a run on Ray, as a user sees it: one clear end, and one driver at a time."""
+"""A run on Ray whose storage fails, or whose lease another driver takes: one clear error."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests import needs
 
 
 def test_storage_that_takes_no_checkpoint_stops_the_run_with_one_cause(project: Any) -> None:
-    """Read-only from the start: exit code 3 and SavesFailed after three failed saves, and no restart in between."""
+    """With read-only checkpoints: exit code 3 and SavesFailed after three failed saves, without a restart in between."""
     needs.require("mount")
     folder = project.runs / "read-only" / "checkpoints"
     folder.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=1m", "raydist-test", str(folder)], check=True)
     try:
-        done = project.raydist("train", "job.yaml", "--name", "read-only", "--set", "model.name=gpt")
+        done = project.warm("train", "job.yaml", "--name", "read-only", "--set", "model.name=gpt")
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
     assert done.returncode == 3, done.stderr
@@ -31,11 +31,11 @@ def test_storage_that_takes_no_checkpoint_stops_the_run_with_one_cause(project: 
 
 
 def test_a_driver_that_lost_its_run_ends(project: Any) -> None:
-    """Another driver has taken over while this one could not renew its lease: exit code 3, and the other's word is left alone."""
+    """Another driver has taken over while this one could not renew its lease: exit code 3, and the other driver's file is
+    unchanged."""
     command = ["train", "job.yaml", "--name", "taken-over", "--set", "model.name=gpt", "--set", "train.steps=100000"]
-    process = project.start(*command)
+    process = project.warm_start(*command)
     run = RunDir(project.runs / "taken-over")
-    assert process.stderr is not None
     for line in process.stderr:
         if "step" in line:
             break
@@ -45,4 +45,4 @@ def test_a_driver_that_lost_its_run_ends(project: Any) -> None:
     assert process.returncode == 3, said
     assert "another driver has taken over, process 77 on elsewhere" in said
     assert json.loads(Path(run.uri, "drivers/000002.json").read_text())["key"] == "theirs"
-    assert project.events("taken-over", "ended") == [], "the last word is the other driver's"
+    assert project.events("taken-over", "ended") == [], "the other driver writes the end"

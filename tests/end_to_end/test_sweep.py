@@ -1,4 +1,8 @@
-"""`raydist sweep` with real cells: kept workers, a death, a bug, a scheduler that stops one, and a driver that is killed."""
+"""`raydist sweep` with real cells: reused workers, a killed rank, a bug, schedulers that stop a cell, limits, and a killed
+driver.
+
+Over a minute: 20 commands; four are processes of their own, whose driver is killed or whose Ray has GPUs.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -23,20 +28,22 @@ from raydist.spec.sweep import load_sweep
 from raydist.spec.sweep.cells import cell_id
 from tests.end_to_end.conftest import Project
 from tests.end_to_end.sweeps import Sweeps, until
+from tests.processes import command_line
 
 TOKENS, SEED = 8 * 16, 3
 
 
 @pytest.fixture(scope="module")
-def sweeps(project: Project) -> Sweeps:
-    """Those of one user."""
-    return Sweeps(project)
+def sweeps(project: Project) -> Iterator[Sweeps]:
+    """The sweeps of one user. An interrupted sweep leaves actors that end with its driver, so the warm driver is ended here."""
+    yield Sweeps(project)
+    project.close()
 
 
 def test_one_cell_after_another(sweeps: Sweeps) -> None:
-    """Two at a time, on two slots of workers that are started once: a cell whose process is killed goes on inside its run and ends
-    with the bits of one that was not; a cell with a bug is tried twice, its cause is known, and the others are trained. Each has
-    its row for TensorBoard, and the sweep its page."""
+    """Two at a time, on two groups of workers that are started once: a cell whose rank is killed restarts inside its run and ends
+    with the bits of one that was not; a cell with a bug is tried twice, its cause is recorded, and the others are trained. Each
+    cell has its row for TensorBoard, and the sweep has its page."""
     cells = [
         {"model.name": "cells:broken", "learning_rate": 1e-3},
         {"model.name": "cells:dying", "learning_rate": 3e-3},
@@ -60,16 +67,16 @@ def test_one_cell_after_another(sweeps: Sweeps) -> None:
     assert len(sweeps.losses("one", dying)) == 12
     folder = sweeps.folder("one").storage
     rows = [name.split("/")[1] for name in folder.files("runs", recursive=True) if name.endswith(".row")]
-    assert sorted(rows) == sorted(sweeps.cells("one")), "one row a cell, beside its curves"
+    assert sorted(rows) == sorted(sweeps.cells("one")), "one row a cell, beside its event files"
     assert folder.size("report.html")
     below = {mark.name.rpartition("-")[2] for mark in sweeps.marks("one").glob("*-below-*")}
-    # One slot, where the other has taken so long to start that all was done.
-    assert len(below) <= 2, "each slot's ranks are forked by one process, whatever becomes of them"
+    # One, if the second group's workers were ready only after all cells were trained.
+    assert len(below) <= 2, "one process forks all ranks of a worker, also after a kill or an error"
 
 
 def test_a_lack_of_memory(sweeps: Sweeps) -> None:
-    """Memory runs out once in the whole sweep: the cell that it meets goes on with half the micro-batch, and has it too when it
-    is tried again after a bug; the next cell, which is like it, begins with it."""
+    """Memory runs out once in the whole sweep: that cell restarts with half the micro-batch, and keeps it when it is tried again
+    after a bug; the next cell, with the same shapes, starts with it."""
     cells = [{"model.name": "cells:hungry", "learning_rate": rate} for rate in (3e-3, 1e-2)]
     sweeps.write("memory", cells, 1, limits={"failures_per_cell": 1})
     told = sweeps.run("memory")
@@ -83,33 +90,13 @@ def test_a_lack_of_memory(sweeps: Sweeps) -> None:
 
 
 def test_a_scheduler_stops_a_cell(sweeps: Sweeps) -> None:
-    """asha: the second cell is worse at its rung, and is ended where it is, in a step that would last for ever; its worker
-    trains the third one."""
-    cells = [
-        {"model.name": "cells:sound", "learning_rate": 1e-2},
-        {"model.name": "cells:waiting", "learning_rate": 1e-8},
-        {"model.name": "cells:sound", "learning_rate": 1.1e-2},
-    ]
-    sweeps.write("asha", cells, 1, scheduler={"name": "asha", "rungs": [4 * TOKENS], "reduction": 2})
-    sweeps.run("asha")
-    first, stopped, last = sweeps.cells("asha")
-    states = fold(sweeps.folder("asha").events())
-    assert [states[cell].status for cell in (first, stopped)] == ["finished", "stopped"]
-    assert "asha" in str(states[stopped].cause)
-    assert [e.data["tokens"] for e in sweeps.events("asha", stopped, "report")] == [4 * TOKENS]
-    assert len(sweeps.losses("asha", stopped)) < 12
-    assert len(list(sweeps.marks("asha").glob("*-below-*"))) == 3
-    assert len({mark.name.rpartition("-")[2] for mark in sweeps.marks("asha").glob("*-below-*")}) == 1
-    assert states[last].status in ("finished", "stopped")
-
-
-def test_brackets(sweeps: Sweeps) -> None:
-    """hyperband: of the cells of the bracket that halves the second is worse at its rung, and is ended in a step that would last
-    for ever; the third is as bad, in the bracket that halves no cell, and is trained to its end."""
+    """hyperband: in the bracket that halves, the second cell is worse at its rung, and is stopped in a step that would never end;
+    its worker trains the third one. That one is as bad, but in the bracket that halves no cell, and is trained to its end. asha
+    is one such bracket; tests/cluster/sweep/schedulers has the decisions of each scheduler."""
     brackets = Hyperband([4 * TOKENS], 2)
 
     def of(bracket: int, model: str, rate: float) -> dict[str, Any]:
-        """A cell of that bracket, with about that rate."""
+        """A cell of that bracket, with about that learning rate."""
         points = ({"model.name": model, "optim.lr": rate * (1 + n / 1000)} for n in range(100))
         return next(p for p in points if brackets.bracket(cell_id("hyperband", p, SEED, False)) == bracket)
 
@@ -119,11 +106,17 @@ def test_brackets(sweeps: Sweeps) -> None:
     assert [brackets.bracket(cell) for cell in sweeps.cells("hyperband")] == [0, 0, 1]
     states = fold(sweeps.folder("hyperband").events())
     assert [states[cell].status for cell in sweeps.cells("hyperband")] == ["finished", "stopped", "finished"]
-    assert states[sweeps.cells("hyperband")[1]].cause == "hyperband at 512 tokens"
+    stopped = sweeps.cells("hyperband")[1]
+    assert states[stopped].cause == "hyperband at 512 tokens"
+    assert [e.data["tokens"] for e in sweeps.events("hyperband", stopped, "report")] == [4 * TOKENS]
+    assert len(sweeps.losses("hyperband", stopped)) < 12
+    below = [mark.name.rpartition("-")[2] for mark in sweeps.marks("hyperband").glob("*-below-*")]
+    assert (len(below), len(set(below))) == (3, 1), "one worker has trained all three"
 
 
 def test_worse_than_the_median(sweeps: Sweeps) -> None:
-    """median: the fourth cell is worse than the others were at its first look, and is ended in a step that would last for ever."""
+    """median: at its first comparison the fourth cell is worse than the others were, and is stopped in a step that would never
+    end."""
     cells: list[dict[str, Any]] = [{"learning_rate": rate} for rate in (1e-2, 1.1e-2, 1.2e-2)]
     cells.append({"model.name": "cells:waiting", "learning_rate": 1e-8})
     for cell in cells[:3]:
@@ -137,8 +130,9 @@ def test_worse_than_the_median(sweeps: Sweeps) -> None:
 
 
 def test_killed_and_started_again(sweeps: Sweeps) -> None:
-    """SIGKILL to the driver: the cell that trained is lost; the same command leaves the finished one alone and goes on with it
-    from its checkpoint; two interrupts end it at once, with exit code 130; its losses are those of an undisturbed one."""
+    """SIGKILL of the driver: the cell in training is lost; the same command leaves the finished cell as it is, and resumes the
+    lost one from its checkpoint; two interrupts end the sweep at once, with exit code 130; the losses are those of an undisturbed
+    cell."""
     cells = [
         {"model.name": "cells:sound", "learning_rate": 3e-3},
         {"model.name": "cells:waiting", "learning_rate": 3e-3},
@@ -156,18 +150,17 @@ def test_killed_and_started_again(sweeps: Sweeps) -> None:
     psutil.wait_procs(children, timeout=60)
     process.communicate(timeout=60)
     before = tree(sweeps, "again", first)
-    told = json.loads(sweeps.project.raydist("sweep", "results", "again", "--json").stdout)
+    told = json.loads(sweeps.project.warm("sweep", "results", "again", "--json").stdout)
     assert told["counts"] == {"finished": 1, "lost": 1}
 
-    process = sweeps.start("again")
-    until(process, lambda: len(list(marks.glob("waiting-*"))) == 2)
-    process.send_signal(signal.SIGINT)
-    assert process.stderr is not None
-    while "stopping" not in process.stderr.readline():
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
+    second_try = sweeps.warm_start("again")
+    until(second_try, lambda: len(list(marks.glob("waiting-*"))) == 2)
+    second_try.send_signal(signal.SIGINT)
+    while "stopping" not in second_try.stderr.readline():
+        assert second_try.poll() is None
+    second_try.send_signal(signal.SIGINT)
+    _, err = second_try.communicate(timeout=120)
+    assert second_try.returncode == 130, err
     assert fold(sweeps.folder("again").events())[second].status == "paused"
     (marks / "go").touch()
 
@@ -185,9 +178,9 @@ def test_killed_and_started_again(sweeps: Sweeps) -> None:
 
 
 def test_a_search_that_is_killed(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch) -> None:
-    """optuna chooses four points. SIGKILL to the driver while the second trains: the same command leaves the first one alone, goes
-    on with the second, and chooses two more. SIGKILL to the sampler while the third trains: the fourth is what it would have been.
-    The four are in the results, the best is ready to train."""
+    """optuna chooses four points. SIGKILL of the driver while the second trains: the same command leaves the first as it is,
+    resumes the second, and chooses two more. SIGKILL of the sampler while the third trains: the fourth point is the same as
+    without the kill. The four are in the results; `sweep best` prints a job that can be trained."""
     ranges = [{"learning_rate": {"log_uniform": [1e-4, 1e-1]}}]
     sweeps.write("search", ranges, 1, array={"type": "random", "samples": 4}, search="optuna")
     process = sweeps.start("search")
@@ -199,17 +192,17 @@ def test_a_search_that_is_killed(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch
     first, second = sweeps.cells("search")
     before = tree(sweeps, "search", first)
 
-    process = sweeps.start("search", "--json")
-    until(process, lambda: len(sweeps.cells("search")) == 3)
-    children = psutil.Process(process.pid).children(recursive=True)
-    (sampler,) = [child for child in children if child.is_running() and "ray::Sampler" in " ".join(child.cmdline())]
+    again = sweeps.warm_start("search", "--json")
+    until(again, lambda: len(sweeps.cells("search")) == 3)
+    children = psutil.Process(again.pid).children(recursive=True)
+    (sampler,) = [child for child in children if "ray::Sampler" in command_line(child)]
     sampler.kill()
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
+    out, err = again.communicate(timeout=240)
+    assert again.returncode == 0, err
     told = json.loads(out)
     cells = sweeps.cells("search")
     assert cells[:2] == [first, second]
-    monkeypatch.syspath_prepend(sweeps.project.root)  # where the user's own model is
+    monkeypatch.syspath_prepend(sweeps.project.root)  # the folder of the user's own model
     assert expected(sweeps, "search") == [note.parameters for note in sweeps.folder("search").cells()]
     assert len(set(cells)) == 4
     assert tree(sweeps, "search", first) == before
@@ -219,14 +212,14 @@ def test_a_search_that_is_killed(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch
     losses = {cell: sweeps.losses("search", cell) for cell in cells}
     assert all(len(steps) == 12 for steps in losses.values())
     assert len({row["parameters"]["optim.lr"] for row in told["points"]}) == 4
-    done = sweeps.project.raydist("sweep", "best", "search")
+    done = sweeps.project.warm("sweep", "best", "search")
     assert yaml.safe_load(done.stdout)["optim"]["lr"] == told["points"][told["best"]]["parameters"]["optim.lr"]
     sweeps.run("search")
     assert sweeps.cells("search") == cells
 
 
 def expected(sweeps: Sweeps, name: str) -> list[Any]:
-    """The points that a sampler gives which is asked, one after another, what the sweep's log has."""
+    """The points that one sampler gives when it is asked in the order of the sweep's log."""
     sweep = load_sweep(sweeps.project.root / f"{name}.yaml")
     sampler = Sampler(sweep.axes, sweep.spec.search, sweep.spec.objective.better)
     history, found = History(sweep.spec.objective.metric), []
@@ -238,10 +231,10 @@ def expected(sweeps: Sweeps, name: str) -> list[Any]:
 
 
 def test_an_interrupt_and_a_limit(sweeps: Sweeps) -> None:
-    """Two cells that would train for hours, one at a time. SIGTERM: the one that trains makes a checkpoint and ends; the one that
-    waits is left waiting. limits.hours, over all starts, does the same, with exit code 0; then the command has nothing to do."""
+    """Two cells that would train for hours, one at a time. SIGTERM: the cell in training makes a checkpoint and ends; the other
+    does not start. limits.hours, over all starts, does the same, with exit code 0; the next command has nothing to do."""
     sweeps.write("hours", [{"learning_rate": 1e-3}, {"learning_rate": 1e-4}], 1)
-    process = sweeps.project.start("sweep", "hours.yaml", "--set", "train.steps=100000")
+    process = sweeps.warm_start("hours", "--set", "train.steps=100000")
     until(process, lambda: sweeps.folder("hours").exists())
     first, second = sweeps.cells("hours")
     run = sweeps.folder("hours").run(first)
@@ -254,12 +247,12 @@ def test_an_interrupt_and_a_limit(sweeps: Sweeps) -> None:
     assert second not in states
     assert states[first].figures["steps"] == run.committed()[-1]
     reached, events = run.committed()[-1], sweeps.folder("hours").events()
-    # Three times what a start takes on this machine, to its first checkpoint and its end: of that one is over.
+    # Three times as long as the first start took, to its first checkpoint and its end; a third of it is used up.
     limit = float(f"{(3 * (events[-1].at - events[0].at) + 5) / 3600:.3g}")
     file = sweeps.project.root / "hours.yaml"
     file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), "limits": {"hours": limit}}))
     for _ in range(2):
-        done = sweeps.project.raydist("sweep", "hours.yaml", "--set", "train.steps=100000", "--json")
+        done = sweeps.project.warm("sweep", "hours.yaml", "--set", "train.steps=100000", "--json")
         assert done.returncode == 0, done.stderr
         states = fold(sweeps.folder("hours").events())
         assert (states[first].status, states[first].cause) == ("paused", f"limits.hours is {limit:g}")
@@ -277,12 +270,12 @@ job = RestartLoop._job
 RestartLoop._job = lambda self, *about: {**job(self, *about), "gpus": 0.0}
 main()
 """
-"""`raydist` whose ranks are told that they have no GPU."""
+"""`raydist` whose ranks get no GPU."""
 
 
 def test_a_limit_of_gpu_hours(sweeps: Sweeps) -> None:
-    """On a Ray that takes this machine to have two GPUs: a cell that holds one makes a checkpoint and ends at the limit, the other
-    waits; hours and their cost are in the results. With a higher limit the same command goes on, and counts on."""
+    """On a Ray that assumes two GPUs: at the limit the cell that holds one makes a checkpoint and ends, the other does not start;
+    hours and their cost are in the results. With a higher limit the same command continues, and so does the count."""
 
     def run(limit: float) -> dict[str, Any]:
         limits = {"gpu_hours": limit, "cost_per_gpu_hour": 2.5}
@@ -315,12 +308,12 @@ def test_a_limit_of_gpu_hours(sweeps: Sweeps) -> None:
 
 
 def test_the_worse_goes_on_from_the_better(sweeps: Sweeps) -> None:
-    """pbt: of two cells that would train for hours the worse ends where it is, and its run goes on from the other's checkpoint,
-    with a rate that is the other's or next to it."""
+    """pbt: of two cells that would train for hours the worse one is interrupted, and its run resumes from the other's checkpoint,
+    with the other's learning rate or one near it."""
     cells = [{"learning_rate": 1e-2}, {"learning_rate": 1e-8}]
     scheduler = {"name": "pbt", "every": 8 * TOKENS, "quantile": 0.5, "resample": 0}
     sweeps.write("pbt", cells, 2, scheduler=scheduler)
-    process = sweeps.project.start("sweep", "pbt.yaml", "--set", "train.steps=100000")
+    process = sweeps.warm_start("pbt", "--set", "train.steps=100000")
     until(process, lambda: sweeps.folder("pbt").exists())
     better, worse = sweeps.cells("pbt")
     until(process, lambda: sweeps.events("pbt", worse, "exploited"))
@@ -342,11 +335,11 @@ def test_the_worse_goes_on_from_the_better(sweeps: Sweeps) -> None:
 
 
 def test_cells_take_turns(sweeps: Sweeps) -> None:
-    """pbt: two cells that would train for hours, where one fits. Each makes room for the other after an interval, whether or not
-    it is to copy it, and goes on from a checkpoint when it is its turn again."""
+    """pbt: two cells that would train for hours, with room for one. Each is paused for the other after an interval, whether or
+    not it copies the other, and resumes from a checkpoint in its next turn."""
     scheduler = {"name": "pbt", "every": 4 * TOKENS, "resample": 0}
     sweeps.write("turns", [{"learning_rate": 1e-2}, {"learning_rate": 1.1e-2}], 1, scheduler=scheduler)
-    process = sweeps.project.start("sweep", "turns.yaml", "--set", "train.steps=100000")
+    process = sweeps.warm_start("turns", "--set", "train.steps=100000")
     until(process, lambda: sweeps.folder("turns").exists())
 
     def started() -> list[Event]:
@@ -364,7 +357,7 @@ def test_cells_take_turns(sweeps: Sweeps) -> None:
 
 
 def tree(sweeps: Sweeps, name: str, cell: str) -> dict[str, str]:
-    """Every file of a cell's run -> its hash; less its row in HPARAMS, which the next driver adds where one was killed."""
+    """Hash of each file of a cell's run, without its row in HPARAMS, which the next driver writes if the last one was killed."""
     root = sweeps.project.runs / name / "runs" / cell
     files = (path for path in root.rglob("*") if path.is_file() and path.suffix != ".row")
     return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

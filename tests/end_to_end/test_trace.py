@@ -1,4 +1,4 @@
-"""`raydist trace`, `stop` and `logs` on a run that `raydist train` drives on Ray, as a user has them: two shells, one folder."""
+"""`raydist trace`, `stop` and `logs` from a second shell, on a run of `raydist train` on a private Ray."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 
 def test_a_live_run_is_traced_and_stopped(project: Any) -> None:
-    """Two steps of both ranks in one file, while the run goes on. `raydist stop` ends it as Ctrl-C does: a checkpoint of the step
-    that it came in, status interrupted, exit code 130; once more, it says that there is nothing to stop. What both ranks printed is
-    there. Once it is over, a trace is one line and exit code 2, and the same command goes on, without the stop."""
+    """A trace of a running run has two steps of both ranks in one file. `raydist stop` ends the run like Ctrl-C: a checkpoint of
+    the step in which the signal arrived, status interrupted, exit code 130; a second `stop` prints that there is nothing to stop.
+    `logs` has the output of both ranks. On an ended run `trace` gives one line and exit code 2; the same `train` command resumes
+    it."""
     command = ["train", "job.yaml", "--name", "traced", "--json", *project.options("traced")]
     process = project.start(*command, "--set", "train.steps=100000")
     assert process.stderr is not None
@@ -49,6 +50,6 @@ def test_a_live_run_is_traced_and_stopped(project: Any) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("raydist: run traced is interrupted")
     (project.root / "marks" / "traced" / "go").touch()
-    done = project.raydist(*command, "--set", "train.steps=100000", "--until", str(step + 2))
+    done = project.warm(*command, "--set", "train.steps=100000", "--until", str(step + 2))
     assert done.returncode == 0, done.stderr
     assert project.show("traced")["steps"] == step + 2

@@ -1,4 +1,7 @@
-"""A new user's first day: what README and docs/tutorials/first-day.md say to type, typed."""
+"""A new user's first day: the commands of README and docs/tutorials/first-day.md.
+
+Over a minute: fifteen commands, four of which train.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +19,25 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def walk() -> ModuleType:
-    """docs/walk.py."""
+    """docs/walk.py as a module."""
     spec = importlib.util.spec_from_file_location("walk", ROOT / "docs/walk.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["walk"] = module  # dataclasses look their module up
+    sys.modules["walk"] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
 
 def commands(page: str) -> list[str]:
-    """What stands between `<!-- walk -->` and `<!-- end -->`, without the comments."""
+    """The commands between `<!-- walk -->` and `<!-- end -->`, without comments."""
     blocks = re.findall(r"<!-- walk -->\n(.*?)<!-- end -->", page, re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("    ")]
     return [line.partition("  #")[0].strip() for line in lines]
 
 
 def test_readme_s_commands_are_walked(walk: ModuleType) -> None:
-    """Each as it stands there, in the order that it has there."""
+    """Each command of README is in the walk, in the same order."""
     walked = [step.command for step in walk.WALK]
     told = commands((ROOT / "README.md").read_text())
     assert len(told) >= 8
@@ -42,15 +45,15 @@ def test_readme_s_commands_are_walked(walk: ModuleType) -> None:
 
 
 def test_the_tutorial_is_of_this_walk(walk: ModuleType) -> None:
-    """docs/tutorials/first-day.md has the commands of the script, all of them, and no path or address of where it was written."""
+    """docs/tutorials/first-day.md has all commands of the script, and no path or address of the machine where it was written."""
     page = (ROOT / "docs/tutorials/first-day.md").read_text()
     assert re.findall(r"^## `(.*)`$", page, re.MULTILINE) == [step.command for step in walk.WALK]
     assert not re.search(r"/tmp/|/home/|/root/|raydist-walk-", page)
 
 
 def test_what_a_reader_sees_of_an_output(walk: ModuleType) -> None:
-    """The middle of a long one is left out, and counted; a bar is as it was last; colours, control characters and
-    this machine's paths are gone."""
+    """The middle of a long output is left out, with the number of lines; of a progress bar only its last state is left; colours,
+    control characters and this machine's paths are removed."""
     output = (
         "\x1b[1m/w/raydist/runs\x1b[0m\n" + "one\rtw\x00o\n" + "".join(f"{i}\n" for i in range(60)) + "x" * 200 + "\n"
     )
@@ -63,7 +66,7 @@ def test_what_a_reader_sees_of_an_output(walk: ModuleType) -> None:
 
 @pytest.mark.timeout(900)
 def test_the_first_day(tmp_path: Path, walk: ModuleType) -> None:
-    """Every command of the walk ends well in a fresh clone, with tiny jobs; the page has what each printed."""
+    """Every command of the walk exits with 0 in a fresh clone, with tiny jobs; the page has the output of each."""
     page = tmp_path / "first-day.md"
     command = [sys.executable, str(ROOT / "docs/walk.py"), "--out", str(page), "--short", sys.prefix]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The same job by other ways in: without Ray under torchrun, and what a finished run gives: text, weights, tables."""
+"""The same job under torchrun, without Ray; and the results of a finished run: text, weights, tables."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ GPT = ["--set", "model.name=gpt"]
 
 @pytest.fixture(scope="module")
 def on_ray(project: Any) -> dict[str, Any]:
-    """A GPT of the user's own text, trained on two Ray workers."""
+    """A GPT on the user's own text, trained on two Ray workers."""
     return project.train("gpt", *GPT, own_model=False)  # type: ignore[no-any-return]
 
 
 def test_torchrun_gives_the_same_bits_without_ray(project: Any, on_ray: dict[str, Any], tmp_path: Path) -> None:
-    """`torchrun -m raydist.launch.standalone`, with ray made impossible to import: records and weights equal those on Ray."""
+    """With `torchrun -m raydist.launch.standalone`, where `import ray` raises, records and weights equal those on Ray."""
     (tmp_path / "ray.py").write_text("raise ImportError('there is no ray here')\n")
     env = project.environment() | {"PYTHONPATH": str(tmp_path)}
     command = [TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "raydist.launch.standalone", "job.yaml"]
@@ -38,7 +38,7 @@ def test_torchrun_gives_the_same_bits_without_ray(project: Any, on_ray: dict[str
 
 
 def test_show_has_the_promised_names(project: Any, on_ray: dict[str, Any]) -> None:
-    """`raydist train --json` ends with the object that `raydist show --json` gives, with the names of the interface."""
+    """`raydist train --json` prints the object that `raydist show --json` prints, with the documented names."""
     shown = project.show("gpt")
     assert shown == on_ray
     assert list(shown) == [
@@ -53,12 +53,12 @@ def test_show_has_the_promised_names(project: Any, on_ray: dict[str, Any]) -> No
     assert [c["step"] for c in shown["checkpoints"]] == [3, 6, 9, 12]
     assert sum(c["best"] for c in shown["checkpoints"]) == 1
     assert shown["workers"] == []
-    listed = json.loads(project.raydist("runs", "--json").stdout)
+    listed = json.loads(project.warm("runs", "--json").stdout)
     assert "gpt" in {r["run"] for r in listed}
 
 
 def test_sample_and_export(project: Any, on_ray: dict[str, Any]) -> None:
-    """A run's newest checkpoint gives text, the same for the same seed, and weights that transformers loads as a Llama."""
+    """`sample` prints the same text for the same seed; transformers loads the exported weights as a Llama."""
     texts = [project.raydist("sample", "gpt", "--tokens", "20", "--prompt", "doc", "--seed", "1") for _ in range(2)]
     assert texts[0].returncode == 0, texts[0].stderr
     assert texts[0].stdout == texts[1].stdout
@@ -72,7 +72,7 @@ def test_sample_and_export(project: Any, on_ray: dict[str, Any]) -> None:
 
 
 def test_a_user_s_mistake_has_no_traceback(project: Any) -> None:
-    """An unknown run, a wrong field and a missing file are one clear error each, with exit code 2."""
+    """An unknown run, a wrong field and a missing file give one clear error each, with exit code 2."""
     for command, expected in (
         (["show", "no-such-run"], "no run 'no-such-run'"),
         (["train", "job.yaml", "--set", "optim.lrr=1"], 'did you mean "lr"?'),
@@ -81,7 +81,7 @@ def test_a_user_s_mistake_has_no_traceback(project: Any) -> None:
         (["train", "job.yaml", "--resume", "--name", "never"], "nothing to resume"),
         (["train", "job.yaml", "--set", "data.path=nowhere"], "nowhere"),
     ):
-        done = project.raydist(*command)
+        done = project.warm(*command)
         assert done.returncode == 2, (command, done.stderr)
         assert expected in done.stderr
         assert "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""What the collective counters say was sent, beside what the network interface has counted, on two hosts."""
+"""The bytes of the collective counters compared with those of the network interface, on two hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.hosts import Hosts
 
 
 def test_bytes_are_those_of_the_interface() -> None:
-    """Within 5%, of each kind of collective, strategy and rank: headers and acknowledgements are what is between."""
+    """They agree within 5% for each kind of collective, strategy and rank; the difference is headers and acknowledgements."""
     root = str(Path(__file__).parents[2])
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     with Hosts(2) as hosts:

@@ -1,4 +1,5 @@
-"""The `raydist` command in a user's folder, and a look at what it leaves behind: as in tests/end_to_end."""
+"""Fixtures that run the `raydist` command in a user's folder, and a check for processes that it leaves behind, as in
+tests/end_to_end."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import pytest
 import yaml
 
 from raydist.faults import Fault
-from tests.end_to_end.conftest import exact, nothing_left, project
+from tests.end_to_end.conftest import nothing_left, project
+from tests.exact import exact
 
 __all__ = ["exact", "nothing_left", "project", "undisturbed", "write"]
 
@@ -19,15 +21,15 @@ LONG = [*GPT, "--set", f"train.steps={STEPS}", "--set", "checkpoint.keep=100"]
 
 @pytest.fixture(scope="session")
 def undisturbed(project: Any) -> dict[str, Any]:
-    """A run of STEPS steps on two ranks in which nothing happens: its records, weights and eval loss."""
-    shown = project.train("undisturbed", *LONG, own_model=False)
-    rows = exact(project.steps("undisturbed"))
+    """A run of STEPS steps on two ranks without a fault: its records, weights and eval loss."""
+    shown = project.train("no-fault", *LONG, own_model=False)
+    rows = exact(project.steps("no-fault"))
     assert len(rows) == STEPS
-    return {"rows": rows, "weights": project.weights("undisturbed", STEPS), "eval_loss": shown["eval_loss"]}
+    return {"rows": rows, "weights": project.weights("no-fault", STEPS), "eval_loss": shown["eval_loss"]}
 
 
 def write(project: Any, name: str, faults: list[Fault]) -> list[str]:
-    """The file, and the option that names it."""
+    """Writes the file of faults; returns the option that names it."""
     path = project.root / f"{name}.yaml"
     path.write_text(yaml.safe_dump([fault.model_dump(mode="json") for fault in faults]))
     return ["--faults", path.name]

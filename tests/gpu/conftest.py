@@ -1,4 +1,4 @@
-"""Deterministic algorithms throughout, as `train.deterministic` has them: bits are equal by design, and not by luck."""
+"""Deterministic algorithms in all tests, as set by `train.deterministic`, so that equal bits are guaranteed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read before the f
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    """As it was before, afterwards."""
+    """Restores the setting afterwards."""
     import torch
 
     before = torch.are_deterministic_algorithms_enabled()

@@ -1,6 +1,7 @@
-"""What the tests of this folder share: the device, and the smallest training on it. Its import skips where there is no CUDA device.
+"""Shared by the tests of this folder: the device, and the smallest training on it. Its import skips where there is no CUDA
+device.
 
-RAYDIST_GPU_TESTS=cpu runs on the CPU what has a meaning there: for those who change these tests without a GPU.
+RAYDIST_GPU_TESTS=cpu runs the tests that make sense there on the CPU, for developers without a GPU.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from raydist.data.batches import MicroBatch
 from raydist.spec import JobSpec
 from raydist.worker import build, model_transforms
 from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 from raydist.worker.precision import Precision
 from raydist.worker.step import StepReport, TrainStep, loss_sum
+from raydist.worker.step_hooks import BeforeUpdate
 
 DEVICE = torch.device(os.environ.get("RAYDIST_GPU_TESTS", "cuda"))
 CUDA = DEVICE.type == "cuda"
@@ -35,7 +38,7 @@ MODEL = {"layers": 3, "width": 128, "heads": 2, "context": CONTEXT}
 
 
 def job(**sections: Any) -> JobSpec:
-    """The smallest that is valid, with these sections; 2 micro-batches of 4."""
+    """The smallest valid spec, with these sections; 2 micro-batches of 4."""
     train = {"steps": STEPS, "global_batch": 8, "micro_batch": 4, **sections.pop("train", {})}
     model = {**MODEL, **sections.pop("model", {})}
     plain = {"data": {"source": "any"}, "train": train, "model": model, "optim": {"lr": 1e-3, "eps": 1e-6}}
@@ -43,12 +46,12 @@ def job(**sections: Any) -> JobSpec:
 
 
 def alone(device: torch.device = DEVICE) -> Rank:
-    """One rank without a group."""
+    """One rank without a process group."""
     return Rank(0, 1, 0, device, "nccl" if device.type == "cuda" else "gloo", "127.0.0.1", None, ())
 
 
 class Trainer:
-    """Model, strategy, optimizer and step of one rank, from the same weights and on the same samples each time."""
+    """Model, strategy, optimizer and step of one rank, with the same weights and samples each time."""
 
     def __init__(self, spec: JobSpec, device: torch.device = DEVICE) -> None:
         self.rank, self.spec = alone(device), spec
@@ -67,23 +70,23 @@ class Trainer:
         self.optimizer = build.build_optimizer(spec, self.rank, self.strategy, self.shards)
         self.before_update: Callable[[], None] = lambda: None
         self.step = TrainStep(
-            self.rank,
+            Mesh(self.rank),
             self.strategy,
             self.optimizer,
             self.precision,
             full_tokens=spec.train.global_batch * CONTEXT,
             clip=spec.optim.clip,
-            before_update=lambda: self.before_update(),
+            hooks=[BeforeUpdate(lambda: self.before_update())],
         )
 
     def loss(self, module: nn.Module, samples: int = 1) -> torch.Tensor:
-        """Of the first samples."""
+        """The loss of the first samples."""
         first = self.batches[0]
         with self.precision.autocast():
             return loss_sum(module, MicroBatch(first.tokens[:samples], first.targets[:samples]))
 
     def __call__(self, steps: int = STEPS) -> list[StepReport]:
-        """So many steps on the same samples."""
+        """This many steps on the same samples."""
         tokens = sum(b.targets.numel() for b in self.batches)
         return [self.step(n, self.batches, tokens, 1e-3, want_stop=False) for n in range(1, steps + 1)]
 

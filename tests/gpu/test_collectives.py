@@ -1,4 +1,4 @@
-"""NCCL in a group of one rank: what can be shown of collectives on one GPU."""
+"""NCCL in a process group of one rank: the properties of collectives that one GPU can test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BYTES = 4 * N
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    """As torchrun describes it: one rank, and the backend that raydist chooses for its device."""
+    """Initialized as under torchrun: one rank, and the backend that raydist chooses for its device."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -41,9 +41,9 @@ def group() -> Iterator[None]:
 
 
 def test_every_collective_is_counted_and_timed_by_the_device() -> None:
-    """Number and bytes by nccl-tests' conventions; seconds of the kernels, and of the stream's waits for them."""
+    """Count and bytes follow nccl-tests; seconds are those of the kernels, and of the stream's waits for them."""
     x, whole = torch.ones(N, device=DEVICE), torch.empty(N, device=DEVICE)
-    dist.all_reduce(x)  # NCCL's first makes its communicator
+    dist.all_reduce(x)  # the first NCCL call creates the communicator
     log = CollectiveCounters(DEVICE)
     log.install()
     try:
@@ -65,7 +65,7 @@ def test_every_collective_is_counted_and_timed_by_the_device() -> None:
         "broadcast": (1, BYTES),
     }
     for total in totals.values():
-        assert total.wire_bytes == 0 or total is totals["broadcast"]  # nobody to send to
+        assert total.wire_bytes == 0 or total is totals["broadcast"]  # there is no peer
         if total.count:
             assert 0 < total.seconds < 1
             assert 0 <= total.exposed_seconds < 1
@@ -96,7 +96,7 @@ def ddp(watched: bool) -> list[torch.Tensor]:
 
 
 def test_watched_weights_are_the_same_bits() -> None:
-    """Counting changes nothing."""
+    """Counting changes no bit."""
     assert all(torch.equal(a, b) for a, b in zip(ddp(False), ddp(True), strict=True))
 
 
@@ -104,9 +104,9 @@ def test_watched_weights_are_the_same_bits() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("parameters", ["none", "cpu"])
 def test_sharded_over_a_mesh_of_one(strategy: str, precision: str, parameters: str) -> None:
-    """FSDP2's gathers, its streams and its copies to the host run, and the gradients are those of the plain model.
+    """FSDP2's all-gathers, streams and copies to the host run, and the gradients equal the plain model's.
 
-    fp32: the same numbers, to 1e-6. bf16: to 4%, for the embedding, gathered in bf16, adds up its gradients in bf16.
+    fp32: equal to 1e-6. bf16: to 4%, since the embedding, gathered in bf16, accumulates its gradients in bf16.
     """
     spec = job(precision=precision, parallel={"strategy": strategy, "shard": 1 if strategy == "hsdp" else None},
                offload={"parameters": parameters})  # fmt: skip

@@ -1,4 +1,4 @@
-"""What is said of memory is what torch's allocator has; and a plan made without a GPU foretells it."""
+"""Reported memory equals that of torch's allocator; and a plan made without a GPU predicts it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if not CUDA:
     pytest.skip("needs a CUDA device: see CONTRIBUTING", allow_module_level=True)
 
 LARGE = {"layers": 6, "width": 512, "heads": 8}
-"""Large enough that the allocator's rounding, of 512 bytes a tensor, does not show."""
+"""Large enough that the allocator's rounding to 512 bytes per tensor is negligible."""
 
 
 def settled() -> int:
@@ -29,7 +29,7 @@ def settled() -> int:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_state_is_what_is_allocated_between_steps(precision: str) -> None:
-    """Parameters and moments, to 2%: what else there is are the batches and the rotary tables. Gradients only within a step."""
+    """Parameters and moments, to 2%: the rest is the batches and the rotary tables. Gradients exist only within a step."""
     before = settled()
     trainer = Trainer(job(model=LARGE, precision=precision))
     meter = MemoryMeter(DEVICE, trainer.model, trainer.shards, trainer.optimizer)
@@ -53,9 +53,9 @@ def test_the_state_is_what_is_allocated_between_steps(precision: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("activations", ["none", "full", "selective"])
 def test_a_plan_foretells_the_peak(activations: str, precision: str) -> None:
-    """The state to 5%, and what is beside it at the peak to 20%: the plan's kernels are those of a table, not of this GPU."""
+    """The state to 5%, and the rest of the peak to 20%: the plan uses a table of kernels, not this GPU's."""
     spec = job(model=LARGE, precision=precision, train={"checkpoint_activations": activations})
-    torch.use_deterministic_algorithms(False)  # which takes memory of its own
+    torch.use_deterministic_algorithms(False)  # deterministic algorithms use extra memory
     before = settled()
     trainer = Trainer(spec)
     trainer(2)
@@ -73,7 +73,7 @@ def test_a_plan_foretells_the_peak(activations: str, precision: str) -> None:
 
 
 def test_a_snapshot_is_taken_where_memory_ends(tmp_path: Path) -> None:
-    """The file that torch's viewer reads is there, with the history of allocations, and says what allocated last."""
+    """The file that torch's viewer reads exists, with the history of allocations, and shows the last allocation."""
     run = RunDir(str(tmp_path / "run"))
     keep_history(run, alone(), 1, 1000)
     try:
@@ -83,7 +83,7 @@ def test_a_snapshot_is_taken_where_memory_ends(tmp_path: Path) -> None:
         told = memory.after_oom(0, 1000)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-    assert told.startswith("rank 0 ran out of memory; the allocator's blocks are in ")
+    assert told.startswith("rank 0 ran out of memory; a snapshot of the allocator's blocks is in ")
     (file,) = tmp_path.rglob("rank-00000.memory-1.pickle")
     assert str(file) in told
     assert file.stat().st_size > 1000

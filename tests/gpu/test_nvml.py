@@ -1,4 +1,5 @@
-"""The node agent's reading of the real NVML: what it promises on Hopper is there, in the units it says, and as the fake has it."""
+"""The node monitor's reading of the real NVML: the documented columns exist on Hopper, in their documented units, and the fake
+matches."""
 
 from __future__ import annotations
 
@@ -33,11 +34,11 @@ ALWAYS = {
 }
 GPM = ("gpu_sm_active", "gpu_tensor_active", "gpu_dram_active")
 PCIE = ("gpu_pcie_in_bytes_per_second", "gpu_pcie_out_bytes_per_second")
-"""By GPM, and by field values where that is not there."""
+"""Read by GPM, or by field values without it."""
 
 
 def busy(seconds: float = 0.5) -> None:
-    """bf16 products, and copies both ways over PCIe."""
+    """bf16 matrix products, and copies in both directions over PCIe."""
     a = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
     host = torch.empty(1 << 26, pin_memory=True)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -54,7 +55,7 @@ def busy(seconds: float = 0.5) -> None:
 
 @pytest.fixture(scope="module")
 def told() -> tuple[list[Reading], str | None]:
-    """Readings while it works; the first one only begins what is counted between two."""
+    """Readings under load; the first one only starts the counters."""
     gpus = Gpus()
     try:
         gpus.read()
@@ -65,7 +66,8 @@ def told() -> tuple[list[Reading], str | None]:
 
 
 def test_every_column_of_the_table_is_there_or_accounted_for(told: tuple[list[Reading], str | None]) -> None:
-    """What each GPU has is there with its type; GPM where the library says so; a column without a value was refused, in words."""
+    """Each GPU's basic columns exist with their types; GPM's if the library supports it; for a missing column the note has the
+    reason."""
     (reading, *_), note = told
     row = reading.row
     print(f"\nnote: {note}\nrow: {row}")
@@ -87,7 +89,7 @@ def test_every_column_of_the_table_is_there_or_accounted_for(told: tuple[list[Re
 
 
 def test_values_are_in_their_ranges(told: tuple[list[Reading], str | None]) -> None:
-    """A busy GPU's: units are those of the table, not NVML's."""
+    """A busy GPU's values: the units are the table's, not NVML's."""
     row = told[0][0].row
     assert 0.2 < row["gpu_util"] <= 1
     assert row["gpu_memory_total_bytes"] == pytest.approx(torch.cuda.get_device_properties(0).total_memory, rel=0.05)
@@ -105,7 +107,7 @@ def test_values_are_in_their_ranges(told: tuple[list[Reading], str | None]) -> N
 
 
 def test_this_process_is_found(told: tuple[list[Reading], str | None]) -> None:
-    """By its pid with its memory; a container may show the host's pids, or none at all, but never this pid with too little."""
+    """By its pid with its memory; a container may show the host's pids, or none, but never this pid with too little memory."""
     processes = told[0][0].processes
     if os.getpid() not in processes:
         pytest.skip(f"NVML shows the processes {sorted(processes)}, not this one: pids of another namespace")
@@ -114,7 +116,7 @@ def test_this_process_is_found(told: tuple[list[Reading], str | None]) -> None:
 
 
 def shape(value: Any) -> Any:
-    """Type of a value, and of a structure the types of its fields."""
+    """The type of a value; for a structure the types of its fields."""
     fields = getattr(value, "_fields_", None)
     return {f[0]: shape(getattr(value, f[0])) for f in fields} if fields else type(value)
 
@@ -135,7 +137,7 @@ def shape(value: Any) -> Any:
     ],
 )
 def test_the_fake_answers_as_the_real_one(call: str, arguments: tuple[Any, ...]) -> None:
-    """tests/nvml.py: the same types, and structures with the same fields."""
+    """tests/nvml.py returns the same types, and structures with the same fields."""
     fake = FakeNvml([FakeGpu()])
     theirs = getattr(fake, call)(fake.nvmlDeviceGetHandleByIndex(0), *arguments)
     pynvml.nvmlInit()

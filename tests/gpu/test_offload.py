@@ -1,4 +1,4 @@
-"""The optimizer on the host, for parameters on the GPU: the CPU kernel's bits, beside backward, and nothing left behind."""
+"""The optimizer on the host, for parameters on the GPU: the CPU kernel's bits, overlap with backward, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_bits_are_those_of_the_kernel_in_memory(mode: str, tmp_path: Path) -> None:
-    """Parameters and moments, on the same gradients, equal those of torch's fused AdamW of the CPU on CPU tensors: the arithmetic
-    is that kernel's, and a copy changes no bit."""
+    """Parameters and moments, on the same gradients, equal those of torch's fused AdamW on CPU tensors: the same kernel is used,
+    and copies change no bit."""
     shapes = [(257, 64), (63, 129), (1000,), (3, 5)]
     start = [normal(*shape, seed=n) for n, shape in enumerate(shapes)]
     ours = [nn.Parameter(s.clone().to(DEVICE)) for s in start]
@@ -59,7 +59,8 @@ def test_bits_are_those_of_the_kernel_in_memory(mode: str, tmp_path: Path) -> No
 
 
 def test_a_training_is_the_same_from_memory_and_from_a_file(tmp_path: Path) -> None:
-    """Losses and weights bit for bit; and near those of the GPU's own kernel, which is rounded in another order: to 1e-5."""
+    """Losses and weights are equal bit for bit, and close to those of the GPU's own kernel, which rounds in another order: to
+    1e-3."""
     spec: dict[str, Any] = {"precision": "bf16"}
     (memory, weights), (file, others) = (
         trained(job(**spec, offload={"optimizer": mode, "path": str(tmp_path), "chunk_mb": 0.25})) for mode in MODES
@@ -71,7 +72,7 @@ def test_a_training_is_the_same_from_memory_and_from_a_file(tmp_path: Path) -> N
 
 @cuda_only
 def test_gradients_come_down_beside_the_backward_pass(tmp_path: Path) -> None:
-    """By the order of the streams: the last layer's gradient is on the host while the rest of backward is still to be computed."""
+    """By the order of the streams: the last layer's gradient is on the host while the rest of backward is still running."""
     last, first = (nn.Parameter(normal(1 << 18, seed=n).to(DEVICE)) for n in (0, 1))
     with made([first, last], "cpu", tmp_path) as optimizer:
         optimizer.prefetch()
@@ -87,11 +88,11 @@ def test_gradients_come_down_beside_the_backward_pass(tmp_path: Path) -> None:
         first.grad = torch.ones_like(first)
         optimizer.gradients_final([first])
         optimizer.step()
-        assert rest.query()  # what is used came after what it waits for
+        assert rest.query()  # the data used arrived after what it depends on
 
 
 def swap_files(folder: Path) -> list[str]:
-    """Files of this process in that folder, nameless ones too."""
+    """This process's open files in that folder, including unlinked ones."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -105,7 +106,7 @@ def swap_files(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_left(mode: str, tmp_path: Path) -> None:
-    """Three optimizers of 64 MiB of state one after the other: memory does not grow with them, and no swap file stays open."""
+    """Three optimizers with 64 MiB of state one after the other: memory does not grow, and no swap file stays open."""
     parameters = [nn.Parameter(torch.zeros(1 << 23, device=DEVICE))]
     after = []
     for _ in range(3):

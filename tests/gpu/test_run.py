@@ -35,7 +35,7 @@ sys.exit(standalone.main())
 
 
 class Project:
-    """A folder with a corpus, and the runs in it."""
+    """A folder with a corpus and its runs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -43,7 +43,7 @@ class Project:
         (root / "text.txt").write_text(source)
 
     def start(self, name: str, *options: str, program: tuple[str, ...] = (), **sections: Any) -> Any:
-        """The finished process of `name`; sections of the job beside a small one."""
+        """The finished process of run `name`; `sections` override those of a small job."""
         train = {"steps": 8, "global_batch": 8, "micro_batch": 4, "deterministic": True, **sections.pop("train", {})}
         spec = {
             "name": name,
@@ -63,7 +63,7 @@ class Project:
         return subprocess.run(arguments, capture_output=True, text=True, timeout=300, env=environment, check=False)
 
     def train(self, name: str, *options: str, **sections: Any) -> dict[str, Any]:
-        """Its outcome."""
+        """The run's outcome."""
         done = self.start(name, *options, **sections)
         assert done.returncode == 0, done.stderr
         outcome: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -73,12 +73,12 @@ class Project:
         return RunDir(str(self.root / "runs" / name))
 
     def exact(self, name: str) -> list[list[Any]]:
-        """What a restart must not change."""
+        """The values that a restart must not change."""
         names = ("step", "loss", "lr", "grad_norm", "tokens", "samples_hash")
         return [[row[n] for n in names] for row in steps(self.run(name))]
 
     def weights(self, name: str, step: int) -> dict[str, list[str]]:
-        """The bytes of every tensor of a checkpoint, optimizer state and all."""
+        """The bytes of every tensor of a checkpoint, including optimizer state."""
         run = self.run(name)
         found = manifest.read(run, step)
         made = {}
@@ -95,7 +95,7 @@ class Project:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """For all tests here."""
+    """Shared by all tests of this file."""
     return Project(tmp_path_factory.mktemp("project"))
 
 
@@ -109,8 +109,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     ],
 )
 def test_a_resumed_run_has_the_same_bits(project: Project, name: str, sections: dict[str, Any]) -> None:
-    """Checkpoints staged from the GPU and written in the background: losses, gradient norms, weights and moments are those of the
-    run that was never stopped. The run says which device it took, and why."""
+    """Checkpoints are copied from the GPU and written in the background: losses, gradient norms, weights and moments equal those
+    of an uninterrupted run. The run reports which device it uses, and why."""
     if name == "fp16" and not CUDA:
         pytest.skip("raydist refuses fp16 on a CPU")
     whole = project.train(name, **json.loads(json.dumps(sections)))
@@ -128,8 +128,8 @@ def test_a_resumed_run_has_the_same_bits(project: Project, name: str, sections: 
 
 @cuda_only
 def test_running_out_of_memory_is_named(project: Project) -> None:
-    """A micro-batch that cannot fit: the process fails with torch's own error, and the run's log says which rank, where the
-    allocator's blocks are, and what would tell more."""
+    """A micro-batch that cannot fit: the process fails with torch's own error, and the run's log has the rank, the path of the
+    allocator's snapshot, and the option that adds to it."""
     wide = {"layers": 8, "width": 1024, "heads": 8, "context": 1024}
     total = torch.cuda.get_device_properties(0).total_memory
     done = project.start("oom", program=("-c", LIMIT, str(3e9 / total)), model=wide,
@@ -138,14 +138,14 @@ def test_running_out_of_memory_is_named(project: Project) -> None:
     assert "OutOfMemoryError" in done.stderr
     run = project.run("oom")
     (note,) = [e.data["text"] for e in read_events(run) if e.kind == "note" and "out of memory" in e.data["text"]]
-    assert note.startswith("rank 0 ran out of memory; the allocator's blocks are in ")
+    assert note.startswith("rank 0 ran out of memory; a snapshot of the allocator's blocks is in ")
     assert "observe.memory_history" in note
     assert list(Path(project.root / "runs" / "oom").rglob("rank-00000.memory-1.pickle"))
 
 
 def test_a_trace_has_kernels_and_ranges_and_is_merged(project: Project) -> None:
-    """Asked for before the run begins, taken in its first steps: kineto's part has the GPU's kernels, the phases' ranges, and
-    what report.trace makes of it the shares of a step."""
+    """Requested before the run begins, taken in its first steps: kineto's part has the GPU's kernels and the phases' ranges, and
+    report.trace computes the shares of a step from it."""
     run = project.run("traced")
     request = requests.ask_trace(run, 2, 600)
     project.train("traced", train={"steps": 1000 if CUDA else 200, "deterministic": False}, checkpoint={"every": None})
@@ -164,7 +164,7 @@ def test_a_trace_has_kernels_and_ranges_and_is_merged(project: Project) -> None:
 
 @cuda_only
 def test_the_loader_pins_what_it_makes() -> None:
-    """Batches lie in pinned memory, and their copies to the device are there after the stream's turn, with no wait of the host."""
+    """Batches are in pinned memory, and their copies to the device run in stream order without blocking the host."""
     arrays = MicroBatch(np.arange(64).reshape(4, 16), np.arange(64).reshape(4, 16))
     pinned = _tensors(arrays, pin=True)
     assert pinned.tokens.is_pinned()
@@ -172,6 +172,6 @@ def test_the_loader_pins_what_it_makes() -> None:
     torch.cuda._sleep(500_000_000)
     there = to_device(pinned, DEVICE)
     copied = torch.cuda.current_stream().record_event()
-    assert not copied.query()  # the host has gone on
+    assert not copied.query()  # the host did not wait
     assert there.tokens.device == DEVICE
     assert torch.equal(there.tokens.cpu(), pinned.tokens)

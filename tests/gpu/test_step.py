@@ -1,4 +1,4 @@
-"""A step on the GPU: formats, compilation, checkpointed activations, the optimizer's kernel, each beside a plain one."""
+"""A step on the GPU: formats, compilation, activation checkpointing, the optimizer's kernel, each compared with a plain one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_device_and_backend_are_chosen_with_their_reasons() -> None:
 
 
 def test_fp32_is_that_of_the_cpu(reference: tuple[list[float], dict[str, torch.Tensor]]) -> None:
-    """Losses to 1e-5: the products' sums have another order, and TF32, which would be 1e-3 away, is off."""
+    """Losses to 1e-5: sums are in another order, and TF32, which would differ by 1e-3, is off."""
     losses, _ = trained(job())
     assert losses == pytest.approx(reference[0], rel=1e-5)
     assert losses[-1] < losses[0]
@@ -42,14 +42,14 @@ def test_fp32_is_that_of_the_cpu(reference: tuple[list[float], dict[str, torch.T
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_fewer_bits_are_near_fp32(precision: str, reference: tuple[list[float], dict[str, torch.Tensor]]) -> None:
-    """Losses to 1%: 8 bits of a bf16 number are 0.4%; fp16 has 11, and its scale is 2^10 here, so that none overflows."""
+    """Losses to 1%: the 8 bits of a bf16 number give 0.4%; fp16 has 11, and its scale is 2^10 here, so that none overflows."""
     losses, weights = trained(job(precision={"params": precision, "loss_scale": {"initial": 1024}}))
     assert losses == pytest.approx(reference[0], rel=1e-2)
     assert all(w.dtype == torch.float32 for w in weights.values())
 
 
 def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
-    """A scale that must overflow: nothing changes but the scale, until a step goes through."""
+    """With a scale that must overflow only the scale changes, until a step succeeds."""
     trainer = Trainer(job(precision={"params": "fp16", "loss_scale": {"initial": 2.0**40}}))
     before = trainer.weights()
     (report,) = trainer(1)
@@ -66,7 +66,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("activations", ["full", "selective"])
 def test_activations_computed_again_are_the_same_bits(activations: str, precision: str) -> None:
-    """The same kernels on the same numbers, twice."""
+    """The same kernels run on the same numbers, twice."""
     plain = trained(job(precision=precision))
     again = trained(job(precision=precision, train={"checkpoint_activations": activations}))
     assert again[0] == plain[0]
@@ -76,8 +76,8 @@ def test_activations_computed_again_are_the_same_bits(activations: str, precisio
 @pytest.mark.parametrize("compiled", ["blocks", True])
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 1e-2)])
 def test_compiled_is_near_eager(compiled: Any, precision: str, tolerance: float) -> None:
-    """Losses: fp32 to the order of sums; bf16 to its own rounding, which fused kernels do less often. In as few graphs as there
-    are kinds of parts, with no break."""
+    """Losses: fp32 up to the order of sums; bf16 within its rounding, which fused kernels do less often. One graph per kind of
+    part, with no break."""
     counters = torch._dynamo.utils.counters
     counters.clear()
     eager, _ = trained(job(precision=precision))
@@ -88,7 +88,7 @@ def test_compiled_is_near_eager(compiled: Any, precision: str, tolerance: float)
 
 
 def test_the_fused_kernel_is_taken_and_is_that_of_the_cpu() -> None:
-    """AdamW on the same gradients, ten times: to 1e-6, for one fuses multiply and add where the other does not."""
+    """AdamW on the same gradients, ten times: to 1e-6, since one fuses multiply and add where the other does not."""
     generator = torch.Generator().manual_seed(0)
     start = {f"p{n}": torch.randn(n, 7, generator=generator) for n in (1, 64, 999)}
     spec = job(optim={"lr": 1e-2}).optim
@@ -109,7 +109,7 @@ def test_the_fused_kernel_is_taken_and_is_that_of_the_cpu() -> None:
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "hsdp"])
 def test_on_one_rank_every_strategy_is_ddp(strategy: str) -> None:
-    """The same bits: nothing is split."""
+    """The same bits, since nothing is split."""
     plain, other = trained(job(precision="bf16")), trained(job(precision="bf16", parallel={"strategy": strategy}))
     assert other[0] == plain[0]
     assert all(torch.equal(a, b) for a, b in zip(other[1].values(), plain[1].values(), strict=True))
@@ -117,9 +117,9 @@ def test_on_one_rank_every_strategy_is_ddp(strategy: str) -> None:
 
 @cuda_only
 def test_a_step_waits_for_the_device_once() -> None:
-    """Once for the sums; the norm, which is read next, is there by then. Both are reads of a few bytes, and nothing else waits.
+    """Once for the sums; the norm, which is read next, is ready by then. Both are reads of a few bytes, and nothing else waits.
 
-    `set_sync_debug_mode` warns of every call of torch that waits for the device.
+    `set_sync_debug_mode` warns of every torch call that waits for the device.
     """
     trainer = Trainer(job(precision="bf16"))
     trainer(2)
@@ -136,7 +136,7 @@ def test_a_step_waits_for_the_device_once() -> None:
 
 @cuda_only
 def test_mfu_has_the_devices_peak() -> None:
-    """Of a GPU that is in the table: by its name as the driver gives it."""
+    """For a GPU in the table: found by the name that the driver reports."""
     name = torch.cuda.get_device_name(0)
     peak = flops.peak_flops(name)
     if peak is None:

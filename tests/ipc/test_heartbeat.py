@@ -1,4 +1,4 @@
-"""What a rank's agent sees of it from outside: phase and limit, stacks, collectives, whatever state it is in."""
+"""What an agent reads of its rank from outside, whatever state it is in: phase and limit, stacks, collectives."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from raydist.ipc.stack_dump import Witness, where
 
 @pytest.fixture
 def fd() -> Iterator[int]:
-    """A heartbeat's file."""
+    """The file of a heartbeat."""
     made = heartbeat.create()
     yield made
     os.close(made)
 
 
 def test_what_is_written_is_seen(fd: int) -> None:
-    """Step, phase, its seconds and the thread; from another mapping of the same file."""
+    """A second mapping of the file shows step, phase and the seconds in it."""
     ours, reader = Heartbeat(fd), Reader(fd)
     assert (reader.look().phase, reader.look().limit_s, reader.look().late) == ("start", None, False)
     ours.step(7)
@@ -40,7 +40,8 @@ def test_what_is_written_is_seen(fd: int) -> None:
 
 
 def test_limits(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None for the first steps, while compiling, and for what waits for data or storage; else 5 x the 99th percentile or 10 s."""
+    """There is no limit for the first steps, during compilation, and while waiting for data or storage; else it is 5 x the 99th
+    percentile of the step time, at least 10 s."""
     ours, reader = Heartbeat(fd), Reader(fd)
     for _ in range(FIRST_STEPS - 1):
         ours.stepped(100.0)
@@ -69,7 +70,7 @@ def test_limits(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_limit_of_the_users_own(fd: int) -> None:
-    """`recovery.step_timeout` stands for every step but the first ones."""
+    """`recovery.step_timeout` is the limit of every step but the first ones."""
     ours, reader = Heartbeat(fd, timeout_s=1.5), Reader(fd)
     ours.enter("forward")
     for _ in range(FIRST_STEPS):
@@ -93,7 +94,7 @@ in_user_code()
 
 
 class Watched:
-    """A process that does `body`, and its witness."""
+    """A process that runs `body`, and its witness."""
 
     def __init__(self, tmp_path: Path, body: str) -> None:
         self.ours, theirs = socket.socketpair()
@@ -109,7 +110,7 @@ class Watched:
         self.witness, self.reader = Witness(self.process.pid, self.stacks, self.ours), Reader(self.heartbeat)
 
     def until_at(self, line: str) -> None:
-        """Returns once its main thread is seen there: it says "ready" in the line before."""
+        """Returns once its main thread is at that line; the process has printed "ready" in the line before."""
         while not where(self.witness.stacks(), self.reader.look().thread).endswith(line):
             assert self.process.poll() is None
 
@@ -125,7 +126,7 @@ class Watched:
 
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[Any]:
-    """watched(body)"""
+    """watched(body): a Watched, which ends with the test."""
     made: list[Watched] = []
 
     def start(body: str) -> Watched:
@@ -138,7 +139,7 @@ def watched(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_a_rank_that_waits(watched: Any) -> None:
-    """Its stack names the user's line, not the standard library's below it; asked twice, it answers twice."""
+    """Its stack names the user's line, not the standard library's below it; a second request works too."""
     rank = watched("threading.Event().wait()")
     for _ in range(2):
         rank.until_at("user.py:10 in in_user_code")
@@ -147,17 +148,17 @@ def test_a_rank_that_waits(watched: Any) -> None:
 
 
 def test_a_rank_that_holds_the_gil(watched: Any) -> None:
-    """In C code that keeps it: no thread answers, the stack comes all the same."""
-    # The signal that asks for the stack ends a sleep.
+    """In C code that holds the GIL no thread answers, but the stack is still written."""
+    # The signal that requests the stack interrupts a sleep.
     rank = watched("while True: ctypes.PyDLL(None).sleep(1000)")
     rank.until_at("user.py:10 in in_user_code")
     while rank.witness.collectives() is not None:
-        time.sleep(0.01)  # its line begins a moment before it holds the GIL
+        time.sleep(0.01)  # it reaches the line a moment before it holds the GIL
     rank.until_at("user.py:10 in in_user_code")
 
 
 def test_a_rank_that_is_stopped_or_gone(watched: Any) -> None:
-    """The kernel says so; there is no stack."""
+    """The kernel reports the state, and there is no stack."""
     rank = watched("threading.Event().wait()")
     os.kill(rank.process.pid, signal.SIGSTOP)
     while rank.witness.state() != "T":
@@ -170,7 +171,7 @@ def test_a_rank_that_is_stopped_or_gone(watched: Any) -> None:
 
 
 def test_collectives_of_real_ranks(ranks: Any) -> None:
-    """Group, number and what, of a rank that is asked from outside."""
+    """Group, number and kind of the newest collectives, read from outside."""
     for found in ranks.run(recorded, 2):
         if isinstance(found, BaseException):
             raise found
@@ -182,7 +183,7 @@ def test_collectives_of_real_ranks(ranks: Any) -> None:
 
 
 def recorded(rank: Any) -> list[list[Any]]:
-    """Two collectives, and what the flight recorder has of them."""
+    """Runs two collectives, and returns what the flight recorder has of them."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""The newest reading of each rank, from hand to hand through a file in memory."""
+"""The newest reading of each rank, passed to the agent through a file in shared memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raydist.ipc.mailbox import Mailbox
 
 
 def test_an_agent_reads_its_own_node_s_ranks(tmp_path: Path) -> None:
-    """The newest row of each, whole; not those of another node or another run; and nothing is left at the end."""
+    """An agent reads the newest complete row of each rank of its node and run; at the end no file is left."""
     run, other = str(tmp_path / "a"), str(tmp_path / "b")
     mailboxes = {
         (uri, node, rank): Mailbox(uri, node, rank) for uri in (run, other) for node in "xy" for rank in (0, 1)
@@ -35,7 +35,7 @@ def test_an_agent_reads_its_own_node_s_ranks(tmp_path: Path) -> None:
 
 
 def test_who_comes_while_the_last_one_leaves(tmp_path: Path) -> None:
-    """The folder that was taken away under it is made again."""
+    """If the last user deletes the folder before another writes, the folder is created again."""
     run = str(tmp_path)
     leaves, comes = Mailbox(run, "x", 0), Mailbox(run, "x", 1)
     leaves.write({"rank": 0})
@@ -47,7 +47,7 @@ def test_who_comes_while_the_last_one_leaves(tmp_path: Path) -> None:
 
 
 def test_what_another_user_could_have_put_there_is_not_written_to(tmp_path: Path) -> None:
-    """The folder's name can be guessed, and /dev/shm is everybody's."""
+    """Because the folder's name can be guessed and /dev/shm is world-writable, a link of that name is refused."""
     place = mailbox.folder(str(tmp_path))
     place.symlink_to(tmp_path)
     try:
@@ -58,8 +58,7 @@ def test_what_another_user_could_have_put_there_is_not_written_to(tmp_path: Path
 
 
 def test_what_killed_runs_left_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Boards that nobody writes to, and they alone: no fresh one, none of a rank that lives, and nothing behind a link of that
-    name."""
+    """Only stale mailboxes are deleted: not a fresh one, not one whose rank is alive, and nothing behind a link of that name."""
     monkeypatch.setattr(mailbox, "SHM", tmp_path)
     stale, fresh, slow = (Mailbox(name, "x", 0) for name in ("stale", "fresh", "slow"))
     ended = subprocess.Popen(["true"])

@@ -1,4 +1,4 @@
-"""Ranks that are forked: how they end is known, and nothing of them outlives those above them. With a zygote and without."""
+"""Forked ranks: the cause of their exit is known, and they exit with their server and agent. With a zygote and without."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from raydist.launch import fork_server
+from raydist.launch import zygote as zygotes
 from raydist.launch.fork_server import VARIABLES, ForkServer, Process
 from raydist.launch.zygote import Zygote
 from tests.processes import runs
@@ -25,7 +27,7 @@ HERE = str(Path(__file__).parents[2])
 
 
 def child(end: str) -> str:
-    """Source of a module whose `run(fd)` answers one message with its pid and environment, then ends as `end` says."""
+    """Source of a module whose `run(fd)` answers one message with its pid and environment, then executes `end`."""
     return f"""
 import json, os, signal, subprocess, sys, time
 from multiprocessing.connection import Connection
@@ -43,11 +45,13 @@ def run(fd):
 
 @pytest.fixture
 def zygote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """zygote(): one that imports `preload`, where this process finds it."""
+    """zygote(preload): a zygote that imports `preload`, and the environment by which this process finds it."""
     made: list[Zygote] = []
 
     def start(preload: str = "preload") -> Zygote:
-        made.append(Zygote(tmp_path, {"THREADS": "1"}, VARIABLES, "raydist.launch.fork_server:serve", [preload]))
+        made.append(
+            Zygote(str(tmp_path / "zygote"), {"THREADS": "1"}, VARIABLES, "raydist.launch.fork_server:serve", [preload])
+        )
         for name, value in {**made[-1].variables, "THREADS": "1"}.items():
             monkeypatch.setenv(name, value)
         return made[-1]
@@ -59,11 +63,11 @@ def zygote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture(params=["alone", "zygote"])
 def server(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: Any) -> Iterator[Any]:
-    """server(end): a fork server whose ranks end so, in a tenth of the time that torch's import takes."""
+    """server(end): a fork server whose ranks execute `end`; it starts in a tenth of the time of torch's import."""
     made: list[ForkServer] = []
 
     def start(end: str) -> ForkServer:
-        # Stands in for raydist.launch.rank_main, under its name: what is forked, not what it then does, is looked at here.
+        # In place of raydist.launch.rank_main: the test is about forking, not about what a rank does.
         (tmp_path / "stand_in.py").write_text(child(end))
         (tmp_path / "preload.py").write_text(
             "import sys, stand_in\nsys.modules['raydist.launch.rank_main'] = stand_in\n"
@@ -80,7 +84,7 @@ def server(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote
 
 
 def fork(server: ForkServer, port: str = "1") -> tuple[Process, dict[str, Any]]:
-    """A rank, and what it says of itself."""
+    """Forks a rank; returns it with its own answer."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = server.fork([theirs.fileno()], {"PORT": port})
@@ -90,7 +94,7 @@ def fork(server: ForkServer, port: str = "1") -> tuple[Process, dict[str, Any]]:
 
 
 def gone(*pids: int) -> None:
-    """Waits until none of them runs any more."""
+    """Waits until none of the processes runs."""
     deadline = time.monotonic() + 20
     while alive := [pid for pid in pids if runs(pid)]:
         assert time.monotonic() < deadline, alive
@@ -108,7 +112,7 @@ def gone(*pids: int) -> None:
     ],
 )
 def test_how_a_rank_ended(server: Any, end: str, how: str) -> None:
-    """Exit codes and signals by name; what it had started itself is gone with it; the next one starts from the same server."""
+    """Exit codes and signals are named; processes that the rank started exit with it; the server then starts the next rank."""
     ranks = server(end)
     for port in ("1", "2"):
         process, told = fork(ranks, port)
@@ -119,7 +123,7 @@ def test_how_a_rank_ended(server: Any, end: str, how: str) -> None:
 
 
 def test_killed_and_stopped_ranks(server: Any) -> None:
-    """SIGKILL from here or from anybody, of a running or a stopped one; killing the dead does nothing."""
+    """`kill` ends running and stopped ranks, and does nothing to a dead one; a SIGKILL from elsewhere is named too."""
     ranks = server("time.sleep(1000)")
     for stopped in (False, True):
         process, told = fork(ranks)
@@ -137,23 +141,24 @@ def test_killed_and_stopped_ranks(server: Any) -> None:
 
 
 def test_the_server_takes_its_ranks_along(server: Any) -> None:
-    """Killed, even one that is stopped goes with it; who waits for it is told, and who asks for another."""
+    """When the server is killed its ranks exit, stopped ones too; callers that wait for a rank, or fork another, get the
+    cause."""
     ranks = server("time.sleep(1000)")
     process, told = fork(ranks)
     os.kill(process.pid, signal.SIGSTOP)
     os.kill(psutil.Process(process.pid).ppid(), signal.SIGKILL)
     assert process.ended.wait(20)
-    assert process.how == "its fork server is gone"
+    assert process.how == "its fork server exited"
     gone(told["pid"])
     os.kill(told["helper"], signal.SIGKILL)
-    known = ": exit code -9" if isinstance(ranks._server, subprocess.Popen) else ""  # else it is nobody's child
-    with pytest.raises(ChildProcessError, match=f"fork server is gone{known}$"):
+    known = ": exit code -9" if isinstance(ranks._server, subprocess.Popen) else ""  # else it is not our child
+    with pytest.raises(ChildProcessError, match=f"fork server exited{known}$"):
         fork(ranks)
 
 
 def test_a_killed_agent_takes_all_along(server: Any, tmp_path: Path) -> None:
-    """Whoever started the server is killed: server and ranks end, a stopped rank too."""
-    server("time.sleep(1000)").close()  # for the files
+    """When the agent is killed its server and ranks exit, a stopped rank too."""
+    server("time.sleep(1000)").close()  # writes the modules
     code = """
 import os, psutil, signal, sys
 from tests.launch.test_fork_server import fork
@@ -173,7 +178,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_preload_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broken installation: what the import said, not that a server is gone."""
+    """A preload that fails is reported with the exception of its import."""
     (tmp_path / "broken.py").write_text("raise RuntimeError('libtorch is not there')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     server = ForkServer(["broken"])
@@ -183,7 +188,7 @@ def test_a_preload_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def counting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes the modules for ranks that return at once; the file that gets a line for each process that imports them."""
+    """Writes modules for ranks that return at once; returns the file that gets a dot from each process that imports them."""
     (folder / "stand_in.py").write_text(child("print('a word', os.getcwd(), flush=True)"))
     told = folder / "imports"
     (folder / "preload.py").write_text(
@@ -196,7 +201,8 @@ def counting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_one_import_for_all_servers_of_a_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: Any, capfd: Any
 ) -> None:
-    """Each server has its own agent's environment, folder and output; one goes with its agent, not with the zygote."""
+    """All servers of a zygote share one import, each with its agent's environment, folder and output; a server survives the
+    zygote."""
     imports = counting(tmp_path, monkeypatch)
     shared = zygote()
     servers = []
@@ -222,7 +228,7 @@ def test_one_import_for_all_servers_of_a_host(
 def test_a_server_of_its_own_where_the_zygote_will_not_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: Any
 ) -> None:
-    """Other variables, which libraries read once; other modules; a zygote that was killed."""
+    """With other environment variables or other modules, or after the zygote was killed, a server imports by itself."""
     imports = counting(tmp_path, monkeypatch)
     (tmp_path / "another.py").write_text("import preload\n")
     shared = zygote()
@@ -240,8 +246,36 @@ def test_a_server_of_its_own_where_the_zygote_will_not_do(
     assert imports.read_text() == "...."
 
 
+def test_the_agents_of_a_cluster_s_node_share_a_zygote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first agent starts the zygote, the others use it; another group has its own; a process of another user is not used."""
+    imports = counting(tmp_path, monkeypatch)
+    monkeypatch.setattr(fork_server, "PRELOAD", ("preload",))
+    monkeypatch.setenv("THREADS", "1")
+    monkeypatch.setenv(zygotes.VARIABLE, "")  # restored at the end
+    key = str(tmp_path)
+    first = fork_server.share_zygote(key, {"THREADS": "1"})
+    assert first is not None
+    fork_once(["preload"])
+    assert fork_server.share_zygote(key, {"THREADS": "1"}) is None
+    fork_once(["preload"])
+    assert imports.read_text() == "."
+    with monkeypatch.context() as other:
+        other.setattr(zygotes, "_uid", lambda connection: os.getuid() + 1)
+        fork_once(["preload"])
+    assert imports.read_text() == ".."
+    second = fork_server.share_zygote(f"{key} group 2", {"THREADS": "1"})
+    assert second is not None
+    fork_once(["preload"])
+    assert imports.read_text() == "..."
+    second.close()
+    first.close()
+    again = fork_server.share_zygote(key, {"THREADS": "1"})
+    assert again is not None, "the address of one that has ended is free"
+    again.close()
+
+
 def fork_once(preload: list[str]) -> None:
-    """A server that lives for one rank."""
+    """A server that forks one rank."""
     server = ForkServer(preload)
     process, _ = fork(server)
     assert process.ended.wait(20)
@@ -249,11 +283,11 @@ def fork_once(preload: list[str]) -> None:
 
 
 def test_a_killed_driver_takes_its_zygote_along(tmp_path: Path) -> None:
-    """However the driver ends: the kernel closes its end of the socket."""
+    """When the driver is killed its zygote exits, because the kernel closes the driver's end of the socket."""
     code = f"""
 import os, pathlib, signal
 from raydist.launch.zygote import Zygote
-made = Zygote(pathlib.Path({str(tmp_path)!r}), {{}}, {{}}, "raydist.launch.fork_server:serve", [])
+made = Zygote({str(tmp_path / "zygote")!r}, {{}}, {{}}, "raydist.launch.fork_server:serve", [])
 print(made._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -263,7 +297,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_zygote_whose_imports_fail_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: Any) -> None:
-    """As a server of its own would."""
+    """A zygote whose imports fail is reported with the exception, like a server without a zygote."""
     (tmp_path / "broken.py").write_text("raise RuntimeError('libtorch is not there')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     zygote("broken")
@@ -274,7 +308,7 @@ def test_a_zygote_whose_imports_fail_says_so(tmp_path: Path, monkeypatch: pytest
 
 
 def test_what_ranks_are_forked_from_is_sound() -> None:
-    """With all that is preloaded: one thread, no CUDA context, no Ray."""
+    """After all preloads the process has one thread, no CUDA context and no Ray."""
     code = """
 import importlib, os, sys, threading
 from raydist.launch.fork_server import PRELOAD

@@ -1,4 +1,4 @@
-"""A kill for want of memory is told from any other, by real kills in a real cgroup."""
+"""A kill by the kernel for lack of memory is distinguished from other kills, with real kills in a real cgroup."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EATER = "import sys; sys.stdin.readline(); kept = [bytearray(1 << 20) for _ in r
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
-    """A memory cgroup of 64 MiB without swap: of version 2, or 1 where that has the memory controller."""
+    """A memory cgroup of 64 MiB without swap, of version 1 if it has the memory controller, else of version 2."""
     name = f"raydist-test-{os.getpid()}"
     old = Path("/sys/fs/cgroup/memory")
     folder = (old if old.exists() else Path("/sys/fs/cgroup")) / name
@@ -34,21 +34,21 @@ def cgroup() -> Iterator[Path]:
 
 
 def test_the_kernels_kill(cgroup: Path) -> None:
-    """The process and its bytes are named."""
+    """The cause names the process and its memory."""
     with subprocess.Popen([sys.executable, "-c", EATER], stdin=subprocess.PIPE) as process:
         (cgroup / "cgroup.procs").write_text(str(process.pid))
         watch = MemoryWatch(process.pid)
         watch.look()
         process.communicate(b"go\n")
     assert process.returncode == -signal.SIGKILL
-    watch.look()  # which must not forget what it saw
-    told = re.search(rf"process {process.pid} for want of memory; it had (\d+) MiB", watch.why())
+    watch.look()  # this must not forget the earlier kill
+    told = re.search(rf"process {process.pid} for lack of memory; it used (\d+) MiB", watch.why())
     assert told
     assert 1 < int(told[1]) <= LIMIT >> 20
 
 
 def test_anybody_elses_kill() -> None:
-    """A SIGKILL without the kernel's count going up is not blamed on memory."""
+    """A SIGKILL that does not increase the kernel's count is not attributed to memory."""
     with subprocess.Popen([sys.executable, "-c", EATER], stdin=subprocess.PIPE) as process:
         watch = MemoryWatch(process.pid)
         watch.look()

@@ -1,4 +1,5 @@
-"""What a rank prints comes into the run's folder whole, however it ends and whatever storage does; `raydist logs` shows it."""
+"""A rank's output is stored completely in the run's folder, however the rank ends, also if storage fails for a while;
+`raydist logs` shows it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from raydist.run.status import this_process, write_state
 
 
 def printed(run: RunDir, attempt: int, rank: int, code: str, interval_s: float = 0.02) -> Output:
-    """A process that runs `code` with its output there; over, and stored."""
+    """Runs `code` with its output in the run, waits for the exit, and stores the output."""
     made = Output(run.full_uri, attempt, rank, interval_s)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=made.fd, stderr=made.fd)
     made.begin()
@@ -36,12 +37,12 @@ def printed(run: RunDir, attempt: int, rank: int, code: str, interval_s: float =
 
 
 def text(run: RunDir, attempt: int = 1, rank: int = 0) -> str:
-    """Its file."""
+    """The stored output of a rank."""
     return run.storage.read(rank_logs.name(attempt, rank)).decode()
 
 
 def test_both_streams_to_the_last_word(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Of a process that is killed in the midst of a line too; and the agent's own stdout has it as well."""
+    """stdout and stderr are stored, also an incomplete line of a killed process; they also go to the agent's own stdout."""
     code = "import os, sys; print('out', flush=True); sys.stderr.write('err\\nhalf'); sys.stderr.flush(); os.kill(os.getpid(), 9)"
     printed(RunDir(tmp_path), 1, 0, code)
     assert text(RunDir(tmp_path)) == "out\nerr\nhalf"
@@ -49,19 +50,19 @@ def test_both_streams_to_the_last_word(tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 def test_a_rank_that_prints_nothing_leaves_nothing(tmp_path: Path) -> None:
-    """No file, no folder."""
+    """A rank without output leaves neither file nor folder."""
     printed(RunDir(tmp_path / "run"), 1, 0, "pass")
     assert not (tmp_path / "run").exists()
 
 
 def test_secrets_are_taken_out(tmp_path: Path) -> None:
-    """As everywhere that people look."""
+    """Secrets are removed from the stored output."""
     printed(RunDir(tmp_path), 1, 0, "print('s3://key:hidden@bucket/x')")
     assert text(RunDir(tmp_path)) == "s3://bucket/x\n"
 
 
 def test_storage_that_refuses_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is lost and nothing there twice: what was refused is tried again, after the rank's end too."""
+    """Output that storage refuses is tried again, also after the rank's exit, and is stored once."""
     tries = iter(range(10))
     put = Output._put
 
@@ -76,7 +77,7 @@ def test_storage_that_refuses_for_a_while(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_rank_never_waits_for_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storage that hangs: the rank prints on, the newest is kept, and a line says how much is missing."""
+    """If storage hangs, the rank continues to print; the newest output is kept, and a line says how much is missing."""
     monkeypatch.setattr(rank_output, "WAITING_BYTES", 1000)
     go, begun, put = threading.Event(), threading.Event(), Output._put
 
@@ -100,14 +101,15 @@ def test_a_rank_never_waits_for_storage(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_flood_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank's file has a largest size, and says so."""
+    """A rank's file has a maximum size, and its last line says so."""
     monkeypatch.setattr(rank_output, "MOST_BYTES", 100)
     printed(RunDir(tmp_path), 1, 0, "for i in range(1000): print(i)", interval_s=60.0)
     assert text(RunDir(tmp_path)).splitlines()[-1].startswith("[raydist: more than")
 
 
 def test_on_an_object_store(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts, each sent again until it is full, which are read as one while they grow."""
+    """On an object store the file is written in parts, each rewritten until it is full; a reader reads them as one, also while
+    they grow."""
     monkeypatch.setattr(rank_output, "PART_BYTES", 20)
     run = RunDir(s3.uri("printed"))
     made, reader = Output(run.full_uri, 1, 3, 0.02), Reader(run, 1)
@@ -130,7 +132,7 @@ def test_on_an_object_store(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reader_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Each line once; one without its newline waits for it, or for the end."""
+    """Each line is read once; an incomplete line is read when its newline is there, or at the end."""
     run = RunDir(tmp_path)
     path = tmp_path / rank_logs.name(1, 0)
     path.parent.mkdir(parents=True)
@@ -146,7 +148,7 @@ def test_a_reader_goes_on_where_it_was(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A finished run of two attempts of two ranks."""
+    """A finished run with two attempts of two ranks."""
     run = RunDir(tmp_path / "a-run")
     run.storage.write(SPEC, b"")
     state = {"status": "finished", "heartbeat_at": 0.0, "driver": this_process(), "step": 3, "world_size": 2}
@@ -159,14 +161,14 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def call(*arguments: str) -> Any:
-    """The command, done; what it raises passes through."""
+    """Runs the command; its exceptions propagate."""
     app = typer.Typer()
     logs.register(app)
     return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
 
 
 def test_the_command(run: RunDir) -> None:
-    """The newest attempt, rank by rank; or what was chosen."""
+    """The command prints the newest attempt, rank by rank, or what its options choose; wrong options are refused."""
     whole = [f"[rank {rank}] {line}" for rank in (0, 1) for line in ("attempt 2", "0", "1", "2")]
     assert call(run.uri).stdout.splitlines() == whole
     assert call(run.uri, "--rank", "1", "--attempt", "1", "--tail", "1").stdout == "[rank 1] 2\n"
@@ -182,17 +184,17 @@ def test_the_command(run: RunDir) -> None:
 
 
 def test_nothing_was_printed(run: RunDir) -> None:
-    """Said on stderr, with where else there are logs."""
+    """If no rank printed, a message on stderr names the other logs."""
     begin_attempt(run, 3)
     run.storage.write("logs/driver.log", b"x")
     done = call(run.uri)
     assert (done.exit_code, done.stdout) == (0, "")
     assert "no rank has printed anything in attempt 3 of run a-run" in done.stderr
-    assert "also has attempt-0001, attempt-0002, driver.log" in done.stderr
+    assert "also contains attempt-0001, attempt-0002, driver.log" in done.stderr
 
 
 def test_follows_to_the_end(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes while it looks, from attempt to attempt, until the run has ended."""
+    """--follow prints new lines, across attempts, until the run has ended."""
     monkeypatch.setattr(logs, "POLL_S", 0.01)
     monkeypatch.setattr(logs, "_NEXT_S", 0.05)
     monkeypatch.setattr(logs, "_LATE_S", 0.05)

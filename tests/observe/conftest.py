@@ -1,4 +1,4 @@
-"""What the tests of the monitor share."""
+"""Fixtures of the monitor's tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raydist.run.directory import RunDir
 
 @pytest.fixture(scope="module")
 def one_cpu() -> Iterator[None]:
-    """A Ray of one CPU, for this module."""
+    """A local Ray with one CPU, for one module."""
     root = str(Path(__file__).parents[2])
     ray.init(
         address="local", num_cpus=1, log_to_driver=False, object_store_memory=80 * 2**20,
@@ -28,13 +28,13 @@ def one_cpu() -> Iterator[None]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """The folder of a run, not there yet."""
+    """The folder of a run; it does not exist yet."""
     return RunDir(tmp_path / "a-run")
 
 
 @pytest.fixture
 def rows() -> Callable[..., list[dict[str, Any]]]:
-    """Makes records of some steps of an attempt."""
+    """make(steps, attempt): the records of these steps of an attempt."""
 
     def make(steps: range, attempt: int = 1) -> list[dict[str, Any]]:
         return [StepRecord(s, 1 / s, 1e-3, 0.5, 100, 0.1, 0.01, 2, attempt, f"{s:016x}").to_dict() for s in steps]
@@ -44,7 +44,7 @@ def rows() -> Callable[..., list[dict[str, Any]]]:
 
 @pytest.fixture
 def push_until_it_is_back() -> Callable[[Any, list[dict[str, Any]]], None]:
-    """Pushes records to a monitor that was killed, until Ray has started it again."""
+    """push(monitor, records): pushes to a monitor that was killed until Ray has started it again."""
 
     def push(monitor: Any, records: list[dict[str, Any]]) -> None:
         deadline = time.monotonic() + 60

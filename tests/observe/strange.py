@@ -1,4 +1,4 @@
-"""Exporters that misbehave, for the tests of raydist.observe.exporter_threads: `tests.observe.strange:Raises`."""
+"""Faulty exporters for the tests of raydist.observe.exporter_threads: `tests.observe.strange:Raises`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from raydist.observe.exporters import BaseExporter, Facts
 
 SEEN: list[str] = []
-"""What `Told` was told, over all tests of a process."""
+"""The calls that `Told` has received, over all tests of a process."""
 LET_GO = threading.Event()
-"""Set: `Hangs` goes on."""
+"""While it is not set, `Hangs` blocks."""
 
 
 class Told(BaseExporter):
@@ -35,7 +35,7 @@ class Told(BaseExporter):
 
 
 class Hangs(BaseExporter):
-    """In its first flush, until it is let go."""
+    """Blocks in flush until LET_GO is set."""
 
     def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
         SEEN.extend(f"step {row['step']}" for row in rows)
@@ -45,7 +45,7 @@ class Hangs(BaseExporter):
 
 
 class Raises(BaseExporter):
-    """While it is made, the first time; and in `samples`; and in the first flush of each."""
+    """Raises in the first constructor call, in every `samples`, and in the first `flush` of each instance."""
 
     made = 0
 

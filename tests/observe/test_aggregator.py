@@ -1,4 +1,4 @@
-"""A aggregator judges what it stores, keeps what storage refuses, and tells the monitor."""
+"""The aggregator checks the readings that it stores, keeps those that storage refuses, and reports to the monitor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raydist.run.telemetry_log import read_samples
 
 
 def handle(monitor: RunMonitor) -> Any:
-    """As of an actor."""
+    """The monitor with the interface of an actor handle."""
     return SimpleNamespace(push=SimpleNamespace(remote=monitor.push), export=SimpleNamespace(remote=monitor.export))
 
 
@@ -29,7 +29,7 @@ def reading(at: float, rank: int, allocated: int) -> dict[str, Any]:
 
 
 def test_what_leaks_is_found(tmp_path: Path) -> None:
-    """On the rank whose memory grows, and told to the monitor; exporters get the newest row of each rank, once."""
+    """A leak is reported to the monitor for the rank whose memory grows; exporters get the newest row of each rank, once."""
     run = RunDir(tmp_path)
     monitor = RunMonitor(
         run.uri, interval_s=1e9, exporters=[{"name": "jsonl", "options": {"path": f"{tmp_path}/export"}}]
@@ -51,7 +51,7 @@ def test_what_leaks_is_found(tmp_path: Path) -> None:
 
 
 def test_what_storage_refuses_is_told_once_and_kept(tmp_path: Path) -> None:
-    """And written once storage is back."""
+    """Readings that storage refuses are reported once, kept, and written once storage works again."""
     run = RunDir(tmp_path)
     monitor = RunMonitor(run.uri, interval_s=1e9, exporters=[])
     aggregator = Aggregator(run.uri, 1, handle(monitor), interval_s=1e9)

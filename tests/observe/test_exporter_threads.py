@@ -1,4 +1,4 @@
-"""raydist.observe.exporter_threads: exporters that misbehave cost neither the run nor the others anything."""
+"""raydist.observe.exporter_threads: a faulty exporter affects neither the run nor the other exporters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_everything_comes_in_order(run: RunDir, rows: Rows) -> None:
-    """Attempts, steps, events and samples as they came, then a flush; at the end the run's last word, and `close`."""
+    """Attempts, steps, events and samples arrive in order, then a flush; at the end `ended`, a flush and `close`."""
     watch = RunMonitor(run.uri, interval_s=60.0, exporters=chosen("Told"))
     watch.begin_attempt(1, 2, 0)
     watch.push(rows(range(1, 3)), [])
@@ -54,34 +54,36 @@ def test_everything_comes_in_order(run: RunDir, rows: Rows) -> None:
 
 
 def test_one_that_raises_is_told_once_and_tried_again(run: RunDir, rows: Rows) -> None:
-    """Its making, its flush: again until they work, with nothing lost; what it raises about samples loses those, which is told."""
+    """A constructor or flush that raises is tried again until it succeeds, and no step is lost; samples that the exporter refuses
+    are lost, and counted in a note."""
     notes: list[str] = []
     out = ExporterThreads(run, chosen("Raises"), {}, notes.append, retry_s=0.0)
     out.steps(rows(range(1, 4)), 1.0)
     out.samples([SAMPLE] * 3)
-    out.settle(20.0)  # it cannot be made
-    out.settle(20.0)  # its flush fails
+    out.settle(20.0)  # the constructor raises
+    out.settle(20.0)  # flush raises
     out.steps(rows(range(4, 5)), 2.0)
     out.settle(20.0)
     out.close(20.0)
     assert strange.SEEN[:6] == ["step 1", "step 2", "step 3", "flush", "step 4", "flush"], "nothing new before a flush"
     assert strange.Raises.made == 2
     assert notes[0] == (
-        'exporter "tests.observe.strange:Raises" failed: ConnectionError: the other side is away; training goes on, '
+        'exporter "tests.observe.strange:Raises" failed: ConnectionError: the other side is away; training continues, '
         "and it is tried again"
     )
     assert notes[1:] == ['exporter "tests.observe.strange:Raises": 3 rows did not reach it']
 
 
 def test_one_that_hangs_holds_up_nobody(run: RunDir, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pushes, flushes and the end of the run go on, another exporter gets all, the heartbeat too; a note says which one it is."""
+    """Pushes, flushes, the heartbeat and the end of the run are not delayed, another exporter gets all rows; a note names the
+    exporter that hangs."""
     monkeypatch.setattr(exporter_threads, "STUCK_S", 0.05)
     watch = RunMonitor(run.uri, interval_s=0.01, exporters=chosen("Hangs", "Told"))
     watch.push(rows(range(1, 3)), [])
     until(lambda: any("Hangs" in e.get("text", "") for e in watch.snapshot()["events"]))
     watch.push(rows(range(3, 5)), [])
     watch.end("finished")
-    assert watch._outlets._all[0]._working, "it still hangs"
+    assert watch._exporters._all[0]._working, "it still hangs"
     assert strange.SEEN[-1] == "close"
     assert [s for s in strange.SEEN if s.startswith("step")].count("step 4") == 1
     assert read_steps(run).num_rows == 4
@@ -91,7 +93,7 @@ def test_one_that_hangs_holds_up_nobody(run: RunDir, rows: Rows, monkeypatch: py
 
 
 def test_what_waits_is_bounded(run: RunDir, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind one that hangs the oldest rows go, and their number is told; an attempt stays, for it says what is void."""
+    """While an exporter hangs, the oldest rows are dropped and counted; an attempt is kept, because it voids rows."""
     monkeypatch.setattr(exporter_threads, "BUDGET", 10)
     notes: list[str] = []
     out = ExporterThreads(run, chosen("Hangs"), {}, notes.append)
@@ -110,7 +112,7 @@ def test_what_waits_is_bounded(run: RunDir, rows: Rows, monkeypatch: pytest.Monk
 
 
 def test_a_large_event_is_not_kept(run: RunDir, rows: Rows) -> None:
-    """Histograms reach the exporter, and neither events.jsonl nor the live view."""
+    """Histograms go to the exporter, but not to events.jsonl or the live view."""
     watch = RunMonitor(run.uri, interval_s=60.0, exporters=chosen("Told"))
     watch.push([], [{"v": 1, "kind": "histograms", "at": 1.0, "step": 1, "weights": {}, "gradients": {}}])
     assert watch.snapshot()["events"] == []

@@ -1,4 +1,4 @@
-"""The run's monitor as a real actor on a private Ray: zero CPUs, owned by the driver, back after a kill."""
+"""The run's monitor as an actor on a private Ray: it needs no CPU, the driver owns it, and it is restarted after a kill."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Push = Callable[[Any, list[dict[str, Any]]], None]
 
 @pytest.mark.usefixtures("one_cpu")
 def test_monitor_as_an_actor(run: RunDir, rows: Rows) -> None:
-    """A whole run through the handle, beside a task that has the only CPU; its process is light, its driver this one."""
+    """A whole run through the handle, while a task holds the only CPU; the state names this process as the driver."""
     monitor = start_monitor(run.uri, interval_s=60.0)
 
     @ray.remote(num_cpus=1)
@@ -44,7 +44,8 @@ def test_monitor_as_an_actor(run: RunDir, rows: Rows) -> None:
 
 @pytest.mark.usefixtures("one_cpu")
 def test_a_killed_monitor_comes_back(run: RunDir, rows: Rows, push_until_it_is_back: Push) -> None:
-    """SIGKILL of its process: what it was told is kept, stored or not; later pushes are taken, and the run goes on as the same."""
+    """After SIGKILL of its process, records that it had accepted are kept, stored or not; later pushes are accepted, and the
+    run's state continues."""
     monitor = start_monitor(run.uri, interval_s=60.0)
     ray.get(monitor.begin_attempt.remote(1, 2, 0))
     ray.get(monitor.push.remote(rows(range(1, 4)), []))
@@ -62,7 +63,7 @@ def test_a_killed_monitor_comes_back(run: RunDir, rows: Rows, push_until_it_is_b
 
 @pytest.mark.usefixtures("one_cpu")
 def test_storage_that_cannot_be_written_reaches_the_driver(tmp_path: Path) -> None:
-    """The constructor's StorageError is in what the first call raises."""
+    """The first call raises, with the constructor's StorageError in its message."""
     (tmp_path / "file").write_text("")
     monitor = start_monitor(str(tmp_path / "file" / "run"))
     with pytest.raises(ray.exceptions.RayActorError, match="StorageError: cannot"):

@@ -26,7 +26,7 @@ A, B = "GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-bbbbbbbb-0000-0000-0000-
 
 @pytest.fixture
 def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Two real processes, which stand for ranks."""
+    """Two real processes in place of ranks."""
     made = [subprocess.Popen(["cat"], stdin=subprocess.PIPE) for _ in range(2)]
     yield made
     for process in made:
@@ -35,7 +35,8 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 @pytest.fixture
 def watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodeMonitor]]:
-    """Makes an agent that reads once by itself, and then when it is told to; `sent` has what it sent."""
+    """make(*gpus): an agent that has read once, and reads again when a test calls it; `_monitor.sent` has the rows that it
+    sent."""
     made = []
 
     def make(*gpus: FakeGpu) -> NodeMonitor:
@@ -59,7 +60,8 @@ def of(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 def test_rows_of_a_node(
     tmp_path: Path, watching: Callable[..., NodeMonitor], processes: list[subprocess.Popen[bytes]]
 ) -> None:
-    """One of the node, one a GPU, one a rank: who is where, and what the rank left open is filled in. All fit the schema."""
+    """One row for the node, one per GPU, one per rank, each with its GPU and rank; values that the rank did not write are filled
+    in. All rows fit the schema."""
     first, second = (process.pid for process in processes)
     for rank, pid, more in ((0, first, {"rss_bytes": None}), (1, second, {"rss_bytes": 5, "gpu_uuid": B})):
         Mailbox(str(tmp_path), "127.0.0.1", rank).write(
@@ -75,7 +77,7 @@ def test_rows_of_a_node(
     assert (rank0["gpu"], rank0["gpu_process_bytes"], rank1["gpu"], rank1["gpu_process_bytes"]) == (0, 700, 1, 900)
     assert (rank0["at"], rank0["attempt"], rank0["step"]) == (1.5, 2, 3)
     assert rank0["rss_bytes"] > 100_000
-    assert rank1["rss_bytes"] == 5  # its own word
+    assert rank1["rss_bytes"] == 5  # written by the rank itself
     assert rank0["cpu_seconds"] >= 0
     assert {(row["host"], row["node"]) for row in rows} == {(of_node["host"], "127.0.0.1")}
     assert all(abs(row["at"] - time.time()) < 60 for row in (of_node, gpu0, gpu1))
@@ -86,7 +88,7 @@ def test_rows_of_a_node(
 def test_only_what_is_new_of_ranks_that_live(
     tmp_path: Path, watching: Callable[..., NodeMonitor], processes: list[subprocess.Popen[bytes]]
 ) -> None:
-    """A rank that has said nothing since, or has ended, has no row; one of the next attempt has."""
+    """A rank without a new reading, or whose process has exited, has no row; a rank of the next attempt has one."""
     ranks = [Mailbox(str(tmp_path), "127.0.0.1", rank) for rank in (0, 1)]
     row = {"at": 1.0, "attempt": 1, "step": 1}
     for rank, process in enumerate(processes):
@@ -107,7 +109,7 @@ def test_only_what_is_new_of_ranks_that_live(
 def test_a_reading_that_fails_is_told_once(
     watching: Callable[..., NodeMonitor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The agent goes on; its log has the trace, once."""
+    """The agent continues after an exception; its log has one traceback."""
     agent = watching()
     tried = []
 
@@ -125,7 +127,7 @@ def test_a_reading_that_fails_is_told_once(
 
 
 def test_a_driver_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent is there at once, says so when it is asked, and goes when it is told to."""
+    """A driver that hangs does not delay the agent's start or its close, and the agent's note names it."""
     free, asked = threading.Event(), threading.Event()
 
     def hang() -> Gpus:
@@ -144,7 +146,7 @@ def test_a_driver_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest
     assert agent._thread.is_alive()
     free.set()
     agent._thread.join(30)
-    assert agent.note() == "the NVIDIA driver shows no GPU here"
+    assert agent.note() == "the NVIDIA driver reports no GPU here"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_a_driver_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest
     ],
 )
 def test_place(rows: dict[int, dict[str, Any]], gpus: list[Any], expected: dict[int, int]) -> None:
-    """By the name that the rank gives, else by its process."""
+    """By the UUID that the rank reports, else by its process id."""
     assert place(rows, [Reading({}, processes, uuid) for uuid, processes in gpus]) == expected
 
 
@@ -171,11 +173,11 @@ def test_place(rows: dict[int, dict[str, Any]], gpus: list[Any], expected: dict[
         ({9: 3, 10: 4}, {}, {"gpu_other_bytes": 7}),
         ({7: None, 9: 3}, {1: 7}, {"rank": 1, "gpu_other_bytes": 3}),
         ({7: 1, 9: None}, {1: 7}, {"rank": 1, "gpu_process_bytes": 1}),
-        # by the host's pids nobody can say which are ours
+        # host pids: which processes are ranks is not known
         ({9007: 10, 9: 3}, {1: 7}, {"rank": 1}),
         ({}, {}, {"gpu_other_bytes": 0}),
     ],
 )
 def test_shared(processes: dict[int, int | None], ranks: dict[int, int], expected: dict[str, int]) -> None:
-    """Sums where all that belongs to them is known, and nothing where it is not."""
+    """A sum is given if all its parts are known, else it is missing."""
     assert shared(Reading({}, processes, None), ranks) == expected

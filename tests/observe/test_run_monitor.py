@@ -1,4 +1,4 @@
-"""raydist.observe.run_monitor: the monitor as a plain object."""
+"""raydist.observe.run_monitor: the monitor as an object, without Ray."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def event(kind: str, **data: Any) -> dict[str, Any]:
 
 
 def monitor(run: RunDir, interval_s: float = 60.0, **options: Any) -> RunMonitor:
-    """With the default interval of a minute nothing is stored but by flush and end."""
+    """A monitor; with the default interval of a minute only flush and end store anything."""
     return RunMonitor(run.uri, interval_s=interval_s, **options)
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Waits for what another thread does."""
+    """Waits until another thread has made the condition true."""
     deadline = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < deadline, "never came true"
@@ -40,7 +40,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_run_from_start_to_end(run: RunDir, rows: Rows) -> None:
-    """Records, events and state are in the folder, in order, and the last word is the status it ended with."""
+    """Records, events and state are in the folder, in order; the status is that of the first `end`."""
     watch = monitor(run)
     assert read_state(run)["status"] == "running"
     watch.begin_attempt(1, 2, 0)
@@ -58,7 +58,7 @@ def test_a_run_from_start_to_end(run: RunDir, rows: Rows) -> None:
 
 
 def test_what_somebody_asks_for_is_in_the_answer(run: RunDir) -> None:
-    """A request in the run's folder comes with the answer to a push while it is there, and no longer."""
+    """A push returns a request from the run's folder as long as its file exists."""
     watch = monitor(run, interval_s=0.01)
     mine = requests.ask_trace(run, 3, 60.0)
     until(lambda: watch.push([], []) == {"command": None, "traces": [(mine.number, 3)]})
@@ -68,7 +68,7 @@ def test_what_somebody_asks_for_is_in_the_answer(run: RunDir) -> None:
 
 
 def test_flush_makes_all_that_was_pushed_durable(run: RunDir, rows: Rows) -> None:
-    """Nothing is stored by push; all of it by flush: a driver killed right after loses no row."""
+    """push stores nothing, flush stores everything: a driver that is killed right after a flush loses no row."""
     watch = monitor(run)
     watch.begin_attempt(1, 2, 0)
     watch.push(rows(range(1, 4)), [event("note", text="hello")])
@@ -79,7 +79,7 @@ def test_flush_makes_all_that_was_pushed_durable(run: RunDir, rows: Rows) -> Non
 
 
 def test_the_heartbeat_and_the_files_go_on_by_themselves(run: RunDir, rows: Rows) -> None:
-    """Without any flush, records and a newer heartbeat reach storage within the interval."""
+    """Without a flush, records and a newer heartbeat reach storage within the interval."""
     watch = monitor(run, interval_s=0.02)
     first = last_word(run)
     watch.push(rows(range(1, 3)), [])
@@ -89,7 +89,7 @@ def test_the_heartbeat_and_the_files_go_on_by_themselves(run: RunDir, rows: Rows
 
 
 def test_command_reaches_rank_0(run: RunDir) -> None:
-    """Every push after the driver's word is answered with it."""
+    """After the driver's command every push returns it."""
     watch = monitor(run)
     assert watch.push([], []) == {"command": None}
     watch.command("stop")
@@ -98,7 +98,7 @@ def test_command_reaches_rank_0(run: RunDir) -> None:
 
 
 def test_snapshot_gives_each_event_once(run: RunDir, rows: Rows) -> None:
-    """Asked with the number it gave the last time, it tells what is new, in order."""
+    """A snapshot has the events since the number that the last one returned, in order."""
     watch = monitor(run)
     watch.begin_attempt(1, 2, 0)
     one = watch.snapshot()
@@ -111,7 +111,7 @@ def test_snapshot_gives_each_event_once(run: RunDir, rows: Rows) -> None:
 
 
 def test_resumed_below_the_announced_step(run: RunDir, rows: Rows) -> None:
-    """When the newest checkpoint is rejected, the worker's word on where it resumed replaces the driver's."""
+    """If the newest checkpoint is rejected, the step at which the worker resumed replaces the step that the driver announced."""
     watch = monitor(run)
     watch.begin_attempt(1, 2, 0)
     watch.push(rows(range(1, 11)), [])
@@ -125,7 +125,8 @@ def test_resumed_below_the_announced_step(run: RunDir, rows: Rows) -> None:
 
 
 def test_storage_that_refuses_costs_nothing_but_time(run: RunDir, rows: Rows) -> None:
-    """Refused writes are told in the snapshot and tried again; push never waits; flush raises after its time; then all is there."""
+    """A refused write is shown in the snapshot and tried again; push does not wait; flush raises after its timeout; in the end
+    every row is stored."""
     watch = monitor(run, interval_s=0.02)
     obstacle = Path(run.storage.path(METRICS))
     obstacle.write_text("a file where the folder should be")
@@ -145,7 +146,7 @@ def test_storage_that_refuses_costs_nothing_but_time(run: RunDir, rows: Rows) ->
 
 
 def test_flush_waits_until_storage_takes_it(run: RunDir, rows: Rows) -> None:
-    """A refusal that passes within the time is not an error."""
+    """flush does not raise if storage works again within its timeout."""
     watch = monitor(run)
     obstacle = Path(run.storage.path(METRICS))
     obstacle.write_text("a file where the folder should be")
@@ -168,14 +169,14 @@ def test_flush_waits_until_storage_takes_it(run: RunDir, rows: Rows) -> None:
 
 
 def test_storage_that_cannot_be_written_is_known_at_once(tmp_path: Path) -> None:
-    """The constructor raises, so that no run starts whose records have nowhere to go."""
+    """The constructor raises, so a run whose records cannot be stored does not start."""
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=STATE):
         RunMonitor(str(tmp_path / "file" / "run"))
 
 
 def test_a_second_monitor_of_the_same_driver(run: RunDir, rows: Rows) -> None:
-    """One that Ray started in the place of a killed one goes on where that was stored, and takes records at once."""
+    """A monitor that Ray started after a kill continues from the stored state, and accepts records at once."""
     driver = this_process()
     first = monitor(run, driver=driver)
     first.begin_attempt(3, 2, 10)
@@ -195,7 +196,7 @@ def test_a_second_monitor_of_the_same_driver(run: RunDir, rows: Rows) -> None:
 
 
 def test_a_run_that_goes_on_below_the_same_driver(run: RunDir) -> None:
-    """As a sweep's cell does after its turn: from its next attempt on it runs again."""
+    """A new attempt under the same driver sets the status to running again, as for a sweep's cell in its next turn."""
     driver = this_process()
     monitor(run, driver=driver).end("interrupted")
     second = monitor(run, driver=driver)
@@ -205,7 +206,7 @@ def test_a_run_that_goes_on_below_the_same_driver(run: RunDir) -> None:
 
 
 def test_a_new_driver_starts_anew(run: RunDir, rows: Rows) -> None:
-    """A run that ended runs again under another driver; its last eval loss is known until the next one."""
+    """An ended run is running again under a new driver; its last eval loss is kept until the next one."""
     first = monitor(run)
     first.begin_attempt(1, 2, 0)
     first.push(rows(range(1, 5)), [event("eval", step=4, loss=2.5, tokens=64, best=True)])
@@ -219,7 +220,7 @@ def test_a_new_driver_starts_anew(run: RunDir, rows: Rows) -> None:
 
 
 def test_a_bad_push_is_the_pushers_error(run: RunDir, rows: Rows) -> None:
-    """KeyError, and the monitor goes on."""
+    """A bad push raises KeyError, and the monitor continues."""
     watch = monitor(run)
     with pytest.raises(KeyError):
         watch.push([{"step": 1}], [])
@@ -236,7 +237,7 @@ def reading(rank: int, at: float, attempt: int = 1) -> dict[str, Any]:
 
 
 def test_readings_are_stored(run: RunDir) -> None:
-    """Of each rank; also one of the attempt before, which comes late."""
+    """Readings of each rank are stored, also a late one of the previous attempt."""
     watch = monitor(run)
     watch.begin_attempt(1, 2, 0)
     watch.observe([reading(0, 1.0), reading(1, 1.0)])

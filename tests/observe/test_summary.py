@@ -1,4 +1,4 @@
-"""raydist.observe.summary: the figures of the live display."""
+"""raydist.observe.summary: the figures of the live view."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def row(step: int, seconds: float = 0.5, attempt: int = 1) -> dict[str, Any]:
 
 
 def test_rates_are_sums_over_sums() -> None:
-    """A slow step weighs by its time: 200 tokens in 4 s are 50 a second, not the mean of 100 and 33."""
+    """Steps count by their time: 200 tokens in 4 s are 50 a second, not the mean of 100 and 33."""
     assert rates([row(1, 1.0), row(2, 3.0)]) == {"tokens_per_second": 50.0, "seconds_per_step": 2.0, "data_share": 0.05}
     assert set(rates([]).values()) == {None}
 
 
 def test_the_first_step_of_an_attempt_says_nothing_of_the_pace() -> None:
-    """Its rates count only as long as they are all there is; so after a restart."""
+    """The first step's rates count only until there is a second step, also after a restart."""
     view = LiveView()
     for attempt in (1, 2):
         view.begin_attempt(attempt, 2, 0)
@@ -35,7 +35,7 @@ def test_the_first_step_of_an_attempt_says_nothing_of_the_pace() -> None:
 
 
 def test_the_window_is_bounded() -> None:
-    """Old steps do not count: after WINDOW fast ones the slow ones are forgotten."""
+    """Only the newest WINDOW steps count."""
     view = LiveView()
     view.records([row(s, 5.0) for s in range(1, 200)])
     view.records([row(s, 0.5) for s in range(200, 200 + WINDOW)])
@@ -43,7 +43,7 @@ def test_the_window_is_bounded() -> None:
 
 
 def test_stages_are_those_of_the_present_attempt() -> None:
-    """In order, with their times; a late word of an attempt that was given up is not heard."""
+    """The stages of the current attempt, in order, with their times; a late stage of an earlier attempt is ignored."""
     view = LiveView()
     view.begin_attempt(1, 2, 0)
     view.stage(1, "import", 10.0)
@@ -55,7 +55,7 @@ def test_stages_are_those_of_the_present_attempt() -> None:
 
 
 def test_events_and_counts() -> None:
-    """Eval loss, last checkpoint, workers and counts follow the events; late records of an old attempt change nothing."""
+    """Eval loss, last checkpoint, workers and counts follow the events; late records of an earlier attempt change nothing."""
     view = LiveView()
     view.begin_attempt(1, 2, 0)
     view.event("workers", {"workers": [{"rank": 0, "host": "h", "node_ip": "1.2.3.4", "pid": 5}]})
@@ -78,7 +78,7 @@ def test_events_and_counts() -> None:
 
 
 def test_mfu_needs_both_figures() -> None:
-    """200 tokens/s at 3 FLOPs each over a peak of 1200 FLOP/s: one half; unknown without `capacity`."""
+    """200 tokens/s at 3 FLOPs each with a peak of 1200 FLOP/s is an MFU of 0.5; without `capacity` it is None."""
     view = LiveView()
     view.records([row(1), row(2)])
     assert view.snapshot()["mfu"] is None
@@ -88,7 +88,7 @@ def test_mfu_needs_both_figures() -> None:
 
 @pytest.mark.parametrize("kind", ["eval", "checkpoint_saved", "workers"])
 def test_an_event_without_its_data_is_refused(kind: str) -> None:
-    """KeyError at once, and the view stays usable."""
+    """An event without its data raises KeyError, and the view can still be used."""
     view = LiveView()
     with pytest.raises(KeyError):
         view.event(kind, {})

@@ -1,4 +1,4 @@
-"""raydist.observe.warm_monitors on a private Ray: a monitor that was started before its run is that run's like any other."""
+"""raydist.observe.warm_monitors on a private Ray: a monitor that was started before its run works like any other."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.usefixtures("one_cpu")
 
 
 def pid(actor: Any) -> int:
-    """Of its process."""
+    """The process id of the actor."""
     return int(get_actor(actor._actor_id.hex(), address=ray.get_runtime_context().gcs_address).pid)
 
 
 def test_one_is_ready_and_becomes_the_run_s(tmp_path: Path, rows: Rows) -> None:
-    """The actor that was started ahead takes the run: its folder, exporters and driver; only one waits at a time, and none is
-    started while none is wanted; the next run has another one."""
+    """The prepared actor takes the run with its folder, exporters and driver. At most one actor waits, none is started unless
+    needed, and the next run gets another one."""
     wanted = [False]
     monitors = WarmMonitors(tmp_path / "slots", lambda: wanted[0])
     monitors.prepare()
@@ -54,7 +54,7 @@ def test_one_is_ready_and_becomes_the_run_s(tmp_path: Path, rows: Rows) -> None:
 
 
 def test_one_that_was_killed_comes_back_as_the_run_s(tmp_path: Path, rows: Rows, push_until_it_is_back: Push) -> None:
-    """SIGKILL once it has its run: Ray starts it again, and it goes on with that run."""
+    """After SIGKILL during its run Ray restarts the actor, and it continues that run."""
     monitors, run = WarmMonitors(tmp_path / "slots"), RunDir(tmp_path / "run")
     monitors.prepare()
     mine = monitors.get(run.uri, [], {})
@@ -71,7 +71,7 @@ def test_one_that_was_killed_comes_back_as_the_run_s(tmp_path: Path, rows: Rows,
 
 
 def test_one_that_cannot_take_the_run_is_not_missed(tmp_path: Path) -> None:
-    """It is gone before it could: the run has a new monitor."""
+    """If the prepared actor has died, the run gets a new monitor."""
     monitors, run = WarmMonitors(tmp_path / "slots"), RunDir(tmp_path / "run")
     monitors.prepare()
     ready = monitors._ready
@@ -84,7 +84,7 @@ def test_one_that_cannot_take_the_run_is_not_missed(tmp_path: Path) -> None:
 
 
 def test_one_that_nobody_takes_ends(tmp_path: Path) -> None:
-    """With the sweep: neither its process nor its folder stays, and no other one is started."""
+    """`end` removes an unused actor's process and folder, and later calls start no other."""
     monitors = WarmMonitors(tmp_path / "slots")
     monitors.prepare()
     ready = monitors._ready

@@ -1,4 +1,4 @@
-"""raydist.observe.write_ahead_log: what a killed monitor leaves to the next one."""
+"""raydist.observe.write_ahead_log: what the next monitor reads after a monitor was killed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Rows = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In place of /dev/shm."""
+    """A folder in place of /dev/shm."""
     folder = tmp_path / "shm"
     folder.mkdir()
     monkeypatch.setattr(write_ahead_log, "SHM", folder)
@@ -32,7 +32,8 @@ def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_is_stored_goes(shm: Path) -> None:
-    """Up to the mark, whatever comes meanwhile; a mark of a flush that another has overtaken changes nothing."""
+    """`stored(mark)` removes the entries up to the mark and keeps later ones; an older mark, of a slower flush, changes
+    nothing."""
     driver = this_process()
     one = WriteAheadLog("run", driver)
     one.add({"n": 1})
@@ -58,7 +59,7 @@ def test_what_is_stored_goes(shm: Path) -> None:
 
 
 def test_a_torn_line_is_none(shm: Path) -> None:
-    """It had no answer: whoever told it tells it again. What follows is whole."""
+    """An incomplete line is ignored: its push had no answer, so it is pushed again. The next entry is on a line of its own."""
     driver = this_process()
     one = WriteAheadLog("run", driver)
     one.add({"n": 1})
@@ -72,7 +73,7 @@ def test_a_torn_line_is_none(shm: Path) -> None:
 
 
 def test_whose_it_is(shm: Path) -> None:
-    """Another run's and another driver's are left alone; one whose driver is gone is taken away."""
+    """Logs of other runs and other drivers are not touched; a log whose driver has exited is deleted."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     kept = [WriteAheadLog("run", this_process()), WriteAheadLog("other", this_process())]
@@ -86,8 +87,8 @@ def test_whose_it_is(shm: Path) -> None:
 
 
 def test_nothing_is_lost_or_doubled(run: RunDir, rows: Rows, shm: Path) -> None:
-    """A monitor is killed, and the next one stands in: what was stored stays, what was not is stored, each once; also what is told
-    again, for its answer was lost."""
+    """After a monitor is killed, the next one stores what was not stored yet, each row and event once, also those that are pushed
+    again because their answer was lost."""
     driver = this_process()
     made = [Event("eval", 5.0 + n, {"step": n, "loss": float("nan"), "best": True}).to_dict() for n in range(1, 5)]
     first = RunMonitor(run.uri, driver, interval_s=60.0)
@@ -95,7 +96,7 @@ def test_nothing_is_lost_or_doubled(run: RunDir, rows: Rows, shm: Path) -> None:
     first.push(rows(range(1, 3)), made[:1])
     first.flush()
     first.push(rows(range(3, 5)), made[1:2])
-    first._log.flush()  # and is killed before it can say so
+    first._log.flush()  # killed before it can mark them as stored
     first.push(rows(range(5, 7)), made[2:3])
     second = RunMonitor(run.uri, driver, interval_s=60.0)
     assert second.snapshot()["step"] == 6
@@ -110,7 +111,7 @@ def test_nothing_is_lost_or_doubled(run: RunDir, rows: Rows, shm: Path) -> None:
 
 
 def test_a_restart_that_was_not_stored(run: RunDir, rows: Rows, shm: Path) -> None:
-    """The attempt that began between two flushes is known too: its rows replace those of the one before."""
+    """An attempt that began after the last flush is known: its rows replace those of the attempt before."""
     driver = this_process()
     first = RunMonitor(run.uri, driver, interval_s=60.0)
     first.begin_attempt(1, 2, 0)
@@ -127,7 +128,7 @@ def test_a_restart_that_was_not_stored(run: RunDir, rows: Rows, shm: Path) -> No
 
 
 def test_no_memory_costs_no_record(run: RunDir, rows: Rows, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is said once, and the run goes on."""
+    """If /dev/shm is full, one note says so, and the run continues."""
     monkeypatch.setattr(write_ahead_log, "SHM", disk)
     watch = RunMonitor(run.uri, interval_s=60.0)
     with (disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):

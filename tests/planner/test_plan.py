@@ -1,4 +1,7 @@
-"""What a plan says against what is: bytes on real ranks, the allocator's own account of a real pass, and figures by hand."""
+"""Plans against measurements: bytes on real ranks, the allocator's peak in a real pass, and figures computed by hand.
+
+Over a minute: forecasts are compared with the memory of real ranks under every strategy.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.errors import UserError
+from raydist.extension_plans import strategies
 from raydist.planner.advice import advise
-from raydist.planner.estimate import STRATEGIES, batches, estimate, measured_pass, optimizer_bytes
+from raydist.planner.estimate import batches, estimate, measured_pass
 from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Param, Pass, Peak
 from raydist.planner.live import LiveBytes
 from raydist.planner.measure import Planner
@@ -29,18 +33,18 @@ from raydist.spec import JobSpec
 from raydist.worker import model_transforms as compute
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.flops import PEAK_FLOPS, PEAK_FP32
-from raydist.worker.metrics.memory import Held, bytes_of
+from raydist.worker.metrics.memory import Held
 from raydist.worker.optim import optimizers
 from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.precision import Precision
 from raydist.worker.step import loss_sum
 
-VOCAB = 1021  # no multiple of anything: rows that do not divide
+VOCAB = 1021  # rows are not divisible by the number of ranks
 SMALL = {"layers": 4, "width": 128, "heads": 4, "context": 128}
 
 
 def job(**sections: Any) -> JobSpec:
-    """A spec with these sections beside the smallest that is valid."""
+    """The smallest valid spec, with these sections."""
     plain = {"data": {"source": "any"}, "train": {"steps": 1, "global_batch": 8, "micro_batch": 4}, "model": SMALL}
     return JobSpec.model_validate(
         {**plain, **{k: {**plain[k], **v} if k in plain else v for k, v in sections.items()}}  # type: ignore[dict-item]
@@ -64,21 +68,21 @@ TINY = Model(
     ),
     buffers=8,
 )
-"""98 parameters. On 3 ranks, in whole rows: 4 x 4 + 2 x 4 + 2 x 4 + 4 = 36 on the fullest; the root 20, a block 8."""
+"""98 parameters. On 3 ranks, in whole rows: 4 x 4 + 2 x 4 + 2 x 4 + 4 = 36 on the fullest rank; the root 20, a block 8."""
 
 MEASURED = Activations(70, (Peak("forward", 0, 100, 0), Peak("loss", 0, 80, 60), Peak("backward", 40, 300, 10)))
 
 BY_HAND = {
-    # Whole: 4 x 98 each, AdamW 8 x 98 and 4 for each of 4 step counts. Two micro-batches add up beside the buckets. An
+    # Whole: 4 x 98 each, AdamW 8 x 98 and 4 for each of 4 step counts. Two micro-batches accumulate beside the buckets. An
     # all-reduce sends 2 x 2/3 x 392.
     "ddp": dict(parameters=392, gradients=392, optimizer=800, gathered=40, in_flight=392, sent=523),
-    # 8 x 36 + 16. Two slots of the largest unit, the root: packed for 3 ranks, what arrives of them, and its sum. Sent:
+    # 8 x 36 + 16. Two slots of the largest unit, the root: packed for 3 ranks, the received parts, and its sum. Sent:
     # 2 x 36 x (4 + 4).
     "zero1": dict(parameters=392, gradients=392, optimizer=304, gathered=40, in_flight=1120, sent=576),
     # Gradients of 36; two micro-batches: 2 x 36 x (2 x 4 + 4).
     "zero2": dict(parameters=392, gradients=144, optimizer=304, gathered=40, in_flight=1120, sent=864),
     # The root's 3 x 20 and a block's 3 x 8, fp32, and 40 as measured; in flight the next block's 96, and the reduce-
-    # scatter's 96 + 32, and room for the root's to arrive, 240. Sent in each of two micro-batches: the root and the last
+    # scatter's 96 + 32, and 240 to receive the root's. Sent in each of two micro-batches: the root and the last
     # block once, the first twice, and gradients: 2 x 2 x 4 x (20 + 16 + 8 + 36).
     "zero3": dict(parameters=144, gradients=144, optimizer=304, gathered=376, in_flight=464, sent=1280),
 }  # fmt: skip
@@ -86,7 +90,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize("strategy", BY_HAND)
 def test_a_tiny_model_by_hand(strategy: str) -> None:
-    """Every figure of 98 parameters on 3 ranks is the one computed on paper."""
+    """Every figure of 98 parameters on 3 ranks equals the one computed by hand."""
     spec = job(train={"global_batch": 6, "micro_batch": 1})
     found = estimate(strategy, spec, Machine(3, 8, "cpu"), TINY, MEASURED)
     assert {k: getattr(found, k) for k in BY_HAND[strategy]} == BY_HAND[strategy]
@@ -95,10 +99,10 @@ def test_a_tiny_model_by_hand(strategy: str) -> None:
 
 
 def test_the_peak_is_where_most_lives() -> None:
-    """The worst phase counts, with what is gathered and in flight then: here the root's own gradients, at the end of backward."""
+    """The worst phase counts, with tensors gathered and in flight then: here the root's own gradients, at the end of backward."""
     small = Activations(0, (Peak("forward", 0, 1, 0), Peak("loss", 0, 1, 1), Peak("backward", 0, 1, 0)))
     found = estimate("zero3", job(train={"global_batch": 6, "micro_batch": 1}), Machine(3, 8, "cpu"), TINY, small)
-    # Gathered root and its whole gradients, 3 x 20 x 4 each; the reduce-scatter's packed gradients, their sum, and what arrives.
+    # Gathered root and its whole gradients, 3 x 20 x 4 each; the reduce-scatter's packed gradients, their sum, received parts.
     assert (found.phase, found.gathered, found.in_flight) == ("end", 240 + 240, 240 + 80 + 240)
     large = Activations(0, (Peak("forward", 0, 1, 0), Peak("loss", 0, 1, 9999), Peak("backward", 0, 1, 0)))
     found = estimate("zero3", job(train={"global_batch": 6, "micro_batch": 1}), Machine(3, 8, "cpu"), TINY, large)
@@ -110,7 +114,8 @@ def test_the_peak_is_where_most_lives() -> None:
 
 
 def test_a_frozen_root_is_gathered_all_the_same() -> None:
-    """What is not trained has no gradients and no optimizer state; the most is then held as the root's gather meets a block's."""
+    """Frozen parameters have no gradients and no optimizer state; the peak is where the root's all-gather overlaps with a
+    block's."""
     frozen = Model((Param("embedding.weight", (30, 4), False, ROOT), *TINY.params[1:3]), 0)
     small = Activations(0, (Peak("forward", 0, 1, 0), Peak("loss", 0, 1, 1), Peak("backward", 0, 1, 0)))
     found = estimate("zero3", job(train={"global_batch": 6, "micro_batch": 1}), Machine(3, 8, "cpu"), frozen, small)
@@ -124,15 +129,15 @@ def test_hsdp_by_hand() -> None:
     found = estimate("hsdp", spec, Machine(4, 8, "cpu"), TINY, MEASURED)
     # On the fullest rank 5 x 4 + 3 x 4 + 3 x 4 + 5 = 49; the root 25, a block 12.
     assert (found.shard, found.parameters, found.gradients, found.optimizer) == (2, 196, 196, 8 * 49 + 16)
-    # backward: (25 + 12) x 2 ranks x 2 bytes, and 40; in flight 12 x 2 x 2, the sum's 12 x 2 x 4 + 12 x 4, and room for the
-    # root's to arrive, 25 x 2 x 4.
+    # backward: (25 + 12) x 2 ranks x 2 bytes, and 40; in flight 12 x 2 x 2, the sum's 12 x 2 x 4 + 12 x 4, and to receive the
+    # root's 25 x 2 x 4.
     assert (found.phase, found.gathered, found.in_flight) == ("backward", 148 + 40, 48 + 96 + 48 + 200)
     # (2 - 1) x ((25 + 2 x 12 + 12) x 2 + 49 x 4), and an all-reduce of 49 x 4 over two groups.
     assert found.sent == 61 * 2 + 196 + 196
 
 
 def test_offload_by_hand() -> None:
-    """On GPUs an offloaded update has 16 bytes a parameter on the host, or 8 on disk; the device keeps no optimizer state."""
+    """On GPUs an offloaded optimizer takes 16 bytes per parameter on the host, or 8 on disk; none on the device."""
     machine = Machine(3, 8, "cuda")
     cpu = estimate("zero1", job(offload={"optimizer": "cpu"}), machine, TINY, MEASURED)
     assert (cpu.optimizer, cpu.host, cpu.disk) == (0, 304 + 2 * 144, 0)
@@ -150,7 +155,7 @@ def test_offload_by_hand() -> None:
 
 
 SLOW = Device("none", half=1000.0, fp32=100.0, efficiency=0.5, node=20.0, network=5.0, host=48.0, memory=0)
-"""FLOP/s and bytes/s for 98 parameters: launching kernels is nothing beside."""
+"""FLOP/s and bytes/s for 98 parameters: so slow that kernel launches are negligible."""
 CPU_ADAM = {"offload": {"optimizer": "cpu"}}
 
 
@@ -163,12 +168,12 @@ CPU_ADAM = {"offload": {"optimizer": "cpu"}}
         ("zero1", {}, Machine(3, 8, "cuda"), 30.72, 4.16 + 9.28, 0.0),
         ("zero2", {}, Machine(3, 8, "cuda"), 30.72, 8.32 + 9.28, 0.0),
         ("zero3", {}, Machine(3, 8, "cuda"), 30.72, 64 - 30.72, 0.0),
-        # Two ranks a node: the ring leaves each with the network of both.
+        # Two ranks per node: each has the network bandwidth of both for the ring.
         ("zero3", {}, Machine(3, 2, "cuda"), 30.72, 128 - 30.72, 0.0),
         ("zero1", {}, Machine(1, 8, "cuda"), 3 * 30.72, 0.0, 0.0),
-        # Blocks once more in backward: the last one takes 15.36 s.
+        # Blocks are recomputed in backward: the last one takes 15.36 s.
         ("ddp", {"train": {"checkpoint_activations": "full"}}, Machine(3, 8, "cuda"), 40.96, 26.15 - 15.36, 0.0),
-        # 36 of 98 values, fp32: 144 bytes / 48 down, beside backward, and up again.
+        # 36 of 98 values, fp32: 144 bytes / 48 to the host, during backward, and back again.
         ("zero1", CPU_ADAM, Machine(3, 8, "cuda"), 30.72, 4.16 + 9.28, 3.0),
         # 3072 tokens at 500 FLOP/s; in a group of two 318 bytes, between the groups 196, by one GPU's network.
         ("hsdp", {"precision": "bf16", "parallel": {"shard": 2}, "train": {"global_batch": 8, "micro_batch": 2}},
@@ -178,7 +183,8 @@ CPU_ADAM = {"offload": {"optimizer": "cpu"}}
 def test_the_speed_of_a_tiny_model_by_hand(
     strategy: str, sections: dict[str, Any], machine: Machine, compute: float, exposed: float, offload: float
 ) -> None:
-    """FLOPs over a share of the peak of the precision, and of the traffic what takes longer than what it runs beside."""
+    """FLOPs over a fraction of the precision's peak, plus the part of the communication that exceeds the compute it overlaps
+    with."""
     sections = {**sections, "train": {"global_batch": 6, "micro_batch": 1, **sections.get("train", {})}}
     spec = job(**sections)
     found = speed(strategy, spec, machine, TINY, SLOW, flops_per_token=6.0)
@@ -188,7 +194,7 @@ def test_the_speed_of_a_tiny_model_by_hand(
 
 
 def test_a_small_model_waits_for_its_kernels() -> None:
-    """Two blocks and what is in none, each 1 ms a micro-batch at the least; a third of it forward."""
+    """Two blocks and the root, each at least 1 ms per micro-batch; a third of it forward."""
     fast = find("h100")
     assert fast is not None
     found = speed("ddp", job(train={"global_batch": 6, "micro_batch": 1}), Machine(3, 8, "cuda"), TINY, fast, 6.0)
@@ -216,7 +222,7 @@ def test_a_small_model_waits_for_its_kernels() -> None:
     ],
 )
 def test_gpus_by_name(name: str, known: str, node: float, network: float | None, gib: float) -> None:
-    """As users, drivers and Ray call them; a card for PCIe has no NVLink to all others, and no network of its own."""
+    """Names as written by users, drivers and Ray; a PCIe card has no NVLink to all others, and no network of its own."""
     found = find(name)
     assert found is not None
     assert (found.name, found.node, found.network, found.memory) == (known, node, network, int(gib * 2**30))
@@ -227,18 +233,18 @@ def test_gpus_by_name(name: str, known: str, node: float, network: float | None,
     "name", ["rtx-5090", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GeForce RTX 4090 D", "a100-41", "h100-foo", ""]
 )
 def test_other_gpus_are_not_guessed(name: str) -> None:
-    """A slice of a GPU, a slower one of the same number, and one that is sold with no such memory."""
+    """A slice of a GPU, a slower one with the same number, and one that does not exist with that memory."""
     assert find(name) is None
 
 
 def test_every_gpu_has_all_its_figures() -> None:
-    """The tables have the same entries, in the order in which the first that matches is taken."""
+    """The tables have the same entries, in the same order, since the first match is used."""
     assert list(PEAK_FLOPS) == list(PEAK_FP32) == list(_LINKS) == list(_MEMORY)
     assert all(find(name) is not None for name in NAMES)
 
 
 def test_what_is_not_reckoned() -> None:
-    """A disk, a network, and parameters on the host: nobody knows how fast, so there is no estimate."""
+    """A disk, a network, and parameters on the host: the speed is unknown, so there is no estimate."""
     card, machine = find("l40s"), Machine(16, 8, "cuda")
     assert card is not None
     assert "--between-nodes" in str(refusal(job(), machine, card))
@@ -253,7 +259,7 @@ def test_what_is_not_reckoned() -> None:
 
 
 def test_buffers_are_as_many_as_are_made() -> None:
-    """Plain python has its own copy of how many buffers the strategies and the swap file keep."""
+    """planner/estimate.py imports no torch; its copy of the number of buffers equals that of the strategies and the swap file."""
     from raydist.planner import estimate as formulas
     from raydist.worker.optim.offload import hostcopy, moments
     from raydist.worker.parallel import _zero as zero
@@ -269,7 +275,7 @@ def test_buffers_are_as_many_as_are_made() -> None:
 def test_micro_batches_are_as_the_loader_deals_them(
     ranks: int, whole: int, micro: int, expected: tuple[int, int]
 ) -> None:
-    """The largest micro-batch, and how many, are those of data/batches.py's `share`."""
+    """The largest micro-batch, and their number, agree with `share` in data/batches.py."""
     import numpy as np
 
     from raydist.data.batches import share
@@ -284,7 +290,7 @@ def test_micro_batches_are_as_the_loader_deals_them(
 
 
 class OneStep:
-    """A model under a strategy on this rank, after a first step: optimizer state is there."""
+    """A model under a strategy on this rank, after a first step, so that optimizer state exists."""
 
     def __init__(self, rank: Rank, spec: JobSpec) -> None:
         torch.manual_seed(1)
@@ -302,7 +308,7 @@ class OneStep:
             return loss_sum(module, batch)
 
     def __call__(self, looked: Callable[[], None] = lambda: None) -> None:
-        """Two micro-batches and an update. `looked` is called whenever a backward pass has ended."""
+        """Two micro-batches and an update. `looked` is called after each backward pass."""
         for last in (False, True):
             with self.strategy.accumulate(last):
                 self.loss(self.strategy.module, self.batch).backward()  # type: ignore[no-untyped-call]
@@ -314,12 +320,12 @@ class OneStep:
         self.strategy.updated()
 
     def held(self) -> Held:
-        """The bytes of its state, as the run's own watcher counts them."""
+        """The bytes of its state, as counted by the run's own memory meter."""
         return Held.of(self.model, self.strategy.shards(), self.optimizer, torch.device("cpu"))
 
 
 def held_state(rank: Rank, spec: JobSpec) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer on this rank; of gradients the most after any backward pass of a step."""
+    """Bytes of parameters, gradients and optimizer on this rank; for gradients the most after any backward pass of a step."""
     step = OneStep(rank, spec)
     most = [0]
     step(lambda: most.append(step.held().gradients))
@@ -336,7 +342,7 @@ def job_on(strategy: str, world: int, **sections: Any) -> JobSpec:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("strategy", registry.names("parallel"))
 def test_state_is_what_ranks_hold(ranks: Any, strategy: str, world: int) -> None:
-    """Parameters, gradients and optimizer state are within 5% of each rank's tensors, together and each by itself."""
+    """Parameters, gradients and optimizer state are within 5% of each rank's tensors, in sum and separately."""
     spec = job_on(strategy, world, model={**SMALL, "context": 16, "tie_embeddings": False})
     expected = plan(spec, strategy, Machine(world, world, "cpu"))
     for held in ranks.run(held_state, world, spec):
@@ -348,7 +354,7 @@ def test_state_is_what_ranks_hold(ranks: Any, strategy: str, world: int) -> None
 
 
 def allocated_peak(work: Callable[[], None]) -> int:
-    """Most bytes that torch's CPU allocator had given out above what it had at the start, as it reports to the profiler."""
+    """The peak of torch's CPU allocator above its value at the start, from the profiler's memory events."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
@@ -362,7 +368,7 @@ def allocated_peak(work: Callable[[], None]) -> int:
 
 
 class MallInfo(ctypes.Structure):
-    """glibc's account of malloc: bytes of blocks in its arenas (uordblks), and of blocks that it mapped (hblkhd)."""
+    """glibc's malloc statistics: bytes of blocks in its arenas (uordblks), and of mapped blocks (hblkhd)."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -374,7 +380,7 @@ class MallInfo(ctypes.Structure):
 
 
 class Sampled(TorchDispatchMode):
-    """Looks after every operator at what malloc has given out, to any thread: `most`."""
+    """After every operator, records the bytes that malloc has given to any thread: `most`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,8 +399,8 @@ class Sampled(TorchDispatchMode):
 
 
 def peak_of_a_step(rank: Rank, spec: JobSpec) -> int:
-    """Bytes at the worst moment of a step, all of it: from before the model was made."""
-    OneStep(rank, spec)()  # what a process imports and keeps with its first step is not the step's
+    """The peak bytes of a step, measured from before the model was built."""
+    OneStep(rank, spec)()  # imports and caches of a process's first step do not count
     gc.collect()
     before = Sampled().look()
     step = OneStep(rank, spec)
@@ -404,9 +410,9 @@ def peak_of_a_step(rank: Rank, spec: JobSpec) -> int:
     return sampled.most - before
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", strategies())
 def test_the_whole_peak_is_what_a_step_takes(ranks: Any, strategy: str) -> None:
-    """All columns together are within 15% of what malloc gives a rank at its worst moment; gloo's own copies are not planned."""
+    """All columns together are within 15% of a rank's peak in malloc; gloo's own copies are not planned."""
     spec = job_on(strategy, 2, model={"layers": 6, "width": 256, "heads": 4, "context": 64, "tie_embeddings": False})
     taken = ranks.run(peak_of_a_step, 2, spec)
     for error in taken:
@@ -415,28 +421,11 @@ def test_the_whole_peak_is_what_a_step_takes(ranks: Any, strategy: str) -> None:
     assert plan(spec, strategy, Machine(2, 8, "cpu")).total == pytest.approx(min(taken), rel=0.15)
 
 
-@pytest.mark.parametrize("name", optimizers.NAMES)
-def test_optimizer_state_is_what_torch_holds(name: str) -> None:
-    """State of each optimizer, parameter by parameter, to the byte; with rows that this rank has."""
-    spec = job(optim={"name": name}).optim
-    built = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(6, 10)]), "head": nn.Linear(10, 7)})
-    from raydist.worker.parallel import ParamShard
-
-    shards = {n: ParamShard(p) for n, p in built.named_parameters()}
-    optimizer = optimizers.build(shards, spec, torch.device("cpu"))
-    for p in built.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    for n, p in built.named_parameters():
-        held = bytes_of(t for t in optimizer.state[p].values() if isinstance(t, Tensor))
-        assert optimizer_bytes(Param(n, tuple(p.shape), True, ROOT), spec) == held
-
-
 # --- activations
 
 
 def allocated_by_a_pass(spec: JobSpec) -> int:
-    """The allocator's peak over forward and backward of one micro-batch on real tensors; gradients go as they come."""
+    """The allocator's peak over forward and backward of one micro-batch on real tensors; gradients are freed at once."""
     torch.manual_seed(0)
     module: nn.Module = registry.load("model", spec.model.name)(spec.model, VOCAB).train()
     compute.prepare(module, spec.train)
@@ -468,7 +457,7 @@ def allocated_by_a_pass(spec: JobSpec) -> int:
     ids=["fp32", "bf16", "grouped", "packed", "mlp"],
 )
 def test_activations_are_what_a_real_pass_takes(sections: dict[str, Any], checkpoint: str) -> None:
-    """The measured peak of a pass without values is within 5% of the allocator's on real tensors (without recomputation: 0.1%)."""
+    """The peak of a pass on fake tensors is within 5% of the allocator's on real tensors (without recomputation: 0.1%)."""
     spec = job(**sections, train={"checkpoint_activations": checkpoint})
     measured = Planner(spec, VOCAB, "cpu").measure(measured_pass("ddp", spec, Machine(1, 1, "cpu")))
     planned = max(p.whole + p.activations + p.loss for p in measured.peaks)
@@ -476,7 +465,7 @@ def test_activations_are_what_a_real_pass_takes(sections: dict[str, Any], checkp
 
 
 def test_saved_is_what_autograd_keeps() -> None:
-    """`saved` counts the storages that autograd's own hooks see kept for backward, weights left out."""
+    """`saved` counts the storages that autograd's hooks see saved for backward, without weights."""
     spec = job()
     module: nn.Module = registry.load("model", "gpt")(spec.model, VOCAB)
     tokens = torch.randint(0, VOCAB, (4, 128))
@@ -497,8 +486,8 @@ def test_saved_is_what_autograd_keeps() -> None:
 
 
 def test_phases() -> None:
-    """In the loss's phase there are logits, their logarithms and the targets' places in fp32, and these as booleans; a unit's whole
-    gradients in backward, where they wait."""
+    """The loss phase has logits, their logarithms and the targets' positions in fp32, and these as booleans; backward has a
+    unit's whole gradients, if they are held."""
     spec = job(model={**SMALL, "layers": 8, "tie_embeddings": False})
     planner = Planner(spec, 8192, "cpu")
     wait = {p.phase: p for p in planner.measure(Pass(4, "none", False, hold=True)).peaks}
@@ -507,7 +496,7 @@ def test_phases() -> None:
     assert wait["loss"].loss == pytest.approx(3.25 * logits, rel=0.05)
     assert wait["forward"].loss == 0
     assert wait["backward"].loss < logits / 8
-    # The head's, from the loss on; the worst moment of backward is a block's, with its own.
+    # The head's, from the loss on; the peak of backward is in a block, with its own.
     block = sum(p.part(1) for p in planner.model().params if p.unit == 7)
     assert 8192 * 128 * 4 < wait["backward"].whole <= (8192 * 128 + block) * 4
     go = {p.phase: p for p in planner.measure(Pass(4, "none", False, hold=False)).peaks}
@@ -517,21 +506,22 @@ def test_phases() -> None:
 @pytest.mark.parametrize("name", ["gpt", "mlp"])
 @pytest.mark.parametrize("checkpoint", ["selective", "full"])
 def test_recomputation_is_the_target_s_too(name: str, checkpoint: Any) -> None:
-    """What backward computes again for a GPU is what forward computed for one: torch refuses other tensors than those it saw."""
+    """For a GPU, backward recomputes the same tensors that forward computed: torch refuses different ones."""
     planner = Planner(job(model={**SMALL, "name": name}, precision="bf16"), VOCAB, "cuda")
     kept, again = (planner.measure(Pass(4, how, True, True)).saved for how in ("none", checkpoint))
     assert again < kept
 
 
 def test_full_recomputation_keeps_the_blocks_inputs_only() -> None:
-    """Each layer more keeps one more stream, B x T x D in fp32."""
+    """Each additional layer saves one more residual stream, B x T x D in fp32."""
     how = Pass(4, "full", False, False)
     few, many = (Planner(job(model={**SMALL, "layers": n}), VOCAB, "cpu").measure(how).saved for n in (2, 5))
     assert many - few == 3 * 4 * 128 * 128 * 4
 
 
 def test_attention_s_kernel_is_the_target_s() -> None:
-    """GPUs: flash in half precision, memory-efficient with a mask, T x T matrices where neither can. CPUs have flash too."""
+    """GPUs: flash in half precision, memory-efficient with a mask, T x T matrices where neither is possible. CPUs
+    have flash too."""
 
     def kernel(target: Any, **sections: Any) -> tuple[str, int]:
         planner = Planner(job(**sections), VOCAB, target)
@@ -542,7 +532,7 @@ def test_attention_s_kernel_is_the_target_s() -> None:
     assert kernel("cuda", precision="bf16", data={"source": "any", "pack": True})[0] == "memory-efficient"
     efficient, without = kernel("cuda")
     assert efficient == "memory-efficient"
-    # Heads that are shared have no such kernel in fp32. Kept then: for each layer, sequence and head a T x T matrix.
+    # Grouped heads have no such kernel in fp32. Then a T x T matrix is saved for each layer, sequence and head.
     math, squares = kernel("cuda", model={**SMALL, "kv_heads": 1})
     assert math == "math"
     assert squares - without > SMALL["layers"] * 4 * SMALL["heads"] * 128 * 128 * 4 / 2
@@ -551,7 +541,7 @@ def test_attention_s_kernel_is_the_target_s() -> None:
 
 
 def test_flash_takes_few_bits_and_whole_eights() -> None:
-    """Under autocast fp32 queries come to the flash kernel in bf16, and heads of 12 in the room of 16."""
+    """Under autocast fp32 queries are cast to bf16 for the flash kernel, and heads of 12 are padded to 16."""
     with FakeTensorMode(), OnTarget(True), torch.autocast("cpu", dtype=torch.bfloat16):
         query_BHTK = torch.zeros(2, 4, 8, 12)
         with LiveBytes([query_BHTK]) as live:
@@ -562,7 +552,7 @@ def test_flash_takes_few_bits_and_whole_eights() -> None:
 
 
 def test_functions_compute_in_cuda_s_formats() -> None:
-    """Under CUDA's autocast norms, powers and softmax are fp32, mixed arguments take the widest format, products few bits."""
+    """Under CUDA's autocast norms, powers and softmax are fp32, mixed arguments use the widest format, matrix products bf16."""
     few, wide = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(2, 4)
 
     def formats(cuda: bool) -> list[torch.dtype]:
@@ -581,19 +571,19 @@ def test_functions_compute_in_cuda_s_formats() -> None:
 
 
 def test_autocast_is_cuda_s_where_that_is_the_target() -> None:
-    """LayerNorm computes in fp32 under CUDA's autocast and in bf16 under the CPU's: what it keeps is twice as large."""
+    """LayerNorm computes in fp32 under CUDA's autocast and in bf16 under the CPU's: it saves twice as much."""
     assert {"layer_norm", "softmax", "log_softmax", "exp", "pow", "rsqrt"} <= wide_on_cuda()
     assert not {"linear", "mm", "addcmul", "einsum", "gelu"} & wide_on_cuda()
     spec = job(model={"name": "mlp", "layers": 3, "width": 128, "context": 128}, precision="bf16")
-    how = Pass(4, "none", True, False)  # weights in bf16: the stream is too
+    how = Pass(4, "none", True, False)  # weights in bf16: so is the residual stream
     cuda, cpu = (Planner(spec, VOCAB, t).measure(how).saved for t in ("cuda", "cpu"))  # type: ignore[arg-type]
     stream = 4 * 128 * 128
-    # In each layer the norm keeps its input in fp32 instead of bf16, and means and deviations too; the product keeps bf16 in both.
+    # In each layer the norm saves its input in fp32 instead of bf16, and means and deviations too; the product saves bf16 in both.
     assert cuda - cpu == 3 * (stream * 2 + 2 * 4 * 128 * 2)
 
 
 class Free(nn.Module):
-    """A user's own model, without blocks, that reads a value if it is told so."""
+    """A user's own model, without blocks; it reads a value of a tensor if `reads` is set."""
 
     def __init__(self, width: int, vocab: int, reads: bool) -> None:
         super().__init__()
@@ -613,7 +603,7 @@ def build(spec: Any, vocab_size: int) -> nn.Module:
 
 
 def test_a_model_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """Any module that runs without values can be planned, also without blocks; one that reads a value is refused with a remedy."""
+    """Any module that runs on fake tensors can be planned, also without blocks; one that reads a value is refused with a remedy."""
     (tmp_path / "their_own_model.py").write_text(
         f"from pathlib import Path\nimport runpy\nbuild = lambda *a: runpy.run_path({__file__!r})['build'](*a)\n"
     )
@@ -635,12 +625,12 @@ GIB = 2**30
 
 
 def layered(blocks: int = 8, rows: int = 2**20, width: int = 64) -> Model:
-    """Blocks of 64M parameters each: a quarter GiB in fp32; 2 GiB of 8."""
+    """Blocks of 64M parameters each: 256 MiB in fp32, 2 GiB for 8."""
     return Model(tuple(Param(f"blocks.{i}.w", (rows, width), True, i) for i in range(blocks)), 0)
 
 
 def measure(how: Pass) -> Activations:
-    """1 GiB a sequence; a quarter of it with recomputation, half of it where products are kept."""
+    """1 GiB per sequence; a quarter of it with full recomputation, half of it with selective."""
     share = {"none": 1.0, "selective": 0.5, "full": 0.25}[how.checkpoint]
     return Activations(0, (Peak("backward", 0, int(GIB * share * how.micro_batch), 0),))
 
@@ -653,10 +643,10 @@ def advice(memory: float, **sections: Any) -> Any:
 @pytest.mark.parametrize(
     ("usable", "strategy", "changes"),
     [
-        (12.1, "ddp", {}),  # 2 + 2 + 4, 2 of micro-batches beside the buckets, 2 of activations
+        (12.1, "ddp", {}),  # 2 + 2 + 4, 2 for accumulation beside the buckets, 2 of activations
         (6.9, "zero1", {}),  # 2 + 2 + 4/16, two slots of 17/16 blocks, 2
         (5.0, "zero2", {}),  # 2 + 2/16 + 4/16, slots, 2
-        (3.9, "hsdp", {}),  # 8/8, blocks on their way, 2
+        (3.9, "hsdp", {}),  # 8/8, blocks in flight, 2
         (3.3, "zero3", {}),  # 8/16, the same, 2
         (3.1, "zero3", {"offload.optimizer": "cpu"}),
         (2.9, "hsdp", {"train.checkpoint_activations": "selective"}),
@@ -667,7 +657,7 @@ def advice(memory: float, **sections: Any) -> Any:
     ],
 )
 def test_the_cheapest_that_fits(usable: float, strategy: str, changes: dict[str, Any]) -> None:
-    """As memory shrinks: strategies in their order, then the host's memory, then recomputation, then smaller micro-batches."""
+    """As memory shrinks: strategies in order, then offload to the host, then recomputation, then smaller micro-batches."""
     pick = advice(usable).pick
     assert pick is not None
     assert pick.estimate.strategy == strategy
@@ -676,17 +666,17 @@ def test_the_cheapest_that_fits(usable: float, strategy: str, changes: dict[str,
 
 
 def test_nothing_fits() -> None:
-    """No pick, and a sentence with the least that is needed and what makes it so."""
+    """No pick, and a sentence with the smallest requirement and its configuration."""
     found = advice(0.4)
     assert found.pick is None
     assert found.suggestions[0].startswith(
-        "Nothing fits: with all that can be set, micro-batches of 1 among it, zero3 still needs 1."
+        "Nothing fits: even with all options that save memory and micro-batches of 1, zero3 needs 1."
     )
     assert [row.fits for row in found.rows] == [False] * 5
 
 
 def test_the_largest_micro_batch() -> None:
-    """Of the divisors of a rank's 4 sequences the largest that fits is named, and advised where it is larger than the job's."""
+    """The largest divisor of a rank's 4 sequences that fits is named, and advised if it is larger than the job's."""
     found = advice(16.0)
     assert (found.pick.estimate.strategy, found.pick.micro_batch) == ("ddp", 4)
     assert any("train.micro_batch: 4 is the largest" in text for text in found.suggestions)
@@ -696,7 +686,7 @@ def test_the_largest_micro_batch() -> None:
 
 
 def test_one_rank_keeps_the_job_s_strategy() -> None:
-    """All strategies are the same there: none is advised over the job's own."""
+    """All strategies are equivalent there: none is advised over the job's own."""
     spec = job(parallel={"strategy": "zero2"})
     found = advise(spec, Machine(1, 8, "cuda", 80 * GIB), layered(), measure)
     assert found.pick is not None
@@ -706,7 +696,7 @@ def test_one_rank_keeps_the_job_s_strategy() -> None:
 
 
 def test_hsdp_with_one_group_is_zero3() -> None:
-    """Of the two the job's own is advised, and zero3 if it names neither."""
+    """Of the two the job's own is advised, and zero3 if it uses neither."""
     for own, advised in (("ddp", "zero3"), ("hsdp", "hsdp"), ("zero3", "zero3")):
         spec = job(parallel={"strategy": own}, cluster={"workers": 8})
         found = advise(
@@ -717,7 +707,7 @@ def test_hsdp_with_one_group_is_zero3() -> None:
 
 
 def test_without_memory_nothing_is_judged() -> None:
-    """Sizes only: no row fits or does not, and there is no pick."""
+    """Sizes only: no row is marked as fitting or not, and there is no pick."""
     spec = job(cluster={"workers": 2})
     found = advise(spec, Machine(2, 8, "cpu"), layered(), measure)
     assert found.pick is None
@@ -726,7 +716,7 @@ def test_without_memory_nothing_is_judged() -> None:
 
 
 def test_what_cannot_train_says_why() -> None:
-    """Whole-matrix optimizers, groups that do not fit and offload of whole parameters are refused, with the reason."""
+    """Whole-matrix optimizers, groups that do not divide the ranks and offload of whole parameters are refused, with the reason."""
     muon = advice(30.0, optim={"name": "muon"})
     assert [row.refused for row in muon.rows] == [None, *["muon works on whole matrices"] * 4]
     odd = advise(job(train={"global_batch": 12, "micro_batch": 1}), Machine(6, 4, "cuda", 80 * GIB), layered(), measure)

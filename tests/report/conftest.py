@@ -1,4 +1,4 @@
-"""A run folder as a driver leaves it, for the tests of what reads it."""
+"""A run folder as a driver leaves it, for the tests of the code that reads it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raydist.run.directory import SPEC, RunDir, manifest_name
 
 
 def steps(first: int, last: int, attempt: int, world_size: int = 2) -> list[dict[str, Any]]:
-    """Records of 100 tokens in 0.1 s; the first of an attempt takes 5 s."""
+    """Records of 100 tokens in 0.1 s; the first one of an attempt takes 5 s."""
     return [
         StepRecord(
             s, 1 / s, 1e-3, 0.5, 100, 5.0 if s == first else 0.1, 0.01, world_size, attempt, f"{s:016x}"
@@ -27,12 +27,12 @@ def steps(first: int, last: int, attempt: int, world_size: int = 2) -> list[dict
 
 
 def event(kind: str, **data: Any) -> dict[str, Any]:
-    """As it is pushed."""
+    """An event as it is pushed."""
     return Event(kind, 5.0, data).to_dict()
 
 
 def commit(run: RunDir, step: int, sizes: list[int], eval_loss: float | None = None) -> None:
-    """A committed checkpoint, as far as its manifest tells."""
+    """A committed checkpoint: only its manifest."""
     files = {f"shard-{i}.bin": FileEntry(size, "0" * 32) for i, size in enumerate(sizes)}
     run.storage.write(
         path(step, manifest_name(1)), Manifest(step, 2, 1, 5.0, "spec", files, {}, eval_loss=eval_loss).dumps()
@@ -45,7 +45,7 @@ STARTUP = {"seconds": 2.25, "stages": {"detect": 0.25, "load": 2.0}, "repeated_s
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Callable[..., tuple[RunDir, RunMonitor]]:
-    """Makes a run: attempt 1 trained 70 steps and failed, attempt 2 went on from 50 to 80. Not ended yet."""
+    """Makes a run: attempt 1 trained 70 steps and failed, attempt 2 resumed from 50 and trained to 80. The run has not ended."""
 
     def make(name: str = "a-run") -> tuple[RunDir, RunMonitor]:
         run = RunDir(tmp_path / name)

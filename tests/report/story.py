@@ -1,9 +1,9 @@
-"""A run whose every second is known, as its monitor would have written it: two ranks, a fault, a restart, an evaluation.
+"""A run as its monitor writes it, with known times in seconds: two ranks, a fault, a restart, an evaluation.
 
-0      attempt 1 begins                       96     the failure is seen: since 94.5 rank 1 had not got on
-9-59   steps 1 to 50, a second each           97     attempt 2 begins, from step 50
-59-64  evaluation (4 s), checkpoint (1 s)     102    step 51 is done again
-64-94  steps 51 to 80                         131    so is step 80; steps 81 to 200 follow
+0      attempt 1 begins                       96     the failure is detected: rank 1 has made no progress since 94.5
+9-59   steps 1 to 50, one second each         97     attempt 2 begins, from step 50
+59-64  evaluation (4 s), checkpoint (1 s)     102    step 51 has been repeated
+64-94  steps 51 to 80                         131    step 80 has been repeated; steps 81 to 200 follow
                                               253    the end, two seconds after step 200
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from raydist.records import Event, Finding, StepRecord
 from raydist.run.directory import SPEC, RunDir
-from raydist.run.log import RunLog
+from raydist.run.log_writer import RunLog
 from raydist.run.status import this_process, write_state
 from raydist.run.telemetry_log import TelemetryLog
 
@@ -32,35 +32,35 @@ PARTS = {
     "other": 0.5 + 2,
     "unknown": 0.0,
 }
-"""What the 253 seconds went into."""
+"""The parts of the 253 seconds."""
 LEAK = Finding(
     "leak", 1, "warning", "rank 1: process memory has grown by 20%", {"kind": "rss"}, "look for lists that only grow"
 )
 
 
 def event(at: float, kind: str, **data: Any) -> Event:
-    """Seconds since the run began."""
+    """`at` is in seconds since the run began."""
     return Event(kind, T + at, data)
 
 
 def begun(at: float, attempt: int, resume: int = 0) -> Event:
-    """An attempt of two ranks."""
+    """The start of an attempt with two ranks."""
     return event(at, "attempt_started", attempt=attempt, world_size=2, resume_step=resume)
 
 
 def first(at: float, attempt: int, step: int, seconds: float, again: int = 0) -> Event:
-    """Its first step is done."""
+    """Its first step has ended."""
     stages = {"detect": 1.0, "first_step": 1.0} if again else {"first_step": 1.0}
     return event(at, "first_step", attempt=attempt, step=step, seconds=seconds, stages=stages, repeated_steps=again)
 
 
 def failed(at: float, attempt: int, cause: str = "killed by SIGKILL") -> Event:
-    """By rank 1's death."""
+    """A failure by rank 1's death."""
     return event(at, "failure", attempt=attempt, rank=1, cause=cause, fault="worker_died", traceback="", echoes=1)
 
 
 def events() -> list[Event]:
-    """All that happened."""
+    """All events of the run."""
     told = {"rank": 0, "host": "h0", "node_ip": "10.0.0.1", "pid": 7, "python": "3.11.9", "torch": "2.13.0"}
     fault = {"fault": "kill", "rank": 1, "step": 81, "attempt": 1, "asked": {}, "note": "faults/x.json"}
     return [
@@ -83,7 +83,7 @@ def events() -> list[Event]:
 
 
 def steps(first: int, last: int, attempt: int, **values: Any) -> list[dict[str, Any]]:
-    """A second and 100 tokens each; the loss of step 150 is far above the others, and that of step 160 no number.
+    """One second and 100 tokens each; the loss of step 150 is far above the others, and the loss of step 160 is NaN.
 
     The gradient noise scale is known from step 100 on, at every tenth step.
     """
@@ -99,7 +99,7 @@ def steps(first: int, last: int, attempt: int, **values: Any) -> list[dict[str, 
 
 
 def reading(at: float, rank: int, attempt: int, step: int, done: int, **values: Any) -> dict[str, Any]:
-    """A rank that has done so many steps of its attempt: rank 0 computes 0.6 s of each, rank 1 0.8 s."""
+    """A rank that has trained `done` steps of its attempt: rank 0 computes for 0.6 s of each, rank 1 for 0.8 s."""
     compute, exposed = ((0.6, 0.3), (0.8, 0.1))[rank]
     return {
         "at": T + at, "kind": "rank", "host": f"h{rank}", "node": f"10.0.0.{rank + 1}", "rank": rank, "attempt": attempt,
@@ -111,7 +111,7 @@ def reading(at: float, rank: int, attempt: int, step: int, done: int, **values: 
 
 
 def readings() -> list[dict[str, Any]]:
-    """One at the end of each step."""
+    """One reading at the end of each step."""
     found = []
     for rank in (0, 1):
         for step in range(1, 81):
@@ -129,7 +129,7 @@ def write(
     status: str = "finished",
     spec: bytes = b"train: {steps: 200, global_batch: 16}\nobserve: {interval_s: 1.0}\n",
 ) -> RunDir:
-    """A run's folder. `attempts`: number, the step it goes on from, and its steps."""
+    """Writes a run's folder. `attempts`: number, resume step, and its steps."""
     run.storage.write(SPEC, spec)
     log = RunLog(run)
     for number, resume, records in attempts:
@@ -149,5 +149,5 @@ def write(
 
 
 def story(run: RunDir) -> RunDir:
-    """All of it."""
+    """The complete run."""
     return write(run, events(), [(1, 0, steps(1, 80, 1)), (2, 50, steps(51, 200, 2))], readings())

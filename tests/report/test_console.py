@@ -1,4 +1,4 @@
-"""raydist.report.console: golden text of the panel and of the plain lines, and how often they come."""
+"""raydist.report.console: golden text of the panel and of the plain lines, and how often they are written."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ TROUBLED = """\
     ],
 )  # fmt: skip
 def test_panel(shown: dict[str, Any], total: int | None, expected: str) -> None:
-    """The panel, as it stands on a terminal of 100 columns."""
+    """The panel on a terminal of 100 columns."""
     assert drawn(panel(shown, total, "quickstart", "/runs/quickstart")) == expected
 
 
@@ -88,7 +88,7 @@ def test_line() -> None:
 
 
 class Clock:
-    """A clock that the test moves."""
+    """A clock that the test sets."""
 
     now = 100.0
 
@@ -101,7 +101,7 @@ def steps(lines: list[str]) -> list[int]:
 
 
 def test_piped_the_first_step_then_every_five_seconds_and_the_last(tmp_path: Path) -> None:
-    """However often the monitor is asked, and also where lines are longer than a terminal's."""
+    """However often the monitor is asked, and also if lines are longer than the terminal's width."""
     stream, clock = io.StringIO(), Clock()
     with Console(200, RunDir(tmp_path / "quickstart"), stream=stream, clock=clock) as console:
         console.update(snapshot(0, record=None))
@@ -117,7 +117,7 @@ def test_piped_the_first_step_then_every_five_seconds_and_the_last(tmp_path: Pat
 
 
 def test_piped_events_are_told_at_once(tmp_path: Path) -> None:
-    """Evals, checkpoints, failures and decisions do not wait; a crash loop tells its traceback once; workers not at all."""
+    """Events are not delayed by the line interval; a crash loop shows its traceback once; `workers` events are not shown."""
     stream = io.StringIO()
     failure = {"attempt": 1, "rank": 1, "cause": "boom", "fault": "raised", "traceback": "Traceback\n  boom\n"}
     with Console(200, RunDir(tmp_path / "quickstart"), stream=stream, clock=Clock()) as console:
@@ -132,7 +132,7 @@ def test_piped_events_are_told_at_once(tmp_path: Path) -> None:
 
 
 def test_on_a_terminal_at_most_four_draws_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws are bounded by time, not by updates; the last state is drawn at the end; events stand above the panel."""
+    """Time limits the number of draws, not updates; the last state is drawn at the end; events are above the panel."""
     stream, clock = io.StringIO(), Clock()
     drawn: list[int] = []
     monkeypatch.setattr(
@@ -151,7 +151,7 @@ def test_on_a_terminal_at_most_four_draws_a_second(tmp_path: Path, monkeypatch: 
 
 
 def test_the_terminal_is_left_as_it_was(tmp_path: Path) -> None:
-    """Also when the block ends with an error, the cursor is shown again."""
+    """The cursor is shown again, also if the block ends with an error."""
     stream = io.StringIO()
 
     def train() -> None:

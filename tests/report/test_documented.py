@@ -1,4 +1,4 @@
-"""docs/records.md is the interface: what the code writes and tells stands there."""
+"""docs/reference/records.md is an interface: it documents the records and events that the code writes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from raydist.run.log import FIELDS
 from raydist.run.status import last_word
 
 ROOT = Path(__file__).parents[2]
-SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/records.md").read_text(), re.M | re.S))
+SECTIONS = dict(
+    re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/reference/records.md").read_text(), re.M | re.S)
+)
 
 
 def rows(section: str) -> dict[str, str]:
-    """Of the tables of a section: each name of a first column -> the rest of its row."""
+    """The tables of a section: each name in a first column -> the rest of its row."""
     found = {}
     for names, rest in re.findall(r"^\| (`[^|]+`) \|(.*)$", SECTIONS[section], re.M):
         found.update(dict.fromkeys(re.findall(r"`(\w+)`", names), rest))
@@ -61,7 +63,7 @@ def test_step_fields() -> None:
 
 
 def test_event_kinds() -> None:
-    """Each kind of event that the code writes is a row; each kind that is documented is written, or told by the display."""
+    """Each kind of event that the code writes is a row; each documented kind is written, or shown by the display."""
     documented, written = rows("Events"), kinds_in_code()
     assert written, "no event was found in raydist/: this test looks for the wrong calls"
     assert set(written) <= set(documented), "an undocumented kind"
@@ -70,16 +72,16 @@ def test_event_kinds() -> None:
 
 
 def test_event_data() -> None:
-    """Each key that the code writes into an event stands in that event's row."""
+    """Each key that the code writes into an event is in that event's row."""
     documented = rows("Events")
     for kind, keys in kinds_in_code().items():
         missing = {key for key in keys if f"`{key}`" not in documented[kind]}
-        assert not missing, f"{kind}: {missing} not in docs/records.md"
+        assert not missing, f"{kind}: {missing} not in docs/reference/records.md"
         assert not keys & {"v", "kind", "at"}, f"{kind}: a key of its data would hide one of the line's own"
 
 
 def test_state_and_show(tmp_path: Path) -> None:
-    """Each key of state.json and of show's object is a row, and each status."""
+    """Each key of state.json and of show's object is a row, and so is each status."""
     run = RunDir(tmp_path / "a-run")
     watch = RunMonitor(run.uri, interval_s=60.0)
     watch.end("finished")
@@ -93,7 +95,7 @@ def test_state_and_show(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["attempts", "checkpoints", "faults", "workers"])
 def test_shows_lists(key: str, trained: Callable[..., tuple[RunDir, RunMonitor]]) -> None:
-    """Each key of the objects in show's lists stands in that list's row."""
+    """Each key of the objects in show's lists is in that list's row."""
     run, _ = trained()
     for name in summary.show(run)[key][0]:
         assert f"`{name}`" in rows("show")[key]

@@ -1,4 +1,4 @@
-"""Readings of ranks over a run's length, and the grids that are made of them."""
+"""Readings of ranks over a run, and the grids that are made of them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.report.story import GIB, T, reading
 
 
 def gathered(rows: list[dict[str, Any]], seconds: float = 10.0) -> Readings:
-    """In segments of seven rows."""
+    """The readings, from segments of seven rows."""
     whole = table(rows).select(COLUMNS)
     return gather([whole.slice(i, 7) for i in range(0, whole.num_rows, 7)], seconds, 2)
 
 
 def test_rows_of_ranks_only_in_their_order() -> None:
-    """However they came; rows of nodes and GPUs are none of theirs."""
+    """Readings are sorted, whatever the order of the rows; rows of nodes and GPUs are left out."""
     rows = [reading(at, rank, 1, at, at) for at in (3, 1, 2) for rank in (1, 0)]
     found = gathered([*rows, {"at": T, "kind": "node", "node": "n", "host": "h"}])
     assert [(track.rank, track.host, track.at.tolist()) for track in found.tracks] == [
@@ -34,7 +34,7 @@ def test_rows_of_ranks_only_in_their_order() -> None:
 
 
 def test_a_long_run_keeps_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counters lose nothing by it, and of memory the most is kept, were it of one reading."""
+    """Counters stay exact; of memory the maximum is kept, even if it is a single reading."""
     monkeypatch.setattr(telemetry_reader, "KEPT", 40)
     spike = {"rss_bytes": 9 * GIB}
     rows = [reading(at, rank, 1, at, at, **(spike if at == 501 else {})) for at in range(1, 1001) for rank in (0, 1)]
@@ -50,7 +50,7 @@ def test_a_long_run_keeps_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_grew_in_some_steps_of_an_attempt() -> None:
-    """Between two steps; from its first one on; and not past what was read."""
+    """Between two steps; from the attempt's first step on; not past the last reading."""
     found = gathered([reading(at, rank, 2, 50 + at, at) for at in range(1, 21) for rank in (0, 1)])
     assert found.grown(2, 51, 61, 65)["data"] == pytest.approx(0.5)  # type: ignore[index]
     assert found.grown(2, 51, 51, 65)["compute"] == pytest.approx(0.7 * 15)  # type: ignore[index]
@@ -60,7 +60,7 @@ def test_what_grew_in_some_steps_of_an_attempt() -> None:
 
 
 def test_memory_is_of_the_gpu_where_there_is_one() -> None:
-    """Else of torch's allocator, else of the process."""
+    """Otherwise it is the memory of torch's allocator, and without that the process's."""
     rows = [reading(1, 0, 1, 1, 1), reading(2, 0, 1, 2, 2)]
     assert gathered(rows).memory() == "rss_bytes"
     rows[1]["reserved_bytes"] = 5
@@ -70,7 +70,7 @@ def test_memory_is_of_the_gpu_where_there_is_one() -> None:
 
 
 def test_memory_over_time(tmp_path: Path) -> None:
-    """The most of each cell; nothing where nobody was read: before the first step, and while the run recovered."""
+    """Each cell has the maximum; cells without readings are empty: before the first step, and during recovery."""
     name, grid = report(story.story(RunDir(tmp_path / "a"))).memory  # type: ignore[misc]
     assert (name, grid.values.shape[0], grid.rows, grid.edges[0], grid.edges[-1]) == (
         "rss_bytes",
@@ -89,7 +89,7 @@ def test_memory_over_time(tmp_path: Path) -> None:
 
 
 def test_a_slow_rank_is_seen_and_named(tmp_path: Path) -> None:
-    """0.8 s against 0.6 s of computing a step; of two ranks the faster one is the measure."""
+    """0.8 s and 0.6 s of compute per step; of two ranks the faster one is the reference."""
     found = report(story.story(RunDir(tmp_path / "a")))
     assert found.slowness is not None
     inside = found.slowness.values[:, 1:-1]
@@ -100,7 +100,7 @@ def test_a_slow_rank_is_seen_and_named(tmp_path: Path) -> None:
 
 
 def test_slow_for_a_while() -> None:
-    """Only what lasts is told, the worst first; a single column is none."""
+    """Only lasting slowness is reported, the worst first; a single column is not enough."""
     values = np.ones((4, 20))
     values[2, 5:10], values[3, 12:15], values[1, 3] = 1.5, 3.0, 9.0
     grid = heatmap_data.Grid(np.linspace(0, 200, 21), values, list("0123"))
@@ -120,7 +120,7 @@ def test_steps_trained_twice_show_the_newest_attempt() -> None:
 
 
 def test_a_thousand_ranks_share_rows() -> None:
-    """The highest of a row's ranks stands for them, and the row says which they are."""
+    """The highest value of a row's ranks is shown, and the row names these ranks."""
     values = np.ones((1000, 3))
     values[777, 1] = 5.0
     grid = heatmap_data.Grid(np.arange(4.0), values, [str(rank) for rank in range(1000)]).grouped()
@@ -130,7 +130,7 @@ def test_a_thousand_ranks_share_rows() -> None:
 
 
 def test_one_rank_has_nobody_to_be_slower_than() -> None:
-    """Nor has a run without steps, or without readings."""
+    """Without other ranks, steps or readings there is no grid."""
     rows = [reading(at, 0, 1, at, at) for at in range(1, 9)]
     assert heatmap_data.slowness(gathered(rows), 8) is None
     assert heatmap_data.slowness(gathered([]), 8) is None
@@ -138,7 +138,7 @@ def test_one_rank_has_nobody_to_be_slower_than() -> None:
 
 
 def test_segments_come_one_at_a_time(tmp_path: Path) -> None:
-    """`telemetry_log.parts` gives what `read_samples` does, with the columns that were asked for."""
+    """`telemetry_log.parts` returns the rows of `read_samples`, with the requested columns."""
     run = story.story(RunDir(tmp_path / "a"))
     (part,) = parts(run, ("rank", "at"))
     assert (part.column_names, part.num_rows) == (["rank", "at"], len(story.readings()))

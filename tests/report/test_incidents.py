@@ -1,4 +1,4 @@
-"""What went wrong in a run, with what was done and what to do about it."""
+"""The incidents of a run, with the reaction and the remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.report.test_text import EVENTS
 
 
 def test_the_story() -> None:
-    """In the order of time, each with its attempt, step and rank, as far as they are known."""
+    """In order of time, each with its attempt, step and rank, if known."""
     found = incidents.found(story.events(), {1: 80, 2: 200})
     assert [
         (one["at"] - T, one["kind"], one["attempt"], one["step"], one["rank"], one["severity"]) for one in found
@@ -36,7 +36,7 @@ def test_the_story() -> None:
 
 
 def test_a_driver_that_was_lost() -> None:
-    """Nobody wrote that down: the next one's attempt says it. One that ended by itself was not lost."""
+    """A lost driver writes no event: the attempt of the next driver shows it. A driver that ended by itself was not lost."""
     told = [begun(0, 1), first(3, 1, 1, 3.0), event(5, "note", text="x"), begun(60, 2, 5), first(64, 2, 6, 4.0)]
     (lost,) = incidents.found(told, {1: 9})
     assert (lost["at"] - T, lost["kind"], lost["attempt"], lost["step"]) == (5.0, "driver lost", 1, 9)
@@ -45,13 +45,13 @@ def test_a_driver_that_was_lost() -> None:
 
 
 def test_a_node_that_left() -> None:
-    """It is told, and is no loss of the driver."""
+    """It is an incident, but not a lost driver."""
     told = [begun(0, 1), event(5, "decision", action="leave", because="a notice"), begun(9, 2, 50)]
     assert [(one["kind"], one["severity"]) for one in incidents.found(told, {})] == [("node leaves", "info")]
 
 
 def test_a_failure_that_led_to_the_end() -> None:
-    """Says so, with its traceback."""
+    """The incident says that the run ended, and has the traceback."""
     raised = failed(9, 1, "ValueError: no")
     raised.data["traceback"] = "Traceback\n  line\n"
     told = [begun(0, 1), raised, event(10, "decision", action="stop", because="it would fail again", after_s=0.0),
@@ -61,17 +61,17 @@ def test_a_failure_that_led_to_the_end() -> None:
 
 
 def test_slow_ranks_are_incidents() -> None:
-    """With what to look at."""
+    """The remedy says what to check."""
     slow = [{"rank": 3, "first_step": 1000, "last_step": 2000, "factor": 1.5, "attempt": 2, "at": T + 80}]
     found = incidents.found(story.events(), {}, slow)
     assert [one["kind"] for one in found][1] == "slow rank"
-    assert found[1]["cause"] == "it computed 1.50 times as long as the median rank, steps 1,000 to 2,000"
+    assert found[1]["cause"] == "its compute time was 1.50 times that of the median rank, steps 1,000 to 2,000"
     assert "gpu_throttle" in found[1]["remedy"]
 
 
 @pytest.mark.parametrize(("kind", "data"), [(kind, data) for kind, data, _ in EVENTS if kind in incidents.KINDS])
 def test_every_kind_is_told(kind: str, data: dict[str, Any]) -> None:
-    """As every event looks that the project writes."""
+    """An event of every kind, as the project writes it, has a cause and a remedy."""
     (found,) = incidents.found([Event(kind, T, data)], {})
     assert found["cause"]
     assert found["remedy"]
@@ -79,5 +79,5 @@ def test_every_kind_is_told(kind: str, data: dict[str, Any]) -> None:
 
 
 def test_every_failure_has_a_remedy() -> None:
-    """Of those that are none of the run's own doing."""
+    """Except failures that the run caused itself."""
     assert set(get_args(Kind)) - {"rollback", "aborted"} == set(incidents.REMEDIES)

@@ -1,4 +1,4 @@
-"""raydist.report.preparing: how far the preparation of data is."""
+"""raydist.report.preparing: the progress of data preparation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raydist.report.preparing import LINE_EVERY_S, data_progress
 
 
 class Clock:
-    """A clock that the test moves."""
+    """A clock that the test sets."""
 
     now = 100.0
 
@@ -24,7 +24,7 @@ def at(done: int, phase: str = "tokens") -> Progress:
 
 
 def test_elsewhere_sparse_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first report, one every few seconds, and what came of it, each a line of its own."""
+    """The first report, one every few seconds, and the result, each on its own line."""
     clock, room = Clock(), []
     with data_progress(lambda: room.append(1), clock=clock) as report:
         assert capsys.readouterr().err == ""
@@ -42,14 +42,14 @@ def test_elsewhere_sparse_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_there_already_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """Not a line where nothing has to be prepared, and no room is asked for."""
+    """If nothing has to be prepared, no line is written, and `before` is not called."""
     with data_progress(lambda: pytest.fail("nothing to show")):
         pass
     assert capsys.readouterr().err == ""
 
 
 def test_on_a_terminal_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the bytes and what came of them, and is gone at the end; no Python object is shown."""
+    """The bar has the bytes and the result, and is erased at the end; no Python object is shown."""
     terminal = lambda **_: Console(stderr=True, force_terminal=True, width=120)  # noqa: E731
     monkeypatch.setattr(preparing, "Console", terminal)
     with data_progress() as report:

@@ -1,4 +1,4 @@
-"""`raydist profile`: figures over a while, and what is said of them."""
+"""`raydist profile`: figures over a period, and the verdicts on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raydist.report.profile import DEFAULT, METRICS, chosen, measured
 from raydist.run.directory import SPEC, RunDir
 from raydist.run.telemetry_schema import COLUMNS
 
-DOCS = Path(__file__).parents[2] / "docs" / "thresholds.md"
+DOCS = Path(__file__).parents[2] / "docs/reference/thresholds.md"
 
 
 def rank(at: float, **values: Any) -> dict[str, Any]:
@@ -38,13 +38,13 @@ def gpu(at: float, index: int, **values: Any) -> dict[str, Any]:
 
 
 def only(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """The one figure of that metric, in intervals of 10 s from 100 s on."""
+    """The only figure of that metric, in intervals of 10 s from 100 s on."""
     (found,) = measured(sorted(rows, key=lambda r: r["at"]), [name], 100.0, 10.0)
     return found
 
 
 def test_counters_count_over_the_edges_of_intervals() -> None:
-    """What came between the last row of one and the first of the next belongs to the next."""
+    """An increase between the last row of one interval and the first row of the next belongs to the next interval."""
     rows = [node(100.0 + s, nic_in_bytes=1000 * s if s < 10 else 10_000 + 3000 * (s - 10)) for s in range(0, 20, 2)]
     found = only(rows, "network_in")
     assert (found["least"], found["most"], found["ok"]) == (pytest.approx(1000), pytest.approx(2600), None)
@@ -72,7 +72,7 @@ def test_counters_count_over_the_edges_of_intervals() -> None:
     ],
 )  # fmt: skip
 def test_verdicts(rows: list[dict[str, Any]], name: str, mean: float, ok: bool | None) -> None:
-    """Against the thresholds of docs/thresholds.md; a remedy where it is not as it should be, and only there."""
+    """Figures are compared with the thresholds of docs/reference/thresholds.md; only a bad one has a remedy."""
     found = only(rows, name)
     assert found["mean"] == pytest.approx(mean)
     assert found["ok"] is ok
@@ -80,14 +80,14 @@ def test_verdicts(rows: list[dict[str, Any]], name: str, mean: float, ok: bool |
 
 
 def test_each_subject_has_its_own() -> None:
-    """Two GPUs; what no row says is left out."""
+    """Two GPUs have a figure each; a metric without rows is left out."""
     rows = [gpu(101, index, gpu_util=0.5 + index / 10) for index in (0, 1)]
     found = measured(rows, ["gpu_util", "gpu_power", "network_in"], 100.0, 10.0)
     assert [(f["gpu"], f["mean"]) for f in found] == [(0, 0.5), (1, pytest.approx(0.6))]
 
 
 def test_an_unknown_metric_is_refused() -> None:
-    """With the nearest that there is."""
+    """The hint has the most similar name."""
     with pytest.raises(UsageError) as refused:
         chosen(["gpu_util", "netwrk_in"])
     assert "unknown metric 'netwrk_in'" in refused.value.message
@@ -96,7 +96,7 @@ def test_an_unknown_metric_is_refused() -> None:
 
 
 def test_every_metric_is_documented() -> None:
-    """In docs/thresholds.md, with a star where it is measured unless others are asked for."""
+    """Every metric is in docs/reference/thresholds.md, with a star if it is measured by default."""
     text = DOCS.read_text()
     for name in METRICS:
         (line,) = [line for line in text.splitlines() if line.startswith("| `") and f"`{name}`" in line.split("|")[1]]
@@ -113,7 +113,7 @@ def call(*arguments: str) -> str:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    """Of a run that trains: what was said while it measured. Of one that is over: nothing, with what to do instead."""
+    """For a running run it prints the figures of that period; for an ended run it is refused."""
     run = RunDir(tmp_path / "a-run")
     run.storage.write(SPEC, b"train: {steps: 200}\n")
     monitor = RunMonitor(run.uri, interval_s=0.05, exporters=[])
@@ -136,12 +136,12 @@ def test_the_command(tmp_path: Path) -> None:
         shown = call(*asked, "--metric", "data,network_in")
         assert "LOOK" in shown
         assert "raise data.prefetch" in shown
-        assert "nothing here has: network_in" in shown
+        assert "no data for: network_in" in shown
     finally:
         ended.set()
         watcher.join()
     monitor.end("finished")
-    with pytest.raises(UsageError, match="this run is finished, and only one that trains can be profiled"):
+    with pytest.raises(UsageError, match="this run is finished; only a run that is training can be profiled"):
         call(*asked)
 
 

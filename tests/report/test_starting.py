@@ -1,4 +1,4 @@
-"""raydist.report.starting and the console's part before the first step: what is told, when, and that its times add up."""
+"""raydist.report.starting and the console before the first step: what is shown, when, and that the times add up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.report.test_console import snapshot
 
 
 class Clock:
-    """A clock that the test moves."""
+    """A clock that the test sets."""
 
     now = 1000.0
 
@@ -29,7 +29,7 @@ class Clock:
 
 
 def waiting(**changes: Any) -> dict[str, Any]:
-    """What the monitor shows before the first step."""
+    """The monitor's snapshot before the first step."""
     unknown = dict.fromkeys(
         ("record", "checkpoint", "eval_loss", "tokens_per_second", "seconds_per_step", "data_share")
     )
@@ -37,7 +37,7 @@ def waiting(**changes: Any) -> dict[str, Any]:
 
 
 def test_process_start_counts_the_imports() -> None:
-    """Before the first line of a new process, and after it was started."""
+    """It is before the first line of a new process, and after its creation."""
     before = time.time()
     code = "import time; begun = time.time(); from raydist.report.starting import process_start; print(process_start(), begun)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -47,7 +47,7 @@ def test_process_start_counts_the_imports() -> None:
 
 
 def test_piped_a_line_a_stage_with_the_seconds_so_far(tmp_path: Path) -> None:
-    """The driver's stages at once, the ranks' as the monitor tells them, each once, with when it began; none after a step."""
+    """The driver's stages at once, the ranks' from the monitor, each once, with its begin; none after a step."""
     stream, clock = io.StringIO(), Clock()
     with Starting(begun=999.5, stream=stream, clock=clock) as starting:
         starting.stage("job")
@@ -74,7 +74,8 @@ def test_piped_a_line_a_stage_with_the_seconds_so_far(tmp_path: Path) -> None:
 
 
 def test_stages_add_up_to_the_wait() -> None:
-    """From the process's start until the attempt began; the event has them beside its own, whose sum stays what it was."""
+    """They cover the time from the process's start to the attempt's begin. The event has them beside its own stages, whose sum
+    does not change."""
     clock = Clock()
     starting = Starting(begun=999.25, stream=io.StringIO(), clock=clock)
     for name, seconds in (("job", 0.5), ("data", 2.0), ("ray", 4.0)):
@@ -95,7 +96,7 @@ def test_stages_add_up_to_the_wait() -> None:
 
 
 def test_on_a_terminal_the_spinner_gives_way(tmp_path: Path) -> None:
-    """It is there at once, then a part of the panel, and gone with the first step; the cursor is as it was."""
+    """The spinner appears at once, is then part of the panel, and disappears with the first step; the cursor is restored."""
     stream, clock = io.StringIO(), Clock()
     with Starting(begun=999.5, tty=True, stream=stream, clock=clock) as starting:
         starting.stage("job")
@@ -105,7 +106,7 @@ def test_on_a_terminal_the_spinner_gives_way(tmp_path: Path) -> None:
             console.update(waiting(stages=[("build", 1007.0)]))
             clock.now = 1008.0
             deadline = time.monotonic() + 10
-            while "8.5 s" not in stream.getvalue():  # drawn anew by itself
+            while "8.5 s" not in stream.getvalue():  # redrawn by itself
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             console.update(snapshot(1))
@@ -118,7 +119,7 @@ def test_on_a_terminal_the_spinner_gives_way(tmp_path: Path) -> None:
 
 
 def test_an_early_error_leaves_no_spinner() -> None:
-    """The line is erased before the error is told."""
+    """The line is erased before the error is shown."""
     stream = io.StringIO()
 
     def fail() -> None:

@@ -1,4 +1,4 @@
-"""raydist.report.summary: the objects of `show` and `runs`, from the run folder alone."""
+"""raydist.report.summary: the objects of `show` and `runs`, from the run folder only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, StepRecord
 from raydist.report import summary
 from raydist.run.directory import SPEC, STATE, RunDir, manifest_name
-from raydist.run.log import RunLog
+from raydist.run.log_writer import RunLog
 from raydist.run.status import this_process
 from tests.report.conftest import STARTUP
 
@@ -23,7 +23,7 @@ Trained = Callable[..., tuple[RunDir, RunMonitor]]
 
 
 def test_show_while_it_trains(trained: Trained) -> None:
-    """The whole object, exactly: what a restart trained again counts once, and an eval past the resume step not at all."""
+    """The whole object, exactly: repeated steps count once, and an eval after the resume step does not count."""
     run, _ = trained()
     told, killed = summary.show(run), "rank 1: killed by SIGKILL"
     assert told.pop("tokens_per_second") == pytest.approx(1000.0), "the slow first step of the attempt does not count"
@@ -54,7 +54,7 @@ def test_show_while_it_trains(trained: Trained) -> None:
     ],
 )
 def test_show_after_the_end(trained: Trained, status: str, data: dict[str, str], cause: str | None) -> None:
-    """The status it ended with, no workers, and what ended the last attempt."""
+    """The status at the end, no workers, and the cause that ended the last attempt."""
     run, watch = trained()
     watch.end(status, **data)  # type: ignore[arg-type]
     told = summary.show(run)
@@ -62,7 +62,7 @@ def test_show_after_the_end(trained: Trained, status: str, data: dict[str, str],
 
 
 def test_show_of_a_lost_run(trained: Trained) -> None:
-    """With its driver gone: lost, no workers, and the attempt says so; the next driver's attempts follow."""
+    """Without its driver the run is lost, without workers, and the attempt has that cause; the next driver's attempts follow."""
     run, _ = trained()
     state = json.loads(run.storage.read(STATE))
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
@@ -70,17 +70,17 @@ def test_show_of_a_lost_run(trained: Trained) -> None:
     run.storage.write(STATE, json.dumps({**state, "driver": this_process(gone.pid)}).encode())
     told = summary.show(run)
     assert (told["status"], told["workers"]) == ("lost", [])
-    assert told["attempts"][1]["cause"] == "its driver was gone without a word"
+    assert told["attempts"][1]["cause"] == "its driver exited without reporting an error"
     second = RunMonitor(run.uri, interval_s=60.0)
     second.begin_attempt(3, 2, 80)
     second.flush()
     causes = [attempt["cause"] for attempt in summary.show(run)["attempts"]]
-    assert causes == ["rank 1: killed by SIGKILL", "its driver was gone without a word", None]
+    assert causes == ["rank 1: killed by SIGKILL", "its driver exited without reporting an error", None]
     assert summary.show(run)["attempts"][2]["first_step"] is None
 
 
 def test_show_of_a_run_that_has_done_nothing(tmp_path: Path) -> None:
-    """Every key is there, with None and empty lists."""
+    """Every key exists, with None and empty lists."""
     run = RunDir(tmp_path / "new")
     run.storage.write(SPEC, b"name: new\n")
     assert summary.show(run) == {
@@ -90,7 +90,7 @@ def test_show_of_a_run_that_has_done_nothing(tmp_path: Path) -> None:
 
 
 def test_show_without_a_monitor(tmp_path: Path) -> None:
-    """A run of worker.standalone has records and no state.json: its status is that of its last event."""
+    """A run of worker.standalone has records but no state.json: its last event gives the status."""
     run = RunDir(tmp_path / "alone")
     run.storage.write(SPEC, b"name: alone\n")
     log = RunLog(run)
@@ -106,7 +106,7 @@ def test_show_without_a_monitor(tmp_path: Path) -> None:
 
 
 def test_a_damaged_manifest_is_shown(trained: Trained) -> None:
-    """It is no reason to show nothing: its bytes are None, and it is not the best."""
+    """The other data is still shown: the checkpoint's bytes are None, and it is not the best."""
     run, _ = trained()
     run.storage.write(path(50, manifest_name(1)), b"{}")
     assert summary.show(run)["checkpoints"] == [
@@ -116,7 +116,7 @@ def test_a_damaged_manifest_is_shown(trained: Trained) -> None:
 
 
 def test_runs_lists_what_show_tells(trained: Trained, tmp_path: Path) -> None:
-    """By name, with show's figures; folders that are no run, hidden ones and files are passed over."""
+    """By name, with show's figures; folders that are not runs, hidden folders and files are skipped."""
     first, watch = trained("b-run")
     watch.end("finished")
     second, _ = trained("a-run")
@@ -132,7 +132,7 @@ def test_runs_lists_what_show_tells(trained: Trained, tmp_path: Path) -> None:
 
 
 def test_steps_have_the_fields_of_step_records(trained: Trained) -> None:
-    """One dict a step, ascending, equal to what was pushed."""
+    """One dict per step, ascending, equal to the pushed records."""
     run, _ = trained()
     rows = list(summary.steps(run))
     assert [row["step"] for row in rows] == list(range(1, 81))

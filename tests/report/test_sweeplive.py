@@ -1,4 +1,4 @@
-"""The live display of a sweep: a table on a terminal, few plain lines elsewhere."""
+"""The live display of a sweep: a table on a terminal, few plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPENT: Any = SimpleNamespace(hours=0.5, gpu_hours=2.0, worker_hours=4.0)
 
 
 def cell(name: str, step: int) -> Any:
-    """A cell that trains; at step 0 it has not begun."""
+    """A running cell; at step 0 it has not started."""
     record = {"step": step, "loss": 2.5, "lr": 1e-3, "grad_norm": 1.0} if step else None
     rates = {"tokens_per_second": 1234.0, "seconds_per_step": 2.0} if step else {"tokens_per_second": None}
     state = "running" if step else "waiting for workers"
@@ -29,50 +29,50 @@ def cell(name: str, step: int) -> Any:
 
 
 def standing(cells: int = 6, seeds: int = 1, mode: str = "min") -> Standing:
-    """Of a sweep over the learning rate: cell0, cell1, ..., none of them over yet."""
+    """The state of a sweep over the learning rate: cell0, cell1, ..., none of which has ended."""
     made = Standing("eval_loss", mode)
     made.begin([CellNote(i, f"cell{i}", i // seeds, {"optim.lr": 0.5 + i // seeds}, i) for i in range(cells)], [])
     return made
 
 
 def end(standing: Standing, number: int, value: float | None, kind: str = "finished", **data: Any) -> None:
-    """A cell trained for 200 s, and is over."""
+    """A cell trained for 200 s, and has ended."""
     figures = {"steps": 40, "loss": 2.75, "eval_loss": value, "tokens_per_second": 1234.0}
     standing.heard(Event("started", 100.0, {"cell": f"cell{number}", "workers": 2, "gpus": 0.0}))
     standing.heard(Event(kind, 300.0, {"cell": f"cell{number}", "figures": figures, **data}))
 
 
 class Terminal(io.StringIO):
-    """What rich takes for one."""
+    """A stream that rich takes for a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 def test_lines() -> None:
-    """What is not there is left out; the cost only where there are GPUs and a price."""
+    """Missing values are left out; the cost is shown only with GPUs and a price."""
     assert counts_line(COUNTS) == "2 running, 3 waiting, 1 finished, 1 failed"
-    assert cost_line(SPENT, 2.5) == "30:00 on the wall, 4:00:00 of workers, 2.00 GPU-hours, cost 5.00"
+    assert cost_line(SPENT, 2.5) == "30:00 wall time, 4:00:00 worker time, 2.00 GPU-hours, cost 5.00"
     assert "cost" not in cost_line(SPENT, None)
     assert "GPU" not in cost_line(SimpleNamespace(hours=1.0, gpu_hours=0.0, worker_hours=1.0), 2.5)
 
 
 def test_plain_lines_are_few() -> None:
-    """The same counts again say nothing; new counts say one line more."""
+    """Unchanged counts give no line; new counts give one."""
     out = io.StringIO()
     with SweepConsole("grid", 2.5, standing(), out) as console:
         for _ in range(5):
             console.update([cell("lr1", 10), cell("lr2", 0)], COUNTS, SPENT)
         console.update([cell("lr2", 1)], {**COUNTS, "finished": 2, "running": 1}, SPENT)
     lines = out.getvalue().splitlines()
-    assert lines[0].startswith("2 running, 3 waiting, 1 finished, 1 failed; 30:00 on the wall")
+    assert lines[0].startswith("2 running, 3 waiting, 1 finished, 1 failed; 30:00 wall time")
     assert lines[1] == "  lr1: running, step 10/40, loss 2.5000, tokens/s 1,234, ETA 1:00"
     assert lines[2] == "  lr2: waiting for workers, step 0/40"
     assert [line[:20] for line in lines[3:]] == ["1 running, 3 waiting"]
 
 
 def test_table_on_a_terminal(monkeypatch: Any) -> None:
-    """Every cell that trains has a row with its figures."""
+    """Every running cell has a row with its figures."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "140")
     out = Terminal()
@@ -84,9 +84,8 @@ def test_table_on_a_terminal(monkeypatch: Any) -> None:
 
 
 def test_a_line_for_each_cell_that_ends() -> None:
-    """Its objective, its time, why it failed; and the best point so far, when it is another one. What was over before is not
-    told again.
-    """
+    """It has the objective, the time and the cause of a failure; a new best point has its own line. Cells that had ended before
+    the start have no line."""
     out, known = io.StringIO(), standing()
     end(known, 0, 2.5)
     with SweepConsole("grid", None, known, out) as console:
@@ -107,7 +106,7 @@ def test_a_line_for_each_cell_that_ends() -> None:
 
 @pytest.mark.parametrize(("running", "rows"), [(0, 5), (3, 8), (500, 19)])
 def test_the_table_shows_what_is_over_and_fits(monkeypatch: Any, running: int, rows: int) -> None:
-    """The newest five of the cells that are over, the best of all of them though it is none of these, and 24 lines at most."""
+    """The five cells that ended last, the best of all, also if it is not among these, and at most 24 lines."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("LINES", "24")
@@ -134,13 +133,12 @@ def test_the_table_shows_what_is_over_and_fits(monkeypatch: Any, running: int, r
         "3:20",
     ]
     if running == 500:
-        assert lines[-1].strip() == "and 486 more that train"
+        assert lines[-1].strip() == "and 486 more running"
 
 
 def test_the_best_is_that_of_the_results() -> None:
-    """The mean over the seeds that have finished; another seed can take the lead from it again; of a maximum the largest; and
-    what is stopped, or is no number, leads nothing.
-    """
+    """The best is the mean over the finished seeds; another seed can change which point leads. With `max` it is the largest.
+    Stopped cells and NaN do not count."""
     known = standing(4, seeds=2)
     assert known.best is None
     end(known, 2, 2.5)
@@ -159,7 +157,7 @@ def test_the_best_is_that_of_the_results() -> None:
 
 
 def test_the_best_under_pbt_has_the_values_that_it_took_on() -> None:
-    """An exploited cell goes on with others than it began with."""
+    """An exploited cell has other values than at its start."""
     known = standing()
     known.heard(Event("exploited", 1.0, {"cell": "cell0", "source": "cell1", "changes": {"optim.lr": [0.5, 0.6]}}))
     end(known, 0, 2.0)

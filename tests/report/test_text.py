@@ -1,4 +1,4 @@
-"""raydist.report.text: numbers and events as a person reads them."""
+"""raydist.report.text: numbers and events in readable form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raydist.report import text
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (12_900_000, "12.3 MiB"), (3 * 2**50, "3072.0 TiB")],
 )
 def test_size(count: int, told: str) -> None:
-    """Binary units, one digit."""
+    """Binary units, one decimal."""
     assert text.size(count) == told
 
 
@@ -32,7 +32,7 @@ def test_size(count: int, told: str) -> None:
     ],
 )
 def test_span(seconds: float, told: str) -> None:
-    """As short as it can be said."""
+    """In the shortest form."""
     assert text.span(seconds) == told
 
 
@@ -40,17 +40,17 @@ EVENTS: list[tuple[str, dict[str, Any], str]] = [
     (
         "non_finite",
         {"step": 5, "action": "rollback", "cause": "step 5: the loss (nan) is not finite (rank 1: its loss is nan)"},
-        "step 5: the loss (nan) is not finite (rank 1: its loss is nan): the run goes back, and leaves the batch out",
+        "step 5: the loss (nan) is not finite (rank 1: its loss is nan): the run rolls back and skips the batch",
     ),
     (
         "loss_spike",
         {"step": 5, "action": "skip", "loss": 9.0, "median": 2.5},
-        "step 5: loss 9.0000, the median before is 2.5000: the step is left out",
+        "step 5: loss 9.0000, the median before is 2.5000: the step is skipped",
     ),
     (
         "data_stalled",
         {"step": 5, "rank": 1, "seconds": 300.0, "where": "a.py:7 in read\nb.py:9 in batch", "final": False},
-        "step 5, rank 1: no batch for 5:00, in a.py:7 in read: its loader is started again",
+        "step 5, rank 1: no batch for 5:00, in a.py:7 in read: its loader is restarted",
     ),
     (
         "fault",
@@ -105,7 +105,7 @@ EVENTS: list[tuple[str, dict[str, Any], str]] = [
     (
         "checkpoint_damaged",
         {"step": 50, "file": "shard-0.bin", "cause": "is missing", "mended_from": "s3://b/run"},
-        "checkpoint at step 50 was damaged, mended from s3://b/run: shard-0.bin: is missing",
+        "checkpoint at step 50 was damaged, repaired from s3://b/run: shard-0.bin: is missing",
     ),
     (
         "checkpoint_damaged",
@@ -118,7 +118,7 @@ EVENTS: list[tuple[str, dict[str, Any], str]] = [
         "replica s3://b has step 50: 12.3 MiB in 0.41 s",
     ),
     ("replica_failed", {"replica": "s3://b", "cause": "no route"}, "replica s3://b: no route"),
-    ("replica_used", {"replica": "s3://b", "step": 50}, "step 50 is taken from the replica s3://b"),
+    ("replica_used", {"replica": "s3://b", "step": 50}, "step 50 is loaded from the replica s3://b"),
     (
         "eval",
         {"step": 50, "loss": 2.61234, "tokens": 32768, "best": False},
@@ -138,7 +138,7 @@ EVENTS: list[tuple[str, dict[str, Any], str]] = [
             "count": 3,
             "majority": [0, 1],
         },
-        "step 5: rank 2 drifted in model/a, model/b and 1 more: mended from the other ranks",
+        "step 5: rank 2 drifted in model/a, model/b and 1 more: repaired from the other ranks",
     ),
     (
         "finding",
@@ -164,7 +164,7 @@ EVENTS: list[tuple[str, dict[str, Any], str]] = [
     ],
 )
 def test_the_stages_of_a_first_step_add_up(before: dict[str, float], stages: dict[str, float], told: str) -> None:
-    """As they are shown, to the whole time as it is shown: what came before the attempt, and the attempt's own."""
+    """The shown stages, those before the attempt and the attempt's own, add up to the shown total."""
     data = {"step": 1, "attempt": 1, "seconds": 1.0, "stages": stages, "repeated_steps": 0, "before": before}
     line = text.event(Event("first_step", 1.0, data))
     assert line == f"step 1, the first of attempt 1, {told}"
@@ -174,11 +174,11 @@ def test_the_stages_of_a_first_step_add_up(before: dict[str, float], stages: dic
 
 @pytest.mark.parametrize(("kind", "data", "told"), EVENTS)
 def test_events(kind: str, data: dict[str, Any], told: str) -> None:
-    """Each kind as one line."""
+    """Each kind is one line."""
     assert text.event(Event(kind, 1.0, data)) == told
 
 
 @pytest.mark.parametrize("event", [Event("eval", 1.0, {"step": 3}), Event("of_tomorrow", 1.0, {"step": 3})])
 def test_events_of_another_version(event: Event) -> None:
-    """Shown as they are: a display never fails on what it does not know."""
+    """Unknown events are shown as they are: a display never fails on them."""
     assert text.event(event) == f"{event.kind} {{'step': 3}}"

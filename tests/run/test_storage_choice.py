@@ -1,4 +1,4 @@
-"""Where runs are stored: each source beats those after it, and a folder `runs` counts only where raydist has stored there."""
+"""Where runs are stored: the order of sources, and which folders `runs` count."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raydist.storage import Storage
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder of a user with a home of their own, in which nothing chooses a storage yet: HOME/work/deep."""
+    """The current folder, HOME/work/deep, with a temporary HOME; no source chooses a storage yet."""
     for name in ("RAYDIST_STORAGE", "XDG_CONFIG_HOME", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -25,13 +25,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def stored(folder: Path, name: str = "a-run") -> Path:
-    """That folder, with a run in it."""
+    """Stores a run in the folder, and returns it."""
     Storage(folder).at(name).write("spec.yaml", b"")
     return folder
 
 
 def configure(text: str) -> Path:
-    """The user's configuration file, with that text."""
+    """Writes the user's configuration file."""
     path = config_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -39,7 +39,7 @@ def configure(text: str) -> Path:
 
 
 def test_the_order(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the last source to the first, each once said beats all after it, and tells its name."""
+    """From the lowest priority to the highest, each source overrides those before, and the choice names it."""
     assert (choose().uri, choose().source) == ("~/raydist", "default")
     far = stored(tmp_path / "work" / "runs")
     assert (choose().uri, choose().source) == (str(far), "folder")
@@ -66,7 +66,7 @@ def test_the_order(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_which_folders_count(place: Path, names: list[str], counts: bool) -> None:
-    """Those with a mark of raydist's own, a run or a sweep; no other tool's `runs`."""
+    """A folder counts if it has a mark of raydist, a run or a sweep; another tool's `runs` does not count."""
     runs = place / "runs"
     runs.mkdir()
     for name in names:
@@ -81,20 +81,20 @@ def test_which_folders_count(place: Path, names: list[str], counts: bool) -> Non
 
 
 def test_the_names_are_those_of_runs_and_sweeps() -> None:
-    """What makes a folder count is what makes it a run or a sweep for every command."""
+    """The marks are the names that all commands use for runs and sweeps."""
     assert storage_choice.FIRSTS == (directory.SPEC, sweep_directory.CELLS)
     assert storage_choice.MARKS == (directory.DATA, directory.TUNED)
 
 
 def test_another_user_s_folder_does_not_count(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever may write above the current folder cannot choose where runs go on."""
+    """A folder that belongs to another user does not count, so nobody else can choose where runs are stored."""
     stored(place / "runs")
     monkeypatch.setattr("os.geteuid", lambda: 4242)
     assert choose().source == "default"
 
 
 def test_a_ray_job_looks_for_no_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its current folder is a temporary copy; environment and configuration count as everywhere."""
+    """The current folder of a Ray job is a temporary copy, so its `runs` does not count; environment and configuration do."""
     stored(place / "runs")
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     assert choose().uri == "~/raydist"
@@ -103,7 +103,7 @@ def test_a_ray_job_looks_for_no_folder(place: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_xdg_config_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds the configuration file if it is absolute, as the specification says."""
+    """XDG_CONFIG_HOME is used if it is absolute, as its specification says."""
     assert config_file() == tmp_path / ".config/raydist/config.toml"
     monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
     assert config_file() == tmp_path / ".config/raydist/config.toml"
@@ -116,15 +116,15 @@ def test_xdg_config_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
-        ("storage = /data", "no valid TOML", 'write storage = "/folder/or/uri"'),
+        ("storage = /data", "not valid TOML", 'write storage = "/folder/or/uri"'),
         ('storge = "/data"', 'unknown key "storge"', 'did you mean "storage"?'),
-        ("gpus = 3", 'unknown key "gpus"', "it may say: storage"),
+        ("gpus = 3", 'unknown key "gpus"', "allowed: storage"),
         ("storage = 3", "storage: 3", "in quotes"),
         ('storage = ""', "storage: ''", "in quotes"),
     ],
 )
 def test_a_bad_configuration_file(text: str, message: str, hint: str) -> None:
-    """One error that names the file, what is wrong and what to write; exit code 2. An option needs no file."""
+    """One error names the file, what is wrong and what to write, with exit code 2. With an option the file is not read."""
     path = configure(text)
     with pytest.raises(UserError) as caught:
         choose()
@@ -136,7 +136,7 @@ def test_a_bad_configuration_file(text: str, message: str, hint: str) -> None:
 
 
 def test_other_places_with_runs(place: Path, tmp_path: Path) -> None:
-    """The nearest folder `runs` and ~/raydist, where they hold runs and are not what was chosen."""
+    """The nearest folder `runs` and ~/raydist, if they hold runs and were not chosen."""
     assert others(choose()) == []
     runs, default = stored(place / "runs"), stored(tmp_path / "raydist")
     assert others(choose()) == [str(default)]
@@ -145,7 +145,8 @@ def test_other_places_with_runs(place: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_not_found_says_where_it_was_looked_for(place: Path, tmp_path: Path) -> None:
-    """The place and why there, near names, what is there, other places; for runs and for sweeps, and a sweep is no run."""
+    """The error has the place and why it was chosen, similar names, existing runs and other places, for runs and for sweeps; a
+    sweep is not taken for a run."""
     stored(place / "runs", "quickstart")
     stored(tmp_path / "raydist")
     with pytest.raises(RunNotFound) as caught:

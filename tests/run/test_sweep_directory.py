@@ -1,4 +1,4 @@
-"""A sweep's folder: its cells, and the log of what happened to them, whole whoever is killed when."""
+"""A sweep's folder: its cells, and the log of their events, which a kill does not damage."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def cell(index: int) -> CellNote:
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> SweepDir:
-    """A sweep of three cells, of which nothing has happened yet."""
+    """A sweep of three cells without events."""
     folder = SweepDir(tmp_path / "a-sweep")
     folder.write("base: base.yaml\n", "name: x\n", [cell(i) for i in range(3)])
     return folder
 
 
 def test_events_come_back_in_order_over_drivers(sweep: SweepDir) -> None:
-    """Each driver writes a segment of its own, and readers see what was flushed, in order."""
+    """Each driver writes its own segment, and readers see the flushed events, in order."""
     assert sweep.events() == []
     first = SweepLog(sweep)
     told = [first.event("began", cells=3), first.event("started", "c0", workers=2, gpus=0.0)]
     first.flush()
-    first.event("finished", "c0")  # never flushed: its driver is killed
+    first.event("finished", "c0")  # not flushed: its driver is killed
     second = SweepLog(sweep)
     told.append(second.event("started", "c0", workers=2, gpus=0.0))
     second.flush()
@@ -48,7 +48,7 @@ def test_events_come_back_in_order_over_drivers(sweep: SweepDir) -> None:
 
 
 def test_segments_are_sealed(sweep: SweepDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long log is many files of a bounded size: an object store sends no more than one of them again."""
+    """A long log is split into files of a bounded size, so that an object store rewrites at most one of them."""
     monkeypatch.setattr(sweep_directory, "SEGMENT_LINES", 10)
     log = SweepLog(sweep)
     for count in (3, 25, 2):
@@ -75,7 +75,7 @@ while True:
 
 
 def test_a_killed_driver_loses_nothing_that_was_flushed(sweep: SweepDir) -> None:
-    """SIGKILL at any moment: every event whose flush returned is read, in order, and nothing torn."""
+    """After SIGKILL each event whose flush returned is read, in order, and no incomplete line."""
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, sweep.uri], stdout=subprocess.PIPE, text=True, env=env
@@ -91,7 +91,7 @@ def test_a_killed_driver_loses_nothing_that_was_flushed(sweep: SweepDir) -> None
 
 
 def test_a_torn_line_is_left_out_and_a_damaged_one_named(sweep: SweepDir) -> None:
-    """The end of a line that was being written is no error; a line in the middle is."""
+    """An incomplete last line is ignored; a damaged line before it raises StorageError with its number."""
     log = SweepLog(sweep)
     log.event("queued", "c0")
     log.flush()
@@ -99,12 +99,12 @@ def test_a_torn_line_is_left_out_and_a_damaged_one_named(sweep: SweepDir) -> Non
     path.write_bytes(path.read_bytes() + b'{"v": 1, "kind": "que')
     assert [e.kind for e in sweep.events()] == ["queued"]
     path.write_bytes(b"nonsense\n" + path.read_bytes())
-    with pytest.raises(StorageError, match=r"events/000001\.jsonl: line 1 is no event"):
+    with pytest.raises(StorageError, match=r"events/000001\.jsonl: line 1 is not an event"):
         sweep.events()
 
 
 def test_a_full_disk_is_told_and_mended(sweep: SweepDir) -> None:
-    """What a refused write left is taken back, and written once there is room."""
+    """A refused write leaves no partial line, and its events are written once there is space."""
     log = SweepLog(sweep)
     log.event("queued", "c0")
     log.flush()
@@ -126,7 +126,7 @@ def test_a_full_disk_is_told_and_mended(sweep: SweepDir) -> None:
 
 
 def test_cells_that_a_search_adds(sweep: SweepDir) -> None:
-    """Stand behind those there were at the start."""
+    """Cells that a search adds come after the first ones."""
     log = SweepLog(sweep)
     log.event("added", "c3", note=cell(3).to_dict())
     log.flush()
@@ -136,7 +136,7 @@ def test_cells_that_a_search_adds(sweep: SweepDir) -> None:
 
 
 def test_no_such_sweep(sweep: SweepDir) -> None:
-    """RunNotFound names those that are there; a name that cannot be one is refused as a run's is."""
+    """RunNotFound for a sweep that does not exist, with the existing ones if there are any."""
     home = str(Path(sweep.uri).parent)
     assert resolve_sweep("a-sweep", home).uri == sweep.uri
     assert resolve_sweep(sweep.uri).uri == sweep.uri
@@ -147,7 +147,7 @@ def test_no_such_sweep(sweep: SweepDir) -> None:
 
 
 def story(*events: tuple[str, dict[str, object]]) -> list[Event]:
-    """Events of cell c, a second apart."""
+    """Events of cell c, one a second."""
     return [Event(kind, float(at), {"cell": "c", **data}) for at, (kind, data) in enumerate(events)]
 
 
@@ -155,7 +155,7 @@ START = ("started", {"workers": 2, "gpus": 2.0})
 
 
 def test_what_became_of_a_cell() -> None:
-    """It fails, is tried again with half the micro-batch, its driver is killed, it goes on, and finishes."""
+    """A cell fails, is retried with half the micro-batch, its driver is killed, it resumes, and finishes."""
     events = story(
         ("queued", {}), START, ("failed", {"cause": "out of memory", "final": False}),
         ("retried", {"because": "out of memory", "micro_batch": 4}), START, START, ("finished", {"figures": {"loss": 2.0}}),
@@ -188,20 +188,20 @@ def test_what_became_of_a_cell() -> None:
     ],
 )
 def test_how_a_cell_ends_early(kind: str, data: dict[str, object], status: str) -> None:
-    """By the scheduler or for good, and it is done; by the user, and it goes on."""
+    """A cell that the scheduler stopped, or that failed for good, is done; one that was paused is not."""
     state = fold(story(START, (kind, data)))["c"]
     assert (state.status, state.cause) == (status, "rung")
     assert (state.status in DONE) is (status != "paused")
 
 
 def test_an_end_told_twice_is_the_first() -> None:
-    """What is said of a cell that has no workers any more costs nothing."""
+    """A second end event does not change the time at which the cell's workers ended."""
     state = fold(story(START, ("failed", {"cause": "x"}), ("stopped", {"because": "the sweep ends"})))["c"]
     assert state.stretches == [Stretch(0, 2, 2.0, 1)]
 
 
 def test_lineage_and_later_kinds() -> None:
-    """Exploits are kept in order; a kind of a later version changes nothing."""
+    """Exploits are kept in order; an event kind of a later version changes nothing."""
     exploit = ("exploited", {"source": "d", "step": 5, "tokens": 640, "changes": {"optim.lr": [1, 2]}})
     state = fold(story(START, exploit, ("celebrated", {})))["c"]
     assert state.status == "running"

@@ -1,4 +1,4 @@
-"""Readings on storage: what was given is there, what is old is thinned, and nothing counts twice whoever dies when."""
+"""Telemetry on storage: rows are read back, old ones are thinned, and a kill neither loses nor duplicates them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def row(at: float, rank: int = 0, **values: Any) -> dict[str, Any]:
 
 
 def names(run: RunDir) -> list[str]:
-    """The segments that there are."""
+    """The names of the segments."""
     return [name.rsplit("/", 1)[-1] for name in run.storage.files(SAMPLES)]
 
 
 def test_all_rows_are_read_in_the_order_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over segments and drivers, while it is being written too; columns that were not given are null."""
+    """Rows of all segments and drivers are read in order of time, also while they are written; missing columns are null."""
     monkeypatch.setattr(telemetry_log, "SEGMENT_ROWS", 4)
     monkeypatch.setattr(telemetry_log, "RAW_S", 1e12)
     run = RunDir(tmp_path / "a")
@@ -49,7 +49,7 @@ def test_all_rows_are_read_in_the_order_of_time(tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_storage_refuses_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to a bound: then the oldest rows go, and the newest are written once storage is back."""
+    """Refused rows are kept up to a limit: then the oldest are dropped, and the rest is written once storage works again."""
     monkeypatch.setattr(telemetry_log, "_BUFFERED", 5)
     (tmp_path / "a").mkdir()
     log = TelemetryLog(RunDir(tmp_path / "a"))
@@ -64,7 +64,7 @@ def test_what_storage_refuses_is_kept(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def segments(run: RunDir, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """That many raw ones of a minute each: two ranks, one row a second each."""
+    """Writes `count` raw segments of a minute: two ranks, one row a second each."""
     monkeypatch.setattr(telemetry_log, "SEGMENT_ROWS", 1)
     monkeypatch.setattr(telemetry_log, "RAW_S", 1e12)
     log = TelemetryLog(run)
@@ -79,7 +79,8 @@ def segments(run: RunDir, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def test_old_rows_are_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A minute and subject in a row: of counters the last, of peaks the highest, of others the mean; young ones stay."""
+    """Old rows become one a minute and subject: of counters the last value, of peaks the maximum, of others the mean; new rows
+    stay."""
     run = RunDir(tmp_path / "a")
     segments(run, monkeypatch, 5)
     thin(run, before=180.0, below=5)
@@ -97,7 +98,7 @@ def test_old_rows_are_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_several_writers_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each numbers and thins its own segments; a reader sees the rows of all, also of those who are slow."""
+    """Each writer numbers and thins its own segments; a reader sees the rows of all, also of a slow one."""
     run = RunDir(tmp_path / "a")
     segments(run, monkeypatch, 2)
     monkeypatch.setattr(telemetry_log, "SEGMENT_ROWS", 3)
@@ -115,13 +116,14 @@ def test_several_writers_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_a_death_while_thinning_doubles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: int) -> None:
-    """Killed after the thin file was written, with so many raw ones gone: read once each, and tidied by the next one."""
+    """If it is killed after the thin segment was written, and some raw ones deleted, each row is read once; the next call deletes
+    the rest."""
     run = RunDir(tmp_path / "a")
     segments(run, monkeypatch, 3)
     deleted: list[str] = []
 
     class Killed(BaseException):
-        """Not to be caught on the way."""
+        """Not an Exception, so that no code catches it."""
 
     delete = type(run.storage).delete
 
@@ -143,7 +145,7 @@ def test_a_death_while_thinning_doubles_nothing(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_damaged_segment_is_named(tmp_path: Path) -> None:
-    """With what to do about it."""
+    """StorageError with the segment's name."""
     run = RunDir(tmp_path / "a")
     log = TelemetryLog(run)
     log.add([row(1.0)])
@@ -154,7 +156,7 @@ def test_a_damaged_segment_is_named(tmp_path: Path) -> None:
 
 
 def test_counters_say_so() -> None:
-    """The word `total` is what tells a counter from a reading: every one has it, and nothing else."""
+    """`is_counter` is true for counters and false for other columns."""
     counters = {name for name in COLUMNS if is_counter(name)}
     ranks = {f"{op}_{what}" for op in OPS for what in ("count", "bytes", "wire_bytes", "seconds", "exposed_seconds")}
     assert ranks | {f"{phase}_seconds" for phase in PHASES} | {"nic_in_bytes", "cpu_seconds"} <= counters

@@ -1,4 +1,4 @@
-"""A DeepSpeed file means the same here as there, or a line says what does not."""
+"""A DeepSpeed file has the same meaning here as in DeepSpeed, or a line says what differs."""
 
 from __future__ import annotations
 
@@ -142,24 +142,24 @@ def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ds(config: Any, name: str = "ds.json") -> str:
-    """Writes a DeepSpeed file and gives its path."""
+    """Writes a DeepSpeed file and returns its path."""
     Path(name).write_text(config if isinstance(config, str) else json.dumps(config))
     return name
 
 
 def job(tree: dict[str, Any], name: str = "job.yaml") -> str:
-    """Writes a job file and gives its path."""
+    """Writes a job file and returns its path."""
     Path(name).write_text(yaml.safe_dump(tree))
     return name
 
 
 def of(config: Any, spec: dict[str, Any] | None = None, nearer: tuple[str, ...] = ()) -> Converted:
-    """The file in raydist's words, beside BASE unless `spec` says otherwise."""
+    """The file converted to raydist's fields, with the spec BASE unless `spec` is given."""
     return convert(ds(config), flatten(copy.deepcopy(BASE if spec is None else spec)), nearer)
 
 
 def problems(config: Any, spec: dict[str, Any] | None = None) -> list[str]:
-    """What is wrong, without the file's name."""
+    """The problems, one line each, without the file's name."""
     found = of(config, spec).problems
     assert all(line.startswith("ds.json: ") for line in found)
     return [line.removeprefix("ds.json: ") for line in found]
@@ -168,14 +168,14 @@ def problems(config: Any, spec: dict[str, Any] | None = None) -> list[str]:
 def loaded(
     config: Any, spec: dict[str, Any] | None = None, *overrides: str, warned: list[str] | None = None
 ) -> JobSpec:
-    """The job under `--deepspeed`."""
+    """The job with this file as `--deepspeed`."""
     lines: list[str] = [] if warned is None else warned
     return load(job(BASE if spec is None else spec), overrides, ds(config), lines.append)
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_files_become_these_fields(name: str) -> None:
-    """Each field of a file as people have them becomes its field of the spec, and nothing else is set."""
+    """Each field of a real-world file becomes its field of the spec, and no other field is set."""
     config, tree = REAL[name]
     made = of(config)
     assert made.problems == []
@@ -185,7 +185,7 @@ def test_real_files_become_these_fields(name: str) -> None:
 
 @pytest.mark.parametrize("name", REAL)
 def test_a_converted_file_loads_as_the_file_itself(name: str) -> None:
-    """The YAML above a base gives the very job that --deepspeed gives."""
+    """The converted YAML on top of a base gives the same job as --deepspeed."""
     config, _ = REAL[name]
     expected = load(job(BASE), (), ds(config), lambda line: None)
     Path("top.yaml").write_text(of(config).to_yaml("extends: job.yaml\n"))
@@ -199,7 +199,7 @@ SAMPLES = (True, 2, "cpu", "linear", "fp16", [0.9, 0.99])
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_no_field_goes_in_silence(name: str) -> None:
-    """Any field, all alone: it is in the spec, or named as dropped or needless, or an error."""
+    """Any single field is in the spec, or is listed as dropped, as not needed, or as an error."""
     known = FIELDS[name]
     for value in SAMPLES:
         try:
@@ -217,7 +217,7 @@ def test_no_field_goes_in_silence(name: str) -> None:
 
 
 def test_the_warning_names_what_is_left_out() -> None:
-    """One line has all that nothing here does, with reasons; a second what needs nothing; notes follow."""
+    """One line lists the fields without a counterpart, with reasons; a second those that need none; notes follow."""
     assert of(INFINITY).warnings() == [
         "ds.json: no counterpart here, left out: aio, zero_optimization.offload_optimizer.buffer_count, "
         "zero_optimization.offload_param.buffer_size, zero_optimization.offload_param.device (nvme: taken as cpu), "
@@ -234,7 +234,7 @@ def test_the_warning_names_what_is_left_out() -> None:
 
 
 def test_a_file_that_says_all_in_raydist_s_words_warns_of_nothing() -> None:
-    """No line is written where nothing is lost."""
+    """A file whose fields all have a counterpart gives no warning."""
     assert of({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "gradient_clipping": 1}).warnings() == []
 
 
@@ -272,7 +272,7 @@ def test_a_file_that_says_all_in_raydist_s_words_warns_of_nothing() -> None:
     ],
 )  # fmt: skip
 def test_one_field_at_a_time(config: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Stages, groups, offloading, old names and number formats, beside 8 workers."""
+    """Stages, groups, offloading, old names and precisions become their fields, with 8 workers in the spec."""
     made = of(config, {"cluster": {"workers": 8}, "optim": {"clip": 1.0}})
     assert (flatten(made.tree), made.problems) == (expected, [])
 
@@ -286,7 +286,7 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
         ((32, 4, 4), 2, {"train.global_batch": 32, "train.micro_batch": 4}),
         ((32, 4, 4), None, {"train.global_batch": 32, "train.micro_batch": 4, "cluster.workers": 2}),
         ((32, 4, None), 2, {"train.global_batch": 32, "train.micro_batch": 4}),
-        ((32, 4, None), 3, {"train.global_batch": 32, "train.micro_batch": 4}),  # the last one has a shorter share
+        ((32, 4, None), 3, {"train.global_batch": 32, "train.micro_batch": 4}),  # the last worker's share is smaller
         ((32, None, 4), 2, {"train.global_batch": 32, "train.micro_batch": 4}),
         ((None, 4, 4), 2, {"train.global_batch": 32, "train.micro_batch": 4}),
         ((None, 4, 4), None, {"train.global_batch": 16, "train.micro_batch": 4}),
@@ -294,19 +294,19 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
         ((None, 4, None), 2, {"train.global_batch": 8, "train.micro_batch": 4}),
         ((32, "auto", "auto"), 2, {"train.global_batch": 32}),
         (("auto", 4, "auto"), 2, {"train.micro_batch": 4}),
-        (("auto", "auto", 4), 2, {"train.global_batch": 64}),  # of the default micro-batch of 8
+        (("auto", "auto", 4), 2, {"train.global_batch": 64}),  # with the default micro-batch of 8
         (("auto", "auto", "auto"), 2, {}),
     ],
 )
 def test_two_of_the_batch_numbers_give_the_third(numbers: Any, workers: int | None, expected: dict[str, int]) -> None:
-    """total = micro x accumulation x workers, with what the file and the spec know."""
+    """total = micro x accumulation x workers, with the numbers that the file and the spec have."""
     config = {k: v for k, v in zip(BATCH, numbers, strict=True) if v is not None}
     made = of(config, {"cluster": {"workers": workers}} if workers else {})
     assert (flatten(made.tree), made.problems) == (expected, [])
 
 
 def test_a_batch_without_workers_says_so() -> None:
-    """What depends on the number of workers, and was reckoned with one, is no secret."""
+    """If the number of workers is unknown, a note says which values assume one worker."""
     note = "ds.json: cluster.workers is not in the spec: train.global_batch 16 is that of 1 worker"
     config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4, "gradient_clipping": 1}
     assert of(config, {}).warnings() == [note]
@@ -327,12 +327,12 @@ def test_a_batch_without_workers_says_so() -> None:
     ],
 )  # fmt: skip
 def test_batch_numbers_that_contradict_one_another(numbers: Any, line: str) -> None:
-    """One line names them all."""
+    """One line names all numbers that contradict one another."""
     assert problems({k: v for k, v in zip(BATCH, numbers, strict=True) if v is not None}) == [line]
 
 
 def test_a_nearer_batch_settles_the_contradiction() -> None:
-    """Where --set gives the batch itself, the file's accumulation is moot, and named."""
+    """If --set gives the batch, the file's accumulation is not used, and the warning says so."""
     config = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
     warned: list[str] = []
     spec = loaded(config, None, "train.global_batch=24", warned=warned)
@@ -341,7 +341,7 @@ def test_a_nearer_batch_settles_the_contradiction() -> None:
 
 
 def optimizer(kind: str, **params: Any) -> dict[str, Any]:
-    """A file of one optimizer."""
+    """A file with this optimizer."""
     return {"optimizer": {"type": kind, "params": params}, "gradient_clipping": 1, "scheduler": {"type": "Own"}}
 
 
@@ -359,14 +359,14 @@ def optimizer(kind: str, **params: Any) -> dict[str, Any]:
     ],
 )
 def test_optimizers_with_their_own_defaults(config: dict[str, Any], expected: dict[str, Any]) -> None:
-    """What the file leaves out has the default it has there, so that the file trains as it did."""
+    """Parameters that the file leaves out have DeepSpeed's defaults, so that the training stays the same."""
     made = of({"optimizer": config.get("optimizer", config)})
     assert made.problems == []
     assert made.tree["optim"].items() >= expected.items()
 
 
 def test_defaults_are_named() -> None:
-    """A user whose job says weight_decay: 0.1 sees why it is 0."""
+    """A note lists the optimizer's defaults, so that a user whose job says weight_decay: 0.1 sees why it is 0."""
     assert (
         "ds.json: optimizer.params: what is not there has the default of AdamW: eps 1e-08, weight_decay 0.0"
         in of(optimizer("AdamW", lr=1e-4, betas=[0.9, 0.95])).warnings()
@@ -374,7 +374,7 @@ def test_defaults_are_named() -> None:
 
 
 def test_what_an_optimizer_does_not_take_is_named() -> None:
-    """Options without a counterpart, and rates that differ, are in the warning; those that are off are not."""
+    """The warning lists options without a counterpart and learning rates that differ; options that are off are not in it."""
     made = of(optimizer("SGD", lr=0.1, nesterov=True, dampening=0, betas=[0.9, 0.9]))
     assert {"optimizer.params.nesterov", "optimizer.params.betas"} <= set(made.dropped)
     assert "optimizer.params.dampening" in made.own
@@ -384,7 +384,7 @@ def test_what_an_optimizer_does_not_take_is_named() -> None:
 
 
 def test_an_optimizer_that_would_train_another_model_is_refused() -> None:
-    """Adam with L2 and optimizers that are not here are errors, unless the spec names another one itself."""
+    """Adam with L2 and optimizers that raydist lacks are errors, unless the spec sets another value itself."""
     assert problems(optimizer("Adam", adam_w_mode=False, weight_decay=0.01)) == [
         "optimizer.params.adam_w_mode: False is L2 regularisation, and raydist's adamw decouples the weight decay, here "
         "0.01; set adam_w_mode: true, or weight_decay: 0"
@@ -404,7 +404,7 @@ def test_an_optimizer_that_would_train_another_model_is_refused() -> None:
 
 
 def scheduler(kind: str, **params: Any) -> dict[str, Any]:
-    """A file of one scheduler."""
+    """A file with this scheduler."""
     return {"scheduler": {"type": kind, "params": params}, "gradient_clipping": "auto"}
 
 
@@ -446,13 +446,13 @@ LINEAR = {"warmup_type": "linear"}
     ],
 )  # fmt: skip
 def test_schedulers(config: dict[str, Any], expected: dict[str, Any], dropped: list[str]) -> None:
-    """The shape, the warm-up, the peak, the floor and the length; what cannot be said is named."""
+    """Shape, warm-up, peak, floor and length are converted; parameters without a counterpart are dropped and listed."""
     made = of(config, {"cluster": {"workers": 2}})
     assert (flatten(made.tree), made.problems, list(made.dropped)) == (expected, [], dropped)
 
 
 def test_the_spec_s_own_length_stays() -> None:
-    """total_num_steps is the run's length only where the spec has none; otherwise a note says so."""
+    """total_num_steps sets the run's length only if the spec has none; otherwise a note says so."""
     config = scheduler("WarmupDecayLR", total_num_steps=50, warmup_num_steps=5, **LINEAR)
     note = "ds.json: scheduler.params.total_num_steps: 50: the run keeps the spec's {}, and the schedule spans it"
     for train, shown in (({"steps": 100}, "train.steps 100"), ({"epochs": 2}, "train.epochs 2")):
@@ -465,7 +465,7 @@ def test_the_spec_s_own_length_stays() -> None:
 
 
 def test_what_the_file_leaves_to_chance_is_noted() -> None:
-    """No clipping and no scheduler mean something there: a line says what is done here, unless the spec does."""
+    """Without clipping or a scheduler in the file, a line says what differs from DeepSpeed, unless the spec sets them."""
     config = {"optimizer": {"type": "AdamW", "params": ADAM}}
     assert of(config).warnings() == [
         "ds.json: gradient_clipping is not set: optim.clip stays 1.0, which DeepSpeed 0.19.8 has too; older releases do "
@@ -494,13 +494,13 @@ ADAM = {"lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0}
     ],
 )  # fmt: skip
 def test_what_differs_is_said(config: dict[str, Any], line: str) -> None:
-    """Where a value has a counterpart that is not quite its own, a line says how it differs."""
+    """If a counterpart differs from DeepSpeed's value, a line says how."""
     spec = {"optim": {"clip": 1, "schedule": "wsd", "name": "sgd"}, "train": {"steps": 2000}}
     assert f"ds.json: {line}" in of(config, spec).warnings()
 
 
 def test_hybrid_sharding_says_what_differs() -> None:
-    """hpZ keeps a second copy of the weights only; hsdp keeps all of the state in the group."""
+    """A note says that hsdp shards all state within a group, whereas hpZ adds a second copy of the weights only."""
     config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}, "gradient_clipping": 1}
     assert of(config, {"cluster": {"workers": 4}}).warnings() == [
         "ds.json: zero_optimization.zero_hpz_partition_size: 2: hsdp shards gradients and optimizer state over the 2 ranks "
@@ -509,7 +509,7 @@ def test_hybrid_sharding_says_what_differs() -> None:
 
 
 def test_precedence_of_a_file_named_in_a_spec(tmp_path: Path) -> None:
-    """What a file extends < its DeepSpeed file < its own fields < --set; the path is relative to the file that names it."""
+    """Extended file < DeepSpeed file < the spec's own fields < --set; the path is relative to the file that names it."""
     (tmp_path / "deep").mkdir()
     ds({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "gradient_clipping": 0.5,
         "communication_data_type": "bf16"}, "deep/ds.json")  # fmt: skip
@@ -518,15 +518,16 @@ def test_precedence_of_a_file_named_in_a_spec(tmp_path: Path) -> None:
     job({"extends": "base.yaml", "deepspeed": "ds.json", "precision": {"reduce": "fp32"}}, "deep/job.yaml")
     warned: list[str] = []
     spec = load("deep/job.yaml", ["optim.clip=0.9"], warn=warned.append)
-    assert spec.parallel.strategy == "zero2"  # the file, over what is extended
-    assert (spec.precision.params, spec.precision.reduce) == ("bf16", "fp32")  # own fields, over the file
-    assert spec.optim.clip == 0.9  # --set, over the file
-    assert spec.optim.lr == 0.1  # what the file says nothing of
+    assert spec.parallel.strategy == "zero2"  # the DeepSpeed file, over the extended file
+    assert (spec.precision.params, spec.precision.reduce) == ("bf16", "fp32")  # own fields, over the DeepSpeed file
+    assert spec.optim.clip == 0.9  # --set, over the DeepSpeed file
+    assert spec.optim.lr == 0.1  # not in the DeepSpeed file
     assert warned == []
 
 
 def test_precedence_on_the_command_line() -> None:
-    """The spec's fields < --deepspeed < --set; it replaces the file that the spec names, and null takes that away."""
+    """The spec's fields < --deepspeed < --set; --deepspeed replaces the file that the spec names, and deepspeed=null removes
+    it."""
     ds({"zero_optimization": {"stage": 1}}, "other.json")
     spec = BASE | {"parallel": {"strategy": "ddp"}, "optim": {"clip": 0.1}, "deepspeed": "other.json"}
     assert load(job(spec)).parallel.strategy == "ddp"
@@ -539,7 +540,7 @@ def test_precedence_on_the_command_line() -> None:
 
 
 def test_a_nearer_file_takes_the_deepspeed_file_away() -> None:
-    """`deepspeed: null` in a file that extends one with a DeepSpeed file; a nearer name replaces a farther one."""
+    """`deepspeed: null` removes the DeepSpeed file of an extended file; another name replaces it."""
     ds({"zero_optimization": {"stage": 3}, "gradient_clipping": 1})
     ds({"zero_optimization": {"stage": 1}, "gradient_clipping": 1}, "other.json")
     job(BASE | {"deepspeed": "ds.json"}, "base.yaml")
@@ -549,7 +550,7 @@ def test_a_nearer_file_takes_the_deepspeed_file_away() -> None:
 
 
 def test_a_short_name_keeps_its_value_under_a_section() -> None:
-    """`precision: bf16` below a file that only scales or reduces is still bf16; `schedule: wsd` is still wsd."""
+    """With a file that sets only loss scaling or the reduction, `precision: bf16` is still bf16; `schedule: wsd` is still wsd."""
     config = {"fp16": {"enabled": "auto", "initial_scale_power": 8}, "gradient_clipping": 1}
     spec = loaded(config, BASE | {"precision": "bf16", "optim": {"schedule": "wsd"}}, "optim.schedule.warmup=3")
     assert (spec.precision.params, spec.precision.loss_scale.initial) == ("bf16", 256.0)
@@ -557,7 +558,7 @@ def test_a_short_name_keeps_its_value_under_a_section() -> None:
 
 
 def test_the_deepspeed_file_changes_no_numbers_by_its_name() -> None:
-    """A run resumed without the file, but with its values, is the same run."""
+    """A job with the same values but no DeepSpeed file is the same run: the file's name is not among its numbers."""
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "gradient_clipping": 1}
     by_hand = load(job(BASE), ["precision=bf16", "optim.clip=1", "parallel.strategy=zero1"])
     assert loaded(config) == by_hand
@@ -565,7 +566,7 @@ def test_the_deepspeed_file_changes_no_numbers_by_its_name() -> None:
 
 
 def test_warnings_go_to_stderr_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever loads a job sees what is left out, without asking."""
+    """Loading a job prints its warnings to stderr by default."""
     load(job(BASE), (), ds({"aio": {}, "flops_profiler": {"enabled": True}, "gradient_clipping": 1}))
     assert capsys.readouterr().err == (
         "raydist: ds.json: no counterpart here, left out: flops_profiler\n"
@@ -607,12 +608,12 @@ def test_warnings_go_to_stderr_by_default(capsys: pytest.CaptureFixture[str]) ->
     ],
 )  # fmt: skip
 def test_one_mistake_is_one_line(config: dict[str, Any], line: str) -> None:
-    """Field, value, what it should be, remedy."""
+    """Each mistake is one line: field, value, what it should be, remedy."""
     assert problems(config | {"gradient_clipping": 1} | config) == [line]
 
 
 def test_a_field_that_nobody_knows_is_named() -> None:
-    """A key of the user's own, like nothing in DeepSpeed, is left out by name: DeepSpeed ignores it as well."""
+    """A key that DeepSpeed does not know is dropped by name: DeepSpeed ignores it as well."""
     assert of({"my_team": "x"}).dropped == {"my_team": "DeepSpeed does not know it either"}
 
 
@@ -627,7 +628,7 @@ def test_a_field_that_nobody_knows_is_named() -> None:
     ],
 )
 def test_a_file_that_cannot_be_read(text: str, expected: str) -> None:
-    """One clear line, whatever is in it."""
+    """An unreadable file gives one clear line."""
     Path("ds.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(SpecError) as caught:
         load(job(BASE), (), "ds.json")
@@ -636,7 +637,7 @@ def test_a_file_that_cannot_be_read(text: str, expected: str) -> None:
 
 
 def test_a_missing_file_suggests_its_neighbour() -> None:
-    """A misspelt path names the file that was probably meant; a name that is none is refused."""
+    """For a misspelt path a similar file name is suggested; a value that is no file name is refused."""
     ds({}, "ds_config.json")
     with pytest.raises(SpecError, match=r'^ds_confg.json: no such file; did you mean "ds_config.json"\?$'):
         load(job(BASE), (), "ds_confg.json")
@@ -647,7 +648,7 @@ def test_a_missing_file_suggests_its_neighbour() -> None:
 
 
 def test_all_problems_at_once() -> None:
-    """Mistakes of the file and of the job come together; what only follows from one of them does not."""
+    """Mistakes of the file and of the job are reported together; problems that only follow from one of them are not."""
     config = {"zero_optimization": {"stage": 5}, "fp16": {"enabled": 1}, "optimizer": {"type": "AdamW", "params": {"eps": 0}},
               "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "many"}}}  # fmt: skip
     with pytest.raises(SpecError) as caught:
@@ -664,13 +665,13 @@ def test_all_problems_at_once() -> None:
 
 
 def test_a_mistake_of_the_file_alone_stops_the_job() -> None:
-    """A job that is right without its DeepSpeed file is not trained without it."""
+    """A mistake in the DeepSpeed file stops a job that would be valid without the file."""
     with pytest.raises(SpecError, match=r"^ds.json: zero_optimization.stage: 5 is not a whole number from 0 to 3; .*$"):
         loaded({"zero_optimization": {"stage": 5}})
 
 
 def test_a_value_that_the_spec_refuses_names_the_field_of_the_file() -> None:
-    """Ranges and combinations are the spec's; the line leads to the field in the DeepSpeed file."""
+    """If the spec refuses a value or a combination, the line names the field of the DeepSpeed file."""
     config = {
         "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "nvme"}}
     }
@@ -689,13 +690,13 @@ def test_a_value_that_the_spec_refuses_names_the_field_of_the_file() -> None:
 
 
 def test_parse_does_not_overlook_a_file() -> None:
-    """Values that are parsed without their file cannot name another file: that would be ignored in silence."""
+    """`parse` refuses values that name a DeepSpeed file, because it cannot read it."""
     with pytest.raises(SpecError, match="deepspeed: 'ds.json' cannot be read here; load the job from its file"):
         parse(BASE | {"deepspeed": "ds.json"})
 
 
 def test_the_yaml_says_whence_and_what_is_left_out() -> None:
-    """Each value has its field of the file beside it; what is dropped, own and "auto" stands in comments."""
+    """Each value has its field of the DeepSpeed file in a comment; dropped, unneeded and "auto" fields are listed in comments."""
     text = of(HF_ZERO3_CPU).to_yaml()
     assert yaml.safe_load(text) == HF_ZERO3_TREE
     assert "  strategy: zero3  # zero_optimization.stage\n" in text
@@ -708,14 +709,14 @@ def test_the_yaml_says_whence_and_what_is_left_out() -> None:
 
 
 def test_the_table_s_sections_and_fields_do_not_clash() -> None:
-    """No name is both a field and a section, or a field would hide those below it."""
+    """No name is both a field and a section, because the field would hide the section's fields."""
     for name in FIELDS:
         for other in FIELDS:
             assert not other.startswith(f"{name}."), (name, other)
 
 
 def test_the_spec_reads_deepspeed_files_without_torch_or_ray() -> None:
-    """A driver without torch converts as well."""
+    """Importing the conversion needs neither torch, ray, deepspeed nor numpy."""
     code = "import sys, raydist.spec.deepspeed; print(sys.modules.keys() & {'torch', 'ray', 'deepspeed', 'numpy'})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()", done.stderr

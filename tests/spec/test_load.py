@@ -1,4 +1,4 @@
-"""A job file is loaded whole, or everything wrong with it is said at once: file, field, value, remedy."""
+"""A job file is loaded as a whole, or all its problems are reported at once: file, field, value, remedy."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ QUICKSTART = JOBS / "quickstart.yaml"
 
 
 def problems(*overrides: str) -> list[str]:
-    """The lines of what is wrong with the quickstart under these overrides."""
+    """The problems of the quickstart with these overrides, one line each."""
     with pytest.raises(SpecError) as caught:
         load(QUICKSTART, overrides)
     return caught.value.message.splitlines()
 
 
 def test_the_issue_s_own_file_runs_as_it_stands() -> None:
-    """The fields of the quickstart are read with their values and types."""
+    """The fields of the quickstart have their values and types."""
     spec = load(QUICKSTART)
     assert (spec.name, spec.model.layers, spec.train.global_batch, spec.optim.lr) == ("quickstart", 4, 32, 1e-3)
     assert (spec.precision.params, spec.checkpoint.asynchronous, spec.cluster.gpus_per_worker) == ("fp32", True, "auto")
@@ -35,7 +35,7 @@ def test_the_issue_s_own_file_runs_as_it_stands() -> None:
 
 @pytest.mark.parametrize("path", sorted(JOBS.glob("*.yaml")), ids=lambda p: p.name)
 def test_every_job_is_valid_and_names_the_schema(path: Path) -> None:
-    """Each YAML in jobs/ fits the schema that it names in its first line; those with a name load as they are."""
+    """Each YAML in jobs/ fits the schema that its first line names; those with a name load without overrides."""
     text = path.read_text()
     first = text.splitlines()[0]
     assert first.startswith("# yaml-language-server: $schema=")
@@ -46,23 +46,25 @@ def test_every_job_is_valid_and_names_the_schema(path: Path) -> None:
 
 
 def test_the_written_schema_is_today_s() -> None:
-    """docs/spec.schema.json is what `raydist schema` prints; `make docs` writes it."""
-    assert json.loads((JOBS.parent / "docs/spec.schema.json").read_text()) == json.loads(json.dumps(job_schema()))
+    """docs/reference/spec.schema.json is what `raydist schema` prints, written by `make docs`."""
+    assert json.loads((JOBS.parent / "docs/reference/spec.schema.json").read_text()) == json.loads(
+        json.dumps(job_schema())
+    )
 
 
 def test_every_field_has_its_help() -> None:
-    """No field goes without a description, in the schema and so in docs/spec.md."""
+    """Every field has a description in the schema, and so in docs/reference/spec.md."""
     schema = job_schema()
     for name, section in {"job": schema, **schema["$defs"]}.items():
         for field, prop in section["properties"].items():
-            # Pydantic leaves the help to the section where both say the same.
+            # If field and section have the same help, Pydantic writes it only at the section.
             assert prop.get("description") or schema["$defs"][prop["$ref"].rsplit("/", 1)[-1]]["description"], (
                 f"{name}.{field}"
             )
 
 
 def test_all_problems_at_once() -> None:
-    """Unknown fields, wrong types, unknown names and impossible combinations come together, a line each."""
+    """Unknown fields, wrong types, unknown names and impossible combinations are reported together, one line each."""
     lines = problems(
         "model.heads=5", "optim.lrr=1", "parallel.strategy=zreo3", "train.micro_batch=5", "optim.name=adam", "lr=3"
     )
@@ -73,13 +75,13 @@ def test_all_problems_at_once() -> None:
     assert (
         "train.global_batch: 32 is not a whole number of micro-batches of 5; try train.micro_batch 2 or 4 or 8" in text
     )
-    assert "--set optim.name: optim.name: unknown 'adam'; did you mean \"adamw\"?" in text
+    assert '--set optim.name: optim.name: unknown "adam"; did you mean "adamw"?' in text
     assert '--set lr: lr: unknown field; did you mean "optim.lr"?' in text
     assert len(lines) == 6
 
 
 def test_a_wrong_type_does_not_hide_a_combination() -> None:
-    """In one section, a value of the wrong type and two values that do not fit are both named."""
+    """In one section, a value of the wrong type and an impossible combination are both reported."""
     text = "\n".join(problems("train.steps=abc", "train.micro_batch=5"))
     assert "train.steps: 'abc'" in text
     assert "micro-batches of 5" in text
@@ -126,14 +128,14 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
     ],
 )
 def test_one_problem_is_one_line(override: str, expected: str) -> None:
-    """Each mistake gives one line that names the field and what is wrong."""
+    """Each mistake gives one line with the field and what is wrong."""
     lines = problems(override)
     assert len(lines) == 1
     assert expected in lines[0]
 
 
 def test_problems_name_the_file_that_holds_the_value(tmp_path: Path) -> None:
-    """What a parent file says wrongly is reported in the parent's name."""
+    """A wrong value of a parent file is reported with the parent's name."""
     (tmp_path / "base.yaml").write_text("optim: {lr: fast}\n")
     (tmp_path / "job.yaml").write_text("extends: base.yaml\ndata: {source: x}\ntrain: {steps: 1}\nmodle: {}\n")
     with pytest.raises(SpecError) as caught:
@@ -148,34 +150,34 @@ def test_problems_name_the_file_that_holds_the_value(tmp_path: Path) -> None:
     [
         ("a: [", "not valid YAML"),
         ("- 1", "holds list, not fields"),
-        ("train: {steps: 1, steps: 2}", "the key 'steps' stands twice"),
+        ("train: {steps: 1, steps: 2}", "the key 'steps' is given twice"),
         ("extends: job.yaml", "goes round in a circle"),
         ("extends: bsae.yaml", "no such file"),
         ("extends: 3", "is not a file name"),
     ],
 )
 def test_a_file_that_cannot_be_read(tmp_path: Path, text: str, expected: str) -> None:
-    """Bad YAML, a wrong extends and a circle are one clear line."""
+    """Invalid YAML, a wrong extends and a cycle are one clear line each."""
     (tmp_path / "job.yaml").write_text(text)
     with pytest.raises(SpecError, match=expected):
         load(tmp_path / "job.yaml")
 
 
 def test_a_missing_file_suggests_its_neighbour() -> None:
-    """A misspelt path names the file that was probably meant."""
+    """For a misspelt path a similar file name is suggested."""
     with pytest.raises(SpecError, match=r"did you mean .*quickstart\.yaml"):
         load(JOBS / "quikstart.yaml")
 
 
 def test_exporters_by_name_or_with_options() -> None:
-    """A name alone stands for itself with no options; TensorBoard is what a job gets that names none."""
+    """An exporter given by name has no options; a job that names none has TensorBoard."""
     spec = load(JOBS / "quickstart.yaml", ["observe.exporters=[jsonl, {name: mlflow, options: {uri: u}}]"])
     assert [(e.name, e.options) for e in spec.observe.exporters] == [("jsonl", {}), ("mlflow", {"uri": "u"})]
     assert [e.name for e in load(JOBS / "quickstart.yaml").observe.exporters] == ["tensorboard"]
 
 
 def test_extends_merges_deeply_and_lists_replace(tmp_path: Path) -> None:
-    """The nearer file wins, field by field; a list is taken whole; what excludes an inherited field replaces it."""
+    """The nearer file wins, field by field; a list replaces a list; a field that excludes an inherited one replaces it."""
     (tmp_path / "base.yaml").write_text(
         "data: {source: x, pack: true}\ntrain: {steps: 5, seed: 3}\noptim: {betas: [0.5, 0.6], lr: 1e-2}\n"
     )
@@ -190,7 +192,7 @@ def test_extends_merges_deeply_and_lists_replace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["3e-4", "0.0003", "3.0e-4", "3E-4"])
 def test_floats_as_people_write_them(text: str) -> None:
-    """YAML 1.1 reads 3e-4 as a string; a job file reads a number."""
+    """3e-4, which YAML 1.1 reads as a string, is read as a number."""
     assert load(QUICKSTART, [f"optim.lr={text}"]).optim.lr == 3e-4
 
 
@@ -201,8 +203,8 @@ def test_short_names_of_sections() -> None:
 
 
 def test_dump_reads_back_to_the_same_spec() -> None:
-    """The resolved YAML in a run folder gives an equal spec with an equal hash."""
-    spec = load(QUICKSTART, ["optim.lr=3e-4", "model.options={a: [1, 2]}"])
+    """The resolved YAML of a run folder gives an equal spec with an equal hash."""
+    spec = load(QUICKSTART, ["optim.lr=3e-4", "model={name: 'tests.ownmodels:Own', options: {a: [1, 2]}}"])
     again = parse(yaml.safe_load(dump(spec)))
     assert again == spec
     assert spec_hash(again) == spec_hash(spec)
@@ -210,7 +212,7 @@ def test_dump_reads_back_to_the_same_spec() -> None:
 
 
 def test_numbers_are_what_changes_the_results() -> None:
-    """The worker count leaves them alone; the learning rate, the batch and the seed do not."""
+    """The number of workers does not change the numbers; learning rate, batch and seed do."""
     numbers = load(QUICKSTART).numbers("f")
     assert load(QUICKSTART, ["cluster.workers=1", "checkpoint.every=7", "name=x"]).numbers("f") == numbers
     for override in ("optim.lr=1", "train.global_batch=64", "train.seed=1", "model.width=64", "train.steps=9"):
@@ -232,7 +234,7 @@ def test_merge_keeps_the_nearer_value(base: dict, over: dict) -> None:  # type: 
 
 
 def test_spec_is_frozen() -> None:
-    """A loaded spec cannot be changed behind anyone's back."""
+    """A loaded spec cannot be changed."""
     spec = load(QUICKSTART)
     with pytest.raises(ValueError, match="frozen"):
         spec.train.seed = 5  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Models that go wrong in a known way, for runs of the whole loop: `model.options` says how."""
+"""Models that fail in a known way, for runs of the whole loop: `model.options` selects the failure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from raydist.worker.model import gpt
 
 
 class Faulty(nn.Module):
-    """A GPT with a saved buffer that counts. NaN for a batch that has the sample whose first tokens are `poison`; out of memory for
-    more than `room` sequences at once."""
+    """A GPT with a saved buffer that counts forward passes. NaN for a batch with the sample whose first tokens are `poison`; out
+    of memory for more than `room` sequences at once."""
 
     def __init__(self, model: ModelSpec, vocab_size: int) -> None:
         super().__init__()
@@ -33,5 +33,5 @@ class Faulty(nn.Module):
 
 
 def build(model: ModelSpec, vocab_size: int) -> nn.Module:
-    """What `model.name: tests.worker.faulty:build` gives."""
+    """The builder for `model.name: tests.worker.faulty:build`."""
     return Faulty(model, vocab_size)

@@ -1,4 +1,4 @@
-"""A user's own model under every strategy: what trains is what `build` has made; what it makes wrongly is named."""
+"""A user's own model under every strategy: the model that trains is the one that `build` returned; mistakes in it are named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def own(name: str, strategy: str, **options: Any) -> JobSpec:
 
 
 def made(rank: Rank, spec: JobSpec) -> nn.Module:
-    """As the loop makes it."""
+    """Built in the same way as by the loop."""
     strategy = registry.load("parallel", spec.parallel.strategy)(spec, rank)
     model = build.build_model(spec, VOCAB, strategy.takes_meta)
     build.make_trainable(model)
@@ -35,7 +35,7 @@ def made(rank: Rank, spec: JobSpec) -> nn.Module:
 
 
 def first_step(rank: Rank, spec: JobSpec) -> tuple[dict[str, Any], ...]:
-    """Weights before it, buffers, its loss and gradients, and the weights after it."""
+    """Weights before the first step, buffers, its loss and gradients, and the weights after it."""
     trainer = Trainer(rank, spec, N * CONTEXT, made(rank, spec))
     before, buffers, gradients = trainer.whole(), dict(trainer.model.named_buffers()), {}
     trainer.before_update = lambda: gradients.update(trainer.whole(grad=True))
@@ -45,7 +45,7 @@ def first_step(rank: Rank, spec: JobSpec) -> tuple[dict[str, Any], ...]:
 
 
 def weights_of(name: str, tmp_path: Path) -> dict[str, str]:
-    """What the model is to be built from."""
+    """The source of the model's weights."""
     if name == "pretrained":
         save_pretrained(str(tmp_path / "hf"), VOCAB)
         return {"path": str(tmp_path / "hf")}
@@ -62,7 +62,7 @@ def weights_of(name: str, tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["loaded", "in_few_bits", "pretrained", "Drawn"])
 def test_what_was_built_is_what_trains(ranks: Any, tmp_path: Path, name: str) -> None:
-    """Weights and buffers are those that one process builds, to the bit, and loss, gradients and update those of one process."""
+    """Weights and buffers equal those that one process builds, to the bit; loss, gradients and update equal its own."""
     options = weights_of(name, tmp_path)
     expected = first_step(alone(), own(name, "ddp", **options))
     for strategy in registry.names("parallel"):
@@ -77,7 +77,7 @@ def test_what_was_built_is_what_trains(ranks: Any, tmp_path: Path, name: str) ->
 def test_a_model_that_has_not_asked_for_it_is_never_built_without_weights(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`build` runs once, under no default device; only what says takes_meta is built on the meta device."""
+    """`build` runs once, without a default device; only a model that declares takes_meta is built on the meta device."""
     seen: list[str] = []
 
     def note(spec: Any, vocab_size: int) -> nn.Module:
@@ -101,7 +101,7 @@ def test_a_model_that_has_not_asked_for_it_is_never_built_without_weights(
     ],
 )
 def test_a_model_that_breaks_the_contract_is_named(name: str, meta: bool, told: str) -> None:
-    """One line with the model and what is wrong with it."""
+    """One line with the model and the mistake."""
     with pytest.raises(UserError, match=f"tests.ownmodels:{name}: {told}"):
         build.build_model(own(name, "zero3"), VOCAB, meta)
 
@@ -129,7 +129,7 @@ def test_weights_tied_across_blocks_stay_one(ranks: Any) -> None:
 
 
 def two_steps(rank: Rank, spec: JobSpec) -> list[Any]:
-    """Weights after each of two steps: the second one's forward pass is computed with what the first one's update gave."""
+    """Weights after each of two steps: the second forward pass uses the result of the first update."""
     trainer, after = Trainer(rank, spec, N * CONTEXT, made(rank, spec)), []
     for step in (1, 2):
         batches = mine(rank, *samples(N), 2)

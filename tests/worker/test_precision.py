@@ -12,7 +12,7 @@ from raydist.spec.models import LossScaleSpec, PrecisionSpec
 from raydist.worker.precision import Precision, refuse
 
 CPU = torch.device("cpu")
-GPU = torch.device("cuda")  # only its name is looked at: none is needed
+GPU = torch.device("cuda")  # only its name is used: none is needed
 
 
 def fp16(**loss_scale: float) -> Precision:
@@ -21,7 +21,7 @@ def fp16(**loss_scale: float) -> Precision:
 
 @pytest.mark.parametrize(("params", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_products_are_computed_in_the_format(params, dtype):
-    """Matrix products come out in the format; weights and their gradients stay fp32; nothing is scaled."""
+    """Matrix products have the format's dtype; weights and their gradients stay fp32; nothing is scaled."""
     precision = Precision(PrecisionSpec(params=params), CPU)
     layer = torch.nn.Linear(4, 4)
     with precision.autocast():
@@ -35,7 +35,7 @@ def test_products_are_computed_in_the_format(params, dtype):
 
 
 def test_fp16_on_a_cpu_is_refused():
-    """With what to use instead."""
+    """The error says what to use instead."""
     with pytest.raises(UserError, match="fp16 on a CPU") as caught:
         refuse(PrecisionSpec(params="fp16"), CPU)
     assert "bf16" in caught.value.hint
@@ -43,7 +43,7 @@ def test_fp16_on_a_cpu_is_refused():
 
 @pytest.mark.parametrize(("capability", "refused"), [((7, 5), True), ((8, 0), False), ((9, 0), False)])
 def test_bf16_needs_a_gpu_that_has_it(monkeypatch, capability, refused):
-    """Compute capability 8.0 and later; older ones would emulate it, slower than fp32."""
+    """Compute capability 8.0 and later; older GPUs would emulate it, slower than fp32."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     if refused:
@@ -54,7 +54,7 @@ def test_bf16_needs_a_gpu_that_has_it(monkeypatch, capability, refused):
 
 
 def test_a_scaled_loss_gives_scaled_gradients():
-    """Dividing the gradient by the loss scale gives the gradient of the loss."""
+    """The gradient divided by the loss scale is the gradient of the loss."""
     precision = fp16(initial=2.0**10)
     x = torch.tensor(3.0, requires_grad=True)
     precision.scale(x * x).backward()
@@ -62,7 +62,7 @@ def test_a_scaled_loss_gives_scaled_gradients():
 
 
 def test_scale_halves_on_overflow_and_doubles_after_a_window():
-    """The table of the rule: an overflow also restarts the count."""
+    """The rule as a table: an overflow also restarts the count."""
     precision = fp16(initial=1024, window=3)
     scales = []
     for overflow in (False, False, True, False, False, False, False, False, False, True, True):
@@ -72,7 +72,7 @@ def test_scale_halves_on_overflow_and_doubles_after_a_window():
 
 
 def test_below_the_floor_the_run_stops():
-    """The scale reaches the floor, and the overflow after that ends the run with a remedy, and changes nothing."""
+    """The scale reaches the floor; the next overflow ends the run with a remedy, and changes nothing."""
     precision = fp16(initial=4, floor=2)
     precision.update(overflow=True)
     assert precision.loss_scale == 2
@@ -83,19 +83,19 @@ def test_below_the_floor_the_run_stops():
 
 
 def test_initial_below_floor_is_refused():
-    """A scale that starts below the floor is a mistake in the spec."""
+    """A scale that starts below the floor is an error in the spec."""
     with pytest.raises(UserError, match="initial: 1 is below floor 2"):
         fp16(initial=1, floor=2)
 
 
 def test_an_overflow_without_a_scale_is_a_bug():
-    """In fp32 and bf16 the step raises NonFinite; it never comes here."""
+    """In fp32 and bf16 the step raises NonFinite and never calls this."""
     with pytest.raises(AssertionError):
         Precision(PrecisionSpec(params="bf16"), CPU).update(overflow=True)
 
 
 def test_state_survives_json_and_continues_alike():
-    """A resumed scale doubles at the very step at which it would have."""
+    """A resumed scale doubles at the same step as without the interruption."""
     a = fp16(initial=256, window=5)
     for overflow in (True, False, False, False):
         a.update(overflow=overflow)
@@ -109,7 +109,7 @@ def test_state_survives_json_and_continues_alike():
 
 
 def test_state_of_another_format():
-    """Without a scale there is no state; loading none, or one that is not needed, changes nothing."""
+    """Without a scale there is no state; loading None, or a state that is not needed, changes nothing."""
     plain, scaled = Precision(PrecisionSpec(), CPU), fp16(initial=64)
     assert plain.state() == {}
     plain.load(scaled.state())

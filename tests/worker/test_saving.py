@@ -1,4 +1,4 @@
-"""Storage that fails, in the whole loop on real files: training goes on, and stops only after too many failures in a row."""
+"""Storage failures in the whole loop on real files: training continues, and stops only after too many failures in a row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.training import run
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small corpus of bytes."""
+    """A small byte corpus."""
     folder = tmp_path_factory.mktemp("corpus")
     choose = random.Random(3)
     (folder / "a.txt").write_text("\n".join("".join(choose.choices("abcdefgh ", k=40)) for _ in range(40)))
@@ -36,9 +36,9 @@ def remount(disk: Path, how: str) -> None:
 
 
 def trained(rank: Rank, dataset: str, disk: str, mended_after: int) -> tuple[list[int], list[dict[str, Any]], Any]:
-    """Twelve steps, a save each second one, to a file system that is read-only until there were so many failures.
+    """Twelve steps, a save every second one, to a file system that is read-only until the given number of failures.
 
-    (the steps trained, the events, and the outcome or the error) of this rank.
+    Returns (the steps trained, the events, and the outcome or the error) of this rank.
     """
     spec = JobSpec.model_validate(
         {
@@ -69,7 +69,7 @@ def trained(rank: Rank, dataset: str, disk: str, mended_after: int) -> tuple[lis
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_three_failures_in_a_row_stop_the_run(ranks: Any, dataset: str, disk: Path, world: int) -> None:
-    """All ranks, at the same due step, with one cause."""
+    """All ranks stop at the same due step, with one cause."""
     remount(disk, "ro")
     found = run(ranks, trained, world, dataset, str(disk), 1000)
     steps, events, _ = found[0]
@@ -93,7 +93,7 @@ def test_storage_that_comes_back_costs_its_saves_only(ranks: Any, dataset: str, 
 
 
 def copied(rank: Rank, dataset: str, root: str, attempt: int, until: int) -> tuple[list[str], list[float]]:
-    """An attempt that saves each second step, with a replica: its events' kinds, and the losses, as rank 0 saw them."""
+    """An attempt that saves every second step, with a replica: its event kinds and losses, as seen by rank 0."""
     spec = JobSpec.model_validate(
         {
             "data": {"path": dataset},
@@ -117,7 +117,8 @@ def copied(rank: Rank, dataset: str, root: str, attempt: int, until: int) -> tup
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_run_goes_on_from_its_replica(ranks: Any, dataset: str, tmp_path: Path, world: int) -> None:
-    """The newest checkpoint is bad, or the whole folder gone: the copy serves, with the losses of an undisturbed run."""
+    """If the newest checkpoint is corrupt or the whole folder is gone, the replica is used, with the losses of an undisturbed
+    run."""
     _, undisturbed = run(ranks, copied, world, dataset, str(tmp_path / "undisturbed"), 1, 8)[0]
     _, losses = run(ranks, copied, world, dataset, str(tmp_path), 1, 4)[0]
     for shard in (tmp_path / "run/checkpoints/step-00000004").glob("shard-*"):
@@ -137,7 +138,7 @@ def test_a_run_goes_on_from_its_replica(ranks: Any, dataset: str, tmp_path: Path
 
 
 def extended(rank: Rank, dataset: str, root: str, attempt: int, steps: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """An attempt at a run of `steps` steps: its records and its notes, as rank 0 saw them."""
+    """An attempt of `steps` steps: its records and its notes, as seen by rank 0."""
     spec = JobSpec.model_validate(
         {
             "data": {"path": dataset},
@@ -165,9 +166,8 @@ def extended(rank: Rank, dataset: str, root: str, attempt: int, steps: int) -> t
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_finished_run_is_extended(ranks: Any, dataset: str, tmp_path: Path, world: int) -> None:
-    """6 steps, then 12 of the same job: the samples are those of a run of 12 from the start, each once, the learning rates of the
-    added steps are those of its schedule, and the change is told. Fewer steps than trained are refused.
-    """
+    """6 steps, then 12 of the same job: each sample of a run of 12 is used once, the learning rates of the added steps follow the
+    schedule of 12, and the change is reported. Fewer steps than already trained are refused."""
     whole, _ = run(ranks, extended, world, dataset, str(tmp_path / "whole"), 1, 12)[0]
     first, _ = run(ranks, extended, world, dataset, str(tmp_path), 1, 6)[0]
     more, notes = run(ranks, extended, world, dataset, str(tmp_path), 2, 12)[0]

@@ -1,4 +1,4 @@
-"""A step is AdamW on the mean loss; all ranks stop together; what DDP and the eval add. See also tests/contracts."""
+"""A step is AdamW on the mean loss; all ranks stop together; DDP's first backward, and evaluation. See also tests/contracts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.training import CONTEXT, Trainer, alone, counted, job, mine, samples
 def test_the_step_is_adamw_on_the_mean_loss() -> None:
     """One step equals plain torch: mean cross entropy, clip_grad_norm_, AdamW.
 
-    Within 1e-6: AdamW's first update is the gradient over its own size, which magnifies the rounding of tiny ones.
+    Within 1e-6: AdamW's first update divides the gradient by its own size, which magnifies the rounding of tiny ones.
     """
     trainer = Trainer(alone(), job("ddp"), full=4 * CONTEXT)
     plain = copy.deepcopy(trainer.model)
@@ -38,7 +38,7 @@ def test_the_step_is_adamw_on_the_mean_loss() -> None:
 
 
 def stops(rank: Rank) -> list[bool]:
-    """What three steps say, of which the last rank wants to stop in the second."""
+    """The stop flags of three steps; the last rank requests a stop in the second."""
     trainer = Trainer(rank, job("ddp"), full=6 * CONTEXT)
     batches = mine(rank, *samples(6), 2)
     return [trainer.step(s, batches, counted(batches), 1e-2, s == 2 and rank.rank == 1).stop for s in (1, 2, 3)]
@@ -64,8 +64,8 @@ def settled(rank: Rank) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def test_the_first_backward_is_like_any_other(ranks: Any) -> None:
-    """On 3 ranks, where the order of additions depends on the buckets, gradients of the first and the third backward are
-    the same bits: so a resumed run's first step is the step of a run that never stopped."""
+    """On 3 ranks, where the order of additions depends on the buckets, gradients of the first and the third backward have the
+    same bits: so the first step of a resumed run equals that step of an uninterrupted run."""
     for first, third in ranks.run(settled, 3):
         assert all(torch.equal(a, b) for a, b in zip(first, third, strict=True))
 
@@ -73,11 +73,11 @@ def test_the_first_backward_is_like_any_other(ranks: Any) -> None:
 def evaluated(rank: Rank, micro: int) -> tuple[float, int]:
     """Loss and tokens of one evaluation."""
     trainer = Trainer(rank, job("ddp"), full=7 * CONTEXT)
-    return evaluate(rank, trainer.strategy, trainer.precision, mine(rank, *samples(7), micro))
+    return evaluate(trainer.step.mesh, trainer.strategy, trainer.precision, mine(rank, *samples(7), micro))
 
 
 def test_eval_loss_is_the_mean_over_all_ranks_tokens(ranks: Any) -> None:
-    """Three ranks with uneven, masked parts give one process's held-out loss, within the rounding of float32."""
+    """Three ranks with uneven, masked parts give the held-out loss of one process, within the rounding of float32."""
     loss, tokens = evaluated(alone(), 7)
     assert tokens == 7 * CONTEXT - 5
     for theirs, count in ranks.run(evaluated, 3, 2):

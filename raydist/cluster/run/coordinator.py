@@ -1,13 +1,14 @@
-"""Tells the agents of all ranks when to start an attempt and when to end it, and the driver how it ended.
+"""Sends the agents of all ranks the orders to start and end an attempt, and returns to the driver how it ended.
 
-Runs in: one zero-CPU actor, owned by the driver and on its node. Never imports torch; imports ray in `start_coordinator` only.
+Runs in: one zero-CPU actor, owned by the driver and on its node. Called by Group (worker_group.py), by the agents (launch/agent.py)
+and by Ray Train's controller (ray_train_adapter.py). Never imports torch; imports ray in `start_coordinator` only.
 
     driver:     open(group) . begin(attempt, size) . result(attempt) . cancel ......... leave
     agents:     next ........ train, as rank r ..... ended(report) | late, look, seen | kill .. leave     beat, every second
-    controller:                                      fallen(agent)
+    controller:                                      agent_died(agent)
 
-An attempt has the first `size` agents of its group that live. It is over once every rank has said how its process ended, or its
-agent is lost: Ray says that it is dead, or it has been silent for `LOST_S`. Who was lost is told to leave if it is heard again.
+An attempt has the first `size` living agents of its group. It is over when for every rank the agent has reported how its process
+ended, or the agent is lost: Ray reports its death, or it has sent no beat for `LOST_S`. A lost agent that calls again gets "leave".
 """
 
 from __future__ import annotations
@@ -23,27 +24,29 @@ from raydist.cluster.run.hang_detection import RankView, judge
 from raydist.cluster.run.root_cause import RankError, is_echo
 
 CAUSE_S = 2.0
-"""How long to wait for the cause when all that is known is that peers were lost. Whoever caused it ends in that time, or hangs."""
-SIGHT_S = 8.0
-"""How long agents have to look at their ranks: 3 s, and the way to storage for what they have seen."""
+"""How long to wait for the cause when ranks have only reported lost peers. The rank that caused it ends in that time, or hangs."""
+VIEW_S = 8.0
+"""How long the agents may take to look at their ranks: 3 s, and the time to write the stacks to storage."""
 BEAT_S = 1.0
 LOST_S = 8.0
 LOST_AFTER_A_FAILURE_S = 4.0
-"""An agent is lost once it has been silent for so long; sooner where peers have lost a connection already."""
+"""An agent is lost after this long without a beat; sooner when ranks have lost a connection already."""
 
 
 @dataclass(slots=True)
 class _Agent:
-    """One agent of the group. `offer`: node (its id), placement_group, local_rank, and the host and port where ranks could meet."""
+    """One agent of the group. `offer`: node (its id), placement_group, local_rank, and the host and port for a rendezvous of the
+    ranks.
+    """
 
     offer: Mapping[str, Any]
     beat: float
     lost: dict[str, Any] | None = None
-    """Why it is no longer one of us: the fields of RankError."""
+    """Why it is no longer in the group: the fields of RankError."""
 
 
 class Coordinator:
-    """See the module. Every method is a coroutine of one event loop."""
+    """See the module. All methods are coroutines of one event loop."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()
@@ -51,41 +54,41 @@ class Coordinator:
         self._agents: dict[int, _Agent] = {}
         self._order: dict[str, Any] = {"number": 0, "do": "wait"}
         self._attempt = 0
-        self._team: dict[int, dict[str, str]] = {}
-        """Agent -> the environment of its rank in the present attempt, as torchrun would set it."""
+        self._ranks: dict[int, dict[str, str]] = {}
+        """Agent -> the environment of its rank in the present attempt, with the variables of torchrun."""
         self._reports: dict[int, dict[str, Any]] = {}
-        self._sights: dict[int, dict[str, Any]] = {}
-        self._told: set[int] = set()
-        """Agents that have taken the order to train."""
+        self._views: dict[int, dict[str, Any]] = {}
+        self._ordered: set[int] = set()
+        """Agents that have received the order to train."""
         self._late = False
 
     # --- from the driver
 
     async def open(self, group: int, size: int) -> None:
-        """From now on `group`, of `size` agents, is the one that is listened to. Numbers ascend."""
+        """`group`, of `size` agents, is now the present one; calls of others are ignored. Group numbers ascend."""
         self._group, self._size = group, size
-        self._agents, self._team, self._reports = {}, {}, {}
+        self._agents, self._ranks, self._reports = {}, {}, {}
         await self._command("wait")
 
     async def gathered(self) -> None:
-        """Returns once every agent of the group is there."""
+        """Returns when every agent of the group has called `next`."""
         await self._until(lambda: len(self._agents) == self._size)
 
     async def places(self, size: int) -> dict[int, str]:
-        """Where each rank of an attempt of `size` would be: the id of its node."""
+        """Rank -> the id of its node, for an attempt of `size` ranks that begins now."""
         return {rank: self._agents[number].offer["node"] for rank, number in enumerate(self._living()[:size])}
 
     async def begin(self, attempt: int, job: Mapping[str, Any], size: int, monitor: Any = None) -> None:
-        """Starts an attempt of `size` ranks; `job` is what they are given. With fewer living agents it has failed already.
+        """Starts an attempt of `size` ranks with the input `job`. With fewer living agents the attempt has failed.
 
-        Attempts are counted over all runs of the group, upwards: what is said of an earlier one is not heard. `monitor`: the run's,
-        an actor's handle, to which the agents pass on what their ranks tell.
+        Attempt numbers ascend over all runs of the group: reports of an earlier attempt are ignored. `monitor`: the actor handle
+        of the run's monitor, to which the agents forward the records of their ranks.
         """
         chosen = self._living()[:size]
-        self._attempt, self._reports, self._team = attempt, {}, _environments(chosen, self._agents)
-        self._told = set()
+        self._attempt, self._reports, self._ranks = attempt, {}, _environments(chosen, self._agents)
+        self._ordered = set()
         if len(chosen) < size:
-            self._team = {}
+            self._ranks = {}
             why = next(agent.lost for agent in self._agents.values() if agent.lost is not None)
             self._reports = {0: {"lost": {**why, "rank": None, "at": time.time()}, "at": time.time(), "silent_s": 0.0}}
             return
@@ -94,9 +97,10 @@ class Coordinator:
         await self._command("train", attempt=attempt, job=dict(job), env=meet, monitor=monitor)
 
     async def result(self, attempt: int) -> dict[int, dict[str, Any]]:
-        """Once it is over: every rank's report. The first failure ends it for all, as soon as its cause may be known.
+        """Returns every rank's report when the attempt is over. The first failure ends it for all ranks, as soon as the cause is
+        known.
 
-        So does a rank that is late, if one is to blame: its report then says `hung`.
+        A rank that hangs ends it too: that rank's report then has `hung`.
         """
         assert attempt == self._attempt
         watch = asyncio.create_task(self._watch())
@@ -112,62 +116,62 @@ class Coordinator:
                 if not hung:
                     await self._until(lambda: self._over() or self._failed(but_echoes=True), CAUSE_S)
                     if self._raised():
-                        # Perhaps on rank 0 as well, whose last records are then on their way.
+                        # Rank 0 may have raised as well, and may still be sending its last records.
                         await self._until(lambda: 0 in self._reports, CAUSE_S)
                 await self._kill()
                 await self._until(self._over)
         finally:
             watch.cancel()
-        if hung:  # the others ended because they were told to: no cause of anything
+        if hung:  # the other ranks were killed: their reports are no cause
             return {rank: report for rank, report in self._reports.items() if "outcome" in report} | hung
         return self._reports
 
     async def cancel(self) -> None:
-        """Ends the present attempt at once, and none of its agents: its ranks are killed. Nothing, if it is over."""
+        """Kills the ranks of the present attempt, and no agent. Does nothing if it is over."""
         if not self._over():
             await self._kill()
 
     async def _kill(self) -> None:
-        """Not before every agent has heard that there is something to kill: only the newest order is heard."""
+        """First waits until every agent has its order to train: an agent receives only the newest order."""
         attempt = self._attempt
         await self._until(
-            lambda: all(a in self._told or int(e["RANK"]) in self._reports for a, e in self._team.items())
+            lambda: all(a in self._ordered or int(e["RANK"]) in self._reports for a, e in self._ranks.items())
         )
         if attempt == self._attempt:
             await self._command("kill", attempt=attempt)
 
     async def _look(self, attempt: int) -> dict[int, dict[str, Any]]:
-        """Asks all agents what they see of their ranks. The report of the one to blame, if there is one."""
-        self._sights = {}
+        """Asks all agents for a view of their ranks. The report of the rank to blame, if there is one."""
+        self._views = {}
         await self._command("look", attempt=attempt)
-        await self._until(lambda: self._failed() or len(self._sights) == len(self._team), SIGHT_S)
-        if self._failed() or not self._sights:
+        await self._until(lambda: self._failed() or len(self._views) == len(self._ranks), VIEW_S)
+        if self._failed() or not self._views:
             return {}
-        verdict = judge({rank: RankView(**sight) for rank, sight in self._sights.items()})
+        verdict = judge({rank: RankView(**view) for rank, view in self._views.items()})
         if verdict.rank is None:
             return {}
-        silent = self._sights[verdict.rank]["seconds"]
+        silent = self._views[verdict.rank]["seconds"]
         return {verdict.rank: {"hung": verdict.why, "at": time.time(), "silent_s": silent}}
 
     async def reports(self) -> dict[int, dict[str, Any]]:
-        """Those of the present attempt so far."""
+        """The reports of the present attempt so far."""
         return self._reports
 
     async def nodes(self) -> list[tuple[str, bool]]:
-        """(node id, whether it lives) of each agent of the group but those that were retired."""
+        """(node id, whether it lives) of each agent of the group, without the retired ones."""
         listed = (a for _, a in sorted(self._agents.items()) if not (a.lost and a.lost["type_name"] == "Retired"))
         return [(agent.offer["node"], agent.lost is None) for agent in listed]
 
     async def placement_group(self) -> str | None:
-        """The id of the one that holds the group's resources; None before an agent has come."""
+        """The id of the group's placement group; None before the first agent has called `next`."""
         return next((agent.offer.get("placement_group") for agent in self._agents.values()), None)
 
     async def retire(self, nodes: Iterable[str]) -> None:
-        """The agents of those nodes are to leave. Not while an attempt runs."""
+        """Ends the agents on those nodes. Not during an attempt."""
         gone = set(nodes)
         for agent in self._agents.values():
             if agent.offer["node"] in gone and agent.lost is None:
-                error = RankError(None, "Retired", "its node is left", kind="node_died")
+                error = RankError(None, "Retired", "its node is no longer used", kind="node_died")
                 agent.lost = _plain(error)
         await self._notify()
 
@@ -178,8 +182,8 @@ class Coordinator:
     # --- from the agents
 
     async def next(self, group: int, agent: int, seen: int, offer: Mapping[str, Any]) -> dict[str, Any]:
-        """The first order after number `seen`: do wait, train, kill, look or leave. "train" has the rank's environment, `env`; who
-        has no part in it waits.
+        """The first order after number `seen`. Its `do` is wait, train, kill, look or leave. "train" has the rank's environment,
+        `env`; an agent without a rank in the attempt gets "wait".
         """
         if group == self._group:
             known = self._agents.get(agent)
@@ -190,45 +194,46 @@ class Coordinator:
             return {"number": seen, "do": "leave"}
         if self._order["do"] not in ("train", "kill", "look"):
             return self._order
-        if agent not in self._team:
+        if agent not in self._ranks:
             return {"number": self._order["number"], "do": "wait"}
         if self._order["do"] == "train":
-            self._told.add(agent)
+            self._ordered.add(agent)
             await self._notify()
-            return {**self._order, "env": {**self._order["env"], **self._team[agent]}}
+            return {**self._order, "env": {**self._order["env"], **self._ranks[agent]}}
         return self._order
 
     async def beat(self, group: int, agent: int) -> bool:
-        """The agent lives. Whether it is still one of the group."""
+        """A sign of life. Returns whether the agent still belongs to the group."""
         if self._ours(group, agent) and agent in self._agents:
             self._agents[agent].beat = time.monotonic()
         return self._ours(group, agent)
 
     async def ended(self, group: int, rank: int, attempt: int, report: dict[str, Any]) -> None:
-        """How a rank's process ended: `outcome`, `error` (the fields of RankFailed) or `died` (pid, node_ip, how, starved).
+        """How a rank's process ended. `report` has `outcome`, `error` (the fields of RankFailed) or `died` (pid, node_ip, how,
+        starved).
 
-        And `at`, Unix time, and `silent_s`, seconds since it last showed that it gets on.
+        Also `at`, Unix time, and `silent_s`, seconds since its last progress.
         """
         if (group, attempt) == (self._group, self._attempt):
             self._reports.setdefault(rank, report)
             await self._notify()
 
     async def late(self, group: int, attempt: int) -> None:
-        """A rank has been in one phase for too long."""
+        """A rank has been in one phase for longer than allowed."""
         if (group, attempt) == (self._group, self._attempt):
             self._late = True
             await self._notify()
 
-    async def seen(self, group: int, rank: int, attempt: int, sight: dict[str, Any]) -> None:
+    async def seen(self, group: int, rank: int, attempt: int, view: dict[str, Any]) -> None:
         """The answer to "look": the fields of `raydist.cluster.run.hang_detection.RankView`."""
         if (group, attempt) == (self._group, self._attempt):
-            self._sights[rank] = sight
+            self._views[rank] = view
             await self._notify()
 
     # --- from Ray Train's controller
 
-    async def fallen(self, group: int, agent: int, error: dict[str, Any]) -> None:
-        """Ray says that an agent is dead: the fields of RankError."""
+    async def agent_died(self, group: int, agent: int, error: dict[str, Any]) -> None:
+        """Ray reports that an agent is dead. `error`: the fields of RankError."""
         if group == self._group:
             self._lose(agent, error)
             await self._notify()
@@ -242,33 +247,33 @@ class Coordinator:
         return [number for number, agent in sorted(self._agents.items()) if agent.lost is None]
 
     def _lose(self, number: int, error: dict[str, Any]) -> None:
-        """That agent is no more, and so is its rank, if it has one."""
+        """Marks that agent as lost, and its rank, if it has one, as failed."""
         agent = self._agents.setdefault(number, _Agent({"node": ""}, time.monotonic()))
         agent.lost = agent.lost or error
-        if number in self._team:
-            rank, at = int(self._team[number]["RANK"]), time.time()
+        if number in self._ranks:
+            rank, at = int(self._ranks[number]["RANK"]), time.time()
             report = {"lost": {**error, "rank": rank, "at": at}, "node": agent.offer["node"], "at": at}
             self._reports.setdefault(rank, {**report, "silent_s": time.monotonic() - agent.beat})
 
     async def _watch(self) -> None:
-        """Loses the agents of the present attempt that are silent."""
+        """Marks the agents of the present attempt that send no beat as lost."""
         while True:
             await asyncio.sleep(BEAT_S / 2)
             limit = LOST_AFTER_A_FAILURE_S if self._failed() else LOST_S
-            for number in self._team:
+            for number in self._ranks:
                 agent = self._agents[number]
                 silent = time.monotonic() - agent.beat
                 if agent.lost is None and silent > limit:
                     where = f"node {agent.offer['node'][:8]} ({agent.offer['host']})"
-                    message = f"{where} has not been heard of for {silent:.0f} s"
+                    message = f"{where} has not answered for {silent:.0f} s"
                     self._lose(number, _plain(RankError(None, "NodeLost", message, kind="node_died")))
             await self._notify()
 
     def _over(self) -> bool:
-        return len(self._reports) >= len(self._team)
+        return len(self._reports) >= len(self._ranks)
 
     def _raised(self) -> bool:
-        """Whether a rank has ended with an exception of its own."""
+        """Whether a rank has raised an exception that is not about a lost peer."""
         errors = [rank_error(rank, report) for rank, report in self._reports.items() if "error" in report]
         return any(error is not None and not is_echo(error) for error in errors)
 
@@ -291,7 +296,9 @@ class Coordinator:
 
 
 def _environments(chosen: list[int], agents: Mapping[int, _Agent]) -> dict[int, dict[str, str]]:
-    """Of each chosen agent's rank. LOCAL_RANK stays the agent's own, which numbers the devices that Ray gave to its node."""
+    """Agent -> environment of its rank. LOCAL_RANK is the agent's own: it numbers the devices that Ray gave to the node's
+    workers.
+    """
     nodes = list(dict.fromkeys(agents[number].offer["node"] for number in chosen))
     there = [agents[number].offer["node"] for number in chosen]
     return {
@@ -311,7 +318,7 @@ def _plain(error: RankError) -> dict[str, Any]:
 
 
 def rank_error(rank: int, report: Mapping[str, Any]) -> RankError | None:
-    """What a rank's process ended with; None if it ended well."""
+    """The error of a rank's report; None if the rank ended without one."""
     if "outcome" in report:
         return None
     if "error" in report:
@@ -324,12 +331,14 @@ def rank_error(rank: int, report: Mapping[str, Any]) -> RankError | None:
     died = report["died"]
     if died["starved"]:
         return RankError(rank, "OutOfMemory", died["starved"], at=report["at"], kind="out_of_memory")
-    message = f"process {died['pid']} on {died['node_ip']} ended without a word ({died['how']})"
+    message = f"process {died['pid']} on {died['node_ip']} exited without reporting an error ({died['how']})"
     return RankError(rank, "WorkerDied", message, at=report["at"], kind="worker_died")
 
 
 def start_coordinator() -> Any:
-    """The run's coordinator as an actor: zero CPUs, on this process's node, gone with this process. Returns its handle at once."""
+    """Starts a coordinator as an actor: zero CPUs, on this process's node; it ends with this process. Returns its handle at
+    once.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -1,44 +1,43 @@
-"""With whom a run trains: its group of workers, how many of them, who is left out, and when it leaves a node or grows.
+"""The workers of a run: their group, how many ranks train, which nodes are left out, when the run leaves a node or grows.
 
-Runs in: the driver, in the thread that runs the attempts. Imports ray in functions only; never torch. What to do when workers are
-missing is a decision of recovery.py.
+Runs in: the driver. RestartLoop calls it, in the attempts thread; Supervisor calls `abort` and `cancel`, in the main thread. It
+calls WorkerGroupSlot for groups, MonitorClient to record events and to send the ranks a "stop", and StopRequest while it waits.
+Imports ray in functions only; never torch. What to do when workers are missing is a decision of recovery.py.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raydist.cluster import nodes
 from raydist.cluster.run.fit import WorkerKind
-from raydist.cluster.run.recovery import Stop, Team, Wait, resize
+from raydist.cluster.run.monitor_client import MonitorClient
+from raydist.cluster.run.recovery import Proceed, Stop, Wait, resize
+from raydist.cluster.run.stop_request import StopRequest
 from raydist.cluster.run.worker_group import Group
 from raydist.cluster.run.worker_group_slot import WorkerGroupSlot
 from raydist.spec import JobSpec
 
 _LOOK_S = 1.0
 _START_S = 120.0
-"""How long a run's first workers may take to find their resources."""
+"""How long a run's first workers may wait for their resources."""
 _GROWING_LOOKS = 3
-"""Room for more workers must be seen so often in a row before the run makes use of it."""
+"""The run grows when it has found room for more workers this many times in a row."""
 _FORGIVE_S = 10.0
-"""A lost node is asked whether it answers again after that long at the earliest."""
+"""How long after its loss, at the earliest, a lost node is checked again."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoRoom:
-    """Why a run gives way to others."""
+    """The run ends, because its workers have no room beside those of others."""
 
     because: str
 
 
-class Membership:
-    """Of one run, over its attempts. `kind`: what a worker is; `private`: all is on this host, and no node comes or goes.
-
-    `say(kind, **data)` tells an event. `end_attempt(True)` asks the present attempt to end after a checkpoint; False: the next one
-    is asked for nothing. `wait(seconds)`: whether the user has asked the run to end meanwhile.
-    """
+class Elasticity:
+    """Of one run, over all its attempts. `kind`: the resources of a worker. `private`: a private Ray has one node, which stays."""
 
     def __init__(
         self,
@@ -46,115 +45,128 @@ class Membership:
         kind: WorkerKind,
         run_name: str,
         slot: WorkerGroupSlot,
+        monitor: MonitorClient,
+        stop_request: StopRequest,
         *,
         private: bool,
-        say: Callable[..., None],
-        end_attempt: Callable[[bool], None],
-        wait: Callable[[float], bool],
     ) -> None:
         self._cluster, self._policy, self._kind, self._run_name = spec.cluster, spec.recovery, kind, run_name
-        self._slot, self._private, self._say, self._end_attempt, self._wait = slot, private, say, end_attempt, wait
-        self.group: Group | None = None
-        self.team = 0
-        """How many ranks the attempt has."""
-        self._avoid: dict[str, float] = {}  # lost node -> when it was lost, or last asked
-        self._excluded: set[str] = set()  # nodes on which ranks died again and again
+        self._slot, self._monitor, self._stop_request, self._private = slot, monitor, stop_request, private
+        self._group: Group | None = None
+        self.workers = 0
+        """Ranks of the present attempt."""
+        self._avoid: dict[str, float] = {}  # lost node -> when it was lost, or last checked
+        self._excluded: set[str] = set()  # nodes on which ranks died repeatedly
         self._leaving: set[str] = set()
         self._grow, self._growing, self._looked = False, 0, 0.0
 
     def begin(self) -> None:
-        """Before the first attempt: leaves out who does not answer."""
+        """Before the first attempt: leaves out the nodes that do not answer."""
         if not self._private:
             self.lost(nodes.unreachable())
 
     def gather(self) -> Group | Stop | NoRoom | None:
-        """The group of the next attempt, and in `team` how many ranks it is to have; Stop if there are too few, NoRoom where its
-        slot may start none, None if the user has asked the run to end.
+        """The group of the next attempt; `workers` is then its number of ranks. Stop if there are too few workers, NoRoom if the
+        slot may start no workers, None if the user has asked the run to stop.
         """
         cluster, begun = self._cluster, time.monotonic()
         growing = self._asked_to_grow()
-        if self.group is None:
-            self.group = self._slot.take(self._kind)
+        if self._group is None:
+            self._group = self._slot.take(self._kind)
         while True:
             room = self.room()
-            if self.group is None or growing:
+            if self._group is None or growing:
                 workers = min(max(room, cluster.least), cluster.most)
-                chosen: Team | Wait | Stop = Team(workers, True, f"there is room for {workers} workers")
+                chosen: Proceed | Wait | Stop = Proceed(workers, True, f"there is room for {workers} workers")
             else:
                 waited = time.monotonic() - begun
-                chosen = resize(cluster.least, cluster.most, self.group.living, room, waited, self._policy)
+                chosen = resize(cluster.least, cluster.most, self._group.living, room, waited, self._policy)
             match chosen:
                 case Wait():
-                    if self._wait(_LOOK_S):
+                    if self._stop_request.wait(_LOOK_S):
                         return None
                 case Stop():
                     return chosen
-                case Team(_, True, _) if not self._slot.may_start():
+                case Proceed(_, True, _) if not self._slot.may_start():
                     return NoRoom("there is no room for its workers beside those of others")
-                case Team(workers, anew, because):
-                    if workers != self.team and self.team:
-                        self._say("decision", action="resize", workers=workers, because=because)
-                    self.team = workers
-                    if anew:
-                        self.group = self._replaced(workers + min(cluster.spares, max(room - workers, 0)))
-                        if room < workers and not self._private and not self._awaited(workers, room):
+                case Proceed(workers, new_group, because):
+                    if workers != self.workers and self.workers:
+                        self._monitor.say("decision", action="resize", workers=workers, because=because)
+                    self.workers = workers
+                    if new_group:
+                        self._group = self._replaced(workers + min(cluster.spares, max(room - workers, 0)))
+                        if room < workers and not self._private and not self._wait_for_room(workers, room):
                             return None
-                    assert self.group is not None
-                    return self.group
+                    assert self._group is not None
+                    return self._group
 
     def look(self) -> None:
-        """While an attempt runs: asks it to end, after a checkpoint, if a node is taken away or there is room for more workers."""
+        """During an attempt: asks the ranks to end it after a checkpoint, if a node is drained or there is room for more
+        workers.
+        """
         if self._private or time.monotonic() - self._looked < _LOOK_S or self._leaving or self._grow:
             return
         self._looked = time.monotonic()
-        assert self.group is not None
-        self._leaving = nodes.drained() & self.group.on.keys()
+        assert self._group is not None
+        self._leaving = nodes.drained() & self._group.on.keys()
         if self._leaving:
             names = ", ".join(sorted(node[:8] for node in self._leaving))
-            self._yield("leave", f"node {names} is being taken away")
-        elif self.team < self._cluster.most:
+            self._end_attempt("leave", f"node {names} is being drained")
+        elif self.workers < self._cluster.most:
             room = min(self.room(), self._cluster.most)
-            self._growing = self._growing + 1 if room > self.team else 0
+            self._growing = self._growing + 1 if room > self.workers else 0
             if self._growing >= _GROWING_LOOKS:
                 self._grow = True
-                self._yield("grow", f"there is room for {room} workers")
+                self._end_attempt("grow", f"there is room for {room} workers")
 
     def room(self, without: str | None = None) -> int:
-        """Workers that the cluster can hold, ours with them. A lost node counts again once it answers; `without` does not count."""
+        """Workers for which the cluster has room, the run's own included. A lost node counts again once it answers; the node
+        `without` does not count.
+        """
         old = [node for node, at in self._avoid.items() if time.monotonic() - at > _FORGIVE_S]
         back = nodes.answering(old)
         for node in old:
             self._avoid[node] = time.monotonic()
             if node in back:
                 del self._avoid[node]
-        ours = self.group.held if self.group is not None else {}
+        ours = self._group.held if self._group is not None else {}
         return nodes.room(nodes.look(), self._each, ours, {*self._unfit, *([without] if without else [])})
 
     def lost(self, gone: Iterable[str]) -> None:
-        """Those nodes do not answer."""
+        """These nodes do not answer."""
         self._avoid |= dict.fromkeys(gone, time.monotonic())
 
     def exclude(self, node: str) -> None:
-        """Its ranks died again and again: the rest of the command does without it. Not while an attempt runs."""
-        assert self.group is not None
+        """Leaves this node out for the rest of the command: its ranks died repeatedly. Not during an attempt."""
+        assert self._group is not None
         self._excluded.add(node)
-        self.group.retire([node])
+        self._group.retire([node])
 
     def leave(self) -> None:
-        """The attempt has ended because nodes are taken away, if it has: their agents leave."""
-        assert self.group is not None
-        self.group.retire(self._leaving)
+        """After an attempt: retires the agents on the nodes that are drained, if that was why it ended."""
+        assert self._group is not None
+        self._group.retire(self._leaving)
 
     def close(self, keep: bool) -> None:
-        """The run is over; where `keep`, its group waits for the next one."""
-        if self.group is not None:
-            self._slot.leave(self.group, keep)
+        """The run is over. `keep`: its group stays for the next one."""
+        if self._group is not None:
+            self._slot.leave(self._group, keep)
+
+    def cancel(self) -> None:
+        """Ends the present attempt, if there is one, and keeps the group. From any thread."""
+        if (group := self._group) is not None:
+            group.cancel()
+
+    def abort(self) -> None:
+        """Ends the present group, if there is one, and its attempt. From any thread."""
+        if (group := self._group) is not None:
+            group.abort()
 
     # --- inside
 
     def _replaced(self, size: int) -> Group:
-        """A new group of so many agents, in place of the present one."""
-        old = self.group
+        """A new group of `size` agents, in place of the present one."""
+        old = self._group
         if old is not None:
             old.end()
         return self._slot.start(
@@ -165,23 +177,24 @@ class Membership:
             start_timeout_s=_START_S if old is None else self._policy.wait_for_nodes,
         )
 
-    def _awaited(self, workers: int, room: int) -> bool:
-        """Waits until the group, for which there was no room, has come or is given up. False: the user has asked the run to end.
+    def _wait_for_room(self, workers: int, room: int) -> bool:
+        """Waits until the new group, for which there was no room, has started or failed. False: the user has asked the run to stop.
 
-        It is not placed where it was told not to be. So once there is room with a node that answers again, it is asked for anew.
+        Ray never places a group on the nodes that it was started without. When one of these answers again, and there is then room,
+        a new group is started.
         """
-        assert self.group is not None
-        self._say("note", text=f"there is room for {room} of {workers} workers now: it waits for more")
+        assert self._group is not None
+        self._monitor.note(f"there is room for {room} of {workers} workers now: the run waits for more")
         avoided = self._unfit
-        while not self.group.come(_LOOK_S):
-            if self._wait(0.0):
+        while not self._group.settled(_LOOK_S):
+            if self._stop_request.wait(0.0):
                 return False
             room = self.room()
             back = avoided - self._unfit
             if back and room >= workers:
                 names = ", ".join(sorted(node[:8] for node in back))
-                self._say("note", text=f"node {names} answers again, and there is room for {workers} workers with it")
-                self.group, avoided = self._replaced(workers), self._unfit
+                self._monitor.note(f"node {names} answers again, and there is room for {workers} workers with it")
+                self._group, avoided = self._replaced(workers), self._unfit
         return True
 
     @property
@@ -190,17 +203,17 @@ class Membership:
 
     @property
     def _unfit(self) -> set[str]:
-        """Ids of the nodes that are lost or were left."""
+        """Ids of the nodes that are lost or excluded."""
         return {*self._avoid, *self._excluded}
 
-    def _yield(self, action: str, because: str) -> None:
-        self._say("decision", action=action, because=f"{because}: one checkpoint, and on from there")
-        self._end_attempt(True)
+    def _end_attempt(self, action: str, because: str) -> None:
+        self._monitor.say("decision", action=action, because=f"{because}: one checkpoint, then a new attempt")
+        self._monitor.command(self._stop_request.command(stop=True))
 
     def _asked_to_grow(self) -> bool:
-        """Whether the attempt before ended to grow. The next one is asked for nothing yet, but what the user's signals ask for."""
+        """Whether the last attempt ended to grow. Withdraws the "stop" for the next attempt, unless the user has asked for one."""
         grow = self._grow
         if self._leaving or grow:
             self._leaving, self._grow, self._growing = set(), False, 0
-            self._end_attempt(False)
+            self._monitor.command(self._stop_request.command())
         return grow

@@ -1,8 +1,8 @@
-"""The driver's part in injected faults: says of each that it happened, and does what no rank can do to itself.
+"""The driver's part of injected faults: records each one as an event, and injects those that a rank cannot inject itself.
 
-Runs in: the driver of a run with faults. Never imports torch.
+Runs in: the driver of a run with faults. Supervisor and RestartLoop call `look`. It calls MonitorClient. Never imports torch.
 
-    rank --note--> RUN/faults --look--> event `fault`; the monitor killed, a node drained, this process killed --> RUN/faults/done
+    rank --note--> RUN/faults --look--> event `fault`; kill the monitor, drain a node, kill this process --> RUN/faults/done
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from raydist import faults
+from raydist.cluster.run.monitor_client import MonitorClient
 from raydist.errors import StorageError
 from raydist.records import Event
 from raydist.run.directory import RunDir
@@ -26,34 +26,34 @@ _AGAIN_S = 0.1
 
 
 class DriverInjector:
-    """`look` often. `say` takes events; `monitor` is the run's, `address` the cluster's head."""
+    """Call `look` often. `address`: HOST:PORT of the cluster's head."""
 
-    def __init__(self, run: RunDir, say: Callable[[Event], None], monitor: Any, address: str) -> None:
-        self._run, self._say, self._monitor, self._address = run, say, monitor, address
+    def __init__(self, run: RunDir, monitor: MonitorClient, address: str) -> None:
+        self._run, self._monitor, self._address = run, monitor, address
         self._lock = threading.Lock()
         self._before = frozenset(faults.read_notes(run))
-        # The driver before this one may have been killed by a fault before it could say so.
-        self._told = {str(event.data["note"]) for event in read_events(run) if event.kind == "fault"}
+        # A fault may have killed the driver before this one, before that one could record it.
+        self._recorded = {str(event.data["note"]) for event in read_events(run) if event.kind == "fault"}
 
     def look(self) -> None:
-        """Says what has happened since the last look, and does what is asked for. From any thread."""
+        """Records the faults since the last call, and injects those that are the driver's. From any thread."""
         with self._lock:
             try:
-                new = faults.read_notes(self._run, known=self._told)
+                new = faults.read_notes(self._run, known=self._recorded)
             except StorageError:
-                return  # the next look will tell
+                return  # the next call tries again
             for name, note in new.items():
-                self._told.add(name)
+                self._recorded.add(name)
                 asked = note["by"] == "driver" and name not in self._before
                 if asked and note["fault"] == "kill_driver":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if asked:
-                    self._do(note)
-                self._tell(name, note)
+                    self._inject(note)
+                self._record(name, note)
                 if asked:
                     self._run.storage.write(faults.done(name), json.dumps({"at": time.time()}).encode())
 
-    def _tell(self, name: str, note: dict[str, Any]) -> None:
+    def _record(self, name: str, note: dict[str, Any]) -> None:
         data = {
             "fault": note["fault"],
             "rank": note["rank"],
@@ -62,35 +62,37 @@ class DriverInjector:
             "asked": note["asked"],
             "note": name,
         }
-        self._say(Event("fault", note["at"], data))
+        self._monitor.push(Event("fault", note["at"], data))
 
-    def _do(self, note: dict[str, Any]) -> None:
+    def _inject(self, note: dict[str, Any]) -> None:
         import ray
 
         if note["fault"] == "kill_monitor":
-            ray.kill(self._monitor, no_restart=False)
+            ray.kill(self._monitor.actor, no_restart=False)
             self._await_monitor()
         elif note["fault"] == "drain":
             self._drain(note["node_ip"], float(note["asked"]["deadline_s"]))
 
     def _await_monitor(self) -> None:
-        """Until it is there again, or nobody would hear what is told next. Training goes on without it, so it may stay away."""
+        """Waits until the monitor answers again, so that the next events are not lost. Training does not need it: no error if
+        not.
+        """
         import ray
         from ray.exceptions import RayError
 
         deadline = time.monotonic() + _ANSWER_S
         while time.monotonic() < deadline:
             try:
-                ray.get(self._monitor.snapshot.remote(), timeout=deadline - time.monotonic())
+                ray.get(self._monitor.actor.snapshot.remote(), timeout=deadline - time.monotonic())
                 return
             except (RayError, TimeoutError):
                 time.sleep(_AGAIN_S)
 
     def _drain(self, node_ip: str, deadline_s: float) -> None:
-        """What `ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION` does."""
+        """Does the same as `ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION`."""
         import ray
-        from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled
-        from ray.core.generated import autoscaler_pb2
+
+        from raydist.cluster.ray_private import GcsClient, autoscaler_pb2
 
         until_ms = int((time.time() + deadline_s) * 1000)
         gcs = GcsClient(address=self._address)

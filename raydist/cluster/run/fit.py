@@ -1,6 +1,7 @@
-"""One attempt at training: a fixed number of workers, one `fit()` of Ray Train v2, one result or one root cause.
+"""One `fit()` of Ray Train v2 with a fixed number of workers: one result, or one root cause.
 
-Runs in: the driver, in any thread. Never imports torch. Imports ray.train in `run_attempt` only.
+Runs in: the driver, in any thread. Group (worker_group.py) and `raydist bench` call it. Never imports torch. Imports ray.train in
+`run_attempt` only.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _ABORT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """How an attempt ended: exactly one of `value` (what rank 0 returned) and `failure` is of use.
+    """How an attempt ended: with the `value` that rank 0 returned, or with a `failure`.
 
-    `seen`: Unix time at which its failure was seen, and `silent_s`, how long the rank had shown no progress then.
+    `seen`: the Unix time at which the failure was detected. `silent_s`: how long the rank had then made no progress.
     """
 
     failure: Failure | None
@@ -32,8 +33,8 @@ class AttemptResult:
     silent_s: float = 0.0
 
 
-class Attempt:
-    """A running attempt, seen from other threads."""
+class AbortHandle:
+    """Ends one `run_attempt` from another thread. Make it first, and pass it to `run_attempt`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,9 +42,9 @@ class Attempt:
         self.aborted = False
 
     def abort(self) -> None:
-        """End it at once: workers are killed, and `run_attempt` returns a failure of kind "aborted".
+        """Ends the attempt at once: its workers are killed, and `run_attempt` returns a failure of kind "aborted".
 
-        Safe from any thread and from a signal handler's thread; a second call does nothing.
+        From any thread, also before the attempt has started. A second call does nothing.
         """
         import ray
 
@@ -54,12 +55,13 @@ class Attempt:
             controller = self._controller
         if controller is None:
             return
-        # Asked first, because it frees the workers' placement group; the answer never comes: the actor exits.
+        # Not killed at once, because abort() frees the workers' placement group. It gives no answer: the actor exits.
         done, _ = ray.wait([controller.abort.remote()], timeout=_ABORT_S)
         if not done:
             ray.kill(controller)
 
-    def _started(self, controller: Any) -> None:
+    def started(self, controller: Any) -> None:
+        """For `run_attempt`: the controller's handle. Kills the controller if the attempt was aborted before."""
         import ray
 
         with self._lock:
@@ -71,7 +73,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """What a worker is: its CPUs, its GPUs, its environment's variables. Workers of one kind can train each other's runs."""
+    """A worker's CPUs, GPUs and environment variables. A run can use the workers of another run if they are of the same kind."""
 
     cpus: float
     gpus: float
@@ -86,48 +88,41 @@ def run_attempt(
     run_name: str,
     workers: int,
     kind: WorkerKind,
-    on_started: Callable[[Attempt], None] | None = None,
+    abort: AbortHandle | None = None,
     start_timeout_s: float = 120.0,
     avoid: Collection[str] = (),
-    minded: tuple[Any, int] | None = None,
+    coordinator: tuple[Any, int] | None = None,
     spread: bool = False,
 ) -> AttemptResult:
-    """Run `train_fn(config)` on every rank of a new group of workers, and wait until it ends.
+    """Runs `train_fn(config)` on every rank of a new group of workers, and waits until it ends.
 
-    `train_fn` is a function, or its name "module:attribute", which only the workers import. Before it is called each
-    worker's environment holds that of its `kind` and what torchrun sets: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, NODE_RANK,
-    MASTER_ADDR, MASTER_PORT. The process group is not started: `torch.distributed.init_process_group("gloo")` in the
-    train function does that, as under torchrun, after it chose its network interface.
+    `train_fn`: a function, or its name "module:attribute", which only the workers import. When it is called, the environment of
+    each worker has the variables of its `kind` and those of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, NODE_RANK,
+    MASTER_ADDR, MASTER_PORT. There is no process group yet: the train function chooses its network interface, and then calls
+    `torch.distributed.init_process_group`, as under torchrun.
 
-    `on_started(attempt)` is called in this thread as soon as `attempt.abort()` can end it. May run in any thread: no
-    signal handler is installed. What rank 0 returns (plain data) is the result's `value`.
+    `abort`: ends the attempt from another thread. `run_attempt` may run in any thread: it installs no signal handler. What rank 0
+    returns (plain data) is the result's `value`.
 
-    An exception of the train function crosses as plain facts if it has the attributes of `RankError` (rank, at,
-    type_name, message, traceback, bases): raise one such from the worker, picklable and importable without torch.
+    An exception of the train function arrives as plain data if it has the attributes of `RankError` (rank, at, type_name, message,
+    traceback, bases): the worker must raise one that can be pickled, and imported without torch.
 
-    `avoid`: ids of nodes on which no worker may be placed. `minded`: see `ray_train_adapter._Controller`. `spread`: over as many
-    nodes as there are, else on as few as hold them.
+    `avoid`: ids of nodes without workers. `coordinator`: see `ray_train_adapter._Controller`. `spread`: uses as many nodes as
+    possible; otherwise as few as possible.
 
-    `start_timeout_s` is how long to wait for the workers' resources; then the failure is a "startup_timeout".
+    `start_timeout_s`: how long to wait for the workers' resources; after that the failure is a "startup_timeout".
 
     Never raises for a failed attempt: the result's `failure` names the root cause.
     """
-    import ray
     from ray.exceptions import RayError
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.v2.api.exceptions import TrainingFailedError
+    from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 
+    from raydist.cluster.nodes import NODE_ID_LABEL
     from raydist.cluster.run.ray_errors import rank_errors
     from raydist.cluster.run.ray_train_adapter import Named, Trainer
 
-    attempt = Attempt()
-
-    def started(controller: Any) -> None:
-        attempt._started(controller)
-        if on_started is not None:
-            on_started(attempt)
-
-    # A fresh name under the session's own directory: Ray Train finds no snapshot there to resume from.
+    handle = abort or AbortHandle()
+    # A new name, in the session's own directory: Ray Train finds no state there to resume from.
     scratch = session.temp_dir / "attempts"
     name = f"{run_name}-{session.job_id}-{next(_attempts)}"
     resources: dict[str, float] = {"CPU": kind.cpus}
@@ -136,29 +131,29 @@ def run_attempt(
     trainer = Trainer(
         Named(train_fn) if isinstance(train_fn, str) else train_fn,
         private=session.private,
-        on_controller=started,
+        on_controller=handle.started,
         worker_env=kind.env,
         start_timeout_s=start_timeout_s,
-        minded=minded,
+        coordinator=coordinator,
         train_loop_config=config,
         scaling_config=ScalingConfig(
             num_workers=workers,
             use_gpu=kind.gpus > 0,
             resources_per_worker=resources,
             placement_strategy="SPREAD" if spread else "PACK",
-            label_selector={ray._raylet.RAY_NODE_ID_KEY: f"!in({','.join(sorted(avoid))})"} if avoid else None,
+            label_selector={NODE_ID_LABEL: f"!in({','.join(sorted(avoid))})"} if avoid else None,
         ),
         run_config=RunConfig(
             name=name,
             storage_path=str(scratch),
-            # Each kind of failure has its own budget in Ray Train, two of them endless. All retries are raydist's.
+            # Ray Train has a limit of retries for each kind of failure, two of them infinite. Here only raydist retries.
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=0, max_preemption_failures=0),
         ),
     )
     try:
         result = trainer.fit()
     except (TrainingFailedError, RayError) as error:
-        if attempt.aborted:
+        if handle.aborted:
             return AttemptResult(Failure("aborted", None, "aborted on request"))
         return AttemptResult(root_cause(rank_errors(error)))
     finally:
@@ -168,9 +163,10 @@ def run_attempt(
 
 
 def _free_placement_groups(name: str) -> None:
-    """A controller that was killed leaves its workers' resources reserved, or waited for, under its run's name.
+    """Removes the placement groups of that name: a controller that was killed does not remove its own.
 
-    Ray Train's PlacementGroupCleaner knows of no group that waits, and Ray ends none before the driver.
+    Ray Train's PlacementGroupCleaner does not remove a group that still waits for resources, and Ray removes none before the
+    driver ends.
     """
     from ray.util.placement_group import (
         PlacementGroup,

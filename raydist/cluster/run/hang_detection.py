@@ -1,4 +1,4 @@
-"""Which rank holds up the others, from what their agents saw of all of them.
+"""Finds the rank that makes the others wait, from what the agents saw of all ranks. The coordinator calls it.
 
 Runs anywhere. Pure; tested as a table.
 """
@@ -15,8 +15,8 @@ from raydist.ipc.heartbeat import UNLIMITED
 _STATES = {
     "T": "its process is stopped (SIGSTOP)",
     "t": "its process is stopped by a debugger",
-    "Z": "its process has ended, and nobody has buried it",
-    "D": "its process waits in the kernel, for a disk or a network file system",
+    "Z": "its process is a zombie (exited, not reaped)",
+    "D": "its process waits in the kernel (state D), for a disk or a network file system",
 }
 
 
@@ -24,9 +24,9 @@ _STATES = {
 class RankView:
     """One rank, as its agent saw it.
 
-    `state`: the letter of /proc/PID/stat; `step`, `phase`, `seconds`: its probe; `where`: the innermost line of its main thread
-    that is not raydist's or torch's, or ""; `answers`: whether its Python still runs other threads; `collectives`: what it
-    has started, in order, [group, number, operation and sizes], newest last.
+    `state`: the letter in /proc/PID/stat. `step`, `phase`, `seconds`: its heartbeat, with the seconds in that phase. `where`: the
+    innermost line of its main thread that is neither raydist's nor torch's, or "". `answers`: whether its Python still runs other
+    threads. `collectives`: those that it has started, in order, [group, number, operation and sizes], the newest last.
     """
 
     state: str
@@ -40,72 +40,72 @@ class RankView:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`rank` holds up the others, because of `why`; None: nobody does, they wait for data or storage."""
+    """`rank` makes the others wait, because of `why`. None: no rank does; they wait for data or storage."""
 
     rank: int | None
     why: str
 
 
-def judge(sights: Mapping[int, RankView]) -> Verdict:
-    """Who is to blame when a rank is late. `sights` has every rank whose agent answered; at least one.
+def judge(views: Mapping[int, RankView]) -> Verdict:
+    """The rank to blame when a rank is late. `views`: every rank whose agent answered; at least one.
 
-    In this order: a process that cannot run; one that is behind in steps, unless it waits for data; one that does not let its
-    threads run; one that started fewer collectives, or another one than most; one that is not where the others wait; the one
-    that is earliest in the step.
+    In this order: a process that cannot run; a rank that is steps behind, unless it waits for data; one whose Python runs no other
+    thread; one that has started fewer collectives than the others, or a different one; one that is in another phase than most; the
+    one that is earliest in the step.
     """
-    for rank, sight in sorted(sights.items()):
-        if sight.state in "TtZ":
-            return Verdict(rank, f"{_STATES[sight.state]}; {_doing(sight)}")
-    newest = max(s.step for s in sights.values())
-    behind = {r: s for r, s in sights.items() if s.step < newest or s.phase in UNLIMITED}
+    for rank, view in sorted(views.items()):
+        if view.state in "TtZ":
+            return Verdict(rank, f"{_STATES[view.state]}; {_doing(view)}")
+    newest = max(s.step for s in views.values())
+    behind = {r: s for r, s in views.items() if s.step < newest or s.phase in UNLIMITED}
     if behind:
         rank = min(behind, key=lambda r: (behind[r].step, r))
         if behind[rank].phase in UNLIMITED:
             return Verdict(None, f"rank {rank} has been in phase {behind[rank].phase} for {behind[rank].seconds:.0f} s")
-        return Verdict(rank, f"it is behind the others, who are in step {newest}; {_doing(behind[rank])}")
-    silent = [r for r, s in sorted(sights.items()) if not s.answers]
-    if silent and len(silent) < len(sights):
+        return Verdict(rank, f"it is behind the other ranks, which are in step {newest}; {_doing(behind[rank])}")
+    silent = [r for r, s in sorted(views.items()) if not s.answers]
+    if silent and len(silent) < len(views):
         return Verdict(
-            silent[0], f"its Python runs no other thread: something holds the GIL; {_doing(sights[silent[0]])}"
+            silent[0], f"its Python runs no other thread: something holds the GIL; {_doing(views[silent[0]])}"
         )
-    odd = _odd_one(sights)
+    odd = _odd_one(views)
     if odd is not None:
         return odd
-    usual, n = Counter(s.phase for s in sights.values()).most_common(1)[0]
-    apart = [r for r, s in sorted(sights.items()) if s.phase != usual]
-    if n > len(sights) / 2 and apart:
-        return Verdict(apart[0], f"the others are in {usual}; {_doing(sights[apart[0]])}")
-    # Two ranks, or no majority: who is earlier in the step holds the others up.
-    first = min(sights, key=lambda r: (_PHASE_ORDER.get(sights[r].phase, 0), -sights[r].seconds, r))
-    kernel = f"{_STATES['D']}; " if sights[first].state == "D" else ""
-    return Verdict(first, kernel + _doing(sights[first]))
+    usual, n = Counter(s.phase for s in views.values()).most_common(1)[0]
+    apart = [r for r, s in sorted(views.items()) if s.phase != usual]
+    if n > len(views) / 2 and apart:
+        return Verdict(apart[0], f"the others are in {usual}; {_doing(views[apart[0]])}")
+    # Two ranks, or no majority: the one that is earlier in the step makes the others wait.
+    first = min(views, key=lambda r: (_PHASE_ORDER.get(views[r].phase, 0), -views[r].seconds, r))
+    kernel = f"{_STATES['D']}; " if views[first].state == "D" else ""
+    return Verdict(first, kernel + _doing(views[first]))
 
 
 _PHASE_ORDER = {"forward": 1, "backward": 2, "update": 3, "eval": 4}
 
 
-def _doing(sight: RankView) -> str:
-    where = f", at {sight.where}" if sight.where else ""
-    return f"in step {sight.step} for {sight.seconds:.0f} s in {sight.phase}{where}"
+def _doing(view: RankView) -> str:
+    where = f", at {view.where}" if view.where else ""
+    return f"in step {view.step} for {view.seconds:.0f} s in {view.phase}{where}"
 
 
-def _odd_one(sights: Mapping[int, RankView]) -> Verdict | None:
-    """Who has started fewer collectives in a group than the others, or another one under the same number."""
+def _odd_one(views: Mapping[int, RankView]) -> Verdict | None:
+    """A rank that has started fewer collectives of a group than the others, or a different one under the same number."""
     groups: dict[str, dict[int, dict[int, str]]] = {}
-    for rank, sight in sights.items():
-        for group, number, what in sight.collectives:
+    for rank, view in views.items():
+        for group, number, what in view.collectives:
             groups.setdefault(str(group), {}).setdefault(rank, {})[int(number)] = str(what)
     for group, ranks in sorted(groups.items()):
         if len(ranks) < 2:
             continue
         for number in sorted(set.intersection(*(set(numbers) for numbers in ranks.values()))):
-            said = {rank: numbers[number] for rank, numbers in ranks.items()}
-            usual, n = Counter(said.values()).most_common(1)[0]
-            odd = [rank for rank, what in sorted(said.items()) if what != usual]
-            if odd and 2 * n > len(said):
+            started = {rank: numbers[number] for rank, numbers in ranks.items()}
+            usual, n = Counter(started.values()).most_common(1)[0]
+            odd = [rank for rank, what in sorted(started.items()) if what != usual]
+            if odd and 2 * n > len(started):
                 return Verdict(
                     odd[0],
-                    f"its collective {number} of group {group} is {said[odd[0]]}, the others' {usual}; {_doing(sights[odd[0]])}",
+                    f"its collective {number} of group {group} is {started[odd[0]]}, the others' {usual}; {_doing(views[odd[0]])}",
                 )
         last = {rank: max(numbers) for rank, numbers in ranks.items()}
         least = min(last.values())
@@ -113,5 +113,5 @@ def _odd_one(sights: Mapping[int, RankView]) -> Verdict | None:
         if least < max(last.values()) and 2 * len(few) <= len(last):
             ahead = next(n[max(n)] for r, n in ranks.items() if last[r] == max(last.values()))
             why = f"it has started {least} collectives of group {group}, others {max(last.values())}, the last {ahead}"
-            return Verdict(few[0], f"{why}; {_doing(sights[few[0]])}")
+            return Verdict(few[0], f"{why}; {_doing(views[few[0]])}")
     return None

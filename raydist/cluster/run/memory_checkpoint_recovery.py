@@ -1,4 +1,4 @@
-"""Which snapshot to go on from, and which node must fetch what of it from which.
+"""Chooses the snapshot to resume from, and which node must fetch which of its files from which node.
 
 Runs anywhere. Pure: no ray, no torch, no I/O; tested as a table, and for 10,000 ranks.
 """
@@ -9,14 +9,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from raydist.checkpoint.memory_layout import Shard
+from raydist.checkpoint.memory_layout import Shard, peers_of
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A snapshot, as its manifest has it: `files` -> bytes. `shared`: those that every rank of as many ranks reads.
+    """One snapshot, from its manifest. `files`: name -> bytes. `shared`: files that every rank reads, at the same world size.
 
-    `peers`: groups of ranks one of which saved what all of the group hold; a rank of none saved its own.
+    `peers`: groups of ranks that hold the same bits, which one of the group saved; a rank may be in several. One in none saved its
+    own.
     """
 
     step: int
@@ -30,7 +31,9 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What is in one node's memory: (step, file) -> bytes, for its own ranks and for its buddy; and the manifests among it."""
+    """The files in one node's memory, of its own ranks and of the node whose buddy it is: (step, file) -> bytes; and their
+    manifests.
+    """
 
     files: Mapping[tuple[int, str], int] = field(default_factory=dict)
     copies: Sequence[Copy] = ()
@@ -38,7 +41,7 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A file for a node, from another or from its own buddy's part (`source` is then the node itself)."""
+    """A file that a node fetches from `source`. The node itself: from the files that it keeps as a buddy."""
 
     name: str
     nbytes: int
@@ -47,9 +50,9 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Go on from `copy`: every node in `fetches` needs its own list and all of `common`, where it has not got a file already.
+    """Resume from `copy`: every node in `fetches` needs its own list and all of `common`, without the files that it has already.
 
-    Rank 0's node also needs the manifest, which `manifest_from` has.
+    Rank 0's node also needs the manifest, from node `manifest_from`.
     """
 
     copy: Copy
@@ -65,10 +68,10 @@ def place(
     after: int = 0,
     counts: Callable[[Copy], bool] = lambda copy: True,
 ) -> Placement | None:
-    """The newest snapshot past step `after` of which every file is in some node's memory; None if there is none.
+    """The newest snapshot after step `after` whose files are all in some node's memory; None if there is none.
 
-    `ranks`: rank -> its node, of the attempt to come; `nodes`: those that answered. `counts`: whether a copy is of the
-    run's one lineage.
+    `ranks`: rank -> its node, of the next attempt. `nodes`: those that answered. `counts`: whether a copy belongs to the run's
+    lineage.
     """
     found = {(c.step, c.attempt, c.manifest): (c, node) for node, inventory in nodes.items() for c in inventory.copies}
     for step, _, _ in sorted(found, reverse=True):
@@ -106,12 +109,12 @@ def _placed(
         shard = Shard.parse(name)
         if shard is not None and name not in common:
             own.setdefault(shard.rank, []).append(name)
-    peers = {rank: group for group in copy.peers for rank in group}
+    peers = peers_of(copy.peers)
     fetches: dict[str, list[Fetch]] = {}
     for rank, node in sorted(ranks.items()):
         mine = fetches.setdefault(node, [])
-        for peer in peers.get(rank, (rank,)):
+        for peer in sorted(peers.get(rank, {rank})):
             for name in own.get(peer, ()):
-                # From its own memory if it is there: its buddy's part, if not that of its own ranks.
+                # From the node's own memory if the file is there, of its own ranks or kept as a buddy.
                 mine.append(Fetch(name, copy.files[name], node) if node in holders[name] else fetch(name))
     return Placement(copy, manifest_from, [fetch(name) for name in sorted(common)], fetches)

@@ -1,6 +1,7 @@
-"""The driver's line to its run's monitor, which may be killed at any time and comes back.
+"""The driver's client of the run's monitor: an actor that may be killed at any time, and that Ray then starts again.
 
-Runs in: the driver, any thread. Never imports torch; imports ray in functions only.
+Runs in: the driver, any thread. Never imports torch; imports ray in functions only. Supervisor, RestartLoop, Elasticity,
+NodeMonitors, MemoryCheckpoints and DriverInjector call it; it calls raydist.observe.run_monitor.RunMonitor.
 """
 
 from __future__ import annotations
@@ -17,35 +18,35 @@ _AGAIN_S = 0.5
 
 
 class MonitorClient:
-    """`monitor`: the actor's handle."""
+    """`actor`: the monitor's handle."""
 
-    def __init__(self, monitor: Any) -> None:
-        self.monitor = monitor
-        self._untold: list[dict[str, Any]] = []
-        self._telling = threading.Lock()
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self._unsent: list[dict[str, Any]] = []
+        self._sending = threading.Lock()
 
     def snapshot(self, seen: int) -> dict[str, Any] | None:
-        """The run as it is now, with the events from number `seen` on; None if the monitor does not answer."""
-        found: dict[str, Any] | None = self._ask(self.monitor.snapshot, seen)
+        """The state of the run, with the events from number `seen` on; None if the monitor does not answer."""
+        found: dict[str, Any] | None = self._ask(self.actor.snapshot, seen)
         return found
 
     def last_step(self) -> int:
-        """The newest step that it has heard of; 0 if there is none, or no answer."""
+        """The newest step that the monitor knows; 0 if there is none, or if it does not answer."""
         found = self.snapshot(sys.maxsize)
         return int(found["record"]["step"]) if found and found["record"] else 0
 
-    def command(self, word: str | None) -> None:
-        """What the ranks are told with the next answer that they get."""
-        self.monitor.command.remote(word)
+    def command(self, command: str | None) -> None:
+        """What the monitor sends to the ranks with its next answer to each: "stop", or None."""
+        self.actor.command.remote(command)
 
     def begin_attempt(self, number: int, world_size: int, step: int) -> None:
-        """The monitor must know of an attempt before its first record: returns when it does. `step`: what it goes on from."""
+        """Tells the monitor of an attempt, before its first record. Returns when the monitor knows. `step`: where it starts."""
         import ray
         from ray.exceptions import RayActorError
 
         deadline = time.monotonic() + _ANSWER_S
         while True:
-            begun = self.monitor.begin_attempt.remote(number, world_size, step)
+            begun = self.actor.begin_attempt.remote(number, world_size, step)
             try:
                 ray.get(begun, timeout=_ANSWER_S)
                 return
@@ -55,24 +56,28 @@ class MonitorClient:
                 time.sleep(_AGAIN_S)  # Ray starts it again
 
     def end(self, status: str, cause: str) -> None:
-        """The run has ended: returns when that is on storage. What the monitor raises passes through."""
+        """The run has ended. Returns when that is on storage. Raises what the monitor raises."""
         import ray
 
-        ray.get(self.monitor.end.remote(status, **({"cause": cause} if cause else {})), timeout=2 * _ANSWER_S)
+        ray.get(self.actor.end.remote(status, **({"cause": cause} if cause else {})), timeout=2 * _ANSWER_S)
 
     def say(self, kind: str, **data: Any) -> None:
-        """Something has happened."""
+        """Records an event with the present time."""
         self.push(Event(kind, time.time(), data))
 
+    def note(self, text: str) -> None:
+        """Records an event of kind "note"."""
+        self.say("note", text=text)
+
     def push(self, *events: Event) -> None:
-        """Told now, or with the next ones: the monitor may be on its way back after a kill."""
-        with self._telling:
-            self._untold += [event.to_dict() for event in events]
-            if self._untold and self._ask(self.monitor.push, [], self._untold) is not None:
-                self._untold.clear()
+        """Records events. If the monitor does not answer (it may have been killed), the next call sends them again."""
+        with self._sending:
+            self._unsent += [event.to_dict() for event in events]
+            if self._unsent and self._ask(self.actor.push, [], self._unsent) is not None:
+                self._unsent.clear()
 
     def _ask(self, method: Any, *args: Any) -> Any:
-        """What the monitor answers; None if it does not: training goes on without it."""
+        """The monitor's answer; None if it does not answer: training continues without it."""
         import ray
         from ray.exceptions import RayError
 

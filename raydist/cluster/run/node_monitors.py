@@ -1,8 +1,7 @@
-"""The agents that watch a run's nodes: started where it has ranks, kept over its attempts, gone from where it has none any more.
+"""Starts and ends the node monitors of a run: one on each node that has ranks, kept over the attempts.
 
-Runs in: the driver. Imports ray in functions only; never torch. What an agent is: raydist/observe/node_monitor.py.
-
-Training never waits for any of this, and goes on as before where none of it works.
+Runs in: the driver. RestartLoop calls it; it calls NodeMonitor and Aggregator (raydist/observe). Imports ray in functions only;
+never torch. Training never waits for a node monitor, and works without one.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ _NAMED = 3
 
 
 class NodeMonitors:
-    """All agents of a run. Nothing of it raises. `private`: all is on this host, and no actor is needed.
+    """All node monitors of a run. No method raises. `private`: all is on this host, and no actor is needed.
 
-    `monitor`: what the agents send their rows to; `env`: the ranks' environment. `note` is told, by a thread, what is not watched.
+    `monitor`: the actor handle of the run's monitor, which gets their rows. `env`: the ranks' environment. A thread calls `note`
+    with what cannot be monitored.
     """
 
     def __init__(
@@ -40,33 +40,35 @@ class NodeMonitors:
     ) -> None:
         self._run, self._monitor, self._interval_s = run, monitor, interval_s
         self._private, self._env, self._note = private, dict(env), note
-        self._agents: dict[str, tuple[str, Any]] = {}
-        """Address -> Ray's id of the node, and its agent: one that was lost comes back with another id."""
+        self._monitors: dict[str, tuple[str, Any]] = {}
+        """Address -> Ray's id of the node, and its node monitor. A lost node that comes back has another id."""
         self._numbers: dict[str, int] = {}
-        """Address -> which of the run's nodes this was to be watched."""
+        """Address -> a number, in the order in which the run has used the nodes."""
         self._aggregators: dict[int, tuple[str, Any]] = {}
         """Group of nodes -> Ray's id of the node where its aggregator was started, and the aggregator."""
         self._leaving: dict[str, threading.Thread] = {}
-        """Address -> what ends, or has ended, the last agent there."""
+        """Address -> the thread that ends, or has ended, the last node monitor there."""
         self._noted: set[str] = set()
-        self._hearing: list[threading.Thread] = []
+        self._note_threads: list[threading.Thread] = []
         self._closed = False
 
     def watch(self, nodes: Iterable[str]) -> None:
-        """From now on these nodes and no others, by Ray's ids. Returns at once, but in 3 s where it has just left one of them."""
+        """Monitors these nodes, by Ray's ids, and no others. Returns at once; after up to 3 s if the run has just left one of
+        them.
+        """
         try:
             self._start(set(nodes))
         except Exception as error:
-            self._note(f"nodes are not watched: {type(error).__name__}: {error}")
+            self._note(f"nodes are not monitored: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """The run is over. An agent that does not answer in 3 s is ended all the same."""
+        """The run is over. A node monitor that does not answer within 3 s is killed."""
         self._closed = True
-        self._leave(set(self._agents), set(self._aggregators))
+        self._leave(set(self._monitors), set(self._aggregators))
         for ending in self._leaving.values():
             ending.join()
-        for thread in self._hearing:
-            thread.join(_CLOSE_S)  # whom it has asked is gone; it must not use Ray while that is shut down
+        for thread in self._note_threads:
+            thread.join(_CLOSE_S)  # the monitors that it asked are gone; no thread may use Ray while it shuts down
 
     # --- inside
 
@@ -75,53 +77,56 @@ class NodeMonitors:
 
         alive = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         there = nodes & alive.keys()
-        # On a node that was lost a aggregator is not any more: it has come back elsewhere.
+        # An aggregator of a lost node has been restarted by Ray on another node.
         groups = {group for group, (node, _) in self._aggregators.items() if node in alive and node not in there}
         self._leave(
-            {a for a, (node, _) in self._agents.items() if node not in there or self._group(a) in groups}, groups
+            {a for a, (node, _) in self._monitors.items() if node not in there or self._group(a) in groups}, groups
         )
         local = self._run.storage.local
         folder = tempfile.gettempdir() if local is None else str(local)
         new = {}
         for node in there:
             address = alive[node]
-            if address in self._agents:
-                continue  # on two of Ray's nodes on one host an agent sees the same
+            if address in self._monitors:
+                continue  # two nodes of Ray on one host need only one node monitor
             if address in self._leaving:
-                self._leaving[address].join()  # it clears the board
+                self._leaving[address].join()  # the old one still removes its files
             self._numbers.setdefault(address, len(self._numbers))
             make = NodeMonitor if self._private else _on(node)
-            teller = self._teller(self._group(address), node)
-            new[address] = make(self._run.uri, address, teller, self._interval_s, folder, self._env)
-            self._agents[address] = node, new[address]
+            receiver = self._receiver(self._group(address), node)
+            new[address] = make(self._run.uri, address, receiver, self._interval_s, folder, self._env)
+            self._monitors[address] = node, new[address]
         if new:
-            self._hearing.append(threading.Thread(target=self._hear, args=(new,), name="raydist-agents", daemon=True))
-            self._hearing[-1].start()
+            thread = threading.Thread(target=self._report_notes, args=(new,), name="raydist-node-monitors", daemon=True)
+            self._note_threads.append(thread)
+            thread.start()
 
     def _leave(self, addresses: set[str], groups: set[int]) -> None:
-        """Ends the agents at these addresses, soon, and the aggregators of these groups, before it returns."""
+        """Ends the node monitors at these addresses, soon, and the aggregators of these groups, before it returns."""
         if not addresses and not groups:
             return
-        agents = [self._agents.pop(address) for address in addresses]
+        monitors = [self._monitors.pop(address) for address in addresses]
         aggregators = [self._aggregators.pop(group) for group in groups]
-        ending = threading.Thread(target=self._end, args=(agents, aggregators), name="raydist-agents", daemon=True)
+        ending = threading.Thread(
+            target=self._end, args=(monitors, aggregators), name="raydist-node-monitors", daemon=True
+        )
         ending.start()
         self._leaving |= dict.fromkeys(addresses, ending)
         if aggregators:
-            ending.join()  # the next one goes on with the same segments
+            ending.join()  # the next one continues the same segments
 
-    def _end(self, agents: Sequence[tuple[str, Any]], aggregators: Sequence[tuple[str, Any]]) -> None:
-        """Each with Ray's id of its node. The agents first, for they tell the aggregators."""
+    def _end(self, monitors: Sequence[tuple[str, Any]], aggregators: Sequence[tuple[str, Any]]) -> None:
+        """Each with Ray's id of its node. The node monitors first, because they send their last rows to the aggregators."""
         try:
             if self._private:
-                for _, agent in agents:
-                    agent.close()
+                for _, monitor in monitors:
+                    monitor.close()
             else:
-                self._killed(agents, aggregators)
+                self._kill(monitors, aggregators)
         except Exception as error:
-            self._note(f"nodes are watched that the run has left: {type(error).__name__}: {error}")
+            self._note(f"nodes that the run has left may still be monitored: {type(error).__name__}: {error}")
 
-    def _killed(self, *kinds: Sequence[tuple[str, Any]]) -> None:
+    def _kill(self, *kinds: Sequence[tuple[str, Any]]) -> None:
         import ray
 
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -136,8 +141,10 @@ class NodeMonitors:
     def _group(self, address: str) -> int:
         return self._numbers[address] // NODES
 
-    def _teller(self, group: int, node: str) -> Any:
-        """Whom the agents of a group of nodes tell their rows: of the first one the monitor, of the others a aggregator."""
+    def _receiver(self, group: int, node: str) -> Any:
+        """Where the node monitors of a group of nodes send their rows: for the first group the run's monitor, else an
+        aggregator.
+        """
         if group == 0:
             return _plain(self._monitor, self._private)
         if group not in self._aggregators:
@@ -145,37 +152,37 @@ class NodeMonitors:
             self._aggregators[group] = node, make(self._run.full_uri, group, _plain(self._monitor, self._private))
         return _plain(self._aggregators[group][1], self._private)
 
-    def _hear(self, agents: Mapping[str, Any]) -> None:
-        """Tells what the new ones cannot watch: each thing once, with the nodes that say so."""
-        said: dict[str, list[str]] = defaultdict(list)
-        for node, note in self._notes(agents):
+    def _report_notes(self, monitors: Mapping[str, Any]) -> None:
+        """Reports what the new node monitors cannot monitor: each note once, with its nodes."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for node, note in self._notes(monitors):
             if note is not None:
-                said[note].append(node)
-        for note, nodes in said.items():
+                found[note].append(node)
+        for note, nodes in found.items():
             if note not in self._noted and not self._closed:
                 self._noted.add(note)
                 more = f" and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else ""
                 self._note(f"{', '.join(sorted(nodes)[:_NAMED])}{more}: {note}")
 
-    def _notes(self, agents: Mapping[str, Any]) -> Iterable[tuple[str, str | None]]:
+    def _notes(self, monitors: Mapping[str, Any]) -> Iterable[tuple[str, str | None]]:
         if self._private:
-            return [(node, agent.note()) for node, agent in agents.items()]
+            return [(node, monitor.note()) for node, monitor in monitors.items()]
         import ray
         from ray.exceptions import RayError
 
-        asked = {agent.note.remote(): node for node, agent in agents.items()}
+        asked = {monitor.note.remote(): node for node, monitor in monitors.items()}
         done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_NOTE_S)
-        told = []
+        answers = []
         for ref in done:
             try:
-                told.append((asked[ref], ray.get(ref)))
+                answers.append((asked[ref], ray.get(ref)))
             except RayError:  # killed, or its node is gone
                 continue
-        return told
+        return answers
 
 
 def _plain(actor: Any, private: bool) -> Any:
-    """An actor's handle; for another actor as bytes: of handles Ray says that they might be gone at a restart (ray #53727)."""
+    """An actor's handle; for another actor pickled: with a handle as argument Ray warns of restarts (ray #53727)."""
     if private:
         return actor
     from ray import cloudpickle
@@ -184,11 +191,13 @@ def _plain(actor: Any, private: bool) -> Any:
 
 
 def _on(node: str, what: type = NodeMonitor, stays: bool = True) -> Callable[..., Any]:
-    """Makes an agent on that node; gone with this process. Comes back by itself if it is killed; elsewhere, unless it `stays`."""
+    """Starts such an actor on that node; it ends with this process. Ray restarts it if it is killed: on another node, unless
+    `stays`.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     there = NodeAffinitySchedulingStrategy(node_id=node, soft=not stays)
-    # note() waits, close() must not.
+    # Two calls at once: note() waits, and close() must not wait for it.
     actor = ray.remote(what).options(num_cpus=0, max_restarts=-1, max_concurrency=2, scheduling_strategy=there)
     return cast(Callable[..., Any], actor.remote)

@@ -1,4 +1,4 @@
-"""From what Ray Train raises to plain facts: which rank ended with what.
+"""Converts the exceptions of Ray Train to plain data: which rank ended with which error.
 
 Runs in: the driver and Ray Train's controller. Imports ray.train; never torch.
 """
@@ -8,27 +8,26 @@ from __future__ import annotations
 import re
 
 from ray.exceptions import RayActorError
-from ray.train import ControllerError
-from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
-from ray.train.v2.api.exceptions import PreemptionError, WorkerGroupError
+from ray.train import ControllerError, PreemptionError, WorkerGroupError
 
+from raydist.cluster.ray_private import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 from raydist.cluster.run.root_cause import Kind, RankError
 
 
 def rank_errors(error: BaseException) -> list[RankError]:
-    """What each rank ended with, as far as Ray Train tells; one without a rank if it tells of none."""
+    """The error of each rank, as far as Ray Train reports them; one error without a rank if it reports none."""
     if isinstance(error, WorkerGroupError) and error.worker_failures:
         return [rank_error(rank, failure, str(error)) for rank, failure in sorted(error.worker_failures.items())]
     if isinstance(error, ControllerError):
         return [_controller_error(error.controller_failure)]
     if isinstance(error, PreemptionError):
         ranks = error.preemption_info.preempted_ranks
-        return [RankError(None, "Preempted", f"the nodes of ranks {ranks} are being taken away", kind="node_died")]
+        return [RankError(None, "Preempted", f"the nodes of ranks {ranks} are being drained", kind="node_died")]
     return [RankError(None, type(error).__name__, str(error), kind="controller_died")]
 
 
 def _controller_error(cause: BaseException) -> RankError:
-    if isinstance(cause, RayActorError):  # a worker that died while the group was still being started
+    if isinstance(cause, RayActorError):  # a worker died while the group was starting
         return _death(None, str(cause))
     kinds: dict[str, Kind] = {
         "WorkerGroupStartupTimeoutError": "startup_timeout",
@@ -38,8 +37,8 @@ def _controller_error(cause: BaseException) -> RankError:
     return RankError(None, type(cause).__name__, str(cause), kind=kinds.get(type(cause).__name__, "controller_died"))
 
 
-def rank_error(rank: int, failure: BaseException, told: str) -> RankError:
-    """What one worker ended with. `told`: the traceback, where `failure` brings none."""
+def rank_error(rank: int, failure: BaseException, traceback: str) -> RankError:
+    """The error of one worker. `traceback`: for a `failure` that has none."""
     if isinstance(failure, WorkerHealthCheckTimeoutError):
         return RankError(rank, "WorkerHung", str(failure), kind="worker_hung")
     if isinstance(failure, WorkerHealthCheckFailedError):
@@ -50,14 +49,14 @@ def rank_error(rank: int, failure: BaseException, told: str) -> RankError:
         rank=int(getattr(failure, "rank", rank)),
         type_name=str(getattr(failure, "type_name", type(failure).__name__)),
         message=str(getattr(failure, "message", failure)),
-        traceback=str(getattr(failure, "traceback", told)),
+        traceback=str(getattr(failure, "traceback", traceback)),
         at=getattr(failure, "at", None),
         bases=tuple(getattr(failure, "bases", [c.__name__ for c in type(failure).__mro__])),
     )
 
 
 def _death(rank: int | None, text: str) -> RankError:
-    """From Ray's many lines on a dead actor to one that says who, where and what is known of why."""
+    """Reduces Ray's long text about a dead actor to one line: the process, its node, and the known reason."""
     found = {k: v for k, v in re.findall(r"^\s*(pid|ip): (\S+)$", text, re.MULTILINE)}
     who = f"process {found.get('pid', '?')} on {found.get('ip', '?')}"
     lower = text.lower()
@@ -70,4 +69,4 @@ def _death(rank: int | None, text: str) -> RankError:
     why = "SIGKILL, the kernel's out-of-memory killer, or a crash"
     if (code := re.search(r"exit code[ :]+(-?\d+)", lower)) and code[1] != "0":
         why = f"exit code {code[1]}"
-    return RankError(rank, "WorkerDied", f"{who} ended without a word ({why})", text, kind="worker_died")
+    return RankError(rank, "WorkerDied", f"{who} exited without reporting an error ({why})", text, kind="worker_died")

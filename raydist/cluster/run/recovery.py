@@ -1,4 +1,4 @@
-"""What to do about what an attempt died of. Policies decide; the supervisor acts.
+"""Decides what follows a failed attempt: a restart or the end, and with how many workers. RestartLoop and Elasticity act on it.
 
 Runs anywhere. Pure: no ray, no torch, no clock, no I/O; tested as a table.
 
@@ -15,40 +15,40 @@ from raydist.cluster.run.root_cause import Failure, Kind
 
 
 class Policy(Protocol):
-    """What `decide` reads of `recovery:` in a job. `max_failures` -1 is without limit."""
+    """The fields of `recovery:` in a job that `decide` and `resize` read. `max_failures` -1: no limit."""
 
     @property
     def max_failures(self) -> int:
-        """Failures in a row without progress that are restarted."""
+        """Failures in a row without progress after which the run still restarts."""
 
     @property
     def backoff_s(self) -> float:
-        """The wait after the second of them; each further one doubles it."""
+        """Seconds to wait after the second of them; each further one doubles it."""
 
     @property
     def backoff_cap_s(self) -> float:
-        """The longest wait."""
+        """The longest wait, in seconds."""
 
     @property
     def max_rollbacks(self) -> int:
-        """Rollbacks of the whole run."""
+        """The most rollbacks in the whole run."""
 
     @property
     def wait_for_nodes(self) -> float:
-        """Seconds to wait for the fewest workers that the run may have."""
+        """Seconds to wait for the smallest allowed number of workers."""
 
     @property
     def wait_for_spare_s(self) -> float:
-        """Seconds to wait for all workers before going on with fewer."""
+        """Seconds to wait for all workers before the run continues with fewer."""
 
     @property
     def on_oom(self) -> Literal["stop", "shrink_micro_batch"]:
-        """What is done when memory runs out."""
+        """What to do when a rank runs out of memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the attempt that failed cut its global batch, in sequences: over `workers`, in passes of at most `micro_batch`."""
+    """How the failed attempt split its global batch: over `workers`, in passes of at most `micro_batch` sequences."""
 
     global_batch: int
     micro_batch: int
@@ -67,16 +67,16 @@ class Split:
 
 
 CRASH_LOOP = 3
-"""The same cause this many times without one more committed step: another try would end alike."""
+"""After the same cause this many times, with no step committed in between, another attempt would fail too."""
 SUSPECT = 2
-"""So many ranks of one node in a row died or hung without one more committed step: the node may be to blame. Less than CRASH_LOOP,
-so that a try elsewhere comes before the end."""
+"""After this many deaths or hangs in a row of ranks on one node, with no step committed in between, the node may be the cause. Less
+than CRASH_LOOP, so that the run tries other nodes before it ends."""
 _OF_A_NODE: tuple[Kind, ...] = ("worker_died", "worker_hung")
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """A failure that has been decided on, and the newest committed step at that time."""
+    """An earlier failure, and the newest committed step at that time."""
 
     signature: tuple[str, str]
     committed: int
@@ -85,21 +85,21 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The failures of this run before the present one, and the newest step that is committed now."""
+    """The earlier failures of this run, and the newest step that is committed now."""
 
     past: tuple[Past, ...] = ()
     committed: int = 0
 
     def at(self, committed: int) -> History:
-        """The same history, now that `committed` is the newest committed step."""
+        """This history with `committed` as the newest committed step."""
         return replace(self, committed=committed)
 
     def then(self, failure: Failure) -> History:
-        """This history with `failure` added: what the next `decide` gets."""
+        """This history with `failure` added, for the next `decide`."""
         return replace(self, past=(*self.past, Past(failure.signature, self.committed, failure.node)))
 
     def stuck(self) -> tuple[Past, ...]:
-        """The failures since the last progress: those at the step that is still the newest committed one."""
+        """The failures since the last progress: those at the present newest committed step."""
         n = 0
         for past in reversed(self.past):
             if past.committed < self.committed:
@@ -110,7 +110,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start a fresh attempt after `after_s` seconds, with another `micro_batch` and without the node `exclude`, if given."""
+    """Start a new attempt after `after_s` seconds, with another `micro_batch` and without the node `exclude`, if given."""
 
     after_s: float
     because: str
@@ -129,19 +129,19 @@ class Stop:
 def decide(
     failure: Failure, history: History, policy: Policy, split: Split | None = None, *, elsewhere: bool = False
 ) -> Restart | Stop:
-    """Restart or stop. `history` holds the failures before this one, and the newest committed step now.
+    """Restart or stop. `history`: the failures before this one, and the newest committed step now.
 
-    What the user's code raises before the first step ends the run, for it would be raised again. Of others the first since progress
-    restarts at once; each further one waits twice as long, up to the cap. A lack of memory and
-    a rollback have a cure of their own, which is bounded: they restart at once, and do not count among the others.
-    `split`: of the attempt that failed; None: it is not known, and so there is no smaller micro-batch. `elsewhere`: there is room
-    for enough workers without the failure's node, which is then left once its ranks die again and again.
+    An error of the user's code before the first step ends the run, because it would be raised again. For other failures, the
+    first one since progress restarts at once; each further one waits twice as long, up to the cap. Out of memory and rollback
+    have their own remedies and limits: they restart at once, and do not count among the others. `split`: of the failed attempt;
+    None: not known, so there is no smaller micro-batch. `elsewhere`: there is room for enough workers without the failure's
+    node, so the run can exclude it if its ranks die repeatedly.
     """
     if failure.kind == "aborted":
         return Stop(failure.cause, "the attempt was aborted on request")
     if not failure.heals:
         return Stop(failure.cause, "a restart would meet the same error")
-    if _comes_again(failure, history):
+    if _will_repeat(failure, history):
         while_ = "while the model was built" if failure.stage == "build" else "in the first step"
         return Stop(failure.cause, f"{while_}: a restart would meet the same error")
     if failure.kind == "out_of_memory":
@@ -152,7 +152,7 @@ def decide(
             return Stop(failure.cause, f"rolled back {done} times; recovery.max_rollbacks is {policy.max_rollbacks}")
         where = f"step {history.committed}" if history.committed else "the start"
         return Restart(0.0, f"rollback {done + 1} of {policy.max_rollbacks}: from {where}")
-    stuck = [past for past in history.stuck() if past.signature[0] not in _CURED]
+    stuck = [past for past in history.stuck() if past.signature[0] not in _OWN_LIMIT]
     n = len(stuck) + 1
     same = 1
     for past in reversed(stuck):
@@ -173,16 +173,17 @@ def decide(
     if failure.node is not None and elsewhere and _in_a_row(failure, stuck) >= SUSPECT:
         return Restart(
             after,
-            f"{because}; node {failure.node[:8]} is left: its ranks died or hung {SUSPECT} times in a row",
+            f"{because}; node {failure.node[:8]} is excluded: its ranks died or hung {SUSPECT} times in a row",
             exclude=failure.node,
         )
     return Restart(after, because)
 
 
-def _comes_again(failure: Failure, history: History) -> bool:
-    """Whether what was raised before the attempt's first step is the code's, and so stays.
+def _will_repeat(failure: Failure, history: History) -> bool:
+    """Whether an error before the attempt's first step is one of the user's code, which the next attempt would raise again.
 
-    Where the run has trained before, only what all ranks say while they build: its code has worked then, perhaps on other hosts.
+    If the run has trained before, its code has worked, perhaps on other hosts: then only an error of all ranks while they build the
+    model counts.
     """
     if history.committed:
         return failure.stage == "build" and failure.repeats == "on_all"
@@ -190,7 +191,7 @@ def _comes_again(failure: Failure, history: History) -> bool:
 
 
 def _in_a_row(failure: Failure, stuck: Sequence[Past]) -> int:
-    """Deaths and hangs of ranks on the failure's node, this one with them, since a failure of another sort or elsewhere."""
+    """Deaths and hangs in a row of ranks on the failure's node, this one included."""
     if failure.kind not in _OF_A_NODE:
         return 0
     n = 1
@@ -202,52 +203,52 @@ def _in_a_row(failure: Failure, stuck: Sequence[Past]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Team:
-    """Go on with `workers` ranks: with agents that are there, or where `anew`, with a new group of them."""
+class Proceed:
+    """Start an attempt of `workers` ranks: with the agents of the present group, or of a new one (`new_group`)."""
 
     workers: int
-    anew: bool
+    new_group: bool
     because: str
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Look again soon."""
+    """Check again soon."""
 
     because: str
 
 
 SETTLE_S = 3.0
-"""Ray takes up to so long to count the resources of workers that have ended as free."""
+"""Ray takes up to this long to count the resources of ended workers as free."""
 
 
-def resize(least: int, most: int, living: int, room: int, waited_s: float, policy: Policy) -> Team | Wait | Stop:
-    """With how many workers the run goes on, `least` to `most`. `living`: agents that are ready; `room`: workers that the cluster
-    can hold now, the living ones with it. `waited_s`: since the run has stood still.
+def resize(least: int, most: int, living: int, room: int, waited_s: float, policy: Policy) -> Proceed | Wait | Stop:
+    """With how many workers the run continues: `least` to `most`. `living`: agents that are ready. `room`: workers for which the
+    cluster has room now, the living ones included. `waited_s`: seconds since the last attempt ended.
 
-    All of them at once, if they are ready; else all, in a new group, if there is room; else wait, for as long as may be waited for
-    all; else those that are ready; else a smaller new group, as soon as there is room for the fewest.
+    In this order: all workers, if they are ready; all, in a new group, if there is room; wait up to `wait_for_spare_s` for all; the
+    workers that are ready, if they are enough; a smaller new group, when there is room for `least`.
     """
     if living >= most:
-        return Team(most, False, "all workers are there")
+        return Proceed(most, False, "all workers are there")
     if room >= most:
-        return Team(most, True, f"there is room for {most}")
+        return Proceed(most, True, f"there is room for {most}")
     if least == most:
-        return Team(most, True, "so many it must be")  # Ray waits for the room, and an autoscaler hears of it
+        return Proceed(most, True, "the number of workers is fixed")  # Ray waits for the room, and tells an autoscaler
     if waited_s >= policy.wait_for_spare_s:
         if living >= least:
-            return Team(living, False, f"{living} of {most} workers are left, and {least} are enough")
+            return Proceed(living, False, f"{living} of {most} workers are left, and {least} are enough")
         if room >= least and waited_s >= SETTLE_S:
-            return Team(room, True, f"there is room for {room} of {most} workers, and {least} are enough")
+            return Proceed(room, True, f"there is room for {room} of {most} workers, and {least} are enough")
     if waited_s < policy.wait_for_nodes:
         return Wait(f"{max(living, room)} of {least} workers")
     return Stop(
         f"there is room for {room} workers, and the run needs {least}",
-        f"no more nodes came in {waited_s:.0f} s; recovery.wait_for_nodes says how long to wait, cluster.workers for how many",
+        f"no nodes joined in {waited_s:.0f} s; recovery.wait_for_nodes sets how long to wait, cluster.workers how many are needed",
     )
 
 
-_CURED = frozenset(["out_of_memory", "rollback"])
+_OWN_LIMIT = frozenset(["out_of_memory", "rollback"])
 
 
 def _after_no_memory(failure: Failure, policy: Policy, split: Split | None) -> Restart | Stop:

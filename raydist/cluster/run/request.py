@@ -1,4 +1,4 @@
-"""What a run is asked for, what its workers are, and how it ended.
+"""The input of a run, the kind of its workers, and its ending.
 
 Runs in: the driver. Neither torch nor ray.
 """
@@ -21,9 +21,9 @@ from raydist.spec import JobSpec
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call of `raydist train`, after everything about it has been checked.
+    """One call of `raydist train`, after all checks.
 
-    `before(at)`: seconds of what the command has done until that Unix time, by stage; None: nobody waited for that.
+    `before(at)`: the seconds of each stage of the command until that Unix time; None: no user waited for them.
     """
 
     spec: JobSpec
@@ -39,8 +39,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How the run ended: a status of records.Status, its cause if it stopped, and the signal that interrupted it; None where its
-    slot had no room for its workers.
+    """How the run ended: a status of records.Status, its cause if it stopped, and the signal that interrupted it. `signal` None
+    with status interrupted: there was no room for its workers.
     """
 
     status: str
@@ -51,12 +51,12 @@ class Ending:
 
 
 def worker_kind(spec: JobSpec, gpus: float) -> WorkerKind:
-    """What a worker of that job is. `gpus`: of each."""
+    """The kind of that job's workers. `gpus`: per worker."""
     return WorkerKind(spec.cluster.cpus_per_worker, gpus, worker_env(spec))
 
 
 def worker_env(spec: JobSpec) -> dict[str, str]:
-    """What the workers' environment holds: threads and allocator, the user's NCCL_, GLOO_ and TORCH_ variables, the job's."""
+    """The workers' environment: threads, the user's NCCL_, GLOO_, TORCH_ and CUDA_DEVICE_ variables, and the job's."""
     passed = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_"))}
     return {**worker_environment(max(1, int(spec.cluster.cpus_per_worker))), **passed, **spec.cluster.env}
 
@@ -66,5 +66,5 @@ def raise_if_stopped(ending: Ending, run: RunDir) -> None:
     if ending.status == "stopped":
         raise WorkerFailed(
             f"run {run.name} stopped after step {ending.step}: {ending.cause}",
-            f"the whole story: raydist show {run.uri}; its logs: {run.uri}/logs",
+            f"all its events: raydist show {run.uri}; its logs: {run.uri}/logs",
         )

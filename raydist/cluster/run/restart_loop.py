@@ -1,72 +1,62 @@
-"""The attempts of one run, from the first to the last: starts them, and decides after each what follows.
+"""The attempts of one run: starts each one, and decides after it what follows.
 
-Runs in: the driver, in a thread of its own. Never imports torch; imports ray in functions only.
+Runs in: the driver, in the attempts thread; Supervisor calls `run`. It calls Elasticity for the workers, recovery.decide after a
+failure, MonitorClient for events, MemoryCheckpoints and NodeMonitors, which it starts and closes, and DriverInjector; it reads
+StopRequest and HeadOutage. Never imports torch; imports ray in functions only.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from raydist.checkpoint.mirrors import newest_attempt
-from raydist.cluster.run.elasticity import Membership, NoRoom
+from raydist.cluster.run.elasticity import Elasticity, NoRoom
 from raydist.cluster.run.fault_injector import DriverInjector
+from raydist.cluster.run.head_outage import HeadOutage
 from raydist.cluster.run.memory_checkpoints import MemoryCheckpoints
 from raydist.cluster.run.monitor_client import MonitorClient
 from raydist.cluster.run.node_monitors import NodeMonitors
 from raydist.cluster.run.recovery import History, Restart, Split, Stop, decide
 from raydist.cluster.run.request import Ending, Request, worker_env
 from raydist.cluster.run.root_cause import Failure
+from raydist.cluster.run.stop_request import StopRequest
 from raydist.cluster.run.worker_group import Group
 from raydist.run.directory import begin_attempt
 from raydist.run.log import last_attempt
 
 
-@dataclass
-class StopRequest:
-    """What the user has asked of a run: by signals, and whether it is to end at once. `stop` is set with the first of them."""
-
-    signals: list[int] = field(default_factory=list)
-    stop: threading.Event = field(default_factory=threading.Event)
-    cancelled: bool = False
-
-
 class RestartLoop:
-    """Use once: `run()`. `private`: all is on this host. `keeps`: the workers stay for the next run.
-
-    `headless()`: an ending for a run whose attempt has ended because Ray's head is silent; None if it is not.
-    """
+    """Use once: `run()`. `private`: all is on this host. `keeps`: the workers stay for the next run."""
 
     def __init__(
         self,
         request: Request,
-        members: Membership,
-        line: MonitorClient,
+        elasticity: Elasticity,
+        monitor: MonitorClient,
         stop_request: StopRequest,
+        outage: HeadOutage,
         injector: DriverInjector | None,
         *,
         private: bool,
         keeps: bool,
-        headless: Callable[[], Ending | None],
     ) -> None:
-        self._request, self._members, self._line, self._stop_request = request, members, line, stop_request
-        self._injector, self._private, self._keeps, self._headless = injector, private, keeps, headless
+        self._request, self._elasticity, self._monitor, self._stop_request = request, elasticity, monitor, stop_request
+        self._outage, self._injector, self._private, self._keeps = outage, injector, private, keeps
         self._spec = request.spec
         """Of the present attempt."""
 
     def run(self) -> Ending:
-        """How the run ended. What it raises is no failure of an attempt."""
+        """How the run ended. Raises what is not the failure of an attempt."""
         run = self._request.run
+        self._elasticity.begin()
         number, history = max(last_attempt(run), newest_attempt(run, self._spec.checkpoint.replicas)), History()
-        memory_stores = (
-            MemoryCheckpoints(run, private=self._private, note=self._note)
+        memory_checkpoints = (
+            MemoryCheckpoints(run, private=self._private, note=self._monitor.note)
             if self._spec.snapshot_every is not None
             else None
         )
-        agents = self._agents() if self._spec.observe.interval_s is not None else None
+        node_monitors = self._node_monitors() if self._spec.observe.interval_s is not None else None
         incident: dict[str, Any] | None = None
         try:
             while True:
@@ -74,30 +64,30 @@ class RestartLoop:
                 if isinstance(group, Ending):
                     return group
                 number += 1
-                begin_attempt(run, number)  # from now on no earlier one commits, wherever it may still be
-                self._line.begin_attempt(number, self._members.team, run.newest_step())
-                places = group.places(self._members.team, self._members.look)
-                copies = memory_stores.job(places) if memory_stores and places else None
-                if agents and places:
-                    agents.watch(places.values())
-                resumed = max(run.newest_step(), copies["step"] or 0 if copies else 0)
-                result = group.attempt(
-                    self._job(number, incident, copies), self._members.team, self._line.monitor, self._members.look
-                )
+                begin_attempt(run, number)  # an earlier attempt, wherever it still runs, can no longer commit
+                workers = self._elasticity.workers
+                self._monitor.begin_attempt(number, workers, run.newest_step())
+                places = group.places(workers, self._elasticity.look)
+                snapshot = memory_checkpoints.job(places) if memory_checkpoints and places else None
+                if node_monitors and places:
+                    node_monitors.watch(places.values())
+                resumed = max(run.newest_step(), snapshot["step"] or 0 if snapshot else 0)
+                job = self._job(number, incident, snapshot)
+                result = group.attempt(job, workers, self._monitor.actor, self._elasticity.look)
                 over = time.time()
                 if result.failure is None:
                     value = result.value
                     if value["status"] != "interrupted" or self._stop_request.signals:
                         interrupted = self._stop_request.signals[0] if value["status"] == "interrupted" else None
                         return Ending(value["status"], value["step"], signal=interrupted)
-                    if (ending := self._headless()) is not None:
+                    if (ending := self._outage.ending()) is not None:
                         return ending
-                    incident = {"over": over, "last_step": self._line.last_step()}
-                    self._members.leave()
+                    incident = {"over": over, "last_step": self._monitor.last_step()}
+                    self._elasticity.leave()
                     continue
-                last_step = self._line.last_step()
-                self._members.lost(group.gone)
-                # A snapshot that this attempt went on from is progress too, though no checkpoint.
+                last_step = self._monitor.last_step()
+                self._elasticity.lost(group.gone)
+                # The snapshot that this attempt started from is progress too, though it is no checkpoint.
                 history = history.at(max(run.newest_step(), resumed))
                 ending = self._after(result.failure, number, history)
                 if ending is not None:
@@ -105,36 +95,35 @@ class RestartLoop:
                 history = history.then(result.failure)
                 incident = {"seen": result.seen, "silent_s": result.silent_s, "over": over, "last_step": last_step}
         finally:
-            self._members.close(self._keeps)
-            if memory_stores is not None:
-                memory_stores.close()
-            if agents is not None:
-                agents.close()
+            self._elasticity.close(self._keeps)
+            if memory_checkpoints is not None:
+                memory_checkpoints.close()
+            if node_monitors is not None:
+                node_monitors.close()
 
-    def _agents(self) -> NodeMonitors:
+    def _node_monitors(self) -> NodeMonitors:
         every = self._spec.observe.interval_s
         assert every is not None
-        env = worker_env(self._spec)
-        return NodeMonitors(
-            self._request.run, self._line.monitor, every, private=self._private, env=env, note=self._note
-        )
+        env, monitor = worker_env(self._spec), self._monitor
+        return NodeMonitors(self._request.run, monitor.actor, every, private=self._private, env=env, note=monitor.note)
 
     def _gather(self) -> Group | Ending:
         """The group of the next attempt; an Ending if there is none."""
-        found = self._members.gather()
+        found = self._elasticity.gather()
         if found is None:
             return Ending("interrupted", self._request.run.newest_step(), signal=self._stop_request.signals[0])
         if isinstance(found, Stop):
-            self._line.say("decision", action="stop", because=found.because, after_s=0.0)
+            self._monitor.say("decision", action="stop", because=found.because, after_s=0.0)
             return Ending("stopped", self._request.run.newest_step(), cause=f"{found.cause} ({found.because})")
         if isinstance(found, NoRoom):
-            self._line.say("decision", action="yield", because=found.because)
+            self._monitor.say("decision", action="yield", because=found.because)
             return Ending("interrupted", self._request.run.newest_step(), cause=found.because)
         return found
 
-    def _job(self, number: int, incident: dict[str, Any] | None, copies: dict[str, Any] | None) -> dict[str, Any]:
-        """What every rank of an attempt is given; plain. `incident`: what ended the one before; `copies`: of
-        `MemoryCheckpoints.job`."""
+    def _job(self, number: int, incident: dict[str, Any] | None, snapshot: dict[str, Any] | None) -> dict[str, Any]:
+        """The input of every rank of an attempt: plain data. `incident`: how the attempt before ended. `snapshot`: the result of
+        `MemoryCheckpoints.job`.
+        """
         request, begun = self._request, time.time()
         return {
             "spec": self._spec.model_dump(mode="json"),
@@ -148,43 +137,43 @@ class RestartLoop:
             "begun": begun,
             "incident": incident,
             "before": dict(request.before(begun)) if incident is None and request.before else None,
-            "memory_store": copies,
+            "memory_store": snapshot,
         }
 
     def _after(self, failure: Failure, number: int, history: History) -> Ending | None:
-        """What to do after a failure: an Ending, or None to try again."""
+        """After a failed attempt: an Ending, or None to start the next one."""
         if self._stop_request.cancelled or (failure.kind == "aborted" and self._stop_request.signals):
             return Ending("interrupted", self._request.run.newest_step(), signal=self._stop_request.signals[-1])
         if self._injector is not None:
-            self._injector.look()  # what was done to it comes first
-        self._line.say(
+            self._injector.look()  # the event of an injected fault comes before the event of the failure
+        self._monitor.say(
             "failure",
             attempt=number,
             rank=failure.rank,
             fault=failure.kind,
             cause=failure.cause,
-            # Of a death Ray tells a page of guesses; `cause` has what is known.
+            # For a death Ray's text is a page of possible reasons; `cause` has what is known.
             traceback=failure.traceback if failure.kind == "user_error" else "",
             echoes=failure.echoes,
         )
         spec = self._spec
-        split = Split(spec.train.global_batch, spec.train.micro_batch, self._members.team)
+        split = Split(spec.train.global_batch, spec.train.micro_batch, self._elasticity.workers)
         known = not self._private and failure.node is not None
-        elsewhere = known and self._members.room(without=failure.node) >= spec.cluster.least
+        elsewhere = known and self._elasticity.room(without=failure.node) >= spec.cluster.least
         match decide(failure, history, spec.recovery, split, elsewhere=elsewhere):
             case Restart(after_s, because, micro_batch, exclude):
-                told = {"after_s": after_s, "micro_batch": micro_batch, "exclude": exclude}
-                self._line.say("decision", action="restart", because=because, **told)
+                changes = {"after_s": after_s, "micro_batch": micro_batch, "exclude": exclude}
+                self._monitor.say("decision", action="restart", because=because, **changes)
                 if exclude is not None:
-                    self._members.exclude(exclude)
+                    self._elasticity.exclude(exclude)
                 if micro_batch is not None:
                     train = spec.train.model_copy(update={"micro_batch": micro_batch})
                     self._spec = spec.model_copy(update={"train": train})
-                if self._stop_request.stop.wait(after_s) or self._stop_request.signals:
+                if self._stop_request.wait(after_s):
                     return Ending("interrupted", self._request.run.newest_step(), signal=self._stop_request.signals[0])
                 return None
             case Stop(cause, because):
-                self._line.say("decision", action="stop", because=because, after_s=0.0)
+                self._monitor.say("decision", action="stop", because=because, after_s=0.0)
                 who = "" if failure.rank is None else f"rank {failure.rank}: "
                 return Ending(
                     "stopped",
@@ -192,6 +181,3 @@ class RestartLoop:
                     cause=f"{who}{cause} ({because})",
                     traceback=failure.traceback,
                 )
-
-    def _note(self, text: str) -> None:
-        self._line.say("note", text=text)

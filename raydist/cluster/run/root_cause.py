@@ -1,4 +1,4 @@
-"""What an attempt died of: of all that its ranks ended with, the one error that explains the others.
+"""The root cause of a failed attempt: of the errors of all ranks, the one that explains the others.
 
 Runs anywhere. Pure: no ray, no torch, no clock, no I/O; tested as a table.
 """
@@ -25,17 +25,17 @@ Kind = Literal[
     "rollback",
     "aborted",
 ]
-"""user_error: the train function raised; worker_died: its process is gone; worker_hung: it no longer answers Ray;
-communication: nothing but lost peers is known; startup_*: workers never ran; rollback: the ranks want to go on from a checkpoint,
-without a batch or with sound weights; aborted: we asked for it."""
+"""user_error: the train function raised; worker_died: the process of a rank or agent exited; worker_hung: a rank makes no
+progress, or a worker does not answer Ray; communication: only lost peers are known; startup_*: the workers never ran; rollback:
+the ranks want to resume from a checkpoint, to skip a batch or to replace bad weights; aborted: on request."""
 
 Repeats = Literal["unknown", "on_rank", "on_all"]
-"""Whether the next attempt would meet the same error, as it begins alike: on_rank: one rank says so, and its host may be to blame;
-on_all: every rank that has raised says the same, rank 0 among them."""
+"""Whether the next attempt would raise the same error. on_rank: one rank raised it, and its host may be the cause; on_all: every
+rank that has raised, rank 0 among them, raised the same one."""
 
 _DEATHS: tuple[Kind, ...] = ("node_died", "out_of_memory", "worker_died", "worker_hung")
 
-# What a rank says when a peer is gone. An echo: true, but never the cause while a better one is there.
+# The errors that a rank raises when it has lost a peer: echoes, which are never the root cause if there is another error.
 _PEER_LOST_TYPES = frozenset(
     [
         "ConnectionError",
@@ -56,17 +56,17 @@ _PEER_LOST = re.compile(
     r"|nccl communicator was aborted|unhandled system error|watchdog|recvbytes|sendbytes",
     re.IGNORECASE,
 )
-_PEER_LOST_SPEAKERS = frozenset(
+_PEER_LOST_CARRIERS = frozenset(
     {"CheckpointError", "RuntimeError", "OSError", "TimeoutError", "SystemError", "Exception"}
 )
 
 
 @dataclass(frozen=True, slots=True)
 class RankError:
-    """What one rank ended with. `at` is Unix time in seconds on that rank's host, None where nobody saw it.
+    """How one rank ended. `at`: Unix time in seconds on that rank's host; None: not known.
 
-    `type_name` and `message` are the exception's; `bases` names its base classes, so that a subclass of an error that
-    no restart can heal is known as one. `traceback` is text. `stage`: see `raydist.worker.metrics.startup_timing.Startup.doing`.
+    `type_name` and `message` are the exception's; `bases` has the names of its base classes, so that subclasses of an error that no
+    restart can repair are recognised. `traceback` is text. `stage`: see `raydist.worker.metrics.startup_timing.Startup.doing`.
     """
 
     rank: int | None
@@ -87,8 +87,8 @@ class RankError:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The one root cause of a failed attempt. `echoes` counts the other ranks that failed because of it. `node`: where the rank
-    was, Ray's id; None where that is not known.
+    """The root cause of a failed attempt. `echoes`: how many other ranks failed because of it. `node`: Ray's id of the rank's node;
+    None: not known.
     """
 
     kind: Kind
@@ -101,11 +101,11 @@ class Failure:
     node: str | None = None
     repeats: Repeats = "unknown"
     stage: str = ""
-    """Of the rank that is to blame: see RankError."""
+    """The stage of the rank in `rank`: see RankError."""
 
     @property
     def signature(self) -> tuple[str, str]:
-        """Equal for failures that are the same but for numbers (steps, pids, addresses)."""
+        """Equal for failures that differ only in numbers (steps, pids, addresses)."""
         return self.kind, _but_numbers(self.cause)
 
 
@@ -119,50 +119,50 @@ def _names(*roots: type[BaseException]) -> frozenset[str]:
     return frozenset(found)
 
 
-# WorkerFailed means "a rank died and the budget is spent": the one TrainingStopped that says nothing of its cause.
+# WorkerFailed is raised when no restart is left: the one TrainingStopped that a restart may repair.
 _NEVER_HEALS = _names(errors.UserError, errors.TrainingStopped, errors.SpecChanged) - {"WorkerFailed"}
 
 
 def is_echo(error: RankError) -> bool:
-    """Whether this is what a rank says because a peer is gone, and nothing of its own."""
+    """Whether the rank reports only that it has lost a peer."""
     if error.kind != "user_error":
         return error.kind == "communication"
     if not _NEVER_HEALS.isdisjoint({error.type_name, *error.bases}):
         return False
     if error.type_name in _PEER_LOST_TYPES:
         return True
-    return error.type_name in _PEER_LOST_SPEAKERS and _PEER_LOST.search(error.message) is not None
+    return error.type_name in _PEER_LOST_CARRIERS and _PEER_LOST.search(error.message) is not None
 
 
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|ALLOC_FAILED", re.IGNORECASE)
 
 
 def _no_memory(error: RankError) -> bool:
-    """Python's and numpy's MemoryError, torch's OutOfMemoryError, and what torch's CPU allocator and cuBLAS say."""
+    """Whether it is Python's or numpy's MemoryError, torch's OutOfMemoryError, or an error of torch's CPU allocator or cuBLAS."""
     if not {"MemoryError", "OutOfMemoryError"}.isdisjoint({error.type_name, *error.bases}):
         return True
     return error.type_name == "RuntimeError" and _NO_MEMORY.search(error.message) is not None
 
 
-# What of an exception that is raised before the first step may be gone the next time: devices, links, files, the web.
-_MAY_GO_AWAY_TYPES = frozenset(
+# Exceptions before the first step that the next attempt may not raise: of devices, links, files and the web.
+_TRANSIENT_TYPES = frozenset(
     [
         "OSError",  # ConnectionError, TimeoutError and requests' errors among them
         "AcceleratorError",
         "DistError",
-        "HTTPError",  # httpx's, which are no OSError
+        "HTTPError",  # of httpx: not a subclass of OSError
         "TransportError",
         "RpcError",
-        "InjectedError",  # each once in a run
+        "InjectedError",  # each is injected once in a run
     ]
 )
-_MAY_GO_AWAY = re.compile(
+_TRANSIENT = re.compile(
     r"\b(cuda|cudnn|cublas|cusparse|cufft|nccl|rccl|hip|gloo|mpi|driver|device-side|socket|network)\b"
     r"|\b(connect\w*|store|time[sd]? ?out|timeout)\b"
     r"|CU(DNN|BLAS)_STATUS|resource temporarily|too many open files",
     re.IGNORECASE,
 )
-# What Python itself says of a mistake in the code, whatever words its message has.
+# Python raises these for mistakes in the code, so their message does not count.
 _OF_CODE = frozenset(["TypeError", "NameError", "AttributeError", "ImportError", "SyntaxError", "NotImplementedError"])
 _OF_A_PATH = frozenset(["FileNotFoundError", "NotADirectoryError", "IsADirectoryError", "PermissionError"])
 _LAST_FRAME = re.compile(r'^ +File ".*$', re.MULTILINE)
@@ -173,17 +173,17 @@ def _but_numbers(text: str) -> str:
 
 
 def _raised_as(error: RankError) -> tuple[str, str, str]:
-    """Type, message and the line that raised: what ranks that meet the same error have in common."""
+    """Type, message and the line that raised: equal on ranks with the same error."""
     frames = _LAST_FRAME.findall(error.traceback)
     return error.type_name, _but_numbers(error.message), frames[-1] if frames else ""
 
 
 def repeats(error: RankError, found: Sequence[RankError]) -> Repeats:
-    """Whether another attempt would meet `error`, the cause of all that was `found`. Pure.
+    """Whether another attempt would raise `error`, the root cause of `found`. Pure.
 
-    Before an attempt's first step is done a rank has done nothing but run the user's code on what a run begins with. So an
-    exception of that code comes again, unless it tells of a device, a link, a file or the web. In the first step it must be the
-    same on all ranks that raised; and a file that one rank lacks may be missing on one host only.
+    Before its first step is done, a rank has only run the user's code on the run's initial state. So an exception of that code
+    will be raised again, unless it is about a device, a link, a file or the web. In the first step it must be the same on all
+    ranks that raised. A file that one rank lacks may be missing on one host only.
     """
     if error.kind != "user_error" or not error.stage or _no_memory(error) or is_echo(error):
         return "unknown"
@@ -192,9 +192,9 @@ def repeats(error: RankError, found: Sequence[RankError]) -> Repeats:
     names = {error.type_name, *error.bases}
     if error.stage == "build" and same and not _OF_A_PATH.isdisjoint(names):
         return "on_all"
-    if not _MAY_GO_AWAY_TYPES.isdisjoint(names):
+    if not _TRANSIENT_TYPES.isdisjoint(names):
         return "unknown"
-    if names.isdisjoint(_OF_CODE) and _MAY_GO_AWAY.search(error.message):
+    if names.isdisjoint(_OF_CODE) and _TRANSIENT.search(error.message):
         return "unknown"
     if error.stage == "build":
         return "on_all" if same else "on_rank"
@@ -202,11 +202,10 @@ def repeats(error: RankError, found: Sequence[RankError]) -> Repeats:
 
 
 def root_cause(found: Sequence[RankError]) -> Failure:
-    """The one error that explains the others. `found` must not be empty.
+    """The error that explains the others. `found` must not be empty.
 
-    An exception of a rank's own explains both lost peers and peers that aborted, so it goes first; then a process that
-    died; then, if nothing else is known, the first to complain of a lost peer. Among equals the earliest, then the
-    lowest rank.
+    In this order: an exception that is not about a lost peer, because it explains lost and aborted peers; a process that died; the
+    first report of a lost peer. Among equals the earliest, then the lowest rank.
     """
 
     def weight(error: RankError) -> tuple[int, float, int]:

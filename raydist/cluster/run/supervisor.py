@@ -1,6 +1,17 @@
-"""One run, from its begin to its end: draws, minds signals and the head, and says how it ended.
+"""One run from start to end: updates the display, handles signals, watches Ray's head, and returns how the run ended.
 
-Runs in: the driver, in the main thread. Never imports torch. One other thread runs the attempts (restart_loop.py).
+Runs in: the driver, in the main thread (in a sweep: in the trial's thread). Never imports torch; imports ray in functions only.
+
+    main thread      Supervisor --starts--> RestartLoop       the attempts, in a thread of its own
+                          |                      |
+                          |                  Elasticity -> WorkerGroupSlot -> Group -> Coordinator -> agents
+                          |-- abort, cancel --^  |
+                          +--> MonitorClient <---+            the run's monitor: commands to the ranks, events, snapshots
+                          +--> StopRequest <-----+            the supervisor adds requests; both threads read them
+                          +--> HeadOutage <------+            the supervisor calls look(); RestartLoop reads ending()
+
+`Supervisor.build` makes these objects from the bottom up: monitor client, stop request, elasticity, fault injector, head outage,
+restart loop, supervisor. Each one gets all that it calls in its constructor.
 """
 
 from __future__ import annotations
@@ -14,106 +25,120 @@ from types import FrameType
 from typing import Any, Protocol
 
 from raydist.cluster.head_monitor import HeadMonitor
-from raydist.cluster.run.elasticity import Membership
+from raydist.cluster.run.elasticity import Elasticity
 from raydist.cluster.run.fault_injector import DriverInjector
+from raydist.cluster.run.head_outage import HeadOutage
 from raydist.cluster.run.monitor_client import MonitorClient
 from raydist.cluster.run.request import Ending, Request, worker_kind
-from raydist.cluster.run.restart_loop import RestartLoop, StopRequest
+from raydist.cluster.run.restart_loop import RestartLoop
+from raydist.cluster.run.stop_request import StopRequest
 from raydist.cluster.run.worker_group_slot import WorkerGroupSlot
 from raydist.cluster.session import Session
 from raydist.records import Event
+from raydist.run.directory import RunDir
 
 _REFRESH_S = 0.5
 _STEADY_AFTER_S = 10.0
-_CALM_REFRESH_S = 1.0
-"""The interval once a run has lasted `_STEADY_AFTER_S`: each look takes a millisecond from ranks that fill all cores."""
+_STEADY_REFRESH_S = 1.0
+"""The interval once a run has lasted `_STEADY_AFTER_S`: each snapshot takes a millisecond from ranks that use all cores."""
 
 
 class View(Protocol):
     """What shows a run to the user: `raydist.report.console.Console`."""
 
     def update(self, snapshot: dict[str, Any]) -> None:
-        """The run as it is now: `RunMonitor.snapshot`."""
+        """The present state of the run: `RunMonitor.snapshot`."""
         ...
 
     def event(self, event: Event) -> None:
-        """Something happened."""
+        """An event of the run."""
         ...
 
     def note(self, text: str) -> None:
-        """A word to the user."""
+        """A message to the user."""
         ...
 
 
 class Supervisor:
-    """Use once: `Supervisor(...).run()`."""
+    """Use once: `Supervisor.build(...).run()`. `slot`: for its `prepare_next`. `lost` and `asked`: see `build`."""
 
     def __init__(
         self,
-        request: Request,
-        session: Session,
+        run: RunDir,
         view: View,
-        refresh_s: float = _REFRESH_S,
+        *,
+        monitor: MonitorClient,
+        stop_request: StopRequest,
+        elasticity: Elasticity,
+        attempts: RestartLoop,
+        outage: HeadOutage,
+        injector: DriverInjector | None,
+        slot: WorkerGroupSlot,
         lost: Callable[[], BaseException | None] = lambda: None,
-        slot: WorkerGroupSlot | None = None,
         asked: Callable[[], str | None] = lambda: None,
+        refresh_s: float = _REFRESH_S,
     ) -> None:
-        """`lost`: the error to end with once another driver has taken the run over, else None; see `DriverLease.lost`.
-
-        `asked`: who has asked the run to end, see `DriverLease.asked_to_stop`.
-
-        `slot`: whose workers the run has, if they fit, and leaves to the next run; None: its own, who end with it.
-        """
-        self._request, self._session, self._view, self._refresh_s = request, session, view, refresh_s
+        self._run, self._view, self._slot, self._refresh_s = run, view, slot, refresh_s
+        self._monitor, self._stop_request, self._elasticity = monitor, stop_request, elasticity
+        self._attempts, self._outage, self._injector = attempts, outage, injector
         self._lost, self._asked = lost, asked
-        self._slot = slot or WorkerGroupSlot(session)
-        self._keeps = slot is not None
-        self._stop_request = StopRequest()
-        self._members = Membership(
-            request.spec,
-            worker_kind(request.spec, request.gpus),
-            request.run.name,
-            self._slot,
-            private=session.private,
-            say=lambda kind, **data: self._line.say(kind, **data),
-            end_attempt=self._end_attempt,
-            wait=self._stop_request.stop.wait,
-        )
         self._ending: Ending | None = None
         self._error: BaseException | None = None
         self._seen = 0
         self._begun = self._shown = time.monotonic()
-        self._injector: DriverInjector | None = None
-        self._head = None if session.private else HeadMonitor(session.address)
-        self._headless = False
+
+    @classmethod
+    def build(
+        cls,
+        request: Request,
+        session: Session,
+        view: View,
+        *,
+        lost: Callable[[], BaseException | None] = lambda: None,
+        asked: Callable[[], str | None] = lambda: None,
+        slot: WorkerGroupSlot | None = None,
+        refresh_s: float = _REFRESH_S,
+    ) -> Supervisor:
+        """All objects of a run, in the order in which they need each other. Starts the run's monitor.
+
+        `lost`: the error to end with when another driver has taken over the run, else None; see `DriverLease.lost`.
+        `asked`: who has asked the run to end; see `DriverLease.asked_to_stop`.
+        `slot`: workers that the run uses if they fit, and leaves to the next run. None: it starts its own, which end with it.
+        """
+        run, spec, private = request.run, request.spec, session.private
+        own = slot or WorkerGroupSlot(session)
+        monitor = MonitorClient(own.monitor(run.full_uri, request.exporters, spec.model_dump(mode="json")))
+        own.ready()
+        stop_request = StopRequest()
+        kind = worker_kind(spec, request.gpus)
+        elasticity = Elasticity(spec, kind, run.name, own, monitor, stop_request, private=private)
+        injector = DriverInjector(run, monitor, session.address) if request.faults else None
+        outage = HeadOutage(None if private else HeadMonitor(session.address), spec.recovery.head_timeout, run)
+        attempts = RestartLoop(
+            request, elasticity, monitor, stop_request, outage, injector, private=private, keeps=slot is not None
+        )
+        return cls(
+            run,
+            view,
+            monitor=monitor,
+            stop_request=stop_request,
+            elasticity=elasticity,
+            attempts=attempts,
+            outage=outage,
+            injector=injector,
+            slot=own,
+            lost=lost,
+            asked=asked,
+            refresh_s=refresh_s,
+        )
 
     def run(self, signals: bool = True) -> Ending:
-        """Trains until the run has an ending. The first SIGINT or SIGTERM asks the workers for a checkpoint and a clean
-        end; the second ends the attempt at once. Call it in the main thread; or without `signals`, and give them to `stop`.
+        """Trains until the run ends. The first SIGINT or SIGTERM asks the ranks for a checkpoint and a clean end; the second ends
+        the attempt at once. Call it in the main thread; or with `signals` False, and pass signals to `stop`.
         """
-        self._members.begin()
-        request, stop_request = self._request, self._stop_request
-        self._line = MonitorClient(
-            self._slot.monitor(request.run.full_uri, request.exporters, request.spec.model_dump(mode="json"))
-        )
-        self._slot.ready()
-        if request.faults:
-            self._injector = DriverInjector(request.run, self._line.push, self._line.monitor, self._session.address)
-        loop = RestartLoop(
-            request,
-            self._members,
-            self._line,
-            stop_request,
-            self._injector,
-            private=self._session.private,
-            keeps=self._keeps,
-            headless=self._headless_ending,
-        )
-        attempts = threading.Thread(target=self._train, args=(loop,), name="raydist-attempts", daemon=True)
-        with (
-            handling(self._on_signal) if signals else nullcontext(),
-            closing(self._head) if self._head else nullcontext(),
-        ):
+        stop_request = self._stop_request
+        attempts = threading.Thread(target=self._train, name="raydist-attempts", daemon=True)
+        with handling(self._on_signal) if signals else nullcontext(), closing(self._outage):
             attempts.start()
             acted = 0
             while attempts.is_alive():
@@ -125,12 +150,11 @@ class Supervisor:
                     acted = len(stop_request.signals)
                     self._act_on_signal(acted)
                 if (lost := self._lost()) is not None:
-                    self._error = lost  # and not a word more into a folder that is another driver's
-                    if self._members.group is not None:
-                        self._members.group.abort()
-                if stop_request.cancelled and self._members.group is not None:
-                    self._members.group.cancel()  # once more: what had not begun when it was asked for has by now
-                if self._head is not None and self._without_head(self._head):
+                    self._error = lost  # nothing more is written: the folder is another driver's
+                    self._elasticity.abort()
+                if stop_request.cancelled:
+                    self._elasticity.cancel()  # again: an attempt may have begun since the first call
+                if self._without_head():
                     break
                 self._show()
             if self._error is not None:
@@ -138,108 +162,93 @@ class Supervisor:
             assert self._ending is not None
             if self._injector is not None:
                 self._injector.look()
-            self._line.push()
+            self._monitor.push()
             try:
-                self._line.end(self._ending.status, self._ending.cause)
+                self._monitor.end(self._ending.status, self._ending.cause)
             except Exception as error:
                 if self._ending.status != "stopped":
                     raise
-                self._view.note(f"the run's end could not be written down: {error}")  # its cause is what counts
+                # The run's own cause is the error to report.
+                self._view.note(f"the run's end could not be written down: {error}")
             self._show(last=True)
         return self._ending
 
-    def _without_head(self, head: HeadMonitor) -> bool:
-        """Whether the head is gone for good. Before it is, the ranks are asked for a checkpoint: they do not need it to train."""
-        silent, limit = head.silent_s, self._request.spec.recovery.head_timeout
-        if silent > limit:
-            self._headless = True
-            self._ending = self._ending or self._head_is_gone(head)
-            return True
-        if (silent > limit / 2) != self._headless:
-            self._headless = silent > limit / 2
-            text = "it answers again" if not self._headless else "one checkpoint, and the run ends unless it comes back"
-            self._view.note(f"Ray's head at {head.address} is silent: {text}")
-            self._end_attempt(self._headless)
-        return False
-
-    def _head_is_gone(self, head: HeadMonitor) -> Ending:
-        cause = f"Ray's head at {head.address} has not answered for {head.silent_s:.0f} s; the same command goes on once it does"
-        return Ending("stopped", self._request.run.newest_step(), cause=cause)
-
-    def _headless_ending(self) -> Ending | None:
-        return self._head_is_gone(self._head) if self._headless and self._head is not None else None
-
     @property
     def headless(self) -> bool:
-        """Whether the cluster's head was silent when it was last looked at: the run's end is then no fault of its own."""
-        return self._headless
+        """Whether Ray's head was silent when it was last looked at: the run's end is then not its own failure."""
+        return self._outage.silent
 
     def stop(self, number: int) -> None:
-        """As if that signal had come. From any thread."""
-        self._stop_request.signals.append(number)
-        self._stop_request.stop.set()
+        """The same as that signal. From any thread."""
+        self._stop_request.add(number)
 
     def cancel(self, number: int) -> None:
         """Ends the run at once, as interrupted by that signal: its ranks are killed, its workers stay for the next run. From any
         thread.
         """
-        self._stop_request.cancelled = True
-        self.stop(number)
-        if (group := self._members.group) is not None:
-            group.cancel()
+        self._stop_request.add(number, cancel=True)
+        self._elasticity.cancel()
+
+    def _without_head(self) -> bool:
+        """Whether the head is gone for good. Before that the ranks are asked for a checkpoint: they can train without the head."""
+        change, outage = self._outage.look(), self._outage
+        if change == "gone":
+            self._ending = self._ending or outage.ending()
+            return True
+        if change != "same":
+            silent = "does not answer: one checkpoint, and the run ends unless it comes back"
+            self._view.note(f"Ray's head at {outage.address} {silent if change == 'silent' else 'answers again'}")
+            self._monitor.command(self._stop_request.command(change == "silent"))
+        return False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.stop(number)  # only notes it: a handler runs between any two lines of the main thread
+        self.stop(number)  # no more than that: a handler runs between any two lines of the main thread
 
     def _act_on_signal(self, count: int) -> None:
         if self._stop_request.cancelled:
             return
         if count == 1:
             self._view.note("stopping: one checkpoint, then a clean end (again to end at once)")
-            self._line.command("stop")
-        elif self._members.group is not None:
-            self._members.group.abort()
-
-    def _end_attempt(self, asked: bool) -> None:
-        """Asks the ranks for a checkpoint and the end of their attempt, or no longer, unless the user's signals do."""
-        self._line.command("stop" if asked or self._stop_request.signals else None)
+            self._monitor.command(self._stop_request.command())
+        else:
+            self._elasticity.abort()
 
     def _show(self, last: bool = False) -> None:
         if self._injector is not None:
             self._injector.look()
         now = time.monotonic()
-        if not last and now - self._begun > _STEADY_AFTER_S and now - self._shown < _CALM_REFRESH_S:
+        if not last and now - self._begun > _STEADY_AFTER_S and now - self._shown < _STEADY_REFRESH_S:
             return
         self._shown = now
-        snapshot = self._line.snapshot(self._seen)
+        snapshot = self._monitor.snapshot(self._seen)
         if snapshot is None:
             return
         self._seen = snapshot["next"]
         if self._stop_request.signals and snapshot["command"] is None and not last:
-            self._line.command("stop")  # the monitor was killed since, and knows of nothing
+            self._monitor.command(self._stop_request.command())  # the monitor was restarted and has lost the command
         for raw in snapshot["events"]:
             self._view.event(Event.from_dict(raw))
         self._view.update(snapshot)
         if snapshot["record"] is not None:
-            self._slot.foresee()
+            self._slot.prepare_next()
 
-    # --- in the other thread
+    # --- in the attempts thread
 
-    def _train(self, attempts: RestartLoop) -> None:
+    def _train(self) -> None:
         from ray.exceptions import RayError
 
         try:
-            self._ending = attempts.run()
+            self._ending = self._attempts.run()
         except RayError as error:
             line = (str(error).strip().splitlines() or [""])[0]
-            cause = f"the cluster does not answer any more ({type(error).__name__}: {line}); the same command goes on"
-            self._ending = Ending("stopped", self._request.run.newest_step(), cause=cause)
+            cause = f"the cluster no longer answers ({type(error).__name__}: {line}); run the same command again to continue"
+            self._ending = Ending("stopped", self._run.newest_step(), cause=cause)
         except BaseException as error:
             self._error = error
 
 
 class handling:
-    """SIGINT and SIGTERM go to `handler` for the time of the block."""
+    """Sends SIGINT and SIGTERM to `handler` during the block."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], None]) -> None:
         self._handler = handler

@@ -1,9 +1,10 @@
-"""A group of Ray Train workers: one agent a rank, and spares, below which attempt after attempt can run, of one run or several.
+"""A group of Ray Train workers: one agent per rank, and spare agents. It runs one attempt after another, of one run or of several.
 
-Runs in: the driver, in the thread that runs the attempts; the group's own `fit()` waits in another. Never imports torch.
+Runs in: the driver, in the attempts thread; the group's own `run_attempt()` waits in another. Elasticity and RestartLoop call
+it; it calls the coordinator. Never imports torch.
 
-A rank's process that dies costs no worker: its agent starts the next one. A lost node costs its agents: the others, and the spares,
-can run the next attempt. An agent that dies on a node that has others costs the group.
+When a rank's process dies, its agent starts the next one. When a node is lost, its agents are lost: the others, and the spare ones,
+can run the next attempt. When an agent dies on a node that still has other agents, the group can run no further attempt.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from raydist.cluster import nodes
 from raydist.cluster.run.coordinator import rank_error
-from raydist.cluster.run.fit import Attempt, AttemptResult, WorkerKind, run_attempt
+from raydist.cluster.run.fit import AbortHandle, AttemptResult, WorkerKind, run_attempt
 from raydist.cluster.run.root_cause import Failure, is_echo, root_cause
 from raydist.cluster.session import Session
 
@@ -28,9 +29,9 @@ _groups = itertools.count(1)
 
 
 class Group:
-    """Started as soon as it is made. `size` workers of that kind, on none of the nodes in `avoid`.
+    """The constructor starts `size` workers of that kind, on none of the nodes in `avoid`.
 
-    `start_timeout_s`: how long to wait for the workers' resources.
+    `start_timeout_s`: how long the workers may wait for their resources.
     """
 
     def __init__(
@@ -48,37 +49,31 @@ class Group:
 
         self._coordinator = coordinator
         self.kind = kind
-        """What a worker is: a run that asks for the same can have the group of another."""
+        """The resources of a worker: another run can use the group if it needs the same."""
         self.size = size
-        self._handle: Attempt | None = None
         self._serial = 0
         self._nodes: list[tuple[str, bool]] | None = None
         self._placement_group: str | None = None
         self.gone: set[str] = set()
-        """Of the nodes on which the last attempt lost agents those that do not answer; on others it was the agent alone."""
-        self._aborted = False
+        """Nodes that lost agents in the last attempt and do not answer. On the other nodes only the agent died."""
         number = next(_groups)
         ray.get(coordinator.open.remote(number, size))
         self._gathered = coordinator.gathered.remote()
+        self._abort = AbortHandle()
         self._result: AttemptResult | None = None
-
-        def started(handle: Attempt) -> None:
-            self._handle = handle
-            if self._aborted:
-                handle.abort()
 
         def fit() -> None:
             self._result = run_attempt(
                 "raydist.launch.agent:agent",
-                {"coordinator": coordinator, "group": number},
+                {"coordinator": coordinator, "group": number, "env": dict(kind.env)},
                 session=session,
                 run_name=run_name,
                 workers=size,
                 kind=kind,
-                on_started=started,
+                abort=self._abort,
                 avoid=avoid,
                 start_timeout_s=start_timeout_s,
-                minded=(coordinator, number),
+                coordinator=(coordinator, number),
             )
 
         self._thread = threading.Thread(target=fit, name="raydist-group", daemon=True)
@@ -86,13 +81,13 @@ class Group:
 
     @property
     def alive(self) -> bool:
-        """Whether Ray Train has it still."""
+        """Whether Ray Train still runs the group."""
         return self._thread.is_alive()
 
     @property
     def living(self) -> int:
-        """Agents for the next attempt: none if the group has ended, or lost an agent on a node that still has others; all, as long
-        as they have not come.
+        """Agents for the next attempt. 0 if the group has ended, or has lost an agent on a node that still has others; `size`, as
+        long as the agents are starting.
         """
         if not self.alive or self.on.keys() & self.lost:
             return 0
@@ -100,12 +95,12 @@ class Group:
 
     @property
     def on(self) -> dict[str, int]:
-        """Node id -> living agents there; as of the end of the last attempt."""
+        """Node id -> living agents there, at the end of the last attempt."""
         return Counter(node for node, lives in self._nodes or () if lives)
 
     @property
     def held(self) -> dict[str, int]:
-        """Node id -> workers whose resources are reserved there. Some have no agent: Ray moves what was reserved on a lost node."""
+        """Node id -> workers whose resources are reserved there. Some have no agent: Ray moves the reservations of a lost node."""
         return nodes.reserved(self._placement_group) if self.alive and self._placement_group else {}
 
     @property
@@ -115,17 +110,17 @@ class Group:
 
     @property
     def whole(self) -> bool:
-        """Whether all its agents are there for another attempt: none was lost or retired."""
-        return not self._aborted and self.living == self.size
+        """Whether another attempt can use all its agents: none was lost or retired."""
+        return not self._abort.aborted and self.living == self.size
 
-    def come(self, wait_s: float = 0.0) -> bool:
-        """Whether its agents are all there, or are no longer to come. Waits for that, so long at most."""
+    def settled(self, wait_s: float = 0.0) -> bool:
+        """Waits at most that long until all agents have started, or the group has ended. Whether that is so."""
         import ray
 
         return not self.alive or bool(ray.wait([self._gathered], timeout=wait_s)[0])
 
     def places(self, size: int, look: Callable[[], None] = lambda: None) -> dict[int, str]:
-        """Rank -> Ray's id of its node, once all agents are there; {} if the group has ended. `look()`: see `attempt`."""
+        """Waits until all agents have started. Rank -> Ray's id of its node; {} if the group has ended. `look()`: see `attempt`."""
         try:
             self._wait(self._gathered, look)
             self._placement_group = self._wait(self._coordinator.placement_group.remote(), look)
@@ -136,9 +131,10 @@ class Group:
     def attempt(
         self, job: Mapping[str, Any], size: int, monitor: Any, look: Callable[[], None] = lambda: None
     ) -> AttemptResult:
-        """One attempt: from the ranks' start until all of them have ended. `job` is plain. Never raises for a failed one.
+        """Runs one attempt, from the start of its ranks until all of them have ended. `job`: plain data. Never raises for an
+        attempt that failed.
 
-        `monitor`: the run's, to which the ranks' agents push. `look()` is called now and then.
+        `monitor`: the actor handle of the run's monitor, to which the agents push records. `look()` is called about every 0.5 s.
         """
         self._serial += 1
         try:
@@ -150,7 +146,7 @@ class Group:
             reports = self._wait(self._coordinator.result.remote(self._serial), look)
             self._nodes = self._wait(self._coordinator.nodes.remote(), look)
         except _GroupEnded:
-            return self._lost()
+            return self._ended()
         self.gone = nodes.unreachable(self.lost)
         failure = _cause(
             {rank: _of_node(report) if report.get("node") in self.gone else report for rank, report in reports.items()}
@@ -162,25 +158,23 @@ class Group:
         return AttemptResult(replace(failure, node=node), seen=first["at"], silent_s=first["silent_s"])
 
     def retire(self, leaving: Collection[str]) -> None:
-        """The agents on those nodes leave. Not while an attempt runs."""
+        """Ends the agents on those nodes. Not during an attempt."""
         import ray
 
         ray.get(self._coordinator.retire.remote(list(leaving)))
         self._nodes = [entry for entry in self._nodes or () if entry[0] not in leaving]
 
     def cancel(self) -> None:
-        """Ends the present attempt, which has then failed, but not the group. From any thread."""
+        """Ends the present attempt, which then has failed, and keeps the group. From any thread."""
         self._coordinator.cancel.remote()
 
     def abort(self) -> None:
-        """Ends the group at once, and with it the present attempt, of the kind "aborted". From any thread."""
-        self._aborted = True
-        if self._handle is not None:
-            self._handle.abort()
+        """Ends the group at once; the present attempt fails with kind "aborted". From any thread."""
+        self._abort.abort()
 
     def end(self) -> None:
-        """Lets all agents go; returns once Ray has their resources back. Those that do not go are ended."""
-        if self.alive and not self.lost and self.come():
+        """Asks all agents to exit, and aborts the group if they do not. Returns when Ray has their resources back."""
+        if self.alive and not self.lost and self.settled():
             self._coordinator.leave.remote()
             self._thread.join(_LEAVE_S)
         if self.alive:
@@ -198,16 +192,15 @@ class Group:
                 raise _GroupEnded
             look()
 
-    def _lost(self) -> AttemptResult:
-        """The group has ended in the middle of an attempt. A rank's own error explains that better than its worker's end."""
+    def _ended(self) -> AttemptResult:
+        """The group has ended during an attempt. If a rank reported an error of its own, that is the cause."""
         import ray
 
         assert self._result is not None
-        self.gone = nodes.unreachable(
-            {node for node, _ in self._nodes or ()}
-        )  # all agents have ended: no telling which were lost
+        # All agents have ended, so nothing shows which of them were lost.
+        self.gone = nodes.unreachable({node for node, _ in self._nodes or ()})
         known = _cause(ray.get(self._coordinator.reports.remote()), but_echoes=True)
-        ended = self._result.failure or Failure("controller_died", None, "the workers left in the middle of an attempt")
+        ended = self._result.failure or Failure("controller_died", None, "the workers exited during an attempt")
         return AttemptResult(ended if known is None or ended.kind == "aborted" else known, seen=time.time())
 
 
@@ -216,13 +209,14 @@ class _GroupEnded(Exception):
 
 
 def _of_node(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The same report of a lost agent, whose node is gone."""
+    """The report of a lost agent, changed to: its node is lost."""
     lost = report["lost"]
     message = f"node {report['node'][:8]} is gone: {lost['message']}"
     return {**report, "lost": {**lost, "type_name": "NodeDied", "message": message, "kind": "node_died"}}
 
 
 def _cause(reports: Mapping[int, Mapping[str, Any]], but_echoes: bool = False) -> Failure | None:
+    """The root cause of the ranks' reports; None if none failed. `but_echoes`: without errors that follow from a lost peer."""
     errors = [error for rank, report in sorted(reports.items()) if (error := rank_error(rank, report)) is not None]
     if but_echoes:
         errors = [error for error in errors if not is_echo(error)]

@@ -1,7 +1,11 @@
-"""What a run has and may leave to the next one: a coordinator, and a group of workers that waits below it; and its monitor.
+"""What a run may leave to the next one: a coordinator and an idle group of workers. Also where a run gets its monitor from.
 
-Runs in: the driver, one thread at a time. Never imports torch; imports ray in functions only. A run that follows on another's
-workers has its first step about a second after it begins: no placement, no new process, no import of torch (docs/adr/0010).
+Runs in: the driver, one thread at a time. Supervisor, Elasticity and a sweep's WorkerGroupPool call it; it makes Groups. Never
+imports torch; imports ray in functions only. A run that uses the workers of an earlier one reaches its first step after about a
+second: nothing is placed, no process is started, torch is not imported (docs/adr/0010).
+
+A slot and a Group are two classes because they live for different times: one run may use several groups, one after the other (a
+node is lost, the run grows), and a slot serves many runs. WorkerGroupPool also counts slots that have no group.
 """
 
 from __future__ import annotations
@@ -18,10 +22,10 @@ from raydist.observe.warm_monitors import WarmMonitors
 
 
 class WorkerGroupSlot:
-    """One group of workers at most. Made at once; its actor and its workers start when they are asked for.
+    """At most one idle group of workers. The constructor starts nothing.
 
-    `monitors`: where its runs have theirs from. `may_start()`: whether there is room for a new group of workers, beside those of
-    others; a run that has none then ends, as interrupted.
+    `monitors`: monitors that are already running, for the slot's runs. `may_start()`: whether there is room for a new group of
+    workers beside those of other slots; if not, a run that needs one ends as interrupted.
     """
 
     def __init__(
@@ -32,18 +36,18 @@ class WorkerGroupSlot:
         self._idle: Group | None = None
 
     def ready(self) -> None:
-        """Starts what it can without knowing of which kind the workers are to be. Returns at once."""
+        """Starts the coordinator, if it does not run: that needs no knowledge of the workers. Returns at once."""
         if self._coordinator is None:
             self._coordinator = start_coordinator()
 
     def monitor(self, run_uri: str, exporters: Sequence[Mapping[str, Any]], spec: Mapping[str, Any]) -> Any:
-        """The monitor of a run that begins: its actor's handle."""
+        """The actor handle of a new run's monitor."""
         if self._monitors is not None:
             return self._monitors.get(run_uri, exporters, spec)
         return start_monitor(run_uri, exporters=exporters, spec=spec)
 
-    def foresee(self) -> None:
-        """The run is on its way: starts what the next one would have to wait for. Returns at once; call it as often as you like."""
+    def prepare_next(self) -> None:
+        """The run trains: starts a monitor for the next run. Returns at once. It may be called any number of times."""
         if self._monitors is not None:
             self._monitors.prepare()
 
@@ -56,7 +60,7 @@ class WorkerGroupSlot:
         avoid: Collection[str] = (),
         start_timeout_s: float,
     ) -> Group:
-        """A new group: see `Group`. One that waits is ended first."""
+        """A new group: see `Group`. Ends the idle one first."""
         self.end()
         self.ready()
         return Group(
@@ -70,7 +74,7 @@ class WorkerGroupSlot:
         )
 
     def take(self, kind: WorkerKind) -> Group | None:
-        """The group that waits, if its workers are of that kind and all there. Any other is ended."""
+        """The idle group, if its workers are of that kind and all alive. Any other idle group is ended."""
         group, self._idle = self._idle, None
         if group is not None and (group.kind != kind or not group.whole):
             group.end()
@@ -79,28 +83,28 @@ class WorkerGroupSlot:
 
     @property
     def waiting(self) -> bool:
-        """Whether it has workers, who wait for a run."""
+        """Whether it has an idle group."""
         return self._idle is not None
 
     @property
     def size(self) -> int:
-        """Workers that wait."""
+        """The number of idle workers."""
         return self._idle.size if self._idle is not None else 0
 
     def fits(self, size: int, kind: WorkerKind) -> bool:
-        """Whether a run of so many workers of that kind would find them waiting."""
+        """Whether the idle group is enough for a run with `size` workers of that kind."""
         group = self._idle
         return group is not None and group.kind == kind and group.size >= size and group.whole
 
     def leave(self, group: Group, keep: bool = True) -> None:
-        """A run is over: its group waits for the next one, if it may and is whole."""
+        """A run is over: its group becomes the idle one, if `keep` and all its agents are alive. Otherwise it is ended."""
         if keep and group.whole:
             self._idle = group
         else:
             group.end()
 
     def end(self) -> None:
-        """Lets the group that waits go; returns once Ray has its resources back."""
+        """Ends the idle group. Returns when Ray has its resources back."""
         if self._idle is not None:
             self._idle.end()
             self._idle = None

@@ -1,22 +1,24 @@
-"""Sweeps as they run: a scheduler says which cells stop, Ray Tune keeps the cells' trials; every cell is an ordinary run of
-raydist.
+"""Runs a sweep: trains its trials on the cluster, as many at once as fit; a scheduler stops bad trials early.
 
-Runs in: the driver, and one light actor of Ray Tune for each cell that trains. Never imports torch.
+A trial (a "cell" in file names, event data, JSON keys and spec fields) is one ordinary run of raydist. Ray Tune holds one of
+its own trials for each.
 
-    sweep.py               the whole, from the first cell to the last
-    trial_setup.py         cells made ready to train: data, number of workers, how many at once
-    capacity.py            how many cells at once, so that none ever waits for another (pure)
+Runs in: the driver, and one zero-CPU actor of Ray Tune for each running trial. Never imports torch.
+
+    sweep.py               the whole sweep, from the first trial to the last
+    trial_setup.py         prepares trials: their data, number of workers, how many train at once
+    capacity.py            how many trials fit at once, so that none waits for another's workers (pure)
     worker_group_pool.py   slots for worker groups, as many as the cluster has room for
-    trial_runner.py        begins and ends the cells that train
-    trial.py               one cell: its run, tried again if it fails, and what Ray Tune is told of it
-    paused_trials.py       which cell is next, where more are under way than fit
-    micro_batch_memory.py  the micro-batch that a cell begins with, after one ran out of memory
-    report_queue.py        where cells leave their reports for Ray Tune's actors
-    ray_tune.py            Ray Tune's side: its trials, the cells' order, what the scheduler decides
-    schedulers/            which cells stop early, and which go on from another's checkpoint: one scheduler a file (pure)
-    search.py              cells that are chosen as results come, and written to the log before they train
-    sampler.py             which point is tried next: optuna, in an actor of its own
-    pbt_exploit.py         another cell's checkpoint becomes one of a cell's own run
-    budget.py              what has been spent, and whether that is enough (pure)
-    result_export.py       a row for each cell that is over, in TensorBoard and MLflow
+    trial_runner.py        starts and ends trials
+    trial.py               one trial: its run, its retries, and its reports to Ray Tune
+    paused_trials.py       the order of paused trials, if more are in progress than fit
+    micro_batch_memory.py  the micro-batch that a trial starts with, after one ran out of memory
+    report_queue.py        takes the trials' reports to Ray Tune's actors
+    ray_tune.py            adapter to Ray Tune: its trials, their order, the scheduler's decisions
+    schedulers/            which trials stop early, or continue from another's checkpoint: one scheduler per file (pure)
+    search.py              trials that are chosen from earlier results, logged before they train
+    sampler.py             which point is next: optuna, in its own actor
+    pbt_exploit.py         copies another trial's checkpoint into a trial's run
+    budget.py              time and GPU-hours spent, and the limits (pure)
+    result_export.py       one row per ended trial in TensorBoard and MLflow
 """

@@ -1,4 +1,4 @@
-"""What a sweep has spent, over all its drivers, and whether that is enough.
+"""Hours and GPU-hours that a sweep has spent, over all its drivers, and whether a limit is reached.
 
 Runs anywhere. Pure.
 """
@@ -17,22 +17,22 @@ _OVER = ("finished", "stopped", "paused", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Hours on the wall while a driver ran; GPU-hours and worker-hours while cells had workers."""
+    """Wall-clock hours while a driver ran; GPU-hours and worker-hours while trials had workers."""
 
     hours: float = 0.0
     gpu_hours: float = 0.0
     worker_hours: float = 0.0
 
     def __add__(self, other: Spent) -> Spent:
-        """Both together."""
+        """The sum of both."""
         return Spent(self.hours + other.hours, self.gpu_hours + other.gpu_hours, self.worker_hours + other.worker_hours)
 
 
 def before(events: Iterable[Event]) -> Spent:
-    """What drivers before this one have spent. One that was killed, and its cells, count until the last thing it wrote."""
+    """Spent by earlier drivers. A driver that was killed, with its trials, counts until its last event."""
     spent, last, driving = Spent(), 0.0, False
     training: dict[str, tuple[float, float]] = {}
-    """Cell -> its GPUs and workers."""
+    """Trial -> its GPUs and workers."""
     for event in events:
         if event.kind == "began":
             driving, training = True, {}
@@ -40,18 +40,18 @@ def before(events: Iterable[Event]) -> Spent:
             hours = (event.at - last) / HOUR
             gpus, workers = (sum(column) for column in zip((0.0, 0.0), *training.values(), strict=True))
             spent += Spent(hours, hours * gpus, hours * workers)
-        last, cell = event.at, str(event.data.get("cell"))
+        last, trial = event.at, str(event.data.get("cell"))
         if event.kind == "started":
-            training[cell] = float(event.data.get("gpus", 0)), float(event.data.get("workers", 1))
+            training[trial] = float(event.data.get("gpus", 0)), float(event.data.get("workers", 1))
         elif event.kind in _OVER:
-            training.pop(cell, None)
+            training.pop(trial, None)
         elif event.kind == "ended":
             driving = False
     return spent
 
 
 def reached(limits: LimitsSpec, spent: Spent) -> str | None:
-    """The limit that is reached, in words; None if there is none."""
+    """The limit that is reached, as text; None if none is."""
     if limits.hours is not None and spent.hours >= limits.hours:
         return f"limits.hours is {limits.hours:g}"
     if limits.gpu_hours is not None and spent.gpu_hours >= limits.gpu_hours:

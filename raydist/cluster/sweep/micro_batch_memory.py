@@ -1,10 +1,10 @@
-"""The micro-batch that a cell begins with: one that fits into memory, where larger ones are known not to.
+"""The micro-batch that a trial starts with: one that fits into memory, if larger ones are known not to fit.
 
-Runs in: the driver; from the threads of cells. Imports neither ray nor torch.
+Runs in: the driver, in the trials' threads. Imports neither ray nor torch.
 
-A run that is out of memory goes on with half the micro-batch, by itself (`recovery.on_oom`), and its events say so. A cell that
-begins again, after a failure, a restart of the driver or an exploit, begins with what its run's events say last. So does a cell
-whose passes need the same memory.
+A run that is out of memory continues with half the micro-batch (`recovery.on_oom`) and logs that as an event. A trial that
+starts again (after a failure, a restart of the driver or an exploit) uses the last micro-batch in its run's events. So does
+another trial whose passes need the same memory.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from raydist.cluster.run.request import Request
 from raydist.records import Event
 from raydist.run.log import read_events
 from raydist.spec import JobSpec
+from raydist.spec.models import LossSpec
 
 
 class MicroBatches:
-    """What is known of the cells of one sweep."""
+    """The micro-batches that fit, for the trials of one sweep."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._most: dict[str, int] = {}
-        """What decides on a pass's memory -> sequences that one may have."""
+        """Settings that determine a pass's memory (see `_needs`) -> largest micro-batch that fits."""
 
-    def fitted(self, request: Request, told: int | None = None) -> Request:
-        """The same, with a smaller micro-batch if one is known to be needed: from the run's events, from cells like it, or `told`.
+    def fitted(self, request: Request, earlier: int | None = None) -> Request:
+        """The request, with a smaller micro-batch if one is known to be needed: from the run's events, equal trials, or `earlier`.
 
         Raises StorageError.
         """
         spec = request.spec
         with self._lock:
-            known = [self._most.get(_needs(spec)), told]
+            known = [self._most.get(_needs(spec)), earlier]
         if request.run.exists():
             known.append(shrunk(read_events(request.run)))
         most = min([spec.train.micro_batch, *(n for n in known if n is not None)])
@@ -46,14 +47,14 @@ class MicroBatches:
         return replace(request, spec=spec.model_copy(update={"train": train}))
 
     def learn(self, spec: JobSpec, micro_batch: int) -> None:
-        """A cell like that has run out of memory, and went on with `micro_batch`."""
+        """A trial with such a spec ran out of memory and continued with `micro_batch`."""
         with self._lock:
             needs = _needs(spec)
             self._most[needs] = min(micro_batch, self._most.get(needs, micro_batch))
 
 
 def shrunk(events: Iterable[Event]) -> int | None:
-    """The micro-batch that a run went on with when it was last out of memory; None if it never was."""
+    """The micro-batch with which a run continued after it last ran out of memory; None if it never did."""
     found = None
     for event in events:
         if event.kind == "decision" and event.data.get("micro_batch") is not None:
@@ -62,12 +63,14 @@ def shrunk(events: Iterable[Event]) -> int | None:
 
 
 def _needs(spec: JobSpec) -> str:
-    """Equal for jobs of which a pass over as many sequences needs the same memory: whatever may change that is in it."""
+    """Key of all settings that affect a pass's memory: jobs with equal keys need the same memory per sequence."""
     train, cluster = spec.train, spec.cluster
-    told = {
+    settings = {
         "parts": [part.model_dump(mode="json") for part in (spec.model, spec.precision, spec.parallel, spec.offload)],
         "train": [train.compile, train.checkpoint_activations, train.deterministic],
         "optimizer": spec.optim.name,
         "workers": [cluster.workers, cluster.cpus_per_worker, cluster.gpus_per_worker, cluster.env],
     }
-    return json.dumps(told, sort_keys=True)
+    if train.loss != LossSpec() or spec.optim.options:
+        settings["extensions"] = [train.loss.model_dump(mode="json"), spec.optim.options]
+    return json.dumps(settings, sort_keys=True)

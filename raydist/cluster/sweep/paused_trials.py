@@ -1,4 +1,4 @@
-"""Whose turn it is, where more cells are under way than fit.
+"""The order in which paused trials run again, if more trials are in progress than fit.
 
 Runs in: the driver's thread of Ray Tune. Imports ray.tune; never torch.
 """
@@ -12,7 +12,7 @@ from ray.tune.experiment import Trial
 
 
 class PausedTrials:
-    """Trials that are paused until it is their turn: that of the cell trained least, of equal ones the one that came first."""
+    """A queue of paused trials. First is the one with the fewest tokens; of equal ones, the one that was paused first."""
 
     def __init__(self) -> None:
         self._order: list[tuple[int, int, Trial]] = []
@@ -23,15 +23,15 @@ class PausedTrials:
         return len(self._order)
 
     def wait(self, trial: Trial, tokens: int) -> None:
-        """The trial is to be paused."""
+        """Adds a trial that is about to be paused."""
         self._entries[trial] = tokens, next(self._count), trial
         insort(self._order, self._entries[trial])
 
     def first(self) -> Trial | None:
-        """The first that Ray Tune could start: while it pauses a trial it cannot."""
+        """The first trial that Ray Tune can start: it cannot start one that it is still pausing."""
         return next((trial for *_, trial in self._order if trial.status in (Trial.PAUSED, Trial.PENDING)), None)
 
     def leave(self, trial: Trial) -> None:
-        """It has started, or never will. Nothing, if it does not wait."""
+        """Removes a trial that has started, or never will. Does nothing if it is not in the queue."""
         if (entry := self._entries.pop(trial, None)) is not None:
             del self._order[bisect_left(self._order, entry)]

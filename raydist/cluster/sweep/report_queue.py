@@ -1,10 +1,10 @@
-"""Where the cells leave their reports, and Ray Tune's actors wait for them.
+"""Takes the trials' reports from the driver to Ray Tune's actors, which wait for them.
 
 Runs in: `ReportQueue` in one zero-CPU actor, owned by the driver and on its node; `Reports` in the driver. Imports ray in
 functions only; never torch.
 
-    cell's thread in the driver --Reports--> ReportQueue <--take-- Ray Tune's actor of the cell: one report is one iteration of Ray
-    Tune's
+    trial's thread in the driver --Reports--> ReportQueue <--take-- Ray Tune's actor of the trial: one report is one iteration
+    of Ray Tune
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ NAME = "raydist-reports"
 
 
 class ReportQueue:
-    """Every method is a coroutine of one event loop. Ray begins them in any order, so a cell's reports are numbered, from 0."""
+    """All methods are coroutines of one event loop. Ray may start them in any order, so a trial's reports are numbered from 0."""
 
     def __init__(self) -> None:
-        self._cells: dict[str, _TrialQueue] = {}
+        self._queues: dict[str, _TrialQueue] = {}
 
-    async def post(self, cell: str, number: int, report: Mapping[str, Any]) -> None:
-        """What a cell has to tell; its last report has `done`."""
-        self._tray(cell).put(number, report)
+    async def post(self, trial: str, number: int, report: Mapping[str, Any]) -> None:
+        """Adds a report of a trial. Its last one has `done`."""
+        self._queue_of(trial).put(number, report)
 
-    async def take(self, cell: str) -> dict[str, Any]:
-        """The next report of a cell; waits for it."""
-        report = await self._tray(cell).ready.get()
+    async def take(self, trial: str) -> dict[str, Any]:
+        """Waits for the next report of a trial."""
+        report = await self._queue_of(trial).ready.get()
         if report["done"]:
-            del self._cells[cell]
+            del self._queues[trial]
         return report
 
-    async def forget(self, cell: str, number: int) -> None:
-        """Nobody takes that cell's reports before this one any more."""
-        self._tray(cell).skip(number)
+    async def forget(self, trial: str, number: int) -> None:
+        """Drops that trial's reports with lower numbers."""
+        self._queue_of(trial).skip(number)
 
-    def _tray(self, cell: str) -> _TrialQueue:
-        return self._cells.setdefault(cell, _TrialQueue())
+    def _queue_of(self, trial: str) -> _TrialQueue:
+        return self._queues.setdefault(trial, _TrialQueue())
 
 
 class _TrialQueue:
-    """The reports of one cell: `ready` to be taken, or waiting for one before them."""
+    """The reports of one trial: `ready` to be taken, or held until an earlier number arrives."""
 
     def __init__(self) -> None:
         self.ready: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -52,7 +52,7 @@ class _TrialQueue:
         self._early: dict[int, dict[str, Any]] = {}
 
     def put(self, number: int, report: Mapping[str, Any]) -> None:
-        if number >= self._next:  # else it is forgotten already
+        if number >= self._next:  # else it is already dropped
             self._early[number] = dict(report)
             self._deliver()
 
@@ -70,32 +70,32 @@ class _TrialQueue:
 
 
 class Reports:
-    """The driver's end of a report queue; from any thread."""
+    """The driver's handle of a report queue. Thread-safe."""
 
     def __init__(self, report_queue: Any) -> None:
         self._report_queue = report_queue
         self._lock = threading.Lock()
         self._sent: Counter[str] = Counter()
 
-    def post(self, cell: str, report: Mapping[str, Any]) -> None:
-        """Leaves a report, and does not wait. That with `done` is the cell's last one."""
+    def post(self, trial: str, report: Mapping[str, Any]) -> None:
+        """Sends a report without waiting. One with `done` is the trial's last."""
         with self._lock:
-            number = self._sent.pop(cell, 0)
+            number = self._sent.pop(trial, 0)
             if not report["done"]:
-                self._sent[cell] = number + 1
-        self._report_queue.post.remote(cell, number, report)
+                self._sent[trial] = number + 1
+        self._report_queue.post.remote(trial, number, report)
 
-    def forget(self, cell: str) -> None:
-        """What was left so far is of no interest any more."""
+    def forget(self, trial: str) -> None:
+        """Drops the reports of that trial that were sent so far."""
         import ray
 
         with self._lock:
-            number = self._sent[cell]
-        ray.get(self._report_queue.forget.remote(cell, number))
+            number = self._sent[trial]
+        ray.get(self._report_queue.forget.remote(trial, number))
 
 
 def start_report_queue() -> Reports:
-    """The sweep's report queue as an actor: zero CPUs, on this process's node, gone with this process. Returns at once."""
+    """Starts the report queue as a zero-CPU actor on this process's node; it ends with this process. Returns at once."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

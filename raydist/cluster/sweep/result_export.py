@@ -1,11 +1,11 @@
-"""Brings a row for each cell that is over to where the base job's exporters go: TensorBoard's HPARAMS, MLflow.
+"""Writes a row for each ended trial to the destinations of the base job's exporters: TensorBoard's HPARAMS, MLflow.
 
-Runs in: the driver; each place has a thread. Imports neither ray nor torch.
+Runs in: the driver; each destination has a thread. Imports neither ray nor torch.
 
-    the sweep's log --heard--> RowBook --a cell is over, for good--> queue of each place --its thread--> has it? else write
+    the sweep's log --heard--> ResultExport --a trial has ended for good--> queue per destination --thread--> write, if missing
 
-Nothing waits for it but the end of the sweep, and that not long. What a place refuses is tried again, and told once, at the end.
-Rows that a driver did not come to write are written by the next one: they come from the sweep's events, so they are the same.
+Only the end of the sweep waits for it, for a limited time. A failed write is retried; missing rows are reported once, at the end.
+Rows that a driver did not write are written by the next one: they are made from the sweep's events, so they are the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raydist.run.sweep_state import DONE, fold
 RETRY_S, CLOSE_S = 10.0, 10.0
 _LINE = 160
 _OF_NO_ROW = frozenset({"queued", "report"})
-"""Kinds of events of which nothing stands in a row, but of which there are many."""
+"""Frequent kinds of events that add nothing to a row."""
 
 
 class Place(Protocol):
@@ -34,15 +34,15 @@ class Place(Protocol):
 
     @property
     def exporter(self) -> str:
-        """What it is called."""
+        """Its name."""
 
     def open(self) -> Rows:
-        """Connects; may raise."""
+        """Connects. May raise."""
         ...
 
 
 class ResultExport:
-    """`metric`: the objective's. Between `begin` and `close` it is told of every event of the sweep."""
+    """`metric`: the objective's. Between `begin` and `close` it gets every event of the sweep."""
 
     def __init__(
         self,
@@ -53,41 +53,41 @@ class ResultExport:
         tell: Callable[[str], None] = lambda line: print(f"raydist: {line}", file=sys.stderr),
     ) -> None:
         self._folder, self._metric, self._tell = folder, metric, tell
-        self._shelves = [_Shelf(place, self._row, retry_s) for place in places]
+        self._writers = [_Writer(place, self._row, retry_s) for place in places]
         self._notes: dict[str, CellNote] = {}
         self._events: defaultdict[str, list[Event]] = defaultdict(list)
-        """Cell that is not over -> what happened to it."""
+        """Trial that has not ended -> its events."""
 
-    def begin(self, cells: Iterable[CellNote], events: Iterable[Event]) -> None:
-        """The sweep goes on from there: cells that are over and have no row get one."""
-        self._notes = {note.id: note for note in cells}
+    def begin(self, trials: Iterable[CellNote], events: Iterable[Event]) -> None:
+        """Starts from the events of earlier drivers: ended trials without a row get one."""
+        self._notes = {note.id: note for note in trials}
         for event in events:
             self.heard(event)
 
     def heard(self, event: Event) -> None:
-        """Something happened. From any thread; returns at once."""
-        if not self._shelves or event.kind in _OF_NO_ROW:
+        """One more event. Thread-safe; returns at once."""
+        if not self._writers or event.kind in _OF_NO_ROW:
             return
         if event.kind == "added":
             added = CellNote.from_dict(event.data["note"])
             self._notes[added.id] = added
-        cell = event.data.get("cell")
-        if cell is None:
+        trial = event.data.get("cell")
+        if trial is None:
             return
-        self._events[cell].append(event)
+        self._events[trial].append(event)
         over = event.kind in DONE and event.data.get("final", event.kind != "failed")
-        if over and (note := self._notes.get(cell)) is not None:
-            known = self._events.pop(cell)
-            for shelf in self._shelves:
-                shelf.put(note, known)
+        if over and (note := self._notes.get(trial)) is not None:
+            known = self._events.pop(trial)
+            for writer in self._writers:
+                writer.put(note, known)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """The sweep is over: one more try, waited for so long at most. Says which rows are missing."""
+        """The sweep has ended: makes one last attempt, with that timeout. Reports how many rows are missing."""
         deadline = time.monotonic() + timeout_s
-        for shelf in self._shelves:
-            shelf.close()
-        for shelf in self._shelves:
-            if (line := shelf.join(deadline)) is not None:
+        for writer in self._writers:
+            writer.close()
+        for writer in self._writers:
+            if (line := writer.join(deadline)) is not None:
                 self._tell(line)
 
     def _row(self, note: CellNote, events: Sequence[Event]) -> Row:
@@ -108,13 +108,13 @@ class ResultExport:
         )
 
 
-class _Shelf:
-    """One place, what waits for it, and its thread."""
+class _Writer:
+    """The rows that wait for one destination, and the thread that writes them."""
 
     def __init__(self, place: Place, row: Callable[[CellNote, Sequence[Event]], Row], retry_s: float) -> None:
         self._place, self._row, self._retry_s = place, row, retry_s
         self._changed = threading.Condition()
-        """Guards what follows; never held while the place works."""
+        """Guards the fields below; never held during a write."""
         self._waiting: deque[tuple[CellNote, Sequence[Event]]] = deque()
         self._retry_at = 0.0
         self._closing = False
@@ -125,7 +125,7 @@ class _Shelf:
     def put(self, note: CellNote, events: Sequence[Event]) -> None:
         with self._changed:
             self._waiting.append((note, events))
-            if self._thread is None:  # a sweep of which no cell ends costs nothing
+            if self._thread is None:  # started with the first row only
                 self._thread = threading.Thread(target=self._run, name="raydist-rows", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
@@ -136,7 +136,7 @@ class _Shelf:
             self._changed.notify_all()
 
     def join(self, deadline: float) -> str | None:
-        """A line on what is missing, if anything is."""
+        """A line with the number of missing rows; None if there are none."""
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         with self._changed:
@@ -144,14 +144,14 @@ class _Shelf:
         if not missing:
             return None
         return (
-            f"rows for {self._place.exporter}: {missing:,} cell{'s have' if missing > 1 else ' has'} none ({self._error}); "
+            f"rows for {self._place.exporter}: {missing:,} trial{'s have' if missing > 1 else ' has'} none ({self._error}); "
             "the same command writes them"
         )
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._due(), self._patience())
+                self._changed.wait_for(lambda: self._closing or self._due(), self._timeout())
                 closing = self._closing
                 tries = len(self._waiting) if closing or self._due() else 0
             for _ in range(tries):
@@ -163,18 +163,18 @@ class _Shelf:
     def _due(self) -> bool:
         return bool(self._waiting) and time.monotonic() >= self._retry_at
 
-    def _patience(self) -> float | None:
+    def _timeout(self) -> float | None:
         return max(0.0, self._retry_at - time.monotonic()) if self._waiting else None
 
     def _one(self) -> bool:
-        """The first that waits; whether it has its row now. Else it is tried again after the others."""
+        """Writes the first waiting row; returns whether it is written. If not, it is retried after the others."""
         note, events = self._waiting[0]
         try:
             if self._rows is None:
                 self._rows = self._place.open()
             if not self._rows.has(note.id):
                 self._rows.write(self._row(note, events))
-        except Exception as error:  # a place that is away costs the sweep nothing
+        except Exception as error:  # an unreachable destination must not affect the sweep
             line = (str(error).strip().splitlines() or [""])[0]
             self._error = f"{type(error).__name__}: {line[:_LINE]}"
             with self._changed:

@@ -1,10 +1,10 @@
-"""Which point a search tries next, by what those before it gave: optuna's Parzen estimators, or its Gaussian process.
+"""Chooses the next point of a search from the results so far: with optuna's Parzen estimators or its Gaussian process.
 
-Runs in: one zero-CPU actor on the driver's node, made only for `search: optuna` and `bayes`. optuna is imported in functions, and
-`bayes` has it import torch: hence the actor, for the driver never has torch. Imports ray in `start_sampler` only.
+Runs in: one zero-CPU actor on the driver's node, started only for `search: optuna` and `bayes`. optuna is imported in functions;
+for `bayes` it imports torch, which the driver must not: hence the actor. Imports ray in `start_sampler` only.
 
-Nothing is kept from one question to the next: the study is made anew from all that was told, with a sampler seeded by search.seed
-and the number of points. So the answer is a function of the question, whatever has been restarted in between.
+No state is kept between calls: each builds a new study from all results, with a sampler seeded by search.seed and the number of
+points. So the answer depends on the arguments only, whatever was restarted in between.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from raydist.spec.sweep.space import MOST_CELLS, draw, uniform
 
 NAME = "raydist-sampler"
 _AGAIN = 4
-"""Questions to optuna for one point, where it answers with one that there is; after that it is drawn from those that are left."""
+"""Attempts to get a new point from optuna, if it suggests known ones; after that a random one of the remaining is drawn."""
 _DRAWS = 64
 _STARTUP = 10
-"""Points that are drawn before the first is chosen: optuna's own number."""
+"""Random points before the first chosen one: optuna's default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A point that was chosen, and what has become of it. `value` is the objective's, of a stopped one after `tokens`."""
+    """A point that was chosen, and its result. `value`: the objective; for a stopped point, the one after `tokens`."""
 
     point: Mapping[str, Any]
     state: Literal["running", "finished", "stopped", "failed"] = "running"
@@ -39,7 +39,7 @@ class Told:
 
 
 class Sampler:
-    """Of a space, for a `search` that chooses: optuna or bayes. `better`: the objective's mode."""
+    """The sampler of one search space, for a `search` that chooses: optuna or bayes. `better`: the objective's mode."""
 
     def __init__(self, axes: Sequence[Axis], search: SearchSpec, better: Literal["min", "max"]) -> None:
         self._fixed = {axis.field: axis.values[0] for axis in axes if axis.fixed}
@@ -49,7 +49,7 @@ class Sampler:
         self._gaussian, self._seed, self._better = search.name == "bayes", search.seed, better
 
     def ask(self, told: Sequence[Told]) -> Point | None:
-        """The next point: none that is among `told`, all of them that there have been, in order. None if there is no other."""
+        """The next point, different from those of `told` (all earlier points, in order). None if no point is left."""
         places = [self._place(one.point) for one in told]
         taken = {place for place in places if place is not None}
         count = size(self._space)
@@ -61,14 +61,14 @@ class Sampler:
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore"
-            )  # of what is experimental in it: constraints.txt has the version that was tested
+            )  # about experimental features of optuna: constraints.txt has the tested version
             for place in itertools.chain(self._asked(known, len(told)), self._left(taken, len(told), count)):
                 if place not in taken:
                     return self._point(place)
         return None
 
     def _asked(self, known: Sequence[tuple[tuple[Any, ...], Told]], number: int) -> Iterator[tuple[Any, ...]]:
-        """What optuna answers, again and again: it knows of its answers before, as of points that are being tried."""
+        """Suggestions of optuna. The study counts its earlier suggestions as running points."""
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -92,7 +92,10 @@ class Sampler:
         )
 
     def _fit_to_tell(self, known: Sequence[tuple[tuple[Any, ...], Told]]) -> Iterator[tuple[tuple[Any, ...], Told]]:
-        """optuna tells its Gaussian process of no point that was stopped. Here such one has finished, no worse than the worst."""
+        """For the Gaussian process, turns stopped points into finished ones: optuna would ignore stopped points.
+
+        The value of a stopped point is limited to the worst finished one.
+        """
         values = [one.value for _, one in known if one.state == "finished" and one.value is not None]
         worst = (max if self._better == "min" else min)(values, default=None)
         for place, one in known:
@@ -117,12 +120,12 @@ class Sampler:
             value=one.value if one.state == "finished" else None,
             params=dict(zip(distributions, place, strict=True)),
             distributions=dict(distributions),
-            # TPE ranks those that were stopped by how far they came, and then by what they had there.
+            # TPE ranks stopped points by their tokens, and then by their value.
             intermediate_values={one.tokens: one.value} if one.state == "stopped" and one.value is not None else {},
         )
 
     def _left(self, taken: set[tuple[Any, ...]], number: int, count: int | None) -> Iterator[tuple[Any, ...]]:
-        """Points that are drawn: of a small space from those that are left."""
+        """Random points: in a small space, one of the points that are left."""
         if count is not None and count <= MOST_CELLS:
             left = [place for place in itertools.product(*(s.all() for s in self._axes)) if place not in taken]
             yield left[int(uniform(self._seed, number, "left") * len(left))]
@@ -132,7 +135,7 @@ class Sampler:
             yield tuple(scale.place(point[scale.field]) for scale in self._axes)
 
     def _place(self, point: Point) -> tuple[Any, ...] | None:
-        """The point in optuna's terms; None where it is not in this space: the file has had another one."""
+        """The point in optuna's representation; None if it is not in this space (the sweep file was changed)."""
         return tuple(scale.place(point[scale.field]) for scale in self._axes) if holds(self._space, point) else None
 
     def _point(self, place: tuple[Any, ...]) -> Point:
@@ -141,7 +144,7 @@ class Sampler:
 
 
 class _Scale:
-    """An axis in optuna's terms: a range as it is, a list by the places of its values; ascending, where they are numbers."""
+    """An axis in optuna's representation: a range as it is, a list as indices of its values (numbers in ascending order)."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis, self.field = axis, axis.field
@@ -149,7 +152,7 @@ class _Scale:
         self._values = self._numbers or list(axis.values)
 
     def distribution(self) -> Any:
-        """optuna's."""
+        """optuna's distribution for this axis."""
         from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
         match self._axis.kind:
@@ -163,17 +166,17 @@ class _Scale:
                 return FloatDistribution(self._axis.low, self._axis.high, log=kind == "log_uniform")
 
     def all(self) -> range:
-        """Of a list, or of whole numbers."""
+        """All positions of a list or of an integer range."""
         if self._axis.kind == "values":
             return range(len(self._values))
         return range(int(self._axis.low), int(self._axis.high) + 1)
 
     def tidy(self, inner: Any) -> Any:
-        """What optuna has answered, as cells have it."""
+        """A suggestion of optuna, rounded like the values of trials."""
         return inner if self._axis.kind == "values" else self._axis.tidy(inner)
 
     def place(self, value: Any) -> Any:
-        """A cell's value in optuna's terms."""
+        """A trial's value in optuna's representation."""
         return self._values.index(value) if self._axis.kind == "values" else value
 
     def value(self, inner: Any) -> Any:
@@ -182,9 +185,9 @@ class _Scale:
 
 
 def start_sampler(axes: Sequence[Axis], search: SearchSpec, better: Literal["min", "max"]) -> Any:
-    """The sampler as an actor: zero CPUs, on this process's node, gone with this process. Returns its handle at once.
+    """Starts the sampler as a zero-CPU actor on this process's node; it ends with this process. Returns its handle at once.
 
-    One that dies is started again, and asked again: it has nothing to lose.
+    Ray restarts it if it dies, and repeats the call: it has no state.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

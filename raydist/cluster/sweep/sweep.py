@@ -1,7 +1,7 @@
-"""A sweep, from its first cell to its last: what `raydist sweep` does once everything about it has been checked.
+"""Runs a sweep from its first trial to its last; `raydist sweep` calls it after all checks.
 
-Runs in: the driver. The main thread draws, minds signals and limits; Ray Tune has a thread, and so has every cell that trains.
-Imports ray in functions only; never torch.
+Runs in: the driver. The main thread updates the display and checks signals and limits; Ray Tune has a thread, and each running
+trial has one. Imports ray in functions only; never torch.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from raydist.spec.sweep import Axis, Cell, SweepSpec
 
 _REFRESH_S = 0.5
 _TUNE_S = 30.0
-"""How long Ray Tune may take to end once the last cell has."""
+"""Timeout for Ray Tune to end after the last trial."""
 
 
 class View(Protocol):
-    """What shows a sweep to the user: `raydist.report.sweeplive.SweepConsole`."""
+    """Shows a sweep to the user: `raydist.report.sweeplive.SweepConsole`."""
 
     def update(self, live: Sequence[Live], counts: Mapping[str, int], spent: Spent) -> None:
-        """The cells that train, how many there are of each status, and what it has cost."""
+        """The running trials, the number of trials of each status, and the hours spent."""
         ...
 
     def note(self, text: str) -> None:
-        """A word to the user."""
+        """Prints a line."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a sweep ended: finished (every cell is finished, stopped or failed), paused by a limit, or interrupted by a signal."""
+    """How a sweep ended: finished (every trial is finished, stopped or failed), paused by a limit, or interrupted by a signal."""
 
     status: str
     because: str = ""
@@ -64,9 +64,9 @@ class Ended:
 class SweepRun:
     """Use once: `SweepRun(...).run()`.
 
-    `cells`: id -> parameters of all cells, in order; `plan` makes one of them ready to train, see `TrialRunner`; `tokens`: those
-    of the longest cell. `at_once`: how many train at a time, `room`: see `WorkerGroupPool`. `search` chooses the cells after
-    those; `keep` is given each. `lost` and `asked`: see `DriverLease.lost` and `asked_to_stop`. `heard`: see `SweepLog`.
+    `trials`: id -> parameters of all trials, in order; `plan` prepares one of them, see `TrialRunner`; `tokens`: of the longest
+    trial. `at_once`: how many train at a time; `room`: see `WorkerGroupPool`. `search` chooses more trials after those; `keep`
+    gets each of them. `lost` and `asked`: see `DriverLease.lost` and `asked_to_stop`. `heard`: see `SweepLog`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class SweepRun:
         spec: SweepSpec,
         axes: Sequence[Axis],
         folder: SweepDir,
-        cells: Mapping[str, Mapping[str, Any]],
+        trials: Mapping[str, Mapping[str, Any]],
         plan: Callable[[str, Mapping[str, Any]], Plan],
         session: Session,
         view: View,
@@ -83,12 +83,12 @@ class SweepRun:
         at_once: int,
         room: Callable[[], int] | None = None,
         search: Search | None = None,
-        keep: Callable[[Cell], None] = lambda cell: None,
+        keep: Callable[[Cell], None] = lambda trial: None,
         lost: Callable[[], BaseException | None] = lambda: None,
         asked: Callable[[], str | None] = lambda: None,
         heard: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        self._spec, self._axes, self._folder, self._cells, self._plan = spec, axes, folder, cells, plan
+        self._spec, self._axes, self._folder, self._trials, self._plan = spec, axes, folder, trials, plan
         self._session, self._view, self._tokens = session, view, tokens
         self._at_once, self._room = at_once, room
         self._search, self._keep, self._lost, self._asked, self._heard = search, keep, lost, asked, heard
@@ -97,33 +97,33 @@ class SweepRun:
         self._gone = False
 
     def run(self) -> Ended:
-        """Trains until every cell is done, a limit is reached, or somebody interrupts. Call it in the main thread.
+        """Trains until every trial is done, a limit is reached, or a signal interrupts it. Call it in the main thread.
 
-        The first SIGINT or SIGTERM asks all cells for a checkpoint and a clean end, the second ends them at once. Raises what Ray
-        Tune raises, and `lost()`.
+        At the first SIGINT or SIGTERM all trials save a checkpoint and end cleanly, at the second they end at once. Raises
+        TrainingStopped if Ray Tune or the cluster fails, and the error of `lost()`.
         """
 
-        # First what a thread of the session imports just now: two that import halves of Ray each would both be left with a half.
+        # First the module that a thread of the session is importing: Ray breaks if two threads import parts of it at the same time.
         import raydist.cluster.run.ray_train_adapter  # noqa: F401
         from raydist.cluster.sweep import ray_tune
 
         events = self._folder.events()
         states = fold(events)
-        known = {cell: states[cell].status for cell in self._cells if cell in states}
-        self._done: dict[str, str] = {cell: status for cell, status in known.items() if status in DONE}
-        waiting = [cell for cell in self._cells if cell not in self._done]
+        known = {trial: states[trial].status for trial in self._trials if trial in states}
+        self._done: dict[str, str] = {trial: status for trial, status in known.items() if status in DONE}
+        waiting = [trial for trial in self._trials if trial not in self._done]
         spent = before(events)
         search = self._search
         to_come = search.left if search is not None else 0
         if not waiting and not to_come:
             return Ended("finished")
         log = SweepLog(self._folder, self._heard, *([search.note] if search is not None else []))
-        log.event("began", driver=self._session.node_ip, cells=len(self._cells) + to_come)
+        log.event("began", driver=self._session.node_ip, cells=len(self._trials) + to_come)
         log.flush()
         if search is not None:
             sampler = start_sampler(self._axes, self._spec.search, self._spec.objective.better)
             search.begin(log, asker(sampler), self._keep, self._over)
-            waiting = [cell for cell in waiting if cell not in self._done]
+            waiting = [trial for trial in waiting if trial not in self._done]
         self._left = len(waiting) + to_come
         monitors = WarmMonitors(self._session.temp_dir / f"monitors-{self._session.job_id}", lambda: self._left > 0)
         pool = WorkerGroupPool(self._session, min(self._at_once, self._left), monitors, self._room)
@@ -144,12 +144,12 @@ class SweepRun:
         first = waiting[: self._at_once]
         if search is not None and search.like is not None:
             first += [search.like] * (min(self._at_once, self._left) - len(first))
-        for cell in first:
-            with suppress(RaydistError):  # of a cell that cannot train it is said when it is its turn
-                pool.warm(self._plan(cell, {}))  # while Ray Tune starts
+        for trial in first:
+            with suppress(RaydistError):  # a trial that cannot train is reported when it starts
+                pool.warm(self._plan(trial, {}))  # while Ray Tune starts
         scratch = self._session.temp_dir / f"tune-{self._session.job_id}"
         queue = ray_tune.CellQueue(waiting, self._at_once, self._session.node_ip, search)
-        rule = schedulers.make(self._spec, self._axes, self._tokens, self._cells.__getitem__)
+        rule = schedulers.make(self._spec, self._axes, self._tokens, self._trials.__getitem__)
         decisions = ray_tune.Decisions(rule, self._spec.objective.better, trial_runner, log, queue)
 
         def decide() -> None:
@@ -162,14 +162,14 @@ class SweepRun:
                 line = (str(error).strip().splitlines() or [""])[-1]
                 self._error = TrainingStopped(
                     f"sweep {self._folder.name}: Ray Tune has failed: {type(error).__name__}: {line}",
-                    f"the same command goes on; logs: {self._folder.uri}/logs",
+                    f"run the same command again to continue; logs: {self._folder.uri}/logs",
                 )
                 self._error.__cause__ = error
             if self._error is not None:
                 trial_runner.close("Ray Tune has failed")
 
         thread = threading.Thread(target=decide, name="ray_tune", daemon=True)
-        # What was imported stays, and a full collection of garbage need not go through it, in the middle of a decision.
+        # Imported modules stay in memory: full garbage collections, which delay decisions, need not scan them.
         gc.collect()
         gc.freeze()
         self._began, self._before = time.monotonic(), spent
@@ -187,7 +187,7 @@ class SweepRun:
             trial_runner.join()
             raise
         finally:
-            if not self._gone:  # else nobody answers
+            if not self._gone:  # else the cluster does not answer
                 pool.end()
                 monitors.end()
             log.event("ended", status=ended.status, cause=ended.because)
@@ -200,34 +200,35 @@ class SweepRun:
         return ended
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)  # only noted: a handler runs between any two lines of the main thread
+        self._signals.append(number)  # only recorded: a handler may run between any two lines of the main thread
 
     def _watch(self, thread: threading.Thread, trial_runner: TrialRunner, log: SweepLog, queue: Any) -> Ended:
-        """Until no cell trains any more."""
+        """Returns when no trial is running."""
         ended, acted = Ended("finished"), 0
         while thread.is_alive():
             thread.join(_REFRESH_S)
-            if not self._signals and (who := self._asked()) is not None:
-                self._view.note(f"`raydist stop`, {who}, asks this sweep to end")
+            if not self._signals and (requester := self._asked()) is not None:
+                self._view.note(f"`raydist stop` ({requester}) requests the end of this sweep")
                 self._signals.append(signal.SIGINT)
             if len(self._signals) > acted:
                 acted = len(self._signals)
                 again = " (again to end at once)" if acted == 1 else ""
-                self._view.note(f"stopping: a checkpoint of every cell that trains, then a clean end{again}")
+                self._view.note(f"stopping: every running trial saves a checkpoint and ends{again}")
                 ended = Ended("interrupted", "interrupted", self._signals[0])
                 trial_runner.close("interrupted", at_once=acted > 1)
             why = reached(self._spec.limits, self._spent(trial_runner)) if not trial_runner.closed else None
             if why is not None:
-                self._view.note(f"{why}: a checkpoint of every cell that trains; the others wait")
+                self._view.note(f"{why}: every running trial saves a checkpoint and pauses; the others wait")
                 ended = Ended("paused", why)
                 trial_runner.close(why)
             if self._error is None and (lost := self._lost()) is not None:
-                self._error = lost  # and not a word more into a folder that is another driver's
+                self._error = lost  # another driver owns the folder now: write nothing more
                 trial_runner.close("another driver has taken over", at_once=True)
             if self._error is None and (gone := trial_runner.gone) is not None:
                 self._gone = True
                 self._error = TrainingStopped(
-                    f"sweep {self._folder.name}: {gone}", "its cells are as of their last checkpoints"
+                    f"sweep {self._folder.name}: {gone}",
+                    "run the same command again to continue from the last checkpoints",
                 )
                 trial_runner.close(gone, at_once=True)
                 return Ended("paused", gone)
@@ -238,22 +239,22 @@ class SweepRun:
             self._show(trial_runner, log)
         return ended
 
-    def _over(self, cell: str, status: str) -> None:
+    def _over(self, trial: str, status: str) -> None:
         if status in DONE:
-            self._done[cell] = status
+            self._done[trial] = status
 
-    def _cells_in_all(self) -> int:
-        """Those that are known, and at most so many of a search: which may find that there are no more points."""
-        return self._search.count if self._search is not None else len(self._cells)
+    def _trial_count(self) -> int:
+        """All trials. With a search, the maximum: it may run out of points."""
+        return self._search.count if self._search is not None else len(self._trials)
 
     def _spent(self, trial_runner: TrialRunner) -> Spent:
         return self._before + Spent((time.monotonic() - self._began) / HOUR, *trial_runner.used())
 
     def _show(self, trial_runner: TrialRunner, log: SweepLog) -> None:
-        with suppress(StorageError):  # what storage refuses is kept, and tried again
+        with suppress(StorageError):  # the log keeps the events and retries
             log.flush()
         live = trial_runner.live()
         counts = Counter(self._done.values())
-        self._left = self._cells_in_all() - len(self._done) - len(live)
+        self._left = self._trial_count() - len(self._done) - len(live)
         counts |= {"running": len(live), "waiting": self._left}
         self._view.update(live, counts, self._spent(trial_runner))

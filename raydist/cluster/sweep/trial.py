@@ -1,6 +1,6 @@
-"""One cell of a sweep while it trains: an ordinary run, tried again if it fails, whose progress Ray Tune is told.
+"""One trial of a sweep while it trains: an ordinary run, retried after failures, that reports its progress to Ray Tune.
 
-Runs in: the driver, in a thread for each cell. Imports ray in functions only; never torch.
+Runs in: the driver, in a thread for each trial. Imports ray in functions only; never torch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from raydist.run.sweep_directory import SweepLog
 from raydist.spec import JobSpec, stored
 
 _SIGNAL = 15
-"""What a run that is ended for another reason than a signal is told; nobody sees it."""
+"""Signal number for runs that end for another reason than a signal; it is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A cell, ready to train. `total`: its steps."""
+    """A trial, ready to train. `total`: its steps."""
 
     id: str
     request: Request
@@ -39,32 +39,32 @@ class Plan:
 
     @property
     def job(self) -> JobSpec:
-        """The resolved spec."""
+        """The resolved job spec."""
         return self.request.spec
 
     @property
     def workers(self) -> int:
-        """How many it has."""
+        """Number of its workers."""
         return self.job.cluster.most
 
     def tokens(self, step: int) -> int:
-        """Tokens trained on after `step` steps, as cells are compared: full global batches."""
+        """Tokens after `step` steps of full global batches; trials are compared by this count."""
         return step * self.job.train.global_batch * self.job.model.context
 
 
 @dataclass(frozen=True, slots=True)
 class EndRequest:
-    """How a cell is to end before its last step, and why. `at_once`: without a checkpoint."""
+    """A request to end a trial before its last step. `at_once`: without a checkpoint."""
 
     how: Literal["stopped", "paused", "yielded"]
-    """stopped: for good; paused: goes on with the next start of the sweep; yielded: goes on later in this one."""
+    """stopped: for good; paused: continues at the next start of the sweep; yielded: continues later in this one."""
     because: str
     at_once: bool
 
 
 @dataclass(slots=True)
 class Live:
-    """What the display shows of a cell."""
+    """The state of a trial, for the display."""
 
     id: str
     state: str = "waiting for workers"
@@ -74,28 +74,28 @@ class Live:
 
 
 class SlotPool(Protocol):
-    """Where slots come from: `raydist.cluster.sweep.worker_group_pool.WorkerGroupPool`."""
+    """`raydist.cluster.sweep.worker_group_pool.WorkerGroupPool`."""
 
     def get(self, plan: Plan, given_up: Callable[[], bool]) -> WorkerGroupSlot | None:
-        """One that nobody has, as soon as there is one; None if no cell is to start any more, or it is `given_up`."""
+        """Waits for a free slot; None if no trial may start any more, or if `given_up()`."""
         ...
 
     def wake(self) -> None:
-        """Somebody who waits for one has perhaps given up."""
+        """Makes those that wait in `get` check `given_up` again."""
         ...
 
     def put(self, slot: WorkerGroupSlot) -> None:
-        """Back, for the next cell."""
+        """Returns a slot, for the next trial."""
         ...
 
 
 class CellRun:
-    """Starts at once. `post` is given its reports: tokens, step, loss, eval_loss, done, and objective where it is known; `last`: of
-    its last step, after which it ends by itself.
+    """The training of one trial; starts at once.
 
-    `metric`: what the objective is. `failures` of it so far, of which `allowed` are tried again. `fits`: what the sweep's cells
-    know of micro-batches; `micro_batch`: what this one was last started with, if that was not its spec's.
-    `before`: an earlier stretch of the same cell, which must be over; `prepare` is called then.
+    `post` gets its reports: tokens, step, loss, eval_loss, done, and the objective if it is known; `last`: the report of the last
+    step. `metric`: of the objective. `failures`: so far; `allowed`: how many are retried. `fits`: the micro-batches that fit, of
+    the whole sweep; `micro_batch`: the last one of this trial, if it differs from the spec's. `before`: an earlier part of the same
+    trial; this one waits for its end, then calls `prepare`.
     """
 
     def __init__(
@@ -121,75 +121,75 @@ class CellRun:
         self._before, self._prepare, self._on_over = before, prepare, over
         self._fits, self._micro_batch = fits or MicroBatches(), micro_batch
         self._request = plan.request
-        """As it is trained just now: with a micro-batch that fits."""
+        """The request in use, with a micro-batch that fits."""
         self.live = Live(plan.id, total=plan.total, workers=plan.workers)
         self.status: str | None = None
         """How it ended: finished, stopped, paused, yielded or failed."""
         self._lock = threading.Lock()
         self.end_request: EndRequest | None = None
         self.gone: str | None = None
-        """Why the cluster is of no use any more, if that is what ended it."""
+        """Why the cluster is unusable, if that ended the trial."""
         self._supervisor: Supervisor | None = None
-        self._told: dict[str, Any] = {"tokens": 0, "step": 0, "loss": None, "eval_loss": None}
-        self._had = 0.0
-        """Seconds for which it had workers before."""
+        self._progress: dict[str, Any] = {"tokens": 0, "step": 0, "loss": None, "eval_loss": None}
+        self._past_s = 0.0
+        """Seconds with workers, without the current period."""
         self._since: float | None = None
-        """From when on it has those of now."""
+        """When it got its current workers (time.monotonic)."""
         self._thread = threading.Thread(target=self._run, name=f"raydist-cell-{plan.id}", daemon=True)
         self._thread.start()
 
     def end(self, end_request: EndRequest) -> None:
-        """It is to end: after a checkpoint, or at once. The first wish says why, a later one may make it quicker."""
+        """Ends the trial: after a checkpoint, or at once. The first request has the reason; a later one may make it end faster."""
         with self._lock:
             self.end_request = self.end_request or end_request
             supervisor = self._supervisor
         if supervisor is not None:
-            self._hurry(supervisor, end_request)
+            self._end_run(supervisor, end_request)
         self._slots.wake()
 
     @property
     def hours(self) -> float:
-        """For how long it has had workers."""
+        """Hours with workers."""
         since = self._since
-        return (self._had + (time.monotonic() - since if since is not None else 0.0)) / 3600.0
+        return (self._past_s + (time.monotonic() - since if since is not None else 0.0)) / 3600.0
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Waits for its end; whether it has come."""
+        """Waits for its end; returns whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    # --- what the supervisor shows
+    # --- called by the supervisor
 
     def update(self, snapshot: dict[str, Any]) -> None:
-        """The run as it is now."""
+        """The current state of the run."""
         self.live.snapshot = snapshot
         record = snapshot["record"]
-        if record is None or record["step"] <= self._told["step"] or self._metric == "eval_loss":
+        if record is None or record["step"] <= self._progress["step"] or self._metric == "eval_loss":
             return
         value = record["loss"] if self._metric == "loss" else snapshot["tokens_per_second"]
         self._report(record["step"], value, loss=record["loss"])
 
     def event(self, event: Event) -> None:
-        """Something happened to the run."""
+        """One event of the run."""
         if (micro_batch := shrunk([event])) is not None:
             self._fits.learn(self.plan.job, micro_batch)
         if event.kind == "eval":
-            self._told["eval_loss"] = event.data["loss"]
-            if self._metric == "eval_loss" and event.data["step"] > self._told["step"]:
+            self._progress["eval_loss"] = event.data["loss"]
+            if self._metric == "eval_loss" and event.data["step"] > self._progress["step"]:
                 record = self.live.snapshot.get("record")
                 self._report(event.data["step"], event.data["loss"], loss=record["loss"] if record else None)
 
     def note(self, text: str) -> None:
-        """A word to the user; the sweep has its own."""
+        """Prints nothing: the sweep has its own lines."""
 
-    def _report(self, step: int, value: float | None, **told: Any) -> None:
-        self._told |= {"tokens": self.plan.tokens(step), "step": step, **told}
+    def _report(self, step: int, value: float | None, **figures: Any) -> None:
+        self._progress |= {"tokens": self.plan.tokens(step), "step": step, **figures}
         if value is not None:
-            self._told["objective"] = value
-            # No report follows once `end` has returned: the next one is of the cell's next stretch.
+            self._progress["objective"] = value
+            # No report after `end` has returned: the next one belongs to the trial's next CellRun.
             with self._lock:
                 if self.end_request is None:
-                    self._post({**self._told, "done": False, "last": step >= self.plan.total})
+                    self._post({**self._progress, "done": False, "last": step >= self.plan.total})
 
     # --- in its thread
 
@@ -210,22 +210,22 @@ class CellRun:
                     self._prepare()
                     prepared = True
                 ending = self._train(slot)
-            except BaseException as error:  # a bad cell never ends the sweep; the next start of it tries this one again
-                ending = Ending("stopped", self._told["step"], cause=f"{type(error).__name__}: {error}")
+            except BaseException as error:  # a bad trial never ends the sweep; the next start of the sweep retries it
+                ending = Ending("stopped", self._progress["step"], cause=f"{type(error).__name__}: {error}")
                 self._log.event("failed", self.plan.id, cause=ending.cause, final=False)
             finally:
                 self._since = None
-                self._had += time.monotonic() - begun
+                self._past_s += time.monotonic() - begun
                 self._slots.put(slot)
         self._over(
             {"stopped": "failed", "paused": "finished"}.get(ending.status, ending.status), end_request=self.end_request
         )
 
     def _train(self, slot: WorkerGroupSlot) -> Ending | None:
-        """None: its node is lost, and others have what is left of the cluster."""
+        """Trains with the workers of `slot`. None: a node was lost, and other trials use the rest of the cluster."""
         run, name = self.plan.request.run, self.plan.id
         if run.exists() and read_state(run)["status"] == "finished":
-            self._note("finished")  # its driver was killed before it could write that down
+            self._note("finished")  # its driver was killed before it logged that
             return Ending("finished", self.plan.total)
         self.live.state = "running"
         while True:
@@ -247,7 +247,7 @@ class CellRun:
                 if not final:
                     before, self._request = self._request, self._fits.fitted(self._request)
                     changed = {"micro_batch": _micro_batch(self._request)} if self._request != before else {}
-                    again = f"failure {self.failures} of {self._allowed} that are tried again"
+                    again = f"failure {self.failures}; up to {self._allowed} are retried"
                     self._log.event("retried", name, because=again, **changed)
                     continue
             elif ending.status == "interrupted":
@@ -257,51 +257,51 @@ class CellRun:
             return ending
 
     def _begin(self) -> None:
-        """Notes that it has workers, with what it begins."""
+        """Logs that the trial has workers, and the tokens and micro-batch that it starts with."""
         run = self.plan.request.run
         self._request = self._fits.fitted(self.plan.request, self._micro_batch)
         run.storage.write(SPEC, stored(self._request.spec).encode())
         begun = run.committed()
-        told: dict[str, Any] = {"tokens": self.plan.tokens(begun[-1]) if begun else 0}
+        start: dict[str, Any] = {"tokens": self.plan.tokens(begun[-1]) if begun else 0}
         if self._request != self.plan.request:
-            told["micro_batch"] = self._micro_batch = _micro_batch(self._request)
+            start["micro_batch"] = self._micro_batch = _micro_batch(self._request)
             self._fits.learn(self.plan.job, self._micro_batch)
         gpus = self.plan.request.gpus * self.plan.workers
-        self._log.event("started", self.plan.id, workers=self.plan.workers, gpus=gpus, **told)
-        with suppress(StorageError):  # what storage refuses is kept, and tried again
-            self._log.flush()  # now: a driver that is killed in the next moment has spent something
+        self._log.event("started", self.plan.id, workers=self.plan.workers, gpus=gpus, **start)
+        with suppress(StorageError):  # the log keeps the events and retries
+            self._log.flush()  # now, so that the hours count even if the driver is killed next
 
     def _attempt(self, slot: WorkerGroupSlot) -> tuple[Ending, bool]:
-        """The run, once: until it is finished, interrupted, or raydist gives it up; and whether the cluster's head is gone."""
+        """Runs the supervisor until the run finishes, is interrupted or fails. Also returns whether the cluster's head is lost."""
+        supervisor = Supervisor.build(self._request, self._session, self, slot=slot)
         with self._lock:
-            end_request = self.end_request
-            supervisor = self._supervisor = Supervisor(self._request, self._session, self, slot=slot)
+            end_request, self._supervisor = self.end_request, supervisor
         if end_request is not None:
-            self._hurry(supervisor, end_request)
+            self._end_run(supervisor, end_request)
         try:
             return supervisor.run(signals=False), supervisor.headless
         except RaydistError as error:
             cause = ": ".join(filter(None, (error.message, error.hint)))
-            return Ending("stopped", self._told["step"], cause=cause), supervisor.headless
+            return Ending("stopped", self._progress["step"], cause=cause), supervisor.headless
         finally:
             with self._lock:
                 self._supervisor = None
 
     @staticmethod
-    def _hurry(supervisor: Supervisor, end_request: EndRequest) -> None:
+    def _end_run(supervisor: Supervisor, end_request: EndRequest) -> None:
         if end_request.how != "paused" and end_request.at_once:
-            supervisor.cancel(_SIGNAL)  # its workers are for the next cell
+            supervisor.cancel(_SIGNAL)  # keeps the workers, for the next trial
             return
         for _ in range(1 + end_request.at_once):
             supervisor.stop(_SIGNAL)
 
     def _note(self, kind: str, **data: Any) -> None:
-        """An event that ends a stretch, with what the run has come to."""
+        """Logs an event that ends the use of workers, with the run's metrics so far."""
         figures: dict[str, Any] = {}
         with suppress(StorageError):
             figures = measure(self.plan.request.run)
         self._log.event(kind, self.plan.id, figures=figures, **data)
-        with suppress(StorageError):  # what storage refuses is kept, and tried again
+        with suppress(StorageError):  # the log keeps the events and retries
             self._log.flush()
 
     def _over(self, status: str, end_request: EndRequest | None) -> None:
@@ -309,8 +309,10 @@ class CellRun:
         self.live.state = self.status
         self._on_over(self.status)
         if self.status != "yielded":
-            told: Mapping[str, Any] = self._told if self.status != "failed" else {"tokens": self._told["tokens"]}
-            self._post({**told, "done": True, "ended": self.status, "at": time.time()})
+            last: Mapping[str, Any] = (
+                self._progress if self.status != "failed" else {"tokens": self._progress["tokens"]}
+            )
+            self._post({**last, "done": True, "ended": self.status, "at": time.time()})
 
 
 def _micro_batch(request: Request) -> int:

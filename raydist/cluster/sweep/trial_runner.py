@@ -1,6 +1,6 @@
-"""The trial runner on which the cells of a sweep train: begins them, ends them, and knows what they have used.
+"""Starts and ends the trials of a sweep, and sums up the hours that they use.
 
-Runs in: the driver; its methods in the thread of Ray Tune and in the main one. Imports ray in functions only; never torch.
+Runs in: the driver; its methods in Ray Tune's thread and in the main thread. Imports ray in functions only; never torch.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from raydist.run.sweep_state import CellState
 
 
 def _hours(run: CellRun) -> tuple[float, float]:
-    """GPU-hours and worker-hours of it so far."""
+    """Its GPU-hours and worker-hours so far."""
     workers = run.plan.workers
     return run.hours * workers * run.plan.request.gpus, run.hours * workers
 
 
 class TrialRunner:
-    """`plan(cell, changes)` makes a cell ready to train, by its id, with these values of fields in place of its own.
+    """`plan(trial, changes)` prepares the trial of that id, with these values of fields in place of its own.
 
-    `states`: what became of cells before. `post(cell, report)`: see `CellRun`; `forget(cell)`: what it has posted so far is of no
-    interest any more.
-
-    `metric`: the objective's; `allowed`: failures of a cell that are tried again. `over(cell, status)`: a cell has ended so.
+    `states`: of the trials, from earlier drivers. `post(trial, report)`: see `CellRun`; `forget(trial)` drops the reports posted
+    so far. `metric`: of the objective; `allowed`: failures of a trial that are retried. `over(trial, status)` is called when a
+    trial has ended.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class TrialRunner:
         *,
         metric: str,
         allowed: int,
-        over: Callable[[str, str], None] = lambda cell, status: None,
+        over: Callable[[str, str], None] = lambda trial, status: None,
     ) -> None:
         self._session, self._pool, self._log, self._plan = session, pool, log, plan
         self._post, self._forget_reports = post, forget
@@ -56,41 +55,41 @@ class TrialRunner:
         self._gpu_hours = self._worker_hours = 0.0
         self._gone: str | None = None
         self._lock = threading.Lock()
-        self._cells: dict[str, CellRun] = {}
-        """Those that train, or end just now."""
+        self._trials: dict[str, CellRun] = {}
+        """Trials that are running or ending."""
         self._closed: EndRequest | None = None
         self._changes = {
-            name: {field: values[1] for told in state.lineage for field, values in told["changes"].items()}
+            name: {field: values[1] for copied in state.lineage for field, values in copied["changes"].items()}
             for name, state in states.items()
             if state.lineage
         }
-        """Cell -> the values that it has by now from others."""
+        """Trial -> values that it has taken from other trials."""
         self._sources: dict[str, tuple[str, Mapping[str, list[Any]]]] = {}
-        """Cell -> whose checkpoint it goes on from when it begins the next time, and what changes."""
+        """Trial -> the trial whose checkpoint it copies at its next start, and the changed values."""
         self._adopted: SimpleQueue[Mapping[str, Any]] = SimpleQueue()
 
-    def begin(self, cell: str) -> None:
-        """The cell trains from now on, or as soon as it has workers. Nothing, if it does already."""
+    def begin(self, trial: str) -> None:
+        """Starts training the trial, as soon as it has workers. Does nothing if it is training."""
         with self._lock:
-            before = self._cells.get(cell)
+            before = self._trials.get(trial)
             if before is not None and before.end_request is None and before.status is None:
                 return
-            self._forget_reports(cell)  # of an earlier stretch, which may be over, and forgotten here
-            state = self._states.get(cell, CellState())
+            self._forget_reports(trial)  # of an earlier CellRun of the trial
+            state = self._states.get(trial, CellState())
             try:
-                plan = self._plan(cell, self._changes.get(cell, {}))
-            except RaydistError as error:  # a bad cell never ends the sweep
-                self._log.event("failed", cell, cause=str(error), final=True)
-                self._over(cell, "failed")
-                self._post(cell, {"tokens": 0, "done": True})
+                plan = self._plan(trial, self._changes.get(trial, {}))
+            except RaydistError as error:  # a bad trial never ends the sweep
+                self._log.event("failed", trial, cause=str(error), final=True)
+                self._over(trial, "failed")
+                self._post(trial, {"tokens": 0, "done": True})
                 return
-            source = self._sources.pop(cell, None)
+            source = self._sources.pop(trial, None)
             run = CellRun(
                 plan,
                 self._session,
                 self._pool,
                 self._log,
-                lambda report: self._post(cell, report),
+                lambda report: self._post(trial, report),
                 self._metric,
                 failures=state.failures if before is None else before.failures,
                 allowed=self._allowed,
@@ -98,91 +97,94 @@ class TrialRunner:
                 fits=self._fits,
                 micro_batch=state.micro_batch,
                 prepare=(lambda: self._adopt(plan, *source)) if source is not None else lambda: None,
-                over=lambda status: self._over(cell, status),
+                over=lambda status: self._over(trial, status),
             )
-            self._cells[cell] = run
+            self._trials[trial] = run
             if self._closed is not None:
                 run.end(self._closed)
 
-    def end(self, cell: str, end_request: EndRequest) -> None:
-        """That cell is to end; nothing, if it has."""
+    def end(self, trial: str, end_request: EndRequest) -> None:
+        """Ends that trial. Does nothing if it has ended."""
         with self._lock:
-            run = self._cells.get(cell)
+            run = self._trials.get(trial)
         if run is not None:
             run.end(end_request)
 
-    def ready(self, cell: str) -> bool:
-        """Whether the cell has a checkpoint that another could go on from."""
-        return bool(self._plan(cell, {}).request.run.committed())
+    def ready(self, trial: str) -> bool:
+        """Whether the trial has a checkpoint that another one could continue from."""
+        return bool(self._plan(trial, {}).request.run.committed())
 
-    def exploit(self, cell: str, source: str, changes: Mapping[str, list[Any]]) -> None:
-        """The cell ends where it is, and when it begins again it goes on from the newest checkpoint of `source`, with other values:
-        field -> [before, after].
+    def exploit(self, trial: str, source: str, changes: Mapping[str, list[Any]]) -> None:
+        """Ends the trial at once. At its next start it continues from the newest checkpoint of `source`, with other values.
+
+        `changes`: field -> [before, after].
         """
         with self._lock:
-            self._sources[cell] = source, changes
-            self._changes[cell] = self._changes.get(cell, {}) | {field: after for field, (_, after) in changes.items()}
-        self.end(cell, EndRequest("yielded", f"goes on from {source}", at_once=True))
+            self._sources[trial] = source, changes
+            self._changes[trial] = self._changes.get(trial, {}) | {
+                field: after for field, (_, after) in changes.items()
+            }
+        self.end(trial, EndRequest("yielded", f"continues from {source}", at_once=True))
 
     def _adopt(self, plan: Plan, source: str, changes: Mapping[str, list[Any]]) -> None:
-        """In a cell's thread, before it trains."""
+        """Copies the checkpoint of `source`. Called in a trial's thread, before it trains."""
         from raydist.cluster.sweep.pbt_exploit import adopt
 
         step = adopt(self._plan(source, {}).request.run, plan.request.run)
-        told = {"source": source, "step": step, "tokens": plan.tokens(step), "changes": dict(changes)}
-        self._adopted.put(self._log.event("exploited", plan.id, **told).data)
+        data = {"source": source, "step": step, "tokens": plan.tokens(step), "changes": dict(changes)}
+        self._adopted.put(self._log.event("exploited", plan.id, **data).data)
 
     def adopted(self) -> Iterator[Mapping[str, Any]]:
-        """Data of the events `exploited` that nobody has asked for yet."""
+        """Data of the `exploited` events since the last call."""
         with suppress(Empty):
             while True:
                 yield self._adopted.get_nowait()
 
     def close(self, because: str, at_once: bool = False) -> None:
-        """No cell begins any more; those that train make a checkpoint and end, or end at once."""
+        """No trial starts any more. Those that are running save a checkpoint and end, or end at once."""
         end_request = EndRequest("paused", because, at_once)
         with self._lock:
             self._closed = end_request
-            cells = list(self._cells.values())
+            trials = list(self._trials.values())
         self._pool.close()
-        for run in cells:
+        for run in trials:
             run.end(end_request)
 
     @property
     def closed(self) -> bool:
-        """Whether no cell begins any more."""
+        """Whether no trial may start any more."""
         return self._closed is not None
 
     @property
     def gone(self) -> str | None:
-        """Why the cluster is of no use any more, if a cell has found that."""
+        """Why the cluster is unusable, if a trial has found that; else None."""
         with self._lock:
-            return next((run.gone for run in self._cells.values() if run.gone is not None), self._gone)
+            return next((run.gone for run in self._trials.values() if run.gone is not None), self._gone)
 
     def live(self) -> list[Live]:
-        """The cells that train, in the order they began. Forgets those that have ended."""
+        """The running trials, in the order of their start. Drops those that have ended."""
         with self._lock:
             self._forget()
-            return [run.live for run in self._cells.values()]
+            return [run.live for run in self._trials.values()]
 
     def used(self) -> tuple[float, float]:
-        """GPU-hours and worker-hours of all cells so far."""
+        """GPU-hours and worker-hours of all trials so far."""
         with self._lock:
             self._forget()
-            now = [_hours(run) for run in self._cells.values()]
+            now = [_hours(run) for run in self._trials.values()]
             return self._gpu_hours + sum(gpu for gpu, _ in now), self._worker_hours + sum(all_ for _, all_ in now)
 
     def _forget(self) -> None:
-        for name, run in list(self._cells.items()):
+        for name, run in list(self._trials.items()):
             if run.join(0):
                 self._gone = self._gone or run.gone
-                gpu, all_ = _hours(self._cells.pop(name))
+                gpu, all_ = _hours(self._trials.pop(name))
                 self._gpu_hours += gpu
                 self._worker_hours += all_
 
     def join(self) -> None:
-        """Returns once no cell trains any more."""
+        """Waits until no trial is running."""
         with self._lock:
-            cells = list(self._cells.values())
-        for run in cells:
+            trials = list(self._trials.values())
+        for run in trials:
             run.join()

@@ -1,4 +1,4 @@
-"""Cells made ready to train: their data, how many workers each has, and how many train at once.
+"""Prepares trials for training: their data, how many workers each has, and how many train at once.
 
 Runs in: the driver, once it is connected to Ray. Never imports torch.
 """
@@ -28,9 +28,9 @@ from raydist.spec.sweep import Cell
 
 
 class Datasets:
-    """Those of the cells: each opened once, and prepared if need be. `home`: where prepared ones are kept.
+    """The datasets of the trials: each is opened once, and prepared if necessary. `home`: the folder for prepared ones.
 
-    `progress`: shows how far the preparation of one is, see raydist/report/preparing.py.
+    `progress`: shows the progress of a preparation, see raydist/report/preparing.py.
     """
 
     def __init__(self, home: str, progress: Callable[[], AbstractContextManager[Callable[[Progress], None]]]) -> None:
@@ -38,13 +38,13 @@ class Datasets:
         self._open: dict[str, TokenDataset] = {}
 
     def of(self, job: JobSpec) -> TokenDataset:
-        """The job's. Raises DataError."""
-        asked = job.data.model_dump_json()
-        if asked not in self._open:
+        """The job's dataset. Raises DataError."""
+        key = job.data.model_dump_json()
+        if key not in self._open:
             with self._progress() as report:
                 uri = open_or_prepare(job.data, self._home, report)
-            self._open[asked] = TokenDataset(uri)
-        return self._open[asked]
+            self._open[key] = TokenDataset(uri)
+        return self._open[key]
 
     def steps(self, job: JobSpec) -> int:
         """Optimizer steps of the whole job."""
@@ -55,45 +55,45 @@ class Datasets:
 
 
 class TrialSetup:
-    """`plans(cell_id)` is a cell, ready to train; `at_once` how many train at a time, `tokens` those of the longest cell.
+    """Call it with a trial's id and changed values for its `Plan`. `at_once`: trials at a time; `tokens`: of the longest trial.
 
-    Raises PreflightError where the cluster cannot run a cell: before anything starts.
+    The constructor raises PreflightError if the cluster cannot run one of the trials.
     """
 
     def __init__(
-        self, cells: Sequence[Cell], folder: SweepDir, datasets: Datasets, session: Session, concurrent: int | None
+        self, trials: Sequence[Cell], folder: SweepDir, datasets: Datasets, session: Session, concurrent: int | None
     ) -> None:
         self._folder, self._datasets, self._session = folder, datasets, session
-        self._cells = {cell.id: cell for cell in cells}
+        self._trials = {trial.id: trial for trial in trials}
         self._nodes = self._look()
-        self._shapes = {self._asked(cell.job) for cell in cells}
+        self._shapes = {self._asked(trial.job) for trial in trials}
         self.at_once = at_once(self._nodes, self._shapes, concurrent)
         checked: dict[str, JobSpec] = {}
-        for cell in cells:
-            checked.setdefault(_looked_at(cell.job), cell.job)
+        for trial in trials:
+            checked.setdefault(_looked_at(trial.job), trial.job)
         for job in checked.values():
             preflight.check(self._fitted(job), session, folder.full_uri, datasets.of(job).storage.full_uri)
-        self.tokens = max(self._tokens(cell.job) for cell in cells)
+        self.tokens = max(self._tokens(trial.job) for trial in trials)
 
-    def add(self, cell: Cell) -> None:
-        """One that a search has chosen: between those that were checked."""
-        self._cells[cell.id] = cell
+    def add(self, trial: Cell) -> None:
+        """Adds a trial that a search has chosen. It is not checked: it lies between trials that were."""
+        self._trials[trial.id] = trial
 
-    def __call__(self, cell: str, changes: Mapping[str, Any]) -> Plan:
-        """The cell of that id, with these values in place of its own: dotted field -> value. Its run goes on with them."""
-        job, run = self._fitted(self._cells[cell].job), self._folder.run(cell)
+    def __call__(self, trial: str, changes: Mapping[str, Any]) -> Plan:
+        """The trial of that id, with changed values: dotted field -> value. Its run may resume with them."""
+        job, run = self._fitted(self._trials[trial].job), self._folder.run(trial)
         if changes:
             raw = job.model_dump(mode="json")
             for field, value in changes.items():
                 raw = merge(raw, nest(field, value))
-            job = parse(raw, source=cell)
+            job = parse(raw, source=trial)
         exporters = resolve(of_sweep([e.model_dump() for e in job.observe.exporters], self._folder), run)
         dataset, gpus = self._datasets.of(job).storage.full_uri, self._gpus(job)
         request = Request(job, run, dataset, gpus, allow_spec_change=bool(changes), exporters=exporters)
-        return Plan(cell, request, self._datasets.steps(job))
+        return Plan(trial, request, self._datasets.steps(job))
 
     def room(self) -> int:
-        """For how many cells at a time the cluster has room now: fewer than `at_once` where nodes are lost."""
+        """How many trials fit on the cluster now: fewer than `at_once` if nodes were lost."""
         return room(self._look(), self._shapes)
 
     def _look(self) -> list[Mapping[str, float]]:
@@ -113,18 +113,18 @@ class TrialSetup:
         return asked(job.cluster, self._gpus(job), self._nodes)
 
     def _fitted(self, job: JobSpec) -> JobSpec:
-        """The job with a fixed number of workers, and no spares: a cell that grows would take the workers of another."""
+        """The job with a fixed number of workers, and no spares: a trial that grows would take another's workers."""
         cluster = job.cluster.model_copy(update={"workers": self._asked(job).workers, "spares": 0})
         return job.model_copy(update={"cluster": cluster})
 
 
 def _looked_at(job: JobSpec) -> str:
-    """What a preflight looks at beside the resources: equal for jobs of which one check is enough."""
-    told: Mapping[str, Any] = {
+    """Key of all settings that a preflight checks except resources: one check is enough for jobs with equal keys."""
+    settings: Mapping[str, Any] = {
         "data": job.data.model_dump(mode="json"),
         "model": job.model.name,
         "strategy": job.parallel.strategy,
         "offload": job.offload.path,
         "snapshots": job.snapshot_every,
     }
-    return json.dumps(told, sort_keys=True)
+    return json.dumps(settings, sort_keys=True)

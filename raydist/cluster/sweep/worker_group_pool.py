@@ -1,9 +1,9 @@
-"""The slots on which the cells of a sweep train: as many as the cluster has room for, and no cell begins without one.
+"""The pool of worker-group slots of a sweep: as many as the cluster has room for. A trial needs a slot to start.
 
-Runs in: the driver, from the threads of cells. Imports ray in functions only; never torch.
+Runs in: the driver, in the trials' threads. Imports ray in functions only; never torch.
 
-A slot takes its part of the cluster as long as it is out, or has workers that wait. Where a node is lost, there is room for fewer:
-workers that wait are let go, and a cell that has lost its own comes back here, and waits until others leave.
+A slot occupies resources while a trial has it, or while it has idle workers. If a node is lost, there is room for fewer slots:
+idle workers are ended, and a trial that has lost its workers waits here until others end.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from raydist.observe.warm_monitors import WarmMonitors
 
 _START_S = 120.0
 _LOOK_S = 5.0
-"""How often a cell that waits looks whether nodes have come back."""
+"""How often a waiting trial checks whether nodes have returned."""
 
 
 class WorkerGroupPool:
-    """`size` slots. One that is free goes to a cell, of those that wait the first; rather one whose workers are of its kind.
+    """`size` slots. The trial that has waited longest gets the next free one, if possible one with idle workers that it can use.
 
     `monitors`: see `WorkerGroupSlot`. `room()`: how many slots the cluster has room for now; None: always for all.
     """
@@ -40,86 +40,86 @@ class WorkerGroupPool:
         self._all = [WorkerGroupSlot(session, monitors, self._may_start) for _ in range(size)]
         self._free = list(self._all)
         self._fits = size
-        """SlotPool that there was room for when that was last looked at."""
-        self._line: list[object] = []
-        """Who waits for a slot, the first one first."""
+        """Slots that there was room for at the last check."""
+        self._waiting: list[object] = []
+        """Those that wait for a slot, in order."""
         self._changed = threading.Condition()
         self._closed = False
 
     def warm(self, plan: Plan) -> None:
-        """Starts workers for a cell that is to come, in a slot that has none yet, and a monitor. Returns at once."""
+        """Starts workers for a trial to come, in a slot without workers, and a monitor. Returns at once."""
         threading.Thread(target=self._warm, args=(plan,), name="raydist-warm", daemon=True).start()
 
     def _warm(self, plan: Plan) -> None:
         slot = self.get(plan)
         if slot is not None:
             try:
-                slot.foresee()
+                slot.prepare_next()
                 slot.leave(slot.start(plan.workers, kind(plan), run_name=plan.id, start_timeout_s=_START_S))
             finally:
                 self.put(slot)
 
     def get(self, plan: Plan, given_up: Callable[[], bool] = lambda: False) -> WorkerGroupSlot | None:
-        """A slot that nobody has, as soon as there is one, and room for it; None once the pool is closed, or it is `given_up`, of
-        which `wake` has to be told.
+        """Waits for a free slot, and for room for its workers. None if the pool is closed, or if `given_up()`.
+
+        Call `wake` when `given_up` may have changed.
         """
         mine = object()
         with self._changed:
-            self._line.append(mine)
+            self._waiting.append(mine)
         try:
             while True:
                 with self._changed:
                     self._changed.wait_for(
-                        lambda: self._closed or given_up() or (self._line[0] is mine and self._choose(plan)), _LOOK_S
+                        lambda: self._closed or given_up() or (self._waiting[0] is mine and self._choose(plan)), _LOOK_S
                     )
                     if self._closed or given_up():
                         return None
-                    if self._line[0] is mine and (slot := self._choose(plan)) is not None:
+                    if self._waiting[0] is mine and (slot := self._choose(plan)) is not None:
                         self._free.remove(slot)
                         return slot
-                    short = self._line[0] is mine and self._fits < len(self._all)
+                    short = self._waiting[0] is mine and self._fits < len(self._all)
                 if short:
                     self._look()
         finally:
             with self._changed:
-                self._line.remove(mine)
+                self._waiting.remove(mine)
                 self._changed.notify_all()
 
     def wake(self) -> None:
-        """Who waits for a slot looks whether it has given up."""
+        """Makes those that wait in `get` check `given_up` again."""
         with self._changed:
             self._changed.notify_all()
 
     def _choose(self, plan: Plan) -> WorkerGroupSlot | None:
-        """Of the slots that are free; None if none may be had."""
+        """The best free slot for that trial; None if there is none."""
         fit = [slot for slot in self._free if slot.fits(plan.workers, kind(plan))]
         if fit:
-            # With no more workers than need be, which others may need; of these the one that came back last: it is the warmest.
+            # The one with the fewest workers; of these the one returned last: its caches are the warmest.
             return min(reversed(fit), key=lambda slot: slot.size)
-        anew = self._taken < self._fits  # else in place of workers that wait
-        return next((slot for slot in self._free if slot.waiting is not anew), None)
+        new = self._taken < self._fits  # room for new workers; else they replace idle ones
+        return next((slot for slot in self._free if slot.waiting is not new), None)
 
     @property
     def _taken(self) -> int:
-        """SlotPool that have workers, or are out to have some."""
+        """Slots that have workers or are in use."""
         return len(self._all) - sum(not slot.waiting for slot in self._free)
 
     def put(self, slot: WorkerGroupSlot) -> None:
-        """Back, for the next cell."""
+        """Returns a slot, for the next trial."""
         with self._changed:
             self._free.append(slot)
             self._trim()
             self._changed.notify_all()
 
     def _may_start(self) -> bool:
-        """Whether there is room for new workers of a slot that is out."""
+        """Whether there is room for new workers in a slot that is in use."""
         self._look()
         with self._changed:
             return self._taken <= self._fits
 
     def _look(self) -> None:
-        """Asks the cluster how many slots it has room for. If it does not answer, what was known is kept; `HeadMonitor` minds
-        it."""
+        """Updates how many slots the cluster has room for; unchanged if Ray does not answer (`HeadMonitor` handles that)."""
         if self._room is None:
             return
         from ray.exceptions import RayError
@@ -134,26 +134,26 @@ class WorkerGroupPool:
             self._changed.notify_all()
 
     def _trim(self) -> None:
-        """Has workers that wait let go, where there is room for fewer. Until they are gone their slots are out."""
+        """Ends idle workers if there is room for fewer slots. Their slots are in use until the workers are gone."""
         idle = [slot for slot in self._free if slot.waiting]
         for slot in idle[: max(0, self._taken - self._fits)]:
             self._free.remove(slot)
-            threading.Thread(target=self._let_go, args=(slot,), name="raydist-slot", daemon=True).start()
+            threading.Thread(target=self._end_idle, args=(slot,), name="raydist-slot", daemon=True).start()
 
-    def _let_go(self, slot: WorkerGroupSlot) -> None:
+    def _end_idle(self, slot: WorkerGroupSlot) -> None:
         try:
             slot.end()
         finally:
             self.put(slot)
 
     def close(self) -> None:
-        """No cell gets one any more."""
+        """No trial gets a slot any more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Lets all workers go. No cell trains any more."""
+        """Waits for all slots to be returned, then ends all workers."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._free) == len(self._all))
         threads = [threading.Thread(target=slot.end, name="raydist-slot", daemon=True) for slot in self._all]
@@ -164,5 +164,5 @@ class WorkerGroupPool:
 
 
 def kind(plan: Plan) -> WorkerKind:
-    """What a worker of that cell is."""
+    """The kind of the workers of that trial."""
     return worker_kind(plan.job, plan.request.gpus)

@@ -1,41 +1,47 @@
-"""Where what is watched goes besides the run's folder: one exporter a file, found by its name in `observe.exporters`.
+"""Exports a run's metrics and events to other tools: one exporter per file, found by its name in `observe.exporters`.
 
-Runs in: the run's monitor, but for `resolve`, which the driver calls. Must not import torch.
+Runs in: the run's monitor, except `resolve`, which the driver calls. Must not import torch.
 
-An exporter's file (or the user's `package.module:attribute`) has a class `Exporter`: a `BaseExporter`, or anything with
-its methods. The monitor calls them in this order, all in one thread that is this exporter's alone:
+An exporter's file (or the user's `package.module:attribute`) has a class `Exporter`: a `BaseExporter`, or a class with
+the same methods. The monitor calls them in this order, all in one thread that only this exporter uses:
 
-    Exporter(facts)                        before the first of what follows; may connect, and raise: it is tried again
-    .attempt(number, resume_step, at)      steps past resume_step are void, and will be trained again
-    .steps(rows, at)  .event(event)  .samples(rows)      as they come; to be buffered, not sent
-    .flush()                               about every 2 seconds: send. One that raises is called again in a while, with nothing
-                                           new given in between: so what has to be kept is what one round brought
+    Exporter(facts)                        before the first of the calls below; may connect, and may raise: it is tried again
+    .attempt(number, resume_step, at)      steps after resume_step are void, and will be trained again
+    .steps(rows, at)  .event(event)  .samples(rows)      as they arrive; buffer them, do not send
+    .flush()                               about every 2 seconds: send. If it raises, it is called again later, with no new data
+                                           in between: so an exporter has to keep the data of one round only
     .close()                               once, at the end of the run
 
-What the others raise is told once, and what they were given is lost. An exporter that raises or hangs costs neither the run nor
-other exporters anything (raydist/observe/exporter_threads.py).
+The file may have `Options`, a pydantic model that validates the options; `given` makes one of them in `resolve`.
+
+If another method raises, the error is reported once, and the data of that call is lost. An exporter that raises or hangs does not
+affect the run or other exporters (raydist/observe/exporter_threads.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from raydist import registry
 from raydist.errors import UserError
 from raydist.run.directory import RunDir
 
+Options = TypeVar("Options", bound=BaseModel)
+
 
 def _nobody(text: str) -> None:
-    """For a note that nobody reads."""
+    """Discards a note."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What an exporter knows of its run.
+    """The run's facts for an exporter.
 
-    `spec`: the resolved job, plain, as in spec.yaml. `options`: what `resolve` gave. `note`: says something to the user, once.
+    `spec`: the resolved job as plain data, as in spec.yaml. `options`: from `resolve`. `note`: prints one line for the user.
     """
 
     run: RunDir
@@ -45,50 +51,58 @@ class Facts:
 
 
 class BaseExporter:
-    """An exporter of nothing: a subclass overrides what it wants to know."""
+    """An exporter that does nothing: a subclass overrides the methods that it needs."""
 
     ray_metrics: ClassVar[bool] = False
-    """Whether it speaks through `ray.util.metrics`: a private Ray then serves its metrics."""
+    """Whether it exports through `ray.util.metrics`: a private Ray then serves its metrics."""
 
     def __init__(self, facts: Facts) -> None:
-        """In the monitor. Raises what keeps it from working now."""
+        """Called in the monitor. May raise if it cannot work now."""
 
     @staticmethod
     def resolve(options: Mapping[str, Any], run: RunDir) -> dict[str, Any]:
-        """On the driver, before anything is started: the options as `Facts` shall have them. Raises UserError."""
+        """Called in the driver before anything starts: returns the options for `Facts`. Raises UserError."""
         return dict(options)
 
     def attempt(self, number: int, resume_step: int, at: float) -> None:
-        """Attempt `number` goes on from `resume_step`. Told again, with another step, if the workers find no checkpoint of it."""
+        """Attempt `number` resumes from `resume_step`. Called again, with another step, if workers find no checkpoint there."""
 
     def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
-        """StepRecords as dicts, in order, each step of an attempt once. `at`: Unix time at which they were heard of."""
+        """StepRecords as dicts, in order, each step of an attempt once. `at`: Unix time at which they arrived."""
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """An event as a dict: `kind`, `at`, its data. docs/records.md lists the kinds."""
+        """An event as a dict: `kind`, `at` and its data. docs/reference/records.md lists the kinds."""
 
     def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Rows of raydist.run.telemetry_schema, those columns that have a value: of ranks, nodes and GPUs."""
+        """Rows of raydist.run.telemetry_schema, only columns that have a value: of ranks, nodes and GPUs."""
 
     def flush(self) -> None:
-        """Sends what was given."""
+        """Sends the buffered data."""
 
     def close(self) -> None:
-        """The last flush, and the end."""
+        """The last flush, at the end."""
 
 
-def only(options: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raises UserError for an option that is not `known`."""
-    for name in options:
-        if name not in known:
-            hint = registry.did_you_mean(name, list(known)) if known else "it has none"
-            raise UserError(f'unknown option "{name}"', hint)
+def given(model: type[Options], options: Mapping[str, Any]) -> Options:
+    """The options of an exporter. Raises UserError for the first one that is unknown or has a wrong value."""
+    try:
+        return model.model_validate(dict(options))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            known = list(model.model_fields)
+            hint = registry.did_you_mean(name, known) if known else "it has none"
+            raise UserError(f'unknown option "{name}"', hint) from None
+        raise UserError(
+            f"{name}: {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}", "see docs/how-to/exporters.md"
+        ) from None
 
 
 def resolve(chosen: Iterable[Mapping[str, Any]], run: RunDir) -> list[dict[str, Any]]:
-    """The exporters of a run, each `name` and `options`, with options as the monitor shall have them.
+    """The exporters of a run, each with `name` and the resolved `options`.
 
-    Imports each one. Raises UserError, which says which exporter wants what.
+    Imports each one. Raises UserError, which names the exporter and the problem.
     """
     found = []
     for each in chosen:
@@ -103,6 +117,6 @@ def resolve(chosen: Iterable[Mapping[str, Any]], run: RunDir) -> list[dict[str, 
 
 
 def metrics_port(chosen: Iterable[Mapping[str, Any]]) -> int | None:
-    """On which port a private Ray must serve its metrics: 0 for any free one, None for not at all."""
+    """The port on which a private Ray must serve its metrics: 0 for any free port, None for no metrics."""
     ports = [e["options"].get("port") or 0 for e in chosen if registry.load("exporter", e["name"]).ray_metrics]
     return max(ports, default=None)

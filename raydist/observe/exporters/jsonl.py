@@ -1,6 +1,6 @@
-"""A run as JSON lines, in RUN/export.jsonl or at the option `path`: for whatever reads lines as they come.
+"""Writes a run as JSON lines, to RUN/export.jsonl or to the option `path`: for tools that read lines as they arrive.
 
-Runs in: the run's monitor. A line is {"type": "attempt" | "step" | "event" | "samples", ...}: see docs/exporters.md.
+Runs in: the run's monitor. A line is {"type": "attempt" | "step" | "event" | "samples", ...}: see docs/how-to/exporters.md.
 """
 
 from __future__ import annotations
@@ -11,17 +11,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raydist.errors import StorageError, UserError
-from raydist.observe.exporters import BaseExporter, Facts, only
+from pydantic import Field
+
+from raydist.errors import UserError
+from raydist.observe.exporters import BaseExporter, Facts, given
 from raydist.run.directory import RunDir
 from raydist.run.log import plain
+from raydist.spec.parts import Part
+from raydist.storage import append_whole, refused
 
 FILE = "export.jsonl"
 _BLOCK = 1 << 16
 
 
+class Options(Part):
+    """Where the lines are written."""
+
+    path: str | None = Field(None, description="A file on this host; default: export.jsonl in the run's folder.")
+
+
 class Exporter(BaseExporter):
-    """Appends: a later attempt, and a later driver of the same run, go on in the same file."""
+    """Appends: a later attempt, or a later driver of the same run, continues the same file."""
 
     def __init__(self, facts: Facts) -> None:
         self._path = Path(facts.options["path"])
@@ -29,15 +39,12 @@ class Exporter(BaseExporter):
         try:
             _cut_torn_line(self._path)
         except OSError as error:
-            raise _refused(self._path, error) from error
+            raise refused("write", self._path, error) from error
 
     @staticmethod
     def resolve(options: Mapping[str, Any], run: RunDir) -> dict[str, Any]:
-        """`path`, absolute. Raises UserError where the run is not on a file system and none is given: its files do not grow."""
-        only(options, ("path",))
-        path = options.get("path")
-        if path is not None and not isinstance(path, str):
-            raise UserError(f"path: {path!r} is no path", "give the path of a file")
+        """`path`, absolute. Raises UserError if the run is on an object store, where files cannot grow, and no path is given."""
+        path = given(Options, options).path
         if path is None and run.storage.local is None:
             raise UserError(
                 f"a file on {run.uri.partition('://')[0]}:// cannot grow line by line",
@@ -46,16 +53,16 @@ class Exporter(BaseExporter):
         return {"path": str(Path(path).expanduser().absolute() if path else Path(run.storage.path(FILE)).absolute())}
 
     def attempt(self, number: int, resume_step: int, at: float) -> None:
-        """Lines of steps past `resume_step` that stand before this one are void."""
+        """Lines of steps after `resume_step` that were written before this line are void."""
         self._add({"type": "attempt", "attempt": number, "resume_step": resume_step, "at": at})
 
     def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
-        """A line each."""
+        """One line per step."""
         for row in rows:
             self._add({"type": "step", "at": at, **row})
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """A line."""
+        """One line."""
         self._add({"type": "event", **event})
 
     def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -63,22 +70,14 @@ class Exporter(BaseExporter):
         self._add({"type": "samples", "rows": list(rows)})
 
     def flush(self) -> None:
-        """Appends what was given. Raises StorageError, and then nothing of it is in the file."""
+        """Appends the buffered lines. Raises StorageError, and then none of them is in the file."""
         if not self._buffer:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._path, "ab", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                rest = memoryview(bytes(self._buffer))
-                try:
-                    while rest:
-                        rest = rest[file.write(rest) :]
-                except OSError:
-                    os.ftruncate(file.fileno(), size)  # a full disk took a part
-                    raise
+            append_whole(self._path, bytes(self._buffer))
         except OSError as error:
-            raise _refused(self._path, error) from error
+            raise refused("write", self._path, error) from error
         self._buffer.clear()
 
     def close(self) -> None:
@@ -90,7 +89,7 @@ class Exporter(BaseExporter):
 
 
 def _cut_torn_line(path: Path) -> None:
-    """A monitor that was killed while it wrote may have left a line without its end."""
+    """Removes a partial last line, which a monitor killed during a write may have left."""
     if not path.is_file():
         return
     with open(path, "r+b") as file:
@@ -103,7 +102,3 @@ def _cut_torn_line(path: Path) -> None:
                 at += newline + 1
                 break
         file.truncate(at)
-
-
-def _refused(path: Path, error: OSError) -> StorageError:
-    return StorageError(f"cannot write {path}: {os.strerror(error.errno or 0)}", "")

@@ -1,7 +1,7 @@
-"""A run in MLflow: its job as params, its steps and evaluations as metrics. Needs `raydist[mlflow]`.
+"""Exports a run to MLflow: its job as params, its steps and evaluations as metrics. Needs `raydist[mlflow]`.
 
-Runs in: the run's monitor. A resumed run goes on in the same MLflow run, which RUN/mlflow.json names. MLflow takes nothing back:
-of a step that was trained again it has both points.
+Runs in: the run's monitor. A resumed run continues the same MLflow run, named in RUN/mlflow.json. MLflow cannot delete points:
+a step that was trained twice has both points.
 """
 
 from __future__ import annotations
@@ -14,21 +14,32 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from pydantic import Field
+
 from raydist.errors import UserError
-from raydist.observe.exporters import BaseExporter, Facts, only
+from raydist.observe.exporters import BaseExporter, Facts, given
 from raydist.redact import redact
 from raydist.run.directory import RunDir
 from raydist.spec.models import flatten
+from raydist.spec.parts import Part
 
 FILE = "mlflow.json"
 EXPERIMENT = "raydist"
 _TAGS = ("loss", "lr", "grad_norm", "seconds", "data_seconds", "grad_noise_scale")
 _BATCH = 1000
-"""Metrics of one request, by MLflow's limits; params: 100, of 6000 characters."""
+"""Metrics per request, MLflow's limit. Its limits for params: 100, of 6000 characters."""
 _PARAMS, LENGTH = 100, 6000
 _STATUS = {"finished": "FINISHED", "stopped": "FAILED"}
 IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""Who calls tries again by itself: MLflow's own patience with a server that is away is minutes long."""
+"""The caller retries by itself: MLflow's default retries, for a server that is down, take minutes."""
+
+
+class Options(Part):
+    """Where the run is recorded in MLflow."""
+
+    uri: str | None = Field(None, description="Tracking server or store; default: $MLFLOW_TRACKING_URI of the driver.")
+    experiment: str | None = Field(None, description="Name of the experiment; default: raydist.")
+    tags: dict[str, Any] | None = Field(None, description="Tags of the MLflow run: names and values.")
 
 
 class Exporter(BaseExporter):
@@ -44,31 +55,28 @@ class Exporter(BaseExporter):
         self._tags: dict[str, str] = {}
         self._status = "KILLED"
         self._client = MlflowClient(tracking_uri=facts.options["uri"])
-        self._run_id = self._resumed() or self._begun()
+        self._run_id = self._existing_run() or self._new_run()
         facts.note(f"mlflow: run {self._run_id} at {redact(facts.options['uri'])}")
 
     @staticmethod
     def resolve(options: Mapping[str, Any], run: RunDir) -> dict[str, Any]:
-        """With `uri` and `experiment` in place. Raises UserError where mlflow is missing, or no server is named."""
-        only(options, ("uri", "experiment", "tags"))
+        """The options with `uri` and `experiment` set. Raises UserError if mlflow is missing, or no server is named."""
+        asked = given(Options, options)
         if find_spec("mlflow") is None:
             raise UserError("mlflow is not installed", 'pip install "raydist[mlflow]"')
-        uri = options.get("uri") or os.environ.get("MLFLOW_TRACKING_URI")
+        uri = asked.uri or os.environ.get("MLFLOW_TRACKING_URI")
         if not isinstance(uri, str):
             raise UserError(
                 "no tracking server is named", "give options: {uri: http://HOST:5000}, or set MLFLOW_TRACKING_URI"
             )
-        tags = options.get("tags") or {}
-        if not isinstance(tags, Mapping):
-            raise UserError(f"tags: {tags!r} are no tags", "give names and values")
-        return {"uri": uri, "experiment": str(options.get("experiment") or EXPERIMENT), "tags": dict(tags)}
+        return {"uri": uri, "experiment": asked.experiment or EXPERIMENT, "tags": asked.tags or {}}
 
     def attempt(self, number: int, resume_step: int, at: float) -> None:
-        """The newest, and where it went on from, as tags."""
+        """Sets the newest attempt and its resume step as tags."""
         self._tags |= {"raydist.attempt": str(number), "raydist.resume_step": str(resume_step)}
 
     def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
-        """The curves of TensorBoard, by step."""
+        """The same curves as in TensorBoard, by step."""
         for row in rows:
             for tag in _TAGS:
                 if row.get(tag) is not None:
@@ -77,7 +85,7 @@ class Exporter(BaseExporter):
                 self._point("train/tokens_per_second", row["tokens"] / row["seconds"], row["step"], at)
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Evaluations, the cause of the newest failure, and the end."""
+        """Evaluations, the cause of the newest failure, and the final status."""
         if event["kind"] == "eval":
             self._point("eval/loss", event["loss"], event["step"], event["at"])
         elif event["kind"] == "failure":
@@ -86,7 +94,7 @@ class Exporter(BaseExporter):
             self._status = _STATUS.get(event["status"], "KILLED")
 
     def flush(self) -> None:
-        """Sends what was given. Raises what MLflow does, and keeps what was not sent."""
+        """Sends the buffered data. Raises MLflow's errors, and keeps unsent data."""
         from mlflow.entities import RunTag
 
         while self._metrics or self._tags:
@@ -96,25 +104,25 @@ class Exporter(BaseExporter):
             self._tags.clear()
 
     def close(self) -> None:
-        """The last flush, and the run's status."""
+        """The last flush, and the run's final status."""
         self.flush()
         self._client.set_terminated(self._run_id, status=self._status)
 
     def _point(self, name: str, value: float, step: int, at: float) -> None:
         from mlflow.entities import Metric
 
-        if math.isfinite(value):  # stores refuse others, each in its own way
+        if math.isfinite(value):  # tracking stores reject other values, each differently
             self._metrics.append(Metric(name, float(value), int(at * 1000), int(step)))
 
-    def _resumed(self) -> str | None:
-        """The MLflow run that this run was before, if it is there; it goes on."""
+    def _existing_run(self) -> str | None:
+        """The existing MLflow run of this run, if there is one; sets its status to RUNNING."""
         found = living(self._client, self._facts.run, self._facts.options["uri"])
         if found is not None:
             self._client.update_run(found, status="RUNNING")
         return found
 
-    def _begun(self) -> str:
-        """A new MLflow run, with the job as its params. Noted last: one without params is never gone on with."""
+    def _new_run(self) -> str:
+        """A new MLflow run, with the job as its params. Recorded last: a run without params is never continued."""
         from mlflow.entities import Param
 
         run, options = self._facts.run, self._facts.options
@@ -135,7 +143,7 @@ class Exporter(BaseExporter):
 
 
 def living(client: Any, run: RunDir, uri: str) -> str | None:
-    """The MLflow run that a run has at that server; None if it has none there, or somebody deleted it. Raises what MLflow does."""
+    """The MLflow run of `run` on that server; None if there is none, or if it was deleted. Raises MLflow's errors."""
     from mlflow.exceptions import MlflowException
 
     try:

@@ -1,10 +1,10 @@
-"""A run's curves for TensorBoard, in RUN/tensorboard: train/loss, train/lr, ..., eval/loss, and histograms.
+"""Writes a run's curves for TensorBoard to RUN/tensorboard: train/loss, train/lr, ..., eval/loss, and histograms.
 
-Runs in: the run's monitor. Must not import torch or TensorFlow: the protocol buffers and the framing are those of the
-tensorboard package, whose EventFileWriter is not used because it loads TensorFlow wherever that is installed.
+Runs in: the run's monitor. Must not import torch or TensorFlow: it uses the protocol buffers and the framing of the tensorboard
+package, but not its EventFileWriter, which loads TensorFlow if that is installed.
 
-Each attempt writes files of its own, later in name than all before, and opens with a session-start event at its first
-step: that is how TensorBoard is told to drop the points that the attempt trains again.
+Each attempt writes its own files, which sort after all earlier ones, and begins with a session-start event at its first step.
+TensorBoard then drops the points of steps that the attempt trains again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
-from raydist.errors import StorageError
-from raydist.observe.exporters import BaseExporter, Facts, only
+from raydist.observe.exporters import BaseExporter, Facts, given
 from raydist.run.directory import TENSORBOARD, RunDir
+from raydist.spec.parts import Part
+from raydist.storage import refused
 
 _FILE = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
 _ROLL_BYTES = 1 << 20
@@ -29,18 +30,22 @@ _UPLOAD_EVERY_S = 15.0
 _TAGS = ("loss", "lr", "grad_norm", "seconds", "data_seconds", "grad_noise_scale")
 
 
-def next_stamp(names: Iterable[str], at: float) -> int:
-    """The time, in Unix seconds, for the name of a new event file beside those: `at`, but later than theirs.
+class Options(Part):
+    """It has none."""
 
-    TensorBoard reads files by name, and the name begins with a time: never an earlier one than those that are there.
+
+def next_stamp(names: Iterable[str], at: float) -> int:
+    """The time, in Unix seconds, for the name of a new event file next to the files in `names`: `at`, or later if needed.
+
+    TensorBoard reads files in order of their names, and a name begins with a time: it must be later than all existing ones.
     """
     found = (_FILE.match(name.rsplit("/", 1)[-1]) for name in names)
     return max(max((int(match[1]) for match in found if match), default=0) + 1, int(at))
 
 
 class Exporter(BaseExporter):
-    """All but `flush` and `close` only buffer; those raise StorageError, and keep what was not written. A file ends at 1 MiB
-    and the next begins, so that on an object store, where a file cannot grow, each upload is small.
+    """Other methods only buffer; `flush` and `close` raise StorageError, and keep unwritten data. A new file begins after 1 MiB,
+    so that uploads stay small on an object store, where a file cannot grow.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -57,11 +62,11 @@ class Exporter(BaseExporter):
     @staticmethod
     def resolve(options: Mapping[str, Any], run: RunDir) -> dict[str, Any]:
         """It has no options."""
-        only(options, ())
+        given(Options, options)
         return {}
 
     def attempt(self, number: int, resume_step: int, at: float) -> None:
-        """What was written of steps past `resume_step` is void. `at`, here and below: Unix time of the points."""
+        """Points of steps after `resume_step` are void. `at`, here and below: Unix time of the points."""
         from tensorboard.compat.proto import event_pb2
 
         if self._buffer.tell() > self._head:
@@ -70,7 +75,7 @@ class Exporter(BaseExporter):
         self._add(event_pb2.Event(wall_time=at, step=resume_step + 1, session_log=start))
 
     def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
-        """A point a step on each train curve. Dicts with the fields of StepRecord."""
+        """One point per step on each train curve. `rows`: StepRecords as dicts."""
         for record in rows:
             values = {f"train/{tag}": record[tag] for tag in _TAGS if record.get(tag) is not None}
             if record["seconds"] > 0:
@@ -87,7 +92,7 @@ class Exporter(BaseExporter):
                     self._histogram(int(event["step"]), f"{what}/{name}", histogram, event["at"])
 
     def scalars(self, step: int, values: Mapping[str, float], at: float) -> None:
-        """A point on each of some curves."""
+        """One point on each of these curves."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
 
         points = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
@@ -112,7 +117,7 @@ class Exporter(BaseExporter):
         self._add(event_pb2.Event(wall_time=at, step=step, summary=summary_pb2.Summary(value=[value])))
 
     def flush(self, *, now: bool = False) -> None:
-        """Brings what was given to storage. On an object store, unless `now`, only every 15 s."""
+        """Writes buffered data to storage. On an object store only every 15 s, unless `now`."""
         due = now or time.monotonic() - self._uploaded_at >= _UPLOAD_EVERY_S
         if self._run.storage.local is None and not due:
             return
@@ -140,7 +145,7 @@ class Exporter(BaseExporter):
 
     def _roll(self) -> None:
         self._done.append((self._name, self._buffer.getvalue()))
-        # While storage refuses writes, the curves (not the records) lose their oldest part; [0] may be half stored.
+        # While storage refuses writes, the oldest curve files (not the records) are dropped; [0] may be half stored.
         del self._done[1:-_KEPT_FILES]
         self._open()
 
@@ -155,7 +160,7 @@ class Exporter(BaseExporter):
         RecordWriter(self._buffer).write(data)
 
     def _store(self, name: str, data: bytes) -> None:
-        """Locally the file grows by what is new, since TensorBoard follows an open file; elsewhere it is sent whole."""
+        """A local file is appended to, since TensorBoard follows open files; an object is uploaded as a whole."""
         storage = self._run.storage
         if storage.local is None:
             storage.write(name, data)
@@ -167,4 +172,4 @@ class Exporter(BaseExporter):
                 file.truncate(self._stored)
                 file.write(data[self._stored :])
         except OSError as error:
-            raise StorageError(f"cannot write {path}: {os.strerror(error.errno or 0)}", "") from error
+            raise refused("write", path, error) from error

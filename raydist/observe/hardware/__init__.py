@@ -1,1 +1,1 @@
-"""What a node's hardware is doing, read where the kernel and the driver keep it. Plain python: neither torch nor ray."""
+"""The current state of a node's hardware, read from the kernel and the GPU driver. Plain python: neither torch nor ray."""

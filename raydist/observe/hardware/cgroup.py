@@ -1,6 +1,6 @@
-"""The memory of this process's container: its limit, and what of it is in use. Control groups of version 1 and 2.
+"""The memory of this process's container: limit and usage. Control groups of version 1 and 2.
 
-Runs in: the agent of each node. Files only; of the kernel's own documentation: admin-guide/cgroup-v1/memory, cgroup-v2.
+Runs in: the monitor of each node. Reads files only. Source, kernel documentation: admin-guide/cgroup-v1/memory, cgroup-v2.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 
 class _Kind(NamedTuple):
-    """A version's files, and the entries of its memory.stat that the kernel frees before it kills."""
+    """A version's files, and the entries of its memory.stat that the kernel reclaims before it kills a process."""
 
     limit: str
     used: str
     reclaimable: frozenset[str]
 
 
-# Version 1 has entries without `total_` too, which leave the groups below out; of slabs it does not tell.
+# Version 1 also has entries without `total_`, which exclude child groups; it does not report slabs.
 _V1 = _Kind(
     "memory.limit_in_bytes",
     "memory.usage_in_bytes",
@@ -42,7 +42,7 @@ class MemoryGroup:
                 innermost = innermost.parent
 
     def read(self) -> tuple[int, int] | None:
-        """(bytes in use that could not be freed, limit) of the group with the lowest limit; None where there is no limit."""
+        """(bytes in use that cannot be reclaimed, limit) of the group with the lowest limit; None if there is no limit."""
         lowest: tuple[int, Path] | None = None
         for level in self._levels:
             text = (level / self._kind.limit).read_text().strip()
@@ -60,7 +60,7 @@ class MemoryGroup:
 
 
 def _find(root: Path) -> tuple[_Kind, Path, Path] | None:
-    """The version that limits memory here, where it is mounted, and this process's group below that."""
+    """The version with the memory controller, its mount point, and this process's group below it."""
     own = root / "proc/self/cgroup"
     if not own.exists():
         return None  # a kernel without control groups
@@ -79,7 +79,7 @@ def _find(root: Path) -> tuple[_Kind, Path, Path] | None:
         else:
             continue
         mount = root / place.lstrip("/")
-        # A container without a namespace for groups sees its path as the host does, and only its own part mounted.
+        # A container without a cgroup namespace sees the host's path, but only its own part is mounted.
         inside = Path(path).relative_to(top) if Path(path).is_relative_to(top) else Path()
         return kind, mount, mount / inside
     return None

@@ -1,11 +1,12 @@
-"""What a node uses, as its kernel counts it: processors, memory, disks, the network interface that carries training.
+"""A node's resource usage from its kernel: processors, memory, disks, and the network interface used for training.
 
-Runs in: the agent of each node. Files of /proc and /sys, read as they are: psutil takes several times as long for the same.
+Runs in: the monitor of each node. Reads files of /proc and /sys directly: psutil takes several times as long.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,35 +18,35 @@ from raydist.ipc.network_interface import interface_of
 from raydist.observe.hardware.cgroup import MemoryGroup
 
 _SPEED_READS = 60
-"""The interface's speed is asked for again after so many readings: some drivers take milliseconds, and it seldom changes."""
-_SECTOR_BYTES = 512  # of /proc/diskstats, whatever the disk's own is
+"""Readings between two reads of the interface's speed: some drivers take milliseconds, and it seldom changes."""
+_SECTOR_BYTES = 512  # unit of /proc/diskstats, for every disk
 _LANES = 4  # InfiniBand counts data in units of four bytes
 _SPACE_S = 10.0
 
 
 class Host:
-    """Reads a node's row. `node_ip`: its address in the cluster; `folder`: where the run is stored, if that is one.
+    """Reads a node's row. `node_ip`: its address in the cluster; `folder`: where the run is stored, if that is a folder.
 
-    `env`: the ranks' environment, in which the user may have named the interface; `root`: where /proc and /sys are.
+    `env`: the ranks' environment, in which the user may have named the interface; `root`: the parent of /proc and /sys.
     """
 
     def __init__(self, node_ip: str, folder: str, env: Mapping[str, str] | None = None, root: Path = Path("/")) -> None:
         self._root = root
         self._ticks: tuple[int, int] | None = None
         self._group = MemoryGroup(root)
-        self._space = FreeSpace(lambda: _free(folder))
+        self._space = FreeSpace(lambda: shutil.disk_usage(folder).free)
         self._nic = training_interface(node_ip, env or {})
         self._limit: float | None = None
         self._reads = 0
-        # A partition, a volume and a RAID count what their disks count once more; only disks have a device.
+        # Partitions, volumes and RAIDs count the same I/O as their disks; only disks have a `device` entry.
         self._disks = {path.parent.name for path in (root / "sys/block").glob("*/device")}
         self._rdma = sorted((root / "sys/class/infiniband").glob("*/ports/*/counters"))
 
     def read(self) -> dict[str, Any]:
-        """Values of `raydist.run.telemetry_schema.NODE`; what this kernel does not tell is left out."""
+        """Values of `raydist.run.telemetry_schema.NODE`; those that this kernel does not provide are left out."""
         row: dict[str, Any] = {"cpu_count": os.cpu_count(), "disk_free_bytes": self._space.newest()}
         for what in (self._cpu, self._load, self._memory, self._shm, self._disk, self._interface, self._remote):
-            with _as_far_as_told():
+            with _skip_missing():
                 row.update(what())
         self._reads += 1
         return {name: value for name, value in row.items() if value is not None}
@@ -56,31 +57,31 @@ class Host:
         return _text(f"{self._root}/{path}")
 
     def _cpu(self) -> dict[str, Any]:
-        # cpu user nice system idle iowait irq softirq steal ...: what follows is part of user and nice.
+        # cpu user nice system idle iowait irq softirq steal ...: the fields after these are part of user and nice.
         ticks = [int(n) for n in self._text("proc/stat").partition("\n")[0].split()[1:9]]
         before, self._ticks = self._ticks, (sum(ticks), ticks[3] + ticks[4])
         if before is None or self._ticks[0] <= before[0]:
             return {}
         passed, idle = self._ticks[0] - before[0], self._ticks[1] - before[1]
-        return {"cpu_util": min(max(1 - idle / passed, 0.0), 1.0)}  # iowait may go back by a tick
+        return {"cpu_util": min(max(1 - idle / passed, 0.0), 1.0)}  # iowait may decrease by a tick
 
     def _load(self) -> dict[str, Any]:
         return {"load": float(self._text("proc/loadavg").split()[0])}
 
     def _memory(self) -> dict[str, Any]:
-        # The kernel's kB are of 1024 bytes.
+        # The kernel's kB are 1024 bytes.
         lines = (line.split() for line in self._text("proc/meminfo").splitlines()[:5])
-        told = {line[0]: int(line[1]) * 1024 for line in lines}
-        total = told["MemTotal:"]
-        used = total - told["MemAvailable:"]
+        fields = {line[0]: int(line[1]) * 1024 for line in lines}
+        total = fields["MemTotal:"]
+        used = total - fields["MemAvailable:"]
         of_group = self._group.read()
         if of_group is not None and of_group[1] < total:
             used, total = of_group
         return {"memory_used_bytes": used, "memory_total_bytes": total}
 
     def _shm(self) -> dict[str, Any]:
-        told = os.statvfs(self._root / "dev/shm")
-        return {"shm_used_bytes": (told.f_blocks - told.f_bfree) * told.f_frsize}
+        stat = os.statvfs(self._root / "dev/shm")
+        return {"shm_used_bytes": (stat.f_blocks - stat.f_bfree) * stat.f_frsize}
 
     def _disk(self) -> dict[str, Any]:
         if not self._disks:
@@ -113,7 +114,7 @@ class Host:
     def _speed(self) -> float | None:
         if self._reads % _SPEED_READS == 0:
             self._limit = None
-            with _as_far_as_told():  # a loopback has none, a link that is down does not know, a virtual one says -1
+            with _skip_missing():  # a loopback has no speed, a link that is down reports an error, a virtual one -1
                 megabits = int(self._text(f"sys/class/net/{self._nic}/speed"))
                 self._limit = megabits * 1e6 / 8 if megabits > 0 else None
         return self._limit
@@ -129,7 +130,7 @@ _RDMA = ("port_rcv_data", "port_xmit_data")
 
 
 class FreeSpace:
-    """The free bytes of a folder, asked for in a thread every 10 s: storage that hangs must not hold up the other readings."""
+    """The free bytes of a folder, read in a thread every 10 s, so that storage that hangs does not delay the other readings."""
 
     def __init__(self, ask: Callable[[], int]) -> None:
         self._ask = ask
@@ -137,7 +138,7 @@ class FreeSpace:
         self._thread: threading.Thread | None = None
 
     def newest(self) -> int | None:
-        """As of the last 30 s, else None."""
+        """The newest value if it is at most 30 s old, else None."""
         age = time.monotonic() - self._at
         if (self._thread is None or not self._thread.is_alive()) and (age >= _SPACE_S or not self._at):
             self._thread = threading.Thread(target=self._look, name="raydist-free", daemon=True)
@@ -145,15 +146,15 @@ class FreeSpace:
         return self._value if self._at and age < 3 * _SPACE_S else None
 
     def _look(self) -> None:
-        with _as_far_as_told():
+        with _skip_missing():
             self._value = self._ask()
             self._at = time.monotonic()
 
 
 def training_interface(node_ip: str, env: Mapping[str, str]) -> str | None:
-    """The interface that ranks on this node use: the one that the user named, else the one that carries `node_ip`.
+    """The interface that ranks on this node use: the one that the user named, else the interface with the address `node_ip`.
 
-    As raydist.worker.distributed chooses it. NCCL's patterns of names (`^docker`, `eth,ib`) name none.
+    The same choice as in raydist.worker.distributed. NCCL's name patterns (`^docker`, `eth,ib`) are ignored.
     """
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         name = env.get(variable, os.environ.get(variable, "")).removeprefix("=")
@@ -162,12 +163,12 @@ def training_interface(node_ip: str, env: Mapping[str, str]) -> str | None:
     return interface_of(node_ip)
 
 
-def process(pid: int, root: str = "") -> dict[str, Any]:
-    """`rss_bytes` and `cpu_seconds` of a process and its threads; {} if there is none of that id."""
+def process(pid: int) -> dict[str, Any]:
+    """`rss_bytes` and `cpu_seconds` of a process and its threads; {} if there is no process with that id."""
     try:
-        pages = int(_text(f"{root}/proc/{pid}/statm").split()[1])
-        # Its name, in parentheses, may hold anything: the numbers begin behind the last one, with the third field.
-        stat = _text(f"{root}/proc/{pid}/stat").rpartition(")")[2].split()
+        pages = int(_text(f"/proc/{pid}/statm").split()[1])
+        # The name, in parentheses, may contain any character: the numbers begin after the last ")", with the third field.
+        stat = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     except (OSError, IndexError):
         return {}
     return {"rss_bytes": pages * _PAGE_BYTES, "cpu_seconds": (int(stat[11]) + int(stat[12])) / _TICKS_PER_S}
@@ -178,18 +179,13 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def _text(path: str) -> str:
-    # No Path: what it costs is as much as the reading itself.
+    # Not with Path: that doubles the time of a read.
     with open(path) as file:
         return file.read()
 
 
-def _free(folder: str) -> int:
-    told = os.statvfs(folder)
-    return told.f_bavail * told.f_frsize
-
-
 @contextmanager
-def _as_far_as_told() -> Iterator[None]:
-    """What a kernel does not have, or a container may not see, stays empty."""
+def _skip_missing() -> Iterator[None]:
+    """Skips values that this kernel does not have, or that a container may not read."""
     with suppress(OSError, ValueError, KeyError, IndexError):
         yield

@@ -1,9 +1,9 @@
-"""What the GPUs of a node are doing, by NVIDIA's management library: load, memory, power, clocks, links, errors.
+"""The state of a node's GPUs, from NVIDIA's management library (NVML): load, memory, power, clocks, links, errors.
 
-Runs in: the agent of each node; makes no CUDA context. `pynvml` (nvidia-ml-py) loads the driver's own libnvidia-ml. What a GPU,
-its driver or this user's rights do not give is found out once, and stays empty from then on.
+Runs in: the monitor of each node; creates no CUDA context. `pynvml` (nvidia-ml-py) loads the driver's own libnvidia-ml. A value
+that a GPU, its driver or this user's permissions do not provide is asked for once, and stays empty after that.
 
-Sources: NVML API reference (units, scopes of fields); GPM is of Hopper and later.
+Sources: NVML API reference (units, scopes of fields). GPM needs Hopper or later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pynvml
 
 _ALL_LINKS = 0xFFFFFFFF
-"""As a field's scope: the sum over all NVLinks."""
+"""Scope of a field: the sum over all NVLinks."""
 _EVENTS_AT_ONCE = 1000
 _MIB = 1 << 20
 
@@ -29,7 +29,7 @@ _THROTTLE = {
     "nvmlClocksEventReasonHwPowerBrakeSlowdown": "power_brake",
     "nvmlClocksEventReasonDisplayClockSetting": "display_clocks",
 }
-"""Why a clock is held down; that there is nothing to do (GpuIdle) is no such reason."""
+"""Reasons for reduced clocks; GpuIdle is not one of them."""
 
 _FIELDS = {
     ("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX", _ALL_LINKS): ("gpu_nvlink_in_bytes", 1024),
@@ -39,9 +39,9 @@ _FIELDS = {
     ("NVML_FI_DEV_PCIE_COUNT_RX_BYTES", 0): ("gpu_pcie_in_bytes_per_second", 1),
     ("NVML_FI_DEV_PCIE_COUNT_TX_BYTES", 0): ("gpu_pcie_out_bytes_per_second", 1),
 }
-"""Field and scope -> column and factor. NVLinks up to Hopper count in the first two, later ones in the next (as DCGM reads them).
+"""Field and scope -> column and factor. NVLinks up to Hopper use the first two, later ones the next two (as in DCGM).
 
-PCIe's are for GPUs without GPM. nvmlDeviceGetPcieThroughput would have them too, but it waits 20 ms each way.
+The PCIe fields are for GPUs without GPM. nvmlDeviceGetPcieThroughput gives the same, but blocks for 20 ms per direction.
 """
 
 _GPM: dict[str, tuple[str, float]] = {
@@ -51,17 +51,17 @@ _GPM: dict[str, tuple[str, float]] = {
     "NVML_GPM_METRIC_PCIE_RX_PER_SEC": ("gpu_pcie_in_bytes_per_second", _MIB),
     "NVML_GPM_METRIC_PCIE_TX_PER_SEC": ("gpu_pcie_out_bytes_per_second", _MIB),
 }
-"""Metric -> column and factor. They hold for the time since the sample before."""
+"""Metric -> column and factor. The values are for the time since the previous sample."""
 
 _VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
-"""A field's value, by the number of its type: NVML_VALUE_TYPE_DOUBLE is 0, and so on."""
+"""Name of a field's value, by the number of its type: NVML_VALUE_TYPE_DOUBLE is 0, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A GPU at one moment. `row`: values of raydist.run.telemetry_schema.GPU, and `gpu`; what is not known is left out.
+    """A GPU at one moment. `row`: values of raydist.run.telemetry_schema.GPU, and `gpu`; unknown values are left out.
 
-    `processes`: pid -> bytes on it, None where NVML does not say; in a container these may be the host's pids.
+    `processes`: pid -> bytes used, None if NVML does not report it; in a container these may be the host's pids.
     """
 
     row: dict[str, Any]
@@ -70,7 +70,7 @@ class Reading:
 
 
 class Gpus:
-    """All GPUs of this node. `lib`: pynvml, or what stands in for it."""
+    """All GPUs of this node. `lib`: pynvml, or a replacement for it."""
 
     def __init__(self, lib: Any = pynvml) -> None:
         self._lib = lib
@@ -81,40 +81,40 @@ class Gpus:
             lib.nvmlInit()
             count = lib.nvmlDeviceGetCount()
         except lib.NVMLError as error:
-            self._missing.append(_why_none(lib, error))
+            self._missing.append(_unavailable_reason(lib, error))
             return
         if not count:
-            self._missing.append("the NVIDIA driver shows no GPU here")
+            self._missing.append("the NVIDIA driver reports no GPU here")
         for index in range(count):
             try:
                 self._gpus.append(_Gpu(lib, index))
             except lib.NVMLError as error:
-                self._missing.append(f"GPU {index} is not watched: {error}")
-        self._listen()
+                self._missing.append(f"GPU {index}: no metrics: {error}")
+        self._register_xid_events()
 
     def note(self) -> str | None:
-        """What of the GPUs is not watched, and why, in one line; None if all is. Complete after the first `read`."""
+        """Which GPU metrics are missing, and why, in one line; None if all are there. Complete after the first `read`."""
         notes = list(self._missing)
         if denied := {name for gpu in self._gpus for name in gpu.denied}:
             notes.append(
-                f"NVML does not let this user read {', '.join(sorted(denied))}: "
-                "those columns stay empty, unless Ray runs as a user who may"
+                f"this user may not read {', '.join(sorted(denied))} from NVML: "
+                "those columns stay empty, unless Ray runs as a user with that permission"
             )
         return "; ".join(notes) or None
 
     def read(self) -> list[Reading]:
-        """One of each GPU."""
-        self._hear()
+        """One reading per GPU."""
+        self._read_xids()
         return [gpu.read() for gpu in self._gpus]
 
     def close(self) -> None:
-        """Lets go of the library."""
+        """Shuts NVML down."""
         if self._gpus:
             self._lib.nvmlShutdown()
 
     # --- errors that the driver reports: XIDs
 
-    def _listen(self) -> None:
+    def _register_xid_events(self) -> None:
         xid = self._lib.nvmlEventTypeXidCriticalError
         for gpu in self._gpus:
             try:
@@ -126,7 +126,7 @@ class Gpus:
                 if error.value == self._lib.NVML_ERROR_NO_PERMISSION:
                     gpu.denied.add("XIDs")
 
-    def _hear(self) -> None:
+    def _read_xids(self) -> None:
         if self._events is None:
             return
         for _ in range(_EVENTS_AT_ONCE):
@@ -134,14 +134,14 @@ class Gpus:
                 event = self._lib.nvmlEventSetWait_v2(self._events, 0)
                 index = self._lib.nvmlDeviceGetIndex(event.device)
             except self._lib.NVMLError:
-                return  # NVML_ERROR_TIMEOUT: no more of them
+                return  # NVML_ERROR_TIMEOUT: no more events
             for gpu in self._gpus:
                 if gpu.index == index:
                     gpu.xids, gpu.xid = (gpu.xids or 0) + 1, int(event.eventData)
 
 
 class _Gpu:
-    """One GPU. Raises NVMLError where there is no handle for it."""
+    """One GPU. Raises NVMLError if NVML gives no handle for it."""
 
     def __init__(self, lib: Any, index: int) -> None:
         self._lib, self.index = lib, index
@@ -154,7 +154,7 @@ class _Gpu:
         self._counted: dict[str, tuple[int, int]] = {}
         self._samples: tuple[Any, Any] | None = None
         self._sampled = False
-        self._never = {  # what to ask no more; the same for all GPUs of a driver, but not of all drivers
+        self._permanent_errors = {  # permanent errors: not asked again; they differ between drivers
             lib.NVML_ERROR_NOT_SUPPORTED,
             lib.NVML_ERROR_NO_PERMISSION,
             lib.NVML_ERROR_FUNCTION_NOT_FOUND,
@@ -180,11 +180,11 @@ class _Gpu:
     def read(self) -> Reading:
         row: dict[str, Any] = {"gpu": self.index}
         if not self._static:
-            row.update(self._asked("name", self._name))
-            row.update(self._asked("uuid", self._uuid))
+            row.update(self._query("name", self._name))
+            row.update(self._query("uuid", self._uuid))
             self._static = dict(row)
         for name in list(self._readings):
-            row.update(self._asked(name, self._readings[name]))
+            row.update(self._query(name, self._readings[name]))
         if self.xids is not None:
             row["gpu_xid_count"] = self.xids
             if self.xid is not None:
@@ -192,17 +192,17 @@ class _Gpu:
         row = self._static | row
         return Reading(row, row.pop("processes", {}), row.pop("uuid", None))
 
-    def _asked(self, name: str, reading: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def _query(self, name: str, reading: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         try:
             return reading()
         except self._lib.NVMLError as error:
             if error.value == self._lib.NVML_ERROR_NO_PERMISSION:
                 self.denied.add(name)
-            if error.value in self._never:
+            if error.value in self._permanent_errors:
                 self._readings.pop(name, None)
             return {}
 
-    # --- each of these may raise NVMLError
+    # --- each of these methods may raise NVMLError
 
     def _name(self) -> dict[str, Any]:
         return {"gpu_name": _text(self._lib.nvmlDeviceGetName(self.handle))}
@@ -214,14 +214,14 @@ class _Gpu:
         return {"gpu_util": self._lib.nvmlDeviceGetUtilizationRates(self.handle).gpu / 100}
 
     def _memory(self) -> dict[str, Any]:
-        told = self._lib.nvmlDeviceGetMemoryInfo(
+        info = self._lib.nvmlDeviceGetMemoryInfo(
             self.handle, self._lib.nvmlMemory_v2
-        )  # version 1 counts the driver's as used
-        return {"gpu_memory_used_bytes": told.used, "gpu_memory_total_bytes": told.total}
+        )  # version 1 counts the driver's memory as used
+        return {"gpu_memory_used_bytes": info.used, "gpu_memory_total_bytes": info.total}
 
     def _processes(self) -> dict[str, Any]:
-        told = self._lib.nvmlDeviceGetComputeRunningProcesses_v3(self.handle)
-        return {"processes": {process.pid: process.usedGpuMemory for process in told}}
+        processes = self._lib.nvmlDeviceGetComputeRunningProcesses_v3(self.handle)
+        return {"processes": {process.pid: process.usedGpuMemory for process in processes}}
 
     def _power(self) -> dict[str, Any]:
         return {"gpu_power_watts": self._lib.nvmlDeviceGetPowerUsage(self.handle) / 1000}
@@ -253,16 +253,16 @@ class _Gpu:
         names = list(self._fields)
         asked = [(getattr(self._lib, name), scope) for name, scope in names]
         row = {}
-        for name, told in zip(names, self._lib.nvmlDeviceGetFieldValues(self.handle, asked), strict=True):
+        for name, field in zip(names, self._lib.nvmlDeviceGetFieldValues(self.handle, asked), strict=True):
             column, factor = self._fields[name]
             rate = column.endswith("_per_second")
-            # 32 bits are counted through in less than a second on a fast link.
-            narrow = rate and told.valueType == self._lib.NVML_VALUE_TYPE_UNSIGNED_INT
-            if told.nvmlReturn in self._never or (told.nvmlReturn == self._lib.NVML_SUCCESS and narrow):
+            # On a fast link, 32 bits overflow in less than a second.
+            narrow = rate and field.valueType == self._lib.NVML_VALUE_TYPE_UNSIGNED_INT
+            if field.nvmlReturn in self._permanent_errors or (field.nvmlReturn == self._lib.NVML_SUCCESS and narrow):
                 del self._fields[name]
-            elif told.nvmlReturn == self._lib.NVML_SUCCESS:
-                value = getattr(told.value, _VALUES[told.valueType]) * factor
-                row.update(self._rate(column, value, told.timestamp) if rate else {column: value})
+            elif field.nvmlReturn == self._lib.NVML_SUCCESS:
+                value = getattr(field.value, _VALUES[field.valueType]) * factor
+                row.update(self._rate(column, value, field.timestamp) if rate else {column: value})
         if not self._fields:
             raise self._lib.NVMLError(self._lib.NVML_ERROR_NOT_SUPPORTED)
         return row
@@ -299,22 +299,18 @@ class _Gpu:
         return row
 
 
-def _why_none(lib: Any, error: Any) -> str:
-    """Why NVML cannot be used at all."""
+def _unavailable_reason(lib: Any, error: Any) -> str:
+    """The reason why NVML cannot be used."""
     match error.value:
         case lib.NVML_ERROR_LIBRARY_NOT_FOUND | lib.NVML_ERROR_DRIVER_NOT_LOADED:
-            return f"no GPU is watched: there is no NVIDIA driver ({error})"
+            return f"no GPU metrics: there is no NVIDIA driver ({error})"
         case lib.NVML_ERROR_NO_PERMISSION:
-            return (
-                f"no GPU is watched: this user may not use NVML ({error}); Ray's processes need access to /dev/nvidia*"
-            )
+            return f"no GPU metrics: this user may not use NVML ({error}); Ray's processes need access to /dev/nvidia*"
         case lib.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
-            return (
-                f"no GPU is watched: the NVIDIA driver was updated under a running system ({error}); reload it, or boot"
-            )
+            return f"no GPU metrics: the NVIDIA driver was updated while in use ({error}); reload it, or reboot"
         case _:
-            return f"no GPU is watched: NVML does not start ({error})"
+            return f"no GPU metrics: NVML does not start ({error})"
 
 
-def _text(told: str | bytes) -> str:
-    return told.decode(errors="replace") if isinstance(told, bytes) else told
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

@@ -1,11 +1,11 @@
-"""A sweep's cells in TensorBoard's tab HPARAMS: a row a cell, for `tensorboard --logdir SWEEP`.
+"""Exports a sweep's trials to TensorBoard's HPARAMS tab: one row per trial, for `tensorboard --logdir SWEEP`.
 
-Runs in: the sweep's driver. Must not import torch or TensorFlow: the messages are those of the tensorboard package, whose own
-functions for them (tensorboard.plugins.hparams.summary) load TensorFlow.
+Runs in: the sweep's driver. Must not import torch or TensorFlow: it uses the messages of the tensorboard package, but not its
+functions for them (tensorboard.plugins.hparams.summary), which load TensorFlow.
 
-TensorBoard calls each folder with event files a run. So a cell's row is one more file beside its curves, in
-runs/CELL/tensorboard: a row in a folder of its own would be listed as a second run of the cell. The file is written whole, and is
-the same whoever writes it: a driver that follows one that was killed may write it again.
+TensorBoard treats each folder with event files as a run. So a trial's row is one more file next to its curves, in
+runs/CELL/tensorboard: in a folder of its own it would be listed as a second run. The file is written as a whole, and every driver
+writes the same content: if a driver is killed, the next one may write it again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from raydist.observe.sweep_results import Facts, Row
 from raydist.run.directory import TENSORBOARD, RunDir
 
 _STATUS = {"finished": "STATUS_SUCCESS", "failed": "STATUS_FAILURE"}
-"""What the tab calls it; it has no word for a cell that a scheduler stopped, which the column `status` tells."""
+"""TensorBoard's status; it has none for a trial that a scheduler stopped, which the column `status` shows."""
 _END = ".row"
-"""Of the file's name, which sets it apart from the curves' files."""
+"""Suffix of the row's file, to distinguish it from the curves' files."""
 
 
 class Rows:
@@ -32,11 +32,11 @@ class Rows:
         self._folder = facts.folder
 
     def has(self, cell: str) -> bool:
-        """Whether its file is there."""
+        """Whether its file exists."""
         return any(name.endswith(_END) for name in self._folder.run(cell).storage.files(TENSORBOARD))
 
     def write(self, row: Row) -> None:
-        """Parameters and status as what was set, the rest as what came of it."""
+        """Parameters and status as hyperparameters, the other values as metrics."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
@@ -65,13 +65,13 @@ class Rows:
 
 
 def _name(run: RunDir, row: Row) -> str:
-    """After the curves' files, for TensorBoard reads files by name and does not come back to one."""
+    """Sorts after the curves' files, because TensorBoard reads files in order of name and never returns to an earlier one."""
     curves = [name for name in run.storage.files(TENSORBOARD) if not name.endswith(_END)]
     return f"{TENSORBOARD}/events.out.tfevents.{next_stamp(curves, row.at):010d}.raydist{_END}"
 
 
 def _set(field: Any, value: Any) -> None:
-    """A value as TensorBoard has it: a flag, a number, else text. What is not set stays unset."""
+    """Sets a value with TensorBoard's type: bool, number, else text. None stays unset."""
     if isinstance(value, bool):
         field.bool_value = value
     elif isinstance(value, int | float):

@@ -1,9 +1,9 @@
-"""A sweep's cells in MLflow: a run a cell, all in the sweep's experiment. Needs `raydist[mlflow]`.
+"""Exports a sweep's trials to MLflow: one run per trial, all in the sweep's experiment. Needs `raydist[mlflow]`.
 
 Runs in: the sweep's driver. Must not import torch or ray.
 
-The MLflow run of a cell is the one that has its curves already (raydist/observe/exporters/mlflow.py), if there is one: it gets
-what the cell has come to. A cell that never trained gets a run of its own.
+If the trial already has an MLflow run with its curves (raydist/observe/exporters/mlflow.py), the results are added to it. A trial
+that never trained gets a run of its own.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from raydist.run.sweep_directory import RUNS
 
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 _RUN, _DONE = "raydist.run", "raydist.status"
-"""Tags: a run folder's URI, by which a run is known to be that of a cell; and the last that is written of a row."""
+"""Tags: the URI of the run folder, which identifies a trial's run; and the status, written last."""
 _PAGE = 1000
 
 
 class Rows:
-    """Raises what MLflow does."""
+    """Raises MLflow's errors."""
 
     def __init__(self, facts: Facts) -> None:
         for name, value in IMPATIENT.items():
@@ -36,19 +36,19 @@ class Rows:
         found = self._client.get_experiment_by_name(name)
         self._experiment = found.experiment_id if found else self._client.create_experiment(name)
         self._runs: dict[str, str] = {}
-        """Cell -> its MLflow run, of those that were there before."""
+        """Trial -> its MLflow run, for those of earlier drivers."""
         self._known: set[str] = set()
-        self._look()
+        self._load_existing()
 
     def has(self, cell: str) -> bool:
-        """Whether its run said how it ended when the place was opened."""
+        """Whether its run had a final status when this object was created."""
         return cell in self._known
 
     def write(self, row: Row) -> None:
-        """Its end; then in one request what was set, unless it is there, what came of it, and tags."""
+        """Sets the final status; then, in one request, logs the missing params, the metrics and the tags."""
         from mlflow.entities import Metric, Param, RunTag
 
-        run_id = self._of(row)
+        run_id = self._run_of(row)
         there = self._client.get_run(run_id).data.params
         at = int(row.at * 1000)
         params = [
@@ -56,7 +56,7 @@ class Rows:
             for name, value in row.parameters.items()
             if name not in there and value not in (None, {}, [])
         ]
-        # The same time whoever writes it: a point that comes twice is one.
+        # The same timestamp for every driver: MLflow merges a point that is sent twice.
         metrics = [Metric(name, value, at, row.step) for name, value in row.values.items() if math.isfinite(value)]
         told = {
             "raydist.sweep": self._folder.name,
@@ -71,8 +71,8 @@ class Rows:
         tags = [RunTag(name, str(value)) for name, value in told.items()]
         self._client.log_batch(run_id, metrics=metrics, params=params, tags=tags)
 
-    def _of(self, row: Row) -> str:
-        """The MLflow run of a cell; a new one where it has none."""
+    def _run_of(self, row: Row) -> str:
+        """The trial's MLflow run; creates one if there is none."""
         run = self._folder.run(row.cell)
         found = living(self._client, run, self._options["uri"]) or self._runs.get(row.cell)
         if found is None:
@@ -81,8 +81,8 @@ class Rows:
             found = self._runs[row.cell] = str(made.info.run_id)
         return found
 
-    def _look(self) -> None:
-        """What earlier drivers have brought there."""
+    def _load_existing(self) -> None:
+        """Loads the runs of earlier drivers."""
         before = f"{_place(self._folder.storage.at(RUNS).uri)}/"
         quote = '"' if "'" in before else "'"
         token: str | None = None
@@ -96,7 +96,7 @@ class Rows:
             for run in page:
                 tags = run.data.tags
                 place = _place(tags[_RUN])
-                if place.startswith(before):  # a % or _ in the path fits others too
+                if place.startswith(before):  # a % or _ in the path also matches other paths
                     cell = place.removeprefix(before)
                     self._runs[cell] = run.info.run_id
                     self._known |= {cell} if _DONE in tags else set()
@@ -106,5 +106,5 @@ class Rows:
 
 
 def _place(uri: str) -> str:
-    """A URI without its options."""
+    """A URI without its query options."""
     return uri.partition("?")[0]

@@ -1,4 +1,4 @@
-"""Scales, round ticks, and how numbers are written beside them.
+"""Scales, round ticks, and number formats of axes.
 
 Runs anywhere. Pure.
 """
@@ -27,14 +27,14 @@ class Scale:
     log: bool = False
 
     def __call__(self, values: NDArray[np.float64] | float) -> NDArray[np.float64]:
-        """Where the values are drawn."""
+        """The positions of the values in the drawing."""
         low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
         data = np.log(values) if self.log else np.asarray(values, dtype=np.float64)
         return self.start + (data - low) / ((high - low) or 1.0) * (self.stop - self.start)
 
 
 def spread(values: Sequence[NDArray[np.float64]], log: bool) -> tuple[float, float]:
-    """The least and the most of all that is finite (for `log`: and above 0), with a little room; (0, 1) or (1, 10) for nothing."""
+    """Minimum and maximum of all finite values (for `log`: above 0), with a small margin; (0, 1) or (1, 10) if there are none."""
     known = [v[np.isfinite(v) & (v > 0)] if log else v[np.isfinite(v)] for v in values]
     known = [v for v in known if len(v)]
     if not known:
@@ -43,7 +43,7 @@ def spread(values: Sequence[NDArray[np.float64]], log: bool) -> tuple[float, flo
     if log:
         return (low / 1.1, high * 1.1) if high > low else (low / 2, high * 2)
     if low >= 0 and low < 0.4 * high:
-        return 0.0, high * 1.04  # from nought, where that costs little
+        return 0.0, high * 1.04  # from 0, if that takes little space
     room = 0.04 * (high - low) or 0.5 * abs(high) or 1.0
     return low - room, high + room
 
@@ -76,7 +76,7 @@ def time_ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten, thinned where there are many; where there are few also 2 and 5 times them."""
+    """Powers of ten, thinned if there are many; if there are few, also 2 and 5 times them."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = max(1, (last - first) // 6)
     powers = [10.0**p for p in range(first, last + 1, every)]
@@ -106,7 +106,7 @@ def whole(value: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """`45 s`, `3:20`, `2:05:00`, `3d 4:00`: since some start."""
+    """`45 s`, `3:20`, `2:05:00`, `3d 4:00`: a duration."""
     total = round(seconds)
     if total < 60:
         return f"{seconds:.3g} s" if total else "0"

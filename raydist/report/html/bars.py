@@ -1,4 +1,4 @@
-"""A whole and its parts: one bar, a table of what each part is, and when each was.
+"""A whole and its parts: one bar, a table of the parts, and a timeline.
 
 Runs anywhere. Pure.
 """
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from raydist.report.html.svg import Markup, tag
 
 _WORD = 0.055
-"""Share of the bar that has room for its own figure."""
+"""Smallest share of the bar with room for its own figure."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """`look` is a class of the style that fills it; `text` is how much, in words; `about` says what counts as it."""
+    """`look`: the CSS class that fills it; `text`: its amount as text; `about`: what it includes."""
 
     name: str
     value: float
@@ -28,7 +28,7 @@ class Part:
 def chart(title: str, parts: Sequence[Part], pieces: Sequence[tuple[float, str, str]] = ()) -> Markup:
     """A figure: the parts side by side, each as wide as its share, and all of them in a table. Shares are of the whole.
 
-    `pieces`: (how much, look, words) in the order of time, a thin bar below.
+    `pieces`: (amount, look, words) ordered by time, for a thin bar below.
     """
     whole = sum(part.value for part in parts) or 1.0
     bar = [
@@ -59,6 +59,6 @@ def chart(title: str, parts: Sequence[Part], pieces: Sequence[tuple[float, str, 
     )
 
 
-def _piece(share: float, look: str, words: str, said: bool = True) -> Markup:
-    inside = tag("b", f"{share:.0%}") if said and share >= _WORD else None
+def _piece(share: float, look: str, words: str, labelled: bool = True) -> Markup:
+    inside = tag("b", f"{share:.0%}") if labelled and share >= _WORD else None
     return tag("span", inside, class_=look, style=f"flex-grow:{share:.6f}", title=words)

@@ -1,7 +1,7 @@
-"""Colours that most kinds of colour-blindness tell apart: of series and parts (Okabe and Ito 2008), and of scales.
+"""Colours that are distinct with most kinds of colour blindness: for series and parts (Okabe and Ito 2008), and for scales.
 
-Runs anywhere. Pure. Scales are interpolated in sRGB between the stops here; `viridis` takes a few of the map of that name
-(van der Walt and Smith 2015, CC0), which grows evenly lighter.
+Runs anywhere. Pure. Scales are interpolated in sRGB between the stops here; `viridis` has a few stops of the colour map of that
+name (van der Walt and Smith 2015, CC0), whose lightness increases evenly.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import bisect
 from collections.abc import Sequence
 
 LEVELS = 25
-"""Of a scale."""
+"""Number of colours of a scale."""
 
 _VIRIDIS = ("#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#fde725")
 _DIVERGING = {
@@ -23,21 +23,21 @@ _PALETTE = {
 }
 
 _THIN = {"light": _VIRIDIS[:5], "dark": _VIRIDIS[3:]}
-"""The part of viridis that a thin line can have: at least 3:1 against the sheet (WCAG 1.4.11)."""
+"""The part of viridis for thin lines: contrast of at least 3:1 with the background (WCAG 1.4.11)."""
 
 SERIES = len(_PALETTE["light"])
-"""Colours of series; a chart of more begins again."""
+"""Number of colours for series; a chart with more series repeats them."""
 
 
 def level(value: float, low: float, high: float) -> int:
-    """Which of the LEVELS of a scale from `low` to `high`; what is outside takes the nearest."""
+    """The one of the LEVELS of a scale from `low` to `high`; values outside get the nearest."""
     share = (value - low) / (high - low) if high > low else 0.5
     return min(LEVELS - 1, max(0, round(share * (LEVELS - 1))))
 
 
 def css(mode: str) -> str:
-    """Custom properties for "light" or "dark": --s0 ... of series, --v0 ... of the even scale, --l0 ... of that for thin lines,
-    --d0 ... of that with a middle.
+    """Custom properties for "light" or "dark": --s0 ... for series, --v0 ... for the even scale, --l0 ... for the scale of thin
+    lines, --d0 ... for the scale with a middle.
     """
     series = [f"--s{i}:{colour}" for i, colour in enumerate(_PALETTE[mode])]
     even = [f"--v{i}:{_between(_VIRIDIS, i / (LEVELS - 1))}" for i in range(LEVELS)]

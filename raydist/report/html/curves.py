@@ -15,11 +15,11 @@ from raydist.report.html.svg import Markup, tag
 from raydist.report.run_metrics import Report
 
 POINTS = 150
-"""Of means over some steps at a time, about."""
+"""Approximate number of points of a curve of means."""
 
 
 def charts(report: Report) -> Markup | list[Markup]:
-    """All of them; that of the noise scale once it is known."""
+    """All charts; the gradient noise scale only if it is known."""
     steps = report.steps
     if not steps.num_rows:
         return missing("No step is on storage yet: records are written every 2 seconds.")
@@ -55,7 +55,7 @@ def charts(report: Report) -> Markup | list[Markup]:
         return lines.chart(title, series, unit=unit, about=about, log=log, marks=marks, x_name="step")
 
     drawn = [
-        curve("Loss", loss, "nats a token", lines.wants_log(at["loss"])),
+        curve("Loss", loss, "nats per token", lines.wants_log(at["loss"])),
         curve("Throughput", throughput, "tokens/s, all ranks"),
         curve("Gradient norm", norm, "before clipping", lines.wants_log(at["grad_norm"])),
         curve("Learning rate", [Series("", x, at["lr"])]),
@@ -68,9 +68,9 @@ def charts(report: Report) -> Markup | list[Markup]:
         drawn.append(curve("Gradient noise scale", [scale, *beside], "sequences", lines.wants_log(noise[known])))
     thinned = len(x) > lines.COLUMNS
     words = (
-        "Steps that were trained twice count as they were the last time. "
-        + ("Where steps share a pixel, the line goes through the least and the most of them. " if thinned else "")
-        + ("A broken line is a step whose number is not finite. " if np.isnan(at["loss"]).any() else "")
+        "For steps that were trained twice, the last time counts. "
+        + ("If steps share a pixel, the line goes through their minimum and maximum. " if thinned else "")
+        + ("A gap in a line is a step whose value is not finite. " if np.isnan(at["loss"]).any() else "")
         + ("Red lines: an attempt failed there. " if any(mark.kind == "bad" for mark in marks) else "")
     )
     return [tag("p", words), tag("div", drawn, class_="charts")]
@@ -90,7 +90,7 @@ def _marks(report: Report) -> list[Mark]:
 def _mean(
     x: NDArray[np.float64], amounts: NDArray[np.float64], weights: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Amounts over weights of some steps at a time, at the middle one of them."""
+    """Amounts divided by weights, over groups of steps, at the middle step of each group."""
     starts = np.arange(0, len(x), -(-len(x) // POINTS))
     ends = np.append(starts[1:], len(x))
     spent = np.add.reduceat(weights, starts)

@@ -19,7 +19,7 @@ from raydist.report.html.svg import Markup, number, tag
 
 TOP = 20.0
 _HEIGHTS = (8.0, 26.0)
-"""Of a row, at most where there are many and where there are few."""
+"""Maximum height of a row, with many rows and with few."""
 _TALLEST = 300.0
 
 
@@ -45,9 +45,9 @@ def chart(
 ) -> Markup:
     """A figure of values [R, C]; NaN is an empty cell. Row 0 is on top; `rows` [R] and `columns` [C] are their names.
 
-    `edges`: x of the grid's ends, in what `x_ticks` and `marks` are in. `limits`: values of the scale's ends. `legend`: values that
-    the scale is marked with, and their words. `form` writes a value, without `|`. `scale`: even, or with a colourless `middle`.
-    `named`: (row, column, word) of cells that have a frame and a word.
+    `edges`: x of the grid's ends, in the unit of `x_ticks` and `marks`. `limits`: values of the scale's ends. `legend`: values to
+    mark on the scale, with labels. `form` formats a value, without `|`. `scale`: even, or with a colourless `middle`.
+    `named`: (row, column, label) of cells with a frame and a label.
     """
     count, wide = values.shape
     height = min(_HEIGHTS[1], max(_TALLEST / count, 2.0)) if count < 40 else max(2.0, _TALLEST / count)
@@ -92,7 +92,7 @@ def chart(
 
 
 def _paths(levels: NDArray[np.int64]) -> list[tuple[int, str]]:
-    """(level, path) of each level that there is, in units of cells; neighbours of one level in a row are one piece."""
+    """(level, path) of each level in use, in units of cells; adjacent cells of one level in a row are one piece."""
     pieces: dict[int, list[str]] = {}
     for i, row in enumerate(levels):
         starts = np.flatnonzero(np.append(True, row[1:] != row[:-1]))
@@ -104,7 +104,7 @@ def _paths(levels: NDArray[np.int64]) -> list[tuple[int, str]]:
 
 def _name(word: str, x: float, y: float, wide: float, tall: float) -> list[Markup]:
     box = {"x": round(x + 1, 1), "y": round(y + 1, 1), "width": wide - 2, "height": max(tall - 2, 1.0)}
-    # White on black: one of them stands out from any colour of the scale.
+    # White on black: one of the two is visible on any colour of the scale.
     frame = [tag("rect", class_=f"frame {look}".strip(), **box) for look in ("behind", "")]
     place = {"x": round(x + wide / 2, 1), "y": round(y + tall / 2 + 4, 1), "text_anchor": "middle"}
     return [*frame, *([tag("text", word, class_="label", **place)] if wide > CHAR * len(word) and tall > 14 else [])]
@@ -128,12 +128,12 @@ def _legend(
 def _hover(
     values: NDArray[np.float64], form: Form, rows: Sequence[str], columns: Sequence[str], left: float, bottom: float
 ) -> str:
-    # One text a row: in an attribute each quotation mark takes six characters.
-    told = ["|".join("" if value != value else form(value) for value in row) for row in values.tolist()]
+    # One string per row: in an attribute each quotation mark takes six characters.
+    texts = ["|".join("" if value != value else form(value) for value in row) for row in values.tolist()]
     data = {
         "box": [round(left, 1), TOP, RIGHT, round(bottom, 1)],
         "rows": list(rows),
         "columns": list(columns),
-        "values": told,
+        "values": texts,
     }
     return json.dumps(data, separators=(",", ":"), ensure_ascii=False)

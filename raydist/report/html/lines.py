@@ -1,4 +1,4 @@
-"""Lines and points over a number: axes with round ticks, several series, a legend, marks, values under the pointer.
+"""Charts of lines and points: axes with round ticks, several series, a legend, marks, values under the pointer.
 
 Runs anywhere. Pure.
 """
@@ -19,20 +19,20 @@ from raydist.report.html.svg import Markup, number, tag
 
 WIDTH, HEIGHT = 600.0, 236.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 588.0, 18.0, 190.0
-"""Of the plot within the drawing."""
+"""Edges of the plot within the drawing."""
 CHAR = 9.6
-"""Units of the drawing that a character takes at most: on a phone, where text is larger."""
+"""Maximum width of a character in units of the drawing: on a phone, where text is larger."""
 _MOST = 20
-"""Characters of a label beside an axis."""
+"""Maximum length of a label beside an axis."""
 COLUMNS = int(RIGHT - LEFT)
-"""A pixel each, about: points in one column become its first, its least, its most and its last."""
+"""About one pixel each: of the points in a column only the first, the lowest, the highest and the last are drawn."""
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Series:
-    """x [N] ascending, y [N]; NaN breaks the line. `style`: a line, a thin pale one, or points."""
+    """x [N] ascending, y [N]; NaN interrupts the line. `style`: a line, a thin pale line, or points."""
 
     name: str
     x: Array
@@ -42,7 +42,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line at x, with a word on top; `kind` names its look."""
+    """A vertical line at x, with a label on top; `kind`: its style."""
 
     x: float
     label: str
@@ -51,7 +51,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Label:
-    """A word above a point, to its right."""
+    """A label above a point, to its right."""
 
     x: float
     y: float
@@ -74,10 +74,10 @@ def chart(
     behind: Sequence[Series] = (),
     labels: Sequence[Label] = (),
 ) -> Markup:
-    """A figure. `about`: what it shows, for who cannot see it. `log`: y by powers; what is not above 0 is left out.
-    `behind`: drawn below the others without a colour, a name, or values under the pointer.
+    """A figure. `about`: a description for screen readers. `log`: logarithmic y; values that are not above 0 are left out.
+    `behind`: drawn below the others, without a colour, a name, or values under the pointer.
 
-    However many points there are, each column keeps its least and its most: one odd point among a million stays visible.
+    Each column keeps its minimum and its maximum, so a single outlier among a million points stays visible.
     """
     y_low, y_high = axes.spread([one.y for one in (*behind, *series)], log)
     known = [one.x for one in (*behind, *series) if len(one.x)]
@@ -112,13 +112,13 @@ def chart(
 
 
 def wants_log(values: Array) -> bool:
-    """Whether values range over so many powers of ten that a straight scale would hide most of them."""
+    """Whether the values span so many powers of ten that a linear scale would hide most of them."""
     known = values[np.isfinite(values) & (values > 0)]
     return bool(len(known) and known.max() > 100 * np.median(known))
 
 
 def inside(x: float, text: str, width: float = WIDTH) -> tuple[float, str]:
-    """(x, text-anchor) of a text that is to be centred there, moved where it would be cut off at the drawing's left or right."""
+    """(x, text-anchor) of a text centred at x, moved if the drawing's left or right edge would cut it off."""
     half = CHAR * len(text) / 2
     if x - half < 0:
         return 0.0, "start"
@@ -126,14 +126,14 @@ def inside(x: float, text: str, width: float = WIDTH) -> tuple[float, str]:
 
 
 def shortened(text: str) -> str:
-    """What of it has room beside an axis."""
+    """The text, shortened to fit beside an axis."""
     return text if len(text) <= _MOST else f"{text[: _MOST - 1]}…"
 
 
 def mark_lines(
     marks: Sequence[Mark], across: Scale, top: float = TOP, bottom: float = BOTTOM, free: float = LEFT
 ) -> list[Markup]:
-    """Vertical lines; a word only where the one before leaves room for it. `free`: x where the first may begin."""
+    """Vertical lines, each with its label if the previous label leaves room. `free`: smallest x of the first label."""
     drawn = []
     for mark in sorted(marks, key=lambda m: m.x):
         x = float(across(mark.x))
@@ -157,7 +157,7 @@ def x_tick(tick: float, across: Scale, form: Form, bottom: float = BOTTOM) -> li
 
 
 def _labels(labels: Sequence[Label], across: Scale, up: Scale) -> list[Markup]:
-    """A word only where the one before leaves room for it."""
+    """Each label, if the previous one leaves room."""
     drawn: list[Markup] = []
     free, last = -np.inf, -np.inf
     for label in sorted(labels, key=lambda one: one.x):
@@ -182,7 +182,7 @@ class _Shown:
     def __init__(self, series: Series, across: Scale, up: Scale) -> None:
         finite = np.isfinite(series.y) & ((series.y > 0) | (not up.log))
         self.series = series
-        self.gaps = np.cumsum(~finite)[finite]  # how many breaks lie before each point
+        self.gaps = np.cumsum(~finite)[finite]  # number of gaps before each point
         self.x, self.y = series.x[finite], series.y[finite]
         self.px, self.py = across(self.x), up(self.y)
         self.column = np.floor(self.px - LEFT).astype(int)
@@ -190,13 +190,13 @@ class _Shown:
         self.ends = (np.append(self.starts[1:], len(self.x)) - 1)[: len(self.starts)]
 
     def vertices(self) -> NDArray[np.int64]:
-        """Of each column the first, the least, the most and the last point; indices, ascending."""
+        """Indices, ascending, of the first, the lowest, the highest and the last point of each column."""
         order = np.lexsort((self.y, self.column))
         return np.unique(np.concatenate([self.starts, self.ends, order[self.starts], order[self.ends]]))
 
     def drawn(self, colour: str) -> Markup:
         at = self.vertices()
-        style = "dots" if len(at) == 1 else self.series.style  # a line of one point would hardly be seen
+        style = "dots" if len(at) == 1 else self.series.style  # a line of one point would be hardly visible
         if style == "dots":
             path = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in zip(self.px[at], self.py[at], strict=True))
         else:
@@ -210,14 +210,14 @@ class _Shown:
 
 
 def _first(values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Where a value differs from the one before; the very first does."""
+    """Where a value differs from the previous one; True for the first value."""
     return np.append(True, values[1:] != values[:-1])[: len(values)]
 
 
 def _hover(shown: Sequence[_Shown], x_form: Form, form: Form, x_name: str) -> str:
-    """What the script shows of each column: where it is, its x, and what each series has there. JSON."""
+    """JSON for the script: the position of each column, its x, and the values of each series."""
     columns: dict[int, list[float]] = {}
-    told: list[dict[int, str]] = []
+    texts: list[dict[int, str]] = []
     for one in shown:
         values: dict[int, str] = {}
         for start, end in zip(one.starts.tolist(), one.ends.tolist(), strict=True):
@@ -227,7 +227,7 @@ def _hover(shown: Sequence[_Shown], x_form: Form, form: Form, x_name: str) -> st
             seen = columns.setdefault(int(one.column[start]), [np.inf, -np.inf, 0.0])
             seen[0], seen[1] = min(seen[0], float(one.x[start])), max(seen[1], float(one.x[end]))
             seen[2] = float(one.px[start] + one.px[end]) / 2
-        told.append(values)
+        texts.append(values)
     order = sorted(columns)
     labels = [(x_form(columns[c][0]), x_form(columns[c][1])) for c in order]
     data = {
@@ -235,7 +235,7 @@ def _hover(shown: Sequence[_Shown], x_form: Form, form: Form, x_name: str) -> st
         "x": [round(columns[c][2], 1) for c in order],
         "at": [f"{x_name} {first if first == last else f'{first} to {last}'}".strip() for first, last in labels],
         "series": [
-            {"name": s.series.name, "values": [v.get(c, "") for c in order]} for s, v in zip(shown, told, strict=True)
+            {"name": s.series.name, "values": [v.get(c, "") for c in order]} for s, v in zip(shown, texts, strict=True)
         ],
     }
     return json.dumps(data, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""One page in one file: it asks nothing of the network, and its own rules forbid it to.
+"""One page in one file: it loads nothing from the network, and its Content-Security-Policy forbids that.
 
 Runs anywhere. Pure.
 """
@@ -17,7 +17,7 @@ _RULES = (
     f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_HASH}'; "
     "base-uri 'none'; form-action 'none'"
 )
-"""Content-Security-Policy: nothing is loaded, and no script runs but this one."""
+"""Content-Security-Policy: nothing is loaded, and only this script runs."""
 
 
 def page(title: str, *body: Child) -> bytes:
@@ -43,7 +43,7 @@ def section(title: str, *body: Child, id: str | None = None) -> Markup:
 
 
 def cards(figures: Sequence[tuple[str, str, str]]) -> Markup:
-    """(name, value, a few words more) each, side by side."""
+    """Cards side by side, each a (name, value, remark)."""
     return tag(
         "dl",
         [
@@ -54,14 +54,14 @@ def cards(figures: Sequence[tuple[str, str, str]]) -> Markup:
     )
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Child]], *, id: str | None = None) -> Markup:
-    """`>` behind a heading: numbers, on the right; `~`: words, which wrap. The first column names the row."""
+def table(columns: Sequence[str], rows: Sequence[Sequence[Child]]) -> Markup:
+    """`>` after a heading: numbers, aligned right; `~`: text that wraps. The first column names the row."""
     tall = "tall" if any(name.endswith("~") for name in columns) else None  # on a phone each row becomes a paragraph
     looks = ["number" if name.endswith(">") else "words" if name.endswith("~") else None for name in columns]
     head = [tag("th", name.rstrip(">~"), class_=look, scope="col") for name, look in zip(columns, looks, strict=True)]
     names = [name.rstrip(">~") for name in columns]
     body = [tag("tr", [_cell(i, *each) for i, each in enumerate(zip(row, looks, names, strict=True))]) for row in rows]
-    whole = tag("table", tag("thead", tag("tr", head)), tag("tbody", body), id=id, class_=tall)
+    whole = tag("table", tag("thead", tag("tr", head)), tag("tbody", body), class_=tall)
     return tag("div", whole, class_="wide", tabindex="0")
 
 
@@ -72,15 +72,15 @@ def _cell(column: int, cell: Child, look: str | None, name: str) -> Markup:
 
 
 def folded(title: str, text: str) -> Markup:
-    """Text as it is, that shows when it is asked for."""
+    """Preformatted text that is shown on a click."""
     return tag("details", tag("summary", title), tag("pre", text))
 
 
 def missing(text: str) -> Markup:
-    """In the place of what cannot be shown: why, and how to get it."""
+    """In place of missing content: why it is missing, and how to get it."""
     return tag("p", text, class_="missing")
 
 
 def lines(parts: Sequence[Child]) -> Markup:
-    """One below the other."""
+    """Parts, one below the other."""
     return join([tag("div", part) for part in parts if part])

@@ -1,4 +1,4 @@
-"""Parallel coordinates: an axis a column, a line a row, in the colour of its last value. Narrow screens scroll it.
+"""Parallel coordinates: one axis per column, one line per row in the colour of its last value. Narrow screens scroll it.
 
 Runs anywhere. Pure.
 """
@@ -21,9 +21,9 @@ LEFT, RIGHT, TOP, BOTTOM = 70.0, 1130.0, 34.0, 276.0
 
 @dataclass(frozen=True)
 class Axis:
-    """A column: `values` [N], all finite; for words their places, with `words` named at each. `log`: by powers, all above 0.
+    """A column: `values` [N], all finite; for text, indices into `words`. `log`: logarithmic, all above 0.
 
-    `ticks`: where there are few values, they themselves; else round numbers.
+    `ticks`: the values themselves, if there are few; empty for round numbers.
     """
 
     name: str
@@ -37,10 +37,10 @@ class Axis:
 def chart(
     title: str, columns: Sequence[Axis], names: Sequence[str], *, best: int | None = None, about: str = ""
 ) -> Markup:
-    """A figure. `names` [N] are the rows', told where one is pointed at; the last column gives the colours; `best` is drawn thick,
+    """A figure. `names` [N]: the rows' names, shown under the pointer; the last column sets the colours; row `best` is drawn thick,
     in the colour of text.
 
-    Two columns at least, one row at least.
+    Requires at least two columns and one row.
     """
     places = np.linspace(max(LEFT, 12 + lines.CHAR * _longest(columns[0])), RIGHT, len(columns))
     scales = [_scale(axis) for axis in columns]
@@ -48,7 +48,7 @@ def chart(
     last = columns[-1].values
     low, high = float(last.min()), float(last.max())
     drawn = []
-    # The best one last, and so on top.
+    # The best one is drawn last, so it is on top.
     for i in sorted(range(len(names)), key=lambda i: i == best):
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in zip(places, at[:, i], strict=True))
         colour = "var(--ink)" if i == best else f"var(--l{colours.level(float(last[i]), low, high)})"
@@ -83,14 +83,14 @@ def _ticks(axis: Axis, scale: Scale) -> list[tuple[float, str]]:
 
 
 def _longest(axis: Axis) -> int:
-    """Characters of its longest tick."""
+    """Number of characters of the axis's longest tick."""
     return max((len(word) for _, word in _ticks(axis, _scale(axis))), default=0)
 
 
 def _axis(axis: Axis, scale: Scale, x: float) -> list[Markup]:
     ticks = _ticks(axis, scale)
     heights = [(round(float(scale(tick)), 1), word) for tick, word in ticks]
-    # The last one's words stand outside, where no line crosses them.
+    # The last axis has its labels on the outside, where no line crosses them.
     side, anchor = (7, "start") if x >= RIGHT else (-7, "end")
     name_x, name_anchor = lines.inside(x, axis.name, WIDTH)
     return [

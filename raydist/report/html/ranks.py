@@ -1,4 +1,4 @@
-"""The ranks of a run side by side: their memory over time, and how slow each was over the steps.
+"""The ranks of a run side by side: their memory over time, and their slowness over the steps.
 
 Runs anywhere. Pure.
 """
@@ -18,24 +18,24 @@ from raydist.report.html.svg import Markup, tag
 from raydist.report.run_metrics import Report
 
 _MEMORY = {
-    "gpu_process_bytes": "what the rank's process has in use on its GPU, by NVML",
-    "reserved_bytes": "what torch's allocator holds on the rank's device",
+    "gpu_process_bytes": "memory that the rank's process uses on its GPU, from NVML",
+    "reserved_bytes": "memory reserved by torch's allocator on the rank's device",
     "rss_bytes": "resident memory of the rank's process",
 }
 _NARROW = 0.75
-"""The scale of memory begins at no more than this share of its most: a small change is no large one."""
+"""The memory scale begins at this share of its maximum or lower, so that a small change does not look large."""
 _SPREAD = math.log2(2.0)
-"""Ends of the scale of slowness: half as slow, and twice."""
+"""Ends of the scale of slowness: half and twice the median."""
 _LISTED = 64
 
 
 def memory(report: Report) -> Markup | list[Markup | None]:
     """The heat map rank x time, and the figures of each rank."""
-    told = report.told
+    facts = report.told
     if report.memory is None:
         return missing(
-            told["not_read"]
-            or "No reading of a rank has its memory: its process is in another container than the agent."
+            facts["not_read"]
+            or "No reading of a rank contains its memory: its process runs in another container than the agent."
         )
     column, grid = report.memory[0], report.memory[1].grouped()
     low, high = float(np.nanmin(grid.values)), float(np.nanmax(grid.values))
@@ -61,11 +61,11 @@ def memory(report: Report) -> Markup | list[Markup | None]:
         columns=[f"{axes.clock(a)} to {axes.clock(b)}" for a, b in zip(grid.edges[:-1], grid.edges[1:], strict=True)],
         form=text.size,
         legend=[(low, text.size(low)), (high, text.size(high))],
-        about="memory of each rank over time; the table below has its least, median and most",
+        about="memory of each rank over time; the table below has its minimum, median and maximum",
         marks=marks,
     )
-    words = f"Each cell is the most that was read in it.{_shared(grid)} Empty: nothing was read there."
-    rows = sorted(told["memory"]["ranks"], key=lambda row: row["most"], reverse=True)
+    words = f"Each cell shows the maximum of its readings.{_shared(grid)} Empty cells have no reading."
+    rows = sorted(facts["memory"]["ranks"], key=lambda row: row["most"], reverse=True)
     named = table(
         ("rank>", "host", "least>", "median>", "most>"),
         [
@@ -78,12 +78,12 @@ def memory(report: Report) -> Markup | list[Markup | None]:
 
 
 def slowness(report: Report) -> Markup | list[Markup | None]:
-    """The strip rank x step, and who was slow for a while."""
-    told = report.told
-    if told["not_read"]:
-        return missing(told["not_read"])
+    """The heat map rank x step, and the ranks that were slow for some time."""
+    facts = report.told
+    if facts["not_read"]:
+        return missing(facts["not_read"])
     if report.slowness is None:
-        return missing("There is nobody to compare with: it takes two ranks, and some readings of them.")
+        return missing("Slowness needs at least two ranks, and several readings of them.")
     grid = report.slowness.grouped()
     with np.errstate(divide="ignore"):
         values = np.log2(grid.values)
@@ -92,7 +92,7 @@ def slowness(report: Report) -> Markup | list[Markup | None]:
     chart = heatmap.chart(
         "Slowness",
         values,
-        unit="rank by step: time of computing over the median rank's",
+        unit="rank by step: compute time relative to the median rank",
         scale="middle",
         limits=(-_SPREAD, _SPREAD),
         edges=(0.0, last),
@@ -107,16 +107,16 @@ def slowness(report: Report) -> Markup | list[Markup | None]:
         ],
         form=lambda value: f"{2**value:.2f} ×",
         legend=[(-_SPREAD, "0.5"), (0.0, "1"), (_SPREAD, "2")],
-        about="how long each rank computes for a step, against the median of all ranks in the same steps",
+        about="compute time of each rank per step, relative to the median of all ranks in the same steps",
     )
     slow = [
         f"rank {one['rank']}: {one['factor']:.2f} times the median in steps {one['first_step']:,} to {one['last_step']:,}"
-        for one in told["slow"]
+        for one in facts["slow"]
     ]
-    found = "; ".join(slow) if slow else f"No rank computed for {SLOW:g} times as long as the median, for any while"
+    found = "; ".join(slow) if slow else f"No rank computed {SLOW:g} times as long as the median for some time"
     words = (
-        "Orange ranks hold up the others, which wait for them in collectives; waiting does not count as computing. "
-        f"Where the number of ranks is even, the median is the lower one of the two in the middle.{_shared(grid)}"
+        "The other ranks wait in collectives for the orange ranks; waiting does not count as computing. "
+        f"For an even number of ranks, the median is the lower of the two in the middle.{_shared(grid)}"
     )
     return [
         chart,
@@ -126,4 +126,4 @@ def slowness(report: Report) -> Markup | list[Markup | None]:
 
 
 def _shared(grid: Grid) -> str:
-    return "" if grid.group == 1 else f" Each row has {grid.group} ranks, and shows the highest of them."
+    return "" if grid.group == 1 else f" Each row has {grid.group} ranks, and shows their highest value."

@@ -1,6 +1,6 @@
-"""How soon, and for how much, the cells of a sweep came to each value of its objective: two charts, and the fronts as tables.
+"""The time and cost at which the cells of a sweep reached each value of its objective: two charts, and the fronts as tables.
 
-Runs anywhere. Pure: raydist/report/sweep/time_to_loss.py has what is drawn.
+Runs anywhere. Pure: raydist/report/sweep/time_to_loss.py computes the data.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from raydist.report.sweep.conclusions import UNITS, measured, named
 from raydist.report.sweep.time_to_loss import Axis
 
 LINES = 500
-"""Points whose course is drawn, the best ones; the fronts are those of all."""
+"""Maximum number of points whose course is drawn, the best ones; the fronts are over all points."""
 ROWS = 200
-"""Of a table, the last ones."""
+"""Maximum number of rows of a table; the last ones are shown."""
 _LOG = 20.0
-"""Times the least that the most is from which on the axis is by powers."""
+"""The axis is logarithmic if the maximum is at least this many times the minimum."""
 Row = Mapping[str, Any]
 
 
-def charts(told: Row) -> list[Markup] | None:
-    """Both, each with its front below; None where no cell has told the objective while it trained."""
-    if not told["pareto"]["seconds"]:
+def charts(summary: Row) -> list[Markup] | None:
+    """Both charts, each with its front below; None if no cell has reported the objective while it trained."""
+    if not summary["pareto"]["seconds"]:
         return None
-    many = any(row["seeds"] > 1 for row in told["points"])
+    many = any(row["seeds"] > 1 for row in summary["points"])
     about = (
-        "Seconds are those of training steps, of all attempts; start-up, evaluations and checkpoints come on top. "
-        f"{'Of several seeds the mean, and the least and the most of them. ' if many else ''}"
-        "The stairs are the front: nothing was as good any sooner, or for less. A number stands where a cell first takes it."
+        "Seconds are those of training steps, of all attempts, without start-up, evaluations and checkpoints. "
+        f"{'Points with several seeds show the mean, the minimum and the maximum. ' if many else ''}"
+        "The stepped line is the front: no cell was as good earlier, or for less. A number marks where a cell first reaches it."
     )
     both: tuple[Axis, Axis] = ("seconds", "amount")
-    return [tag("p", about), tag("div", [_part(told, axis) for axis in both], class_="charts")]
+    return [tag("p", about), tag("div", [_part(summary, axis) for axis in both], class_="charts")]
 
 
-def _part(told: Row, axis: Axis) -> Markup:
-    front, metric, unit = told["pareto"][axis], told["objective"]["metric"], told["pareto"]["unit"]
-    sign = 1 if told["objective"]["mode"] == "min" else -1
-    rows = {row["point"]: row for row in told["points"]}
-    known = [row for row in told["points"] if row["course"] is not None]
+def _part(summary: Row, axis: Axis) -> Markup:
+    front, metric, unit = summary["pareto"][axis], summary["objective"]["metric"], summary["pareto"]["unit"]
+    sign = 1 if summary["objective"]["mode"] == "min" else -1
+    rows = {row["point"]: row for row in summary["points"]}
+    known = [row for row in summary["points"] if row["course"] is not None]
     known.sort(key=lambda row: sign * row["course"]["objective"][-1])
     every = np.concatenate([np.array(row["course"][axis]) for row in known])
     scale = _Across(axis, float(every.min()), float(every.max()))
@@ -66,7 +66,7 @@ def _part(told: Row, axis: Axis) -> Markup:
         f"{metric} over {name}",
         series,
         unit="log scale" if scale.log else "",
-        about="the best that each cell had come to by then; the stairs are the front of all cells",
+        about="the best value of each cell so far; the stepped line is the front of all cells",
         form=measured,
         x_form=scale.form,
         x_ticks=scale.ticks,
@@ -81,12 +81,12 @@ def _part(told: Row, axis: Axis) -> Markup:
 
 
 def _stairs(x: np.ndarray, y: np.ndarray, style: Literal["line", "faint"]) -> Series:
-    """Between two evaluations a cell has come to the first one's value."""
+    """Steps: between two evaluations, the value of the first one holds."""
     return Series("", np.repeat(x, 2)[1:], np.repeat(y, 2)[:-1], style)
 
 
 def _best(values: Sequence[float], worst: float, sign: int) -> np.ndarray:
-    """The best so far; what is worse than all of the front is left out, for it would press the rest together."""
+    """The best so far. Values worse than the whole front are left out, because they would compress the rest."""
     best = sign * np.minimum.accumulate(sign * np.array(values, dtype=np.float64))
     return np.where(sign * best <= sign * worst, best, np.nan)
 
@@ -128,7 +128,7 @@ def _range(ends: Sequence[float] | None, form: axes.Form) -> str:
 
 
 class _Across:
-    """From seconds or an amount to the chart's own x: their logarithm to base 10 where they range far."""
+    """From seconds or an amount to the chart's own x: their logarithm to base 10 if their range is wide."""
 
     def __init__(self, axis: Axis, low: float, high: float) -> None:
         self._axis, self.log = axis, low > 0 and high >= _LOG * low
@@ -139,10 +139,10 @@ class _Across:
         return np.log10(values) if self.log else np.array(values, dtype=np.float64)
 
     def form(self, x: float) -> str:
-        """Under the pointer."""
+        """The label under the pointer."""
         return _took(self._axis, 10**x if self.log else x)
 
     def tick(self, x: float) -> str:
-        """Below the axis."""
+        """The label below the axis."""
         value = 10**x if self.log else x
         return axes.clock(value) if self._axis == "seconds" else f"{value:.3g}"

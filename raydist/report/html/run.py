@@ -1,4 +1,4 @@
-"""What `raydist report` says of a run, as a page.
+"""The page of `raydist report` about a run.
 
 Runs anywhere. Pure: `raydist.report.run_metrics` reads the run.
 """
@@ -25,29 +25,31 @@ _STATUS = {
 }
 _PARTS = {
     "compute": ("compute", "forward, backward and update of steps that were trained for the first time; mean over ranks"),
-    "exposed": ("exposed communication", "waiting in them for collectives that no computing hides, slower ranks included"),
-    "data": ("data wait", "waiting in them for a batch"),
+    "exposed": (
+        "exposed communication", "in these steps: communication not overlapped with computation, and waiting for slower ranks"
+    ),
+    "data": ("data wait", "in these steps: waiting for a batch"),
     "eval": ("evaluation", "on held-out data, between steps"),
-    "checkpoint": ("checkpoint", "training stood still for a checkpoint or a copy in memory"),
-    "recovery": ("recovery", "from the last sign of training before a fault to the next new step, steps trained again included"),
-    "startup": ("start-up", "from an attempt's begin to its first new step, where no fault came before"),
-    "other": ("other", "between steps and after the last one: what no clock of a rank has"),
-    "unknown": ("unknown", "in new steps, and not divided: the ranks were not read then"),
+    "checkpoint": ("checkpoint", "training was stopped for a checkpoint or a copy in memory"),
+    "recovery": ("recovery", "from the last sign of training before a fault to the next new step, including steps trained again"),
+    "startup": ("start-up", "from an attempt's start to its first new step, if there was no fault before it"),
+    "other": ("other", "between steps and after the last one; not measured by the ranks"),
+    "unknown": ("unknown", "in new steps, not divided into parts: there are no readings of the ranks"),
 }  # fmt: skip
 
 
 def render(report: Report) -> bytes:
-    """The page, in UTF-8. Keys that stand in URIs (`s3://KEY:SECRET@bucket`) are not in it: a page is passed on."""
-    told = report.told
-    made = _date(told["made_at"])
+    """The page, in UTF-8. Keys in URIs (`s3://KEY:SECRET@bucket`) are removed, because pages are shared."""
+    facts = report.told
+    made = _date(facts["made_at"])
     heading = tag(
-        "h1", told["run"], tag("span", told["status"], class_=f"status {_STATUS.get(told['status'], 'fair')}")
+        "h1", facts["run"], tag("span", facts["status"], class_=f"status {_STATUS.get(facts['status'], 'fair')}")
     )
-    made_of = page(
-        f"{told['run']}: {told['status']}",
+    content = page(
+        f"{facts['run']}: {facts['status']}",
         heading,
-        tag("p", f"{told['path']}, as it was on {made}", class_="path quiet"),
-        cards(_cards(told)),
+        tag("p", f"{facts['path']}, as of {made}", class_="path quiet"),
+        cards(_cards(facts)),
         section("Where the time went", _goodput(report), id="goodput"),
         section("Training", curves.charts(report), id="training"),
         section(
@@ -55,52 +57,52 @@ def render(report: Report) -> bytes:
             tag("div", [tag("div", part) for part in (ranks.memory(report), ranks.slowness(report))], class_="charts"),
             id="ranks",
         ),
-        section("Communication", _communication(told), id="communication"),
-        section("Incidents", _incidents(told), id="incidents"),
-        section("Attempts", _attempts(told), id="attempts"),
+        section("Communication", _communication(facts), id="communication"),
+        section("Incidents", _incidents(facts), id="incidents"),
+        section("Attempts", _attempts(facts), id="attempts"),
         section("Spec", folded("the job, resolved", report.spec), id="spec") if report.spec else None,
         tag(
             "footer",
-            f"Made {made} by raydist {told['versions']['report']} from the run's folder. This file needs no network.",
+            f"Created {made} by raydist {facts['versions']['report']} from the run's folder. This file needs no network.",
         ),
     )
-    return redact(made_of.decode()).encode()
+    return redact(content.decode()).encode()
 
 
 def _date(at: float) -> str:
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
 
 
-def _percent(share: float | None, digits: int = 1) -> str:
-    return "-" if share is None else f"{share:.{digits}%}"
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
-def _cards(told: dict[str, Any]) -> list[tuple[str, str, str]]:
-    total = told["total_steps"]
-    versions = {name: version for name, version in told["versions"].items() if name != "report"}
-    ran = text.span(told["wall_seconds"]) if told["wall_seconds"] else "-"
+def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
+    total = facts["total_steps"]
+    versions = {name: version for name, version in facts["versions"].items() if name != "report"}
+    ran = text.span(facts["wall_seconds"]) if facts["wall_seconds"] else "-"
     found = [
-        ("steps", f"{told['steps']:,}", f"of {total:,}" if total else ""),
-        ("loss", text.loss(told["loss"]), "of the last step, nats"),
-        ("eval loss", text.loss(told["eval_loss"]), "the newest, nats"),
-        ("tokens/s", text.rate(told["tokens_per_second"]), "all ranks, the last 50 steps"),
-        ("MFU", _percent(told["mfu"]), "") if told["mfu"] is not None else None,
-        ("goodput", _percent(told["goodput"]), "share of the time in new steps"),
-        ("ranks", str(told["world_size"] or "-"), "of the newest attempt"),
-        ("time", ran, f"since {_date(told['started_at'])}" if told["started_at"] else ""),
-        ("versions", versions.get("raydist", told["versions"]["report"]),
+        ("steps", f"{facts['steps']:,}", f"of {total:,}" if total else ""),
+        ("loss", text.loss(facts["loss"]), "of the last step, nats"),
+        ("eval loss", text.loss(facts["eval_loss"]), "the newest, nats"),
+        ("tokens/s", text.rate(facts["tokens_per_second"]), "all ranks, the last 50 steps"),
+        ("MFU", _percent(facts["mfu"]), "") if facts["mfu"] is not None else None,
+        ("goodput", _percent(facts["goodput"]), "share of the time in new steps"),
+        ("ranks", str(facts["world_size"] or "-"), "of the newest attempt"),
+        ("time", ran, f"since {_date(facts['started_at'])}" if facts["started_at"] else ""),
+        ("versions", versions.get("raydist", facts["versions"]["report"]),
          ", ".join(f"{name} {version}" for name, version in versions.items() if name != "raydist")),
     ]  # fmt: skip
     return [one for one in found if one]
 
 
 def _goodput(report: Report) -> list[Markup | None]:
-    told = report.told
-    if not told["wall_seconds"]:
-        return [missing("No attempt of this run has begun, by its events: there is no time to divide.")]
+    facts = report.told
+    if not facts["wall_seconds"]:
+        return [missing("No attempt of this run has begun: there is no time to divide.")]
     parts = [
         bars.Part(_PARTS[name][0], seconds, name, text.span(seconds) if seconds else "0 s", _PARTS[name][1])
-        for name, seconds in told["parts"].items()
+        for name, seconds in facts["parts"].items()
     ]
     looks = {"trained": "compute"}
     pieces = [
@@ -111,36 +113,36 @@ def _goodput(report: Report) -> list[Markup | None]:
         )
         for span in report.spans
     ]
-    paused = told["paused_seconds"]
-    rested = f" {text.span(paused)} in which it was paused are not counted." if paused else ""
-    until = "until now" if told["status"] == "running" else "to its end"
+    paused = facts["paused_seconds"]
+    rested = f" The {text.span(paused)} in which it was paused are not counted." if paused else ""
+    until = "until now" if facts["status"] == "running" else "to its end"
     words = (
-        f"Shares of {text.span(told['wall_seconds'])}, from the first attempt's start {until}.{rested} "
-        f"Goodput is {_percent(told['goodput'])}: compute, exposed communication, data wait and what of the steps is unknown. "
-        "The thin bar shows when: green where new steps were trained."
+        f"Shares of {text.span(facts['wall_seconds'])}, from the first attempt's start {until}.{rested} "
+        f"Goodput is {_percent(facts['goodput'])}: compute, exposed communication, data wait and the unknown part of steps. "
+        "The thin bar is a timeline: green where new steps were trained."
     )
-    unread = missing(told["not_read"]) if told["not_read"] else None
+    unread = missing(facts["not_read"]) if facts["not_read"] else None
     return [tag("p", words), bars.chart("shares of the run's time", parts, pieces), unread]
 
 
-def _communication(told: dict[str, Any]) -> Markup | list[Markup]:
-    rows = told["communication"]
-    if told["not_read"]:
-        return missing(told["not_read"])
+def _communication(facts: dict[str, Any]) -> Markup | list[Markup]:
+    rows = facts["communication"]
+    if facts["not_read"]:
+        return missing(facts["not_read"])
     if not rows:
         return missing(
-            "The ranks sent each other nothing: there is one rank, or torch.distributed is not what it uses."
+            "The ranks sent each other nothing: there is one rank, or the run does not use torch.distributed."
         )
     columns = (
         "operation",
         "calls>",
-        "a call>",
-        "in all>",
+        "per call>",
+        "total>",
         "time>",
         "algbw>",
         "busbw>",
         "exposed>",
-        "of all time>",
+        "share of time>",
         "waited longest",
     )
     cells = [
@@ -159,8 +161,9 @@ def _communication(told: dict[str, Any]) -> Markup | list[Markup]:
         for row in rows
     ]
     words = (
-        "Of a rank: means over ranks, all attempts together. Sizes and bandwidths by the conventions of nccl-tests; exposed: "
-        "what a rank waited for. The rank that waits least is often the one that the others wait for."
+        "Values per rank: means over ranks, totals of all attempts. Sizes and bandwidths as in nccl-tests; exposed: "
+        "time not overlapped with computation, in which a rank waited. The rank that waits least is often the one that the others "
+        "wait for."
     )
     return [tag("p", words), table(columns, cells)]
 
@@ -169,11 +172,11 @@ def _speed(bytes_per_second: float | None) -> str:
     return "-" if bytes_per_second is None else f"{text.size(bytes_per_second)}/s"
 
 
-def _incidents(told: dict[str, Any]) -> Markup:
-    rows = told["incidents"]
+def _incidents(facts: dict[str, Any]) -> Markup:
+    rows = facts["incidents"]
     if not rows:
-        return tag("p", "Nothing went wrong that the run knows of.")
-    start = told["started_at"] or told["made_at"]
+        return tag("p", "No incidents were recorded.")
+    start = facts["started_at"] or facts["made_at"]
     looks = {"critical": "bad", "warning": "fair"}
     cells = [
         (
@@ -189,20 +192,20 @@ def _incidents(told: dict[str, Any]) -> Markup:
         )
         for row in rows
     ]
-    return table(("time>", "what", "attempt>", "step>", "rank>", "cause~", "what was done, and the remedy~"), cells)
+    return table(("time>", "what", "attempt>", "step>", "rank>", "cause~", "reaction and remedy~"), cells)
 
 
-def _attempts(told: dict[str, Any]) -> Markup:
-    if not told["attempts"]:
-        return missing("None has begun yet.")
+def _attempts(facts: dict[str, Any]) -> Markup:
+    if not facts["attempts"]:
+        return missing("No attempt has begun yet.")
     names = ("number", "world_size", "first_step", "last_step")
     cells = [
         (
             *("-" if row[name] is None else f"{row[name]:,}" for name in names),
             text.span(row["startup"]["seconds"]) if row["startup"] else "-",
             f"{row['startup']['repeated_steps']:,}" if row["startup"] else "-",
-            row["cause"] or ("" if told["status"] == "running" else "its last step"),
+            row["cause"] or ("" if facts["status"] == "running" else "its last step"),
         )
-        for row in told["attempts"]
+        for row in facts["attempts"]
     ]
-    return table(("attempt>", "ranks>", "first step>", "last step>", "up in>", "steps again>", "ended by~"), cells)
+    return table(("attempt>", "ranks>", "first step>", "last step>", "startup>", "repeated steps>", "ended by~"), cells)

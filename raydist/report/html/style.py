@@ -1,4 +1,4 @@
-"""The style and the script of a page, written by hand: light and dark as the reader's system is, on paper, on a phone.
+"""The style and the script of a page, written by hand: light or dark as the reader's system, for paper and for phones.
 
 Runs anywhere.
 """
@@ -108,7 +108,7 @@ CSS = (
     f":root{{color-scheme:light dark;{_LIGHT}{colours.css('light')}}}"
     f"@media screen and (prefers-color-scheme:dark){{:root{{{_DARK}{colours.css('dark')}}}}}{colours.rules()}{_LOOK}"
 ).replace("\n", "")
-"""All of the style. The colours of paper are those of light."""
+"""The whole style sheet. Paper has the colours of light."""
 
 SCRIPT = """
 "use strict";
@@ -149,7 +149,7 @@ SCRIPT = """
     return low > 0 && x - places[low - 1] < places[low] - x ? low - 1 : low;
   };
   const follow = (svg, look) => {
-    const title = svg.querySelector("title");  // its name still, but no second tip beside this one
+    const title = svg.querySelector("title");  // kept as its label, but removed so that the browser shows no second tip
     svg.setAttribute("aria-label", title.textContent);
     title.remove();
     const move = (event) => look(at(svg, event), event);
@@ -159,23 +159,23 @@ SCRIPT = """
   };
   for (const svg of document.querySelectorAll("svg[data-lines]")) {
     follow(svg, (point, event) => {
-      const told = of(svg, "lines"), [left, top, right, bottom] = told.box;
-      if (!told.x.length || point.x < left - 4 || point.x > right + 4) return hide(svg);
-      const i = nearest(told.x, point.x);
-      svg.querySelector(".cross").setAttribute("d", `M${told.x[i]} ${top}V${bottom}`);
-      const values = told.series.filter((one) => one.values[i]).map((one) => line(`${one.name} ${one.values[i]}`));
-      show(event, [line(told.at[i], "head"), ...values]);
+      const chart = of(svg, "lines"), [left, top, right, bottom] = chart.box;
+      if (!chart.x.length || point.x < left - 4 || point.x > right + 4) return hide(svg);
+      const i = nearest(chart.x, point.x);
+      svg.querySelector(".cross").setAttribute("d", `M${chart.x[i]} ${top}V${bottom}`);
+      const values = chart.series.filter((one) => one.values[i]).map((one) => line(`${one.name} ${one.values[i]}`));
+      show(event, [line(chart.at[i], "head"), ...values]);
     });
   }
   for (const svg of document.querySelectorAll("svg[data-cells]")) {
     follow(svg, (point, event) => {
-      const told = of(svg, "cells"), [left, top, right, bottom] = told.box;
-      const count = told.rows.length, wide = told.columns.length;
+      const chart = of(svg, "cells"), [left, top, right, bottom] = chart.box;
+      const count = chart.rows.length, wide = chart.columns.length;
       const j = Math.floor((point.x - left) / (right - left) * wide), i = Math.floor((point.y - top) / (bottom - top) * count);
       if (i < 0 || j < 0 || i >= count || j >= wide) return hide(svg);
       const w = (right - left) / wide, h = (bottom - top) / count;
       svg.querySelector(".cross").setAttribute("d", `M${left + j * w} ${top + i * h}h${w}v${h}h${-w}z`);
-      show(event, [line(`${told.rows[i]}, ${told.columns[j]}`, "head"), line(told.values[i].split("|")[j] || "nothing is known")]);
+      show(event, [line(`${chart.rows[i]}, ${chart.columns[j]}`, "head"), line(chart.values[i].split("|")[j] || "no data")]);
     });
   }
   document.documentElement.dataset.ready = "yes";

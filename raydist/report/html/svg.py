@@ -1,4 +1,4 @@
-"""Elements of HTML and SVG as text. Whatever is not an element already is escaped, so that a name can never become one.
+"""Elements of HTML and SVG as text. Everything that is not an element already is escaped, so that text never becomes markup.
 
 Runs anywhere. Pure.
 """
@@ -10,32 +10,32 @@ from collections.abc import Iterable
 
 
 class Markup(str):
-    """Text that is HTML already. Only this module makes it out of other text, and `style.py` has some that is written by hand."""
+    """Text that is HTML already. Only this module creates it from other text; `style.py` contains text written by hand."""
 
     __slots__ = ()
 
 
 Child = object
-"""Markup stays as it is; a list's children each; None is nothing; all else is text."""
+"""Markup is kept as it is; a list stands for its children; None is empty; everything else is text."""
 
 
 def tag(name: str, /, *children: Child, **attributes: object) -> Markup:
-    """`<name attribute="...">children</name>`. In names of attributes `_` stands for `-`, and one at the end for nothing, as in
-    `class_`. None and False leave an attribute out, True gives it no value. Floats are written to two places.
+    """`<name attribute="...">children</name>`. In names of attributes `_` becomes `-`, and a trailing one is removed, as in
+    `class_`. None and False omit an attribute, True gives it no value. Floats are rounded to two places.
     """
-    said = "".join(_attribute(key, value) for key, value in attributes.items())
+    written = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in _VOID:
-        return Markup(f"<{name}{said}>")
-    return Markup(f"<{name}{said}>{join(children)}</{name}>")
+        return Markup(f"<{name}{written}>")
+    return Markup(f"<{name}{written}>{join(children)}</{name}>")
 
 
 def join(children: Iterable[Child]) -> Markup:
-    """One after the other."""
+    """The children one after the other."""
     return Markup("".join(map(_text, children)))
 
 
 def number(value: float) -> str:
-    """To two places, without zeros at the end."""
+    """Rounded to two places, without trailing zeros."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if value != int(value) else str(int(value))
 
 

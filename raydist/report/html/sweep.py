@@ -1,6 +1,6 @@
-"""What `raydist sweep report` says of a sweep, as a page.
+"""The page of `raydist sweep report` about a sweep.
 
-Runs anywhere. Pure: `raydist.report.sweep.results` tells the sweep, and `raydist.report.sweep.curves` reads the best cells' runs.
+Runs anywhere. Pure: `raydist.report.sweep.results` reads the sweep, and `raydist.report.sweep.curves` the best cells' runs.
 """
 
 from __future__ import annotations
@@ -23,52 +23,54 @@ from raydist.report.sweep.curves import Curve
 from raydist.spec.sweep.names import shortest
 
 MOST = 6
-"""Series of a chart: as many as there are colours."""
+"""Maximum number of series of a chart: the number of colours."""
 ROWS = 500
 Row = Mapping[str, Any]
 
 
-def render(told: Row, curves: Sequence[Curve]) -> bytes:
+def render(summary: Row, curves: Sequence[Curve]) -> bytes:
     """The page, in UTF-8."""
-    finished = [row for row in told["points"] if row["status"] == "finished" and row["objective"] is not None]
-    counts = ", ".join(f"{n:,} {status}" for status, n in told["counts"].items())
+    finished = [row for row in summary["points"] if row["status"] == "finished" and row["objective"] is not None]
+    counts = ", ".join(f"{n:,} {status}" for status, n in summary["counts"].items())
     charts = [
-        part for part in (_map(told, finished), _rate(told, finished), _losses(curves), _front(told, finished)) if part
+        part
+        for part in (_map(summary, finished), _rate(summary, finished), _losses(curves), _front(summary, finished))
+        if part
     ]
     return page(
-        f"{told['sweep']}: {counts}",
-        tag("h1", told["sweep"]),
-        tag("p", told["path"], class_="path quiet"),
-        cards(_cards(told)),
-        section("What it says", tag("ul", [tag("li", line) for line in told["analysis"]["words"]]), id="words"),
+        f"{summary['sweep']}: {counts}",
+        tag("h1", summary["sweep"]),
+        tag("p", summary["path"], class_="path quiet"),
+        cards(_cards(summary)),
+        section("Conclusions", tag("ul", [tag("li", line) for line in summary["analysis"]["words"]]), id="words"),
         section(
             "Charts",
             tag("div", charts, class_="charts") if charts else missing("No cell has finished yet."),
             id="charts",
         ),
-        section("How soon, and for how much", courses, id="reach") if (courses := reach.charts(told)) else None,
-        section("Parameters", _parallel(told, finished), id="parameters"),
-        section("Lineage", _lineage(told), id="lineage")
-        if any(any(row["lineage"]) for row in told["points"])
+        section("Time and cost to reach a loss", courses, id="reach") if (courses := reach.charts(summary)) else None,
+        section("Parameters", _parallel(summary, finished), id="parameters"),
+        section("Lineage", _lineage(summary), id="lineage")
+        if any(any(row["lineage"]) for row in summary["points"])
         else None,
-        section("Points", _points(told), id="points"),
-        tag("footer", "Made by raydist from the sweep's folder. This file needs no network."),
+        section("Points", _points(summary), id="points"),
+        tag("footer", "Created by raydist from the sweep's folder. This file needs no network."),
     )
 
 
-def _cards(told: Row) -> list[tuple[str, str, str]]:
-    totals, metric = told["totals"], told["objective"]["metric"]
-    best = None if told["best"] is None else told["points"][told["best"]]
+def _cards(summary: Row) -> list[tuple[str, str, str]]:
+    totals, metric = summary["totals"], summary["objective"]["metric"]
+    best = None if summary["best"] is None else summary["points"][summary["best"]]
     spread = f"{measured(best['low'])} to {measured(best['high'])}" if best and best["low"] is not None else ""
     shown = [
         (metric, measured(best["objective"]) if best else "-", spread or "of the best point"),
         (
             "points",
-            f"{len(told['points']):,}",
-            ", ".join(f"{n:,} cells {status}" for status, n in told["counts"].items()),
+            f"{len(summary['points']):,}",
+            ", ".join(f"{n:,} cells {status}" for status, n in summary["counts"].items()),
         ),
         ("tokens", f"{totals['tokens'] or 0:,}", "all cells together"),
-        ("time of cells", text.span(totals["seconds"] or 0.0), "those at once added up"),
+        ("time of cells", text.span(totals["seconds"] or 0.0), "sum over all cells"),
     ]
     if not totals["gpu_hours"]:
         return shown
@@ -76,8 +78,8 @@ def _cards(told: Row) -> list[tuple[str, str, str]]:
     return [*shown, ("cost", f"{totals['cost']:.3g}", "")] if totals["cost"] is not None else shown
 
 
-def _map(told: Row, finished: Sequence[Row]) -> Markup | None:
-    """The objective over two parameters, learning rate and batch first; of more, the best over the others."""
+def _map(summary: Row, finished: Sequence[Row]) -> Markup | None:
+    """The objective over two parameters, learning rate and batch first; with more parameters, the best over the others."""
     fields = list(dict.fromkeys(name for row in finished for name in row["parameters"]))
     varied = [name for name in fields if 1 < len(_values(finished, name)) <= 40]
     varied.sort(key=lambda name: (name != RATE, name != BATCH))
@@ -85,7 +87,7 @@ def _map(told: Row, finished: Sequence[Row]) -> Markup | None:
         return None
     down, across = varied[:2]
     rows, columns = _values(finished, down)[::-1], _values(finished, across)
-    sign = _sign(told)
+    sign = _sign(summary)
     grid = np.full((len(rows), len(columns)), np.nan)
     for row in finished:
         if row["parameters"].get(down) is not None and row["parameters"].get(across) is not None:
@@ -96,7 +98,7 @@ def _map(told: Row, finished: Sequence[Row]) -> Markup | None:
     low, high = float(np.nanmin(grid)), float(np.nanmax(grid))
     more = ", the best over the other parameters" if len(varied) > 2 else ""
     return heat.chart(
-        f"{told['objective']['metric']} by {shortest(down)} and {shortest(across)}",
+        f"{summary['objective']['metric']} by {shortest(down)} and {shortest(across)}",
         grid,
         limits=(low, high),
         edges=(0.0, float(len(columns))),
@@ -110,24 +112,24 @@ def _map(told: Row, finished: Sequence[Row]) -> Markup | None:
         y_name=shortest(down),
         about=f"the objective of each point{more}; empty where none has finished",
         marks=_critical(finished, columns) if across == BATCH else (),
-        named=_named(told, rows, columns, down, across),
+        named=_named(summary, rows, columns, down, across),
     )  # fmt: skip
 
 
 def _named(
-    told: Row, rows: Sequence[Any], columns: Sequence[Any], down: str, across: str
+    summary: Row, rows: Sequence[Any], columns: Sequence[Any], down: str, across: str
 ) -> list[tuple[int, int, str]]:
-    """The cells of the map that the best point and that of the base's own values lie in."""
+    """The cells of the map that contain the best point and the point with the base's values."""
     found: dict[tuple[int, int], list[str]] = {}
-    for row in told["points"]:
+    for row in summary["points"]:
         at = row["parameters"].get(down), row["parameters"].get(across)
-        if (words := marks(told, row)) and at[0] in rows and at[1] in columns:
+        if (words := marks(summary, row)) and at[0] in rows and at[1] in columns:
             found.setdefault((rows.index(at[0]), columns.index(at[1])), []).extend(words)
     return [(*at, ", ".join(words)) for at, words in found.items()]
 
 
 def _critical(finished: Sequence[Row], columns: Sequence[Any]) -> list[lines.Mark]:
-    """Where the gradient noise scale, the median of the points', lies among the batches: between columns by logarithm."""
+    """A mark at the gradient noise scale, the median over points, among the batches: between columns by logarithm."""
     scales = [row["grad_noise_scale"] for row in finished if row["grad_noise_scale"]]
     if not scales:
         return []
@@ -139,8 +141,8 @@ def _critical(finished: Sequence[Row], columns: Sequence[Any]) -> list[lines.Mar
     return [lines.Mark(place, f"noise scale {scale:.3g}{side}")]
 
 
-def _rate(told: Row, finished: Sequence[Row]) -> Markup | None:
-    """The objective over the learning rate, a line a setting of the others, marks where the fitted optima are."""
+def _rate(summary: Row, finished: Sequence[Row]) -> Markup | None:
+    """The objective over the learning rate, one line per setting of the others, with marks at the fitted optima."""
     groups: dict[str, list[Row]] = {}
     for row in finished:
         others = {name: v for name, v in row["parameters"].items() if name != RATE}
@@ -155,30 +157,30 @@ def _rate(told: Row, finished: Sequence[Row]) -> Markup | None:
             series.append(Series(name, x, y))
     if not series:
         return None
-    fits = told["analysis"]["optima"]
-    lying = [lines.Mark(math.log10(one["optimum"]), f"{one['optimum']:.2g}") for one in fits[:MOST] if one["inside"]]
-    at = told["analysis"]["base"]
-    if at is not None and (rate := told["points"][at]["parameters"].get(RATE, 0)) > 0:
-        lying.append(lines.Mark(math.log10(rate), "base"))
+    fits = summary["analysis"]["optima"]
+    places = [lines.Mark(math.log10(one["optimum"]), f"{one['optimum']:.2g}") for one in fits[:MOST] if one["inside"]]
+    at = summary["analysis"]["base"]
+    if at is not None and (rate := summary["points"][at]["parameters"].get(RATE, 0)) > 0:
+        places.append(lines.Mark(math.log10(rate), "base"))
     ticks = sorted({float(x) for one in series for x in one.x})
     return lines.chart(
-        f"{told['objective']['metric']} over {shortest(RATE)}",
+        f"{summary['objective']['metric']} over {shortest(RATE)}",
         series,
         unit="log scale",
-        about="a line a setting of the other parameters; a vertical line at each fitted optimum, and at the base's own",
+        about="one line per setting of the other parameters; a vertical line at each fitted optimum, and at the base's value",
         form=measured,
         x_form=lambda x: f"{10**x:.3g}",
         x_tick_form=lambda x: f"{10**x:.2g}",
         x_ticks=ticks[:: -(-len(ticks) // 8)],
         x_name=shortest(RATE),
-        marks=lying,
+        marks=places,
     )
 
 
-def _parallel(told: Row, finished: Sequence[Row]) -> Markup:
-    """Every parameter that was varied, and the objective: a line a point, of many the best ones."""
+def _parallel(summary: Row, finished: Sequence[Row]) -> Markup:
+    """Every parameter that was varied, and the objective: one line per point, for at most the ROWS best points."""
     fields = [name for name in dict.fromkeys(n for row in finished for n in row["parameters"]) if _many(finished, name)]
-    sign = _sign(told)
+    sign = _sign(summary)
     rows = sorted(
         (r for r in finished if all(n in r["parameters"] for n in fields)), key=lambda r: sign * r["objective"]
     )[:ROWS]
@@ -186,14 +188,14 @@ def _parallel(told: Row, finished: Sequence[Row]) -> Markup:
         return missing("No two points with different parameters have finished yet.")
     columns = [_column(name, [row["parameters"][name] for row in rows]) for name in fields]
     objective = np.array([row["objective"] for row in rows], dtype=np.float64)
-    columns.append(parallel.Axis(told["objective"]["metric"], objective, measured))
-    metric = told["objective"]["metric"]
+    columns.append(parallel.Axis(summary["objective"]["metric"], objective, measured))
+    metric = summary["objective"]["metric"]
     return parallel.chart(
-        f"{metric} and what it came of",
+        f"{metric} by all parameters",
         columns,
         [f"{named(row['parameters'])}: {metric} {measured(row['objective'])}" for row in rows],
         best=0,
-        about="an axis a parameter, the objective on the right; a line a point, the thick one is the best",
+        about="one axis per parameter, the objective on the right; one line per point, the thick one is the best",
     )
 
 
@@ -209,7 +211,7 @@ def _column(name: str, values: Sequence[Any]) -> parallel.Axis:
 
 
 def _many(rows: Sequence[Row], name: str) -> bool:
-    """Whether it has two values at least."""
+    """Whether it has at least two values."""
     first = rows[0]["parameters"].get(name)
     return any(row["parameters"].get(name) != first for row in rows)
 
@@ -222,25 +224,25 @@ def _losses(curves: Sequence[Curve]) -> Markup | None:
     return lines.chart("Loss over tokens", series, unit="the best cells", about=about, x_name="tokens")
 
 
-def _front(told: Row, finished: Sequence[Row]) -> Markup | None:
-    """Objective over what it took, and the front: points of which none that took less is as good."""
+def _front(summary: Row, finished: Sequence[Row]) -> Markup | None:
+    """Objective over time or cost, and the front: points for which no other is as good for less."""
     cost = "gpu_hours" if any(row["gpu_hours"] for row in finished) else "seconds"
     known = sorted((float(row[cost]), float(row["objective"])) for row in finished if row[cost])
     if len(known) < 2:
         return None
-    sign, best = _sign(told), math.inf
+    sign, best = _sign(summary), math.inf
     front = []
-    for took, objective in known:
+    for spent, objective in known:
         if sign * objective < best:
             best = sign * objective
-            front.append((took, objective))
+            front.append((spent, objective))
     x, y = (np.array(side) for side in zip(*known, strict=True))
     at, reached = (np.array(side) for side in zip(*front, strict=True))
     low, high = float(x.min()), float(x.max())
     return lines.chart(
-        f"{told['objective']['metric']} over {'GPU-hours' if cost == 'gpu_hours' else 'seconds'}",
+        f"{summary['objective']['metric']} over {'GPU-hours' if cost == 'gpu_hours' else 'seconds'}",
         [Series("points", x, y, "dots"), Series("front", at, reached)],
-        about="each point by what it took; the line joins those of which none that took less is as good",
+        about="each point by its time or cost; the line joins the points for which no other is as good for less",
         form=measured,
         x_form=lambda v: f"{v:.3g}",
         x_ticks=[low + (high - low) * i / 5 for i in range(6)],
@@ -249,10 +251,10 @@ def _front(told: Row, finished: Sequence[Row]) -> Markup | None:
     )
 
 
-def _lineage(told: Row) -> Markup:
+def _lineage(summary: Row) -> Markup:
     steps = [
         (step["at"], cell, step)
-        for row in told["points"]
+        for row in summary["points"]
         for cell, mine in zip(row["cells"], row["lineage"], strict=True)
         for step in mine
     ]
@@ -265,20 +267,20 @@ def _lineage(told: Row) -> Markup:
         )
         for _, cell, step in sorted(steps, key=lambda one: one[0])
     ]
-    return table(("cell", "tokens>", "went on from", "changes~"), cells)
+    return table(("cell", "tokens>", "continued from", "changes~"), cells)
 
 
-def _points(told: Row) -> list[Markup | None]:
-    fields = list(dict.fromkeys(name for row in told["points"] for name in row["parameters"]))
-    sign = _sign(told)
+def _points(summary: Row) -> list[Markup | None]:
+    fields = list(dict.fromkeys(name for row in summary["points"] for name in row["parameters"]))
+    sign = _sign(summary)
     best = sorted(
-        told["points"],
+        summary["points"],
         key=lambda r: (r["status"] != "finished", r["objective"] is None, sign * (r["objective"] or 0.0)),
     )
     columns = (
         "cell",
         *map(shortest, fields),
-        f"{told['objective']['metric']}>",
+        f"{summary['objective']['metric']}>",
         "95% interval>",
         "tokens>",
         "time>",
@@ -293,7 +295,7 @@ def _points(told: Row) -> list[Markup | None]:
             "-" if row["low"] is None else f"{measured(row['low'])} to {measured(row['high'])}",
             "-" if row["tokens"] is None else f"{row['tokens']:,}",
             text.span(row["seconds"]) if row["seconds"] else "-",
-            ", ".join([row["status"], *marks(told, row)]),
+            ", ".join([row["status"], *marks(summary, row)]),
             row["cause"] or "",
         )
         for row in best[:ROWS]
@@ -316,5 +318,5 @@ def _values(rows: Sequence[Row], name: str) -> list[Any]:
     return sorted(found, key=lambda v: (not isinstance(v, int | float), v if isinstance(v, int | float) else str(v)))
 
 
-def _sign(told: Row) -> int:
-    return 1 if told["objective"]["mode"] == "min" else -1
+def _sign(summary: Row) -> int:
+    return 1 if summary["objective"]["mode"] == "min" else -1

@@ -1,4 +1,4 @@
-"""What can be said of a sweep's results: figures by name, and the same in sentences.
+"""Conclusions from a sweep's results: figures by name, and the same in sentences.
 
 Runs anywhere. Pure.
 """
@@ -27,18 +27,20 @@ from raydist.spec.sweep.space import Axis, axes
 RATE, BATCH, CONTEXT, MEASURED = "optim.lr", "train.global_batch", "model.context", "observe.grad_noise"
 _SHOWN = 5
 UNITS = {"cost": "cost", "gpu_hours": "GPU-hours", "worker_hours": "worker-hours"}
-"""Of what it takes to come to a loss."""
+"""Units of the cost to reach a loss."""
 
 
-def analyse(told: Mapping[str, Any], spec: SweepSpec, base: JobSpec) -> dict[str, Any]:
-    """{"as_good", "noise_known", "reached", "edges", "optima", "optima_refused", "words"} of `results.tell`'s points and best one.
+def analyse(summary: Mapping[str, Any], spec: SweepSpec, base: JobSpec) -> dict[str, Any]:
+    """{"as_good", "noise_known", "reached", "edges", "optima", "optima_refused", "words"} from the points of `results.tell`.
 
-    as_good: places of the points within the noise of the best; reached: who came first to a loss that is as good, or nearly;
-    optima: of the learning rate, by the other parameters.
+    as_good: indices of the points within the noise of the best; reached: the points that were first to reach a loss that is as
+    good, or nearly; optima: of the learning rate, for each setting of the other parameters.
     """
-    places = [i for i, row in enumerate(told["points"]) if row["status"] == "finished" and row["objective"] is not None]
-    finished = [told["points"][i] for i in places]
-    if told["best"] is None:
+    places = [
+        i for i, row in enumerate(summary["points"]) if row["status"] == "finished" and row["objective"] is not None
+    ]
+    finished = [summary["points"][i] for i in places]
+    if summary["best"] is None:
         words = ["no cell has finished yet"]
         return {
             "as_good": [],
@@ -49,26 +51,28 @@ def analyse(told: Mapping[str, Any], spec: SweepSpec, base: JobSpec) -> dict[str
             "optima_refused": None,
             "words": words,
         }
-    best = told["points"][told["best"]]
-    near, known = analysis.noise([row["values"] for row in finished], places.index(told["best"]))
+    best = summary["points"][summary["best"]]
+    near, known = analysis.noise([row["values"] for row in finished], places.index(summary["best"]))
     as_good = [places[i] for i in near]
     found, _ = axes(spec)
-    # Under pbt the values of a cell change as it trains: neither an edge nor an optimum is that of its first ones.
-    mixed = spec.scheduler.name == "pbt"
+    # Under pbt the values of a cell change while it trains, so its initial values have no edge and no optimum.
+    mixed = spec.scheduler.copies
     edges = [] if mixed else _edges(finished, best, found, base, spec)
     fits = (
-        Refusal("under pbt it changes while a cell trains") if mixed else _optima(finished, told["objective"]["mode"])
+        Refusal("under pbt it changes while a cell trains")
+        if mixed
+        else _optima(finished, summary["objective"]["mode"])
     )
-    first = _reached(told, finished, best, [told["points"][i] for i in as_good])
+    first = _reached(summary, finished, best, [summary["points"][i] for i in as_good])
     words = [
-        _best(best, told["objective"]["metric"]),
-        _noise([told["points"][i] for i in as_good], known, len(finished)),
-        *_first(told, first, best),
+        _best(best, summary["objective"]["metric"]),
+        _noise([summary["points"][i] for i in as_good], known, len(finished)),
+        *_first(summary, first, best),
     ]
     words += [_edge(one) for one in edges]
     words.append(_critical(best, base))
     if isinstance(fits, Refusal):
-        words.append(f"no optimum of {shortest(RATE)} is told: {fits.because}")
+        words.append(f"no optimum of {shortest(RATE)} estimated: {fits.because}")
     else:
         words += [_optimum(one) for one in fits]
     return {
@@ -88,7 +92,7 @@ def named(parameters: Mapping[str, Any]) -> str:
 
 
 def value(v: Any) -> str:
-    """A parameter's value as people write it."""
+    """A parameter's value as text."""
     return f"{v:g}" if isinstance(v, float) else str(v)
 
 
@@ -114,11 +118,11 @@ def _edges(
 
 
 def _possible(base: JobSpec, field: str, tried: float, spec: SweepSpec) -> bool:
-    """Whether a job may have that value at all: no dropout is the natural end of its axis."""
-    asked = int(tried) if tried.is_integer() else tried
+    """Whether a job can have that value at all: dropout, for example, ends at 0."""
+    new = int(tried) if tried.is_integer() else tried
     tree = base.model_dump(mode="json")
-    fitted, _ = adjusted(base, {field: asked}, spec.equal)
-    for name, v in {field: asked, **fitted}.items():
+    fitted, _ = adjusted(base, {field: new}, spec.equal)
+    for name, v in {field: new, **fitted}.items():
         tree = merge(tree, nest(name, v))
     try:
         JobSpec.model_validate(tree)
@@ -161,54 +165,55 @@ def _noise(rows: Sequence[Mapping[str, Any]], known: bool, count: int) -> str:
     if count < 2:
         return ""
     if not known:
-        return "one seed a point: how much of the differences is noise is unknown; array.seeds: 3 would tell"
+        return "one seed per point, so the noise is unknown; array.seeds: 3 would measure it"
     if not rows:
-        return "no other point is within the noise of it"
+        return "no other point is within the noise of the best"
     more = f"; and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
-    return f"within the noise of it: {'; '.join(named(row['parameters']) for row in rows[:_SHOWN])}{more}"
+    return f"within the noise of the best: {'; '.join(named(row['parameters']) for row in rows[:_SHOWN])}{more}"
 
 
 def _reached(
-    told: Mapping[str, Any],
+    summary: Mapping[str, Any],
     finished: Sequence[Mapping[str, Any]],
     best: Mapping[str, Any],
     as_good: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any] | None:
-    """{"objective", "of", "quickest", "cheapest", "best"}: the points that came first to an objective, and when the best did.
+    """{"objective", "of", "quickest", "cheapest", "best"}: the points that reached an objective first, and when the best did.
 
-    Which: the worst within the noise of the best (`of`: as_good), else that of the best but one (`of`: second). None for one point.
+    The objective is the worst within the noise of the best (`of`: as_good), else the second best (`of`: second). None for one
+    point.
     """
-    sign = 1 if told["objective"]["mode"] == "min" else -1
+    sign = 1 if summary["objective"]["mode"] == "min" else -1
     others = as_good or [row for row in finished if row is not best]
     if not others:
         return None
     pick = max if as_good else min
     target = pick((row["objective"] for row in others), key=lambda v: sign * v)
-    came = [one for row in told["points"] if (one := reached(row, target, sign)) is not None]
-    own = next((one for one in came if one["point"] == best["point"]), None)
+    arrivals = [one for row in summary["points"] if (one := reached(row, target, sign)) is not None]
+    own = next((one for one in arrivals if one["point"] == best["point"]), None)
     if own is None:
         return None
     return {
         "objective": target,
         "of": "as_good" if as_good else "second",
-        "quickest": min(came, key=lambda one: one["seconds"]),
-        "cheapest": min(came, key=lambda one: one["amount"]),
+        "quickest": min(arrivals, key=lambda one: one["seconds"]),
+        "cheapest": min(arrivals, key=lambda one: one["amount"]),
         "best": own,
     }
 
 
-def _first(told: Mapping[str, Any], first: Mapping[str, Any] | None, best: Mapping[str, Any]) -> list[str]:
-    """`first` in sentences: one where the quickest is the cheapest too."""
+def _first(summary: Mapping[str, Any], first: Mapping[str, Any] | None, best: Mapping[str, Any]) -> list[str]:
+    """`first` in sentences: one sentence if the quickest is also the cheapest."""
     if first is None:
         return []
-    names = {row["point"]: named(row["parameters"]) for row in told["points"]}
-    whose = "as good as the best, within the noise" if first["of"] == "as_good" else "that of the best but one"
-    target = f"{told['objective']['metric']} {measured(first['objective'])} ({whose})"
-    unit = str(told["pareto"]["unit"])
+    names = {row["point"]: named(row["parameters"]) for row in summary["points"]}
+    whose = "as good as the best, within the noise" if first["of"] == "as_good" else "the second best"
+    target = f"{summary['objective']['metric']} {measured(first['objective'])} ({whose})"
+    unit = str(summary["pareto"]["unit"])
 
     def line(how: str, one: Mapping[str, Any], *axes: str) -> str:
         took = ", ".join(_took(one, axis, unit) for axis in axes)
-        many = "" if one["seconds_range"] is None else ", in the mean of its seeds"
+        many = "" if one["seconds_range"] is None else ", mean of its seeds"
         if one["point"] == best["point"]:
             return f"{how} to {target}: the best itself {took}{many}"
         longer = first["best"][axes[0]] / one[axes[0]] if one[axes[0]] else math.inf
@@ -222,38 +227,40 @@ def _first(told: Mapping[str, Any], first: Mapping[str, Any] | None, best: Mappi
 
 
 def _took(one: Mapping[str, Any], axis: str, unit: str) -> str:
-    """What it took to come there: `in 38 s`, `for 0.02 GPU-hours`, `at cost 1.2`."""
+    """The time or cost: `in 38 s`, `for 0.02 GPU-hours`, `at cost 1.2`."""
     if axis == "seconds":
         return f"in {text.span(one[axis])}" if not 10 <= one[axis] < 60 else f"in {one[axis]:.0f} s"
     return f"at cost {one[axis]:.3g}" if unit == "cost" else f"for {one[axis]:.3g} {UNITS[unit]}"
 
 
 def _critical(best: Mapping[str, Any], base: JobSpec) -> str:
-    """The best point's batch beside its gradient noise scale, both in sequences."""
+    """Compares the best point's batch with its gradient noise scale, both in sequences."""
     scale = best["grad_noise_scale"]
     if scale is None:
         return ""
-    asked = (BATCH, base.train.global_batch), (CONTEXT, base.model.context), (MEASURED, base.observe.grad_noise)
-    batch, context, every = (best["parameters"].get(name, value) for name, value in asked)
+    fields = (BATCH, base.train.global_batch), (CONTEXT, base.model.context), (MEASURED, base.observe.grad_noise)
+    batch, context, every = (best["parameters"].get(name, value) for name, value in fields)
     measured = best["tokens"] // (best["seeds"] * batch * context * every) if every else 0
     shown = (
         f"{scale:.3g} sequences" if scale >= 1 else "less than 1 sequence"
-    )  # no batch is smaller; what is estimated may be 0
-    told = f"gradient noise scale of the best: {shown}, its global batch has {batch}"
+    )  # no batch is smaller; the estimate may be 0
+    line = f"gradient noise scale of the best: {shown}, its global batch has {batch}"
     beyond = batch_far_beyond_noise(batch, scale, measured)
-    return f"{told}: far beyond it, most of the batch says nothing new (docs/noise.md)" if beyond else told
+    return (
+        f"{line}: far beyond it, most of the batch adds no information (docs/explanation/noise.md)" if beyond else line
+    )
 
 
 def _edge(one: Edge) -> str:
-    return f"{shortest(one.field)} {value(one.value)} is the {one.side} that was tried: try {value(one.next)} before you trust it"
+    return f"{shortest(one.field)} {value(one.value)} is the {one.side} value that was tried: try {value(one.next)} too"
 
 
 def _optimum(one: Mapping[str, Any]) -> str:
     place = f" at {named(one['at'])}" if one["at"] else ""
-    outside = "" if one["inside"] else "; outside of what was tried"
+    outside = "" if one["inside"] else "; outside the tried range"
     return f"optimum of {shortest(RATE)}{place}: {one['optimum']:.2g} (95% interval {one['low']:.2g} to {one['high']:.2g}{outside})"
 
 
 def measured(number: float | None) -> str:
-    """A value of the objective: a loss in nats, or tokens a second."""
+    """A value of the objective as text: a loss in nats, or tokens per second."""
     return f"{number:,.0f}" if number is not None and abs(number) >= 1000 else text.loss(number)

@@ -20,18 +20,18 @@ from raydist.run.log import read_events, read_steps
 
 @dataclass(frozen=True)
 class Curve:
-    """`losses` [N] at `tokens` [N], ascending: of held-out text, or of training where there was no evaluation."""
+    """`losses` [N] at `tokens` [N], ascending: of held-out text, or of training if there was no evaluation."""
 
     name: str
     tokens: NDArray[np.float64]
     losses: NDArray[np.float64]
 
 
-def curves(told: Mapping[str, Any], most: int) -> list[Curve]:
-    """Of the first cell of each of the best points of `results.tell`, where its run is there. Raises StorageError."""
-    sign = 1 if told["objective"]["mode"] == "min" else -1
+def curves(summary: Mapping[str, Any], most: int) -> list[Curve]:
+    """The curves of the first cells of the `most` best points of `results.tell` whose runs exist. Raises StorageError."""
+    sign = 1 if summary["objective"]["mode"] == "min" else -1
     known = sorted(
-        (row for row in told["points"] if row["objective"] is not None), key=lambda row: sign * row["objective"]
+        (row for row in summary["points"] if row["objective"] is not None), key=lambda row: sign * row["objective"]
     )
     found = []
     for row in known[:most]:

@@ -1,7 +1,7 @@
-"""What a cell's run came to: a few figures of its records.
+"""A few figures of a cell's run, from its records.
 
-Runs anywhere: in the sweep's driver when a cell ends, which notes them, so that nobody has to read ten thousand runs; and in a
-user's shell while a cell trains. Must not import torch or ray.
+Runs anywhere: in the sweep's driver, which records them when a cell ends, so that readers need not open ten thousand runs; and in
+the user's shell while a cell trains. Must not import torch or ray.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from raydist.run.sweep_state import CellState
 
 
 def measure(run: RunDir) -> dict[str, Any]:
-    """What a run came to: {"steps", "tokens", "loss", "eval_loss", "tokens_per_second", "grad_noise_scale", "course"}.
+    """The figures of a run: {"steps", "tokens", "loss", "eval_loss", "tokens_per_second", "grad_noise_scale", "course"}.
 
-    None where not reported. `loss`: of the last tenth of its steps, by their tokens; `tokens_per_second`: of its newest
+    None if not reported. `loss`: of the last tenth of its steps, by their tokens; `tokens_per_second`: of its newest
     attempt's last 50 steps; `grad_noise_scale`: the last known one, in sequences; `course`: see time_to_loss.py. Raises
     StorageError.
     """
@@ -33,7 +33,7 @@ def measure(run: RunDir) -> dict[str, Any]:
 
 
 def figures(segments: Sequence[Segment], events: Sequence[Event]) -> dict[str, Any]:
-    """The same of what was read already."""
+    """The same from records that were read already."""
     rows = merge(list(segments))
     held_out = {step: loss for step, loss in evals(events).items() if loss is not None and math.isfinite(loss)}
     count = rows.num_rows
@@ -55,7 +55,7 @@ def figures(segments: Sequence[Segment], events: Sequence[Event]) -> dict[str, A
 
 
 def spent(state: CellState, run: RunDir, now: float) -> tuple[float, float]:
-    """(seconds, GPU-hours) in which a cell had workers. Where its driver was killed, up to what its run last said. Unix time `now`.
+    """(seconds, GPU-hours) in which a cell had workers; if its driver was killed, until the run's last record. `now`: Unix time.
 
     Raises StorageError.
     """
@@ -64,15 +64,15 @@ def spent(state: CellState, run: RunDir, now: float) -> tuple[float, float]:
         end = stretch.end
         if end is None:
             later = state.stretches[number + 1].start if number + 1 < len(state.stretches) else now
-            end = min(later, _last_sign(run, later))
+            end = min(later, _last_record(run, later))
         length = max(0.0, end - stretch.start)
         seconds += length
         gpu_hours += length * stretch.gpus / 3600
     return seconds, gpu_hours
 
 
-def _last_sign(run: RunDir, before: float) -> float:
-    """Unix time of the last thing that a run wrote before then."""
+def _last_record(run: RunDir, before: float) -> float:
+    """Unix time of the last record that a run wrote before that time."""
     state = last_word(run)
-    signs = [event.at for event in read_events(run)] + ([] if state is None else [state["heartbeat_at"]])
-    return max((at for at in signs if at <= before), default=0.0)
+    times = [event.at for event in read_events(run)] + ([] if state is None else [state["heartbeat_at"]])
+    return max((at for at in times if at <= before), default=0.0)

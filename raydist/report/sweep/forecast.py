@@ -1,12 +1,11 @@
-"""A sweep before it runs: its cells, and what they will take, as far as anybody has measured or can reckon.
+"""A sweep before it runs: its cells, and their time and cost, measured or estimated.
 
 Runs anywhere. Must not import torch or ray.
 
-How many cells train at once is worked out from the nodes of the place that it will run on (`Place`); GPU-hours and cost are told
-of cells that have GPUs there. Hours follow from tokens a second that were measured: in cells of this sweep that have run already,
-else in the base's own run, where there is one in the storage. They hold for cells of the same model, precision and workers. For the
-others `raydist plan` reckons, where the GPU is known; else nothing is known before they run. The time to start a cell is not in
-them.
+The number of cells that train at once follows from the nodes that the sweep will use (`Place`); GPU-hours and cost are given for
+cells with GPUs there. Hours follow from measured tokens/s: of cells of this sweep that have already run, else of the base's own
+run, if it is in the storage. They are valid for cells of the same model, precision and workers. For other cells they are estimated
+as in `raydist plan`, if the GPU is known; else they are unknown. The time to start a cell is not included.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from raydist.spec.sweep import Cell, Sweep
 from raydist.storage import Storage
 
 RECKONED, UNKNOWN = "reckoned ", "unknown: "
-"""What `by` of a cell begins with where nobody has measured its speed."""
+"""Prefixes of a cell's `by` if its speed was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Tokens a second of jobs that compute alike. `where`: the cell or run it was measured in, or the GPU it is reckoned for."""
+    """Tokens/s of jobs with the same `kind`. `where`: the cell or run it was measured in, or the GPU it is estimated for."""
 
     kind: str
     tokens_per_second: float
@@ -46,10 +45,10 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the sweep will run: `where` in words, and how many of its cells train there `at_once`.
+    """The nodes that the sweep will use: `where` as text, and how many of its cells train there `at_once`.
 
-    `at_once` is None where there is no valid cell, or not even one fits: then `problem` says why. `gpus(job)`: GPUs of each of its
-    workers there.
+    `at_once` is None if there is no valid cell, or if not even one fits: then `problem` says why. `gpus(job)`: GPUs of each of the
+    job's workers there.
     """
 
     where: str
@@ -59,7 +58,7 @@ class Place:
 
 
 Reckon = Callable[[JobSpec], Pace | str]
-"""The pace of a job that nobody has trained, or why nobody can tell: `raydist.cli.speed.Reckoner`."""
+"""The estimated pace of a job, or why there is no estimate: `raydist.cli.speed.Reckoner`."""
 
 
 def kind(job: JobSpec) -> str:
@@ -70,7 +69,7 @@ def kind(job: JobSpec) -> str:
 
 
 def paces(storage: Storage, sweep: Sweep, cells: Iterable[Cell]) -> list[Pace]:
-    """What is known of the sweep's speed: of its own cells, the newest last, then of its base's run. Raises StorageError."""
+    """Measured paces: of the sweep's own cells, the newest last, else of its base's run. Raises StorageError."""
     found = []
     folder = SweepDir(storage.at(sweep.name))
     if folder.exists():
@@ -97,9 +96,9 @@ def tell(
     reckon: Reckon | None = None,
     place: Place | None = None,
 ) -> dict[str, Any]:
-    """{"v", "sweep", "source", "base", "where", "cells", "totals", "limits", "over", "notes"}, plain data: see docs/sweeps.md.
+    """{"v", "sweep", "source", "base", "where", "cells", "totals", "limits", "over", "notes"}, plain data: docs/how-to/sweeps.md.
 
-    `reckon` is asked for the cells that `known` says nothing of. Without a `place` nothing is known of where it will run.
+    `reckon` estimates the cells that have no pace in `known`. Without a `place`, the nodes are unknown.
     """
     speeds = {pace.kind: pace for pace in known}
     rate = sweep.spec.limits.cost_per_gpu_hour
@@ -109,7 +108,7 @@ def tell(
     at_once = sweep.spec.array.concurrent if place is None else place.at_once
     scouts: list[Cell] = []
     taken = able = rows
-    if sweep.spec.search.chooses:  # those at the ends of the space stand for the others
+    if sweep.spec.search.chooses:  # the cells at the ends of the space represent the others
         scouts, points = sweep.scouts(), sweep.most()
         able = [_row(cell, speeds, rate, reckon, gpus) for cell in scouts if not cell.problems]
         taken = [search_forecast.longest(able, ("tokens", "gpu_hours", "hours", "cost"))] * (
@@ -165,26 +164,26 @@ def _row(
         if pace is not None:
             by = f"measured in {pace.where}"
         elif reckon is not None:
-            found = reckon(job)
-            by = f"{UNKNOWN}{found}" if isinstance(found, str) else f"{RECKONED}for {found.where}"
-            pace = None if isinstance(found, str) else found
+            estimate = reckon(job)
+            by = f"{UNKNOWN}{estimate}" if isinstance(estimate, str) else f"{RECKONED}for {estimate.where}"
+            pace = None if isinstance(estimate, str) else estimate
         if pace is not None and cell.tokens is not None:
             hours = cell.tokens / pace.tokens_per_second / 3600
             gpu_hours = hours * job.cluster.most * each
         cost = gpu_hours * rate if gpu_hours is not None and rate is not None else None
-        told = (job.cluster.most, job.train.steps, cell.tokens, hours, gpu_hours, cost, by)
-        row |= dict(zip(keys, told, strict=True))
+        values = (job.cluster.most, job.train.steps, cell.tokens, hours, gpu_hours, cost, by)
+        row |= dict(zip(keys, values, strict=True))
     return {**row, "adjusted": dict(cell.adjusted), "notes": list(cell.notes), "problems": list(cell.problems)}
 
 
 def _gpus(job: JobSpec) -> float:
-    """Of each worker, where nobody knows the place: one, if the job leaves it open."""
+    """GPUs of each worker if the nodes are unknown: one, unless the job sets it."""
     each = job.cluster.gpus_per_worker
     return 1.0 if isinstance(each, str) else each
 
 
 def _clock(hours: Sequence[float | None], at_once: int | None) -> float | None:
-    """Hours on the wall, cells started in their order as soon as one of `at_once` places is free."""
+    """Wall-clock hours if cells start in order, as soon as one of `at_once` places is free."""
     if at_once is None or not hours or any(h is None for h in hours):
         return None
     free = [0.0] * at_once
@@ -201,53 +200,54 @@ def _notes(
     rows: Sequence[dict[str, Any]],
     place: Place | None,
 ) -> list[str]:
-    """`rows`: those that the hours follow from."""
+    """`rows`: the cells that the hours are computed from."""
     notes = []
     by = [row["by"] or "" for row in rows]
-    reckoned = [one.removeprefix(RECKONED) for one in by if one.startswith(RECKONED)]
+    estimated = [one.removeprefix(RECKONED) for one in by if one.startswith(RECKONED)]
     if sweep.spec.search.chooses:
         notes += search_forecast.notes(sweep, cells)
     notes += base_values.outside(sweep.axes, sweep.base)
-    asked = (sweep.spec.array.samples or 0) * sweep.spec.array.seeds
-    if sweep.spec.array.type == "random" and not sweep.spec.search.chooses and totals["cells"] < asked:
-        notes.append(f"{asked - totals['cells']} draws repeat others, and are left out")
+    draws = (sweep.spec.array.samples or 0) * sweep.spec.array.seeds
+    if sweep.spec.array.type == "random" and not sweep.spec.search.chooses and totals["cells"] < draws:
+        notes.append(f"{draws - totals['cells']} draws repeat others, and are left out")
     if known:
         of = known[-1] if known[-1].where.startswith("run") else known[0]
         more = f" and {len(known) - 1} more cells" if len(known) > 1 else ""
-        notes.append(f"time: by {of.tokens_per_second:,.0f} tokens/s of {of.where}{more}; starting a cell comes on top")
-    if reckoned:
-        some = len(reckoned) < len(rows) and not sweep.spec.search.chooses
-        of_them = f" marked ~, of {len(reckoned)} of {len(rows)} cells" if some else ""
+        notes.append(f"time: by {of.tokens_per_second:,.0f} tokens/s of {of.where}{more}, without the start of a cell")
+    if estimated:
+        some = len(estimated) < len(rows) and not sweep.spec.search.chooses
+        of_them = f" marked ~, of {len(estimated)} of {len(rows)} cells" if some else ""
         notes.append(
-            f"time{of_them}: reckoned as raydist plan does, {reckoned[0]}, not measured; starting a cell comes on top"
+            f"time{of_them}: estimated as in raydist plan, {estimated[0]}, not measured, without the start of a cell"
         )
-    if known or reckoned:
+    if known or estimated:
         if (
             place is None
             and totals["gpu_hours"] is not None
             and any(c.spec is not None and c.spec.cluster.gpus_per_worker == "auto" for c in cells)
         ):
-            notes.append("GPU-hours: one GPU a worker, for cluster.gpus_per_worker is auto")
+            notes.append("GPU-hours: one GPU per worker, because cluster.gpus_per_worker is auto")
     elif cells:
         notes.append(
-            f"time: not known until a cell, or {sweep.base.name}, the base, has run in the same storage: then by its tokens/s"
+            f"time: unknown until a cell or the base, {sweep.base.name}, has run in the same storage; then from its tokens/s"
         )
     why = dict.fromkeys(one.removeprefix(UNKNOWN) for one in by if one.startswith(UNKNOWN))
-    notes += [f"time is not reckoned: {one}" for one in why]
+    notes += [f"time is not estimated: {one}" for one in why]
     return [*notes, *_room(sweep, totals["at_once"], place)]
 
 
 def _room(sweep: Sweep, at_once: int | None, place: Place | None) -> list[str]:
     """How many cells train at once, and where."""
     if place is not None and place.problem:
-        return [f"on {place.where} it cannot run: {place.problem}; --address says where else"]
+        return [f"it cannot run on {place.where}: {place.problem}; choose another cluster with --address"]
     if not at_once:
         return []
     many = "one cell after another" if at_once == 1 else f"{at_once} cells at once"
-    asked = sweep.spec.array.concurrent
+    concurrent = sweep.spec.array.concurrent
     if place is None:
         return [many]
-    why = f"; array.concurrent is {asked}, there is no room for more" if asked is not None and asked > at_once else ""
+    limited = concurrent is not None and concurrent > at_once
+    why = f"; array.concurrent is {concurrent}, but there is no room for more" if limited else ""
     return [f"on {place.where}: {many}{why}"]
 
 

@@ -1,9 +1,9 @@
-"""A sweep's results, a row a point: parameters, objective over its seeds, what it cost, and what became of it.
+"""A sweep's results, one row per point: parameters, objective over its seeds, cost and status.
 
 Runs anywhere, while the sweep runs and after. Must not import torch or ray.
 
-Cells that have ended are told by the sweep's own log, so that a sweep of ten thousand is read in a second; only those that train
-now are looked up in their runs.
+Ended cells are read from the sweep's own log, so that ten thousand of them are read in a second; only running cells are read from
+their runs.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from raydist.spec import JobSpec, parse
 from raydist.spec.sweep import SweepSpec, read_stored
 
 STATUSES = ("running", "lost", "waiting", "paused", "failed", "stopped", "finished")
-"""Of a point whose cells differ: the first of these that one of them has."""
-_LOST = "its driver is gone; the same command goes on with it"
+"""A point has the first of these that one of its cells has."""
+_LOST = "its driver died; the same command resumes it"
 
 
 def tell(folder: SweepDir, now: float | None = None) -> dict[str, Any]:
-    """{"v", "sweep", "path", "objective", "points", "counts", "totals", "best", "pareto", "analysis"}: docs/sweeps.md has the keys.
+    """{"v", "sweep", "path", "objective", "points", "counts", "totals", "best", "pareto", "analysis"}: docs/how-to/sweeps.md.
 
-    `best` is the place of the best point in `points`, of those that have finished. Plain data for strict JSON. `now` is Unix time.
-    Raises UsageError where cells have finished and none has reported the objective; StorageError.
+    `best`: index in `points` of the best finished point. Plain data for strict JSON. `now`: Unix time. Raises UsageError if cells
+    have finished and none has reported the objective; StorageError.
     """
     now = time.time() if now is None else now
     spec, base = read_stored(folder)
@@ -55,7 +55,7 @@ def tell(folder: SweepDir, now: float | None = None) -> dict[str, Any]:
         points.setdefault(cell["point"], []).append(cell)
     rows = [_row(number, points[number]) for number in sorted(points)]
     sign = 1 if spec.objective.better == "min" else -1
-    told = {
+    summary = {
         "v": 1,
         "sweep": folder.name,
         "path": folder.uri,
@@ -70,10 +70,10 @@ def tell(folder: SweepDir, now: float | None = None) -> dict[str, Any]:
         ),
         "pareto": {"unit": unit, "seconds": front(rows, "seconds", sign), "amount": front(rows, "amount", sign)},
     }
-    told["analysis"] = analyse(told, spec, base)
-    base_values.add(told, spec, base)
-    courses = [row.pop("course") for row in rows]  # plain already, and far more than all the rest
-    made = dict(plain(told))
+    summary["analysis"] = analyse(summary, spec, base)
+    base_values.add(summary, spec, base)
+    courses = [row.pop("course") for row in rows]  # already plain, and much larger than the rest
+    made = dict(plain(summary))
     for row, course in zip(made["points"], courses, strict=True):
         row["course"] = course
     return made
@@ -88,14 +88,14 @@ def _cell(
     since: float | None,
     now: float,
 ) -> dict[str, Any]:
-    """One cell: its note, its figures, and what it cost; `unit`: see `_unit`.
+    """One cell: its note, its figures and its cost; `unit`: see `_unit`.
 
-    `since`: from when on a driver has the sweep; None if none has it now.
+    `since`: when the current driver took the sweep; None if it has no driver.
     """
     run, rate = folder.run(note.id), spec.limits.cost_per_gpu_hour
     status: str = state.status
     if status == "running" and (since is None or state.stretches[-1].start < since):
-        status = "lost"  # the driver that had it did not come to say how it ended
+        status = "lost"  # its driver died before it recorded the end
     known = (
         state.figures
         if state.figures and status not in ("running", "lost")
@@ -128,14 +128,14 @@ def _cell(
 
 
 def _unit(states: Iterable[CellState], rate: float | None) -> str:
-    """What it costs to come to a loss is told in: cost, gpu_hours, or without any GPU worker_hours."""
+    """The unit of the cost to reach a loss: cost, gpu_hours, or worker_hours if there was no GPU."""
     if not any(stretch.gpus for state in states for stretch in state.stretches):
         return "worker_hours"
     return "gpu_hours" if rate is None else "cost"
 
 
 def _price(state: CellState, unit: str, rate: float | None) -> float:
-    """Of an hour of one of its workers, in that unit."""
+    """The price of an hour of one of its workers, in that unit."""
     if unit == "worker_hours":
         return 1.0
     last = state.stretches[-1]
@@ -143,7 +143,7 @@ def _price(state: CellState, unit: str, rate: float | None) -> float:
 
 
 def _row(number: int, cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A point: its cells in one row. The objective is that of the finished ones, if any has finished."""
+    """A point: its cells in one row. The objective is over the finished cells, if any has finished, else over all."""
     status = next(s for s in STATUSES if any(cell["status"] == s for cell in cells))
     finished = [cell for cell in cells if cell["status"] == "finished"] or cells
     values = [cell["value"] for cell in finished if cell["value"] is not None]
@@ -174,30 +174,31 @@ def _row(number: int, cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _require(folder: SweepDir, spec: SweepSpec, cells: Sequence[dict[str, Any]]) -> None:
-    """Raises UsageError where cells have finished and none of them says what they are compared by."""
+    """Raises UsageError if cells have finished and none of them has reported the objective."""
     finished = [cell for cell in cells if cell["status"] == "finished"]
     if finished and all(cell["value"] is None for cell in finished):
         known = [m for m in ("eval_loss", "loss", "tokens_per_second") if any(cell[m] is not None for cell in finished)]
         raise UsageError(
             f"sweep {folder.name}: none of its {len(finished)} finished cells has reported {spec.objective.metric}",
-            f"set objective.metric in {folder.uri}/sweep.yaml to what they have: {', '.join(known)}"
+            f"set objective.metric in {folder.uri}/sweep.yaml to a metric that they have: {', '.join(known)}"
             if known
             else f"look at one of them: raydist show {finished[0]['run']}",
         )
 
 
-def best_job(folder: SweepDir, told: dict[str, Any]) -> tuple[JobSpec, list[str]]:
-    """The job of the best cell of the best point, as it was trained, under the sweep's name; and lines that say where it is from.
+def best_job(folder: SweepDir, summary: dict[str, Any]) -> tuple[JobSpec, list[str]]:
+    """The job of the best cell of the best point, as it was trained, under the sweep's name; and comment lines about its origin.
 
-    Raises UsageError where none has finished, StorageError where its run is gone.
+    Raises UsageError if none has finished, StorageError if its run is gone.
     """
-    if told["best"] is None:
-        counts = ", ".join(f"{n} {status}" for status, n in told["counts"].items())
+    if summary["best"] is None:
+        counts = ", ".join(f"{n} {status}" for status, n in summary["counts"].items())
         raise UsageError(
-            f"sweep {folder.name}: no cell has finished ({counts})", "wait for one, or start the sweep again to go on"
+            f"sweep {folder.name}: no cell has finished ({counts})",
+            "wait for one, or run the sweep's command again to resume it",
         )
-    row = told["points"][told["best"]]
-    sign = 1 if told["objective"]["mode"] == "min" else -1
+    row = summary["points"][summary["best"]]
+    sign = 1 if summary["objective"]["mode"] == "min" else -1
     which = min(range(len(row["values"])), key=lambda i: sign * row["values"][i])
     cell = row["cells"][which]
     run = folder.run(cell)
@@ -205,30 +206,30 @@ def best_job(folder: SweepDir, told: dict[str, Any]) -> tuple[JobSpec, list[str]
         job = parse(yaml.safe_load(run.storage.read(SPEC)), source=f"{run.uri}/{SPEC}")
     except FileNotFoundError:
         raise StorageError(
-            f"{run.uri} is gone: the best cell's job is not known", "start the sweep again under another name"
+            f"{run.uri} does not exist: the best cell's job is unknown", "start the sweep again under another name"
         ) from None
-    told_by = [f"The best cell of sweep {folder.name}: {cell}.", *told["analysis"]["words"]]
+    comments = [f"The best cell of sweep {folder.name}: {cell}.", *summary["analysis"]["words"]]
     for step in row["lineage"][which]:
         changes = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in step["changes"].items())
-        told_by.append(f"At step {step['step']} it went on from {step['source']}'s checkpoint: {changes}.")
-    return job.model_copy(update={"name": f"{folder.name}-best"[:100]}), told_by
+        comments.append(f"At step {step['step']} it continued from {step['source']}'s checkpoint: {changes}.")
+    return job.model_copy(update={"name": f"{folder.name}-best"[:100]}), comments
 
 
-def write_parquet(folder: SweepDir, told: dict[str, Any]) -> None:
-    """results.parquet: a row a point, a column a parameter; those that are no numbers as JSON. Raises StorageError."""
+def write_parquet(folder: SweepDir, summary: dict[str, Any]) -> None:
+    """Writes results.parquet: one row per point, one column per parameter; mixed values as JSON. Raises StorageError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     sink = pa.BufferOutputStream()
-    flat = flatten(told)
+    flat = flatten(summary)
     columns = {name: [row[name] for row in flat] for name in (flat[0] if flat else ())}
     pq.write_table(pa.table({name: _column(values) for name, values in columns.items()}), sink)
     folder.storage.write(RESULTS, sink.getvalue().to_pybytes())
 
 
-def flatten(told: dict[str, Any]) -> list[dict[str, Any]]:
+def flatten(summary: dict[str, Any]) -> list[dict[str, Any]]:
     """Points as flat rows, all with the same columns: parameters by their fields, then the rest; lists stay lists."""
-    fields = list(dict.fromkeys(name for row in told["points"] for name in row["parameters"]))
+    fields = list(dict.fromkeys(name for row in summary["points"] for name in row["parameters"]))
     return [
         {
             "point": row["point"],
@@ -239,12 +240,12 @@ def flatten(told: dict[str, Any]) -> list[dict[str, Any]]:
                 if name not in ("point", "parameters", "lineage", "values", "course")
             },
         }
-        for row in told["points"]
+        for row in summary["points"]
     ]
 
 
 def _column(values: list[Any]) -> list[Any]:
-    """What Parquet takes: one type a column."""
+    """Values of one type, as Parquet requires."""
     kinds = {type(v) for v in values if v is not None}
     if kinds <= {int, float} or len(kinds) <= 1:
         return [float(v) if v is not None and kinds == {int, float} else v for v in values]

@@ -1,4 +1,4 @@
-"""What a search that chooses its cells as results come will take: reckoned by the cells at the ends of its space.
+"""Time and cost of a search that chooses its cells by earlier results, from the cells at the ends of its space.
 
 Runs anywhere. Must not import torch or ray.
 """
@@ -17,32 +17,33 @@ _SHOWN = 8
 
 
 def chosen(sweep: Sweep, folder: SweepDir) -> list[Cell]:
-    """The cells that it has chosen before, as far as they are this sweep's. Raises StorageError."""
+    """The cells that the search has chosen so far. Raises StorageError."""
     return [sweep.cell(note.parameters, note.index, note.point) for note in folder.cells()]
 
 
 def longest(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """The most of each that one of the rows has; None where one of them does not know."""
+    """The maximum of each column over the rows; None if it is unknown in a row."""
     columns = {name: [row[name] for row in rows] for name in names}
     return {name: None if not column or None in column else max(column) for name, column in columns.items()}
 
 
 def notes(sweep: Sweep, scouts: Sequence[Cell]) -> list[str]:
-    """How many are chosen, from what, and what can go wrong with them."""
-    asked, seeds, points = sweep.spec.array.samples or 0, sweep.spec.array.seeds, sweep.most()
+    """Notes: how many points are chosen, from which ranges, and their possible problems."""
+    samples, seeds, points = sweep.spec.array.samples or 0, sweep.spec.array.seeds, sweep.most()
     each = f", each with {seeds} seeds" if seeds > 1 else ""
-    told = [
-        f"search: {sweep.spec.search.name} chooses {points} points as results come{each}: tokens, time and cost are at most these",
+    lines = [
+        f"search: {sweep.spec.search.name} chooses {points} points from earlier results{each}: tokens, time and cost are upper "
+        "bounds",
         f"from {'; '.join(map(_range, sweep.axes))}",
     ]
-    if points < asked:
-        told.append(f"there are no more than {size(sweep.axes)} points, array.samples is {asked}")
+    if points < samples:
+        lines.append(f"there are no more than {size(sweep.axes)} points, array.samples is {samples}")
     problems: dict[str, str] = {}
     for cell in scouts:
         for text in cell.problems:
             problems.setdefault(text, cell.id)
-    told += [f"{text} (in {cell}): such cells fail when they are chosen" for text, cell in problems.items()]
-    return told
+    lines += [f"{text} (in {cell}): such cells fail when they are chosen" for text, cell in problems.items()]
+    return lines
 
 
 def _range(axis: Axis) -> str:

@@ -1,6 +1,6 @@
-"""How a sweep stands while it runs: the cells that ended last, and the best point so far. Folded from its events.
+"""The state of a running sweep: the cells that ended last, and the best point so far, folded from its events.
 
-Runs in: the sweep's driver, which is told of every event as it happens. Must not import torch or ray.
+Runs in: the sweep's driver, which passes every event as it happens. Must not import torch or ray.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from raydist.run.sweep_directory import CellNote
 from raydist.run.sweep_state import DONE
 
 KEPT = 100
-"""Ended cells that are kept for the display, at most."""
+"""Maximum number of ended cells kept for the display."""
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """A cell that is over, for good. `seconds`: since it last began, None where that is not known; `value`: its objective."""
+    """A cell that has ended and will not run again. `seconds`: since its last start, None if unknown; `value`: its objective."""
 
     cell: str
     status: str
@@ -37,7 +37,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """The best point so far. `value`: the mean objective of those of its cells that have finished, `seeds` of them."""
+    """The best point so far. `value`: the mean objective of its finished cells, whose number is `seeds`."""
 
     parameters: Mapping[str, Any]
     value: float
@@ -45,16 +45,16 @@ class Leader:
 
 
 class Standing:
-    """`metric` and `mode`: of the objective. `heard` may be called from any thread; so may what reads."""
+    """`metric` and `mode`: of the objective. All methods may be called from any thread."""
 
     def __init__(self, metric: str, mode: str) -> None:
         self.metric = metric
         self._sign = 1 if mode == "min" else -1
         self._lock = threading.Lock()
-        """Guards what follows."""
+        """Protects the fields below."""
         self._notes: dict[str, CellNote] = {}
         self._changed: dict[str, dict[str, Any]] = {}
-        """Cell -> values that it has taken on since it began (pbt)."""
+        """Cell -> values that have changed since it began (pbt)."""
         self._began: dict[str, float] = {}
         self._values: dict[int, list[float]] = {}
         """Point -> objectives of its cells that have finished."""
@@ -64,14 +64,14 @@ class Standing:
         self._count = 0
 
     def begin(self, cells: Iterable[CellNote], events: Iterable[Event]) -> None:
-        """The sweep goes on from there."""
+        """Starts from the cells and events that exist already."""
         with self._lock:
             self._notes |= {note.id: note for note in cells}
         for event in events:
             self.heard(event)
 
     def heard(self, event: Event) -> None:
-        """Something happened; returns at once."""
+        """Takes one event; returns at once."""
         with self._lock:
             self._fold(event)
 
@@ -81,7 +81,7 @@ class Standing:
             return list(self._over)[: -count - 1 : -1] if count > 0 else []
 
     def since(self, count: int) -> tuple[int, list[Over]]:
-        """How many cells have ended, and those after the first `count` of them, the oldest first; KEPT at most."""
+        """How many cells have ended, and those after the first `count` of them, the oldest first; at most KEPT."""
         with self._lock:
             new = min(self._count - count, len(self._over))
             return self._count, list(self._over)[len(self._over) - new :]

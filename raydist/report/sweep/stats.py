@@ -11,11 +11,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 LEVEL = 0.95
-"""Of all intervals and tests."""
+"""The confidence level of all intervals and tests."""
 
 
 class Interval(NamedTuple):
-    """A mean and its confidence interval; None for both ends where one value says nothing of its spread."""
+    """A mean and its confidence interval; both ends are None for a single value."""
 
     mean: float
     low: float | None
@@ -23,7 +23,7 @@ class Interval(NamedTuple):
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """The mean of some values, of which there is one at least, and its interval at LEVEL by Student's t."""
+    """The mean of at least one value, and its interval at LEVEL by Student's t."""
     mean = math.fsum(values) / len(values)
     if len(values) < 2:
         return Interval(mean, None, None)
@@ -32,13 +32,13 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def variance(values: Sequence[float]) -> float:
-    """With n - 1; of two values at least."""
+    """The sample variance (with n - 1) of at least two values."""
     mean = math.fsum(values) / len(values)
     return math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)
 
 
 def differ(one: Sequence[float], other: Sequence[float]) -> bool | None:
-    """Whether the means of two samples differ at LEVEL, by Welch's test; None where either has fewer than two values.
+    """Whether the means of two samples differ at LEVEL, by Welch's test; None if either has fewer than two values.
 
     Degrees of freedom by Welch and Satterthwaite, Biometrika 34 (1947).
     """
@@ -54,7 +54,7 @@ def differ(one: Sequence[float], other: Sequence[float]) -> bool | None:
 
 @lru_cache(maxsize=1000)
 def quantile(p: float, freedom: float) -> float:
-    """The value that Student's t with `freedom` > 0 degrees is below with probability `p`, in (0, 1); to 1e-10 of it."""
+    """The `p`-quantile, 0 < p < 1, of Student's t with `freedom` > 0 degrees of freedom; relative error below 1e-10."""
     assert 0 < p < 1, p
     if p < 0.5:
         return -quantile(1 - p, freedom)
@@ -82,7 +82,7 @@ def _beta(x: float, rest: float, a: float, b: float) -> float:
     if x <= 0 or rest <= 0:
         return float(rest <= 0)
     front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log(rest))
-    # The fraction converges fast on this side of the mean; beyond it the function's symmetry helps.
+    # The fraction converges fast on this side of the mean; on the other side the symmetry of the function is used.
     if x < (a + 1) / (a + b + 2):
         return front * _fraction(x, a, b) / a
     return 1 - front * _fraction(rest, b, a) / b

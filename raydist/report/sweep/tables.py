@@ -2,7 +2,7 @@
 
 Runs in: the user's shell. Must not import torch or ray.
 
-Lines of their own, not rich's tables: those cut figures off where a pipe is narrow, and take a second a thousand rows.
+Prints plain lines instead of rich's tables, which truncate figures if a pipe is narrow, and take 1 s per 1,000 rows.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _STYLES = {
 }
 
 
-def forecast(told: dict[str, Any], out: Console | None = None) -> None:
-    """The object of `forecast.tell`."""
+def forecast(summary: dict[str, Any], out: Console | None = None) -> None:
+    """Prints the object of `forecast.tell`."""
     out = out or Console(highlight=False)
-    cells, totals = told["cells"], told["totals"]
+    cells, totals = summary["cells"], summary["totals"]
     if cells:
         fields = list(dict.fromkeys(name for cell in cells for name in cell["parameters"]))
-        amounts = {"gpu_hours": "GPU-hours>", "cost": "cost>"}  # where no cell has a GPU, they say nothing
+        amounts = {"gpu_hours": "GPU-hours>", "cost": "cost>"}  # left out if no cell has a GPU
         amounts = {name: head for name, head in amounts.items() if any(_positive(cell[name]) for cell in cells)}
         numbers = ["seed>", "workers>", "steps>", "tokens>", "time>", *amounts.values()]
         heads = ["cell", *_heads(fields, cells), *numbers]
@@ -48,8 +48,8 @@ def forecast(told: dict[str, Any], out: Console | None = None) -> None:
                 cell["id"],
                 *(_parameter(cell["parameters"].get(name)) for name in fields),
                 *(_count(cell[name]) for name in ("seed", "workers", "steps", "tokens")),
-                _reckoned(cell["by"], _span(cell["hours"])),
-                *(_reckoned(cell["by"], _amount(cell[name])) for name in amounts),
+                _estimated(cell["by"], _span(cell["hours"])),
+                *(_estimated(cell["by"], _amount(cell[name])) for name in amounts),
             ]
             for cell in cells
         ]
@@ -60,21 +60,21 @@ def forecast(told: dict[str, Any], out: Console | None = None) -> None:
                 having.setdefault(note, []).append(cell["id"])
         for note, them in having.items():
             _say(out, f"{them[0]}{f' and {len(them) - 1} more' if len(them) > 1 else ''}: {note}", "dim")
-    took = [f"{totals['cells']:,} cells, {totals['points']:,} points"]
-    took += [f"{_count(totals['tokens'])} tokens"] if totals["tokens"] is not None else []
+    parts = [f"{totals['cells']:,} cells, {totals['points']:,} points"]
+    parts += [f"{_count(totals['tokens'])} tokens"] if totals["tokens"] is not None else []
     if totals["hours"] is not None:
-        took.append(f"about {_span(totals['hours'])} on the wall")
+        parts.append(f"about {_span(totals['hours'])} wall time")
     if totals["gpu_hours"] is None or totals["gpu_hours"] > 0:
         for name, what in (("gpu_hours", "GPU-hours"), ("cost", "cost")):
-            limit = told["limits"].get(name)
+            limit = summary["limits"].get(name)
             of = "" if limit is None else f" of {limit:g}"
-            took += [f"{what} {_amount(totals[name])}{of}"] if totals[name] is not None or of else []
-    if told["limits"]["hours"] is not None:
-        took.append(f"it pauses after {_span(told['limits']['hours'])} (limits.hours)")
-    _say(out, "; ".join(took), "bold")
-    for note in told["notes"]:
+            parts += [f"{what} {_amount(totals[name])}{of}"] if totals[name] is not None or of else []
+    if summary["limits"]["hours"] is not None:
+        parts.append(f"it pauses after {_span(summary['limits']['hours'])} (limits.hours)")
+    _say(out, "; ".join(parts), "bold")
+    for note in summary["notes"]:
         _say(out, note)
-    for over in told["over"]:
+    for over in summary["over"]:
         _say(out, over, "yellow")
 
 
@@ -86,25 +86,25 @@ def _span(hours: float | None) -> str:
     return "-" if hours is None else text.span(hours * 3600)
 
 
-def _reckoned(by: str | None, shown: str) -> str:
-    """`~` before what nobody has measured."""
+def _estimated(by: str | None, shown: str) -> str:
+    """Adds `~` to a value that is estimated, not measured."""
     return f"~{shown}" if shown != "-" and (by or "").startswith(RECKONED) else shown
 
 
-def results(told: dict[str, Any], out: Console | None = None, failures: bool = True) -> None:
-    """The object of `results.tell`, the best points first. `failures`: with the causes of those that failed."""
+def results(summary: dict[str, Any], out: Console | None = None, failures: bool = True) -> None:
+    """Prints the object of `results.tell`, the best points first. `failures`: with the causes of failed points."""
     out = out or Console(highlight=False)
-    heads, rows, styles = _results(told)
+    heads, rows, styles = _results(summary)
     _print(heads, rows, styles, out)
-    counts = ", ".join(f"{n:,} {status}" for status, n in told["counts"].items())
-    totals = told["totals"]
+    counts = ", ".join(f"{n:,} {status}" for status, n in summary["counts"].items())
+    totals = summary["totals"]
     cost = "" if totals["cost"] is None else f"; cost {_amount(totals['cost'])}"
     gpus = f", {_amount(totals['gpu_hours'])} GPU-hours{cost}" if totals["gpu_hours"] else ""
-    spent = f"{text.span(totals['seconds'])} of cells{gpus}"
-    _say(out, f"{told['sweep']}: {counts}; {spent}", "bold")
-    for line in told["analysis"]["words"]:
+    spent = f"cells took {text.span(totals['seconds'])}{gpus}"
+    _say(out, f"{summary['sweep']}: {counts}; {spent}", "bold")
+    for line in summary["analysis"]["words"]:
         _say(out, line)
-    for row in told["points"]:
+    for row in summary["points"]:
         if row["cause"] and row["status"] in (*(["failed"] if failures else []), "lost", "paused", "waiting"):
             _say(
                 out,
@@ -113,27 +113,27 @@ def results(told: dict[str, Any], out: Console | None = None, failures: bool = T
             )
 
 
-def markdown(told: dict[str, Any]) -> str:
-    """The same table for a page."""
-    heads, rows, _ = _results(told)
+def markdown(summary: dict[str, Any]) -> str:
+    """The same table as Markdown."""
+    heads, rows, _ = _results(summary)
     sides = ["---:" if head.endswith(">") else "---" for head in heads]
     lines = [[head.removesuffix(">") for head in heads], sides, *rows]
     table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
-    return "\n".join([table, "", *(f"- {line}" for line in told["analysis"]["words"])])
+    return "\n".join([table, "", *(f"- {line}" for line in summary["analysis"]["words"])])
 
 
-def as_csv(told: dict[str, Any]) -> str:
-    """A row a point, in the sweep's order: parameters by their fields, floats exact; lists as JSON."""
+def as_csv(summary: dict[str, Any]) -> str:
+    """CSV, one row per point, in the sweep's order: parameters by their fields, floats exact; lists as JSON."""
     sink = io.StringIO()
-    rows = flatten(told)
+    rows = flatten(summary)
     writer = csv.DictWriter(sink, list(rows[0]) if rows else ["point"], lineterminator="\n")
     writer.writeheader()
     writer.writerows({k: json.dumps(v) if isinstance(v, list | dict) else v for k, v in row.items()} for row in rows)
     return sink.getvalue()
 
 
-def _results(told: dict[str, Any]) -> tuple[list[str], list[list[str]], list[str]]:
-    points, objective = told["points"], told["objective"]
+def _results(summary: dict[str, Any]) -> tuple[list[str], list[list[str]], list[str]]:
+    points, objective = summary["points"], summary["objective"]
     fields = list(dict.fromkeys(name for row in points for name in row["parameters"]))
     many = any(row["seeds"] > 1 for row in points)
     heads = [
@@ -142,10 +142,10 @@ def _results(told: dict[str, Any]) -> tuple[list[str], list[list[str]], list[str
         f"{objective['metric']}>",
         *(["95% interval>"] if many else []),
     ]
-    amounts = _amounts(told)
+    amounts = _amounts(summary)
     heads += ["tokens>", "time>", *amounts.values(), "status", "run"]
     sign = 1 if objective["mode"] == "min" else -1
-    best = told["best"]
+    best = summary["best"]
 
     def order(row: dict[str, Any]) -> tuple[bool, bool, float]:
         return row["status"] != "finished", row["objective"] is None, sign * (row["objective"] or 0.0)
@@ -162,28 +162,28 @@ def _results(told: dict[str, Any]) -> tuple[list[str], list[list[str]], list[str
             _count(row["tokens"]),
             text.span(row["seconds"]) if row["seconds"] else "-",
             *(_amount(row[name]) for name in amounts),
-            row["status"] + (f" ({', '.join(told_of)})" if (told_of := marks(told, row)) else ""),
+            row["status"] + (f" ({', '.join(labels)})" if (labels := marks(summary, row)) else ""),
             row["cells"][0] + (f" and {len(row['cells']) - 1} more" if len(row["cells"]) > 1 else ""),
         ])  # fmt: skip
         styles.append("bold green" if marked else _STYLES.get(row["status"], ""))
     return heads, rows, styles
 
 
-def _amounts(told: dict[str, Any]) -> dict[str, str]:
-    """Columns of what was spent, besides time: none without a GPU."""
-    if not told["totals"]["gpu_hours"]:
+def _amounts(summary: dict[str, Any]) -> dict[str, str]:
+    """Columns of cost, besides time: none without a GPU."""
+    if not summary["totals"]["gpu_hours"]:
         return {}
-    return {"gpu_hours": "GPU-hours>", **({"cost": "cost>"} if told["totals"]["cost"] is not None else {})}
+    return {"gpu_hours": "GPU-hours>", **({"cost": "cost>"} if summary["totals"]["cost"] is not None else {})}
 
 
 def _heads(fields: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Of parameters: those that are numbers throughout on the right."""
+    """Headings of parameters; columns of numbers only are aligned right."""
     numbers = {name for name in fields if all(isinstance(row["parameters"].get(name), int | float) for row in rows)}
     return [f"{shortest(name)}{'>' if name in numbers else ''}" for name in fields]
 
 
 def _print(heads: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str], out: Console) -> None:
-    """`>` behind a heading: numbers, on the right. A style is that of its row's last columns' words."""
+    """`>` after a heading: a column of numbers, aligned right. `styles`: one per row, a rich style or a status."""
     widths = [
         max(len(head.removesuffix(">")), *(len(row[i]) for row in rows)) if rows else len(head)
         for i, head in enumerate(heads)

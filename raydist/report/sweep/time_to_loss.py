@@ -1,9 +1,9 @@
-"""How soon, and for how much, cells came to each value of the objective: their courses, the front of all, and who was first.
+"""The time and cost at which cells reached each value of the objective: their courses, the Pareto front, and the first of them.
 
 Runs anywhere. Pure.
 
-Seconds are those of training steps, of all attempts: steps that a restart trained again count each time; start-up, evaluations,
-checkpoints and waiting do not. So cells are compared by what they train, and not by what the first one had to load.
+Seconds are those of the training steps of all attempts: steps that were trained again after a restart count each time; start-up,
+evaluations, checkpoints and waiting do not count. So cells are compared by their training, and not by what the first one loaded.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from raydist.report.summary import evals
 from raydist.run.log import Segment, merge
 
 PARTS = 10
-"""The training loss is told as means over so many equal parts of the steps: of one step alone it is noise."""
+"""The training loss is given as means over this many equal parts of the steps, because the loss of a single step is noisy."""
 Axis = Literal["seconds", "amount"]
 
 
 def course(segments: Sequence[Segment], events: Sequence[Event]) -> dict[str, list[list[float]]]:
-    """Of a run's records: metric -> [step, seconds, worker-seconds, value] of each evaluation, ascending by step.
+    """From a run's records: metric -> [step, seconds, worker-seconds, value] of each evaluation, ascending by step.
 
-    `eval_loss`: every one that counts, see `evals`; `loss`: PARTS means by tokens. Values that are no numbers are left out.
+    `eval_loss`: every valid one, see `evals`; `loss`: PARTS means, weighted by tokens. Values that are not finite are left out.
     """
     rows = merge(list(segments))
     if not rows.num_rows:
         return {"eval_loss": [], "loss": []}
     step, attempt = (rows[name].to_numpy() for name in ("step", "attempt"))
     every = pa.concat_tables([segment.rows for segment in segments])
-    # Ascending by attempt and then step, as they were written: what came before a row has been trained before it.
+    # Ascending by attempt, then by step, as written: the rows before a row were trained before it.
     place = np.searchsorted(_order(every["attempt"].to_numpy(), every["step"].to_numpy()), _order(attempt, step))
     each = every["seconds"].to_numpy()
     seconds = np.cumsum(each)[place]
     of_workers = np.cumsum(each * every["world_size"].to_numpy())[place]
 
-    def told(at: int, value: float) -> list[float]:
+    def entry(at: int, value: float) -> list[float]:
         return [int(step[at]), round(float(seconds[at]), 3), round(float(of_workers[at]), 3), value]
 
     held_out = [(int(np.searchsorted(step, s)), loss) for s, loss in evals(events).items() if s <= step[-1]]
     return {
-        "eval_loss": [told(at, loss) for at, loss in held_out if math.isfinite(loss)],
-        "loss": [told(at, loss) for at, loss in _means(rows)],
+        "eval_loss": [entry(at, loss) for at, loss in held_out if math.isfinite(loss)],
+        "loss": [entry(at, loss) for at, loss in _means(rows)],
     }
 
 
@@ -56,7 +56,7 @@ def _order(attempt: NDArray[np.int64], step: NDArray[np.int64]) -> NDArray[np.in
 
 
 def _means(rows: pa.Table) -> Iterator[tuple[int, float]]:
-    """(place of its last step, mean loss) of each part; the last one is the loss that `raydist.report.sweep.figures` tells."""
+    """(index of its last step, mean loss) of each part; the last mean is the `loss` of `raydist.report.sweep.figures`."""
     count = rows.num_rows
     width = max(1, round(count / PARTS))
     loss, tokens = (np.asarray(rows[name], dtype=np.float64) for name in ("loss", "tokens"))
@@ -68,10 +68,10 @@ def _means(rows: pa.Table) -> Iterator[tuple[int, float]]:
 
 
 def of_point(courses: Sequence[Sequence[Sequence[float]]]) -> dict[str, list[Any]] | None:
-    """Of a point with these courses, one a seed: columns by name, means over the seeds at the steps that all of them have.
+    """The course of a point, from one course per seed: columns by name, means over the seeds at the steps that all of them have.
 
-    A row of a course: [step, seconds, amount, value]. The ranges, from the least seed to the most, are None where there is one.
-    None where there is no such step.
+    A row of a course: [step, seconds, amount, value]. The ranges, from the lowest seed to the highest, are None for a single seed.
+    Returns None if there is no such step.
     """
     by_step = [{int(row[0]): row for row in one} for one in courses]
     steps = sorted(set.intersection(*(set(one) for one in by_step))) if by_step else []
@@ -86,9 +86,9 @@ def of_point(courses: Sequence[Sequence[Sequence[float]]]) -> dict[str, list[Any
 
 
 def front(points: Sequence[Mapping[str, Any]], axis: Axis, sign: int) -> list[dict[str, Any]]:
-    """The evaluations, of all rows of `results.tell`, that none beats by being as good for as little; ascending by `axis`.
+    """The Pareto front: evaluations in the rows of `results.tell` for which no other is as good for as little; ascending by `axis`.
 
-    Of equal ones the first in the order of the rows. `sign`: 1 where less is better, else -1.
+    Of equal ones the first in the order of the rows. `sign`: 1 if less is better, else -1.
     """
     known = [
         (row["course"][axis][i], sign * row["course"]["objective"][i], order, i)
@@ -106,7 +106,7 @@ def front(points: Sequence[Mapping[str, Any]], axis: Axis, sign: int) -> list[di
 
 
 def reached(row: Mapping[str, Any], target: float, sign: int) -> dict[str, Any] | None:
-    """When a row's course first came to a value as good as `target`; None if it never did."""
+    """When a row's course first reached a value as good as `target`; None if it never did."""
     columns = row["course"] or {"objective": []}
     for i, value in enumerate(columns["objective"]):
         if sign * value <= sign * target:

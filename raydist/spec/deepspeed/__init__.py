@@ -87,7 +87,7 @@ def convert(path: str | Path, spec: Mapping[str, Any] | None = None, nearer: Col
     """The file, for a spec that says `spec` besides (dotted names), of which the fields `nearer` beat the file.
 
     `spec` is looked at and not repeated: its workers tie the batch sizes together, and a run that has a length keeps it.
-    Raises SpecError for a file that cannot be read; what is wrong inside it stands in `problems`.
+    Raises SpecError for a file that cannot be read; `problems` has what is wrong inside it.
     """
     checked = _Checked()
     checked.walk(_read(Path(path)), "")

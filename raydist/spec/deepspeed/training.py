@@ -155,7 +155,7 @@ def _peak(r: Reading, key: str, default: float | None = None) -> None:
 
 
 def _steps(r: Reading, total: int | None, source: str) -> None:
-    """The length of the run, if the spec has none. The schedule spans the run, whoever said its length."""
+    """The length of the run, if the spec has none. The schedule spans the run, whichever file gives its length."""
     if total is None:
         return
     steps, epochs = r.spec.get("train.steps"), r.spec.get("train.epochs")

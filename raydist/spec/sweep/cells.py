@@ -20,7 +20,7 @@ from raydist.spec.load import Layer, merge, merged, nest, resolve
 from raydist.spec.models import JobSpec
 from raydist.spec.sweep import extent, names, space
 from raydist.spec.sweep.equal import adjusted, tokens
-from raydist.spec.sweep.models import SweepSpec
+from raydist.spec.sweep.models import SweepSpec, options_for
 
 _NAMED = ("model.name", "parallel.strategy", "observe", "deepspeed")
 """Fields that are more than values: they name extensions, or files."""
@@ -131,7 +131,7 @@ class Sweep:
 
 
 def cell_id(sweep: str, point: space.Point, seed: int, repeats: bool) -> str:
-    """`lr0.0001-batch64-k3m5x2qa`; with `repeats` the seed stands in it. It fits as a run's name.
+    """`lr0.0001-batch64-k3m5x2qa`; with `repeats` it includes the seed. It is valid as a run's name.
 
     The order of parameters, and whether a number is written 1 or 1.0, make no difference to the hash: 40 bits of blake2b.
     """
@@ -168,12 +168,10 @@ def check(sweep: Sweep, cells: Iterable[Cell]) -> None:
         cells += [cell for cell in scouts if not cell.problems] or scouts
     lines = _problems(cells)
     known = [cell.tokens for cell in cells if cell.tokens is not None]
-    rungs = sweep.spec.scheduler.rungs
-    if rungs and known and rungs[-1] >= min(known):
-        lines.append(
-            f"{sweep.source}: scheduler.rungs: {rungs[-1]:,} tokens are not reached before the end of a cell of {min(known):,}; "
-            "lower it, or train longer"
-        )
+    unfit = getattr(options_for(sweep.spec.scheduler), "unfit", None)
+    if unfit is not None and known and (found := unfit(min(known))):
+        field, what, remedy = found
+        lines.append(f"{sweep.source}: scheduler.{field}: {what}; {remedy}")
     if lines:
         more = [f"and {len(lines) - _SHOWN} problems more: --dry-run has them all"] if len(lines) > _SHOWN else []
         raise SpecError("\n".join(lines[:_SHOWN] + more))

@@ -15,7 +15,7 @@ from raydist.spec.sweep.cells import Sweep
 from raydist.spec.sweep.equal import DECIDES
 from raydist.spec.sweep.models import SweepSpec
 from raydist.spec.sweep.space import Axis, axes
-from raydist.spec.validate import validate
+from raydist.spec.validate import extensions, validate
 
 LIVE = ("optim.lr", "optim.weight_decay", "optim.betas", "optim.eps", "optim.momentum", "optim.clip")
 """Fields whose change leaves a checkpoint usable, and so what pbt can explore."""
@@ -25,7 +25,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), name: str | None
     """The sweep of a YAML file. `overrides` are `field=value` for the base job, as `raydist train --set` takes them.
 
     `name` beats that of the file. Raises SpecError with all that is wrong with the file and the base, one line each; what is wrong
-    with single cells stands in them (`Sweep.cells`, and `check` raises it).
+    with single cells is recorded in them (`Sweep.cells`, and `check` raises it).
     """
     path = Path(path)
     source = str(path)
@@ -34,7 +34,8 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), name: str | None
         raise SpecError(f"{source}: holds {type(raw).__name__}, not fields; begin with base: and array:")
     if "train" in raw and not raw.keys() & {"base", "array"}:
         raise SpecError(f"{source}: is a job, not a sweep; train it with `raydist train {source}`")
-    spec, problems = validate(SweepSpec, raw, {}, source, "`raydist schema --sweep` or docs/sweep-spec.md")
+    spec, problems = validate(SweepSpec, raw, {}, source, "`raydist schema --sweep` or docs/reference/sweep-spec.md")
+    problems += extensions(SweepSpec, raw, {}, source)
     array_fits = spec is not None and not any(line.startswith(f"{source}: array") for line in problems)
     found, wrong = axes(spec) if spec is not None and array_fits else ([], [])
     if spec is not None:
@@ -71,9 +72,10 @@ def _together(spec: SweepSpec, found: list[Axis]) -> list[str]:
             )
         if spec.array.seeds > 1 and axis.field == "train.seed":
             problems.append(f"array.parameters.{axis.name}: array.seeds has seeds of its own; take one of them")
-        if spec.scheduler.name == "pbt" and not axis.fixed and axis.field not in LIVE:
+        if spec.scheduler.copies and not axis.fixed and axis.field not in LIVE:
             problems.append(
-                f"array.parameters.{axis.name}: cannot change while a cell trains, as pbt needs; it can change {', '.join(LIVE)}"
+                f"array.parameters.{axis.name}: cannot change while a cell trains, as {spec.scheduler.name} needs; it can change "
+                f"{', '.join(LIVE)}"
             )
     return problems
 

@@ -1,35 +1,31 @@
-"""What a sweep's file may say: one pydantic model a section, each field with its help.
+"""The fields of a sweep's file: one pydantic model a section, each field with its description.
 
-Runs anywhere. The help is written here once: the JSON Schema, docs/sweep-spec.md and the error messages come from it.
+Runs anywhere. A description is written once: the JSON Schema, docs/reference/sweep-spec.md and the error messages use it. Fields
+of a scheduler are described in its file (raydist/cluster/sweep/schedulers), which is read without importing it.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, create_model, model_validator
+from pydantic.fields import FieldInfo
 
-from raydist.spec.models import Part
-from raydist.spec.parts import problem
+from raydist import registry
+from raydist.spec.parts import Extension, Part, SpecValueError, problem
+from raydist.spec.validate import options_model
 
 
 def _entries(value: Any) -> Any:
-    """`parameters` as a mapping is the same as a list of one entry a field."""
+    """`parameters` as a mapping means a list with one entry for each field."""
     return [{name: values} for name, values in value.items()] if isinstance(value, dict) else value
 
 
-def _whole(value: Any) -> Any:
-    """1e6 is a float to YAML, and a whole number of tokens to people."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Tokens = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
-Factor = Annotated[float, Field(gt=0)]
 Entries = Annotated[list[dict[str, Any]], BeforeValidator(_entries)]
 
 
 class ArraySpec(Part):
-    """Which cells there are."""
+    """The cells of the sweep."""
 
     type: Literal["parameter_sweep", "zip", "list", "random"] = Field(
         "parameter_sweep",
@@ -44,7 +40,7 @@ class ArraySpec(Part):
     samples: int | None = Field(
         None,
         ge=1,
-        description="random: how many draws; search: random, optuna or bayes: how many points of the grid are taken.",
+        description="random: the number of draws; search: random, optuna or bayes: the number of points of the grid.",
     )
     concurrent: int | None = Field(
         None, ge=1, description="Cells that train at the same time; null: as many as the cluster has room for."
@@ -53,88 +49,119 @@ class ArraySpec(Part):
         1,
         ge=1,
         le=1000,
-        description="Train each cell with so many seeds, counted up from train.seed; tables show the mean.",
+        description="Train each cell with so many seeds, from train.seed upwards; tables show the mean.",
     )
 
 
-class SchedulerSpec(Part):
-    """Which cells are stopped early, or go on from another one's checkpoint. What it counts is tokens."""
+def _options() -> dict[str, type[BaseModel]]:
+    """Built-in scheduler -> the model of its fields."""
+    return {name: found for name in registry.names("scheduler") if (found := options_model("scheduler", name))}
 
-    own: ClassVar[dict[str, tuple[str, ...]]] = {
-        "none": (),
-        "asha": ("rungs", "reduction"),
-        "hyperband": ("rungs", "reduction"),
-        "median": ("grace", "every"),
-        "pbt": ("every", "quantile", "perturb", "resample"),
-    }
-    """Scheduler -> the fields that it has."""
 
-    name: Literal["none", "asha", "hyperband", "median", "pbt"] = Field(
+class _Scheduler(Part):
+    """Which cells are stopped early, or continue from another one's checkpoint. It counts in tokens."""
+
+    own: ClassVar[dict[str, tuple[str, ...]]] = {name: tuple(found.model_fields) for name, found in _options().items()}
+    """Built-in scheduler -> the fields that it has beside `name`."""
+
+    name: Annotated[str, Extension("scheduler", also=("none",), flat=True)] = Field(
         "none",
-        description="none: every cell to its end; asha, hyperband: at each rung the best 1/reduction go on; median: one worse "
-        "than the median of the others stops; pbt: the worst go on from the best one's checkpoint, with its values perturbed.",
+        description="; ".join(
+            [
+                "none: every cell to its end",
+                *(f"{name}: {(found.__doc__ or '').strip().rstrip('.')}" for name, found in _options().items()),
+                "or package.module:attribute of your own.",
+            ]
+        ),
     )
-    rungs: list[Tokens] | None = Field(
-        None,
-        min_length=1,
-        description="asha, hyperband: tokens at which it is decided, ascending; null: those of a cell over reduction, again and "
-        "again, three rungs at most.",
-    )
-    reduction: float | None = Field(
-        None, gt=1, description="asha, hyperband: one in so many goes on; null: 4 (asha), 3 (hyperband)."
-    )
-    grace: Tokens | None = Field(
-        None, description="median: tokens before which nothing is stopped; null: a fifth of a cell's."
-    )
-    every: Tokens | None = Field(
-        None, description="median, pbt: tokens between two decisions; null: a tenth of a cell's."
-    )
-    quantile: float = Field(
-        0.25, gt=0, le=0.5, description="pbt: the share that is worst, and the share that is best and copied from."
-    )
-    perturb: tuple[Factor, Factor] = Field(
-        (0.8, 1.25),
-        description="pbt: a copied number is multiplied with one of these; of a list it goes to a neighbour.",
-    )
-    resample: float = Field(
-        0.25, ge=0, le=1, description="pbt: how likely a value is drawn anew instead of being perturbed."
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="The options of a scheduler of your own; docs/extending.md."
     )
 
     @model_validator(mode="after")
-    def _fits(self) -> SchedulerSpec:
-        fields = type(self).model_fields
-        said = {name for name in fields if getattr(self, name) != fields[name].default}
-        for name in sorted(said - {"name", *self.own[self.name]}):
-            having = [scheduler for scheduler, own in self.own.items() if name in own]
+    def _fits(self) -> _Scheduler:
+        own = self.own.get(self.name, ())
+        for name in sorted(set(self._given()) - set(own)):
+            having = [scheduler for scheduler, fields in self.own.items() if name in fields]
             raise problem(
-                name, getattr(self, name), f"says nothing to {self.name}", f"it is for {' and '.join(having)}"
+                name, getattr(self, name), f"has no effect with {self.name}", f"it is for {' and '.join(having)}"
             )
-        if self.rungs is not None and sorted(set(self.rungs)) != self.rungs:
-            raise problem("rungs", self.rungs, "do not ascend", f"write {sorted(set(self.rungs))}")
+        if self.name in self.own:
+            try:
+                options_for(self)
+            except ValidationError as error:
+                cause = error.errors()[0].get("ctx", {}).get("error")
+                raise (cause if isinstance(cause, SpecValueError) else error) from None
         return self
 
-    def rungs_of(self, tokens: int) -> list[int]:
-        """asha, hyperband: tokens at which a cell of so many is judged, ascending."""
-        if self.rungs is not None:
-            return self.rungs
-        return sorted({max(1, round(tokens / self.reduction_of**k)) for k in (1, 2, 3)})
+    def _given(self) -> dict[str, Any]:
+        """The fields beside `name` and `options` that are set."""
+        return {
+            n: v
+            for n in type(self).model_fields
+            if n not in ("name", "options") and (v := getattr(self, n)) is not None
+        }
+
+    def settings(self) -> dict[str, Any]:
+        """The scheduler's own fields, as the file sets them."""
+        return {**self._given(), **self.options}
 
     @property
-    def reduction_of(self) -> float:
-        """asha, hyperband: of so many cells one goes on."""
-        return self.reduction or (4.0 if self.name == "asha" else 3.0)
+    def copies(self) -> bool:
+        """Whether cells copy one another, so that their values change while they train."""
+        return self.name != "none" and bool(registry.described("scheduler", self.name, "COPIES"))
 
-    def every_of(self, tokens: int) -> int:
-        """median, pbt: tokens between two decisions in a cell of so many."""
-        return self.every or max(1, tokens // 10)
 
-    def grace_of(self, tokens: int) -> int:
-        """median: tokens before which nothing is stopped in a cell of so many."""
-        return self.grace or tokens // 5
+def _fields() -> dict[str, Any]:
+    """The fields of all built-in schedulers. Each is None until the file sets it; the scheduler's file has its default."""
+    having: dict[str, list[tuple[str, FieldInfo]]] = {}
+    for scheduler, model in _options().items():
+        for name, info in model.model_fields.items():
+            having.setdefault(name, []).append((scheduler, info))
+    made: dict[str, Any] = {}
+    for name, owners in having.items():
+        first = owners[0][1]
+        defaults = {s: info.default for s, info in owners if not info.is_required() and info.default is not None}
+        shown = {scheduler: _shown(value) for scheduler, value in defaults.items()}
+        differ = len(set(shown.values())) > 1
+        said = ", ".join(f"{v} ({s})" for s, v in shown.items()) if differ else next(iter(shown.values()), "")
+        text = f"{', '.join(s for s, _ in owners)}: {(first.description or '').rstrip('.')}{f'; null: {said}' if said else ''}."
+        kinds = {repr((info.annotation, info.metadata)): _type(info) for _, info in owners}
+        made[name] = (Union[(*kinds.values(), None)], Field(None, description=text))
+    return made
+
+
+def _type(info: FieldInfo) -> Any:
+    """The type of a field with its limits."""
+    return Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
+
+
+def _shown(value: Any) -> str:
+    """A default, as a description has it."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+if TYPE_CHECKING:
+
+    class SchedulerSpec(_Scheduler):
+        """Which cells are stopped early. Its other fields are those of the files in cluster/sweep/schedulers."""
+
+        def __init__(self, **fields: Any) -> None: ...
+
+else:
+    SchedulerSpec = create_model("SchedulerSpec", __base__=_Scheduler, __doc__=_Scheduler.__doc__, **_fields())
+
+
+def options_for(scheduler: _Scheduler) -> BaseModel | None:
+    """The validated options of a sweep's scheduler; None where it has no `Options`. Raises ValidationError."""
+    model = None if scheduler.name == "none" else options_model("scheduler", scheduler.name)
+    return None if model is None else model(**scheduler.settings())
 
 
 class SearchSpec(Part):
-    """In which order cells come, and whether what they gave decides on the next ones."""
+    """The order of the cells, and whether results decide on the next ones."""
 
     name: Literal["grid", "random", "optuna", "bayes"] | None = Field(
         None,
@@ -146,21 +173,21 @@ class SearchSpec(Part):
         0,
         ge=0,
         lt=2**63,
-        description="All draws come from it: draw i is a function of it and i alone; under optuna and bayes of the results, too.",
+        description="The seed of all draws: draw i depends on it and on i alone; with optuna and bayes also on the results.",
     )
 
     @property
     def chooses(self) -> bool:
-        """Whether points are chosen as results come, so that there are none before."""
+        """Whether points are chosen from results, so that the cells are not known before."""
         return self.name in ("optuna", "bayes")
 
 
 METRICS = {"eval_loss": "min", "loss": "min", "tokens_per_second": "max"}
-"""What a cell can be judged by -> which way is better."""
+"""Metric of the objective -> which direction is better."""
 
 
 class ObjectiveSpec(Part):
-    """What makes a cell the best."""
+    """How cells are compared."""
 
     metric: Literal["eval_loss", "loss", "tokens_per_second"] = Field(
         "eval_loss",
@@ -168,26 +195,26 @@ class ObjectiveSpec(Part):
         "tokens_per_second.",
     )
     mode: Literal["min", "max"] | None = Field(
-        None, description="Which is better; null: min for losses, max for speed."
+        None, description="The better direction; null: min for losses, max for speed."
     )
 
     @property
     def better(self) -> Literal["min", "max"]:
-        """The mode, also where the file says none."""
+        """The mode; where the file sets none, the metric's own."""
         return self.mode or ("max" if METRICS[self.metric] == "max" else "min")
 
 
 class LimitsSpec(Part):
-    """Where the sweep ends, finished or not: what it costs, and how often a cell may fail."""
+    """Limits after which the sweep ends, finished or not: cost, and failures of a cell."""
 
     gpu_hours: float | None = Field(
-        None, gt=0, description="No cell is started, and those that train are checkpointed, once so many are spent."
+        None,
+        gt=0,
+        description="GPU-hours after which no cell is started, and those that train save a checkpoint and end.",
     )
-    hours: float | None = Field(None, gt=0, description="The same for the clock on the wall.")
+    hours: float | None = Field(None, gt=0, description="The same in hours of wall-clock time.")
     cost_per_gpu_hour: float | None = Field(None, ge=0, description="For the cost in tables; in any currency.")
-    failures_per_cell: int = Field(
-        2, ge=0, description="How often a failed cell is tried again before it counts as failed."
-    )
+    failures_per_cell: int = Field(2, ge=0, description="How often a cell is tried again before it counts as failed.")
 
 
 def _short(value: Any) -> Any:
@@ -199,50 +226,57 @@ class SweepSpec(Part):
 
     name: str | None = Field(
         None,
-        description="Name of the sweep, and of its folder; null: that of the file.",
+        description="Name of the sweep, and of its folder; null: the name of the file.",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
     )
-    base: str = Field(description="The job file that the cells are made of, relative to this one.")
-    array: ArraySpec = Field(description="Which cells there are.")
+    base: str = Field(description="The job file from which the cells are made, relative to this one.")
+    array: ArraySpec = Field(description="The cells of the sweep.")
     scheduler: Annotated[SchedulerSpec, BeforeValidator(_short)] = Field(
         default_factory=lambda: SchedulerSpec(),
-        description="Which cells are stopped early, or go on from another one's checkpoint. What it counts is tokens.",
+        description="Which cells are stopped early, or continue from another one's checkpoint. It counts in tokens.",
     )
     search: Annotated[SearchSpec, BeforeValidator(_short)] = Field(
         default_factory=lambda: SearchSpec(),
-        description="In which order cells come, and whether what they gave decides on the next ones.",
+        description="The order of the cells, and whether results decide on the next ones.",
     )
-    objective: ObjectiveSpec = Field(default_factory=lambda: ObjectiveSpec(), description="What makes a cell the best.")
+    objective: ObjectiveSpec = Field(default_factory=lambda: ObjectiveSpec(), description="How cells are compared.")
     equal: Literal["tokens", "steps"] = Field(
         "tokens",
-        description="tokens: whatever its batch and context, a cell trains on as many tokens as the base, so its steps are made "
-        "to fit, and what is counted in steps (eval.every, checkpoint.every, warmup) with them; steps: they stay.",
+        description="tokens: every cell trains on as many tokens as the base, whatever its batch and context; its steps are "
+        "adjusted, and with them all that is counted in steps (eval.every, checkpoint.every, warmup); steps: they stay as in the "
+        "base.",
     )
     limits: LimitsSpec = Field(
         default_factory=lambda: LimitsSpec(),
-        description="Where the sweep ends, finished or not: what it costs, and how often a cell may fail.",
+        description="Limits after which the sweep ends, finished or not: cost, and failures of a cell.",
     )
 
     @model_validator(mode="after")
     def _fits(self) -> SweepSpec:
         kind, search, samples = self.array.type, self.search.name, self.array.samples
         if kind == "random" and search == "grid":
-            raise problem(
-                "search.name", "grid", "has no grid to go through: array.type is random", "leave it out, or optuna"
-            )
+            raise problem("search.name", "grid", "needs a grid, and array.type is random", "leave it out, or optuna")
         if samples is None and (kind == "random" or search == "random" or self.search.chooses):
             asking = "array.type: random" if kind == "random" else f"search.name: {search}"
-            raise problem("array.samples", None, f"is needed by {asking}", "say how many cells are drawn")
+            raise problem("array.samples", None, f"is needed by {asking}", "set the number of cells to draw")
         if samples is not None and kind != "random" and search in (None, "grid"):
             raise problem(
-                "array.samples", samples, f"says nothing: a {kind} has its cells", "leave it out, or search: random"
+                "array.samples",
+                samples,
+                f"has no effect: a {kind} has its own cells",
+                "leave it out, or search: random",
             )
         if self.search.chooses and kind in ("zip", "list"):
             raise problem("search.name", search, f"cannot choose in a {kind}", "array.type: random or parameter_sweep")
-        if self.scheduler.name == "pbt" and self.array.seeds > 1:
-            raise problem("array.seeds", self.array.seeds, "do not go with pbt, whose cells mix", "leave it out")
-        if self.scheduler.name == "pbt" and self.search.chooses:
-            raise problem("search.name", search, "and pbt both choose values", "take one of them")
+        if self.scheduler.copies and self.array.seeds > 1:
+            raise problem(
+                "array.seeds",
+                self.array.seeds,
+                f"do not go with {self.scheduler.name}, whose cells copy one another",
+                "leave it out",
+            )
+        if self.scheduler.copies and self.search.chooses:
+            raise problem("search.name", search, f"and {self.scheduler.name} both choose values", "take one of them")
         return self
 
 

@@ -40,7 +40,7 @@ SHORT = {
 
 _LABELS = {"optim.lr": "lr", "train.global_batch": "batch", "train.micro_batch": "micro", "optim.weight_decay": "wd",
            "optim.name": "optim", "optim.schedule": "schedule", "parallel.strategy": "", "precision": ""}  # fmt: skip
-_FREE = ("model.options.", "cluster.env.")
+FREE = ("model.options.", "parallel.options.", "optim.options.", "train.loss.options.", "cluster.env.")
 """Sections whose fields are the user's own."""
 OWN = ("name", "deepspeed")
 """A cell's name is its id; and a file that sets other fields is no value."""
@@ -51,7 +51,7 @@ def field(name: str) -> str | None:
     if name in SHORT:
         return SHORT[name]
     known = name in everywhere(JobSpec) and name not in OWN
-    return name if known or any(name.startswith(free) and name != free for free in _FREE) else None
+    return name if known or any(name.startswith(free) and name != free for free in FREE) else None
 
 
 def remedy(name: str) -> str:

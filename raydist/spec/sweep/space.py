@@ -102,7 +102,7 @@ def axes(spec: SweepSpec) -> tuple[list[Axis], list[str]]:
         if isinstance(axis, str):
             problems.append(f"{place}: {axis}")
         elif redact(axis.values) != axis.values:
-            # Its values name the cells, and are on storage for whoever looks.
+            # Its values name the cells, and are readable on storage.
             problems.append(f"{place}: {redact(given)!r} was given with secrets; leave them to the nodes' environment")
         else:
             found.append(axis)

@@ -1,4 +1,4 @@
-"""A sweep in its folder: written before its first cell starts, and read when it is told or gone on with.
+"""A sweep in its folder: written before its first cell starts, and read when it is reported or resumed.
 
 Runs anywhere.
 """

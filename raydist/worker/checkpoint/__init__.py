@@ -1,19 +1,22 @@
 """Saves and restores the training state: shards of raw tensor bytes, and a manifest that makes them a checkpoint.
 
-    manager.py            what the loop calls: resume, save, snapshot
+    manager.py            called by the loop: register, resume, save, snapshot
     state_dict.py         the training state as flat tensors and plain values, and back
-    save.py               the Saver: one save in flight, shards first, the manifest last, then old checkpoints are deleted
-    save_plan.py          which bytes of which tensors a rank writes, and where in its shard
-    staging.py            the copy of those bytes: kept buffers, beside the next forward and backward pass
-    dcp_storage.py        torch.distributed.checkpoint's storage interface: hashed shards out, verified bytes in; no pickle
-    restore.py            the newest checkpoint whose every hash is right, at any world size
-    numbers.py            what of a spec changes the numbers, and which change a resumed run may have
-    memory_manager.py     copies in the nodes' memory: when one is taken, and which one to go on from
+    extra_state.py        the protocol of state that is neither the model's nor the optimizer's
+    save.py               the Saver: one save in flight; shards first, the manifest last
+    save_in_flight.py     one save in flight, and its result
+    commit.py             rank 0's part: coverage check, manifest, deletion of old checkpoints, eval losses
+    save_plan.py          which bytes of which tensors a rank writes, and their positions in its shard
+    staging.py            the copy of those bytes to kept buffers, during the next forward and backward pass
+    dcp_storage.py        torch.distributed.checkpoint's storage interface: writes hashed shards, reads verified bytes; no pickle
+    restore.py            finds the newest checkpoint with right hashes, and loads it on any mesh
+    numbers.py            which fields of a spec change the numbers, and which of them may change in a resumed run
+    memory_manager.py     copies in the nodes' memory: when one is taken, and which one a restart continues from
     memory_saver.py       this rank's part of such a copy, in shared memory
     snapshot_interval.py  how often such copies are taken
-    export.py             weights for others to load
+    export.py             weights for other programs
 
 The format itself (manifests, retention, mirrors) is raydist/checkpoint, without torch.
 
-Runs in: each train worker. Imports nothing here, so that the plain parts stay light.
+Runs in: each train worker. This file imports nothing: the driver imports numbers.py without torch.
 """

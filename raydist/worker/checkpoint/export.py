@@ -2,8 +2,8 @@
 
 Runs in: the user's shell (`raydist checkpoint export`). Torch, never ray.
 
-Weights are renamed, not changed: gpt is Llama's architecture, and with `model.qk_norm` Qwen3's. Both rotate the two halves
-of a head against one another, as gpt does, so the same logits come out.
+Weights are renamed, not changed: gpt has Llama's architecture, and with `model.qk_norm` Qwen3's. Both rotate the two halves
+of a head against each other, as gpt does, so the logits are the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from raydist.checkpoint.manifest import Manifest
 from raydist.data.dataset import TokenDataset
-from raydist.data.tokenizers import END, Bytes
+from raydist.data.tokenizers import END, Bytes, Library
 from raydist.errors import CheckpointNotFound, DataError, UsageError, UserError
 from raydist.redact import beside
 from raydist.run.directory import SPEC, RunDir
@@ -32,7 +32,7 @@ from raydist.worker.model.gpt import NORM_EPS, default_hidden
 
 FORMATS = ("safetensors",)
 MODEL = "model/"
-"""What the names of the model's tensors begin with in a checkpoint."""
+"""The prefix of the model's tensors in a checkpoint."""
 
 _BLOCK = {
     "attention_norm": "input_layernorm",
@@ -55,8 +55,8 @@ _TOP = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_hea
 def export(run: RunDir, step: int | None, out: Path, format: str = "safetensors", dataset: str | None = None) -> Path:
     """Writes the weights of a committed checkpoint to the new folder `out`, whole or not at all; gives `out`.
 
-    `step`: None takes the newest good one. `dataset`: where the run's prepared data is now, if it has moved; its tokenizer
-    goes along. Raises UsageError (format, `out` exists), UserError (no gpt), CheckpointNotFound, CheckpointCorrupt, DataError.
+    `step`: None takes the newest good one. `dataset`: the place of the run's prepared data, if it has moved; its tokenizer is
+    exported too. Raises UsageError (format, `out` exists), UserError (no gpt), CheckpointNotFound, CheckpointCorrupt, DataError.
     """
     if format not in FORMATS:
         raise UsageError(f"--format {format}: cannot be written", f"there are: {', '.join(FORMATS)}")
@@ -82,21 +82,21 @@ def export(run: RunDir, step: int | None, out: Path, format: str = "safetensors"
     files |= tokenizer_files(data, spec.model.context)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
-        whole = Path(scratch) / "whole"  # made here, and not by tempfile, for the usual permissions
+        whole = Path(scratch) / "whole"  # not made by tempfile, to have the usual permissions
         whole.mkdir()
         for name, content in files.items():
             (whole / name).write_bytes(content)
         metadata = {"format": "pt", "raydist_run": run.name, "raydist_step": str(manifest.step)}
         saved = whole / "model.safetensors"
         save_file(hf_weights(weights, spec.model.tie_embeddings), saved, metadata)
-        # safetensors makes its file for the owner alone: as the others, which follow the umask.
+        # safetensors creates its file for the owner alone: set the permissions of the other files, which follow the umask.
         saved.chmod(stat.S_IMODE((whole / "config.json").stat().st_mode))
         whole.rename(out)
     return out
 
 
 def _read(run: RunDir, manifest: Manifest) -> dict[str, Tensor]:
-    """The model's tensors by their names, whole, on the CPU, in the format that they were saved in."""
+    """The model's tensors by their names, whole, on the CPU, in their saved dtype. Names and shapes come from the manifest."""
     tensors = {
         name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
         for name, entry in manifest.tensors.items()
@@ -114,7 +114,7 @@ def _dataset(uri: str) -> TokenDataset:
 
 
 def hf_name(name: str) -> str:
-    """`blocks.3.mlp.up.weight` -> `model.layers.3.mlp.up_proj.weight`. Raises KeyError on what is no name of gpt."""
+    """`blocks.3.mlp.up.weight` -> `model.layers.3.mlp.up_proj.weight`. Raises KeyError for other names."""
     module, _, leaf = name.rpartition(".")
     if not module.startswith("blocks."):
         return f"{_TOP[module]}.{leaf}"
@@ -123,7 +123,7 @@ def hf_name(name: str) -> str:
 
 
 def hf_weights(weights: Mapping[str, Tensor], tied: bool) -> dict[str, Tensor]:
-    """gpt's parameters by name -> those of `transformers`. A tied head is left out: there it is the embedding too."""
+    """gpt's parameters by name -> those of `transformers`. A tied head is left out: there the embedding replaces it."""
     return {
         hf_name(name): w.detach().cpu().contiguous()
         for name, w in weights.items()
@@ -132,7 +132,7 @@ def hf_weights(weights: Mapping[str, Tensor], tied: bool) -> dict[str, Tensor]:
 
 
 def hf_config(spec: ModelSpec, vocab_size: int, end: int | None, dtype: str = "float32") -> dict[str, Any]:
-    """config.json of the model. `end`: the id that ends a document, and so begins the next; None: not known."""
+    """config.json of the model. `end`: the id that ends a document and begins the next; None: not known."""
     config = {
         "architectures": ["Qwen3ForCausalLM" if spec.qk_norm else "LlamaForCausalLM"],
         "model_type": "qwen3" if spec.qk_norm else "llama",
@@ -168,6 +168,11 @@ def tokenizer_files(dataset: TokenDataset, context: int) -> dict[str, bytes]:
     """tokenizer.json and tokenizer_config.json for `transformers`, of the dataset's tokenizer."""
     from tokenizers import Tokenizer
 
+    if not isinstance(dataset.tokenizer, Bytes | Library):
+        raise DataError(
+            f"tokenizer {dataset.tokenizer.name}: cannot be written as a tokenizer.json that `transformers` reads",
+            "export a model that was trained with bytes, bpe:VOCAB or a tokenizer.json",
+        )
     raw = byte_tokenizer() if isinstance(dataset.tokenizer, Bytes) else dataset.tokenizer.to_bytes()
     end = Tokenizer.from_str(raw.decode()).id_to_token(dataset.end)
     config = {

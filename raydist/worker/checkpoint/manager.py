@@ -1,10 +1,10 @@
-"""How far a run has come, and all that keeps it: checkpoints on storage, their replicas, snapshots in memory.
+"""The progress of a run, and everything that saves it: checkpoints on storage, their replicas, snapshots in memory.
 
 Runs in: each train worker. Torch, never ray.
 
-    resume()   from a snapshot, or the newest good checkpoint, or nothing -> Progress
-    save()     a checkpoint (checkpoint/save.py); snapshot(): a copy in memory (checkpoint/memory_manager.py); both beside the next
-    step
+    resume()     from a snapshot, the newest good checkpoint, or nothing -> Progress
+    save()       a checkpoint on storage (save.py), while the next step runs
+    snapshot()   a copy in memory (memory_manager.py), while the next step runs
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ from raydist.worker import distributed
 from raydist.worker.attempt import Job
 from raydist.worker.checkpoint import memory_manager as memory_stores
 from raydist.worker.checkpoint import numbers, restore
+from raydist.worker.checkpoint.extra_state import EXTRA, ExtraState, owner
 from raydist.worker.checkpoint.memory_manager import MemoryCheckpointer
 from raydist.worker.checkpoint.save import RETRY_S, Saver
 from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.checks.bad_steps import BadStepCheck
-from raydist.worker.checks.replicas import ReplicaCheck
+from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.gradient_noise_scale import GradientNoise
 from raydist.worker.metrics.reporter import Reporter
+from raydist.worker.parameter_table import ParameterTable
 from raydist.worker.precision import Precision
 
 
 @dataclass(slots=True)
 class Progress:
-    """After `step` steps; `cursor`: of the batch that comes next. Losses: of the newest step, where that was finite, of the newest
+    """The state of a run after `step` steps. `cursor`: of the next batch. Losses: the newest finite one of a step, of the newest
     evaluation, and the best; None without one. `evaluated`: the step of this attempt's newest evaluation; 0 before it.
     """
 
@@ -62,9 +64,9 @@ class Progress:
 
 
 class CheckpointManager:
-    """Of one attempt. Every rank makes one, and calls `resume`, `open` and then the others at the same steps: they are collectives,
-    where nothing else is said. `fingerprint`: the dataset's; `total`: optimizer steps of the whole run. `watch`: what it is to ask
-    before it saves.
+    """Saves and restores one attempt. Every rank makes one, and calls `register`, `resume`, `open` and then the others at the same
+    steps: they are collectives, unless their docstring says otherwise. `parameters`: a commit without all of them fails. `mesh`:
+    axis -> size; None: all ranks are data parallel. `fingerprint`: the dataset's; `total`: optimizer steps of the whole run.
     """
 
     def __init__(
@@ -81,17 +83,23 @@ class CheckpointManager:
         fingerprint: str,
         total: int,
         steps_per_epoch: int,
+        parameters: ParameterTable | None = None,
+        mesh: Mapping[str, int] | None = None,
     ) -> None:
         self._job, self._spec, self._rank, self._reporter = job, job.spec, rank, reporter
         self._progress, self._state, self._numbers = progress, state, job.spec.numbers(fingerprint)
         self._total, self._steps_per_epoch = total, steps_per_epoch
         self._precision, self._bad_steps, self._noise = precision, bad_steps, noise
-        self.watch: ReplicaCheck | None = None
+        self._parameters, self._mesh = parameters, mesh
         self._saving = False
 
+    def register(self, name: str, state: ExtraState) -> None:
+        """Saves and restores this state too: see extra_state.py. Before `resume`. No collective."""
+        self._state.register(name, state)
+
     def resume(self) -> bool:
-        """Takes up the snapshot that the driver named, or the newest checkpoint whose every hash is right, from a replica if
-        need be; at any world size. Whether there was one.
+        """Loads the snapshot that the driver named, or the newest checkpoint whose hashes are all right, from a replica if needed,
+        on any mesh. Whether there was one.
         """
         rank, run, job = self._rank, self._job.run, self._job
         common: dict[str, Any] = {
@@ -114,13 +122,16 @@ class CheckpointManager:
             return False
         numbers.check(run.name, manifest, self._numbers, self._total, job.allow_spec_change)
         tensors, rank_tensors, _ = self._state.capture()
-        exact = restore.load(place, manifest, tensors, rank_tensors, group=rank.control)
-        self._state.restore(tensors, rank_tensors if exact else None, manifest.plain)
+        loaded = restore.load(
+            place, manifest, tensors, rank_tensors, group=rank.control, mesh=self._mesh, extra=self._state.extra
+        )
+        own = {name: t for name, t in rank_tensors.items() if loaded.exact or owner(name) is not None}
+        self._state.restore(tensors, own, manifest.plain, restored=loaded.extra)
         self._progress.load(manifest.plain)
         self._precision.load(manifest.plain["precision"])
         if self._noise:
             self._noise.load(manifest.plain.get("noise", {}))
-        if not exact:  # another world size: each rank draws from a stream of its own, never one that was used before
+        if not loaded.exact:  # another mesh: each rank gets a new stream of random numbers, which no rank has used
             seed, step = self._spec.train.seed, self._progress.step
             distributed.seed_all(seed, "dropout", rank.rank, rank.world_size, step)
         if self._reporter:
@@ -134,10 +145,14 @@ class CheckpointManager:
             )
             if change := numbers.schedule_change(manifest, self._spec, self._total, self._steps_per_epoch):
                 self._reporter.say("note", text=change)
+            for name, why in loaded.anew.items():
+                self._reporter.say("note", text=f"extra state {name} starts anew: it {why}")
+            for name in sorted(manifest.plain.get(EXTRA, {}).keys() - set(self._state.extra)):
+                self._reporter.say("note", text=f"extra state {name} of the checkpoint is not used by this job")
         return True
 
     def open(self) -> None:
-        """Makes ready to save, from the step that it has resumed at."""
+        """Prepares saves, after `resume`."""
         job, rank, spec, reporter = self._job, self._rank, self._spec.checkpoint, self._reporter
         self._replicas = (
             Mirrors(
@@ -158,6 +173,8 @@ class CheckpointManager:
             "attempt": job.attempt,
             "spec_hash": spec_hash(job.spec),
             "numbers": self._numbers,
+            "mesh": self._mesh,
+            "parameters": self._parameters,
         }
         self._saver = Saver(
             job.run,
@@ -172,37 +189,40 @@ class CheckpointManager:
         self._memory_store: MemoryCheckpointer | None = None
         every, resumed = job.spec.snapshot_every, self._progress.step
         if job.memory_store is not None and every is not None:
-            told = reporter.told if reporter else None  # a restart from memory must find the records up to there
-            tell = reporter.event if reporter else lambda event: None
+            # A restart from memory must find the records of the steps before it.
+            before_commit = reporter.told if reporter else None
+            on_event = reporter.event if reporter else lambda event: None
             self._memory_store = MemoryCheckpointer(
-                job.memory_store, every, resumed=resumed, before_commit=told, on_event=tell, **common
+                job.memory_store, every, resumed=resumed, before_commit=before_commit, on_event=on_event, **common
             )
 
     def prepare(self) -> None:
-        """Memory for the copies, beside the next step; after the first one, when the optimizer has its state."""
+        """Allocates memory for the copies, while the next step runs; after the first step, when the optimizer has its state."""
         state = self._state.capture()[:2]
         self._saver.prepare(*state)
         if self._memory_store:
-            self._memory_store.prepare(*state)  # there is memory on all nodes, or none takes any
+            self._memory_store.prepare(*state)  # if a node lacks memory, no node takes snapshots
 
     def vote(self, due: bool) -> float:
-        """This rank's word on a snapshot after this step, see `MemoryCheckpointer.vote`; `due`: a checkpoint comes there. No
+        """This rank's vote on a snapshot after this step, see `MemoryCheckpointer.vote`; `due`: a checkpoint is saved there. No
         collective."""
         return self._memory_store.vote(self._progress.step, due) if self._memory_store else 0.0
 
     def stepped(self, seconds: float, unusual: bool) -> None:
-        """A step took so long since the one before; `unusual`: something else went on beside it. No collective."""
+        """A step took so many seconds; `unusual`: it had other work than most steps. No collective."""
         if self._memory_store:
             self._memory_store.stepped(seconds, unusual or self._saver.busy)
 
     def before_update(self) -> None:
-        """Waits until no copy of the state is being taken. No collective."""
+        """Waits until no copy of the state is in progress. No collective."""
         self._saver.before_update()
         if self._memory_store:
             self._memory_store.before_update()
 
     def save(self, ending: bool) -> None:
-        """A checkpoint of this step: each rank writes its part, rank 0 commits, last. `ending`: no step may take its place."""
+        """Saves a checkpoint of this step: each rank writes its part, rank 0 commits last. `ending`: there is no later step to
+        save.
+        """
         self._saving = True
         step, loss = self._progress.step, self._progress.eval_loss
         if not self._saver.start(step, *self._capture(), last=ending):
@@ -213,20 +233,20 @@ class CheckpointManager:
             self._saver.mark_eval(step, loss)
 
     def snapshot(self) -> None:
-        """A copy of this step's state to memory, where the votes said so."""
+        """Takes a snapshot of this step in memory, if the votes say so."""
         assert self._memory_store is not None
         self._memory_store.start(self._progress.step, *self._capture())
 
     def finish(self) -> None:
-        """Returns once what was saved is committed, and copied. Raises SavesFailed after checkpoint.max_failures in a row."""
+        """Returns once the last save is committed and copied. Raises SavesFailed after checkpoint.max_failures in a row."""
         while self._saving and not self._saver.wait():
-            time.sleep(RETRY_S)  # the last one failed, and the run must not end without it
+            time.sleep(RETRY_S)  # the last save failed, and the run must not end without it
             self.save(ending=True)
         if self._replicas:
             self._replicas.close(self._spec.checkpoint.timeout_s)
 
     def close(self) -> None:
-        """Ends what is on its way; after `finish`, nothing is. No collective."""
+        """Ends saves in flight; after `finish` there are none. No collective."""
         if self._replicas:
             self._replicas.close(0.0)
         self._saver.close()
@@ -236,11 +256,12 @@ class CheckpointManager:
     # --- inside
 
     def _capture(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-        """All that a checkpoint of this step is made of: tensors, this rank's tensors, plain values."""
+        """The content of a checkpoint of this step: tensors, this rank's own tensors, plain values."""
         step = self._progress.step
-        if self.watch:
-            self.watch.before_save(step)
         tensors, rank_tensors, plain = self._state.capture()
+        if self._parameters is not None and not self._parameters.is_same_everywhere:
+            slots = gather_json(plain["optim"]["slots"], self._rank.control)  # rank 0 has not all names
+            plain["optim"]["slots"] = {name: values for of_rank in slots for name, values in of_rank.items()}
         plain |= {
             **self._progress.to_plain(),
             "precision": self._precision.state(),
@@ -251,7 +272,7 @@ class CheckpointManager:
         return tensors, rank_tensors, plain
 
     def _saved(self, event: Event) -> None:
-        """What the Saver tells, on rank 0."""
+        """An event of the Saver, on rank 0."""
         if self._reporter and self._replicas:
             self._reporter.event(event)
             if event.kind == "checkpoint_saved":

@@ -1,13 +1,13 @@
-"""Copies of the training state in the memory of the nodes: saved beside training, and loaded without storage.
+"""Copies of the training state in the nodes' memory: saved while training continues, and loaded without storage.
 
-Runs in: each train worker. Torch, never ray. cluster/run/memory_checkpoints.py has the other half: an actor a node, which keeps
-each node's copies on another node too.
+Runs in: each train worker. Torch, never ray. cluster/run/memory_store.py has the other half: an actor on each node, which
+copies the node's snapshots to another node.
 
     loop    vote(step) -> in the step's own all-reduce -> start(step) ... forward, backward ... before_update() | optimizer.step()
     thread                                      copy to a slot of shared memory ........ ^ done; hash, rename; rank 0: the manifest
 
-A snapshot is a checkpoint in a folder of /dev/shm (checkpoint/memory_layout.py), made by the same Saver (memory_saver.py). Nothing
-here may cost the run more than time: what fails is told once, and training goes on.
+A snapshot is a checkpoint in a folder of /dev/shm (checkpoint/memory_layout.py), made by a Saver (memory_saver.py). A failure here
+does not stop training: it is reported once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -28,19 +28,18 @@ from raydist.errors import CheckpointError, UserError
 from raydist.records import Event
 from raydist.run.directory import RunDir, manifest_attempt
 from raydist.worker.checkpoint.memory_saver import MemorySaver
-from raydist.worker.checkpoint.save import SaveResult
-from raydist.worker.checkpoint.snapshot_interval import Pace
-
-T = TypeVar("T")
+from raydist.worker.checkpoint.save_in_flight import SaveResult
+from raydist.worker.checkpoint.snapshot_interval import SnapshotInterval
+from raydist.worker.comm.json_gather import gather_json
 
 SEND_S = 30.0
-"""How long a copy is waited for on its way to the buddy, before its cost is taken to be known."""
+"""After this time a snapshot's cost is final, even if its copy to the buddy has not arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryStoreJob:
-    """What the driver says to all ranks. `folder`: the same path on every node. `step`, `manifest`: of the snapshot to go on from,
-    all of which is in this node's folder by now as far as its ranks need it; None: there is none.
+    """Sent by the driver to all ranks. `folder`: the same path on every node. `step`, `manifest`: of the snapshot to continue from;
+    all files that this node's ranks need are in its folder. None: there is none.
     """
 
     folder: str
@@ -51,7 +50,7 @@ class MemoryStoreJob:
 class MemoryCheckpointer:
     """The snapshots of one attempt, as the loop uses them. All ranks make one, and call its methods at the same steps.
 
-    `every`: recovery.snapshot_every. `resumed`: the step that the attempt goes on from. The other arguments are the Saver's.
+    `every`: recovery.snapshot_every. `resumed`: the step that the attempt continues from. The other arguments are the Saver's.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class MemoryCheckpointer:
         self._use, self._problem = None, ""
         try:
             self._use = memory_layout.Use(job.folder)
-        except OSError as error:  # told where all ranks meet
+        except OSError as error:  # `prepare` sends it to all ranks
             self._problem = f"no copies in memory: {job.folder}: {error}"
         self._folder = Path(job.folder)
         self._every, self._group = every, group
@@ -75,24 +74,25 @@ class MemoryCheckpointer:
         attempt = manifest_attempt(job.manifest) if job.manifest is not None else None
         kept = (job.step, attempt) if job.step is not None and attempt is not None else None
         self._saver = MemorySaver(Path(job.folder), kept=kept, group=group, **saver)
-        self._pace = Pace(every, resumed)
+        self._interval = SnapshotInterval(every, resumed)
         self._off = False
         self._ready = False
-        self._told: int | None = None
+        self._reported: int | None = None
         self._attempt = int(saver["attempt"])
         self._kept: tuple[SaveResult, float] | None = None
-        """What became of the copy whose sending is not over, and when that was."""
+        """The result of the snapshot that is still being sent to the buddy, and the time when it was committed."""
         self._sender_s = 0.0
 
     def prepare(self, tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor]) -> None:
-        """Makes room for the copies, after the first step. A collective: where a node lacks the memory, no rank takes any.
+        """Allocates memory for the snapshots, after the first step. A collective: if a node lacks the memory, no rank allocates
+        any.
 
-        Raises UserError then, if snapshots were asked for (`every` is no auto).
+        Raises UserError in that case, unless `every` is auto.
         """
         problem = self._problem
         shm, memory, held = (0, 0, 0) if problem else memory_layout.room(self._folder)
-        mine = (memory_layout.node(), self._saver.nbytes(tensors, rank_tensors), shm + held, memory + held, problem)
-        every = _every(mine, self._group, self._world_size)
+        nbytes = self._saver.nbytes(tensors, rank_tensors)
+        every = gather_json([_node(), nbytes, shm + held, memory + held, problem], self._group)
         problems = [problem for *_, problem in every if problem]
         totals: dict[Any, int] = {}
         for node, nbytes, *_ in every:
@@ -112,20 +112,20 @@ class MemoryCheckpointer:
         self._ready = True
 
     def vote(self, step: int, due: bool) -> float:
-        """This rank's word on a snapshot after `step`, to be summed over the ranks; `due`: a checkpoint on storage comes there.
+        """This rank's vote on a snapshot after `step`, to be summed over the ranks; `due`: a checkpoint is saved after that step.
 
-        The sum is 1.0 where one is to be taken: rank 0 wants it, and no rank is still busy with the one before.
+        The sum is 1.0 if a snapshot is to be taken: rank 0 wants one, and no rank is still busy with the previous one.
         """
         if self._off or not self._ready or due:
             return 0.0
-        wanted = self._rank == 0 and self._pace.due(step)
+        wanted = self._rank == 0 and self._interval.due(step)
         return 2.0 * self._saver.busy + wanted
 
     def start(
         self, step: int, tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor], plain: Mapping[str, Any]
     ) -> None:
-        """The snapshot of `step`; where the votes said so."""
-        self._pace.taken(step)
+        """Takes the snapshot of `step`, if the votes say so."""
+        self._interval.taken(step)
         if self._rank == 0 and (sent := memory_layout.sent(self._folder)) is not None:
             self._sender_s = sent[1]
         self._saver.start(step, tensors, rank_tensors, plain)
@@ -135,20 +135,19 @@ class MemoryCheckpointer:
         self._saver.before_update()
 
     def stepped(self, seconds: float, unusual: bool) -> None:
-        """A step took so long since the one before: for the pace. `unusual`: something else went on beside it."""
-        self._pace.step(seconds, unusual)
+        """A step took so many seconds. `unusual`: it had other work than most steps. Decides on the interval."""
+        self._interval.step(seconds, unusual)
         if (result := self._saver.poll()) is not None:
             self._kept = result, time.monotonic()
         if self._kept is not None and (sending := self._sent(*self._kept)) is not None:
             result, self._kept = self._kept[0], None
-            self._pace.ended(result.committed, result.cpu_seconds + sending)
-            self._tell_pace()
+            self._interval.ended(result.committed, result.cpu_seconds + sending)
+            self._report_interval()
 
     def _sent(self, result: SaveResult, at: float) -> float | None:
-        """Processor time that this node's MemoryCheckpointer took to send that copy, and to keep another node's; None while it
-        does."""
+        """Processor time of this node's MemoryStore for sending that snapshot and keeping another node's; None while it is busy."""
         if self._every != "auto" or self._rank != 0 or not result.committed:
-            return 0.0  # nobody asks what it costs
+            return 0.0  # the cost is not needed
         sent = memory_layout.sent(self._folder)
         if sent is None:
             return 0.0
@@ -157,21 +156,21 @@ class MemoryCheckpointer:
         return max(0.0, seconds - self._sender_s) if over else None
 
     def checkpoint(self, step: int) -> None:
-        """A checkpoint of `step` goes to storage: a snapshot would be no newer."""
-        self._pace.taken(step, checkpoint=True)
+        """A checkpoint of `step` is saved on storage, so a snapshot of that step is not needed."""
+        self._interval.taken(step, checkpoint=True)
 
     def close(self) -> None:
-        """Ends what is on its way."""
+        """Ends the snapshot in flight."""
         self._saver.close()
         if self._use is not None:
             self._use.close()
 
-    def _tell_pace(self) -> None:
-        interval, cost, base = self._pace.interval, self._pace.cost, self._pace.base
+    def _report_interval(self) -> None:
+        interval, cost, base = self._interval.interval, self._interval.cost, self._interval.base
         if self._every != "auto" or interval is None or cost is None or base is None:
             return
-        if self._told is None or not self._told / 2 < interval < self._told * 2:
-            self._told = interval
+        if self._reported is None or not self._reported / 2 < interval < self._reported * 2:
+            self._reported = interval
             self._say(
                 f"a copy in memory every {interval} steps: each costs {1e3 * cost:.1f} ms, a step takes {1e3 * base:.1f} ms"
             )
@@ -189,43 +188,39 @@ def choose(
     group: dist.ProcessGroup | None,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Manifest | None:
-    """The snapshot that the driver names, if all that this node's ranks need of it is there and has its hash; else None.
+    """The snapshot that the driver names, if all files that the ranks need are on their nodes and have their hashes; else None.
 
-    A collective. Why not is told as the event checkpoint_rejected; storage then has to do.
+    A collective. The event checkpoint_rejected gives the reason; the attempt then continues from storage.
     """
     if job.step is None or job.manifest is None:
         return None
     run = RunDir(job.folder)
-    found: list[Manifest | str] = [""]
+    mine = {"manifest": "", "problem": ""}
     if rank == 0:
         try:
-            found = [manifest.read(run, job.step, job.manifest)]
+            mine["manifest"] = manifest.read(run, job.step, job.manifest).dumps().decode()
         except (CheckpointError, OSError) as error:
-            found = [f"{run.uri}/{manifest.path(job.step, job.manifest)}: {error}"]
-    if group is not None:
-        dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
-    problems: list[str] = []
-    if isinstance(found[0], Manifest):
-        shared, own = needs(found[0], rank, world_size)
-        places = _every(memory_layout.node(), group, world_size)
+            mine["problem"] = f"{run.uri}/{manifest.path(job.step, job.manifest)}: {error}"
+    sent, *_ = gather_json(mine, group)
+    found = None if sent["problem"] else Manifest.loads(sent["manifest"].encode())
+    problems: list[str] = [sent["problem"]]
+    if found is not None:
+        shared, own = needs(found, rank, world_size)
+        places = gather_json(_node(), group)
         here = [r for r, place in enumerate(places) if place == places[rank]]
+        mine_bad = []
         for name in sorted({*sorted(shared)[here.index(rank) :: len(here)], *own}):
-            problem = manifest.check_file(run, job.step, name, found[0].files[name])
-            problems += [problem] if problem else []
-        # The others of this node look into the rest of what it shares, but each must know that it is there.
-        problems = [p for of_rank in _every(problems[:1], group, world_size) for p in of_rank]
-    else:
-        problems = [found[0]]
+            problem = manifest.check_file(run, job.step, name, found.files[name])
+            mine_bad += [problem] if problem else []
+        # The ranks of a node share the work on its shared files; each must know of every problem.
+        problems = [p for of_rank in gather_json(mine_bad[:1], group) for p in of_rank]
     if problems:
         file, _, cause = problems[0].partition(": ")
         on_event(Event("checkpoint_rejected", time.time(), {"step": job.step, "file": file, "cause": cause}))
         return None
-    assert isinstance(found[0], Manifest)
-    return found[0]
+    return found
 
 
-def _every(mine: T, group: dist.ProcessGroup | None, world_size: int) -> list[T]:
-    every: list[T] = [mine] * world_size
-    if group is not None:
-        dist.all_gather_object(every, mine, group=group)
-    return every
+def _node() -> str:
+    """Equal for the ranks that share memory."""
+    return "/".join(map(str, memory_layout.node()))

@@ -1,6 +1,6 @@
-"""May a run go on with this spec? Its numbers must be those that it was trained with, but for how long it is.
+"""Whether a run may continue with this spec: the fields that change its numbers must be unchanged, except for its length.
 
-Runs anywhere: plain python, no torch. The driver asks before anything starts, each rank when it has chosen a checkpoint.
+Runs anywhere: plain python, no torch. The driver checks before anything starts, each rank after it has chosen a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from raydist.spec import JobSpec
 
 LENGTH = ("train.steps", "train.epochs")
-"""Of `JobSpec.numbers` those that say how long a run is. Another value changes the schedule of the steps to come, and no sample."""
+"""The fields of `JobSpec.numbers` with the length of a run. Another value changes the schedule of later steps, but no sample."""
 
 
 def check(run: str, found: Manifest, numbers: Mapping[str, Any], total: int, allow: bool = False) -> list[str]:
-    """The fields in which the job differs from the checkpoint that it goes on from, a line each.
+    """The fields in which the job differs from its checkpoint, a line each.
 
     `run`: its name; `numbers`: of the job, see `JobSpec.numbers`; `total`: optimizer steps of the whole job. Raises SpecChanged
-    where others than LENGTH differ, unless `allow`; and where the job is shorter than what is trained already.
+    if others than LENGTH differ, unless `allow`; and if the job has fewer steps than are trained already.
     """
     changed = changed_numbers(found.numbers, numbers)
     if not allow and len(changed) > len(_length(changed)):
@@ -41,9 +41,9 @@ def check(run: str, found: Manifest, numbers: Mapping[str, Any], total: int, all
 
 
 def schedule_change(found: Manifest, spec: JobSpec, total: int, steps_per_epoch: int) -> str | None:
-    """What another length does to the learning rate, in a line; None where more than the length has changed, or not even that.
+    """How another length changes the learning rate, in a line; None if the length is the same, or other fields have changed too.
 
-    `total`: optimizer steps of the whole job; `found`: the checkpoint that it goes on from, of the same data.
+    `total`: optimizer steps of the whole job; `found`: the checkpoint that it continues from, of the same data.
     """
     changed = changed_numbers(found.numbers, spec.numbers(found.numbers.get("data.fingerprint", "")))
     if not changed or len(changed) > len(_length(changed)):

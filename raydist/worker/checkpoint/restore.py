@@ -1,4 +1,4 @@
-"""Finds the newest checkpoint whose every hash is right, and loads it at any world size.
+"""Finds the newest checkpoint whose hashes are all right, and loads it on any mesh.
 
 Runs in: each train worker, and in commands that need weights. Torch, never ray.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,20 +18,30 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from raydist.checkpoint import manifest
-from raydist.checkpoint.manifest import Manifest, TensorEntry
+from raydist.checkpoint.manifest import Manifest, TensorEntry, mesh_of
 from raydist.checkpoint.mirrors import answer, replica_of
 from raydist.checkpoint.retention import Lease
-from raydist.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, RaydistError, StorageError
+from raydist.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointTooNew,
+    RaydistError,
+    StorageError,
+)
 from raydist.records import Event
 from raydist.redact import redact
 from raydist.run.directory import Lineage, RunDir, manifest_name
 from raydist.worker.checkpoint.dcp_storage import ShardReader, TensorPlanner
+from raydist.worker.checkpoint.extra_state import EXTRA, owner, tensor_name
 from raydist.worker.checkpoint.save_plan import rank_name
+from raydist.worker.comm.json_gather import gather_json
+from raydist.worker.parameter_table import dtype_name, gather_tensors
 
 T = TypeVar("T")
 
 _leases: dict[tuple[str, int], Lease] = {}
-"""From `choose` to `load`, which are two calls: what this process is about to read."""
+"""The leases of this process, from `choose` to `load`."""
 
 
 def choose(
@@ -57,22 +68,15 @@ def choose_from(
     group: dist.ProcessGroup | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> tuple[RunDir, Manifest] | None:
-    """The newest committed checkpoint of which every byte is as it was written, or that of `step`, and where it is; None if
-    there is none.
+    """(place, manifest) of the newest committed checkpoint whose bytes are all as they were written, or of `step`'s; None if there
+    is none.
 
-    A collective: the ranks share the reading, and agree. Of each step the run's own comes first, then the replicas'; then
-    comes the step before. A bad checkpoint is passed over with an event checkpoint_rejected on rank 0, which names the files;
-    replica_used and replica_failed say more. Until `load`, or for an hour, it is safe from pruning.
-    Raises CheckpointCorrupt if there are checkpoints and none is good, or `step`'s is bad; CheckpointNotFound if `step`
-    is not committed; StorageError if the run's own folder cannot be read.
+    A collective: the ranks share the reading, and agree. For each step, newest first, the run's own folder is tried, then the
+    replicas. A bad checkpoint is skipped with an event checkpoint_rejected on rank 0, which names the files; see also the events
+    replica_used and replica_failed. Until `load`, or for an hour, the checkpoint is not pruned.
+    Raises CheckpointCorrupt if there are checkpoints and none is good, or `step`'s is bad; CheckpointTooNew if a newer raydist
+    wrote it; CheckpointNotFound if `step` is not committed; StorageError if the run's own folder cannot be read.
     """
-
-    def every(value: T) -> list[T]:
-        values: list[T] = [value] * world_size
-        if group is not None:
-            dist.all_gather_object(values, value, group=group)
-        return values
-
     rejected: list[str] = []
     passed: set[tuple[int, int]] = set()
     away: set[str] = set()
@@ -92,25 +96,28 @@ def choose_from(
             say("checkpoint_rejected", step=late, file=file, cause=cause)
     while True:
         found: Manifest | CheckpointError | None = None
-        candidate: tuple[int, int] | None = None  # a step, and where: 0 is the run's own folder, then come the replicas
+        candidate: tuple[int, int] | None = None  # (step, place): 0 is the run's own folder, 1 the first replica
         if rank == 0 and step is not None:
             candidate, found = (step, 0), _claim(run, step, None)
         elif rank == 0:
             listed = {c: name for c, name in _listed(run, replicas, away, lost).items() if c not in passed}
             candidate = max(listed, key=lambda c: (c[0], -c[1]), default=None)
             found = _claim(_place(run, replicas, candidate[1]), candidate[0], listed[candidate]) if candidate else None
-        candidate, found = every((candidate, found))[0]
-        if candidate is None:
+        sent, *_ = gather_json([candidate, _encoded(found)], group)  # of rank 0, which alone has looked
+        if sent[0] is None:
             break
+        candidate, found = (sent[0][0], sent[0][1]), _decoded(sent[1])
         at, where = candidate
         problems: list[str] = []
         if isinstance(found, Manifest):
             share = _check_share(run, replicas, where, found, rank, world_size)
-            problems = [p for of_rank in every(share) for p in of_rank]
+            problems = [p for of_rank in gather_json(share, group) for p in of_rank]
             if not problems:
                 if where and rank == 0:
                     say("replica_used", step=at, replica=replicas[where - 1])
                 return _place(run, replicas, where), found
+        elif isinstance(found, CheckpointTooNew):
+            raise found
         elif isinstance(found, CheckpointCorrupt):
             problems = [found.message]
         elif step is not None and found is not None:
@@ -133,9 +140,24 @@ def choose_from(
     return None
 
 
-def latest(run: RunDir) -> Manifest | None:
-    """`choose` for one process: the newest good checkpoint."""
-    return choose(run)
+def _encoded(found: Manifest | CheckpointError | None) -> list[str] | None:
+    """For `gather_json`."""
+    if isinstance(found, Manifest):
+        return [found.dumps().decode()]
+    return None if found is None else [type(found).__name__, found.message, found.hint]
+
+
+def _decoded(sent: list[str] | None) -> Manifest | CheckpointError | None:
+    """The inverse of `_encoded`."""
+    if sent is None:
+        return None
+    if len(sent) == 1:
+        return Manifest.loads(sent[0].encode())
+    name, message, hint = sent
+    kinds: dict[str, type[CheckpointError]] = {
+        kind.__name__: kind for kind in (CheckpointCorrupt, CheckpointTooNew, CheckpointNotFound)
+    }
+    return kinds.get(name, CheckpointError)(message, hint)
 
 
 def _place(run: RunDir, replicas: Sequence[str], where: int) -> RunDir:
@@ -145,9 +167,10 @@ def _place(run: RunDir, replicas: Sequence[str], where: int) -> RunDir:
 def _listed(
     run: RunDir, replicas: Sequence[str], away: set[str], lost: Callable[[str, Exception], None]
 ) -> dict[tuple[int, int], str]:
-    """(step, place) -> the name of the manifest that counts there, by what all places together know of the attempts.
+    """(step, place) -> the name of the valid manifest there. Which manifests are valid follows from the attempts that all places
+    know.
 
-    `lost` is told of a replica that gives no answer, and puts it among those that are `away`.
+    `lost` is called for a replica that does not answer, and adds it to `away`.
     """
 
     def ask(look: Callable[[RunDir, Lineage], T], lineage: Lineage) -> dict[int, T]:
@@ -174,7 +197,7 @@ def _claim(run: RunDir, step: int, name: str | None) -> Manifest | CheckpointErr
         return manifest.read(run, step, name)
     except (CheckpointCorrupt, CheckpointNotFound) as error:
         return error
-    except StorageError as error:  # told to all ranks, who wait for this one's word
+    except StorageError as error:  # sent to all ranks, which wait for rank 0
         return CheckpointCorrupt(error.message, error.hint)
 
 
@@ -187,7 +210,7 @@ def _release(run: RunDir, step: int) -> None:
 def _check_share(
     run: RunDir, replicas: Sequence[str], where: int, found: Manifest, rank: int, world_size: int
 ) -> list[str]:
-    """What is wrong with this rank's share of the files: every world_size-th, the large ones spread first."""
+    """The problems of this rank's share of the files: every world_size-th, in descending order of size."""
     try:
         run = _place(run, replicas, where)
     except (RaydistError, OSError) as error:
@@ -195,6 +218,17 @@ def _check_share(
     files = sorted(found.files.items(), key=lambda f: (-f[1].bytes, f[0]))[rank::world_size]
     problems = [manifest.check_file(run, found.step, name, entry) for name, entry in files]
     return [p for p in problems if p]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What `load` has read. `exact`: also this rank's random states. `extra`: names of the extra states that were read; `anew`:
+    name -> why it was not read.
+    """
+
+    exact: bool
+    extra: frozenset[str] = frozenset()
+    anew: dict[str, str] = field(default_factory=dict)
 
 
 def load(
@@ -205,16 +239,21 @@ def load(
     *,
     rank: int | None = None,
     group: dist.ProcessGroup | None = None,
-) -> bool:
-    """Reads a chosen checkpoint into these tensors, in place, whatever number of ranks saved it. A collective.
+    mesh: Mapping[str, int] | None = None,
+    extra: Sequence[str] = (),
+) -> Loaded:
+    """Reads a chosen checkpoint into these tensors, in place, whatever mesh saved it. A collective.
 
-    Names are whole by the part before their first `/` (model, optim): all of the checkpoint's, or none. `rank_tensors`
-    are read, and True returned, only if as many ranks saved it and they held such tensors: a random state of another
-    rank is nobody's. Raises CheckpointError naming tensors that are missing, unexpected or of another shape or dtype.
+    Ranks may want different names: the union of all ranks' names must be the checkpoint's, for each first part of a name (model,
+    optim). `rank_tensors` are read only on the `mesh` that saved them (None: all ranks data parallel), because a random state
+    belongs to one coordinate. `extra`: all registered extra states; see extra_state.py for when one is read. Raises CheckpointError
+    that names tensors which are missing, unexpected or of another shape or dtype, on every rank.
     """
     rank = rank if rank is not None else dist.get_rank(group) if group is not None else 0
     world_size = dist.get_world_size(group) if group is not None else 1
-    problems = _mismatches(found.tensors, tensors)
+    table = gather_tensors(tensors, rank, group)
+    wanted = {name: (row.shape, row.dtype) for name, row in table.items()}
+    problems = _mismatches(found.tensors, {name: facts for name, facts in wanted.items() if owner(name) is None})
     if problems:
         more = f"\n    and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise CheckpointError(
@@ -222,15 +261,25 @@ def load(
             + "\n    ".join(problems[:20]) + more,
             "train it with the model and optimizer that it was saved with, or start anew (--fresh)",
         )  # fmt: skip
+    same_mesh = mesh_of(mesh or {}, world_size) == found.mesh
     own = {rank_name(rank, n): t for n, t in rank_tensors.items()}
-    saved = {n for n in found.tensors if n.startswith(rank_name(rank, ""))}
-    exact = found.world_size == world_size and own.keys() == saved and not _mismatches(found.tensors, own)
-    exact = _all_agree(exact, group)
+    fits = [
+        same_mesh and not _own_mismatches(found, own, rank, None),
+        {name: _why_anew(found, name, wanted, own, rank, same_mesh) for name in extra},
+    ]
+    every = gather_json(fits, group)
+    exact = all(of_rank for of_rank, _ in every)
+    anew = {name: why for _, of_rank in reversed(every) for name, why in of_rank.items() if why is not None}
+    read = {n: t for n, t in tensors.items() if owner(n) not in anew}
+    for name, tensor in own.items():
+        state = owner(name.removeprefix(rank_name(rank, "")))
+        if exact if state is None else state not in anew:
+            read[name] = tensor
     if group is None:
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one rank is no mistake
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # expected with one rank
     try:
         dcp_load(
-            {**tensors, **own} if exact else dict(tensors),
+            read,
             storage_reader=ShardReader(run, found),
             planner=TensorPlanner(),
             process_group=group,
@@ -242,30 +291,55 @@ def load(
         raise CheckpointError(f"{run.uri}: rank {at} could not read step {found.step}: {text}") from error
     finally:
         _release(run, found.step)
-    return exact
+    return Loaded(exact, frozenset(extra) - anew.keys(), anew)
 
 
-def _all_agree(mine: bool, group: dist.ProcessGroup | None) -> bool:
-    if group is None:
-        return mine
-    values = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(values, mine, group=group)
-    return all(values)
+def _why_anew(
+    found: Manifest,
+    name: str,
+    wanted: Mapping[str, tuple[Sequence[int], str]],
+    own: Mapping[str, Tensor],
+    rank: int,
+    same_mesh: bool,
+) -> str | None:
+    """Why this rank cannot load the extra state `name`; None if it can."""
+    if name not in found.plain.get(EXTRA, {}):
+        return "is not in the checkpoint"
+    prefix = tensor_name(name, "")
+    tensors = {n: facts for n, facts in wanted.items() if n.startswith(prefix)}
+    saved = {n: entry for n, entry in found.tensors.items() if n.startswith(prefix)}
+    if _mismatches(saved, tensors) or saved.keys() - tensors.keys():
+        return "has other tensors than the saved state"
+    if not any(n.startswith(rank_name(rank, prefix)) for n in own):
+        return None
+    if not same_mesh:
+        return f"belongs to ranks, and was saved on the mesh {found.mesh}"
+    return "has other tensors than the saved state" if _own_mismatches(found, own, rank, name) else None
 
 
-def _mismatches(saved: Mapping[str, TensorEntry], wanted: Mapping[str, Tensor]) -> list[str]:
-    """A line for each tensor that does not fit."""
-    rooms = {name.partition("/")[0] for name in wanted}
-    expected = {n: e for n, e in saved.items() if n.partition("/")[0] in rooms and not n.startswith("rank/")}
+def _own_mismatches(found: Manifest, own: Mapping[str, Tensor], rank: int, state: str | None) -> bool:
+    """Whether this rank's own tensors of an extra state (None: the random states) are others than the saved ones."""
+    prefix = rank_name(rank, "")
+
+    def belongs(name: str) -> bool:
+        return name.startswith(prefix) and owner(name.removeprefix(prefix)) == state
+
+    mine = {n: (tuple(t.shape), dtype_name(t.dtype)) for n, t in own.items() if belongs(n)}
+    saved = {n: entry for n, entry in found.tensors.items() if belongs(n)}
+    return mine.keys() != saved.keys() or bool(_mismatches(saved, mine))
+
+
+def _mismatches(saved: Mapping[str, TensorEntry], wanted: Mapping[str, tuple[Sequence[int], str]]) -> list[str]:
+    """A line for each tensor that does not fit. `wanted`: name -> (shape, dtype)."""
+    kinds = {name.partition("/")[0] for name in wanted}
+    expected = {n: e for n, e in saved.items() if n.partition("/")[0] in kinds and not n.startswith("rank/")}
     problems = [f"{name}: not wanted here" for name in expected if name not in wanted]
-    for name, tensor in wanted.items():
+    for name, (shape, dtype) in wanted.items():
         entry = saved.get(name)
         if entry is None:
             problems.append(f"{name}: not in the checkpoint")
-            continue
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if tuple(tensor.shape) != entry.shape:
-            problems.append(f"{name}: saved with shape {list(entry.shape)}, wanted {list(tensor.shape)}")
+        elif tuple(shape) != entry.shape:
+            problems.append(f"{name}: saved with shape {list(entry.shape)}, wanted {list(shape)}")
         elif dtype != entry.dtype:
             problems.append(f"{name}: saved as {entry.dtype}, wanted {dtype}")
     return problems

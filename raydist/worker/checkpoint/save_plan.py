@@ -1,9 +1,10 @@
-"""Which bytes of which tensors a rank saves, and where in its shard they stand.
+"""Which bytes of which tensors a rank saves, and their positions in its shard.
 
 Runs in: each train worker. Torch, never ray.
 
-What every rank holds whole (DDP) is cut into as many equal stretches as there are ranks: a pure function of names,
-shapes and the number of ranks, so that nobody asks anybody. Of a sharded tensor (DTensor) each rank saves what it holds.
+Tensors that the same ranks hold whole (DDP: all ranks) are cut into equal stretches, one for each of these ranks: a pure function
+of the table of all ranks' tensors (worker/parameter_table.py). Of a sharded tensor (DTensor) each rank saves the part that it
+holds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from raydist.errors import CheckpointError
+from raydist.worker.parameter_table import Ranks, TensorTable
 
 ALIGN = 64
 """Each part of a shard starts at a multiple of this: every dtype may be viewed in place."""
@@ -28,9 +30,9 @@ SPLIT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of the tensor `name`, which has the shape `shape`: bytes start..start+length of this rank's shard.
+    """A box of the tensor `name`, whose whole shape is `shape`: bytes start..start+length of this rank's shard.
 
-    `source` is that box in the tensor's own memory, not a copy.
+    `source` is the box in the tensor's own memory, not a copy.
     """
 
     name: str
@@ -45,7 +47,7 @@ class Part:
         return self.source.nbytes
 
     def write_item(self) -> WriteItem:
-        """The same as torch.distributed.checkpoint plans it."""
+        """The same for torch.distributed.checkpoint."""
         offsets = torch.Size(self.offsets)
         return WriteItem(
             index=MetadataIndex(self.name, offsets),
@@ -64,16 +66,16 @@ def aligned(n: int) -> int:
 
 
 def rank_name(rank: int, name: str) -> str:
-    """The name in the checkpoint of a tensor that is this rank's own."""
+    """The name in the checkpoint of a tensor of one rank alone. `rank`: the row-major index of its coordinate in the mesh."""
     return f"rank/{rank:05d}/{name}"
 
 
 def aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names of tensors that are another one's memory -> that one's name, as of tied weights: their bytes are saved once."""
+    """Names of tensors that share another tensor's memory (tied weights) -> the other's name. Their bytes are saved once."""
     first: dict[tuple[object, ...], str] = {}
     found: dict[str, str] = {}
     for name, tensor in tensors.items():
-        if not isinstance(tensor, DTensor) and tensor.numel():
+        if not isinstance(tensor, DTensor) and tensor.numel() and tensor.layout is torch.strided:
             place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             if first.setdefault(place, name) != name:
                 found[name] = first[place]
@@ -81,16 +83,12 @@ def aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def plan(
-    tensors: Mapping[str, Tensor],
-    rank_tensors: Mapping[str, Tensor],
-    rank: int,
-    world_size: int,
-    gather_bytes: int = 0,
+    tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor], table: TensorTable, gather_bytes: int = 0
 ) -> list[Part]:
-    """This rank's parts, in the order of its shard. `tensors`: the same names on every rank; `rank_tensors`: its own.
+    """This rank's parts, in the order of its shard. `tensors`: this rank's tensors of `table`; `rank_tensors`: of this rank alone.
 
-    What every rank holds whole beside sharded tensors is rank 0's alone, if it is no more than `gather_bytes`: a rank then finds
-    all of its state in two shards. Raises CheckpointError for a tensor that is not dense.
+    If there are sharded tensors too, whole tensors of up to `gather_bytes` are saved by the first of their ranks: another rank
+    then finds all of its state in two shards. Raises CheckpointError for a tensor that is not dense.
     """
     parts: list[Part] = []
     start = 0
@@ -103,33 +101,42 @@ def plan(
     for name, tensor in {**tensors, **rank_tensors}.items():
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise CheckpointError(f"{name}: a tensor of layout {tensor.layout} cannot be saved", "keep its state dense")
-    tied = aliases(tensors)
-    whole = {n: t for n, t in tensors.items() if not isinstance(t, DTensor) and n not in tied}
-    sizes = [(n, t.shape, t.nbytes) for n, t in whole.items()]
-    gathered = len(whole) + len(tied) < len(tensors) and sum(nbytes for _, _, nbytes in sizes) <= gather_bytes
-    for name, first, last in (
-        stretch(sizes, rank, world_size) if not gathered else stretch(sizes, 0, 1) if not rank else ()
-    ):
-        tensor = whole[name]
-        source = tensor[first:last] if tensor.ndim else tensor
-        add(name, tensor.shape, (first, *[0] * (tensor.ndim - 1)) if tensor.ndim else (), source)
+    any_sharded = any(not row.is_whole for row in table.values())
+    for ranks, sizes in _whole_by_ranks(table).items():
+        if table.rank not in ranks:
+            continue
+        gathered = any_sharded and sum(nbytes for _, _, nbytes in sizes) <= gather_bytes
+        index, count = (ranks.index(table.rank), len(ranks)) if not gathered else (0, 1)
+        for name, first, last in stretch(sizes, index, count) if not gathered or table.rank == ranks[0] else ():
+            tensor = tensors[name]
+            source = tensor[first:last] if tensor.ndim else tensor
+            add(name, tensor.shape, (first, *[0] * (tensor.ndim - 1)) if tensor.ndim else (), source)
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None:
             local = tensor.to_local()
             _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            if local.numel():  # a rank past the end of an uneven split holds nothing
+            if local.numel():  # after an uneven split the last ranks may hold nothing
                 add(name, tensor.shape, offsets, local)
     for name, tensor in rank_tensors.items():
-        add(rank_name(rank, name), tensor.shape, [0] * tensor.ndim, tensor)
+        add(rank_name(table.rank, name), tensor.shape, [0] * tensor.ndim, tensor)
     return parts
+
+
+def _whole_by_ranks(table: TensorTable) -> dict[Ranks, list[tuple[str, tuple[int, ...], int]]]:
+    """Ranks -> (name, shape, bytes) of the tensors that exactly these ranks hold whole. Aliases are left out."""
+    found: dict[Ranks, list[tuple[str, tuple[int, ...], int]]] = {}
+    for name, row in table.items():
+        if row.is_whole and row.alias is None:
+            found.setdefault(row.ranks, []).append((name, row.shape, row.nbytes))
+    return found
 
 
 def stretch(
     tensors: Sequence[tuple[str, Sequence[int], int]], rank: int, world_size: int
 ) -> Iterator[tuple[str, int, int]]:
-    """(name, first row, row after the last) of what `rank` saves of (name, shape, bytes): every row once over the ranks.
+    """(name, first row, row after the last) of the part of (name, shape, bytes) that `rank` saves: every row once over the ranks.
 
-    The tensors lie in a row and are cut at equal distances; a small tensor is not cut but goes to where most of it lies.
+    The tensors are laid end to end and cut at equal distances; a small tensor is not cut: the rank with most of it saves it.
     """
     total = sum(nbytes for _, _, nbytes in tensors)
     position = 0

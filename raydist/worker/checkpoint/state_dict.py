@@ -1,26 +1,29 @@
-"""The training state as flat tensors and plain values, and back: model, optimizer, random states.
+"""The training state as flat tensors and plain values, and back: model, optimizer, extra state, random states.
 
 Runs in: each train worker. Torch, never ray.
 
     model/<fqn>            parameters and persistent buffers, by the names of the plain module's `state_dict`
     optim/<fqn>/<slot>     the optimizer's tensors (exp_avg, ...), by their parameter's name
-    plain["optim"]         what of the optimizer is no tensor
+    plain["optim"]         the optimizer's state that is not tensors
+    extra/<name>/<tensor>  registered by others, with plain["extra"]: see extra_state.py
     rank tensors           the random states of torch, numpy and python on this rank
 
-Tensors are given as references to the live ones: a save copies them, a load writes into them.
+The tensors are references: a save copies them, a load writes into them.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from raydist.errors import CheckpointError
+from raydist.worker.checkpoint.extra_state import ExtraState, tensor_name
 from raydist.worker.parallel import ParamShard
 from raydist.worker.parallel._model_graph import plain_name
 
@@ -28,22 +31,28 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class TrainState:
-    """`model` and `optimizer` as the loop has them; a DDP or compiled wrapper around the model does not show in names.
+    """`model` and `optimizer` as the loop has them; names do not contain the prefixes of DDP or torch.compile.
 
-    `shards`: what the optimizer updates, by name, as the strategy gives it. To be made before the first step, with the
-    optimizer as the spec built it: see `restore`.
+    `shards`: `strategy.shards()`. To be made before the first step, with the optimizer as the spec built it: see `restore`.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Mapping[str, ParamShard]) -> None:
         self._model, self._optimizer, self._shards = model, optimizer, shards
         self._names: dict[Tensor, str] = {shard.local: name for name, shard in shards.items()}
         self._built = self._groups()
+        self._extra: dict[str, ExtraState] = {}
+
+    def register(self, name: str, state: ExtraState) -> None:
+        """Adds state that is neither the model's nor the optimizer's. The same names on every rank, before the first `capture`."""
+        assert name not in self._extra, name
+        assert "/" not in name, name
+        self._extra[name] = state
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
         """(tensors, rank tensors, plain): the state as it is now.
 
-        Parameters and optimizer state are references, which hold until the next update. Buffers are copies, for a
-        forward pass may change them. Before the first step it makes the optimizer's state, so that it can be loaded into.
+        Parameters and optimizer state are references, unchanged until the next update. Buffers are copies, because a forward pass
+        may change them. Before the first step this creates the optimizer's state, so that a load can write into it.
         """
         self._ensure_optimizer_state()
         tensors: dict[str, Tensor] = {}
@@ -55,7 +64,7 @@ class TrainState:
             if not isinstance(value, Tensor):
                 raise CheckpointError(f"model/{name}: a {type(value).__name__} in the state_dict", _ONLY_TENSORS)
             if parameters.get(name) in self._shards:
-                # What this rank updates, and no other's rows: those may still be on their way here.
+                # Only the part that this rank updates: other ranks' rows may still be in transfer.
                 shard = self._shards[parameters[name]]
                 value = shard.whole(shard.local.detach())
             tensors[f"model/{name}"] = value if name in parameters else value.detach().clone()
@@ -70,15 +79,28 @@ class TrainState:
                 else:
                     raise CheckpointError(f"optim/{name}/{slot}: a {type(value).__name__}", _ONLY_TENSORS)
         plain = {"optim": {"built": self._built, "groups": self._groups(), "slots": slots}}
-        return tensors, capture_rng(self._device()), plain
+        rank_tensors = capture_rng(self._device())
+        if self._extra:
+            plain["extra"] = {name: dict(state.state_values()) for name, state in self._extra.items()}
+        for name, state in self._extra.items():
+            for tensor, value in state.state_tensors().items():
+                own = state.per_rank and not isinstance(value, DTensor)
+                (rank_tensors if own else tensors)[tensor_name(name, tensor)] = value
+        return tensors, rank_tensors, plain
 
     def restore(
-        self, tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor] | None, plain: Mapping[str, Any]
+        self,
+        tensors: Mapping[str, Tensor],
+        rank_tensors: Mapping[str, Tensor] | None,
+        plain: Mapping[str, Any],
+        *,
+        restored: Container[str] = (),
     ) -> None:
-        """Takes up what was loaded into the tensors of `capture`, and the plain values saved with them.
+        """Takes what was loaded into the tensors of `capture`, and the plain values that were saved with them.
 
-        `rank_tensors`: None leaves the random states alone. A group's value (lr, betas, ...) comes from the checkpoint
-        unless the spec now builds another one than it did then (--allow-spec-change): that one stays.
+        `rank_tensors`: without random states these stay as they are. `restored`: names of extra states that were loaded. A group's
+        value (lr, betas, ...) comes from the checkpoint, unless the spec now builds another value than it did then
+        (--allow-spec-change): that one stays.
         """
         buffers = {plain_name(n): b for n, b in self._model.named_buffers()}
         with torch.no_grad():
@@ -99,9 +121,23 @@ class TrainState:
                     group[key] = tuple(now[key]) if isinstance(group[key], tuple) else now[key]
         by_name = {n: p for p, n in self._names.items()}
         for name, slots in saved["slots"].items():
-            self._optimizer.state[by_name[name]].update(slots)
-        if rank_tensors is not None:
+            if name in by_name:  # another pipeline stage has the others
+                self._optimizer.state[by_name[name]].update(slots)
+        rank_tensors = rank_tensors or {}
+        if "rng/torch" in rank_tensors:
             restore_rng(rank_tensors)
+        for name, state in self._extra.items():
+            if name in restored:
+                prefix = tensor_name(name, "")
+                of_state = {
+                    n.removeprefix(prefix): t for n, t in {**tensors, **rank_tensors}.items() if n.startswith(prefix)
+                }
+                state.load_state(of_state, plain["extra"][name])
+
+    @property
+    def extra(self) -> tuple[str, ...]:
+        """The names of all registered extra states."""
+        return tuple(self._extra)
 
     def _groups(self) -> list[dict[str, Any]]:
         """Each parameter group's plain values."""
@@ -122,7 +158,7 @@ class TrainState:
             self._optimizer.zero_grad(set_to_none=True)
             for state in self._optimizer.state.values():
                 if isinstance(state.get("step"), Tensor):
-                    state["step"].zero_()  # it was none: where the first batch is left out, nothing is loaded over it
+                    state["step"].zero_()  # no step was made; if the first batch is left out, nothing is loaded over it
             for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
 
@@ -145,7 +181,7 @@ def _is_plain(value: Any) -> bool:
 def capture_rng(device: torch.device) -> dict[str, Tensor]:
     """The random states of this process as tensors: torch (uint8), python and numpy (int64; float64 for a spare normal)."""
     _, python, spare = random.getstate()
-    # The global generator, for that is the one that users' models draw from.
+    # The global generator, because users' models draw from it.
     kind, keys, position, has_spare, spare_normal = cast(
         "tuple[str, Any, int, int, float]", np.random.get_state(legacy=True)
     )

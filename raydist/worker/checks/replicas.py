@@ -1,13 +1,13 @@
-"""Whether ranks that are to hold the same bits do: hashes are compared, and an odd rank gets the state of the majority.
+"""Compares the bits of ranks that should hold the same: by hashes. A rank that differs receives the state of the majority.
 
-Runs in: each train worker. Torch, never ray. Every rank has one, and all decide alike, for all see the same hashes.
+Runs in: each train worker. Torch, never ray. Every rank has one, and all decide the same, because all see the same hashes.
 
-    a due step, its gradients there  parameters, optimizer state --differ--> majority   mended; the step is computed again
-    a step whose numbers are bad                                             none       Rollback
-    a checkpoint is to be saved      what it will hold                       the third  SuspectHardware, of the same device
+    a due step, its gradients exist  parameters, optimizer state --differ--> majority       repaired; the step is computed again
+    a step with bad numbers                                                  no majority    Rollback
+    before a checkpoint is saved     the state that it will hold             the third time on one device    SuspectHardware
 
-Which ranks hold the same is read off the tensors: a plain one is the same on all ranks, a DTensor on those along the mesh
-dimensions that replicate it. So ddp compares all, zero1 and zero2 the parameters, hsdp the groups' copies, and zero3 nothing.
+The table of all parameters (worker/parameter_table.py) says which ranks hold the same bits. So ddp compares everything, zero1 and
+zero2 the parameters, hsdp the copies of each group, and zero3 nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,36 +30,36 @@ from torch.distributed.tensor import DTensor
 from raydist.errors import Rollback, StorageError, SuspectHardware
 from raydist.run.directory import DRIFT, RunDir
 from raydist.worker import distributed
+from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.reporter import Reporter
-from raydist.worker.parallel import ParamShard, replicas
 from raydist.worker.parallel._model_graph import plain_name
-
-T = TypeVar("T")
-Ranks = tuple[int, ...]
+from raydist.worker.parameter_table import ParameterTable, Ranks
+from raydist.worker.step_hooks import Step, StepHook
 
 DRIFTS = 3
-"""A device on which so many drifts were seen is not trusted any more."""
+"""A device with so many drifts is no longer used."""
 NAMES = 5
-"""Most tensors that an event names."""
+"""An event names at most so many tensors."""
 _CHUNK = 1 << 22
-"""Elements that are hashed at a time on a device: they take 8 bytes each meanwhile."""
+"""Elements that are hashed at a time on a device; each takes 8 bytes of memory."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A tensor that differs where it should not. `majority`: those that agree, if more than half do, or (); `odd`: others."""
+    """A tensor that differs between ranks that should hold the same. `majority`: the ranks that agree, if more than half, or ();
+    `odd`: the others."""
 
     tensor: str
     majority: Ranks
     odd: Ranks
 
 
-class ReplicaCheck:
-    """Around every step: `begin`, then `mended` where the gradients are there; `before_save` before each checkpoint.
+class ReplicaCheck(StepHook):
+    """A hook of every step; and `before_save`, which the loop calls before each checkpoint and each copy in memory.
 
-    `due` says of a step whether to look before its update; `before_write` returns once nobody reads the state any more.
+    `due(step)`: whether to compare before the update of `step`; `before_write` returns once no save reads the state any more.
     """
 
     def __init__(
@@ -69,73 +69,89 @@ class ReplicaCheck:
         attempt: int,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        shards: Mapping[str, ParamShard],
+        parameters: ParameterTable,
         *,
         due: Callable[[int], bool],
         before_write: Callable[[], None],
         reporter: Reporter | None,
     ) -> None:
         self._rank, self._run, self._attempt, self._reporter = rank, run, attempt, reporter
-        self._model, self._optimizer, self._shards = model, optimizer, shards
+        self._model, self._optimizer, self._parameters = model, optimizer, parameters
         self._due, self._before_write = due, before_write
         weights = {n for n, _ in model.named_parameters(remove_duplicate=False)}
         self._buffers = [b for n, b in model.state_dict(keep_vars=True).items() if n not in weights]
+        self._named = {name: p for n, p in model.named_parameters() if (name := plain_name(n)) in parameters}
+        mine = [name for name, p in self._named.items() if isinstance(p, DTensor)]
+        self._split = {name for of_rank in gather_json(mine, rank.control) for name in of_rank}
+        """Parameters that the module holds a part of; the same on all ranks."""
         self._undo: Callable[[], None] = lambda: None
-        self.compares = bool(self._held(saved=False))
-        """Whether any other rank holds what this one does; the same on all ranks."""
+        self.compares = any(len(group) > 1 for name in parameters for group in self._groups(name))
+        """Whether any two ranks hold the same bits; the same on all ranks."""
 
-    def begin(self) -> None:
-        """A step begins: what its passes change is kept, for it may have to be computed again."""
+    def begin(self, step: Step) -> None:
+        """Keeps what the passes change, because they may have to run again."""
         if self.compares:
             self._undo = _passes_undone(self._rank.device, self._buffers)
 
-    def mended(self, step: int, *, suspect: bool) -> bool:
-        """Whether replicas had drifted in `step`, and are mended: its gradients, of odd weights, are of no use. Before the update.
+    def recompute(self, step: Step, suspect: bool) -> bool:
+        """Whether replicas had drifted, and are repaired: the gradients, of wrong weights, are of no use.
 
-        `suspect`: to be looked at even if it is not due. Raises Rollback where there is no majority, SuspectHardware, StorageError.
+        `suspect`: compare even if no comparison is due. Raises Rollback if there is no majority, SuspectHardware, StorageError.
         """
-        if not (suspect or self._due(step)) or not self._mend(step, saved=False):
+        if not (suspect or self._due(step.number)) or not self._mend(step.number, saved=False):
             return False
         self._undo()
         return True
 
     def before_save(self, step: int) -> None:
-        """What the checkpoint of `step` will hold is compared, and mended. Raises as `mended`."""
+        """Compares and repairs the state that the checkpoint of `step` will hold. Raises as `recompute`."""
         self._mend(step, saved=True)
 
+    def _groups(self, name: str) -> tuple[Ranks, ...]:
+        """The ranks in groups whose module has the same bits of a parameter. zero1 and zero2 have it whole on every rank, whatever
+        part of it a rank updates; the module of zero3 and hsdp has the part that the rank updates."""
+        row = self._parameters[name]
+        return row.holders if name in self._split else (row.ranks,)
+
     def _held(self, saved: bool) -> dict[str, tuple[Tensor, Ranks]]:
-        """Local tensors that other ranks hold too, and which ranks. `saved`: of parameters what this rank updates, for other
-        ranks' rows may still be on their way here."""
+        """Local tensors that other ranks hold too, and all these ranks. `saved`: of parameters only the part that this rank
+        updates,
+        because other ranks' rows may still be in transfer."""
         found: dict[str, tuple[Tensor, Ranks]] = {}
-        for name, parameter in self._model.named_parameters():
-            shard = self._shards.get(plain_name(name))
-            value = shard.whole(shard.local.detach()) if saved and shard else parameter.detach()
+        shards = self._parameters.shards
+        for name, parameter in self._named.items():
+            shard = shards.get(name)
+            value = shard.local.detach() if saved and shard else parameter.detach()
             local = value.to_local() if isinstance(value, DTensor) else value
-            found[f"model/{plain_name(name)}"] = local, self._holders(value)
-        for name, shard in self._shards.items():
+            if saved and shard:
+                ranks = self._parameters.group(name)
+            else:
+                ranks = next((group for group in self._groups(name) if self._rank.rank in group), ())
+            found[f"model/{name}"] = local, ranks
+        for name, shard in shards.items():
             for slot, value in self._optimizer.state.get(shard.local, {}).items():
                 if isinstance(value, Tensor):
-                    found[f"optim/{name}/{slot}"] = value, self._holders(shard.like)
+                    found[f"optim/{name}/{slot}"] = value, self._parameters.group(name)
         return {name: (tensor, ranks) for name, (tensor, ranks) in found.items() if len(ranks) > 1}
 
-    def _holders(self, like: Tensor | None) -> Ranks:
-        return next(group for group in replicas(like, self._rank.world_size) if self._rank.rank in group)
-
     def _mend(self, step: int, saved: bool) -> bool:
-        held = self._held(saved)
-        if not held:
+        if not self.compares:
             return False
+        held = self._held(saved)
         digests: dict[Ranks, dict[str, int]] = defaultdict(dict)
         for (name, (_, ranks)), digest in zip(held.items(), hashes(tensor for tensor, _ in held.values()), strict=True):
             digests[ranks][name] = digest
-        # First one number a set of ranks, which is all that is sent while nothing is wrong.
-        sums: dict[int, set[int]] = defaultdict(set)
-        for mine in self._every({hash(ranks): hash(tuple(named.values())) for ranks, named in digests.items()}):
-            for ranks_hash, total in mine.items():
-                sums[ranks_hash].add(total)
+        # First one number a group of ranks: while nothing is wrong, no more is sent.
+        sums: dict[str, set[str]] = defaultdict(set)
+        for mine in gather_json({str(ranks): _digest(named) for ranks, named in digests.items()}, self._rank.control):
+            for ranks_text, total in mine.items():
+                sums[ranks_text].add(total)
         if all(len(totals) == 1 for totals in sums.values()):
             return False
-        drifts = compare(self._every({k: named for k, named in digests.items() if len(sums[hash(k)]) > 1}))
+        sent: list[Any] = [[list(ranks), named] for ranks, named in digests.items() if len(sums[str(ranks)]) > 1]
+        drifts = compare(
+            [{tuple(ranks): named for ranks, named in of_rank} for of_rank in gather_json(sent, self._rank.control)]
+        )
         self._before_write()
         self._judge(step, drifts)
         for drift in drifts:
@@ -144,19 +160,20 @@ class ReplicaCheck:
         return True
 
     def _judge(self, step: int, drifts: list[Drift]) -> None:
-        """Returns if all can be mended, once that is written down; else raises on every rank."""
-        places = self._every(distributed.describe(self._rank))
+        """Returns if all can be repaired, once the drift is recorded; else raises on every rank."""
+        places = gather_json(distributed.describe(self._rank), self._rank.control)
         odd = [places[r] for r in sorted({r for drift in drifts for r in drift.odd})]
         names = [drift.tensor for drift in drifts[:NAMES]]
-        suspects: list[dict[str, Any]] | StorageError = []
+        mine: dict[str, Any] = {"suspects": []}
         if self._rank.first:
             try:
-                suspects = self._written(step, odd, names)
-            except StorageError as error:  # told to all ranks, who wait for this one's word
-                suspects = error
-        suspects = self._every(suspects)[0]
-        if isinstance(suspects, StorageError):
-            raise suspects
+                mine = {"suspects": self._written(step, odd, names)}
+            except StorageError as error:  # sent to all ranks, which wait for rank 0
+                mine = {"error": [error.message, error.hint]}
+        sent = gather_json(mine, self._rank.control)[0]
+        if "error" in sent:
+            raise StorageError(*sent["error"])
+        suspects = sent["suspects"]
         action = "stop" if suspects else "repair" if all(drift.majority for drift in drifts) else "rollback"
         ranks = [place["rank"] for place in odd]
         if self._reporter:
@@ -186,7 +203,7 @@ class ReplicaCheck:
             )
 
     def _written(self, step: int, odd: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
-        """Writes the drift down; of the odd ranks those on devices that have now drifted too often."""
+        """Records the drift; gives the odd ranks whose devices have now drifted too often."""
         storage = self._run.storage
         files = storage.files(DRIFT)
         seen: Counter[tuple[str, str]] = Counter()
@@ -201,7 +218,7 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def _send(self, local: Tensor, drift: Drift) -> None:
-        """From the first of the majority to each odd rank; all go through the drifts in the same order."""
+        """Sends from the first of the majority to each odd rank; all ranks send in the order of the drifts."""
         if self._rank.rank == drift.majority[0]:
             for rank in drift.odd:
                 dist.send(local.cpu().reshape(-1).view(torch.uint8), rank, group=self._rank.control)
@@ -210,14 +227,14 @@ class ReplicaCheck:
             dist.recv(whole.view(-1).view(torch.uint8), drift.majority[0], group=self._rank.control)
             local.copy_(whole)
 
-    def _every(self, mine: T) -> list[T]:
-        every: list[T] = [mine] * self._rank.world_size
-        dist.all_gather_object(every, mine, group=self._rank.control)
-        return every
+
+def _digest(named: Mapping[str, int]) -> str:
+    """One hash of names and hashes."""
+    return xxhash.xxh3_64_hexdigest(repr(sorted(named.items())).encode())
 
 
 def _passes_undone(device: torch.device, buffers: list[Tensor]) -> Callable[[], None]:
-    """Brings back what is drawn from and counted up by passes that follow now. As it comes before each step, in microseconds."""
+    """Keeps random states and buffers; the result restores them. It is called before each step, and takes microseconds."""
     python, numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()  # models draw from these
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     values = [buffer.clone() for buffer in buffers]
@@ -235,7 +252,7 @@ def _passes_undone(device: torch.device, buffers: list[Tensor]) -> Callable[[], 
 
 
 def compare(every: list[dict[Ranks, dict[str, int]]]) -> list[Drift]:
-    """What differs, by name. `every`: of each rank, by who holds them, its tensors' hashes."""
+    """The tensors that differ, by name. `every`: of each rank, by the ranks that hold the same, its tensors' hashes."""
     found = []
     for ranks, name in sorted({(ranks, name) for mine in every for ranks, named in mine.items() for name in named}):
         by: dict[int, list[int]] = defaultdict(list)
@@ -249,9 +266,9 @@ def compare(every: list[dict[Ranks, dict[str, int]]]) -> list[Drift]:
 
 
 def hashes(tensors: Iterable[Tensor]) -> list[int]:
-    """A signed 64-bit hash of each tensor's bits: xxh3 on the host; on a device a sum there, read together in one copy.
+    """A signed 64-bit hash of each tensor's bits: xxh3 on the host; on a device a sum there, all read in one copy.
 
-    One flipped bit always changes it. Only hashes of one kind of device compare.
+    One flipped bit always changes it. Only hashes of the same kind of device can be compared.
     """
     found: list[int | Tensor] = []
     for tensor in tensors:
@@ -268,7 +285,7 @@ def hashes(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def weighted(bits: Tensor) -> Tensor:
-    """The sum of element i times 2i + 1, chunk by chunk, modulo 2^64. Odd factors lose no single bit."""
+    """The sum of element i times 2i + 1, chunk by chunk, modulo 2^64. With odd factors every single bit counts."""
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for chunk in torch.split(bits, _CHUNK):
         total = total * 0x9E3779B1 + (chunk * _factors(bits.device)[: chunk.numel()]).sum()

@@ -1,4 +1,4 @@
-"""Injected faults on a rank (raydist/faults has their descriptions).
+"""Injects faults on a rank (raydist/faults defines them).
 
 Runs in: each train worker. Torch, never ray.
 """

@@ -1,4 +1,4 @@
-"""A rank's storage that fails when it is told to: injected, for tests and for users who want to see their job survive it.
+"""Storage that fails on request: an injected fault on a rank, for tests and for users who test how their job recovers.
 
 Runs in: a rank of a run with faults. Neither torch nor ray.
 """
@@ -22,8 +22,8 @@ _OPERATIONS = {"disk_full": {"write"}, "read_only": {"write", "delete"}}
 
 
 @dataclass(slots=True)
-class _Fit:
-    """A storage fault that is under way."""
+class _ActiveFault:
+    """A storage fault that is active."""
 
     fault: faults.StorageFault
     until: float | None
@@ -31,39 +31,39 @@ class _Fit:
 
 
 class Illness:
-    """What ails storage at the moment."""
+    """The storage faults that are active."""
 
     def __init__(self) -> None:
-        self._fits: list[_Fit] = []
+        self._active: list[_ActiveFault] = []
         self._lock = threading.Lock()
 
     def catch(self, fault: faults.StorageFault) -> None:
-        """From now on."""
+        """Starts a fault."""
         until = None if fault.seconds is None else time.monotonic() + fault.seconds
         with self._lock:
-            self._fits.append(_Fit(fault, until, fault.operations))
+            self._active.append(_ActiveFault(fault, until, fault.operations))
 
     def met(self, operation: str) -> faults.StorageFault | None:
-        """What a "read", "write" or "delete" meets now."""
+        """The fault for a "read", "write" or "delete" now, or None."""
         with self._lock:
             now = time.monotonic()
-            self._fits = [f for f in self._fits if f.left != 0 and (f.until is None or now < f.until)]
-            for fit in self._fits:
-                if operation in _OPERATIONS.get(fit.fault.fault, {operation}):
-                    fit.left = None if fit.left is None else fit.left - 1
-                    return fit.fault
+            self._active = [f for f in self._active if f.left != 0 and (f.until is None or now < f.until)]
+            for active in self._active:
+                if operation in _OPERATIONS.get(active.fault.fault, {operation}):
+                    active.left = None if active.left is None else active.left - 1
+                    return active.fault
         return None
 
 
 class _FaultyStorage(Storage):
-    """A Storage that does as ever while nothing ails it."""
+    """A Storage with injected faults; without an active one it works as usual."""
 
     def __init__(self, uri: str, ill: Illness) -> None:
         super().__init__(uri)
         self._ill = ill
 
     def _meet(self, operation: str, name: str) -> faults.StorageFault | None:
-        """Raises StorageError, or waits; a full disk is given back, for it shows in the middle of a file."""
+        """Raises StorageError, or sleeps. Returns a full disk, because that error occurs in the middle of a file."""
         fault = self._ill.met(operation)
         if isinstance(fault, faults.SlowStorage):
             time.sleep(fault.delay)
@@ -108,7 +108,7 @@ class _FaultyStorage(Storage):
 
 
 class _FullDisk:
-    """Takes half of what it is given first, and has no room for more."""
+    """Writes half of the first data, then fails: no space left."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -119,5 +119,5 @@ class _FullDisk:
 
 
 def ill_storage(uri: str, ill: Illness) -> Storage:
-    """That folder, as one finds it while `ill` is what it is."""
+    """The Storage of `uri`, with the faults of `ill`."""
     return _FaultyStorage(uri, ill)

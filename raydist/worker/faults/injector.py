@@ -1,7 +1,7 @@
-"""Does to a rank what `raydist.faults` says, where its loop comes by: for tests, and to see a job survive.
+"""Injects the faults of `raydist.faults` on a rank, at points of its loop: for tests, and to test how a job recovers.
 
-Runs in: a rank of a run with faults; no other imports this. Torch, never ray: what only the driver can do it is asked for, by
-the note that every fault leaves before it happens (cluster/run/fault_injector.py).
+Runs in: a rank of a run with faults; other runs do not import this. Torch, never ray. Every fault writes a note before it happens;
+for faults that only the driver can inject, the note is the request to the driver (cluster/run/fault_injector.py).
 """
 
 from __future__ import annotations
@@ -30,28 +30,29 @@ from raydist.faults import Fault
 from raydist.ipc import AGENT_PID
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.run.directory import RunDir
+from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.faults.faulty_storage import Illness, ill_storage
 from raydist.worker.parallel._model_graph import plain_name
 
 _WAIT_S = 60.0
-"""How long to wait for the driver to do what it was asked for, and for a checkpoint to be committed that is to be damaged."""
+"""The time to wait for the driver to inject a fault, and for the commit of a checkpoint to damage."""
 _POLL_S = 0.02
 _HOG_BYTES = 64 << 20
 
 
 class InjectedError(Exception):
-    """What `fault: raise` raises, as if the user's code had a bug; or why a fault could not be injected."""
+    """Raised by `fault: raise`, like a bug in the user's code; also if a fault cannot be injected."""
 
 
 class Injector:
-    """The faults of one rank in one attempt, whose loop calls these methods. `asked`: those of the run, plain.
+    """The faults of one rank in one attempt, whose loop calls these methods. `requested`: the faults of the run, as plain values.
 
-    If storage is to fail, then `run.storage` does, from now on.
+    If the rank has a storage fault, replaces `run.storage` by one that can fail.
     """
 
-    def __init__(self, asked: Sequence[Mapping[str, Any]], run: RunDir, rank: Rank, attempt: int) -> None:
-        every = faults.parse(asked)
+    def __init__(self, requested: Sequence[Mapping[str, Any]], run: RunDir, rank: Rank, attempt: int) -> None:
+        every = faults.parse(requested)
         self._due = [
             (name, fault)
             for name, fault in zip(faults.names(every), every, strict=True)
@@ -69,17 +70,17 @@ class Injector:
             run.storage = ill_storage(run.full_uri, self._ill)
 
     def watch(self, heartbeat: Heartbeat) -> Heartbeat:
-        """The heartbeat that the loop is to have instead: where it goes by, faults happen."""
-        return _Wire(heartbeat, self._reached)
+        """A heartbeat for the loop that injects faults at the loop's phases."""
+        return _InjectingHeartbeat(heartbeat, self._reached)
 
     def attach(self, model: nn.Module) -> None:
-        """The model, whose numbers may go wrong."""
+        """Registers the model, for faults in its numbers."""
         self._model = model
         if any(isinstance(fault, faults.BadNumber | faults.LossSpike) for _, fault in self._due):
             model.register_forward_hook(self._tamper)
 
     def data(self, batches: Batches, made: Callable[[StepBatch], StepBatch]) -> Callable[[StepBatch], StepBatch]:
-        """For the loader's thread: `made`, which may take long, or for ever."""
+        """Wraps `made`, which the loader's thread calls, with faults: it may sleep, or block forever."""
 
         def slowly(batch: StepBatch) -> StepBatch:
             step = batch.cursor.epoch * batches.steps_per_epoch + batch.cursor.offset // batches.global_batch + 1
@@ -101,7 +102,7 @@ class Injector:
         for name, fault in self._due:
             here = fault.step == step and fault.at == phase and name not in self._passed
             if here and not isinstance(fault, faults.SlowData | faults.StuckData):
-                self._passed.add(name)  # forward and eval come more than once in a step
+                self._passed.add(name)  # forward and eval may occur several times in a step
                 if isinstance(fault, faults.SkipCollective):
                     self._skip(name, fault)
                 elif (note := self._claim(name, fault)) is not None:
@@ -111,7 +112,7 @@ class Injector:
             time.sleep(sum(seconds for last, seconds in self._slow if step <= last))
 
     def _claim(self, name: str, fault: Fault) -> str | None:
-        """Its note, which is there for good before it happens; None if it has happened as often as it is to."""
+        """Writes the note of a fault, which is durable before the fault happens; None if it has happened `times` times."""
         rank = self._rank
         body = {
             "fault": fault.fault,
@@ -171,14 +172,12 @@ class Injector:
             case _ if fault.by == "driver":
                 self._await_driver(fault, note)
             case _:
-                raise AssertionError(f"nobody does {fault!r}")
+                raise AssertionError(f"no code injects {fault!r}")
 
     def _skip(self, name: str, fault: Fault) -> None:
-        """All ranks come by: they agree whether it happens, and then all but one meet in a collective."""
-        claimed: list[str | None] = [None] * self._rank.world_size
-        mine = self._claim(name, fault) if self._rank.rank == fault.rank else None
-        dist.all_gather_object(claimed, mine, group=self._rank.control)
-        if any(claimed) and self._rank.rank != fault.rank:
+        """Every rank: they agree whether the fault happens, and then all but one call a collective."""
+        claim = self._claim(name, fault) if self._rank.rank == fault.rank else None
+        if any(gather_json(claim, self._rank.control)) and self._rank.rank != fault.rank:
             dist.all_reduce(torch.zeros(1), group=self._rank.control)
 
     def _tamper(self, module: nn.Module, arguments: Any, logits: Tensor) -> Tensor | None:
@@ -201,7 +200,7 @@ class Injector:
         name = parameter or next(iter(named))
         if name not in named:
             raise InjectedError(f"flip_bit: parameter: {name!r} is not in the model; {_near(name, named)}")
-        local = named[name].data  # which autograd does not see change, as it sees no cell of a memory do so
+        local = named[name].data  # autograd does not see this change, as it would not see one in faulty memory
         local = local.to_local() if hasattr(local, "to_local") else local
         with torch.no_grad():
             local.view(-1)[:1].view(torch.uint8)[bit // 8] ^= 1 << bit % 8
@@ -232,16 +231,16 @@ class Injector:
         storage.write(name, bytes(data))
 
     def _await_driver(self, fault: Fault, note: str) -> None:
-        """The driver does it when it sees the note; until then training stands still, so that it happens in this step."""
+        """Waits until the driver, which reads the note, has injected the fault, so that it happens in this step."""
         deadline = time.monotonic() + _WAIT_S
         while self._run.storage.size(faults.done(note)) is None:
             if time.monotonic() > deadline:
-                raise InjectedError(f"{fault.fault}: the driver has not done it in {_WAIT_S:.0f} s")
+                raise InjectedError(f"{fault.fault}: the driver has not injected it in {_WAIT_S:.0f} s")
             time.sleep(_POLL_S)
 
 
-class _Wire(Heartbeat):
-    """A heartbeat that tells where the loop is, after the agent can see it."""
+class _InjectingHeartbeat(Heartbeat):
+    """A heartbeat that calls `reached(step, phase)`, after the agent can see the phase."""
 
     def __init__(self, heartbeat: Heartbeat, reached: Callable[[int, str], None]) -> None:
         self._heartbeat, self._reached = heartbeat, reached
@@ -254,10 +253,10 @@ class _Wire(Heartbeat):
 
     def enter(self, phase: str) -> None:
         self._heartbeat.enter(phase)
-        # "save" behind "backward" is where the update waits for the copy of an earlier state.
-        passing = (self._phase, phase) == ("backward", "save")
+        # "save" after "backward" is the wait of the update for the copy of an earlier state, not a save.
+        waiting = (self._phase, phase) == ("backward", "save")
         self._phase = phase
-        if self._step and not passing:
+        if self._step and not waiting:
             self._reached(self._step, phase)
 
     def stepped(self, seconds: float) -> None:
@@ -268,12 +267,12 @@ class _Wire(Heartbeat):
 
 
 def _no_core() -> None:
-    """This crash is no news: nobody will want to look at its memory."""
+    """Disables core dumps: the crash is injected."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def _hold_gil(seconds: int) -> None:
-    # A signal would end the sleep, and the interpreter would then let the other threads run.
+    # A signal would end the sleep, and the interpreter would then release the GIL.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     ctypes.PyDLL(None).sleep(seconds)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -293,7 +292,7 @@ def _hog(limit_mb: int | None) -> NoReturn:
 
 
 def _agent() -> psutil.Process:
-    """The process that asked for the fork server that started this rank."""
+    """The agent: the process that started the fork server of this rank."""
     if AGENT_PID not in os.environ:
         raise InjectedError("kill_agent: this rank has no agent")
     return psutil.Process(int(os.environ[AGENT_PID]))
@@ -303,13 +302,13 @@ def _kill_node() -> None:
     above = _agent().parents() if AGENT_PID in os.environ else []
     raylet = next((p for p in above if p.name() == "raylet"), None)
     if raylet is None:
-        raise InjectedError("kill_node: this rank is below no raylet")
-    raylet.suspend()  # it starts nobody any more, and tells of no death before its own
-    below, mine = raylet.children(recursive=True), [process.pid for process in psutil.Process().parents()]
-    # Those above this process last: it dies with them.
-    for process in (*(p for p in below if p.pid not in mine), raylet, *(p for p in below if p.pid in mine)):
+        raise InjectedError("kill_node: no parent process of this rank is a raylet")
+    raylet.suspend()  # so that it starts no processes, and reports no exits
+    below, parents = raylet.children(recursive=True), [process.pid for process in psutil.Process().parents()]
+    # The parents of this process last: it exits with them.
+    for process in (*(p for p in below if p.pid not in parents), raylet, *(p for p in below if p.pid in parents)):
         if process.pid != os.getpid():
-            with contextlib.suppress(psutil.NoSuchProcess):  # some die with others
+            with contextlib.suppress(psutil.NoSuchProcess):  # some exit with others
                 process.kill()
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""What a rank measures of itself: time, memory, communication, gradient noise; and how records leave the loop.
+"""Metrics of a rank: time, memory, communication, gradient noise; and the reporter, which sends records to the monitor.
 
 Runs in: each train worker. Torch, never ray.
 """

@@ -1,14 +1,14 @@
-"""What this process sends to others: count, bytes, seconds and exposed seconds of each kind of collective, whoever starts it.
+"""Counts the collectives of this process: number, bytes, seconds and exposed seconds of each kind, whatever code starts them.
 
 Runs in: each train worker. Torch, never ray.
 
-All collectives of torch.distributed, DDP's reducer and FSDP2 pass torch's dispatcher, as operators of the library `c10d`. A kernel
-of ours stands there before the backend's: it notes the call, and hands it on. Nothing is changed, waited for or sent.
+All collectives of torch.distributed, DDP's reducer and FSDP2 go through torch's dispatcher, as operators of the library `c10d`. A
+kernel of this module runs there before the backend's: it records the call and passes it on. It changes, awaits and sends nothing.
 
-Seconds are those from the call until its work is done, as kineto has them: two that are on their way together count both. Exposed
-is what the training thread (on CUDA: its stream) waits: in `Work.wait`, in `wait_tensor`, on CUDA in `Stream.wait_event`, and, for
-work that only autograd's engine waits for (DDP's buckets), from the start of a pass's last one until all are done: then there is
-nothing left to compute.
+Seconds are from the call until its work is done, as in kineto: if two collectives overlap, both count. Exposed seconds are the time
+that the training thread (on CUDA: its stream) waits: in `Work.wait`, in `wait_tensor`, on CUDA in `Stream.wait_event`. If only
+autograd's engine waits for work (DDP's buckets), they are the time from the start of the last one of a pass until all are done:
+nothing is left to compute then.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from raydist.worker.metrics.collective_timing import Call, Clock, DeviceClock, H
 T = TypeVar("T")
 
 KEY = "ADInplaceOrView"
-"""Where ours stands: below autograd, which functional collectives leave out, and above the backends."""
+"""The dispatch key of this module's kernels: below autograd, which functional collectives skip, and above the backends."""
 _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _AUTOGRAD = torch._C.DispatchKey.AutogradCPU
 _MANY = 1024
-"""Calls that are kept until somebody asks for the totals; then they are added up."""
+"""Calls to keep before they are added to the totals."""
 _OPEN = 64
-"""Calls that a later `Work.wait` is still taken to be for."""
+"""Newest calls that a later `Work.wait` is matched with."""
 
 
 def _ring(n: int) -> float:
@@ -71,14 +71,14 @@ OPERATORS: dict[str, tuple[str, int | None, int, Callable[[int], float]]] = {
     "scatter_": ("other", 0, 2, _once),
     "barrier": ("other", None, 1, _never),
 }
-"""Operator of c10d -> (kind, in raydist.run.telemetry_schema.OPS; which argument has nccl-tests' size; which one is the group; the
-bus factor of n ranks). Conventions and factors: nccl-tests, doc/PERFORMANCE.md; a receiver sends nothing.
+"""Operator of c10d -> (kind, in raydist.run.telemetry_schema.OPS; index of the argument with the size by nccl-tests; index of the
+group argument; bus factor for n ranks). Conventions and factors: nccl-tests, doc/PERFORMANCE.md; a receiver sends nothing.
 """
 
 
 @dataclass(slots=True)
 class Total:
-    """Of one kind. `bytes`: size by nccl-tests' conventions; `wire_bytes`: what this rank sends for them, round a ring."""
+    """Totals of one kind. `bytes`: size by nccl-tests' conventions; `wire_bytes`: bytes that this rank sends, with a ring."""
 
     count: int = 0
     bytes: int = 0
@@ -93,7 +93,7 @@ _here = threading.local()
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """What this thread sends and waits for in the block is no collective of its own: `count` tells of it."""
+    """Calls and waits of this thread in the block are not counted: report them together with `count`."""
     before = getattr(_here, "uncounted", False)
     _here.uncounted = True
     try:
@@ -103,25 +103,25 @@ def uncounted() -> Iterator[None]:
 
 
 def count(op: str, nbytes: int, ranks: int, seconds: float, exposed_seconds: float) -> None:
-    """One collective among so many ranks that was `uncounted`, is done, and sent what a ring sends; `nbytes`: see `Total`.
+    """Counts one complete collective of `ranks` ranks that was `uncounted` and sent as much as a ring. `nbytes`: see `Total`.
 
-    `exposed_seconds`: how long this thread waited for it.
+    `exposed_seconds`: the time that this thread waited for it.
     """
     log = _installed
     if log is not None:
-        log._safely(log._told, op, nbytes, ranks, seconds, exposed_seconds)
+        log._safely(log._add, op, nbytes, ranks, seconds, exposed_seconds)
 
 
 class CollectiveCounters:
-    """Counts from `install` until `close`, in this whole process; one at a time. `device`: that which this rank trains on.
+    """Counts from `install` until `close`, in the whole process; one at a time. `device`: the device that this rank trains on.
 
-    The thread that installs it is the training thread: only where that one waits is anything exposed.
+    Call `install` in the training thread: only waits of that thread count as exposed.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._totals: dict[str, Total] = {}
         self._new: deque[tuple[str, int, int, bool]] = deque()
-        """Calls that are not in the totals yet: operator, bytes, ranks, whether on the host."""
+        """Calls that are not in the totals yet: operator, bytes, ranks, whether they run on the host."""
         self._lock = threading.Lock()
         self._thread = threading.get_ident()
         self._clocks: dict[str, Clock] = {"cpu": HostClock(self._spend, self._expose)}
@@ -129,14 +129,14 @@ class CollectiveCounters:
             self._clocks["cuda"] = DeviceClock(self._spend, self._expose)
         self._timed: set[str] = set()
         self._open: OrderedDict[int, Call] = OrderedDict()
-        """Calls on the host's clock that nobody has waited for, by the id of their work: whoever may wait for it keeps it alive."""
+        """Calls on the host's clock that have not been waited for, by the id of their work, which is alive while code may wait."""
         self._backward: list[tuple[Clock, Call]] | None = None
         self.problem: str | None = None
-        """Why nothing is counted any more: what went wrong here, and cost the run nothing."""
+        """The error after which counting stopped; it does not affect the run."""
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
-        """From now on every collective of this process is counted."""
+        """Starts to count every collective of this process."""
         global _installed
         assert not self._undo, "installed already"
         self._thread = threading.get_ident()
@@ -152,7 +152,7 @@ class CollectiveCounters:
         _installed = self
 
     def close(self) -> None:
-        """Takes all of it away again. What was counted stays."""
+        """Removes the kernels and patches. The totals stay."""
         global _installed
         if _installed is self:
             _installed = None
@@ -161,7 +161,7 @@ class CollectiveCounters:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward pass whose engine waits for what it has sent, before it returns."""
+        """A context around a backward pass whose engine waits for its collectives before it returns."""
         issued: list[tuple[Clock, Call]] = []
         self._backward = issued
         try:
@@ -172,7 +172,7 @@ class CollectiveCounters:
             self._safely(clock.backward, [call for its, call in issued if its is clock and not call.waited])
 
     def totals(self) -> dict[str, Total]:
-        """What there is so far, by kind. From any thread."""
+        """The totals so far, by kind. May be called in any thread."""
         for clock in self._clocks.values():
             self._safely(clock.settle)
         self._add_up()
@@ -208,7 +208,7 @@ class CollectiveCounters:
         if len(self._new) > _MANY:
             self._add_up()
         work = made[-1] if isinstance(made, tuple) else made
-        if work is not None:  # else a coalescing manager has it
+        if work is not None:  # else a coalescing manager holds it
             call.work = dist.Work.unbox(work)
             self._follow(clock, call)
 
@@ -221,11 +221,11 @@ class CollectiveCounters:
                 total.count += 1
                 total.bytes += nbytes
                 if size > 1:
-                    # gloo's reduce-scatter is an all-reduce of which most is thrown away.
+                    # gloo's reduce-scatter is an all-reduce that discards most of the result.
                     twice = 2 if op == "reduce_scatter" and host else 1
                     total.wire_bytes += twice * nbytes * factor(size)
 
-    def _told(self, op: str, nbytes: int, ranks: int, seconds: float, exposed_seconds: float) -> None:
+    def _add(self, op: str, nbytes: int, ranks: int, seconds: float, exposed_seconds: float) -> None:
         with self._lock:
             total = self._totals.setdefault(op, Total())
             total.count += 1
@@ -235,7 +235,7 @@ class CollectiveCounters:
             total.exposed_seconds += exposed_seconds if self._training() else 0.0
 
     def _follow(self, clock: Clock, call: Call) -> None:
-        # Below autograd are the functional collectives, whose works nobody outside of C++ ever waits for.
+        # Functional collectives run below autograd. Only C++ code waits for their work.
         waitable = not torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
         if self._backward is not None and waitable and self._training():
             self._backward.append((clock, call))
@@ -254,7 +254,7 @@ class CollectiveCounters:
         return made
 
     def _patch(self, owner: type, name: str) -> None:
-        """Has `owner.name` measured: a wait for the call that its first argument is the work of, or on the device."""
+        """Replaces `owner.name` by a measured wait: for the call whose work is the first argument, else on the device."""
         original = getattr(owner, name)
 
         def wait(first: Any, *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +273,7 @@ class CollectiveCounters:
         self._undo.append(lambda: setattr(owner, name, original))
 
     def _safely(self, what: Callable[..., T], *args: Any) -> T | None:
-        """`what(*args)`. One that raises is the last one: whoever counts must not be what a run fails of."""
+        """Calls `what(*args)`. After an exception it calls nothing any more: counting must not make a run fail."""
         if self.problem is not None:
             return None
         try:

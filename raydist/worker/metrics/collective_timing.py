@@ -1,4 +1,4 @@
-"""When collectives end, and how long training waits for them: on the host for gloo, on the device for CUDA's backends.
+"""Times collectives, and how long training waits for them: on the host for gloo, on the device for CUDA's backends.
 
 Runs in: each train worker, for raydist.worker.metrics.collective_counters. Torch, never ray.
 """
@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 
 Spend = Callable[[str, float], None]
-"""Takes a kind of collective and seconds."""
+"""Gets a kind of collective and seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One collective: its kind, its group, when it was called by its clock, and its Work, on the host's clock until it is done."""
+    """One collective: its kind, its group, the time of its call by its clock, and its Work; HostClock drops the Work when done."""
 
     op: str
     group: str
@@ -31,53 +31,53 @@ class Call:
     spent: bool = False
 
     def done(self, future: object = None) -> None:
-        """On the host's clock: it is done by now. The first word counts; from any thread."""
+        """On the host's clock: sets the end to now, in the first call only. May be called in any thread."""
         if self.ended is None:
             self.ended = time.perf_counter_ns()
-            self.work = None  # it holds its tensors
+            self.work = None  # it holds the tensors
 
 
 class Clock(Protocol):
-    """Tells `spend` the seconds of each collective, `expose` those that the training thread waited for one."""
+    """Passes the seconds of each collective to `spend`, and the seconds that the training thread waited for it to `expose`."""
 
     def now(self) -> Any:
-        """This moment, for `Call.begun`."""
+        """The current time, for `Call.begun`."""
         ...
 
     def follow(self, call: Call) -> None:
-        """The collective is on its way: its end will be told. It has its work."""
+        """Starts to watch for the end of a collective that has been started and has its work."""
         ...
 
     def wait(self, call: Call | None, training: bool) -> Any:
-        """A wait for `call` begins, or where that is not known for the newest one. `training`: of the training thread."""
+        """A wait begins: for `call`, or if it is None for the newest call. `training`: whether the training thread waits."""
         ...
 
     def waited(self, begun: Any) -> None:
-        """The wait is over for which `wait` gave this."""
+        """The wait ends for which `wait` returned `begun`."""
         ...
 
     def backward(self, calls: Sequence[Call]) -> None:
-        """A backward pass is over, whose engine has waited for those of `calls` that nobody else waited for."""
+        """A backward pass has ended. Its engine has waited for `calls`, which no other code waited for."""
         ...
 
     def settle(self) -> None:
-        """Takes in what is known by now. From any thread; does not wait."""
+        """Reports the seconds of all calls and waits that have ended. May be called in any thread; does not wait."""
         ...
 
 
 GLOO_THREADS = 2
-"""Of each group: so many of its collectives run at once, the others queue."""
+"""Collectives of one group that run at once; the others queue."""
 _MANY = 1024
-"""Calls that are kept until `settle` is asked for; then it is time."""
+"""Calls to keep before `follow` itself calls `settle`."""
 _KEPT = _MANY // 2
-"""As many stay while one has no end; then that one is given up."""
+"""Calls to keep after `settle` while one has not ended; a call that falls out is not counted."""
 
 
 class HostClock:
-    """For gloo: work is done where its future says so, or, for those that have none, where a wait for it returns.
+    """For gloo: work ends when its future is done, or, if it has no future, when a wait for it returns.
 
-    It begins where it is called, or, behind others of its group, where gloo has a thread for it. While it trains a rank only notes
-    the times: each line of Python between two large products is fetched from memory anew. `settle` makes seconds of them.
+    Work begins with its call, or, behind others of its group, when gloo has a free thread. Training only records the times, because
+    each line of Python between two large products has to be fetched from memory again. `settle` computes the seconds.
     """
 
     def __init__(self, spend: Spend, expose: Spend) -> None:
@@ -121,7 +121,7 @@ class HostClock:
         for call in calls:
             work = call.work
             if work is not None and work.is_completed():
-                call.done()  # before its own word, which comes in another thread
+                call.done()  # before its callback, which runs in another thread
         ends = [call.ended for call in calls if call.ended is not None]
         if ends:
             self._expose(calls[-1].op, max(0, max(ends) - calls[-1].begun) / 1e9)
@@ -130,9 +130,9 @@ class HostClock:
         """See Clock."""
         with self._lock:
             calls = []
-            while self._calls:  # others are appended meanwhile
+            while self._calls:  # other threads may append at the same time
                 calls.append(self._calls.popleft())
-            # Of each group, those that may still have been on their way when the next one was called.
+            # By group: the calls that may not have ended when the next one was made.
             before: dict[str, list[Call]] = {}
             for call in calls:
                 others = before[call.group] = [
@@ -143,19 +143,19 @@ class HostClock:
                     self._spend(call.op, (call.ended - _started(call, call.ended, others)) / 1e9)
                 others.append(call)
             first = next((call.begun for call in calls if not call.spent), None)
-            # Those without an end, and behind which they may have stood.
+            # Keep calls that have not ended, and those that may have delayed them.
             stay = [c for c in calls if not c.spent or (c.ended or 0) > first][-_KEPT:] if first is not None else []
             self._calls.extendleft(reversed(stay))
 
 
 def _started(call: Call, ended: int, others: Sequence[Call]) -> int:
-    """When gloo had a thread for it: when all but one of those before it were done."""
+    """The time at which gloo had a free thread: when all but one of the calls before had ended."""
     ends = sorted(min(other.ended or ended, ended) for other in others)
     return max(call.begun, ends[-GLOO_THREADS]) if len(ends) >= GLOO_THREADS else int(call.begun)
 
 
 class DeviceClock:
-    """For NCCL: it times its own kernels, if it is asked to, and events on the training stream say how long that one stood."""
+    """For NCCL, which times its own kernels if this is enabled; events on the training stream measure how long that one waited."""
 
     def __init__(self, spend: Spend, expose: Spend) -> None:
         self._spend, self._expose = spend, expose
@@ -174,7 +174,7 @@ class DeviceClock:
         """See Clock."""
         self._newest = call.op
         self._working.append(call)
-        self.settle()  # with each call, for a work that is held holds its tensors
+        self.settle()  # with each call, because a work holds its tensors
 
     def wait(self, call: Call | None, training: bool) -> tuple[str, torch.cuda.Event] | None:
         """See Clock."""

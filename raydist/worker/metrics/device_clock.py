@@ -1,4 +1,4 @@
-"""Moments on a device's own time line: the host's clock, or events on CUDA's current stream.
+"""Time marks on a device: the host's clock, or events on CUDA's current stream.
 
 Runs in: each train worker. Torch, never ray.
 """
@@ -11,7 +11,7 @@ import torch
 
 
 class Marks:
-    """`mark()` as often as you like, then `seconds()`: the time between each two. On CUDA nothing waits before `seconds`."""
+    """Call `mark()` repeatedly, then `seconds()`: the time between successive marks. On CUDA only `seconds` waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -19,7 +19,7 @@ class Marks:
         self._times: list[float] = []
 
     def mark(self) -> None:
-        """Now; on CUDA, once the stream has come this far."""
+        """Marks now; on CUDA the time at which the stream gets here."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()

@@ -1,10 +1,9 @@
-"""FLOPs of a token, and the share of a GPU's peak that they are (MFU).
+"""Training FLOPs per token, and model FLOPs utilisation (MFU): their share of the peak of the GPUs.
 
-Runs in: each train worker; plain python but for the sums over a module's parameters. May not import ray.
+Runs in: each train worker; plain python except for the sums over a module's parameters. May not import ray.
 
-The count is torchtitan's: 6 a weight (2 forward, 4 backward) and attention's two products, causal ones counted
-whole; what activation checkpointing computes again does not count. PaLM (arXiv 2204.02311, appendix B) has the
-reasoning.
+The count follows torchtitan: 6 per weight (2 forward, 4 backward) plus the two products of attention, with causal ones counted
+whole. Recomputation by activation checkpointing does not count. Derivation: PaLM (arXiv 2204.02311, appendix B).
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ PEAK_FLOPS: dict[str, float] = {
     "RTX 4090": 165.2e12,
     "MI300X": 1307.4e12,
 }
-"""Dense bf16 tensor-core FLOP/s by the words of a device name; the first entry whose words all occur is it. V100, T4: fp16, for
-they have no bf16.
+"""Dense bf16 tensor-core FLOP/s by the words of a device name; the first entry whose words all occur matches. V100, T4: fp16,
+because they have no bf16.
 
-NVIDIA's datasheets print the figure with 2:4 sparsity, which no training here has: half of it. Where torchtitan's and
-nanochat's tables have the GPU too, they agree. RTX 4090: Ada's white paper, with sums in fp32. MI300X: AMD's data sheet. A GPU
-that is not here gets no MFU rather than a guess.
+NVIDIA's data sheets give the figure with 2:4 sparsity, which training does not use: half of it is here. The tables of torchtitan
+and nanochat agree for the GPUs that they have. RTX 4090: Ada white paper, with fp32 accumulation. MI300X: AMD's data sheet. For a
+GPU that is not here no MFU is shown.
 """
 
 PEAK_FP32: dict[str, float] = {
@@ -54,14 +53,14 @@ PEAK_FP32: dict[str, float] = {
     "RTX 4090": 82.6e12,
     "MI300X": 163.4e12,
 }
-"""The same in fp32, from the same datasheets: without tensor cores, for torch does not round to TF32 unless it is asked to."""
+"""The same in fp32, from the same data sheets: without tensor cores, because torch does not use TF32 by default."""
 
 
 def decoder_flops(parameters: int, layers: int, heads: int, qk: int, v: int, context: int) -> float:
     """Training FLOPs of one token of a transformer decoder.
 
-    `parameters`: those in matrix products, so without the embedding unless it is the output head too. `qk` and `v`:
-    sizes of a head's queries and values. 6 N + 6 L H (d_qk + d_v) T.
+    `parameters`: those in matrix products, so without the embedding unless it is the output head, too. `qk` and `v`: sizes of a
+    head's queries and values. 6 N + 6 L H (d_qk + d_v) T.
     """
     return 6.0 * parameters + 6.0 * layers * heads * (qk + v) * context
 
@@ -69,8 +68,8 @@ def decoder_flops(parameters: int, layers: int, heads: int, qk: int, v: int, con
 def flops_per_token(model: nn.Module, context: int) -> float:
     """Training FLOPs of one token in sequences of `context`.
 
-    The model's own count, else 6 for each parameter that is no embedding; a tied one counts, as the head. Parameters are
-    counted as they are: call it before the model is sharded.
+    The model's own count, else 6 for each parameter outside of embeddings; a tied embedding counts, as the head. Call it before the
+    model is sharded: it counts the parameters as they are.
     """
     own = getattr(model, "flops_per_token", None)
     if own is not None:
@@ -84,21 +83,21 @@ def flops_per_token(model: nn.Module, context: int) -> float:
 
 
 def known_device(device_name: str) -> str | None:
-    """The entry of the tables for a device's name, as the driver gives it; None for one that is not there."""
+    """The entry of the tables for a device's name, as the GPU driver reports it; None if there is no entry."""
     words = set(device_name.replace("-", " ").split())
     if not words.isdisjoint({"MIG", "Laptop", "D"}):
-        return None  # a slice of a GPU carries the GPU's name, and so do slower ones
+        return None  # a slice of a GPU, or a slower variant, also has the GPU's name
     return next((name for name in PEAK_FLOPS if set(name.split()) <= words), None)
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device, by its name as the driver gives it; None for one that is not in the table."""
+    """Dense bf16 FLOP/s of a device, by its name as the GPU driver reports it; None if it is not in the table."""
     name = known_device(device_name)
     return None if name is None else PEAK_FLOPS[name]
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, device_name: str, devices: int) -> float | None:
-    """Model FLOPs utilisation, 0 to 1, of a job that does so many tokens a second on all its `devices` GPUs together.
+    """Model FLOPs utilisation, 0 to 1, of a job that processes `tokens_per_second` on all its `devices` GPUs together.
 
     None on a device whose peak is unknown.
     """

@@ -1,24 +1,25 @@
-"""The gradient noise scale: how large a global batch may be before more samples in it add little. Measured as the run trains.
+"""The gradient noise scale, measured during training: the global batch size beyond which more samples add little.
 
-Runs in: each train worker. Torch, never ray. Every rank has one, and all have the same numbers. docs/noise.md says what they mean.
+Runs in: each train worker. Torch, never ray. Every rank measures, and all have the same figures. docs/explanation/noise.md explains
+them.
 
-A gradient summed over n tokens is n G and noise of variance n s: G is what all the data would say, s one token's variance. A step
-that is measured has gradients of two sizes. The large one is its own, whose norm clipping needs anyway. The small ones are those
-of each rank's first micro-batch, before they are added to anything: a hook takes each parameter's norm as backward brings it, and
-24 bytes a rank are summed. With t tokens in a small one and T in all of the step, over the ranks,
+A gradient summed over n tokens is n G plus noise of variance n s: G is the mean gradient over all data, s the variance for one
+token. A measured step has gradients of two batch sizes. The large one is the step's own gradient; clipping needs its norm anyway.
+The small ones are the gradients of each rank's first micro-batch, before accumulation: a hook takes each parameter's norm during
+backward, and 24 bytes per rank are summed. With t tokens in a small batch and T in the whole step, over the ranks,
 
     small = sum |g|^2 / (T sum t),  share = sum t^2 / (T sum t)      E small = share |G|^2 + s/T
     big   = |g of the step|^2 / T^2                                  E big   =       |G|^2 + s/T
 
-So (big - small) / (1 - share) is |G|^2 without bias, and (small - share big) / (1 - share) the variance of this batch. The first,
-and `samples` times the second, are averaged, each by itself; their ratio is tr(S)/|G|^2 in sequences: McCandlish et al. 2018
-(arXiv 1812.06162), section 2.2 and appendix A.1.
+So (big - small) / (1 - share) is an unbiased estimate of |G|^2, and (small - share big) / (1 - share) of the variance of this
+batch. The first, and `samples` times the second, are averaged separately. Their ratio is tr(S)/|G|^2 in sequences: McCandlish et
+al. 2018 (arXiv 1812.06162), section 2.2 and appendix A.1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,18 +29,20 @@ from torch import Tensor, nn
 from raydist.data.batches import MASKED, MicroBatch
 from raydist.records import Finding, batch_far_beyond_noise
 from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 from raydist.worker.parallel._model_graph import each_gradient
+from raydist.worker.step_hooks import Step, StepHook
 
 LEAST = 10
-"""Measurements before there is a figure."""
+"""Measurements before the first figure."""
 NEARLY_ALL = 0.9
-"""Share from which on the small batches are nearly the large one, and their difference says nothing."""
+"""Above this share the small batches are nearly as large as the large one, and their difference is not significant."""
 DECAY = 4
-"""A measurement's weight among n falls with (age/n) as a polynomial of this degree: the newest fifth of all make the average."""
+"""The weight of a measurement among n falls with (age/n) as a polynomial of this degree: the newest fifth dominates the average."""
 
 
 class Small:
-    """One step's small gradients: `listening` around the first micro-batch, `send` after the last backward, then `sums`."""
+    """The small gradients of one step: `listening` around the first micro-batch, `send` after the last backward, then `sums`."""
 
     def __init__(self, rank: Rank, module: nn.Module, batch: MicroBatch) -> None:
         self._rank, self._module, self._batch = rank, module, batch
@@ -48,19 +51,19 @@ class Small:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Around forward and backward."""
+        """A context around forward and backward."""
         with each_gradient(self._module, self._look):
             yield
 
     def _look(self, name: str, grad: Tensor) -> None:
-        # The gradient itself is not kept: what autograd alone holds it hands on, and what others hold it copies.
+        # Keep no reference to the gradient: autograd copies a gradient that others refer to, and moves one that it alone holds.
         dtype = torch.promote_types(grad.dtype, torch.float32)
         self._norms.append(torch.linalg.vector_norm(grad, dtype=dtype))
 
     def send(self) -> None:
-        """Every rank."""
+        """Starts the sum over the ranks. Every rank."""
         tokens = (self._batch.targets != MASKED).sum()
-        # Nothing was seen where a strategy of the user's own never makes a parameter whole.
+        # No norms if a user's own strategy never makes a parameter whole.
         norms = self._norms or [torch.zeros((), device=self._rank.device)]
         square = torch.stack(norms).double().square().sum()
         self._sums = torch.stack([square, tokens.double(), tokens.double().square()])
@@ -68,92 +71,100 @@ class Small:
             self._work = dist.all_reduce(self._sums, async_op=True)
 
     def sums(self) -> tuple[float, float, float]:
-        """Over all ranks: of the gradients' squared norms, as backward made them; of their tokens; of those squared."""
+        """Sums over all ranks: squared norms of the gradients, as computed by backward; their tokens; squares of these tokens."""
         if self._work is not None:
             self._work.wait()
         square, tokens, squared_tokens = self._sums.tolist()
         return square, tokens, squared_tokens
 
 
-class GradientNoise:
-    """Measures in every `every`-th step, and knows the noise scale so far.
+class GradientNoise(StepHook):
+    """A hook that measures every `every` steps, and averages the noise scale.
 
     `batch`: sequences of a full global batch; `total`: steps of the run; `loss_factor`: the strategy's.
     """
 
     def __init__(
-        self, rank: Rank, module: nn.Module, loss_factor: float, *, every: int, batch: int, total: int
+        self, mesh: Mesh, module: nn.Module, loss_factor: float, *, every: int, batch: int, total: int
     ) -> None:
-        self._rank, self._module, self._loss_factor = rank, module, loss_factor
+        self._mesh, self._module, self._loss_factor = mesh, module, loss_factor
         self._every, self._batch, self._total = every, batch, total
         self.average = Average()
-        self._told = False
+        self._small: Small | None = None
+        self._reported = False
 
     @property
     def scale(self) -> float | None:
-        """In sequences; None where it is not known."""
+        """In sequences; None if it is not known."""
         return self.average.scale
 
-    def listen(self, step: int, micro_batches: Sequence[MicroBatch]) -> Small | None:
-        """For a step that is to be measured; None where it is not, or has but one gradient."""
-        if step % self._every or self._rank.world_size * len(micro_batches) == 1:
-            return None
-        return Small(self._rank, self._module, micro_batches[0])
+    def begin(self, step: Step) -> None:
+        """Starts a measurement if one is due. A step with only one gradient has no smaller one, and cannot be measured."""
+        measures = step.number % self._every == 0 and self._mesh.data_size * len(step.micro_batches) > 1
+        self._small = Small(self._mesh.rank, self._module, step.micro_batches[0]) if measures else None
 
-    def add(self, small: Small, norm: float, factor: float, tokens: int, samples: int) -> None:
-        """A step's gradients; every rank. `norm`: of the mean over the `tokens` of its global batch, which has so many `samples`;
-        `factor`: what makes the gradient that the strategy has reduced that mean.
-        """
-        square, counted, squared = small.sums()
-        if not square or not counted or (share := squared / (tokens * counted)) > NEARLY_ALL:
+    @contextmanager
+    def around_micro_batch(self, step: Step, index: int) -> Iterator[None]:
+        """Observes the gradients of the first one. After the last one it sends their norms: the transfer overlaps the norm."""
+        with self._small.listening() if self._small is not None and index == 0 else nullcontext():
+            yield
+        if self._small is not None and index == len(step.micro_batches) - 1:
+            self._small.send()
+
+    def before_update(self, step: Step) -> None:
+        """Adds the measurement of the step to the average."""
+        if self._small is None:
             return
-        in_small = square * (factor / self._loss_factor) ** 2 * tokens / counted
-        signal, noise = split(in_small, norm**2, share)
-        self.average.add(signal, noise * samples)
+        square, counted, squared = self._small.sums()
+        if not square or not counted or (share := squared / (step.tokens * counted)) > NEARLY_ALL:
+            return
+        in_small = square * (step.factor / self._loss_factor) ** 2 * step.tokens / counted
+        signal, noise = split(in_small, step.grad_norm**2, share)
+        self.average.add(signal, noise * step.samples)
 
     def verdict(self, step: int) -> Finding | None:
-        """Once in a run: the global batch is far beyond the noise scale. In the second half: in the first that grows fastest."""
+        """Once in a run: the global batch is far beyond the noise scale. Only in the second half: before, the scale grows fast."""
         scale = self.scale
-        if self._told or scale is None or 2 * step < self._total:
+        if self._reported or scale is None or 2 * step < self._total:
             return None
         if not batch_far_beyond_noise(self._batch, scale, self.average.measured):
             return None
-        self._told = True
+        self._reported = True
         return _too_large(self._batch, max(scale, 1.0))
 
     def state(self) -> dict[str, Any]:
-        """For the plain state of a checkpoint."""
+        """For a checkpoint: plain values."""
         average = self.average
-        return {"measured": average.measured, "signal": average.signal, "noise": average.noise, "told": self._told}
+        return {"measured": average.measured, "signal": average.signal, "noise": average.noise, "told": self._reported}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`; {} of a checkpoint without one begins anew."""
+        """The inverse of `state`. An empty one, from a checkpoint without noise scale, starts a new average."""
         if state:
             self.average = Average(int(state["measured"]), float(state["signal"]), float(state["noise"]))
-            self._told = bool(state["told"])
+            self._reported = bool(state["told"])
 
 
 def split(small: float, big: float, share: float) -> tuple[float, float]:
-    """(|G|^2, s/T): the squared norm of the true gradient, and the variance of this batch's, both without bias; see above.
+    """Unbiased estimates of (|G|^2, s/T): the squared norm of the true gradient, and the variance of this batch's gradient.
 
-    Either may be negative by chance. `small`, `big`, `share` as above; share < 1.
+    Either may be negative by chance. `small`, `big`, `share`: see the module's docstring; share < 1.
     """
     return (big - small) / (1 - share), (small - share * big) / (1 - share)
 
 
 class Average:
-    """Of both terms, over measurements with polynomially falling weights (Shamir and Zhang 2013, section 4).
+    """Averages of both terms, over measurements with polynomially falling weights (Shamir and Zhang 2013, section 4).
 
-    As training goes on |G|^2 falls by orders of magnitude. An exponential average long enough to be steady late would be ruled by
-    the first steps until then; this one forgets them at any time, and becomes the steadier the longer it goes. Both terms have
-    the same weights, so the ratio needs no correction for the start.
+    During training |G|^2 falls by orders of magnitude. The first steps would dominate an exponential average that is long enough to
+    be steady late in the run. This average forgets them, and becomes steadier with every measurement. Both terms have the same
+    weights, so the ratio needs no bias correction.
     """
 
     def __init__(self, measured: int = 0, signal: float = 0.0, noise: float = 0.0) -> None:
         self.measured, self.signal, self.noise = measured, signal, noise
 
     def add(self, signal: float, noise: float) -> None:
-        """One measurement of each."""
+        """Adds one measurement of both terms."""
         self.measured += 1
         rate = (1 + DECAY) / (self.measured + DECAY)
         self.signal += rate * (signal - self.signal)
@@ -161,16 +172,17 @@ class Average:
 
     @property
     def scale(self) -> float | None:
-        """None before LEAST measurements, and where so little of the gradient is signal that its average is not above zero."""
+        """In sequences. None before LEAST measurements, and while the average of |G|^2 is not above zero."""
         if self.measured < LEAST or self.signal <= 0.0:
             return None
         return max(self.noise, 0.0) / self.signal
 
 
 def _too_large(batch: int, scale: float) -> Finding:
-    """What to tell of a batch far beyond the noise scale.
+    """The finding for a batch far beyond the noise scale.
 
-    A step's progress is that of an endless batch over 1 + scale/batch, each at its best learning rate (McCandlish et al., 2.2).
+    The progress of a step is that of an infinite batch divided by 1 + scale/batch, each at its best learning rate (McCandlish et
+    al., 2.2).
     """
     times, fits = batch / scale, 1 << max(0, int(scale) - 1).bit_length()
     progress = (1 + scale / batch) / (1 + scale / fits)
@@ -181,5 +193,5 @@ def _too_large(batch: int, scale: float) -> Finding:
         what=f"the global batch of {batch} sequences is {times:.1f} times the gradient noise scale, {scale:.3g}",
         figures={"global_batch": batch, "grad_noise_scale": scale, "times": times, "batch_that_fits": fits},
         remedy=f"lower train.global_batch: with {fits} a step learns about {progress:.0%} as much from {fits / batch:.1%} of the "
-        "tokens; or keep it, if the workers have nothing better to do, and try a higher optim.lr (docs/noise.md)",
+        "tokens; or keep it, if the workers would be idle otherwise, and try a higher optim.lr (docs/explanation/noise.md)",
     )

@@ -1,67 +1,70 @@
-"""Histograms of every weight and gradient, of the whole parameter whatever part of it a rank holds.
+"""Histograms of every weight and gradient: of whole parameters, although a rank may hold a part of some and nothing of others.
 
-Runs in: each train worker, every `observe.histograms` steps, once a step's gradients are there. Torch, never ray.
+Runs in: each train worker, every `observe.histograms` steps, when the step's gradients exist. Torch, never ray.
 
-The buckets are the same for all tensors and steps, so that ranks' counts add up: a value's sign, exponent and first binary digit,
-which are the uppermost ten bits of a float. So counting is a shift and torch.bincount, 7 ns an element on one CPU core;
-and a bucket's edges are 1.5 or 1.33 apart. All ranks' counts are summed in one all-reduce of 8 KiB a tensor; ranks that hold the
-same rows count them once. Where every rank holds all, rank 0 counts alone and nothing is sent.
+The buckets are the same for all tensors and steps, so that ranks' counts can be added: a value's sign, exponent and first binary
+digit, which are the highest ten bits of a float. Counting is a shift and torch.bincount, 7 ns an element on one CPU core; the ratio
+of a bucket's edges is 1.5 or 1.33. All ranks' counts are summed in one all-reduce of 8 KiB a tensor; of the ranks that hold the
+same elements one counts them. If rank 0 holds everything, it counts alone and nothing is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from raydist.worker.distributed import Rank
-from raydist.worker.parallel import ParamShard
+from raydist.worker.parameter_table import ParameterTable
+from raydist.worker.step_hooks import Step, StepHook
 
 BUCKETS = 1024
 _SHIFT = 22
 _CHUNK = 1 << 22
-"""Elements that are counted at a time: they take 16 bytes each meanwhile."""
+"""Elements that are counted at a time; each takes 16 bytes of memory."""
 _ZERO = 2 * (127 - 40)
-"""Places of a sign's buckets below this one count as zero: magnitudes under 2^-40."""
+"""Buckets of a sign below this index count as zero: magnitudes under 2^-40."""
 
 Say = Callable[..., None]
 
 
-class Histograms:
-    """Every rank has one. `say` is rank 0's: `Reporter.say`."""
+class Histograms(StepHook):
+    """A hook of every step. Every rank has one. `say` is rank 0's: `Reporter.say`."""
 
-    def __init__(self, rank: Rank, shards: Mapping[str, ParamShard], every: int, say: Say | None) -> None:
-        self._rank, self._shards, self._every, self._say = rank, shards, every, say
-        self._split = any(shard.like is not None for shard in shards.values())
+    def __init__(self, rank: Rank, parameters: ParameterTable, every: int, say: Say | None) -> None:
+        self._rank, self._parameters, self._every, self._say = rank, parameters, every, say
+        first_has_all = all(parameters[name].holders[0][:1] == (0,) for name in parameters.trained)
+        self._split = not first_has_all or any(len(parameters[name].holders) > 1 for name in parameters.trained)
 
     @torch.no_grad()
-    def look(self, step: int, pending: float = 1.0) -> None:
-        """Every rank, before the update of `step`; the others wait for none. `pending`: what the gradients are yet to be times."""
-        if step % self._every or not (self._split or self._rank.first):
+    def before_update(self, step: Step) -> None:
+        """Counts in every `every`-th step; a collective if parameters are split over ranks."""
+        if step.number % self._every or not (self._split or self._rank.first):
             return
-        device = next(iter(self._shards.values())).local.device
-        made = torch.zeros(2, len(self._shards), BUCKETS + 2, dtype=torch.float64, device=device)
-        for i, shard in enumerate(self._shards.values()):
-            if _counts_once(self._rank, shard.like):
-                count(shard.local.detach(), 1.0, made[0, i])
-                if shard.local.grad is not None:
-                    count(shard.local.grad, pending, made[1, i])
+        names, shards = self._parameters.trained, self._parameters.shards
+        device = next((shard.local.device for shard in shards.values()), self._rank.device)
+        made = torch.zeros(2, len(names), BUCKETS + 2, dtype=torch.float64, device=device)
+        for i, name in enumerate(names):
+            if self._parameters.counts(name):
+                local = shards[name].local
+                count(local.detach(), 1.0, made[0, i])
+                if local.grad is not None:
+                    count(local.grad, step.pending_factor, made[1, i])
         if self._split:
             made = made.to(self._rank.device)
             dist.all_reduce(made)
         if self._say is not None:
             weights, gradients = (
-                {name: histogram(row) for name, row in zip(self._shards, rows, strict=True)} for rows in made.tolist()
+                {name: histogram(row) for name, row in zip(names, rows, strict=True)} for rows in made.tolist()
             )
-            self._say("histograms", step=step, weights=weights, gradients=gradients)
+            self._say("histograms", step=step.number, weights=weights, gradients=gradients)
 
 
 def count(values: Tensor, factor: float, into: Tensor) -> None:
-    """Adds to `into`, [BUCKETS + 2] in float64, how many elements fall into each bucket, their sum, and that of their squares."""
+    """Adds to `into`, [BUCKETS + 2] in float64: the number of elements in each bucket, their sum, and the sum of their squares."""
     for chunk in torch.split(values.reshape(-1), _CHUNK):
         chunk = chunk.float() * factor if factor != 1.0 else chunk.float()
         bucket = (chunk.view(torch.int32) >> _SHIFT) & (BUCKETS - 1)
@@ -84,7 +87,7 @@ def histogram(row: list[float]) -> dict[str, Any]:
             continue
         if not edges:
             edges = [low]
-        elif low > edges[-1]:  # all that is empty in between, as one bucket
+        elif low > edges[-1]:  # the empty buckets in between, as one
             edges.append(low)
             counts.append(0)
         edges.append(high)
@@ -93,14 +96,5 @@ def histogram(row: list[float]) -> dict[str, Any]:
 
 
 def _edge(place: int) -> float:
-    """The smallest magnitude of a bucket, by its place among those of its sign."""
+    """The smallest magnitude of a bucket, by its index among the buckets of its sign."""
     return (1.0 + (place % 2) / 2) * 2.0 ** (place // 2 - 127)
-
-
-def _counts_once(rank: Rank, like: DTensor | None) -> bool:
-    """Whether this rank is the one to count its rows, of all that hold them."""
-    if like is None:
-        return rank.first
-    at = like.device_mesh.get_coordinate()
-    assert at is not None, "every rank is in the mesh"
-    return all(at[d] == 0 for d, placement in enumerate(like.placements) if placement.is_replicate())

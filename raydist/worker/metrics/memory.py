@@ -1,9 +1,9 @@
-"""Where a rank's memory goes: bytes by kind, what torch's allocator says, and its history around running out of memory.
+"""Memory of a rank: bytes by kind, the figures of torch's allocator, and its history for out-of-memory errors.
 
-Runs in: each train worker. Torch, never ray. docs/memory.md says what the figures mean.
+Runs in: each train worker. Torch, never ray. docs/explanation/memory.md explains the figures.
 
-    the loop's thread    before_update: the second time it looks at the tensors, and never again
-    any other thread     read: once a second, the process and the allocator; no tensor is touched
+    training thread      before_update: measures the tensors once, before the second update
+    telemetry thread     read: once per interval, the process and the allocator, no tensors
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from raydist.worker.distributed import Rank
 from raydist.worker.parallel import ParamShard
 
 VIEWER = "https://docs.pytorch.org/memory_viz"
-"""Opens a snapshot, in the browser alone: the file is not sent anywhere."""
+"""Shows a snapshot within the browser: the file is not sent anywhere."""
 
 _UPDATES = 2
-"""Looked at before this update: the optimizer has made its state in the one before."""
+"""Tensors are measured before this update: the optimizer has created its state in the one before."""
 
 
 @torch.no_grad()
 def bytes_of(tensors: Iterable[Tensor], device: torch.device | None = None) -> int:
-    """Of their storages, each once, of a DTensor this rank's; with `device` those on devices of its type only."""
+    """Bytes of the tensors' storages, each counted once; of a DTensor this rank's. `device`: only those on devices of its type."""
     local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
     storages = (t.untyped_storage() for t in local if device is None or t.device.type == device.type)
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
@@ -42,7 +42,7 @@ def bytes_of(tensors: Iterable[Tensor], device: torch.device | None = None) -> i
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes of a rank's state at one moment, wherever it lies: device, host or file. `on_device`: of all three together."""
+    """Bytes of a rank's state at one time, on the device, on the host or in a file. `on_device`: all of it on the device."""
 
     parameters: int
     gradients: int
@@ -57,7 +57,7 @@ class Held:
         optimizer: torch.optim.Optimizer,
         device: torch.device,
     ) -> Held:
-        """As it is now. In the loop's thread: gradients are most, for every strategy, where `grad_norm` has been called."""
+        """The current bytes. Call it in the training thread after `grad_norm`, when gradients take the most memory."""
         parameters: list[Tensor] = [*model.parameters(), *(shard.local for shard in shards.values())]
         gradients = [p.grad for p in parameters if p.grad is not None]
         state = [t for slots in optimizer.state.values() for t in slots.values() if isinstance(t, Tensor)]
@@ -66,8 +66,7 @@ class Held:
 
 
 class MemoryMeter:
-    """The memory columns of a rank's row (raydist.run.telemetry_schema.RANK). `read` may be called by another thread than the
-    loop's."""
+    """The memory columns of a rank's row (raydist.run.telemetry_schema.RANK). `read` may be called in any thread."""
 
     def __init__(
         self,
@@ -81,15 +80,15 @@ class MemoryMeter:
         self._held: Held | None = None
 
     def before_update(self) -> None:
-        """The loop's thread, before each update, gradients there: looks once, as none of it changes afterwards."""
+        """Call it in the training thread before each update. Measures once: the sizes do not change afterwards."""
         if self._updates < _UPDATES:
             self._updates += 1
             if self._updates == _UPDATES:
-                # One assignment, which another thread sees whole or not at all.
+                # One assignment: it is atomic for other threads.
                 self._held = Held.of(self._model, self._shards, self._optimizer, self._device)
 
     def read(self) -> dict[str, int | None]:
-        """Bytes and counts by column, null where there is no such thing, or not yet. From CUDA also starts a new peak."""
+        """Bytes and counts by column; null for what does not exist, or not yet. On CUDA also resets the peak."""
         held = self._held
         row: dict[str, int | None] = {
             "parameters_bytes": held.parameters if held else None,
@@ -105,10 +104,10 @@ class MemoryMeter:
 
 
 def allocator(stats: Mapping[str, Any] | None, held: Held | None) -> dict[str, int | None]:
-    """The columns of torch's allocator, out of `torch.cuda.memory_stats_as_nested_dict`; null without it.
+    """The columns of torch's allocator, from `torch.cuda.memory_stats_as_nested_dict`; null without it.
 
-    Activations are the peak less what the state has on the device, and so hold all that comes and goes: what is gathered and
-    sent, copies of weights in fewer bits, the model's buffers. 0 where no step reached its peak since the reading before.
+    Activations are the peak minus the state on the device, so they include all temporary memory: communication buffers, copies of
+    weights in fewer bits, and the model's buffers. 0 if no step reached its peak since the last reading.
     """
     if stats is None:
         names = ("allocated", "reserved", "peak", "inactive", "activations")
@@ -126,11 +125,11 @@ def allocator(stats: Mapping[str, Any] | None, held: Held | None) -> dict[str, i
 
 
 def process(pid: int | str = "self") -> dict[str, int | None]:
-    """`rss_bytes`, and of it `anon_bytes`, which no file backs: a mapped dataset grows the first as its pages are read."""
+    """`rss_bytes`, and its part `anon_bytes`, without file pages: reading a mapped dataset increases only the first."""
     text = Path(f"/proc/{pid}/status").read_text()
     sizes = {line.partition(":")[0]: line.split()[1] for line in text.splitlines() if line.startswith(("VmRSS", "Rss"))}
     kib = {name: int(size) for name, size in sizes.items()}
-    if "VmRSS" not in kib:  # it has ended, and nobody has asked how
+    if "VmRSS" not in kib:  # a zombie: exited, not reaped
         return {"rss_bytes": None, "anon_bytes": None}
     return {"rss_bytes": kib["VmRSS"] << 10, "anon_bytes": (kib["RssAnon"] + kib.get("RssShmem", 0)) << 10}
 
@@ -139,63 +138,64 @@ def process(pid: int | str = "self") -> dict[str, int | None]:
 
 
 @dataclass(slots=True)
-class _Place:
-    """Where this process's snapshots go: see `keep_history`."""
+class _Target:
+    """The files for this process's snapshots: see `keep_history`."""
 
     run: RunDir
     name: str
     taken: int = 0
 
 
-_place: _Place | None = None
+_target: _Target | None = None
 _taking = threading.Lock()
 
 
 def keep_history(run: RunDir, rank: Rank, attempt: int, entries: int) -> None:
-    """From now on snapshots of this process go to the run's logs. On CUDA torch remembers, if `entries` is not 0, that many of the
-    newest allocations and frees, with their Python stacks (about 2 us each, by torch's own word).
+    """Sends snapshots of this process to the run's logs. On CUDA, if `entries` is not 0, torch records that many of the newest
+    allocations and frees, with their Python stacks (about 2 us each, according to torch).
     """
-    global _place
-    _place = _Place(run, f"{LOGS}/attempt-{attempt:04d}/rank-{rank.rank:05d}.memory")
+    global _target
+    _target = _Target(run, f"{LOGS}/attempt-{attempt:04d}/rank-{rank.rank:05d}.memory")
     if entries and rank.device.type == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python", device=rank.device)
 
 
 def snapshot() -> str | None:
-    """Writes what torch's CUDA allocator holds now, and its history as far as it is kept (`observe.memory_history`), to the run's
-    logs, for torch's viewer (VIEWER). From any thread of a rank, a model's own code included.
+    """Writes a snapshot of torch's CUDA allocator, with its history if it is recorded (`observe.memory_history`), to the run's
+    logs, for torch's viewer (VIEWER). May be called in any thread of a rank, and in a model's own code.
 
-    Gives the file's path or URI; None on a CPU, after a line on stderr: torch keeps no such account there. Raises UserError outside
-    of a run, StorageError.
+    Returns the file's path or URI; on a CPU None, after a line on stderr, because torch tracks no CPU memory. Raises UserError
+    outside of a run, and StorageError.
     """
-    place = _place
-    if place is None:
+    target = _target
+    if target is None:
         raise UserError(
-            "a memory snapshot goes to a run's folder, and this process is no rank of one", "call it in a run"
+            "a memory snapshot is written to a run's folder, but this process is not a rank of a run",
+            "call it in a run",
         )
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         print(f"raydist: no memory snapshot: {_NONE}", file=sys.stderr, flush=True)
         return None
     with _taking:
-        # A pickle, for that is what torch's viewer reads; raydist never loads one.
+        # A pickle, because torch's viewer reads it; raydist never loads one.
         body = pickle.dumps(torch.cuda.memory._snapshot())
-        place.taken += 1
-        file = f"{place.name}-{place.taken}.pickle"
-        place.run.storage.write(file, body)
-    return f"{place.run.uri}/{file}"
+        target.taken += 1
+        file = f"{target.name}-{target.taken}.pickle"
+        target.run.storage.write(file, body)
+    return f"{target.run.uri}/{file}"
 
 
 def after_oom(rank: int, entries: int) -> str:
-    """Takes a snapshot, while the error's frames still hold their tensors. What to tell of it: one sentence, whatever happened."""
-    told = f"rank {rank} ran out of memory; "
+    """Takes a snapshot, while the error's frames still hold their tensors. Returns one sentence for the user, in any case."""
+    failed = f"rank {rank} ran out of memory; "
     try:
         path = snapshot()
     except (StorageError, UserError) as error:
-        return f"{told}no snapshot of it: {error.message}"
+        return f"{failed}no memory snapshot: {error.message}"
     if path is None:
-        return f"{told}no snapshot of it: {_NONE}"
-    why = "" if entries else "; observe.memory_history: 100000 would add the lines that allocated them"
-    return f"{told}the allocator's blocks are in {path}, which {VIEWER} shows{why}"
+        return f"{failed}no memory snapshot: {_NONE}"
+    hint = "" if entries else "; set observe.memory_history: 100000 to add the lines of code that allocated them"
+    return f"{failed}a snapshot of the allocator's blocks is in {path}; open it at {VIEWER}{hint}"
 
 
-_NONE = "torch keeps no account of a CPU's memory"
+_NONE = "torch does not track CPU memory"

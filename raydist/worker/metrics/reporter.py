@@ -1,6 +1,6 @@
-"""Carries records and events off the loop: a bounded buffer, a side thread, and a way to wait until all is durable.
+"""Sends records and events from the loop to the monitor: a bounded buffer, a thread, and a way to wait until all is durable.
 
-Runs in: rank 0's worker. Knows neither ray nor storage: it is given two callables.
+Runs in: rank 0's worker. Imports neither ray nor storage: it gets two callables.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 from raydist.records import EXPORTED_ONLY, Event, StepRecord
 
 Push = Callable[[list[dict[str, Any]], list[dict[str, Any]]], Mapping[str, Any] | None]
-"""(records, events) -> what `RunMonitor.push` gives. May raise: what it was given is then sent again."""
+"""(records, events) -> the reply of `RunMonitor.push`. If it raises, the same data is sent again."""
 
 INTERVAL_S = 1.0
 CAPACITY = 100_000
 FIGURES = 4
-"""Large events (records.EXPORTED_ONLY) that wait at most: they are sent once, and again for nobody."""
+"""Most large events (records.EXPORTED_ONLY) that are buffered. They are sent once, and not repeated after an error."""
 
 
 class Reporter:
-    """`step` and `event` never block. What does not fit while the other side is away is dropped, oldest steps first."""
+    """`step` and `event` never block. While the monitor does not answer, the oldest steps are dropped if the buffer is full."""
 
     def __init__(self, push: Push, durable: Callable[[], None]) -> None:
         self._push, self._durable = push, durable
@@ -34,18 +34,18 @@ class Reporter:
         self._closed = False
         self._sending = threading.Lock()
         self.command: str | None = None
-        """The driver's newest word: "stop", or None."""
+        """The driver's newest command: "stop", or None."""
         self.traces: Sequence[Sequence[int]] = ()
-        """(number, steps) of the traces that somebody waits for, oldest first."""
+        """(number, steps) of the requested traces, oldest first."""
         self._thread = threading.Thread(target=self._run, name="raydist-reporter", daemon=True)
         self._thread.start()
 
     def step(self, record: StepRecord) -> None:
-        """One step is done."""
+        """Records a completed step."""
         self._records.append(record.to_dict())
 
     def event(self, event: Event) -> None:
-        """Something happened. It is sent at once."""
+        """Records an event. It is sent at once."""
         if event.kind in EXPORTED_ONLY:
             self._figures.append(event.to_dict())
             return
@@ -53,13 +53,13 @@ class Reporter:
         self._wake.set()
 
     def say(self, kind: str, **data: Any) -> None:
-        """`event`, now."""
+        """`event`, with the current time."""
         self.event(Event(kind, time.time(), data))
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Sends what there is and waits until it is durable; False if the other side does not answer in that time.
+        """Sends everything and waits until it is durable; False if the monitor does not answer in that time.
 
-        For background threads and the end of a run: a watcher that is gone must cost training nothing.
+        For background threads and the end of a run: a lost monitor must not delay training.
         """
         done = threading.Event()
 
@@ -75,12 +75,12 @@ class Reporter:
         return done.wait(timeout_s)
 
     def told(self, timeout_s: float = 5.0) -> None:
-        """`flush`. Raises TimeoutError where that gives False."""
+        """`flush`. Raises TimeoutError if it gives False."""
         if not self.flush(timeout_s):
             raise TimeoutError(f"the run's monitor does not answer in {timeout_s:g} s")
 
     def close(self) -> None:
-        """Sends the rest and ends the thread."""
+        """Sends the rest and stops the thread."""
         self._closed = True
         self._wake.set()
         self._thread.join(timeout=5.0)
@@ -98,7 +98,7 @@ class Reporter:
             try:
                 answer = self._push(records, events + _take(self._figures)) or {}
             except Exception:
-                # Back in front of what came meanwhile; the next round tries again.
+                # Back before newer data; the next round tries again.
                 _restore(self._records, records)
                 _restore(self._events, events)
                 return False

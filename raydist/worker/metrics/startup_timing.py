@@ -1,6 +1,6 @@
-"""Where the time goes between an attempt's begin, or what ended the one before it, and its first step.
+"""The time from the start of an attempt, or from the failure before it, to its first step, by stage.
 
-Runs in: each train worker; rank 0 tells. Neither torch nor ray.
+Runs in: each train worker; rank 0 reports it. Neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any
 
 _ORDER = ("schedule", "import", "rendezvous", "build", "load", "first_step")
 _AFTER = {"rendezvous": "build", "load": "first_step"}
-"""The last stage that is done -> the one that the rank is in, if errors in it are the model's rather than the machines'."""
+"""The last completed stage -> the current one, if errors in it are caused by the model rather than by machines."""
 
 
 class Startup:
-    """`begun`: Unix time at which the driver began the attempt. `incident`: what it follows, None for a command's first attempt:
-    `over`, Unix time at which all ranks had ended; `last_step`, the newest step that anybody had seen done; and where it was a
-    failure, `seen`, Unix time, and `silent_s`, how long the guilty rank had shown no progress by then.
+    """`begun`: Unix time at which the driver started the attempt. `incident`: why the attempt before it ended, None for a command's
+    first attempt: `over`, Unix time at which all ranks had exited; `last_step`, the newest completed step that was seen; after a
+    failure also `seen`, Unix time at which it was detected, and `silent_s`, seconds without progress of the failed rank by then.
 
-    `before`: seconds of what the command did before a first attempt, by stage. `tell(stage)`: is called as each stage begins.
+    `before`: seconds of the command's stages before a first attempt. `tell(stage)` is called when a stage begins.
 
-    Times of several hosts are compared: they are as good as the hosts' clocks.
+    Times of several hosts are compared, so the figures are as exact as the hosts' clocks.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Startup:
         self._last = time.time() if begun is None else begun
         self._stages: dict[str, float] = {}
         self.doing = ""
-        """`build` while the model is imported, built and wrapped, `first_step` until that is done, else empty."""
+        """`build` while the model is imported, built and wrapped; `first_step` during the first step; else empty."""
         if incident is not None:
             if "seen" in incident:
                 self._stages["detect"] = incident["silent_s"]
@@ -43,7 +43,7 @@ class Startup:
             self._stages["decide"] = self._last - incident["over"]
 
     def done(self, stage: str) -> None:
-        """`stage` has lasted from the one before until now."""
+        """`stage` is complete: it began when the one before it was."""
         now = time.time()
         self._stages[stage] = now - self._last
         self._last = now
@@ -53,7 +53,7 @@ class Startup:
         self.doing = _AFTER.get(stage, "")
 
     def told(self, resumed: int) -> dict[str, Any]:
-        """The event `first_step`: seconds in all and of each stage; steps trained once more, from step `resumed` on."""
+        """The data of the event `first_step`: seconds in total and by stage, and repeated steps after step `resumed`."""
         seconds = {stage: round(max(s, 0.0), 3) for stage, s in self._stages.items()}
         repeated = max(self._incident["last_step"] - resumed, 0) if self._incident else 0
         before = {"before": {stage: round(s, 3) for stage, s in self._before.items()}} if self._before else {}

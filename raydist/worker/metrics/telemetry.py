@@ -1,6 +1,6 @@
-"""What a rank says of itself once a second: phases, memory, communication; to the mailbox of its node, beside the loop.
+"""Writes a rank's phases, memory and communication to its node's mailbox, once per interval (`observe.interval_s`).
 
-Runs in: each train worker, in a thread of its own. Torch, never ray. The loop never waits for it, and nobody else does.
+Runs in: each train worker, in its own thread. Torch, never ray. Nothing waits for it, the loop included.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from raydist.records import Event
 from raydist.run.telemetry_schema import PHASES
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.collective_counters import CollectiveCounters
+from raydist.worker.step_hooks import StepHook
 
 
-class Telemetry:
-    """A context around an attempt's training. `interval_s`: None says nothing, and measures nothing.
+class Telemetry(StepHook):
+    """A context around an attempt's training. `interval_s`: None disables it.
 
-    `tell` hears once why nothing can be said. The thread that enters is the one that trains.
+    `tell` gets one note if telemetry fails. Enter the context in the training thread.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Telemetry:
         self._run_uri, self._rank, self._heartbeat, self._tell = run_uri, rank, heartbeat, tell
         self._interval_s = interval_s
         self.memory: Callable[[], Mapping[str, int | None]] | None = None
-        """Columns of this rank's memory, once somebody knows."""
+        """Returns the columns of this rank's memory; None until the loop sets it."""
         self._who: dict[str, Any] = {
             "kind": "rank",
             "host": socket.gethostname(),
@@ -54,7 +55,7 @@ class Telemetry:
         if rank.device.type == "cuda":
             self._who["gpu_uuid"] = str(torch.cuda.get_device_properties(rank.device).uuid)
         self._comm = CollectiveCounters(rank.device) if interval_s is not None and rank.world_size > 1 else None
-        self._complained = False
+        self._reported_problem = False
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -63,7 +64,7 @@ class Telemetry:
             return self
         if self._comm is not None:
             self._comm.install()
-        self._thread = threading.Thread(target=self._say, name="raydist-telemetry", daemon=True)
+        self._thread = threading.Thread(target=self._write_rows, name="raydist-telemetry", daemon=True)
         self._thread.start()
         return self
 
@@ -76,12 +77,12 @@ class Telemetry:
         if self._comm is not None:
             self._comm.close()
 
-    def backward(self) -> AbstractContextManager[None]:
-        """Around a backward pass, whose engine waits for what it has sent."""
+    def around_backward(self) -> AbstractContextManager[None]:
+        """A context around the backward pass, whose engine waits for the collectives that it starts."""
         return self._comm.backward() if self._comm is not None else nullcontext()
 
     def row(self) -> dict[str, Any]:
-        """This rank now: columns of raydist.run.telemetry_schema, and what its node's agent needs."""
+        """The current row of this rank: columns of raydist.run.telemetry_schema, and those that its node's agent needs."""
         spent = self._heartbeat.seconds()
         made: dict[str, Any] = {"at": time.time(), **self._who, "step": self._heartbeat.number}
         made |= {f"{phase}_seconds": spent[phase] for phase in PHASES}
@@ -97,21 +98,21 @@ class Telemetry:
             made |= {name: value for name, value in self.memory().items() if value is not None}
         return made
 
-    def _complain(self) -> None:
-        if self._comm is not None and self._comm.problem is not None and not self._complained:
-            self._complained = True
-            text = f"rank {self._rank.rank} counts no more communication: {self._comm.problem}"
+    def _report_problem(self) -> None:
+        if self._comm is not None and self._comm.problem is not None and not self._reported_problem:
+            self._reported_problem = True
+            text = f"rank {self._rank.rank} has stopped counting communication: {self._comm.problem}"
             self._tell(Event("note", time.time(), {"text": text}))
 
-    def _say(self) -> None:
+    def _write_rows(self) -> None:
         try:
             mailbox = Mailbox(self._run_uri, self._rank.node_ip, self._rank.rank)
             try:
                 while not self._ended.wait(self._interval_s):
                     mailbox.write(self.row())
-                    self._complain()
+                    self._report_problem()
             finally:
                 mailbox.close()
         except OSError as error:
-            text = f"rank {self._rank.rank} tells its node nothing of memory and communication: {error}"
+            text = f"rank {self._rank.rank} cannot report memory and communication to its node: {error}"
             self._tell(Event("note", time.time(), {"text": text}))

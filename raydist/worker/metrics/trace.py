@@ -1,13 +1,12 @@
-"""Traces the next steps of a run that trains, on every rank: torch's profiler (kineto) comes in between two steps, and goes again.
+"""Traces the next steps of a live run on every rank, with torch's profiler (kineto), between two steps.
 
-Runs in: each train worker. Torch, never ray. raydist/run/requests.py says how a request comes here, raydist/report/trace.py what
-becomes of the ranks' parts.
+Runs in: each train worker. Torch, never ray. raydist/run/requests.py describes how a request gets here, raydist/report/trace.py
+how the parts of the ranks are merged.
 
-    rank 0's reporter: somebody asks for trace 7 -> a number among the step's sums -> all ranks know after the same step
+    rank 0's reporter: trace 7 is requested -> a number among the step's sums -> all ranks know it after the same step
       -> the next step: profiler on, phases as ranges -> ... -> off -> a thread writes this rank's part to storage
 
-While nobody asks, a step costs one look at a number, and a phase one at an attribute. What goes wrong here is told, and training
-goes on.
+Without a request a step compares one number, and a phase reads one attribute. An error here is reported, and training continues.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from raydist.worker.distributed import Rank
 
 VERSION = 1
 STEP = "ProfilerStep#"
-"""A step's range, with its number: what tools for kineto's traces look for."""
+"""The range of a step, with its number: tools for kineto traces search for this name."""
 RANGES = {"data": "data wait", "update": "optimizer", "save": "checkpoint"}
-"""Phases (raydist/ipc/heartbeat.py) whose range has a name of its own."""
+"""Phases (raydist/ipc/heartbeat.py) whose range has another name."""
 CLOSE_S = 60.0
-"""How long the end of a run waits for a part that is being written."""
+"""How long the end of a run waits for a part to be written."""
 
 Message = tuple[str, int, str]
-"""What the ranks send: (kind of collective, elements that this rank gives, what it is)."""
+"""A collective of a step: (kind, elements that this rank puts in, name)."""
 
 
 @dataclass(slots=True)
 class _Trace:
-    """One trace on this rank. Steps before `first` only warm the profiler up."""
+    """One trace on this rank. Steps before `first` only warm up the profiler."""
 
     number: int
     first: int
@@ -58,7 +57,7 @@ class _Trace:
 
 
 class _Ranges:
-    """Nested ranges in the training thread: a step, and in it one phase after the other; on CUDA NVTX ranges too."""
+    """Nested ranges in the training thread: a step, and in it one phase after another; on CUDA also NVTX ranges."""
 
     def __init__(self, cuda: bool) -> None:
         self._cuda = cuda
@@ -71,16 +70,16 @@ class _Ranges:
         self._phase = ""
 
     def phase(self, phase: str) -> None:
-        """As `Heartbeat.enter` is told."""
+        """The phase that `Heartbeat.enter` got."""
         if len(self._open) > 1:
             self._leave()
-        # Where the update waits for an earlier state's copy; what stands behind a step is the checkpoint.
+        # Here the update waits for the copy of an earlier state; a save after the step is the checkpoint.
         name = "checkpoint copy" if (self._phase, phase) == ("backward", "save") else RANGES.get(phase, phase)
         self._phase = phase
         self._enter(name)
 
     def close(self) -> None:
-        """All that is open ends."""
+        """Ends all open ranges."""
         while self._open:
             self._leave()
 
@@ -98,10 +97,10 @@ class _Ranges:
 
 
 class Tracer:
-    """The traces of one rank in one attempt. Its methods are for the thread that trains, and raise nothing.
+    """The traces of one rank in one attempt. Its methods are for the training thread, and raise nothing.
 
-    `heartbeat`: tells it the phases, while a trace is taken. `tell` must not block. `messages`: what the strategy sends, in the
-    order in which it does, if it says so.
+    `heartbeat` reports the phases while a trace is recorded. `tell` must not block. `messages`: the strategy's collectives in their
+    order, if it names them.
     """
 
     def __init__(
@@ -123,14 +122,14 @@ class Tracer:
         self._writing: list[threading.Thread] = []
 
     def asks(self, waiting: Sequence[Sequence[int]]) -> tuple[int, int]:
-        """Rank 0, before a step: (number, steps) of the oldest trace that was not begun yet, to be added up; (0, 0) for none."""
+        """Rank 0, before a step: (number, steps) of the oldest trace that has not begun, for a sum over the ranks; else (0, 0)."""
         if self._trace is not None:
             return 0, 0
         return next(((int(n), int(steps)) for n, steps in waiting if n not in self._begun), (0, 0))
 
     def step(self, number: int, asked: tuple[int, int], *, ends: bool) -> None:
-        """Between two steps, every rank: `number` is the next one, or would be if training did not end here. `asked`: the sum
-        over the ranks, so that all of them begin, and end, at the same step.
+        """Between two steps, every rank. `number`: the next step, also if training ends here. `asked`: the sum over the ranks of
+        `asks`, so that all ranks start and stop at the same step.
         """
         try:
             if self._trace is None:
@@ -142,11 +141,11 @@ class Tracer:
                     self._finish(number - 1)
             if self._trace is not None and number >= self._trace.first:
                 self._record(number)
-        except Exception as error:  # kineto, or a profiler of the user's own that is in its way
+        except Exception as error:  # of kineto, or because the user's own profiler is active
             self._abandon(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Gives up a trace that is being taken, and waits for those that are being written."""
+        """Abandons a trace that is being recorded, and waits for those that are being written."""
         if self._trace is not None:
             self._abandon("the attempt ended")
         for thread in self._writing:
@@ -157,10 +156,10 @@ class Tracer:
         self._newest = trace
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             raise RuntimeError("another profiler is on in this process")
-        # CUPTI's first step is slow: the profiler sees one that it does not record.
+        # CUPTI's first step is slow, so the profiler observes one step before it records.
         first = number + self._cuda
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._cuda
-        self._heartbeat.enter("save")  # no deadline either: CUPTI's first start takes seconds
+        self._heartbeat.enter("save")  # a phase without a deadline: CUPTI's first start takes seconds
         made = profile(activities=activities, record_shapes=True)
         made.prepare_trace()
         self._trace = _Trace(trace, first, first + steps - 1, made)
@@ -188,14 +187,14 @@ class Tracer:
         thread.start()
 
     def _stop(self) -> None:
-        """Nothing of the trace is left in this process but what it has recorded."""
+        """Removes the trace from this process, except what it has recorded."""
         trace, self._trace = self._trace, None
         self._heartbeat.on_phase = None
         self._ranges.close()
         if trace is None:
             return
-        self._heartbeat.enter("save")  # has no deadline: kineto may have millions of events to put together
-        if not trace.recording:  # warmed up only: kineto lets go of that as of a trace
+        self._heartbeat.enter("save")  # a phase without a deadline: kineto may have millions of events to process
+        if not trace.recording:  # only warmed up: kineto frees it when a trace stops
             trace.profile.start_trace()
         trace.profile.stop_trace()
 
@@ -211,7 +210,7 @@ class Tracer:
         self._tell(Event("trace_failed", time.time(), data))
 
     def _about(self, trace: _Trace, last: int) -> dict[str, Any]:
-        """What the merge needs to know of this part."""
+        """Facts about this part, for the merge."""
         return {
             "v": VERSION,
             "run": self._run.name,
@@ -231,7 +230,7 @@ class Tracer:
         }
 
     def _write(self, trace: _Trace) -> None:
-        """In a thread of its own, for storage may take its time."""
+        """In its own thread, because storage may be slow."""
         try:
             with tempfile.TemporaryDirectory(prefix="raydist-trace-") as folder:
                 path = Path(folder) / "trace.json"
@@ -244,13 +243,13 @@ class Tracer:
 
 
 def _one_group(world_size: int) -> bool:
-    """Whether every group that this rank is in is of all ranks: gloo's collectives in a trace do not say of which they are."""
+    """Whether all groups of this rank have all ranks: in a trace, gloo's collectives do not name their group."""
     groups = dist.distributed_c10d._world.pg_group_ranks.values() if dist.is_initialized() else ()
     return all(len(ranks) == world_size for ranks in groups)
 
 
 def _clock() -> str:
-    """Names the clock that this host's processes share."""
+    """An id of the clock that the processes of this host share."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

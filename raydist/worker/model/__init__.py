@@ -1,35 +1,40 @@
 """The models: one file each, found by name. This docstring is their contract.
 
-Runs in: each train worker, and wherever weights are exported. May not import ray.
+Runs in: each train worker, and in exports of weights. May not import ray.
 
-A model is a file here (`model.name: gpt`) or anyone's `package.module:attribute`, and has
+A model is a file here (`model.name: gpt`) or a `package.module:attribute` of your own, and has
 
     build(spec: ModelSpec, vocab_size: int) -> nn.Module
 
 - `module(tokens_BT) -> logits_BTV`: token ids (int64) in, unnormalised log-probabilities of the next token out.
   Causal: the logits at t depend on tokens 0..t only.
-- With `data.pack` the loop calls `module(tokens_BT, documents=documents_BT)`. `documents` numbers the document
-  that each token belongs to; a change of number starts a new one. Tokens attend within their document only, and
-  positions restart with it. A model that cannot do so leaves the argument out, and packing is refused.
-- `build` makes the parameters on the CPU from torch's default generator, which the caller has seeded, or loads them: every
-  rank gets the same bits, for every device. That is checked before training; nothing is copied from rank to rank.
-  Importing the file does nothing else.
-- Every parameter takes part in every forward pass, and `state_dict` names are stable: checkpoints hold them.
+- With `data.pack` the loop calls `module(tokens_BT, documents=documents_BT)`. `documents` has the number of the document of each
+  token; where the number changes, a new document starts. Tokens attend within their document only, and positions restart with it.
+  A model that does not support this leaves the argument out, and packing is refused.
+- `build` creates the parameters on the CPU from torch's default generator, which the caller has seeded, or loads them: every
+  rank gets the same bits, for every device. This is checked before training; nothing is copied from rank to rank.
+  Importing the file has no side effects.
+- Every parameter takes part in every forward pass, and `state_dict` names are stable, because checkpoints contain them.
 
-Optional, used where present:
+Optional:
 
-- `blocks`: an nn.ModuleList of the repeated layers; the unit of sharding and of compilation, and what muon trains.
+- `blocks`: an nn.ModuleList of the repeated layers; the unit of sharding and of compilation, and the weights that muon trains.
 - `build.takes_meta = True`, on the function (or the class) itself, with `init_module(name, module)` on the model: training then
-  calls `build` under torch's meta device, where it makes no weights, and `init_module` for each module of `named_modules`, in
-  that order, to draw the weights that this one holds itself from torch's default generator (worker/parallel/_model_graph.py,
-  `initialise`). So zero3 and hsdp make and split one block after the other, and no rank ever holds the whole model. Buffers are
-  made on the CPU all the same. Without `takes_meta` no `build` is called under the meta device.
-- `gives_loss`: where it is true, `module(tokens_BT, targets=targets_BT)` (with `documents` where they are packed) gives the cross
-  entropy in nats, summed over the targets that are not MASKED, a scalar in fp32, and need not make all logits at once
-  (worker/model/_chunked_cross_entropy.py). Its `head` is then compiled by `train.compile: blocks` too. A subclass whose `forward`
-  takes no targets sets it to False.
-- `flops_per_token(context) -> float`: else 6 a parameter that is no embedding (worker/metrics/flops.py).
-- `generate(tokens_BT, max_new, ...) -> tokens_BS`: else `raydist train` prints no sample of text.
+  calls `build` under torch's meta device, where it creates no weights, and `init_module` for each module of `named_modules`, in
+  that order, which draws the module's own weights (not its children's) from torch's default generator
+  (worker/parallel/_model_graph.py, `initialise`). So zero3 and hsdp create and split one block after the other, and no rank ever
+  holds the whole model. Buffers are always created on the CPU. Without `takes_meta` no `build` is called under the meta device.
+- `gives_loss`: if it is true, `module(tokens_BT, targets=targets_BT)` (with `documents` if they are packed) returns the cross
+  entropy in nats, summed over the targets that are not MASKED, a scalar in fp32, and need not compute all logits at once
+  (worker/model/_chunked_cross_entropy.py). `train.compile: blocks` then also compiles its `head`. A subclass whose `forward` takes
+  no targets sets it to False.
+- `flops_per_token(context) -> float`: default: 6 per parameter outside of embeddings (worker/metrics/flops.py).
+- `generate(tokens_BT, max_new, ...) -> tokens_BS`: without it `raydist train` prints no sample text.
 
-tests/contracts/test_models.py holds every file here to this.
+Optional, at the top level of the file, without torch (raydist/registry.py, `described`):
+
+- `Options`: a pydantic model that checks `model.options`.
+- `check_spec(spec: ModelSpec)`: raises `raydist.spec.parts.problem(...)` for values that cannot be combined.
+
+tests/contracts/test_models.py tests every file here for this contract.
 """

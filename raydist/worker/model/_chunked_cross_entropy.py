@@ -1,13 +1,13 @@
-"""The cross entropy of an output head, without all its logits at once: they are the largest thing that a small model makes.
+"""The cross entropy of an output head, without all its logits at once: they are the largest tensor of a small model.
 
 Runs in: each train worker. Torch, never ray.
 
-With a vocabulary of 50,304 the logits of 16,384 tokens are 1.6 GB in bf16, and what cross entropy makes of them in fp32 three times
-3.3 GB. Here a chunk of tokens has its logits, their loss and their gradient one after the other, and only the gradients of the
-head's input and weight stay. The result is that of the plain way but for rounding: gradients are multiplied by what comes from
-above after the products and not before them, and the weight's is summed over chunks in fp32.
+With a vocabulary of 50,304 the logits of 16,384 tokens are 1.6 GB in bf16, and cross entropy creates three tensors of 3.3 GB from
+them in fp32. Here logits, loss and gradient are computed chunk by chunk of the tokens, and only the gradients of the head's input
+and weight are kept. The result is that of plain cross entropy except for rounding: gradients are multiplied by the incoming
+gradient after the products and not before them, and the weight's gradient is summed over chunks in fp32.
 
-Shape suffixes: N tokens of all sequences, C those of a chunk, D width, V vocabulary.
+Shape suffixes: N tokens of all sequences, C tokens of a chunk, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch import Tensor
 from raydist.data.batches import MASKED
 
 LOGITS = 1 << 28
-"""Most logits of a chunk: 1 GiB in fp32. Each chunk reads and writes the weight's gradient once, so they must not be few."""
+"""Maximum of logits per chunk: 1 GiB in fp32. Each chunk reads and writes the weight's gradient once, so do not make it small."""
 
 
 def head_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
     """Cross entropy in nats of the logits `x @ weight.T`, summed over the targets that are not MASKED: a scalar in fp32.
 
-    Under autocast the products are in its format.
+    Under autocast the products use its format.
     """
     device = x_ND.device.type
     narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
-    if narrow is torch.float16:  # its range needs the loss scale inside of the products
+    if narrow is torch.float16:  # because of its range, the products must include the loss scale
         return F.cross_entropy(F.linear(x_ND, weight_VD).float(), targets_N, ignore_index=MASKED, reduction="sum")
     if torch.is_grad_enabled():
         loss: Tensor = _HeadLoss.apply(x_ND, weight_VD, targets_N, narrow)  # type: ignore[no-untyped-call]
@@ -45,23 +45,23 @@ def head_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
 
 
 def _chunks(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Of nearly the same size: a last one of few tokens would be a product of its own for nothing."""
+    """Chunks of nearly the same size: a short last chunk would cost a separate product."""
     count = max(1, -(-x_ND.shape[0] * weight_VD.shape[0] // LOGITS))
     return list(zip(x_ND.chunk(count), targets_N.chunk(count), strict=True))
 
 
 def _loss_and_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed loss of a chunk, and its gradient by the logits, in their format."""
+    """The summed loss of a chunk, and its gradient with respect to the logits, in their format."""
     logs_CV = F.log_softmax(logits_CV.float(), dim=-1)
     loss = F.nll_loss(logs_CV, targets_C, ignore_index=MASKED, reduction="sum")
-    # A comparison and no scatter: it is deterministic on every device, and part of one kernel where this is compiled.
+    # A comparison instead of a scatter: it is deterministic on every device, and fused if this is compiled.
     at_target_CV = (torch.arange(logits_CV.shape[1], device=logits_CV.device) == targets_C[:, None]).float()
     gradient_CV = logs_CV.exp_().sub_(at_target_CV).to(logits_CV.dtype)
     return loss, gradient_CV.mul_((targets_C != MASKED)[:, None])
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Computes the gradients in the forward pass, while a chunk's logits are there."""
+    """Computes the gradients in the forward pass, while it has the logits of a chunk."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, narrow: torch.dtype) -> Tensor:

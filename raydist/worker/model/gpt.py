@@ -1,9 +1,9 @@
 """A decoder-only transformer: the Llama architecture, and with `qk_norm` Qwen3's.
 
-Runs in: each train worker, and wherever weights are exported. May not import ray.
+Runs in: each train worker, and in exports of weights. May not import ray.
 
 RMSNorm, rotary positions, SwiGLU and grouped-query attention; no biases. Projections are separate and ordered as
-in `transformers`, so that export is a renaming, and so that each splits evenly over a tensor-parallel mesh.
+in `transformers`, so that export only renames, and so that each splits evenly over a tensor-parallel mesh.
 
 Shape suffixes: B sequences, T tokens of this call, S tokens seen so far (cache and this call), D width,
 H query heads, G key and value heads, K size of a head, F feed-forward width, V vocabulary.
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raydist.errors import UserError
+from raydist.spec.parts import near_divisors, problem
 from raydist.worker.metrics.flops import decoder_flops
 from raydist.worker.model._chunked_cross_entropy import head_loss
 from raydist.worker.parallel._model_graph import initialise
@@ -29,11 +30,23 @@ if TYPE_CHECKING:
 
 NORM_EPS = 1e-5
 EMBEDDING_STD = 0.02
-"""Small, for the tied matrix is the output head too: the first logits are near zero, the first loss near ln V."""
+"""Small, because a tied embedding is also the output head: the first logits are near zero, the first loss near ln V."""
+
+
+def check_spec(spec: ModelSpec) -> None:
+    """Raises SpecValueError if the heads do not fit the width. Called without torch: see raydist/registry.py."""
+    if spec.width % spec.heads:
+        raise problem("heads", spec.heads, f"does not divide width {spec.width}", near_divisors(spec.width, spec.heads))
+    if (spec.width // spec.heads) % 2:
+        raise problem("heads", spec.heads, f"makes heads of odd size {spec.width // spec.heads}",
+                      "rotary positions need an even width / heads")  # fmt: skip
+    if spec.kv_heads and spec.heads % spec.kv_heads:
+        raise problem("kv_heads", spec.kv_heads, f"does not divide heads {spec.heads}",
+                      near_divisors(spec.heads, spec.kv_heads))  # fmt: skip
 
 
 def build(spec: ModelSpec, vocab_size: int) -> GPT:
-    """The model with fresh weights from torch's default generator; without any where the default device is meta.
+    """The model with initial weights from torch's default generator; without weights if the default device is meta.
 
     Raises UserError on `model.options`.
     """
@@ -43,7 +56,7 @@ def build(spec: ModelSpec, vocab_size: int) -> GPT:
             "remove them, or name your own model as package.module:build",
         )
     later = torch.get_default_device().type == "meta"
-    with torch.device("meta"):  # torch's own initial values would only be drawn to be replaced
+    with torch.device("meta"):  # skips torch's own initial values, which would be overwritten
         model = GPT(spec, vocab_size)
     if not later:
         for _ in initialise(model):
@@ -51,7 +64,7 @@ def build(spec: ModelSpec, vocab_size: int) -> GPT:
     return model
 
 
-build.takes_meta = True  # type: ignore[attr-defined]  # GPT.init_module makes the weights
+build.takes_meta = True  # type: ignore[attr-defined]  # GPT.init_module creates the weights
 
 
 def default_hidden(width: int) -> int:
@@ -60,15 +73,15 @@ def default_hidden(width: int) -> int:
 
 
 class Cache:
-    """Keys and values of one block for the tokens generated so far; room for S tokens is taken at once."""
+    """Keys and values of one block for the tokens so far; memory for all S tokens is allocated at once."""
 
-    def __init__(self, batch: int, kv_heads: int, room: int, head: int, like: Tensor) -> None:
-        self.k_BGSK = like.new_empty(batch, kv_heads, room, head)
+    def __init__(self, batch: int, kv_heads: int, capacity: int, head: int, like: Tensor) -> None:
+        self.k_BGSK = like.new_empty(batch, kv_heads, capacity, head)
         self.v_BGSK = torch.empty_like(self.k_BGSK)
         self.length = 0
 
     def append(self, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores T more tokens; gives all S so far."""
+        """Stores T more tokens; returns all S so far."""
         start, self.length = self.length, self.length + k_BGTK.shape[2]
         self.k_BGSK[:, :, start : self.length] = k_BGTK
         self.v_BGSK[:, :, start : self.length] = v_BGTK
@@ -78,10 +91,10 @@ class Cache:
 def rotary_tables(context: int, head: int, base: float) -> tuple[Tensor, Tensor]:
     """cos and sin of every position, each (context, head), fp32.
 
-    Frequencies stand twice, for the two halves that are rotated against one another (the layout of `transformers`);
-    the first half of sin is negated here, which saves doing it at every step.
+    Frequencies are repeated, for the two halves of a head that are rotated together (the layout of `transformers`);
+    the first half of sin is negated here instead of in every step.
     """
-    # On the CPU even where the model is built without weights: tables are no weights, and come from no checkpoint.
+    # On the CPU, even if the model is built without weights: the tables are not in checkpoints.
     inverse_K2 = 1.0 / (base ** (torch.arange(0, head, 2, dtype=torch.int64, device="cpu").float() / head))
     angles_SK2 = torch.outer(torch.arange(context, device="cpu").float(), inverse_K2)
     cos, sin = angles_SK2.cos(), angles_SK2.sin()
@@ -89,7 +102,7 @@ def rotary_tables(context: int, head: int, base: float) -> tuple[Tensor, Tensor]
 
 
 def rotate(x_BTNK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on N heads. cos and sin broadcast to (B, T, 1, K); the wider of the precisions comes out."""
+    """Rotary positions on N heads. cos and sin broadcast to (B, T, 1, K); the result has the wider dtype."""
     swapped_BTNK = x_BTNK.roll(x_BTNK.shape[-1] // 2, dims=-1)
     return torch.addcmul(x_BTNK * cos, swapped_BTNK, sin)
 
@@ -100,12 +113,12 @@ def packed_positions(documents_BT: Tensor) -> tuple[Tensor, Tensor]:
     first_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     first_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
     start_BT = torch.where(first_BT, at_T, 0).cummax(dim=1).values
-    # The start of a run is as good a number as any, and tells apart two runs that carry the same one.
+    # The start position numbers the runs; it also distinguishes two runs with the same document number.
     return at_T - start_BT, start_BT
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, in fp32: under autocast too, where queries and keys come in bf16, and where FSDP has gathered its gain in bf16."""
+    """torch's, in fp32: also under autocast, with queries and keys in bf16, and if FSDP has gathered the weight in bf16."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, eps=NORM_EPS)
@@ -132,10 +145,10 @@ class Attention(nn.Module):
     def forward(
         self, x_BTD: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor:
-        """x_BTD -> BTD. `mask` (bool, broadcasts to B, 1, T, S) replaces the causal one; see `GPT.forward`."""
+        """x_BTD -> BTD. `mask` (bool, broadcasts to B, 1, T, S) replaces the causal mask; see `GPT.forward`."""
         batch, time, _ = x_BTD.shape
         v_BTGK = self.v(x_BTD).view(batch, time, -1, self.head)
-        # Norms and rotation compute in fp32, the products in v's format (fp32 too, or autocast's).
+        # Norms and rotation compute in fp32, the products in v's format (fp32, or autocast's).
         q_BTHK = rotate(self.q_norm(self.q(x_BTD).view(batch, time, -1, self.head)), cos, sin).to(v_BTGK.dtype)
         k_BTGK = rotate(self.k_norm(self.k(x_BTD).view(batch, time, -1, self.head)), cos, sin).to(v_BTGK.dtype)
         k_BGSK, v_BGSK = k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2)
@@ -146,7 +159,7 @@ class Attention(nn.Module):
             k_BGSK,
             v_BGSK,
             attn_mask=mask,
-            # A lone token sees all that came before it, and is its own last: no mask at all.
+            # A single token attends to all tokens so far, so it needs no mask.
             is_causal=mask is None and time > 1,
             enable_gqa=self.kv_heads != self.heads,
         )
@@ -164,13 +177,13 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """x_BTD -> BTD, by way of BTF."""
+        """x_BTD -> BTD, through BTF."""
         y_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
         return y_BTD
 
 
 class Block(nn.Module):
-    """One layer: attention, then feed-forward, each on the normalised stream and added to it."""
+    """One layer: attention, then feed-forward, each applied to the normalised stream and added to the stream."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -192,7 +205,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """The output head: logits, or with targets the loss of their logits."""
+    """The output head: logits, or with targets their loss."""
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """x_BTD -> logits_BTV; with `targets_BT` their summed cross entropy, a scalar in fp32."""
@@ -202,7 +215,7 @@ class Head(nn.Linear):
 
 
 class GPT(nn.Module):
-    """Embedding, blocks, norm, head. `model.dropout` acts on the embedding and on what each sub-layer adds."""
+    """Embedding, blocks, norm, head. `model.dropout` applies to the embedding and to the output of each sub-layer."""
 
     cos: Tensor
     sin: Tensor
@@ -222,11 +235,10 @@ class GPT(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def init_module(self, name: str, module: nn.Module) -> None:
-        """Draws the weights that `module`, which `named_modules` calls `name`, holds itself. See the contract in __init__.py.
+        """Draws the own weights of `module`, whose name in `named_modules` is `name`. See the contract in __init__.py.
 
-        Matrices are normal with variance 1/fan_in, which keeps the scale of what flows through them at any width;
-        those that write to the residual stream are smaller by sqrt(2 layers), so that its variance does not grow
-        with depth (GPT-2).
+        Matrices are normal with variance 1/fan_in, which keeps the scale of activations at any width. Matrices that write to
+        the residual stream are smaller by sqrt(2 layers), so that its variance does not grow with depth (GPT-2).
         """
         if isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)
@@ -248,9 +260,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """tokens_BT (int64) -> logits_BTV. T may not exceed `model.context`, cached tokens included.
 
-        `documents` (int, B x T), and `targets` (int64, B x T), with which a scalar comes out: see the contract in
-        model/__init__.py. `caches`, one a block, hold what came before
-        these tokens; they are used by `generate`, and do not go together with `documents`.
+        `documents` (int, B x T), and `targets` (int64, B x T), with which the result is a scalar: see the contract in
+        model/__init__.py. `caches`, one per block, hold the tokens before these; `generate` uses them. They cannot be combined
+        with `documents`.
         """
         time = tokens_BT.shape[1]
         start = caches[0].length if caches else 0
@@ -269,7 +281,7 @@ class GPT(nn.Module):
             positions_BT, run_BT = packed_positions(documents)
             cos, sin = self.cos[positions_BT, None], self.sin[positions_BT, None]
             mask = ((run_BT[:, :, None] == run_BT[:, None, :]).tril())[:, None]
-        x_BTD = self.embedding(tokens_BT).float()  # the stream stays fp32, whatever format FSDP gathers weights in
+        x_BTD = self.embedding(tokens_BT).float()  # the stream stays fp32, even if FSDP gathers weights in bf16
         if self.training and self.spec.dropout:
             x_BTD = F.dropout(x_BTD, self.spec.dropout)
         for i, block in enumerate(self.blocks):
@@ -296,11 +308,11 @@ class GPT(nn.Module):
         end: int | None = None,
         use_cache: bool = True,
     ) -> Tensor:
-        """tokens_BT -> tokens_BS: the prompt, and at most `max_new` tokens that follow it.
+        """tokens_BT -> tokens_BS: the prompt, followed by at most `max_new` tokens.
 
-        `temperature` 0 takes the likeliest token; `top_k` draws from the k likeliest. A row that has drawn `end`
-        repeats it, and when all have, the rest is left out. When the context is full its older half is forgotten.
-        `use_cache=False` computes every token anew: slower, the same result. Dropout is off meanwhile.
+        `temperature` 0 takes the most probable token; `top_k` draws from the k most probable. A row that has drawn `end`
+        repeats it; when all rows have, generation stops. When the context is full its older half is dropped.
+        `use_cache=False` computes every token again: slower, the same result. Dropout is off.
         """
         assert tokens_BT.shape[1] > 0, "an empty prompt: give at least one token"
         training = self.training
@@ -318,7 +330,7 @@ class GPT(nn.Module):
                 seen = tokens_BT.shape[1]
                 next_B1 = _draw(logits_BTV[:, -1].float(), temperature, top_k, generator)
                 if end is not None:
-                    # A prompt that ends in `end` starts a document: only drawn ones stop a row.
+                    # A prompt that ends in `end` starts a document: only a drawn `end` stops a row.
                     done_B1 = (tokens_BT[:, -1:] == end) & (tokens_BT.shape[1] > prompt)
                     next_B1 = torch.where(done_B1, end, next_B1)
                 tokens_BT = torch.cat((tokens_BT, next_B1), dim=1)
@@ -337,7 +349,7 @@ class GPT(nn.Module):
 
 
 def _draw(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """One token a row, (B, 1)."""
+    """Draws one token per row, (B, 1)."""
     if temperature == 0:
         return logits_BV.argmax(dim=-1, keepdim=True)
     if top_k is not None and top_k < logits_BV.shape[-1]:

@@ -1,4 +1,4 @@
-"""A token-wise network without attention: each position sees its own token only. For tests that want a tiny model.
+"""A token-wise network without attention: each position sees its own token only. A tiny model for tests.
 
 Runs in: each train worker. May not import ray.
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def build(spec: ModelSpec, vocab_size: int) -> MLP:
-    """The model with fresh weights; `layers`, `width`, `hidden` and `dropout` of the spec count.
+    """The model with initial weights; uses `layers`, `width`, `hidden` and `dropout` of the spec.
 
     Raises UserError on `model.options`.
     """
@@ -42,13 +42,13 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(spec.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """x_BTD -> BTD, by way of BTF."""
+        """x_BTD -> BTD, through BTF."""
         y_BTD: Tensor = x_BTD + self.dropout(self.down(F.gelu(self.up(self.norm(x_BTD)))))
         return y_BTD
 
 
 class MLP(nn.Module):
-    """Embedding, layers, head: it learns which token follows which."""
+    """Embedding, layers, head: learns the next token from the current one."""
 
     def __init__(self, spec: ModelSpec, vocab_size: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class MLP(nn.Module):
         self.head = nn.Linear(spec.width, vocab_size)
 
     def forward(self, tokens_BT: Tensor, documents: Tensor | None = None) -> Tensor:
-        """tokens_BT (int64) -> logits_BTV. `documents` changes nothing: no token sees another."""
+        """tokens_BT (int64) -> logits_BTV. `documents` has no effect: no token attends to another."""
         x_BTD = self.embedding(tokens_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD)

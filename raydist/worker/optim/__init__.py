@@ -1,4 +1,4 @@
-"""Optimizers, the learning rate, and optimizer state in host memory or on disk.
+"""Optimizers, the learning rate schedule, and optimizer state in host memory or on disk.
 
 Runs in: each train worker. Torch, never ray.
 """

@@ -1,9 +1,9 @@
-"""What the loop asks of an optimizer beyond torch's interface, and the answers for optimizers that need nothing of it.
+"""Optimizer methods that the loop calls beyond torch's interface, with defaults for plain optimizers.
 
 Runs in: each train worker. Torch, never ray.
 
-An optimizer whose state or gradients are elsewhere than its parameters (worker/optim/offload) has these four itself; any other
-`torch.optim.Optimizer` gets `PlainHooks`.
+An optimizer whose state or gradients are not on the device of its parameters (worker/optim/offload) defines these four methods; any
+other `torch.optim.Optimizer` gets `PlainHooks`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class OptimizerHooks(Protocol):
     """The order in a step: `prefetch`, `scale_grads` any number of times, `step`. `close` after the last one."""
 
     def prefetch(self) -> None:
-        """The backward pass of the step's last micro-batch is about to begin."""
+        """Called before the backward pass of the step's last micro-batch."""
         ...
 
     def scale_grads(self, factor: float) -> None:
@@ -28,16 +28,16 @@ class OptimizerHooks(Protocol):
 
     @property
     def pending_factor(self) -> float:
-        """What the next update multiplies the gradients by, as they are in `grad` now."""
+        """The factor by which the next update multiplies the gradients that are in `grad` now."""
         ...
 
     def close(self) -> None:
-        """Releases threads, memory and files that torch's interface knows nothing of."""
+        """Releases threads, memory and files that torch's interface does not cover."""
         ...
 
 
 class PlainHooks:
-    """For an optimizer that updates parameters where they are: gradients are scaled in place, by `scale_grads`."""
+    """For an optimizer that updates parameters on their device: `scale_grads` scales gradients in place."""
 
     pending_factor = 1.0
 
@@ -45,10 +45,10 @@ class PlainHooks:
         self.scale_grads = scale_grads
 
     def prefetch(self) -> None:
-        """Nothing is elsewhere."""
+        """Nothing to prefetch."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 def hooks_of(optimizer: torch.optim.Optimizer, scale_grads: Callable[[float], None]) -> OptimizerHooks:

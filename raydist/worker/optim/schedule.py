@@ -1,4 +1,4 @@
-"""The learning rate of each step: a pure function of the step, so that a resumed run needs no scheduler state; and its peak.
+"""The learning rate of each step, a pure function of the step, so that a resumed run needs no scheduler state; and its peak.
 
 Runs anywhere: plain python.
 """
@@ -22,16 +22,16 @@ def warmup_steps(total_steps: int, schedule: ScheduleSpec) -> int:
 
 
 def lr_at(step: int, total_steps: int, schedule: ScheduleSpec, peak: float) -> float:
-    """Learning rate of the update number `step`, which counts from 1 to `total_steps`.
+    """Learning rate of update number `step`, from 1 to `total_steps`.
 
-    With W steps of warm-up it is peak * step / W up to W, and there exactly `peak`. After that
+    With W steps of warm-up it is peak * step / W up to step W, where it is exactly `peak`. After that:
     constant: peak. linear, cosine: down to floor * peak at the last step. wsd: peak until the last `decay` of all
     steps, then linear to floor * peak. inverse-sqrt: peak * sqrt(W / step), with W at least 1.
     """
     assert 1 <= step <= total_steps, f"step {step} of {total_steps}"
     warmup = warmup_steps(total_steps, schedule)
     if step <= warmup:
-        return peak * (step / warmup)  # in this order: exactly the peak at the end
+        return peak * (step / warmup)  # in this order, the last warm-up step has exactly the peak
     match schedule.name:
         case "constant":
             return peak
@@ -50,10 +50,9 @@ def lr_at(step: int, total_steps: int, schedule: ScheduleSpec, peak: float) -> f
 
 
 def peak_lr(spec: OptimSpec, global_batch: int) -> float:
-    """`lr`, scaled from `base_batch` to `global_batch` as `scale_lr` says.
+    """`lr`, scaled from `base_batch` to `global_batch` by the rule `scale_lr`.
 
-    linear: Goyal et al. 2017, for SGD. sqrt: Malladi et al. 2022, for Adam and its like. Raises UserError without
-    `base_batch`.
+    linear: Goyal et al. 2017, for SGD. sqrt: Malladi et al. 2022, for Adam and similar ones. Raises UserError without `base_batch`.
     """
     if spec.scale_lr == "none":
         return spec.lr
@@ -66,10 +65,10 @@ def peak_lr(spec: OptimSpec, global_batch: int) -> float:
 
 
 def _fraction(step: int, first: int, last: int) -> float:
-    """Of the way from `first` to `last`, in (0, 1]."""
+    """The fraction of the way from `first` to `last`, in (0, 1]."""
     return (step - first) / (last - first)
 
 
 def _down(done: float, floor: float) -> float:
-    """1 at 0, `floor` at 1, with no rounding at either end."""
+    """Linear from 1 at 0 to `floor` at 1, exact at both ends."""
     return floor * done + (1.0 - done)

@@ -1,27 +1,33 @@
-"""How the work is split over the ranks: one strategy a file, found by its name.
+"""Parallel strategies, which split the work over the ranks: one per file, found by name.
 
 A strategy's file (or the user's `package.module:attribute`) has a class `Strategy`. The loop calls it in this order:
 
     strategy = Strategy(spec, rank)
-    module = strategy.wrap(model, example)         # every rank, once; checks the graph; no trace stays in the weights
+    module = strategy.wrap(model, example)         # every rank, once; checks the graph; does not change weights
     optimizer = optim.build(strategy.shards(), ...)
     with strategy.accumulate(last=True): ...       # around each micro-batch's forward and backward
     norm = strategy.grad_norm()                    # after the last backward: the global norm, the same on every rank
     strategy.scale_grads(factor)
     optimizer.step()
     strategy.zero_grad()
-    strategy.updated()                             # what other ranks hold of the old weights is stale
+    strategy.updated()                             # the weights that other ranks hold are stale
 
-A strategy may also have `messages() -> list[(kind, elements, name)]`: the collectives of a step, in the order in which it issues
-them, with the elements that a rank puts in. `raydist trace` gives them these names (docs/trace.md).
+A strategy may also have
 
-The loop divides by the tokens of the global batch, so reduced gradients must be sums over the ranks, never means: a
-strategy whose reduction averages says so in `loss_factor`.
+    passes(micro_batches, work)                    # runs the passes of a step in an order of its own: see `in_turn`
+    messages() -> list[(kind, elements, name)]     # the collectives of a step, in the order of the calls, with
+                                                   # the input elements of one rank, and their names in `raydist trace`
+
+At the top level of the file, without torch (raydist/registry.py, `described`), there may be `PLAN: StrategyPlan`
+(raydist/extension_plans.py) for `raydist plan`; `Options`, a pydantic model of `parallel.options`; `check_spec(spec: JobSpec)`,
+which raises `raydist.spec.parts.problem(...)`; and `VARIANTS`, name -> fields of `parallel`, for more runs of tests/contracts.
+
+The loop divides by the tokens of the global batch, so reduced gradients must be sums over the ranks, never means. A strategy whose
+reduction averages sets `loss_factor`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -32,24 +38,66 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from raydist.data.batches import MicroBatch
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
 
 
 class Example(Protocol):
-    """Runs forward on so many samples of the right shape and gives the loss: what `wrap` needs to look at the graph."""
+    """Runs forward on `samples` samples of the right shape and returns the loss, for the graph check in `wrap`."""
 
     def __call__(self, module: nn.Module, samples: int = 1) -> torch.Tensor:
         """The sum of their losses."""
         ...
 
 
+class Work(Protocol):
+    """The work on each micro-batch in a series of passes: training, a diagnosis or an evaluation."""
+
+    trains: bool
+    """Whether there are backward passes."""
+
+    def around(self, index: int) -> AbstractContextManager[Any]:
+        """A context from before the forward pass of micro-batch `index` to after its backward pass. Several may be open."""
+        ...
+
+    def forward(self, module: nn.Module, index: int, batch: MicroBatch) -> torch.Tensor:
+        """The loss of a micro-batch, summed over its tokens: a scalar. Called on the ranks that compute the loss."""
+        ...
+
+    def backward(self, index: int, loss: torch.Tensor) -> None:
+        """Computes gradients of a loss from `forward`. Called on the ranks that compute the loss, in ascending order of `index`."""
+        ...
+
+
+def in_turn(strategy: ParallelStrategy, micro_batches: Sequence[MicroBatch], work: Work) -> None:
+    """The passes of a strategy without `passes`: one micro-batch after another, each forward and backward."""
+    if not work.trains:
+        module = getattr(strategy.module, "module", strategy.module)  # DDP's wrapper would synchronize buffers
+        for index, batch in enumerate(micro_batches):
+            with work.around(index):
+                work.forward(module, index, batch)
+        return
+    for index, batch in enumerate(micro_batches):
+        with work.around(index), strategy.accumulate(last=index == len(micro_batches) - 1):
+            work.backward(index, work.forward(strategy.module, index, batch))
+
+
+def run_passes(strategy: ParallelStrategy, micro_batches: Sequence[MicroBatch], work: Work) -> None:
+    """Runs all passes of these micro-batches, in the strategy's order. Every rank."""
+    own = getattr(strategy, "passes", None)
+    if own is not None:
+        own(micro_batches, work)
+    else:
+        in_turn(strategy, micro_batches, work)
+
+
 @dataclass(frozen=True, slots=True)
 class ParamShard:
-    """What of one parameter this rank's optimizer updates: all of it, or some of its rows.
+    """The part of one parameter that this rank's optimizer updates: the whole parameter, or some of its rows.
 
-    `local`: a plain parameter in the memory of the model's own; its gradient is there once `grad_norm` has been called.
-    `like`: for rows, a DTensor of the whole parameter, which says whose rows they are; None where `local` is the whole.
+    `local`: a plain parameter that shares the memory of the model's parameter; it has a gradient after `grad_norm`.
+    `like`: for rows, a DTensor of the whole parameter, whose placements say which rank has which rows; None if `local` is whole.
     """
 
     local: nn.Parameter
@@ -57,11 +105,11 @@ class ParamShard:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole parameter."""
+        """The shape of the whole parameter."""
         return self.local.shape if self.like is None else self.like.shape
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
-        """A tensor that goes with `local` (a moment of the optimizer) as the part of a whole that it is. No copy, no collective."""
+        """A DTensor of a tensor like `local` (a moment of the optimizer), with its place in the whole. No copy, no collective."""
         if self.like is None or local.shape != self.local.shape:
             return local
         meta = TensorMeta(self.like.shape, self.like.stride(), local.dtype)
@@ -70,50 +118,38 @@ class ParamShard:
         return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def replicas(like: torch.Tensor | None, world_size: int) -> tuple[tuple[int, ...], ...]:
-    """All ranks, in groups that hold the same of this tensor: a plain one is the same on all, a DTensor on those along the mesh
-    dimensions that replicate it."""
-    if not isinstance(like, DTensor):
-        return (tuple(range(world_size)),)
-    ranks, placements = like.device_mesh.mesh, like.placements
-    split = [d for d, p in enumerate(placements) if not p.is_replicate()]
-    kept = [d for d, p in enumerate(placements) if p.is_replicate()]
-    parts = math.prod(ranks.shape[d] for d in split)
-    return tuple(tuple(sorted(group)) for group in ranks.permute(*split, *kept).reshape(parts, -1).tolist())
-
-
 class ParallelStrategy(Protocol):
-    """What a file in this folder has, under the name `Strategy`."""
+    """The interface of the class `Strategy` in each file of this folder."""
 
     module: nn.Module
-    """What forward is called on."""
+    """The module to call forward on."""
 
     takes_meta: bool
-    """Whether `wrap` wants a model without weights, on the meta device, if its `build` has `takes_meta`: see the models."""
+    """Whether `wrap` takes a model without weights, on the meta device, if its `build` has `takes_meta`: see worker/model."""
 
     loss_factor: float
-    """Each rank's loss is multiplied by it before backward: the world size where the reduction averages, else 1."""
+    """The factor of each rank's loss before backward: the world size if the reduction averages, else 1."""
 
     on_final: Callable[[Sequence[torch.Tensor]], None] | None
-    """Called, if set, in the last micro-batch's backward with shards' `local`s whose gradient has its last value but for
-    scaling, on the stream that made it. A strategy may know of some only, or of none, before `grad_norm`."""
+    """If set, called in the backward of the last micro-batch with those `local`s whose gradient is final except for scaling, on
+    the stream that computes it. A strategy may report only some of them, or none, before `grad_norm`."""
 
     def __init__(self, spec: JobSpec, rank: Rank) -> None: ...
 
     def wrap(self, model: nn.Module, example: Example) -> nn.Module:
-        """Moves the model to its device and makes it distributed. Raises GraphMismatch, naming parameters and ranks."""
+        """Moves the model to its device and distributes it. Raises GraphMismatch, which names parameters and ranks."""
         ...
 
     def shards(self) -> Mapping[str, ParamShard]:
-        """What this rank's optimizer updates, by the names of the plain model's `named_parameters`, in their order."""
+        """The parts that this rank's optimizer updates, by the names of the plain model's `named_parameters`, in their order."""
         ...
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        """Around one micro-batch. In the `last` one of a step the gradients become those of all ranks, if they are not already."""
+        """A context around one micro-batch. In the `last` one of a step the gradients are reduced over all ranks, if not before."""
         ...
 
     def grad_norm(self) -> torch.Tensor:
-        """The L2 norm of the whole gradient, a scalar, the same on every rank. Afterwards every shard has its gradient."""
+        """The L2 norm of the whole gradient, a scalar, the same on every rank. After it every shard has its gradient."""
         ...
 
     def scale_grads(self, factor: float) -> None:
@@ -125,5 +161,5 @@ class ParallelStrategy(Protocol):
         ...
 
     def updated(self) -> None:
-        """The shards have new values, from an update or a checkpoint: the next forward pass must see them on all ranks."""
+        """Call it when shards have new values, from an update or a checkpoint: the next forward pass uses them on all ranks."""
         ...

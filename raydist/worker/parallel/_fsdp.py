@@ -2,9 +2,9 @@
 
 Runs in: each train worker. Torch, never ray.
 
-A block is the unit: its parameters are gathered before its forward pass, dropped after it, gathered again for backward.
-What belongs to no block (embedding, last norm, head, which may be tied) is one unit, the root, and stays gathered from the
-forward pass through the backward pass: it is needed first and last. The last block stays too, for backward starts with it.
+The unit is a block: its parameters are gathered before its forward pass, freed after it, and gathered again for backward. All
+parameters outside of blocks (embedding, last norm, head, which may be tied) are one unit, the root. It stays gathered from the
+forward pass through the backward pass, because it is used first and last. The last block stays, too: backward starts with it.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from raydist.errors import UserError
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
 from raydist.worker.parallel import Example, ParamShard
 from raydist.worker.parallel import _gloo_p2p as gloo_p2p
+from raydist.worker.parallel._grad_norm import grad_norm
 from raydist.worker.parallel._model_graph import blocks_of, check_graph, initialise, refuse_scalars, tied_across, weakly
 from raydist.worker.precision import DTYPES
 
 
 class FullyShardedStrategy(ABC):
-    """See `ParallelStrategy`. A strategy's file says over which ranks, with `mesh`."""
+    """See `ParallelStrategy`. Each strategy's file defines `mesh`, the ranks to split over."""
 
     module: nn.Module
     on_final: Callable[[Sequence[torch.Tensor]], None] | None = None
@@ -43,17 +42,17 @@ class FullyShardedStrategy(ABC):
 
     @abstractmethod
     def mesh(self) -> DeviceMesh:
-        """All ranks; the last dimension are those that share one copy of the state."""
+        """All ranks; along the last dimension are the ranks that share one copy of the state."""
 
     def wrap(self, model: nn.Module, example: Example) -> nn.Module:
         """See `ParallelStrategy.wrap`. Runs `example` twice, sharded. The model's parameters move to the device block by block."""
         names = [n for n, p in model.named_parameters() if p.requires_grad]
         refuse_scalars(model)
-        if self._rank.world_size > 1 and (tied := tied_across(model)):  # each block would get a copy of its own
+        if self._rank.world_size > 1 and (tied := tied_across(model)):  # each block would get its own copy
             shown = "; ".join(" = ".join(same) for same in tied.values())
             raise UserError(
                 f"{shown}: one parameter in several blocks, or in a block and outside",
-                "parallel.strategy: zero2, zero1 and ddp keep it as one; zero3 and hsdp split block by block",
+                "use parallel.strategy: zero2, zero1 or ddp, which keep it as one; zero3 and hsdp split block by block",
             )
         self.module = model
         if self._rank.world_size == 1:
@@ -62,11 +61,11 @@ class FullyShardedStrategy(ABC):
             self._fully_shard(model)
         buffers = {name: b.clone() for name, b in model.named_buffers()}
         if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(False)  # ranks whose graphs differ would wait for one another
+            model.set_requires_gradient_sync(False)  # ranks with different graphs would wait for each other
         check_graph(model, lambda: example(model), self._rank)
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(True)
-            example(model).backward()  # type: ignore[no-untyped-call]  # takes along the whole gradients that the check has left
+            example(model).backward()  # type: ignore[no-untyped-call]  # reduces the unsharded gradients that the check left, too
         for name, b in model.named_buffers():
             b.copy_(buffers[name])
         named = dict(model.named_parameters())
@@ -75,7 +74,7 @@ class FullyShardedStrategy(ABC):
         self._last = True
         offload = self._spec.offload
         if offload.optimizer != "none" and offload.parameters == "none":
-            # FSDP calls it with the reduced gradient; with parameters in host memory it would wait for the copy before.
+            # FSDP calls the hook with the reduced gradient; with parameters in host memory it would wait for the copy first.
             for n, p in self._parameters.items():
                 p.register_post_accumulate_grad_hook(weakly(self._has_gradient, n))  # type: ignore[no-untyped-call]
         self.zero_grad()
@@ -86,8 +85,8 @@ class FullyShardedStrategy(ABC):
         compute = DTYPES[precision.params]
         on_cuda = self._rank.device.type == "cuda"
         offload = CPUOffloadPolicy(pin_memory=on_cuda) if self._spec.offload.parameters == "cpu" else OffloadPolicy()
-        # Gathered in the format that autocast would cast them to anyway: half the bytes. Autocast stays in charge of the
-        # activations, so what it keeps in fp32 (norms, softmax, loss) is in fp32 here too.
+        # Parameters are gathered in the format that autocast casts them to anyway: half the bytes. Autocast still chooses the
+        # format of activations, so norms, softmax and loss are in fp32 here, too.
         policy = MixedPrecisionPolicy(
             param_dtype=None if compute is torch.float32 else compute,
             reduce_dtype=DTYPES[precision.reduce],
@@ -103,17 +102,17 @@ class FullyShardedStrategy(ABC):
                 module, mesh=self._mesh, reshard_after_forward=not stays, mp_policy=policy, offload_policy=offload
             )
 
-        for name in _made(model, named):
+        for name in _initialised_blocks(model, named):
             split(named[name], any(named[name] is kept for kept in keep))
         split(model, stays=True)
-        self._go_direct(model)
+        self._use_direct_collectives(model)
         for i, block in enumerate(blocks):
             assert isinstance(block, FSDPModule)
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + parallel.prefetch])  # type: ignore[arg-type]
             block.set_modules_to_backward_prefetch(blocks[max(i - parallel.prefetch, 0) : i][::-1])  # type: ignore[arg-type]
 
-    def _go_direct(self, model: nn.Module) -> None:
-        """Has gloo's ranks send each straight to each, which FSDP2 leaves to torch."""
+    def _use_direct_collectives(self, model: nn.Module) -> None:
+        """Replaces torch's collectives in FSDP2, on gloo, with direct ones from rank to rank."""
         if not gloo_p2p.direct(self._mesh.get_group(self._mesh.ndim - 1)):
             return
         reduce_scatter, all_gather = gloo_p2p.DirectReduceScatter(), gloo_p2p.DirectAllGather()
@@ -127,8 +126,8 @@ class FullyShardedStrategy(ABC):
         return self._shards
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """See `ParallelStrategy.accumulate`: gradients are reduced to shards in every micro-batch, so none is ever whole for
-        longer than a block's backward. Only what hsdp sums over the copies waits for the last one."""
+        """See `ParallelStrategy.accumulate`: gradients are reduced to shards in every micro-batch, so a gradient is whole only
+        during its block's backward. Only hsdp's all-reduce over the copies waits for the last micro-batch."""
         self._last = last
         if isinstance(self.module, FSDPModule):
             self.module.set_requires_all_reduce(last)
@@ -145,15 +144,11 @@ class FullyShardedStrategy(ABC):
         return local
 
     def grad_norm(self) -> torch.Tensor:
-        """See `ParallelStrategy.grad_norm`: the shards' squares are summed over the ranks that share a copy."""
+        """See `ParallelStrategy.grad_norm`: squares of shards are summed over the ranks that share a copy."""
         for name, p in self._parameters.items():
             self._with_gradient(name, p)
-        norm = get_total_norm([s.local.grad for s in self._shards.values() if s.local.grad is not None])
-        if not isinstance(self.module, FSDPModule):
-            return norm
-        square = (norm.double() ** 2).to(self._rank.device)
-        dist.all_reduce(square, group=self._mesh.get_group(self._mesh.ndim - 1))
-        return square.sqrt()
+        copy = self._mesh.get_group(self._mesh.ndim - 1) if isinstance(self.module, FSDPModule) else None
+        return grad_norm(((s.local.grad, 1) for s in self._shards.values()), copy, self._rank.device)
 
     def scale_grads(self, factor: float) -> None:
         """See `ParallelStrategy.scale_grads`."""
@@ -169,8 +164,8 @@ class FullyShardedStrategy(ABC):
         """See `ParallelStrategy.updated`: the next forward pass gathers the new values anyway."""
 
 
-def _made(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Names of blocks, each once it has its weights and before the next one gets any, if the model came without."""
+def _initialised_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Names of blocks. For a model on the meta device, each one after it got its weights and before the next one gets them."""
     if not any(p.is_meta for p in model.parameters()):
         yield from blocks
         return
@@ -188,7 +183,7 @@ def _made(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[str]:
 def _shard(parameter: nn.Parameter) -> ParamShard:
     if not isinstance(parameter, DTensor):
         return ParamShard(parameter)
-    # Shares the shard's memory. Plain, because fused kernels on DTensors cost milliseconds of dispatch a step.
+    # Shares the shard's memory. A plain tensor, because fused kernels on DTensors cost milliseconds of dispatch per step.
     whole = parameter.detach()
     assert isinstance(whole, DTensor)
     return ParamShard(nn.Parameter(whole.to_local(), requires_grad=True), whole)

@@ -1,12 +1,12 @@
-"""Reduce-scatter and all-gather: torch's own, and among gloo's ranks each straight to each other one.
+"""Reduce-scatter and all-gather: torch's own, and on gloo directly from rank to rank.
 
 Runs in: each train worker. Torch, never ray.
 
-gloo's reduce-scatter is an all-reduce of which all but this rank's part is thrown away: twice the bytes. Its all-gather goes
-through memory of its own, and is copied to where it belongs. Here, on gloo, a reduce-scatter is an all-to-all of parts, which each
-rank sums in the order of ranks, and an all-gather a send to and a receipt from every other rank, in place (docs/adr/0005).
+gloo's reduce-scatter is an all-reduce that discards all but this rank's part: twice the bytes. Its all-gather uses a buffer of its
+own, which is then copied. Here, on gloo, a reduce-scatter is an all-to-all of parts, which each rank sums in the order of ranks. An
+all-gather is a send to and a receive from every other rank, in place (docs/adr/0005).
 
-To those who count, time and trace, either is the one collective that it stands for.
+Counters, timers and traces see each of them as one collective.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from torch.profiler import record_function
 from raydist.worker.metrics import collective_counters
 
 RANGE = "raydist::"
-"""In a profile, what is sent within a range of this and the kind's name is one collective."""
+"""In a profile, all messages within a range of this name and the kind are one collective."""
 _TAG = 0x5A
-"""Of these messages: none of a model's own sends and receipts takes them."""
+"""The tag of these messages, so that a model's own receives do not match them."""
 
 
 _pending: WeakKeyDictionary[ProcessGroup, dict[int, object]] = WeakKeyDictionary()
-"""What has not been waited for, and its memory. gloo reads nothing more from a peer whose message has lost the memory it was for
-(torch 2.13: the next exchange of the two waits until it times out), and who drops a strategy may have asked for weights that
-nobody needs any more. It goes with the group.
+"""Exchanges that have not been waited for, with their buffers. If the buffer of a message is freed before the message arrives, gloo
+reads nothing more from that peer (torch 2.13: the next exchange of the two times out). A strategy may be dropped while it gathers
+weights. The entry is freed with the group.
 """
 _numbers = itertools.count()
 
 
 class Work(Protocol):
-    """What is on its way."""
+    """A collective that has been started."""
 
     def wait(self) -> object:
-        """Returns once it has arrived."""
+        """Returns once the result has arrived."""
         ...
 
 
 def direct(group: ProcessGroup) -> bool:
-    """Whether these ranks send each straight to each."""
+    """Whether the ranks of this group send directly to each other."""
     return group.size() > 1 and dist.get_backend(group) == "gloo"
 
 
 def reduce_scatter(mine: Tensor, whole: Tensor, parts: Tensor | None, group: ProcessGroup) -> Work:
-    """Of all ranks' `whole`, [W * S], the sum of row `rank` into `mine`, [S]. All stay untouched until it has arrived.
+    """The sum over all ranks of row `rank` of `whole`, [W * S], into `mine`, [S]. Do not change any of them until it has arrived.
 
-    `parts`: room for what arrives, like `whole`; needed where `direct(group)`.
+    `parts`: a receive buffer like `whole`; needed if `direct(group)`.
     """
     if not direct(group):
         work: Work = dist.reduce_scatter_tensor(mine, whole, group=group, async_op=True)
@@ -84,7 +84,7 @@ def all_gather(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work:
         rows[rank].copy_(mine.view(-1))
 
     def send() -> list[Work]:
-        # Each in another order, so that no rank is everyone's first.
+        # Each rank starts with another peer, so that not all send to the same one first.
         others = [(rank + i) % world for i in range(1, world)]
         works: list[Work] = [group.recv([rows[other]], other, _TAG) for other in reversed(others)]
         return works + [group.send([rows[rank]], other, _TAG) for other in others]
@@ -93,7 +93,7 @@ def all_gather(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work:
 
 
 class _Exchange:
-    """See Work."""
+    """See `Work`."""
 
     def __init__(
         self,
@@ -113,8 +113,8 @@ class _Exchange:
                 self._works = send()
             _pending.setdefault(group, {})[self._number] = (self._works, whole)
         except RuntimeError as error:
-            self._failure = error  # a peer that is gone: that is for whoever waits, as with torch's own
-        self._sending = time.perf_counter() - self._begun  # gloo writes to the socket as much as it takes, at once
+            self._failure = error  # a lost peer: raised by `wait`, as torch does
+        self._sending = time.perf_counter() - self._begun  # gloo writes to the socket at once, as much as it accepts
 
     def wait(self) -> None:
         if self._failure is not None:
@@ -140,33 +140,33 @@ def _as_one(kind: str) -> Iterator[None]:
 
 class _Allocates:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Room for FSDP2, as its own communication makes it."""
+        """A buffer for FSDP2, made as FSDP2 makes it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class DirectReduceScatter(_Allocates):
-    """For FSDP2's `set_custom_reduce_scatter`, where `direct`. One may serve all modules: what arrives is summed at once."""
+    """For FSDP2's `set_custom_reduce_scatter`, if `direct`. All modules can share one: its buffer is free after each call."""
 
     def __init__(self) -> None:
-        self._room = torch.empty(0)
+        self._buffer = torch.empty(0)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Returns once it has arrived, as FSDP2 waits for gloo anyway."""
+        """Returns once the result has arrived: FSDP2 would wait for gloo anyway."""
         assert op in (ReduceOp.SUM, ReduceOp.AVG), op
-        if self._room.numel() < input_tensor.numel() or self._room.dtype is not input_tensor.dtype:
-            self._room = torch.empty_like(input_tensor)
-        reduce_scatter(output_tensor, input_tensor, self._room[: input_tensor.numel()], group).wait()
+        if self._buffer.numel() < input_tensor.numel() or self._buffer.dtype is not input_tensor.dtype:
+            self._buffer = torch.empty_like(input_tensor)
+        reduce_scatter(output_tensor, input_tensor, self._buffer[: input_tensor.numel()], group).wait()
         if op == ReduceOp.AVG:
             output_tensor.div_(group.size())
 
 
 class DirectAllGather(_Allocates):
-    """For FSDP2's `set_custom_all_gather`, where `direct`."""
+    """For FSDP2's `set_custom_all_gather`, if `direct`."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> None:
-        """Returns once it has arrived, as FSDP2 waits for gloo anyway."""
+        """Returns once the result has arrived: FSDP2 would wait for gloo anyway."""
         all_gather(output_tensor, input_tensor, group).wait()

@@ -1,4 +1,4 @@
-"""What a model is made of, whatever is wrapped around it: its blocks, its names, and who gets a gradient.
+"""The structure of a model, wrapped or not: its blocks, its parameter names, and which parameters get a gradient.
 
 Runs in: each train worker. Torch, never ray.
 """
@@ -13,17 +13,17 @@ from itertools import chain
 from weakref import WeakMethod
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from raydist.errors import GraphMismatch, UserError
+from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the wrappers' (DistributedDataParallel, torch.compile)."""
+    """A parameter's name without the prefixes of wrappers (DistributedDataParallel, torch.compile)."""
     return name.removeprefix("module.").replace("_orig_mod.", "")
 
 
@@ -43,10 +43,10 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def initialise(model: nn.Module) -> Iterator[str]:
-    """Gives the parameters of a model on the meta device memory on the CPU, and first values, by its `init_module`.
+    """Allocates the parameters of a model on the meta device on the CPU, and initialises them with its `init_module`.
 
-    Module by module, in the order of `named_modules`, so that the same generator gives the same weights whether or not those
-    before are still whole. Yields the name of each module that is done, its children not yet.
+    Goes module by module, in the order of `named_modules`, so that the same generator gives the same weights, even if modules
+    before are already sharded. Yields the name of each module when it is done, before its children.
     """
     made: dict[int, nn.Parameter] = {}  # a tied weight is one parameter of two modules
     for name, module in list(model.named_modules()):
@@ -60,13 +60,13 @@ def initialise(model: nn.Module) -> Iterator[str]:
         if empty:
             raise UserError(
                 f"no values for {some(empty)}: buffers on the meta device",
-                'have build make buffers with device="cpu": only parameters are made anew for init_module',
+                'create buffers with device="cpu" in build: only parameters are created again for init_module',
             )
         yield name
 
 
 def tied_across(model: nn.Module) -> dict[int, list[str]]:
-    """The parameters that belong to several blocks, or to a block and to the rest of the model: id -> all their names."""
+    """Parameters that are in several blocks, or in a block and in the rest of the model: id -> all their names."""
     blocks = [block for _, block in blocks_of(model)]
     inside = {id(m) for block in blocks for m in block.modules()}
     rest = [p for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False)]
@@ -90,9 +90,9 @@ def refuse_scalars(model: nn.Module) -> None:
 
 
 def weakly(method: Callable[..., None], *args: object) -> Callable[[Tensor], None]:
-    """`method(*args, parameter)`, as a hook of a parameter that does not keep the method's object alive.
+    """A hook for a parameter that calls `method(*args, parameter)` and does not keep the method's object alive.
 
-    Torch holds such hooks where the garbage collector cannot look: one with the model behind it would keep the model for ever.
+    Torch holds such hooks where the garbage collector does not see them: a strong reference to the model would leak the model.
     """
     weak = WeakMethod(method)
 
@@ -105,10 +105,10 @@ def weakly(method: Callable[..., None], *args: object) -> Callable[[Tensor], Non
 
 @contextmanager
 def each_gradient(model: nn.Module, look: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Within the block a backward pass calls `look(name, gradient)` for each parameter that it reaches, with that pass's own.
+    """Within the block a backward pass calls `look(name, gradient)` for each parameter that it reaches.
 
-    It sees this rank's gradient, before it is added to anything or reduced, and works on sharded modules too: their
-    parameters are whole from the module's forward on, which is when they are found.
+    The gradient is this rank's from this pass, before it is accumulated or reduced. Works with sharded modules, too: their
+    parameters are whole from the module's forward on, and are found there.
     """
     found: set[Tensor] = set()
     handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -137,7 +137,7 @@ def each_gradient(model: nn.Module, look: Callable[[str, Tensor], None]) -> Iter
 
 @contextmanager
 def watch_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Within the block: name of each parameter that a backward pass reached -> whether its gradient was finite (bool, 0-dim)."""
+    """Yields a dict: name of each parameter that a backward pass reached -> whether its gradient was finite (bool, 0-dim)."""
     seen: dict[str, Tensor] = {}
 
     def note(name: str, grad: Tensor) -> None:
@@ -149,10 +149,10 @@ def watch_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def check_graph(model: nn.Module, loss: Callable[[], Tensor], rank: Rank) -> None:
-    """One backward on each rank alone: every parameter must get a gradient, and the same ones on all ranks.
+    """One backward on each rank by itself: every parameter must get a gradient, and all ranks must have the same parameters.
 
-    Otherwise a rank waits for a gradient that never comes, or ranks wait for one another. Raises GraphMismatch on every
-    rank. `loss` must reduce nothing over the ranks. The caller drops the gradients.
+    Otherwise training would wait forever for a missing gradient or for another rank. Raises GraphMismatch on every rank. `loss`
+    must not reduce anything over the ranks. The caller drops the gradients.
     """
     named = [(plain_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
     signature = [f"{n}{list(p.shape)}:{str(p.dtype).removeprefix('torch.')}" for n, p in named]
@@ -179,9 +179,7 @@ def check_graph(model: nn.Module, loss: Callable[[], Tensor], rank: Rank) -> Non
 
 def _same_on_all_ranks(mine: list[str], rank: Rank, fault: str, remedy: str) -> None:
     """Raises GraphMismatch, on every rank, if a rank's names are not those of rank 0."""
-    every = [mine] * rank.world_size
-    if rank.world_size > 1:
-        dist.all_gather_object(every, mine, group=rank.control)
+    every = gather_json(mine, rank.control)
     for other, theirs in enumerate(every):
         if theirs != every[0]:
             names = some(sorted(set(theirs) ^ set(every[0])))
@@ -189,6 +187,6 @@ def _same_on_all_ranks(mine: list[str], rank: Rank, fault: str, remedy: str) -> 
 
 
 def some(names: Sequence[str], most: int = 8) -> str:
-    """The first of the names, in one line, and how many more there are."""
+    """The first names, in one line, and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -1,14 +1,14 @@
-"""Whole parameters on every rank, and of the rest only this rank's rows: ZeRO-1 and ZeRO-2.
+"""ZeRO-1 and ZeRO-2: every rank holds whole parameters, but only its own rows of the other state.
 
 Runs in: each train worker. Torch, never ray.
 
-    backward    a block's gradients are there -> packed by rank -> reduce-scatter -> this rank's rows of their sum
+    backward    a block's gradients are complete -> packed by rank -> reduce-scatter -> this rank's rows of their sum
     update      the optimizer has this rank's rows of each parameter: views of the parameter itself, no second copy
-    forward     a block's turn comes -> the other ranks' rows, all-gathered while the blocks before it computed
+    forward     a block is next -> the rows of the other ranks, all-gathered while the blocks before it computed
 
-FSDP2 with `reshard_after_forward=False` sends the same bytes, but holds the rows beside the whole parameters and lets go of the
-whole ones after each step (docs/adr/0005). torch's ZeroRedundancyOptimizer gives whole parameters to ranks, broadcasts
-them one by one after the update, and is no longer looked after.
+FSDP2 with `reshard_after_forward=False` sends the same bytes, but holds the rows in addition to the whole parameters, and frees the
+whole ones after each step (docs/adr/0005). torch's ZeroRedundancyOptimizer assigns whole parameters to ranks, broadcasts them one
+by one after the update, and is no longer maintained.
 """
 
 from __future__ import annotations
@@ -23,93 +23,93 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Rows
-from torch.nn.utils import get_total_norm
 
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
 from raydist.worker.parallel import Example, ParamShard
 from raydist.worker.parallel import _gloo_p2p as gloo_p2p
+from raydist.worker.parallel._grad_norm import grad_norm
 from raydist.worker.parallel._model_graph import blocks_of, check_graph, refuse_scalars, tied_across, weakly
 from raydist.worker.precision import DTYPES
 
 IN_FLIGHT = 2
-"""Units whose gradients are on their way at a time: one is sent while the next is computed."""
+"""Units that are sent at a time: one is sent while the next is computed."""
 
 
 class Unit:
-    """Parameters that travel together: a block's, or those of no block.
+    """Parameters that are sent together: the parameters of a block, or all outside of blocks.
 
-    Packed, they are [W, S]: a row for each of W ranks, in it its rows of every parameter. `size` is S.
+    Packed, they are [W, S]: one row for each of the W ranks, with its rows of every parameter. `size` is S.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], rank: int, world: int) -> None:
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.world = world
-        # As torch.chunk cuts: the last ranks may get fewer rows, or none.
+        # Split like torch.chunk: the last ranks may get fewer rows, or none.
         self.parts = [-(-p.shape[0] // world) * (p.numel() // max(p.shape[0], 1)) for p in self.parameters]
         self.size = sum(self.parts)
         self.own = [_rows(p.detach(), rank, world) for p in self.parameters]
         self.missing = len(self.parameters)
-        """Gradients that this backward pass has yet to bring."""
+        """Gradients that this backward pass has not computed yet."""
         self.stale = False
-        """Whether other ranks have newer values of their rows."""
+        """Whether other ranks hold newer values of their rows."""
 
     def split(self, packed: Tensor) -> Iterator[Tensor]:
         """[..., S] -> a view of it for each parameter."""
         return iter(torch.split(packed, self.parts, dim=-1))
 
     def pack(self, wholes: list[Tensor], into: Tensor) -> None:
-        """Whole tensors -> [W, S]. What stands behind the rows of a rank that has fewer is left as it is."""
-        for whole, box in zip(wholes, self.split(into), strict=True):
+        """Whole tensors -> [W, S]. The padding of a rank with fewer rows is left as it is."""
+        for whole, rows in zip(wholes, self.split(into), strict=True):
             if whole.shape[0] % self.world == 0:
-                box.copy_(whole.view(self.world, -1))
+                rows.copy_(whole.view(self.world, -1))
                 continue
-            for part, place in zip(torch.split(whole.view(-1), box.shape[1]), box, strict=False):
-                place[: part.numel()].copy_(part)
+            for part, row in zip(torch.split(whole.view(-1), rows.shape[1]), rows, strict=False):
+                row[: part.numel()].copy_(part)
 
     def unpack(self, packed: Tensor) -> None:
         """[W, S] -> the parameters."""
-        for p, box in zip(self.parameters, self.split(packed), strict=True):
+        for p, rows in zip(self.parameters, self.split(packed), strict=True):
             whole = p.detach()
             if p.shape[0] % self.world == 0:
-                whole.view(self.world, -1).copy_(box)
+                whole.view(self.world, -1).copy_(rows)
                 continue
-            for part, place in zip(torch.split(whole.view(-1), box.shape[1]), box, strict=False):
-                part.copy_(place[: part.numel()])
+            for part, row in zip(torch.split(whole.view(-1), rows.shape[1]), rows, strict=False):
+                part.copy_(row[: part.numel()])
 
 
 class _Slot:
-    """Room for one unit on its way, kept for the next: packed for all ranks, this rank's part, and, for a sum whose `parts`
-    arrive one by one, those.
+    """Buffers for sending one unit, reused for the next: the packed unit, this rank's part, and, if `parts`, a receive buffer for a
+    direct reduce-scatter.
     """
 
     def __init__(self, world: int, size: int, dtype: torch.dtype, device: torch.device, parts: bool) -> None:
-        # Zeros, for what stands behind short rows is sent along.
+        # Zeros, because the padding of short rows is sent, too.
         self._all = torch.zeros(world * size, dtype=dtype, device=device)
-        self._mine = torch.zeros(size, dtype=dtype, device=device)
+        self._shard = torch.zeros(size, dtype=dtype, device=device)
         self._parts = torch.empty_like(self._all) if parts else None
         self.unit: Unit | None = None
         self.work: gloo_p2p.Work | None = None
         self.last = False
-        """Whether it is of a step's last micro-batch."""
+        """Whether the unit is from the last micro-batch of a step."""
 
-    def room(self, unit: Unit) -> tuple[Tensor, Tensor]:
-        """([W, S], [S])."""
-        return self._all[: unit.world * unit.size].view(unit.world, unit.size), self._mine[: unit.size]
+    def buffers(self, unit: Unit) -> tuple[Tensor, Tensor]:
+        """(packed unit, [W, S]; this rank's part, [S])."""
+        return self._all[: unit.world * unit.size].view(unit.world, unit.size), self._shard[: unit.size]
 
     def reduce(self, unit: Unit, group: dist.ProcessGroup) -> None:
-        """Sends the gradients that its room holds; their sum comes to this rank's part."""
-        packed, mine = self.room(unit)
+        """Starts a reduce-scatter of the packed gradients into this rank's part."""
+        packed, shard = self.buffers(unit)
         parts = self._parts[: packed.numel()] if self._parts is not None else None
-        self.unit, self.work = unit, gloo_p2p.reduce_scatter(mine, packed.view(-1), parts, group)
+        self.unit, self.work = unit, gloo_p2p.reduce_scatter(shard, packed.view(-1), parts, group)
 
     def gather(self, unit: Unit, group: dist.ProcessGroup) -> None:
-        """Sends this rank's part; those of all ranks come to the packed room."""
-        packed, mine = self.room(unit)
-        self.unit, self.work = unit, gloo_p2p.all_gather(packed.view(-1), mine, group)
+        """Starts an all-gather of this rank's part into the packed buffer."""
+        packed, shard = self.buffers(unit)
+        self.unit, self.work = unit, gloo_p2p.all_gather(packed.view(-1), shard, group)
 
     def wait(self) -> Unit | None:
-        """Whose values have arrived here; None if nothing was on its way."""
+        """Waits, and returns the unit whose values have arrived; None if nothing was sent."""
         unit, work = self.unit, self.work
         if work is not None:
             work.wait()
@@ -124,7 +124,7 @@ class ZeroStrategy:
     takes_meta = False
     on_final: Callable[[Sequence[Tensor]], None] | None = None
     reduce_each: bool
-    """Whether gradients are cut to this rank's rows in every micro-batch (ZeRO-2), or stay whole until the last (ZeRO-1)."""
+    """Whether gradients are reduced to this rank's rows in every micro-batch (ZeRO-2), or stay whole until the last (ZeRO-1)."""
 
     def __init__(self, spec: JobSpec, rank: Rank) -> None:
         self._spec, self._rank = spec, rank
@@ -151,7 +151,7 @@ class ZeroStrategy:
 
     def _split(self, model: nn.Module) -> None:
         world, device = self._rank.world_size, self._rank.device
-        shared = tied_across(model)  # they go with what is of no block, which is there first
+        shared = tied_across(model)  # they are in the first unit, with the parameters outside of blocks
         names = {id(p): n for n, p in self._parameters.items()}
         modules: list[nn.Module] = [model]
         members: list[dict[str, nn.Parameter]] = [{}]
@@ -161,7 +161,7 @@ class ZeroStrategy:
                 modules.append(block)
                 members.append(own)
         members[0] = {n: self._parameters[n] for n in names.values()}
-        # In the order of the forward pass. The first unit is of no block, and may be empty.
+        # In the order of the forward pass. The first unit has the parameters outside of blocks, and may be empty.
         for module, parameters in zip(modules, members, strict=True):
             if not parameters:
                 continue
@@ -184,7 +184,7 @@ class ZeroStrategy:
         self._group = mesh.get_group()
         direct = gloo_p2p.direct(self._group)
         self._reducing = [_Slot(world, largest, reduce, device, direct) for _ in range(IN_FLIGHT)]
-        # Gathers come in the forward pass, when no gradient is on its way: the same memory serves both.
+        # All-gathers happen in the forward pass, when no gradients are sent: both can use the same buffers.
         same = reduce is torch.float32
         self._gathering = (
             self._reducing if same else [_Slot(world, largest, torch.float32, device, False) for _ in range(IN_FLIGHT)]
@@ -203,12 +203,12 @@ class ZeroStrategy:
         yield
 
     def messages(self) -> list[tuple[str, int, str]]:
-        """For traces: a unit's gradients in backward, its rows in the forward pass after it."""
+        """For traces: the gradients of each unit in backward, then its rows in the next forward pass."""
         order = [(unit, _common(unit.names)) for unit in self._units]
         out = [("reduce_scatter", unit.world * unit.size, name) for unit, name in reversed(order)]
         return out + [("all_gather", unit.size, name) for unit, name in order]
 
-    # --- backward: gradients out, this rank's rows of their sum back
+    # --- backward: reduce-scatter gradients to this rank's rows of their sum
 
     def _has_gradient(self, number: int, parameter: Tensor) -> None:
         unit = self._units[number]
@@ -221,7 +221,7 @@ class ZeroStrategy:
         slot = self._reducing.pop(0)
         self._reducing.append(slot)
         self._take_sum(slot)
-        packed, _ = slot.room(unit)
+        packed, _ = slot.buffers(unit)
         unit.pack([_gradient(p) for p in unit.parameters], packed)
         if self.reduce_each:
             for p in unit.parameters:
@@ -233,28 +233,24 @@ class ZeroStrategy:
         unit = slot.wait()
         if unit is None:
             return
-        _, mine = slot.room(unit)
+        _, shard = slot.buffers(unit)
         if self.reduce_each:
-            total = self._sums[id(unit)].add_(mine)
+            total = self._sums[id(unit)].add_(shard)
         for name, p, own, part in zip(
-            unit.names, unit.parameters, unit.own, unit.split(total if self.reduce_each else mine), strict=True
+            unit.names, unit.parameters, unit.own, unit.split(total if self.reduce_each else shard), strict=True
         ):
             part = part[: own.numel()].view(own.shape)
-            if not self.reduce_each:  # the sum takes the place of this rank's rows in the whole gradient
+            if not self.reduce_each:  # the sum replaces this rank's rows of the whole gradient
                 part = _rows(_gradient(p), self._rank.rank, unit.world).copy_(part)
             self._shards[name].local.grad = part
         if slot.last and self.on_final is not None:
             self.on_final([self._shards[name].local for name in unit.names])
 
     def grad_norm(self) -> Tensor:
-        """See `ParallelStrategy.grad_norm`: the squares of all ranks' rows are summed."""
-        if not self._units:
-            return get_total_norm([_gradient(p) for p in self._parameters.values()])
-        for slot in self._reducing:
+        """See `ParallelStrategy.grad_norm`: squares of rows are summed over all ranks."""
+        for slot in self._reducing if self._units else []:
             self._take_sum(slot)
-        square = get_total_norm(self._grads()).double() ** 2
-        dist.all_reduce(square)
-        return square.sqrt()
+        return grad_norm(((grad, 1) for grad in self._grads()), self._group if self._units else None, self._rank.device)
 
     def scale_grads(self, factor: float) -> None:
         """See `ParallelStrategy.scale_grads`."""
@@ -275,10 +271,10 @@ class ZeroStrategy:
     def _grads(self) -> list[Tensor]:
         return [s.local.grad for s in self._shards.values() if s.local.grad is not None]
 
-    # --- forward: the rows that other ranks have updated
+    # --- forward: all-gather the rows that other ranks have updated
 
     def updated(self) -> None:
-        """See `ParallelStrategy.updated`. The first units are asked for at once, the others as the forward pass goes on."""
+        """See `ParallelStrategy.updated`. Gathers the first units at once, the others during the forward pass."""
         for unit in self._units:
             unit.stale = True
         for unit in self._units[:IN_FLIGHT]:
@@ -287,8 +283,8 @@ class ZeroStrategy:
     def _gather(self, unit: Unit) -> None:
         slot = self._gathering.pop(0)
         self._gathering.append(slot)
-        _, mine = slot.room(unit)
-        for own, part in zip(unit.own, unit.split(mine), strict=True):
+        _, shard = slot.buffers(unit)
+        for own, part in zip(unit.own, unit.split(shard), strict=True):
             part[: own.numel()].copy_(own.reshape(-1))
         slot.gather(unit, self._group)
 
@@ -296,7 +292,7 @@ class ZeroStrategy:
         if not unit.stale:
             return
         at = next(i for i, u in enumerate(self._units) if u is unit)
-        for earlier in self._units[: at + 1]:  # one that the forward pass has left out, first
+        for earlier in self._units[: at + 1]:  # also units that the forward pass has skipped
             if earlier.stale:
                 self._arrive(earlier)
 
@@ -304,7 +300,7 @@ class ZeroStrategy:
     def _arrive(self, unit: Unit) -> None:
         slot = next(s for s in self._gathering if s.unit is unit)
         slot.wait()
-        unit.unpack(slot.room(unit)[0])
+        unit.unpack(slot.buffers(unit)[0])
         unit.stale = False
         following = [u for u in self._units if u.stale and not any(s.unit is u for s in self._gathering)]
         if following:
@@ -312,19 +308,19 @@ class ZeroStrategy:
 
 
 def _rows(whole: Tensor, rank: int, world: int) -> Tensor:
-    """The rows of `rank`: a view, perhaps of none."""
+    """The rows of `rank`: a view, which may have no rows."""
     each = -(-whole.shape[0] // world)
     first = min(rank * each, whole.shape[0])
     return whole[first : min(first + each, whole.shape[0])]
 
 
 def _common(names: Sequence[str]) -> str:
-    """What to call parameters that travel together: by the module that holds them, if one does."""
+    """A name for parameters that are sent together: the module that holds them all, if there is one."""
     parts = [name.split(".")[:-1] for name in names]
     same = [piece[0] for piece in zip(*parts, strict=False) if len(set(piece)) == 1]
     return ".".join(same) or f"{names[0]} and {len(names) - 1} more"
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None, "the graph check has seen a gradient for every parameter"
+    assert parameter.grad is not None, "the graph check found a gradient for every parameter"
     return parameter.grad

@@ -14,13 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import get_total_norm
 
+from raydist.extension_plans import StrategyPlan
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
 from raydist.worker.parallel import Example, ParamShard
+from raydist.worker.parallel._grad_norm import grad_norm
 from raydist.worker.parallel._model_graph import check_graph
 from raydist.worker.precision import DTYPES
+
+PLAN = StrategyPlan(bucketed=True)
 
 # Renamed in torch 2.13.
 _SYNC_BUFFERS = (
@@ -31,7 +34,7 @@ _SYNC_BUFFERS = (
 
 
 class Strategy:
-    """DDP; on one rank, the model as it is."""
+    """DDP. On one rank, the model is not wrapped."""
 
     module: nn.Module
     takes_meta = False
@@ -51,9 +54,9 @@ class Strategy:
         self.module = model
         if self._rank.world_size > 1:
             persistent = model.state_dict().keys() - {n for n, _ in model.named_parameters(remove_duplicate=False)}
-            # Rotary tables and the like are the same everywhere; running statistics are not.
+            # Buffers that are not persistent (rotary tables) are the same on all ranks; running statistics are not.
             sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: bool(persistent)}
-            bucket_mb = self._spec.parallel.bucket_mb  # auto has a number by now, where the loop is raydist's
+            bucket_mb = self._spec.parallel.bucket_mb  # raydist's loop has replaced `auto` with a number
             ddp = DistributedDataParallel(
                 model,
                 device_ids=[self._rank.device.index] if self._rank.device.type == "cuda" else None,
@@ -62,7 +65,7 @@ class Strategy:
                 bucket_cap_mb=None if bucket_mb == "auto" else bucket_mb,
             )
             if self._spec.precision.reduce != "fp32" or self._spec.offload.optimizer == "cpu":
-                # Through a lambda, for torch compares annotations, and ours are strings.
+                # Through a lambda, because torch compares annotations, and those of this module are strings.
                 ddp.register_comm_hook(None, lambda _, bucket: self._sum(bucket))
             self._settle_buckets(ddp, example)
             self.module = self._ddp = ddp
@@ -72,23 +75,24 @@ class Strategy:
         return self.module
 
     def _settle_buckets(self, ddp: DistributedDataParallel, example: Example) -> None:
-        # DDP groups gradients into other buckets after its first backward. The sum over three or more ranks depends on
-        # where a gradient stands in its bucket, so a resumed run's first step would differ in the last bits from the
-        # same step of a run that was never stopped. After this no step is a first one.
+        # DDP rebuilds its buckets after the first backward. The sum over three or more ranks depends on the position of a
+        # gradient in its bucket, so the first step of a resumed run would differ in the last bits from the same step of an
+        # uninterrupted run. This backward rebuilds the buckets before the first step.
         example(ddp).backward()  # type: ignore[no-untyped-call]
         ddp.zero_grad(set_to_none=True)
 
     def _sum(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """DDP's hook, for a sum in fewer bits, and to tell when a bucket is back. In fp32 the bits are those of DDP without one.
+        """DDP's communication hook, for a sum in fewer bits, and to report that a bucket is reduced. In fp32 the result is bit for
+        bit that of DDP without a hook.
 
-        torch's own hook for fewer bits refuses gloo, which can do it. Divided before the cast, as there, so that fp16 does not
-        overflow in the sum.
+        torch's own compression hook refuses gloo, although gloo supports it. The division comes before the cast, as in torch's
+        hook, so that fp16 does not overflow in the sum.
         """
         grads, parameters, dtype = bucket.buffer(), bucket.parameters(), DTYPES[self._spec.precision.reduce]
         grads.mul_(1 / self._rank.world_size)
         sent = grads.to(dtype)
 
-        def back(done: torch.futures.Future[Any]) -> torch.Tensor:
+        def reduced(done: torch.futures.Future[Any]) -> torch.Tensor:
             if sent is not grads:
                 grads.copy_(done.value()[0])
             if self.on_final is not None:
@@ -97,7 +101,7 @@ class Strategy:
 
         work = dist.all_reduce(sent, async_op=True)
         assert work is not None
-        return work.get_future().then(back)
+        return work.get_future().then(reduced)
 
     def shards(self) -> Mapping[str, ParamShard]:
         """See `ParallelStrategy.shards`: every parameter, whole."""
@@ -111,7 +115,7 @@ class Strategy:
 
     def grad_norm(self) -> torch.Tensor:
         """See `ParallelStrategy.grad_norm`: every rank holds the whole gradient, so nothing is sent."""
-        return get_total_norm(self._grads())
+        return grad_norm(((grad, 1) for grad in self._grads()), None, self._rank.device)
 
     def scale_grads(self, factor: float) -> None:
         """See `ParallelStrategy.scale_grads`."""
@@ -130,9 +134,9 @@ class Strategy:
         if self._rank.world_size == 1:
             return []
         names = list(self._parameters)
-        told = self._ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        log = self._ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         made = []
-        for i, indices in enumerate(_buckets(told)):
+        for i, indices in enumerate(_buckets(log)):
             inside = [names[n] for n in indices]
             what = inside[0] if len(inside) == 1 else f"{inside[0]} to {inside[-1]}"
             made.append(("all_reduce", sum(self._parameters[n].numel() for n in inside), f"bucket {i}: {what}"))
@@ -142,7 +146,7 @@ class Strategy:
         return [p.grad for p in self._parameters.values() if p.grad is not None]
 
 
-def _buckets(told: Mapping[str, Any]) -> list[list[int]]:
-    """Of each bucket the numbers of its parameters, as torch's private log has them; none where it does not."""
-    text = str(told.get("rebuilt_per_bucket_param_indices") or told.get("initial_per_bucket_param_indices") or "")
+def _buckets(log: Mapping[str, Any]) -> list[list[int]]:
+    """The numbers of the parameters of each bucket, from torch's private log; empty if the log does not have them."""
+    text = str(log.get("rebuilt_per_bucket_param_indices") or log.get("initial_per_bucket_param_indices") or "")
     return [[int(n) for n in bucket.split()] for bucket in text.split(",") if bucket.strip()]

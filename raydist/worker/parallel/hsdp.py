@@ -1,4 +1,4 @@
-"""Hybrid sharding: ZeRO-3 within groups of `parallel.shard` ranks, copies of that across the groups.
+"""Hybrid sharding: ZeRO-3 within groups of `parallel.shard` ranks, one copy of the state per group.
 
 Runs in: each train worker. Torch, never ray.
 
@@ -15,14 +15,36 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from raydist.errors import UserError
+from raydist.extension_plans import StrategyPlan
+from raydist.spec import JobSpec
+from raydist.spec.parts import near_divisors, problem
 from raydist.worker.parallel._fsdp import FullyShardedStrategy
+
+PLAN = StrategyPlan(
+    sharded=("optimizer", "gradients", "parameters"),
+    group=lambda spec, ranks, per_node: spec.parallel.shard or min(per_node, ranks),
+)
+
+VARIANTS = {"in pairs": {"shard": 2}}
+"""Fields of `parallel` with which tests/contracts trains too."""
+
+
+def check_spec(spec: JobSpec) -> None:
+    """Raises SpecValueError if `parallel.shard` does not divide the number of workers."""
+    shard, workers = spec.parallel.shard, spec.cluster.workers
+    if shard is not None and spec.cluster.least < spec.cluster.most:
+        raise problem("cluster.workers", workers, f"may be a number that {shard} does not divide",
+                      "set a fixed number of workers, or leave out parallel.shard")  # fmt: skip
+    if shard is not None and spec.cluster.most % shard:
+        raise problem("parallel.shard", shard, f"does not divide the {workers} workers",
+                      near_divisors(spec.cluster.most, shard))  # fmt: skip
 
 
 class Strategy(FullyShardedStrategy):
-    """Ranks r, r + 1, ... of one group of `parallel.shard` hold one copy; on one rank, the model as it is."""
+    """`parallel.shard` consecutive ranks hold one copy together. On one rank, the model is not wrapped."""
 
     def mesh(self) -> DeviceMesh:
-        """(copies, ranks of a copy). Raises UserError if the ranks do not make whole groups."""
+        """(copies, ranks per copy). Raises UserError if the group size does not divide the number of ranks."""
         world = self._rank.world_size
         shard = self._spec.parallel.shard or self._shard_of_nodes()
         if world % shard:
@@ -34,12 +56,12 @@ class Strategy(FullyShardedStrategy):
         return init_device_mesh(self._rank.device.type, (world // shard, shard), mesh_dim_names=names)
 
     def _shard_of_nodes(self) -> int:
-        """The largest group that lies within a node on every node: the greatest common divisor of the nodes' ranks.
+        """The largest group size with no group across nodes: the greatest common divisor of the numbers of ranks per node.
 
-        All ranks agree on it. Their own node's ranks may differ, and ranks that built different meshes would wait for each other.
+        All ranks get the same number. Nodes may differ in size, and ranks that built different meshes would wait for each other.
         """
         world = self._rank.world_size
-        mine = torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", world))])
-        sizes = torch.empty(world, dtype=mine.dtype)
-        dist.all_gather_into_tensor(sizes, mine, group=self._rank.control)
+        local = torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", world))])
+        sizes = torch.empty(world, dtype=local.dtype)
+        dist.all_gather_into_tensor(sizes, local, group=self._rank.control)
         return math.gcd(*sizes.tolist())

@@ -5,10 +5,13 @@ Runs in: each train worker. Torch, never ray.
 
 from __future__ import annotations
 
+from raydist.extension_plans import StrategyPlan
 from raydist.worker.parallel._zero import ZeroStrategy
+
+PLAN = StrategyPlan(sharded=("optimizer",))
 
 
 class Strategy(ZeroStrategy):
-    """Gradients add up over a step's micro-batches and are reduced once, in the last: the least that can be sent."""
+    """Gradients are accumulated over the micro-batches of a step and reduced once, in the last: the fewest bytes to send."""
 
     reduce_each = False

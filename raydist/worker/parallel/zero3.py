@@ -7,12 +7,20 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from raydist.extension_plans import StrategyPlan
 from raydist.worker.parallel._fsdp import FullyShardedStrategy
+
+PLAN = StrategyPlan(sharded=("optimizer", "gradients", "parameters"))
+VARIANTS = {
+    "keeping all": {"reshard_after_forward": False},
+    "dropping all, no prefetch": {"reshard_after_forward": True, "prefetch": 0},
+}
+"""Fields of `parallel` with which tests/contracts trains too."""
 
 
 class Strategy(FullyShardedStrategy):
-    """Each rank holds its rows of every parameter; on one rank, the model as it is."""
+    """Each rank holds its rows of every parameter. On one rank, the model is not wrapped."""
 
     def mesh(self) -> DeviceMesh:
-        """One dimension: every rank."""
+        """One dimension with all ranks."""
         return init_device_mesh(self._rank.device.type, (self._rank.world_size,), mesh_dim_names=("shard",))

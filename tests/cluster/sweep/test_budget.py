@@ -1,4 +1,4 @@
-"""What a sweep has spent, over drivers that ended and drivers that were killed, and where it ends."""
+"""The hours that a sweep has used, over drivers that ended and drivers that were killed, and when it reaches a limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def event(hour: float, kind: str, **data: Any) -> Event:
 
 
 def test_spent_over_drivers() -> None:
-    """The first driver is killed at its last word, the second ends; nothing counts between them. A cell of 4 GPUs and 2 workers."""
+    """The first driver is killed at its last event, the second one ends; the time between them does not count. The trial has 4
+    GPUs and 2 workers."""
     events = [
         event(1, "began"),
         event(1, "started", cell="a", workers=2, gpus=4.0),
@@ -36,7 +37,7 @@ def test_spent_over_drivers() -> None:
 
 
 def test_limits() -> None:
-    """The first that is reached, by name; none without limits."""
+    """The first limit that is reached, by name; None without limits."""
     limits = LimitsSpec.model_validate({"hours": 2, "gpu_hours": 10})
     assert reached(limits, Spent(1.9, 9.9)) is None
     assert reached(limits, Spent(2.0, 0.0)) == "limits.hours is 2"

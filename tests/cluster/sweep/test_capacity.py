@@ -1,4 +1,4 @@
-"""How many cells train at once: never so many that one waits for another's workers, on any cluster."""
+"""How many trials train at once: never so many that a trial waits for another's workers, on any cluster."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ CPU, GPU = "CPU", "GPU"
     ],
 )
 def test_counts(nodes: list[dict[str, float]], shapes: list[Shape], asked: int | None, expected: int) -> None:
-    """By places of the largest worker; one at a time where no cell could have the largest of everything."""
+    """The number of workers of the largest size that fit decides; one trial at a time if none could have the maximum of
+    everything."""
     assert at_once(nodes, shapes, asked) == expected
 
 
 def test_a_cell_that_cannot_fit() -> None:
-    """Is named at once, though the others would fit."""
+    """A trial that cannot fit is an error before the start, though the others would fit."""
     with pytest.raises(PreflightError, match="5 workers of 1 CPU, the cluster has 4 CPUs on 2 nodes: 4 would fit"):
         at_once([{CPU: 2.0}] * 2, [Shape(1, 1, 0), Shape(5, 1, 0)])
 
 
 class Cluster:
-    """Nodes, on which Ray puts workers wherever it likes."""
+    """Nodes on which Ray places workers in any way."""
 
     def __init__(self, nodes: list[dict[str, float]], chance: random.Random) -> None:
         self.free, self.chance = [dict(node) for node in nodes], chance
 
     def place(self, shape: Shape) -> list[int]:
-        """The node of each worker. Raises where not all of them fit, which in a real cluster is a wait."""
+        """The node of each worker. Raises if not all of them fit; on a real cluster they would wait."""
         found = []
         for _ in range(shape.workers):
             fit = [i for i, node in enumerate(self.free) if places([node], shape.each)]
@@ -59,14 +60,14 @@ class Cluster:
         return found
 
     def give_back(self, shape: Shape, on: list[int]) -> None:
-        """Its workers have ended."""
+        """The trial's workers have ended."""
         for node in on:
             for name, count in shape.each.items():
                 self.free[node][name] += count
 
 
 class FakeWorkerGroupSlot:
-    """A slot whose workers are places on a cluster."""
+    """A slot whose workers occupy resources of a cluster."""
 
     cluster: Cluster
 
@@ -86,7 +87,7 @@ class FakeWorkerGroupSlot:
         return self.group is not None and self.group[0].workers >= size and self.group[0].each == each
 
     def train(self, shape: Shape) -> None:
-        """What a supervisor does with it: the group that waits, if it fits, else a new one in its place."""
+        """What a supervisor does with it: it uses the idle group if that fits, else it replaces it with a new one."""
         if self.fits(shape.workers, WorkerKind(shape.cpus, shape.gpus, {})):
             return
         if self.group is not None:
@@ -95,7 +96,7 @@ class FakeWorkerGroupSlot:
 
 
 class FakePlan:
-    """A cell of a shape."""
+    """A trial of a shape."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape, self.workers = shape, shape.workers
@@ -103,8 +104,8 @@ class FakePlan:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_no_cell_waits_for_another(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a random cluster, with cells of several shapes that end in random order and leave their workers waiting: whenever a slot
-    is free, the next cell's workers fit at once."""
+    """On a random cluster, with trials of several shapes that end in random order and leave their workers idle: whenever a slot
+    is free, the next trial's workers fit at once."""
     chance = random.Random(seed)
     nodes = [
         {CPU: float(chance.randint(1, 16)), GPU: float(chance.choice([0, 0, 1, 4, 8]))}
@@ -134,7 +135,7 @@ def test_no_cell_waits_for_another(seed: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_too_many_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One cell more than `at_once` says does not fit: the count is no smaller than it must be."""
+    """One trial more than `at_once` returns does not fit: the number is not smaller than necessary."""
     nodes, shape = [{CPU: 5.0}, {CPU: 3.0}], Shape(2, 2, 0)
     cluster = Cluster(nodes, random.Random(1))
     for _ in range(at_once(nodes, [shape])):

@@ -1,4 +1,4 @@
-"""raydist.cluster.sweep.micro_batch_memory: a cell does not run out of memory again where it is known that it would."""
+"""raydist.cluster.sweep.micro_batch_memory: a trial does not run out of memory again if that is known in advance."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from raydist.cluster.run.request import Request
 from raydist.cluster.sweep.micro_batch_memory import MicroBatches, shrunk
 from raydist.records import Event
 from raydist.run.directory import SPEC, RunDir
-from raydist.run.log import RunLog
+from raydist.run.log_writer import RunLog
 from raydist.spec import parse
 
 
 def request(path: Path, micro_batch: int = 8, **fields: Any) -> Request:
-    """A cell with that micro-batch; `model` and `optim` as given."""
+    """A trial with that micro-batch; `model` and `optim` as given."""
     train = {"steps": 10, "global_batch": 24, "micro_batch": micro_batch, **fields.pop("train", {})}
     spec = parse({"data": {"path": "d"}, "train": train, **fields}, source="test")
     return Request(spec, RunDir(path), "d", 0.0)
 
 
 def decided(*micro_batches: int | None) -> list[Event]:
-    """What a run's supervisor has decided after failures."""
+    """The supervisor's decisions after failures of a run."""
     told = {"action": "restart", "because": "", "after_s": 0.0, "exclude": None}
     return [Event("decision", 1.0, {**told, "micro_batch": n}) for n in micro_batches]
 
 
 def test_the_last_one_counts() -> None:
-    """Of a run that has shrunk it again and again; other failures change nothing."""
+    """In a run that has reduced it several times; other failures change nothing."""
     assert shrunk([]) is None
     assert shrunk(decided(None)) is None
     assert shrunk([Event("failure", 1.0, {"micro_batch": 7}), *decided(4, 2, None)]) == 2
 
 
 def test_a_cell_that_begins_again(tmp_path: Path) -> None:
-    """It has what its run's events say, whoever drove it; all else of it stays as it was asked for."""
+    """A trial that starts again has the micro-batch of its run's events, whichever driver wrote them; all else is as
+    requested."""
     asked, fits = request(tmp_path / "a"), MicroBatches()
     assert fits.fitted(asked) is asked
     asked.run.storage.write(SPEC, b"")
@@ -63,7 +64,8 @@ def test_a_cell_that_begins_again(tmp_path: Path) -> None:
     ],
 )
 def test_cells_alike(tmp_path: Path, other: dict[str, Any], micro_batch: int) -> None:
-    """What one has learnt holds for those whose passes need as much: the largest that fits and divides the batch."""
+    """The micro-batch found by one trial is used for trials whose passes need as much memory: the largest that fits and divides
+    the batch."""
     fits = MicroBatches()
     for learnt in (4, 6):
         fits.learn(request(tmp_path / "a").spec, learnt)
@@ -71,5 +73,5 @@ def test_cells_alike(tmp_path: Path, other: dict[str, Any], micro_batch: int) ->
 
 
 def test_what_the_sweep_has_noted(tmp_path: Path) -> None:
-    """It counts where the run's own events are gone."""
+    """It is used if the run's own events are missing."""
     assert MicroBatches().fitted(request(tmp_path / "a"), 3).spec.train.micro_batch == 3

@@ -1,4 +1,4 @@
-"""Ray Tune's side: cells in their order, turns, and what a rule decides carried out and written down."""
+"""The Ray Tune side: the order of trials, pauses, and how a rule's decisions are carried out and logged."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ CHANGES = {"optim.lr": [1e-3, 2e-3]}
 
 
 class Noted:
-    """A trial runner that only notes what it is told."""
+    """A trial runner that only records its calls."""
 
     def __init__(self) -> None:
         self.stop_request: list[tuple[str, EndRequest]] = []
         self.exploited: list[tuple[str, str, Any]] = []
         self.begun: list[str] = []
         self.without: set[str] = set()
-        """Cells that have no checkpoint."""
+        """Trials without a checkpoint."""
         self.copies: list[Mapping[str, Any]] = []
 
     def begin(self, cell: str) -> None:
@@ -53,7 +53,7 @@ class Noted:
 
 
 class Told(Rule):
-    """Decides what it is told to, once for each cell, and notes what it hears."""
+    """Makes a given decision, once for each trial, and records its calls."""
 
     name = "told"
 
@@ -73,7 +73,7 @@ class Told(Rule):
 
 
 class Sweep:
-    """Decisions between a rule, a trial runner that notes, and a real log."""
+    """Decisions between a rule, a trial runner that records its calls, and a real log."""
 
     def __init__(self, folder: Path, rule: Rule | None, left: int = 0, room: int = 0) -> None:
         self.folder, self.trial_runner, self.log = SweepDir(folder), Noted(), SweepLog(SweepDir(folder))
@@ -81,7 +81,7 @@ class Sweep:
         self.decisions = Decisions(rule, "min", cast(TrialRunner, self.trial_runner), self.log, self.queue)
 
     def report(self, name: str, tokens: int, value: float | None = None) -> str:
-        """Of a cell that trains."""
+        """A report of a running trial."""
         told = {TIME: tokens, "step": 1} | ({} if value is None else {METRIC: value})
         return self.decisions.on_trial_result(None, trial(name), told)
 
@@ -91,19 +91,19 @@ class Sweep:
 
 
 def trial(name: str, status: str = Trial.RUNNING) -> Any:
-    """A cell's trial, as far as it is looked at."""
+    """Ray Tune's trial, with the attributes that are used."""
     return SimpleNamespaceWithHash(trial_id=name, status=status)
 
 
 class SimpleNamespaceWithHash(SimpleNamespace):
-    """By what it is, as Ray Tune's trials."""
+    """Hashed by identity, as Ray Tune's trials are."""
 
     __hash__ = object.__hash__
 
 
 def test_cells_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two at a time, each made when it is its turn, by its id; one that is over, or is paused, makes room, and it is known how many
-    are left."""
+    """Two at a time, each created when there is room, by its id. One that has ended or is paused makes room; the queue knows how
+    many are left."""
     queue = CellQueue(["a", "b", "c", "d", "e"], 2, "10.0.0.1")
     made: list[str] = []
     monkeypatch.setattr(
@@ -131,7 +131,8 @@ def test_cells_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_turns() -> None:
-    """The one trained least goes on first, of equal ones the one that came first; one that Ray Tune still pauses is passed over."""
+    """The paused trial with the fewest tokens resumes first; of equal ones, the one paused first. A trial that does not have the
+    status PAUSED yet is skipped."""
     turns = PausedTrials()
     a, b, c, d = (trial(name, Trial.PAUSED) for name in "abcd")
     for waiting, tokens in ((a, 200), (b, 100), (c, 100)):
@@ -150,8 +151,8 @@ def test_turns() -> None:
 
 
 def test_cells_of_a_search_come_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that were chosen before first. While one is being chosen there is no trial, and that is no end; Ray Tune waits for it
-    only if nothing trains."""
+    """Trials that were chosen before come first. While one is being chosen there is no trial, but the queue is not finished; Ray
+    Tune waits for it only if no trial trains."""
 
     class Chosen:
         left, over = 2, False
@@ -184,7 +185,7 @@ def test_cells_of_a_search_come_after_the_others(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_stop_is_carried_out_and_written_down(tmp_path: Path) -> None:
-    """The cell is ended at once, for good; every report is in the log, and the rule has its score: more is better."""
+    """The trial is ended at once, for good. Every report is in the log, and the rule gets its score, for which more is better."""
     rule = Told(bad=STOP)
     sweep = Sweep(tmp_path, rule)
     assert [sweep.report("good", 1100, 1.0), sweep.report("bad", 1200, 2.0)] == [CONTINUE, TrialScheduler.STOP]
@@ -195,7 +196,7 @@ def test_a_stop_is_carried_out_and_written_down(tmp_path: Path) -> None:
 
 
 def test_without_a_rule(tmp_path: Path) -> None:
-    """Every cell goes on, and its reports are nobody's business; nor is one that does not know the objective yet."""
+    """Every trial continues, and its reports are not logged; the same holds for a report without the objective."""
     sweep = Sweep(tmp_path, None)
     sweep.decisions.replay([Event("report", 0.0, {"cell": "a", "tokens": 1, "value": 1.0})])
     assert sweep.report("a", 100, 1.0) == CONTINUE
@@ -206,7 +207,8 @@ def test_without_a_rule(tmp_path: Path) -> None:
 
 
 def test_turns_are_taken_where_others_wait(tmp_path: Path) -> None:
-    """A cell yields its workers, after a checkpoint, to one that has not begun or that waits; not while there is room for all."""
+    """A trial yields its workers, after a checkpoint, to one that has not started or that waits; not while there is room for
+    all."""
     for left, room, expected in ((0, 0, CONTINUE), (1, 0, PAUSE), (1, 1, CONTINUE), (2, 1, PAUSE)):
         sweep = Sweep(tmp_path, Told(a=TURN), left=left, room=room)
         assert sweep.report("a", 100, 1.0) == expected, (left, room)
@@ -225,20 +227,20 @@ def test_turns_are_taken_where_others_wait(tmp_path: Path) -> None:
     assert sweep.trial_runner.begun == ["b"]
     assert sweep.decisions.choose_trial_to_run(None) is None
     sweep.decisions.on_trial_remove(None, cells["a"])
-    assert len(sweep.decisions._turns) == 0
+    assert len(sweep.decisions._paused) == 0
     sweep.queue.on_trial_complete("b")
     assert sweep.decisions.choose_trial_to_run(None) is None
     assert sweep.queue.resumes("c")
     assert sweep.queue.room == 0
     sweep.decisions.on_trial_result(None, cells["c"], {TIME: 100, METRIC: 1.0, "step": 1})
     assert sweep.queue.room == 1, "it has given its place back"
-    assert len(sweep.decisions._turns) == 1
+    assert len(sweep.decisions._paused) == 1
     sweep.decisions.on_trial_error(None, cells["c"])
-    assert len(sweep.decisions._turns) == 0, "it is not waited for"
+    assert len(sweep.decisions._paused) == 0, "it is not waited for"
 
 
 def test_a_copy(tmp_path: Path) -> None:
-    """The trial runner has the cell go on from the other, and the rule hears of it once it has been done, before the next
+    """The trial runner continues the trial from the other one's checkpoint; the rule is informed after the copy, before the next
     report."""
     rule = Told(worse=Copy("better", CHANGES))
     sweep = Sweep(tmp_path, rule, room=1)
@@ -251,7 +253,8 @@ def test_a_copy(tmp_path: Path) -> None:
 
 
 def test_the_last_report_decides_nothing(tmp_path: Path) -> None:
-    """A cell that ends by itself is neither stopped, nor paused, nor sent back to another's checkpoint; the rule hears of it."""
+    """A trial that ends by itself is not stopped, paused, or restarted from another checkpoint; the rule still gets the
+    report."""
     rule = Told(a=STOP, b=TURN, c=Copy("a", CHANGES))
     sweep = Sweep(tmp_path, rule, left=1)
     for name in "abc":
@@ -263,7 +266,7 @@ def test_the_last_report_decides_nothing(tmp_path: Path) -> None:
 
 
 def test_a_copy_of_nothing(tmp_path: Path) -> None:
-    """Where the other has no checkpoint yet the cell goes on as it is, or takes its turn."""
+    """If the source has no checkpoint yet, the trial continues unchanged, or yields its workers."""
     for left, expected in ((0, CONTINUE), (1, PAUSE)):
         sweep = Sweep(tmp_path, Told(worse=Copy("better", CHANGES)), left=left)
         sweep.trial_runner.without.add("better")
@@ -272,7 +275,7 @@ def test_a_copy_of_nothing(tmp_path: Path) -> None:
 
 
 def test_a_cell_that_is_over(tmp_path: Path) -> None:
-    """The rule hears of it, whether or not it had an objective."""
+    """The rule is informed of its end, whether or not it had an objective."""
     rule = Told()
     sweep = Sweep(tmp_path, rule)
     sweep.decisions.on_trial_complete(None, trial("a"), {})
@@ -280,7 +283,7 @@ def test_a_cell_that_is_over(tmp_path: Path) -> None:
 
 
 def test_a_driver_that_takes_over(tmp_path: Path) -> None:
-    """The rule is told the log: reports, copies, and last which cells are over."""
+    """The rule gets the log: reports, copies, and last which trials have ended."""
     rule = Told()
     events = [
         Event("finished", 0.0, {"cell": "a"}),
@@ -302,8 +305,8 @@ def test_a_driver_that_takes_over(tmp_path: Path) -> None:
 
 
 def test_trials_are_the_cells_reports() -> None:
-    """Ray Tune's actor can be another cell's from one moment to the next."""
+    """Ray Tune can reuse the actor of one trial for another."""
     made = CellTrial.__new__(CellTrial)
-    made._cell = "a"
+    made._trial_id = "a"
     assert made.reset_config({"cell": "b"})
     assert made.save_checkpoint("") == {"cell": "b"}

@@ -1,4 +1,4 @@
-"""The report queue hands on every report of a cell once, in order, and keeps nothing of a cell that is over."""
+"""The report queue delivers every report of a trial once, in order, and keeps nothing of a trial that has ended."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from raydist.cluster.sweep.report_queue import ReportQueue
 
 
 def report(n: int, done: bool = False) -> dict[str, Any]:
-    """One that can be told from others."""
+    """A report that differs from those with another `n`."""
     return {"n": n, "done": done}
 
 
 def test_reports_in_order() -> None:
-    """Who comes first waits for the report; cells do not mix; after the last report a cell can begin anew."""
+    """A taker that is early waits for the report; trials are separate; after its last report a trial can start again."""
 
     async def test() -> None:
         report_queue = ReportQueue()
@@ -33,7 +33,7 @@ def test_reports_in_order() -> None:
             2,
         ]
         assert (await report_queue.take("b"))["n"] == 9
-        assert set(report_queue._cells) == {"b"}
+        assert set(report_queue._queues) == {"b"}
         await report_queue.post("a", 0, report(3, done=True))
         assert (await report_queue.take("a"))["n"] == 3
 
@@ -42,7 +42,7 @@ def test_reports_in_order() -> None:
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_reports_that_overtake_each_other(order: tuple[int, ...]) -> None:
-    """However Ray begins the calls, reports are taken in the order they were posted; forgotten ones are dropped."""
+    """In whatever order Ray runs the calls, reports are taken in the order they were posted; forgotten ones are dropped."""
 
     async def test() -> None:
         report_queue = ReportQueue()
@@ -55,6 +55,6 @@ def test_reports_that_overtake_each_other(order: tuple[int, ...]) -> None:
         for n in (*order[2:], 4):
             await report_queue.post("a", 4 + n, report(4 + n))
         assert (await report_queue.take("a"))["n"] == 8
-        assert not report_queue._cells["a"]._early
+        assert not report_queue._queues["a"]._early
 
     asyncio.run(asyncio.wait_for(test(), 20))

@@ -1,4 +1,5 @@
-"""raydist.cluster.sweep.result_export: each cell that is over gets its row, once, whatever the places do and whoever drives."""
+"""raydist.cluster.sweep.result_export: each ended trial gets one row, once, whichever exporters fail and whichever driver
+runs."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ NOTES = [CellNote(i, name, i, {"optim.lr": 10.0**-i}, 17) for i, name in enumera
 
 
 class Place:
-    """Keeps rows in memory. `refuse`: raised as long as it is set; `bad`: cells whose row cannot be written; `gate`: waited for."""
+    """An exporter's rows in memory. `refuse`: raised while it is set; `bad`: trials whose row cannot be written; `gate`: `write`
+    waits for it."""
 
     exporter = "here"
 
@@ -50,7 +52,7 @@ class Place:
 
 @pytest.fixture
 def book(tmp_path: Path) -> Callable[..., tuple[ResultExport, SweepLog, list[str]]]:
-    """Makes a book of a sweep with four cells, its log, and a list of what the book has told."""
+    """Makes the export of a sweep with four trials, its log, and a list of the messages of the export."""
     folder = SweepDir(tmp_path / "s")
     folder.write("", "", NOTES)
 
@@ -72,7 +74,8 @@ def finish(log: SweepLog, cell: str, kind: str = "finished", **data: Any) -> Non
 
 
 def test_what_stands_in_a_row(book: Any) -> None:
-    """Parameters, status and cause of cells that are over for good, and the seconds of all their stretches; no others."""
+    """Rows have the parameters, status and cause of trials that have ended for good, and the seconds of all their stretches.
+    Other trials have no row."""
     place = Place()
     made, log, told = book(place)
     log.event("queued", "a")
@@ -96,7 +99,7 @@ def test_what_stands_in_a_row(book: Any) -> None:
 
 
 def test_a_cell_that_a_search_adds(book: Any) -> None:
-    """It has a row like the others."""
+    """A trial that a search adds gets a row like the others."""
     place = Place()
     made, log, _ = book(place)
     log.event("added", note=CellNote(4, "e", 4, {"optim.lr": 7.0}, 17).to_dict())
@@ -106,12 +109,12 @@ def test_a_cell_that_a_search_adds(book: Any) -> None:
 
 
 def test_the_next_driver_writes_what_is_missing(book: Any) -> None:
-    """A row that a driver did not come to write is as its own would have been; those that are there are left alone."""
+    """Rows that the first driver did not write are the same as if it had; existing rows are not written again."""
     place, other = Place(), Place()
     first, log, _ = book(place)
     finish(log, "a")
     first.close()
-    _, log, _ = book()  # a driver that writes none
+    _, log, _ = book()  # a driver without exporters
     finish(log, "b", "stopped", because="asha")
     second, _, _ = book(place, other)
     second.close()
@@ -120,7 +123,7 @@ def test_the_next_driver_writes_what_is_missing(book: Any) -> None:
 
 
 def test_a_place_that_refuses_costs_nobody_anything(book: Any) -> None:
-    """Its rows wait until it answers; the other place has them meanwhile."""
+    """Its rows wait until it accepts them; the other exporter gets them in the meantime."""
     away, there = Place(), Place()
     away.refuse = ConnectionError("refused")
     made, log, told = book(away, there)
@@ -133,7 +136,7 @@ def test_a_place_that_refuses_costs_nobody_anything(book: Any) -> None:
 
 
 def test_what_is_missing_is_told_once(book: Any) -> None:
-    """One row that cannot be written does not keep back the others; one line says so at the end."""
+    """One row that cannot be written does not delay the others; one message at the end reports it."""
     place = Place()
     place.bad = {"a", "c"}
     made, log, told = book(place, retry_s=3600.0)
@@ -141,22 +144,22 @@ def test_what_is_missing_is_told_once(book: Any) -> None:
         finish(log, cell)
     made.close()
     assert sorted(place.written) == ["b", "d"]
-    assert told == ["rows for here: 2 cells have none (ValueError: no such row); the same command writes them"]
+    assert told == ["rows for here: 2 trials have none (ValueError: no such row); the same command writes them"]
 
 
 def test_a_place_that_hangs_is_not_waited_for(book: Any) -> None:
-    """`close` returns when its time is over, and says so."""
+    """`close` returns after its timeout, and reports the missing row."""
     place = Place()
     place.gate.clear()
     made, log, told = book(place)
     finish(log, "a")
     made.close(timeout_s=0.1)
-    assert told == ["rows for here: 1 cell has none (it does not answer); the same command writes them"]
+    assert told == ["rows for here: 1 trial has none (it does not answer); the same command writes them"]
     place.gate.set()
 
 
 def test_no_place_no_thread(book: Any) -> None:
-    """A sweep whose job has no such exporter pays nothing."""
+    """A sweep whose job has no such exporter starts no thread."""
     before = threading.active_count()
     made, log, _ = book()
     finish(log, "a")

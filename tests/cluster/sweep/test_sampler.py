@@ -1,4 +1,5 @@
-"""What a search tries next: better than drawing, never twice the same, and the same however often its driver was started again."""
+"""The next point of a search: better than random draws, never twice the same, and independent of how often the driver
+restarted."""
 
 from __future__ import annotations
 
@@ -25,17 +26,17 @@ BOTH: Any = pytest.mark.parametrize("name", ["optuna", "bayes"])
 
 
 def sampler(axes: list[Axis], name: Any, seed: int = 0, better: Literal["min", "max"] = "min") -> Sampler:
-    """One of that kind."""
+    """A sampler of that kind."""
     return Sampler(axes, SearchSpec(name=name, seed=seed), better)
 
 
 def bowl(point: Point) -> float:
-    """0 at a rate of 1e-3 and a decay of 0.3; a decade in the rate is as bad as 0.5 in the decay."""
+    """0 at a learning rate of 1e-3 and a weight decay of 0.3; a factor of 10 in the rate is as bad as 0.5 in the decay."""
     return (math.log10(point["optim.lr"]) + 3) ** 2 + 4 * (point["optim.weight_decay"] - 0.3) ** 2
 
 
 def go(made: Sampler, count: int, f: Callable[[Point], float] = bowl) -> list[Told]:
-    """So many points, one after another."""
+    """This number of points, one after another."""
     told: list[Told] = []
     for _ in range(count):
         point = made.ask(told)
@@ -45,14 +46,14 @@ def go(made: Sampler, count: int, f: Callable[[Point], float] = bowl) -> list[To
 
 
 def best(told: list[Told]) -> float:
-    """The least of what they gave."""
+    """The lowest value."""
     return min(one.value for one in told if one.value is not None)
 
 
 @pytest.mark.parametrize(("name", "seeds"), [("optuna", 10), ("bayes", 4)])
 def test_choosing_beats_drawing(name: str, seeds: int) -> None:
-    """With the same 24 points, the best one is less than half as far from the bottom of a bowl, in the median over seeds; for max
-    it goes up as it goes down for min."""
+    """With the same 24 points, the best one is less than half as far from the minimum as random draws, in the median over seeds.
+    Maximizing the negative gives the same points."""
     axes = [RATE, DECAY]
     chosen = [best(go(sampler(axes, name, seed), 24)) for seed in range(seeds)]
     drawn = [min(bowl(draw(axes, seed, i)) for i in range(24)) for seed in range(40)]
@@ -67,8 +68,8 @@ def test_choosing_beats_drawing(name: str, seeds: int) -> None:
 
 @BOTH
 def test_the_answer_follows_from_the_question(name: str) -> None:
-    """A sampler that was just made answers as one that has been asked all along; another seed draws otherwise, and another result
-    changes what comes next."""
+    """A new sampler answers as one that was asked all along; another seed gives other draws, and another result changes the next
+    point."""
     axes = [RATE, DECAY]
     told = go(sampler(axes, name, 3), 14)
     for count in (0, 5, 10, 13):
@@ -79,7 +80,7 @@ def test_the_answer_follows_from_the_question(name: str) -> None:
 
 @BOTH
 def test_points_that_are_tried_now_count(name: str) -> None:
-    """With cells at the best place so far that have not ended, the next point is another than if nobody tried that."""
+    """With running trials near the best point so far, the next point is not the one without them."""
     told = go(sampler([RATE, DECAY], name), 14)
     place = min(told, key=lambda one: one.value or 0.0).point
     near = [Told({**place, "optim.weight_decay": place["optim.weight_decay"] + 1e-3 * i}) for i in (1, 2)]
@@ -90,8 +91,8 @@ def test_points_that_are_tried_now_count(name: str) -> None:
 
 @BOTH
 def test_what_was_stopped_or_failed(name: str) -> None:
-    """Points that a scheduler has stopped count as bad ones: the next are where points have finished. One that failed says nothing;
-    one that failed or was stopped without a figure can be told, too."""
+    """Points that a scheduler stopped count as bad ones: the next are near points that finished. A failed point has no effect;
+    points that failed or stopped without a loss are accepted."""
     told = []
     for i in range(12):
         low = Told({"optim.lr": 1e-5 * 2**i, "optim.weight_decay": 0.05 * i}, "finished", 2.0 + 0.01 * i, 6400)
@@ -107,7 +108,7 @@ def test_what_was_stopped_or_failed(name: str) -> None:
 
 @BOTH
 def test_a_grid_is_gone_through_once(name: str) -> None:
-    """Small spaces: every point comes once, whatever the results, with the values of the file as they are; then there is none."""
+    """Small spaces: every point comes once, whatever the results, with the file's own values; then the answer is None."""
     axes = [BATCH, LAYERS, KIND, FIXED]
     made, told = sampler(axes, name), []
     for _ in range(24):
@@ -124,21 +125,21 @@ def test_a_grid_is_gone_through_once(name: str) -> None:
 
 
 def test_a_range_with_few_values_ends() -> None:
-    """In five digits there may be no new value in a range: then there is none, and nobody waits."""
+    """Rounded to five digits, a range may have no new value: then the answer is None, without a wait."""
     axis = Axis("lr", "optim.lr", "uniform", low=1.0, high=1.0001)
     told = [Told({"optim.lr": float(f"1.000{i}")}) for i in (0, 1)]
     assert sampler([axis], "optuna").ask(told) is None
 
 
 def test_five_digits_within_the_range() -> None:
-    """As draws have them: the cell's value is the one that the sampler is told of."""
+    """Values are rounded as in random draws: the trial's value is the one that the sampler gets back."""
     for one in go(sampler([RATE, DECAY], "optuna"), 30):
         assert all(float(f"{value:.5g}") == value for value in one.point.values())
         assert 1e-5 <= one.point["optim.lr"] <= 1e-1
 
 
 def test_points_of_another_space_are_left_out() -> None:
-    """A file that was changed: what lies in the new ranges is told, and what does not is counted."""
+    """After a change of the file, points in the new ranges are used, and the others are ignored."""
     told = [
         Told({"optim.lr": 0.5}, "finished", 1.0),
         Told({"optim.lr": 1e-3}, "finished", 2.0),
@@ -150,7 +151,7 @@ def test_points_of_another_space_are_left_out() -> None:
 
 
 def test_numbers_in_a_list_are_neighbours() -> None:
-    """A list of numbers is an axis in their order, not a bag: values beside good ones are tried rather than those far away."""
+    """A list of numbers is an ordered axis, not a set of categories: values next to good ones are preferred to distant ones."""
     values = tuple(2**n for n in range(12))
     axis = Axis("batch", "train.global_batch", "values", values)
     told = [Told({"train.global_batch": 2**n}, "finished", float(n)) for n in (1, 2, 3, 8, 9, 10, 11, 7, 6, 5)]

@@ -1,4 +1,5 @@
-"""Cells that are chosen as results come: written down before they train, and the same after a driver was killed anywhere."""
+"""Trials that are chosen from the results so far: each is logged before it trains, and the same ones follow after a killed
+driver."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ Answers = Callable[[Sequence[Told]], "Point | None"]
 def sweep(
     folder: Path, parameters: dict[str, Any] = RATES, samples: int = 6, kind: str = "random", **more: Any
 ) -> Sweep:
-    """A search over those parameters."""
+    """A search over these parameters."""
     array = {"type": kind, "samples": samples, "parameters": parameters, **more}
     path = folder / "s.yaml"
     path.write_text(yaml.safe_dump({"base": str(QUICKSTART), "array": array, "search": "optuna"}))
@@ -39,13 +40,13 @@ def sweep(
 
 
 def rate(told: Sequence[Told]) -> Point:
-    """A rate that follows from everything that was told."""
+    """A learning rate that depends on all results so far."""
     digest = hashlib.sha256(repr(told).encode()).digest()
     return {"optim.lr": float(f"{1e-3 * (1 + digest[0] / 256 + len(told)):.5g}")}
 
 
 def completed(answers: Answers) -> Any:
-    """What answers at once."""
+    """A sampler that answers at once."""
 
     def ask(told: Sequence[Told]) -> Future[Point | None]:
         future: Future[Point | None] = Future()
@@ -59,7 +60,7 @@ def completed(answers: Answers) -> Any:
 
 
 class Driver:
-    """One start of a sweep: cells train one after another, and give a loss that follows from their rate."""
+    """One start of a sweep: trials train one after another, with a loss that depends on their learning rate."""
 
     def __init__(self, asked: Sweep, folder: SweepDir, answers: Answers = rate, ask: Any = None) -> None:
         self.folder = folder
@@ -77,17 +78,17 @@ class Driver:
         self.waiting = [cell.id for cell in self.search.cells if cell.id not in done and not cell.problems]
 
     def next(self) -> str | None:
-        """The cell that trains now."""
+        """The trial that trains now."""
         return self.waiting.pop(0) if self.waiting else self.search.next(wait=True)
 
     def finish(self, cell: str, loss: float | None = None, kind: str = "finished", **data: Any) -> None:
-        """Its end."""
+        """Ends the trial."""
         found = next(note for note in self.folder.cells() if note.id == cell)
         value = found.parameters["optim.lr"] if loss is None else loss
         self.log.event(kind, cell, figures={"eval_loss": value, "tokens": 640}, **data)
 
     def train(self) -> list[str]:
-        """To the last cell."""
+        """Trains until the last trial; their ids."""
         trained = []
         while cell := self.next():
             trained.append(cell)
@@ -97,19 +98,19 @@ class Driver:
 
 
 def lines(folder: SweepDir) -> list[bytes]:
-    """Of its log."""
+    """The lines of the sweep's log."""
     return [line for _, name in folder._segments() for line in folder.storage.read(name).splitlines(keepends=True)]
 
 
 def started(path: Path) -> SweepDir:
-    """A sweep's folder that has no cells yet."""
+    """A sweep's folder without trials."""
     folder = SweepDir(path)
     folder.write("", "", [])
     return folder
 
 
 def test_it_is_on_storage_before_it_trains(tmp_path: Path) -> None:
-    """The log has a cell when it is handed out; the plan of it was made ready; no more come than the file says."""
+    """When a trial is returned, the log has it and its plan was prepared; there are no more trials than the file says."""
     driver = Driver(sweep(tmp_path), started(tmp_path / "s"))
     for number in range(6):
         assert (driver.search.left, driver.search.count) == (6 - number, 6)
@@ -124,8 +125,8 @@ def test_it_is_on_storage_before_it_trains(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_killed_after_any_line(tmp_path: Path, seeds: int) -> None:
-    """Whatever line of the log is the last one, torn or whole, the next driver chooses the very cells that the first one would
-    have, and trains none again that has finished."""
+    """Whatever the last line of the log is, complete or truncated, the next driver chooses the same trials as the first one would
+    have, and trains no finished trial again."""
     asked = sweep(tmp_path, seeds=seeds)
     whole = Driver(asked, started(tmp_path / "whole"))
     ids = whole.train()
@@ -142,7 +143,7 @@ def test_killed_after_any_line(tmp_path: Path, seeds: int) -> None:
 
 
 def test_a_real_sampler_goes_on_alike(tmp_path: Path) -> None:
-    """The same with optuna: a study that is rebuilt from the log asks for the next point that the undisturbed one asked for."""
+    """The same with optuna: a study that is rebuilt from the log returns the same next point as an uninterrupted one."""
     asked = sweep(tmp_path, samples=14)
 
     def answers(told: Sequence[Told]) -> Point | None:
@@ -151,13 +152,13 @@ def test_a_real_sampler_goes_on_alike(tmp_path: Path) -> None:
     whole = Driver(asked, started(tmp_path / "whole"), answers)
     ids = whole.train()
     folder = started(tmp_path / "cut")
-    folder.storage.write("events/000001.jsonl", b"".join(lines(whole.folder)[:-3]))  # the last cell was never chosen
+    folder.storage.write("events/000001.jsonl", b"".join(lines(whole.folder)[:-3]))  # the last trial was never chosen
     assert Driver(asked, folder, answers).train() == ids[-2:]
 
 
 def test_what_the_sampler_is_told(tmp_path: Path) -> None:
-    """Of every point in order: its end, once all of its seeds have one; the mean of those that finished; a point of which one seed
-    was stopped is stopped, with what it had and how far it had come; one that waits to be tried again has not ended."""
+    """The sampler gets all points in order: their status, once all seeds have ended, and the mean of the finished seeds. A point
+    with a stopped seed counts as stopped, with that seed's loss and tokens. A trial that will be retried has not ended."""
     questions: list[Sequence[Told]] = []
 
     def answers(told: Sequence[Told]) -> Point:
@@ -187,7 +188,7 @@ def test_what_the_sampler_is_told(tmp_path: Path) -> None:
 
 
 def test_a_cell_that_is_no_job(tmp_path: Path) -> None:
-    """It is in the log with what is wrong, it counts, and the others come."""
+    """The log has it with its problem, it counts as a trial, and the others follow."""
     heads = iter([4, 5, 2])
     driver = Driver(
         sweep(tmp_path, {"heads": [2, 4, 5]}, 3, "parameter_sweep"), started(tmp_path / "s"),
@@ -203,7 +204,7 @@ def test_a_cell_that_is_no_job(tmp_path: Path) -> None:
 
 
 def test_a_cell_that_is_no_job_and_a_kill(tmp_path: Path) -> None:
-    """Its driver was killed before it could say what is wrong: the next one does."""
+    """The driver was killed before it could report the problem: the next driver reports it."""
     asked, folder = sweep(tmp_path, {"heads": [2, 5]}, 1, "parameter_sweep"), started(tmp_path / "s")
     Driver(asked, folder, lambda told: {"model.heads": 5}).search.next(wait=True)
     folder.storage.write("events/000001.jsonl", lines(folder)[0])
@@ -215,7 +216,7 @@ def test_a_cell_that_is_no_job_and_a_kill(tmp_path: Path) -> None:
 
 
 def test_nobody_waits_while_others_train(tmp_path: Path) -> None:
-    """A question is asked once; until it is answered there is no cell, and that is no end."""
+    """The sampler is asked once; until it answers there is no trial, but the search is not over."""
     pending: list[Future[Point | None]] = []
 
     def ask(told: Sequence[Told]) -> Future[Point | None]:
@@ -231,8 +232,8 @@ def test_nobody_waits_while_others_train(tmp_path: Path) -> None:
 
 
 def test_a_cell_that_is_stopped_has_to_end_first(tmp_path: Path) -> None:
-    """Between a scheduler's word and the cell's end no question is asked: else it would depend on which of the two is faster. One
-    that has ended, and one that an interrupt has paused, are not waited for."""
+    """After a scheduler stops a trial, the sampler is not asked until the trial has ended: else the answer would depend on
+    timing. It does not wait for trials that have already ended, or that an interrupt has paused."""
     driver = Driver(sweep(tmp_path), started(tmp_path / "s"))
     first = str(driver.next())
     driver.search.released(first)
@@ -251,7 +252,7 @@ def test_a_cell_that_is_stopped_has_to_end_first(tmp_path: Path) -> None:
 
 
 def test_storage_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No cell is handed out before the log has it; it comes once storage takes it."""
+    """No trial is returned before the log has it; it is returned once storage accepts the line."""
     driver = Driver(sweep(tmp_path), started(tmp_path / "s"))
     with monkeypatch.context() as full:
 
@@ -266,7 +267,7 @@ def test_storage_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_all_points_have_been_tried(tmp_path: Path) -> None:
-    """A grid of three ends after three, and says so: known before anything starts, or found by the sampler."""
+    """A grid of three points ends after three trials, with the reason: known before the start, or found by the sampler."""
     values = iter([1e-3, 1e-4, 1e-2])
     grid = Driver(
         sweep(tmp_path, {"lr": [1e-4, 1e-3, 1e-2]}, 9, "parameter_sweep"), started(tmp_path / "grid"),
@@ -274,22 +275,23 @@ def test_all_points_have_been_tried(tmp_path: Path) -> None:
     )  # fmt: skip
     assert grid.search.left == 3
     assert len(grid.train()) == 3
-    assert grid.search.because == "search: all 3 points that there are have been tried, array.samples is 9"
+    assert grid.search.because == "search: the search space has only 3 points, all were tried; array.samples is 9"
     drawn = Driver(sweep(tmp_path), started(tmp_path / "drawn"), lambda told: rate(told) if len(told) < 2 else None)
     assert drawn.search.count == 6
     assert (len(drawn.train()), drawn.search.over, drawn.search.count) == (2, True, 2)
-    assert drawn.search.because == "search: all 2 points that there are have been tried, array.samples is 6"
+    assert drawn.search.because == "search: the search space has only 2 points, all were tried; array.samples is 6"
 
 
 def test_workers_for_cells_that_are_not_known_yet(tmp_path: Path) -> None:
-    """They are as those of the ends of the space, unless these differ."""
+    """They have the resources that both ends of the search space have, unless these differ."""
     alike = Search(sweep(tmp_path), [])
     assert alike.like == alike.scouts[0].id
     assert Search(sweep(tmp_path, {**RATES, "cluster.workers": {"choice": [1, 2]}}), []).like is None
 
 
 def test_the_file_may_change(tmp_path: Path) -> None:
-    """More samples go on, fewer leave the rest alone, more seeds are made up for; what would be other cells is refused."""
+    """More samples continue the search, fewer change nothing, missing seeds are added. A change that gives other trials is
+    refused."""
     folder = started(tmp_path / "s")
     first = Driver(sweep(tmp_path, samples=3, seeds=2), folder)
     ids = first.train()
@@ -299,12 +301,12 @@ def test_the_file_may_change(tmp_path: Path) -> None:
     assert more.search.count == 15
     assert (len(more.train()), more.search.count) == (5, 15)
     assert len({note.id for note in folder.cells()}) == 15
-    with pytest.raises(SpecError, match=r"was chosen when the sweep was started otherwise"):
+    with pytest.raises(SpecError, match=r"was chosen with other settings"):
         Search(sweep(tmp_path, samples=5), folder.events())
 
 
 def test_a_sampler_that_fails(tmp_path: Path) -> None:
-    """The sweep ends with what it said, and can be gone on with."""
+    """The sweep ends with the sampler's error, and can be resumed."""
 
     def broken(told: Sequence[Told]) -> Point:
         raise RuntimeError("out of memory")
@@ -325,7 +327,7 @@ def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_events_are_plain(tmp_path: Path) -> None:
-    """A line `added` reads back as the note of its cell."""
+    """An `added` line reads back as the note of its trial."""
     driver = Driver(sweep(tmp_path), started(tmp_path / "s"))
     driver.next()
     (line,) = lines(driver.folder)

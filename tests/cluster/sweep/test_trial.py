@@ -1,4 +1,4 @@
-"""A cell between its reports and what is decided on them, and one that waits for workers."""
+"""A trial between a report and the decision on it, and a trial that waits for workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STOP = EndRequest("stopped", "asha at 100 tokens", at_once=True)
 
 
 class NoCrews:
-    """There are none: who waits for one waits until it has given up."""
+    """A pool without slots: `get` returns only when the trial has given up."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -34,12 +34,12 @@ class NoCrews:
             self._changed.notify_all()
 
     def put(self, slot: Any) -> None:
-        """Nobody has one."""
+        """No trial has a slot to return."""
 
 
 @pytest.fixture
 def waiting(tmp_path: Path) -> tuple[CellRun, SweepLog, list[tuple[dict[str, Any], bool]]]:
-    """A cell that waits for workers, the sweep's log, and each report that it leaves with whether its end had to wait for that."""
+    """A trial that waits for workers, the sweep's log, and its reports, each with whether `end` had to wait for that report."""
     posted: list[tuple[dict[str, Any], bool]] = []
     plan = SimpleNamespace(
         id="cell",
@@ -57,7 +57,7 @@ def waiting(tmp_path: Path) -> tuple[CellRun, SweepLog, list[tuple[dict[str, Any
 
 
 def test_no_report_after_its_end_was_decided(waiting: Any) -> None:
-    """Who ends a cell has had its last report: none is on its way that the cell's next stretch would be judged by."""
+    """After `end`, a trial posts no report before its last one: a stale report would be judged as one of its next stretch."""
     run, _, posted = waiting
     run.update({"record": {"step": 1, "loss": 3.0}})
     run.end(STOP)
@@ -68,7 +68,8 @@ def test_no_report_after_its_end_was_decided(waiting: Any) -> None:
 
 
 def test_stopped_while_it_waits(waiting: Any, tmp_path: Path) -> None:
-    """A cell that has lost its workers may hear of its end before it has others: the next driver must not train it."""
+    """A trial that has lost its workers can be stopped before it gets others: the log says so, and the next driver does not train
+    it."""
     run, log, posted = waiting
     run.end(STOP)
     assert run.join(10)

@@ -1,4 +1,4 @@
-"""A limit is reached while cells train: they are asked for a checkpoint, nothing begins any more, and so the sweep ended."""
+"""A limit is reached while trials train: they save a checkpoint, no other trial starts, and the sweep ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from raydist.spec.sweep import SweepSpec
 
 
 class Noted:
-    """A display that only notes, and a trial runner's pool that gives nothing."""
+    """A display that only records its calls; also used as a trial runner's pool without slots."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -37,11 +37,11 @@ class Noted:
         self.notes.append(text)
 
     def close(self) -> None:
-        """Of the pool."""
+        """As a pool, it has nothing to close."""
 
 
 class Training:
-    """A cell that has trained for half an hour on workers of so many GPUs, and ends once it is told to."""
+    """A trial that has trained for half an hour on workers with this number of GPUs, and ends when it is requested to."""
 
     gone = None
 
@@ -63,17 +63,17 @@ class Training:
 
 
 def trial_runner_of(tmp_path: Path, *training: Training) -> tuple[TrialRunner, SweepLog]:
-    """A trial runner on which these train."""
+    """A trial runner with these trials in progress."""
     log = SweepLog(SweepDir(tmp_path))
     nothing: Any = lambda *_: None  # noqa: E731
     pool, session = cast(WorkerGroupPool, Noted()), cast(Session, None)
     trial_runner = TrialRunner(session, pool, log, nothing, nothing, nothing, {}, metric="loss", allowed=0)
-    trial_runner._cells = cast(Any, {cell.id: cell for cell in training})
+    trial_runner._trials = cast(Any, {cell.id: cell for cell in training})
     return trial_runner, log
 
 
 def test_hours_of_workers_and_of_their_gpus(tmp_path: Path) -> None:
-    """Hours with workers x workers, x GPUs of each; those of a cell that has ended stay."""
+    """Worker-hours are hours x workers, GPU-hours also x GPUs per worker; those of an ended trial remain."""
     two, none = Training("two", 2, 4.0), Training("none", 3, 0.0)
     trial_runner, _ = trial_runner_of(tmp_path, two, none)
     assert trial_runner.used() == (4.0, 2.5)
@@ -83,8 +83,8 @@ def test_hours_of_workers_and_of_their_gpus(tmp_path: Path) -> None:
 
 
 def test_reports_of_an_earlier_stretch(tmp_path: Path) -> None:
-    """A cell that begins again reports anew, though the trial runner knows nothing any more of the stretch before; while it trains
-    nothing is taken from it."""
+    """If a trial starts again, its earlier reports are forgotten, though the trial runner no longer knows that stretch; those of
+    a running trial are kept."""
     told: list[tuple[str, ...]] = []
 
     def refuse(cell: str, changes: Any) -> Any:
@@ -110,8 +110,8 @@ def test_reports_of_an_earlier_stretch(tmp_path: Path) -> None:
     ],
 )
 def test_a_limit_is_reached(tmp_path: Path, limits: Any, earlier: Spent, gpus: float, why: str) -> None:
-    """By what two workers have used in half an hour, or by 1.5 hours on the wall, with what drivers before have spent: the cell is
-    to make a checkpoint and end, the others wait."""
+    """By the half hour of two workers, or by 1.5 hours of wall time, both with the hours of earlier drivers: the trial is to save
+    a checkpoint and end, the others wait."""
     spec = SweepSpec.model_validate({"base": "b.yaml", "array": {"parameters": [{"lr": [1, 2]}]}, "limits": limits})
     cell, view, queue = Training("cell", 2, gpus), Noted(), CellQueue(["waits"], 1, "10.0.0.1")
     trial_runner, log = trial_runner_of(tmp_path, cell)
@@ -125,13 +125,13 @@ def test_a_limit_is_reached(tmp_path: Path, limits: Any, earlier: Spent, gpus: f
     assert run._watch(thread, trial_runner, log, queue) == Ended("paused", why)
     thread.join()
     assert cell.told == [EndRequest("paused", why, at_once=False)]
-    assert view.notes == [f"{why}: a checkpoint of every cell that trains; the others wait"]
+    assert view.notes == [f"{why}: every running trial saves a checkpoint and pauses; the others wait"]
     assert queue.is_finished()
     assert queue.left == 1
 
 
 def test_raydist_stop(tmp_path: Path) -> None:
-    """Asked from another shell: as one SIGINT, and no second one while the request stands."""
+    """Requested from another shell: it acts as one SIGINT, with no second one while the request exists."""
     spec = SweepSpec.model_validate({"base": "b.yaml", "array": {"parameters": [{"lr": [1, 2]}]}})
     cell, view, queue = Training("cell", 2, 0.0), Noted(), CellQueue(["waits"], 1, "10.0.0.1")
     trial_runner, log = trial_runner_of(tmp_path, cell)
@@ -145,11 +145,11 @@ def test_raydist_stop(tmp_path: Path) -> None:
     assert run._watch(thread, trial_runner, log, queue) == Ended("interrupted", "interrupted", signal.SIGINT)
     thread.join()
     assert cell.told == [EndRequest("paused", "interrupted", at_once=False)]
-    assert view.notes[0] == "`raydist stop`, process 7 on h, asks this sweep to end"
+    assert view.notes[0] == "`raydist stop` (process 7 on h) requests the end of this sweep"
 
 
 def test_what_a_search_will_not_choose_is_not_waited_for(tmp_path: Path) -> None:
-    """Of three points that it was to try there are two: one trains, one is over, and none waits."""
+    """Of three points of the search there are only two: one trains, one has ended, and none waits."""
     spec = SweepSpec.model_validate({"base": "b.yaml", "array": {"parameters": [{"lr": [1, 2]}]}})
     view, search = Noted(), SimpleNamespace(count=3)
     trial_runner, log = trial_runner_of(tmp_path, Training("two", 1, 0.0))

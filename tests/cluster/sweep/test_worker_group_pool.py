@@ -1,4 +1,5 @@
-"""SlotPool go to those that wait, in turn, and are no more than the cluster has room for, also once it has lost nodes."""
+"""Waiting trials get slots in turn, and there are never more slots than the cluster has room for, also after it has lost
+nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ KIND = WorkerKind(1.0, 0.0, {})
 
 
 class FakeWorkerGroupSlot:
-    """A slot of which only is known how many workers wait in it."""
+    """A slot with only the number of its idle workers."""
 
     def __init__(self, session: Any, monitors: Any, may_start: Callable[[], bool]) -> None:
         self.may_start = may_start
@@ -34,8 +35,8 @@ class FakeWorkerGroupSlot:
     def fits(self, size: int, kind: WorkerKind) -> bool:
         return self.size >= size
 
-    def foresee(self) -> None:
-        """Of a monitor."""
+    def prepare_next(self) -> None:
+        """A real slot prepares a monitor."""
 
     def start(self, size: int, kind: WorkerKind, **_: Any) -> int:
         return size
@@ -49,7 +50,7 @@ class FakeWorkerGroupSlot:
 
 
 def cell(workers: int = 1) -> Plan:
-    """One with so many workers."""
+    """A trial with this number of workers."""
     return cast(Plan, SimpleNamespace(id=f"cell-{workers}", workers=workers))
 
 
@@ -68,23 +69,23 @@ class Cluster:
         return self.room
 
     def out(self, pool: WorkerGroupPool, workers: int = 1) -> FakeWorkerGroupSlot:
-        """A slot that has gone to a cell and has started its workers."""
+        """A slot that a trial has, with its workers started."""
         slot = cast(FakeWorkerGroupSlot, pool.get(cell(workers)))
         slot.leave(workers)
         return slot
 
     def waits(self, pool: WorkerGroupPool, given_up: Callable[[], bool] = lambda: False) -> Future[Any]:
-        """A cell that is in the line."""
-        length = len(pool._line)
+        """A trial that waits in the queue."""
+        length = len(pool._waiting)
         asked = self.threads.submit(pool.get, cell(), given_up)
         with pool._changed:
-            assert asked.done() or pool._changed.wait_for(lambda: len(pool._line) > length or asked.done(), 10)
+            assert asked.done() or pool._changed.wait_for(lambda: len(pool._waiting) > length or asked.done(), 10)
         return asked
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """One of three places."""
+    """A cluster with room for three slots."""
     monkeypatch.setattr(module, "WorkerGroupSlot", FakeWorkerGroupSlot)
     monkeypatch.setattr(module, "kind", lambda plan: KIND)
     with ThreadPoolExecutor() as threads:
@@ -96,8 +97,8 @@ def put(pool: WorkerGroupPool, slot: FakeWorkerGroupSlot) -> None:
 
 
 def test_no_more_workers_than_need_be(cluster: Cluster) -> None:
-    """Cells of one, two and three workers have been trained: the next of two has the two that wait, whoever came back last, and one
-    of four takes the place of others."""
+    """Trials of one, two and three workers have ended: the next trial of two gets the slot with two idle workers, whichever was
+    returned last; a trial of four replaces the workers of another slot."""
     pool = cluster.pool()
     slots = [cluster.out(pool, workers) for workers in (2, 3, 1)]
     for slot in slots:
@@ -107,7 +108,7 @@ def test_no_more_workers_than_need_be(cluster: Cluster) -> None:
 
 
 def test_the_first_one_that_waits_is_the_first(cluster: Cluster) -> None:
-    """In the order in which they came, as slots come back."""
+    """Trials get returned slots in the order in which they asked."""
     pool = cluster.pool(1)
     slot = cluster.out(pool)
     asked = [cluster.waits(pool) for _ in range(4)]
@@ -118,8 +119,8 @@ def test_the_first_one_that_waits_is_the_first(cluster: Cluster) -> None:
 
 
 def test_a_node_is_lost_while_all_train(cluster: Cluster) -> None:
-    """The cell that has lost its workers may have no new ones, and waits; it has the first slot that comes back, before one that
-    came later; a third slot goes out again once there is room for it."""
+    """A trial that has lost its workers may start no new ones, and waits. It gets the first returned slot, before a trial that
+    came later. A third slot is given out once there is room for it."""
     pool = cluster.pool()
     lost, one, two = (cluster.out(pool) for _ in range(3))
     assert lost.may_start()
@@ -141,7 +142,7 @@ def test_a_node_is_lost_while_all_train(cluster: Cluster) -> None:
 
 
 def test_a_node_is_lost_while_workers_wait(cluster: Cluster) -> None:
-    """Workers that wait for a cell make room for a cell that has lost its own."""
+    """Idle workers are ended to make room for a trial that has lost its own."""
     pool = cluster.pool()
     lost, one, two = (cluster.out(pool) for _ in range(3))
     put(pool, one)
@@ -156,7 +157,7 @@ def test_a_node_is_lost_while_workers_wait(cluster: Cluster) -> None:
 
 
 def test_it_looks_for_nodes_that_come_back(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By itself, as long as a cell waits."""
+    """The pool checks on its own, as long as a trial waits."""
     monkeypatch.setattr(module, "_LOOK_S", 0.01)
     pool = cluster.pool(2)
     lost, _ = cluster.out(pool), cluster.out(pool)
@@ -172,7 +173,7 @@ def test_it_looks_for_nodes_that_come_back(cluster: Cluster, monkeypatch: pytest
 
 
 def test_who_gives_up_has_none(cluster: Cluster) -> None:
-    """A cell that the scheduler has stopped meanwhile leaves the line, and so do all once no cell is to begin any more."""
+    """A trial that the scheduler has stopped in the meantime leaves the queue; when the pool closes, all do."""
     pool = cluster.pool(1)
     cluster.out(pool)
     over = threading.Event()

@@ -1,6 +1,6 @@
-"""Models of a sweep's cells: a small GPT that is sound, or dies once, or has a bug, or no memory, or waits to be told to go on.
+"""Models for a sweep's cells: a small GPT that works, is killed once, has a bug, runs out of memory, or waits for a file.
 
-`model.options` has `marks`, a folder: each process notes in it who forked it.
+`model.options` has `marks`, a folder in which each process creates a file, with its own pid and its parent's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raydist.spec import ModelSpec
 from raydist.worker.model import gpt
 
 _SEQUENCES, _STEP = 8, 4
-"""Of a step, and its forward passes."""
+"""The sequences of a step, and its forward passes."""
 
 
 def _build(model: ModelSpec, vocab_size: int, kind: str, **options: object) -> nn.Module:
@@ -28,17 +28,17 @@ def _build(model: ModelSpec, vocab_size: int, kind: str, **options: object) -> n
 
 
 def sound(model: ModelSpec, vocab_size: int) -> nn.Module:
-    """Nothing happens to it."""
+    """Trains without a fault."""
     return _build(model, vocab_size, "sound")
 
 
 def dying(model: ModelSpec, vocab_size: int) -> nn.Module:
-    """Is killed in its eighth step, once."""
+    """SIGKILL in its eighth step, once."""
     return _build(model, vocab_size, "dying", kill=[[0, "step", 8 * _STEP]])
 
 
 def waiting(model: ModelSpec, vocab_size: int) -> nn.Module:
-    """Waits in the eighth step of each of its processes until there is a file `go` among the marks."""
+    """Waits in the eighth step of each of its processes until the file `go` is in `marks`."""
     return _build(model, vocab_size, "waiting", hold=8 * _STEP)
 
 
@@ -55,7 +55,7 @@ def broken(model: ModelSpec, vocab_size: int) -> nn.Module:
 
 
 def hungry(model: ModelSpec, vocab_size: int) -> nn.Module:
-    """Has no memory for more than one sequence; and the first three of its processes raise in their second step."""
+    """Runs out of memory with more than one sequence; its first three processes raise in their second step."""
     made, marks = _build(model, vocab_size, "hungry"), Path(model.options["marks"])
     passes = itertools.count(1)
 

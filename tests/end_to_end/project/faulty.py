@@ -1,9 +1,9 @@
-"""A user's own package: a small GPT that can be told to die at a given place, once.
+"""A user's own package: a small GPT that kills its rank at a given place, once.
 
-`model.options`: {"kill": [[rank, where, n], ...], "hold": n or null, "marks": folder}. `where` is "step" (the n-th forward
-pass of a whole micro-batch in this process' life) or "fsync" (its n-th fsync of a file, which is a checkpoint's). Each death
-happens once: a file in `marks` says that it has. At the `hold`-th forward pass a rank waits until there is a file `go`, for all,
-or `go-HOST-PID`, for its process.
+`model.options`: {"kill": [[rank, where, n], ...], "hold": n or null, "marks": folder}. `where` is "step" (this process's n-th
+forward pass of a whole micro-batch) or "fsync" (its n-th fsync of a file of a checkpoint). Each kill happens once, because it
+leaves a file in `marks`. In its `hold`-th forward pass a rank waits for a file: `go` for all ranks, `go-HOST-PID` for its own
+process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raydist.worker.model import gpt
 
 
 class Faults:
-    """What this rank will die of, and how often each place has been passed."""
+    """The kills of this rank, and how often it has passed each place."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.marks = Path(options["marks"])
@@ -34,11 +34,11 @@ class Faults:
         self.hold = options.get("hold")
 
     def passed(self, where: str) -> None:
-        """One more of that place; dies here if it is the one."""
+        """Counts one more pass of the place; kills this process if a kill is due."""
         self.seen[where] += 1
         free = [self.marks / name for name in ("go", f"go-{socket.gethostname()}-{os.getpid()}")]
         while where == "step" and self.seen[where] == self.hold and not any(mark.exists() for mark in free):
-            time.sleep(0.02)  # another process makes the file
+            time.sleep(0.02)  # another process creates the file
         for place, n, name in self.due:
             mark = self.marks / name
             if place == where and n == self.seen[where] and not mark.exists():
@@ -47,7 +47,7 @@ class Faults:
 
 
 class Faulty(nn.Module):
-    """The GPT, with a look at the faults in each training forward of a whole micro-batch."""
+    """The GPT, which counts each training forward of a whole micro-batch."""
 
     def __init__(self, inner: nn.Module, faults: Faults, micro_batch: int) -> None:
         super().__init__()
@@ -62,12 +62,12 @@ class Faulty(nn.Module):
 
 
 def plain(model: ModelSpec) -> ModelSpec:
-    """The same without what is meant for this module."""
+    """The model section without this module's options."""
     return model.model_copy(update={"options": {}})
 
 
 def build(model: ModelSpec, vocab_size: int) -> nn.Module:
-    """What `model.name: faulty:build` gives."""
+    """The model of `model.name: faulty:build`."""
     print(f"the model of rank {os.environ['RANK']}")
     faults = Faults(model.options)
     fsync = os.fsync
@@ -82,14 +82,14 @@ def build(model: ModelSpec, vocab_size: int) -> nn.Module:
 
 
 def unloadable(model: ModelSpec, vocab_size: int) -> nn.Module:
-    """A build whose weights are not those of its modules."""
+    """A build that raises, because the weights that it loads do not fit its modules."""
     made = nn.Linear(model.width, vocab_size, bias=False)
     made.load_state_dict({})
     return made
 
 
 def broken(model: ModelSpec, vocab_size: int) -> nn.Module:
-    """A model whose forward raises on rank 1, each time it is tried."""
+    """A model whose forward raises on rank 1, in every attempt."""
 
     class Broken(nn.Module):
         def __init__(self) -> None:

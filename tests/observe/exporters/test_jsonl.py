@@ -26,7 +26,7 @@ def lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def test_a_line_each(run: RunDir, rows: Rows) -> None:
-    """Attempts, steps, events, and the samples of one call together, in order; what JSON cannot say is null."""
+    """Attempts, steps and events are one line each, and so are the samples of one call, in order; NaN becomes null."""
     out = made(run)
     out.attempt(1, 0, 1.0)
     out.steps([{**row, "loss": float("nan")} for row in rows(range(1, 3))], 2.0)
@@ -43,7 +43,8 @@ def test_a_line_each(run: RunDir, rows: Rows) -> None:
 
 @pytest.mark.parametrize("torn", [10, 200_000])
 def test_a_torn_line_goes_and_the_rest_stays(run: RunDir, rows: Rows, tmp_path: Path, torn: int) -> None:
-    """What a killed monitor left of its last line is cut off, however long; the next one appends after the last whole one."""
+    """The incomplete last line of a killed monitor is cut off, whatever its length; the next monitor appends after the last
+    complete line."""
     path = tmp_path / "deep" / "run.jsonl"
     first = made(run, path=str(path))
     first.steps(rows(range(1, 1001)), 1.0)
@@ -57,7 +58,7 @@ def test_a_torn_line_goes_and_the_rest_stays(run: RunDir, rows: Rows, tmp_path: 
 
 
 def test_what_was_refused_is_written_later(run: RunDir, rows: Rows, disk: Path) -> None:
-    """A full disk: StorageError, no half line in the file, and nothing lost or doubled once there is room."""
+    """On a full disk flush raises StorageError and leaves no incomplete line; once there is space, each row is written once."""
     path, ballast = disk / "run.jsonl", disk / "ballast"
     out = made(run, path=str(path))
     out.steps(rows(range(1, 2)), 1.0)
@@ -73,7 +74,7 @@ def test_what_was_refused_is_written_later(run: RunDir, rows: Rows, disk: Path) 
 
 
 def test_a_run_on_an_object_store_needs_a_path(run: RunDir) -> None:
-    """A file there cannot grow: said before the run, with the remedy."""
+    """A file on an object store cannot grow: `resolve` refuses it before the run starts, and the hint names `path`."""
     run.storage.local = None
     with pytest.raises(UserError, match="cannot grow") as caught:
         Exporter.resolve({}, run)

@@ -23,7 +23,7 @@ def made(run: RunDir, uri: str, notes: list[str] | None = None, **options: Any) 
 
 
 def test_a_run_and_its_resumption_are_one(run: RunDir, rows: Rows, mlflow_server: str) -> None:
-    """Params once, metrics by step over both drivers, tags of the newest attempt, the last status; all in one MLflow run."""
+    """Two drivers write to one MLflow run: params once, metrics by step, the tags of the newest attempt and the last status."""
     notes: list[str] = []
     first = made(run, mlflow_server, notes, experiment="ours", tags={"team": "blue"})
     first.attempt(1, 0, 1.0)
@@ -44,7 +44,7 @@ def test_a_run_and_its_resumption_are_one(run: RunDir, rows: Rows, mlflow_server
 
     second = made(run, mlflow_server, notes, experiment="ours")
     second.attempt(2, 1, 5.0)
-    second.steps(rows(range(2, 1203), 2), 5.0)  # more than one request takes
+    second.steps(rows(range(2, 1203), 2), 5.0)  # more than fit in one request
     second.event({"kind": "ended", "at": 9.0, "status": "finished"})
     second.close()
     (found,) = client.search_runs([experiment.experiment_id])
@@ -57,7 +57,7 @@ def test_a_run_and_its_resumption_are_one(run: RunDir, rows: Rows, mlflow_server
 
 
 def test_one_that_was_deleted_there_begins_anew(run: RunDir, rows: Rows, mlflow_server: str) -> None:
-    """A run that was put into MLflow's trash is not written to any more: another one is begun, once."""
+    """A run that was deleted in MLflow gets no more data: one new run is created."""
     first = made(run, mlflow_server, experiment="trash")
     first.close()
     client = MlflowClient(mlflow_server)
@@ -72,10 +72,10 @@ def test_one_that_was_deleted_there_begins_anew(run: RunDir, rows: Rows, mlflow_
 
 
 def test_a_server_that_is_away_keeps_what_it_was_to_get(run: RunDir, rows: Rows, mlflow_server: str) -> None:
-    """A flush that is refused raises, and keeps all; the next one brings it, once."""
+    """A flush that the server refuses raises and keeps the data; the next flush sends it, once."""
     out = made(run, mlflow_server, experiment="away")
     there = out._client
-    out._client = MlflowClient("http://127.0.0.1:9")  # where nobody listens
+    out._client = MlflowClient("http://127.0.0.1:9")  # no server listens there
     out.attempt(1, 0, 1.0)
     out.steps(rows(range(1, 4)), 1.0)
     with pytest.raises(Exception, match="refused|127.0.0.1"):
@@ -86,12 +86,13 @@ def test_a_server_that_is_away_keeps_what_it_was_to_get(run: RunDir, rows: Rows,
 
 
 def test_no_server_is_named(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said before the run, with the remedy; the environment's is taken."""
+    """Without a tracking server `resolve` raises before the run starts, and the hint names `uri`; MLFLOW_TRACKING_URI is used if
+    set."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(UserError, match="no tracking server") as caught:
         Exporter.resolve({}, run)
     assert "uri" in caught.value.hint
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://h:5000")
     assert Exporter.resolve({}, run)["uri"] == "http://h:5000"
-    with pytest.raises(UserError, match="are no tags"):
+    with pytest.raises(UserError, match="tags: "):
         Exporter.resolve({"tags": "blue"}, run)

@@ -1,4 +1,4 @@
-"""raydist.observe.exporters.tensorboard: read back with TensorBoard's own reader."""
+"""raydist.observe.exporters.tensorboard, read back with TensorBoard's own reader."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Rows = Callable[..., list[dict[str, Any]]]
 
 
 def curve(run: RunDir, tag: str) -> list[tuple[int, float]]:
-    """The points that TensorBoard shows."""
+    """The points that TensorBoard shows: (step, value)."""
     read = EventAccumulator(run.storage.path(TENSORBOARD), size_guidance={"scalars": 0})
     read.Reload()
     return [(point.step, point.value) for point in read.Scalars(tag)]
 
 
 def test_curves(run: RunDir, rows: Rows) -> None:
-    """Every field that makes a curve, at its step; and the eval loss."""
+    """Each field with a curve has its points at their steps, and so has the eval loss."""
     mailbox = Exporter(Facts(run))
     mailbox.attempt(1, 0, 1.0)
     known = {1: None, 2: None, 3: 41.5}
@@ -44,7 +44,7 @@ def test_curves(run: RunDir, rows: Rows) -> None:
 
 @pytest.mark.parametrize("same_driver", [True, False])
 def test_steps_trained_again_replace_the_old(run: RunDir, rows: Rows, same_driver: bool) -> None:
-    """One point a step after a restart, in one driver or the next within the same second, and after a later restart too."""
+    """After each restart a step has one point, with one driver or with a new driver within the same second."""
     mailbox = Exporter(Facts(run))
     for attempt, (resume, end) in enumerate([(0, 10), (6, 8), (3, 12)], start=1):
         mailbox.attempt(attempt, resume, 1.0)
@@ -58,7 +58,7 @@ def test_steps_trained_again_replace_the_old(run: RunDir, rows: Rows, same_drive
 
 @pytest.mark.parametrize("local", [True, False])
 def test_files_stay_small_and_whole(run: RunDir, rows: Rows, local: bool) -> None:
-    """A long run makes several files of about 1 MiB, with flushes at any time between, locally and as on an object store."""
+    """A long run is split into files of about 1 MiB, whenever it is flushed, on a local disk and on an object store."""
     Path(run.storage.path(TENSORBOARD)).mkdir(parents=True)
     if not local:
         run.storage.local = None
@@ -75,7 +75,7 @@ def test_files_stay_small_and_whole(run: RunDir, rows: Rows, local: bool) -> Non
 
 
 def test_histograms(run: RunDir) -> None:
-    """Edges, counts and sums come back as they were given, under the parameter's name; one without counts is left out."""
+    """Edges, counts and sums come back unchanged, under the parameter's name; a histogram without counts is left out."""
     mailbox = Exporter(Facts(run))
     shown = {"edges": [-2.0, -1.0, 1.0, 1.5], "counts": [3, 0, 5], "sum": 1.25, "sum_squares": 20.0}
     empty: dict[str, Any] = {"edges": [], "counts": [], "sum": 0.0, "sum_squares": 0.0}
@@ -100,7 +100,7 @@ def test_histograms(run: RunDir) -> None:
 
 
 def test_what_storage_refused_is_written_later(run: RunDir, rows: Rows) -> None:
-    """StorageError while the folder cannot be made; nothing is lost or doubled once it can."""
+    """flush raises StorageError while the folder cannot be created; afterwards each step is written once."""
     Path(run.storage.path()).mkdir(parents=True)
     obstacle = Path(run.storage.path(TENSORBOARD))
     mailbox = Exporter(Facts(run))
@@ -115,7 +115,7 @@ def test_what_storage_refused_is_written_later(run: RunDir, rows: Rows) -> None:
 
 
 def test_loads_neither_torch_nor_tensorflow(tmp_path: Path) -> None:
-    """The monitor with its curves stays a light process."""
+    """The monitor process imports neither torch, TensorFlow, pandas nor ray when it writes curves."""
     script = (
         "import sys; from raydist.observe.run_monitor import RunMonitor; m = RunMonitor(sys.argv[1], interval_s=60.0);"
         "m.begin_attempt(1, 1, 0); m.push([dict(step=1, loss=1.0, lr=1.0, grad_norm=1.0, tokens=1, seconds=1.0,"

@@ -1,4 +1,4 @@
-"""Whose limit counts: the files of control groups as kernels and containers show them."""
+"""Memory limits of control groups, read from files as kernels and containers present them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ V1_LINE = "4:memory:{}\n1:cpu:/\n0::/\n"
 V1_MOUNT = "36 31 0:33 {} {} rw,relatime - cgroup cgroup rw,memory\n"
 V2_MOUNT = "36 31 0:33 {} {} rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
 NONE = 9223372036854771712
-"""What version 1 says where there is no limit."""
+"""The limit that version 1 shows if there is none."""
 
 
 def system(root: Path, line: str, mounts: str, files: dict[str, str | int]) -> MemoryGroup:
@@ -37,7 +37,8 @@ def v2(folder: str, limit: int | str, used: int, cache: int) -> dict[str, str | 
 
 
 def test_the_lowest_limit_above_counts(tmp_path: Path) -> None:
-    """A pod that allows less than the container in it; what the kernel frees before it kills is not in use."""
+    """The lowest limit of the group and its parents counts, here the pod's; memory that the kernel reclaims before it kills is
+    not counted as used."""
     group = system(
         tmp_path,
         V1_LINE.format("/pod/box"),
@@ -50,15 +51,15 @@ def test_the_lowest_limit_above_counts(tmp_path: Path) -> None:
 
 
 def test_version_2_in_a_namespace(tmp_path: Path) -> None:
-    """A container sees its own group as the root."""
+    """In a cgroup namespace the container's own group is the root."""
     group = system(tmp_path, "0::/\n", V2_MOUNT.format("/", "/sys/fs/cgroup"), v2("sys/fs/cgroup", 5000, 4000, 1000))
     assert group.read() == (4000 - 750, 5000)
-    (tmp_path / "sys/fs/cgroup/memory.max").write_text("6000\n")  # a limit may be changed
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("6000\n")  # the limit changes while the process runs
     assert group.read() == (3250, 6000)
 
 
 def test_version_2_without_a_limit(tmp_path: Path) -> None:
-    """The root has no file at all, and a service says max."""
+    """There is no limit: the root has no memory.max, and the service's is "max"."""
     files = v2("sys/fs/cgroup/system.slice/ray", "max\n", 4000, 1000)
     group = system(tmp_path, "0::/system.slice/ray\n", V2_MOUNT.format("/", "/sys/fs/cgroup"), files)
     assert group.read() is None
@@ -66,7 +67,7 @@ def test_version_2_without_a_limit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/docker/abc", "/docker/abc/worker"])
 def test_a_container_that_sees_the_hosts_names(tmp_path: Path, path: str) -> None:
-    """Only its own part is mounted, under its own name."""
+    """The container's group is mounted under its path on the host."""
     mounts = V1_MOUNT.format("/docker/abc", "/sys/fs/cgroup/memory")
     below = path.removeprefix("/docker/abc")
     files = v1("sys/fs/cgroup/memory", 2000, 1000, 0) | v1(f"sys/fs/cgroup/memory{below}", 1500, 700, 0)
@@ -74,13 +75,13 @@ def test_a_container_that_sees_the_hosts_names(tmp_path: Path, path: str) -> Non
 
 
 def test_beside_version_1_the_unified_tree_does_not_count(tmp_path: Path) -> None:
-    """Where both are mounted, memory belongs to one of them."""
+    """If both versions are mounted, and version 1 has the memory controller, version 2 is ignored."""
     mounts = V2_MOUNT.format("/", "/sys/fs/cgroup/unified") + V1_MOUNT.format("/", "/sys/fs/cgroup/memory")
     files = v2("sys/fs/cgroup/unified", 1, 1, 0) | v1("sys/fs/cgroup/memory", 3000, 2000, 0)
     assert system(tmp_path, V1_LINE.format("/"), mounts, files).read() == (2000, 3000)
 
 
 def test_of_this_machine() -> None:
-    """Whatever it has: what is in use is not more than the limit."""
+    """On this machine, used memory does not exceed the limit, if there is one."""
     told = MemoryGroup().read()
     assert told is None or 0 < told[0] <= told[1]

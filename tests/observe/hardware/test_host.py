@@ -1,9 +1,10 @@
-"""A node's own counters: against bytes that were sent, memory that was taken, and another reader of the same kernel."""
+"""A node's counters, compared with bytes that were sent, memory that was allocated, and psutil."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -37,14 +38,14 @@ print(json.dumps([before, watch.read()]))
 
 
 def test_bytes_and_packets_of_the_interface() -> None:
-    """What is sent over it, in a network where nobody else sends: each datagram with its headers."""
+    """In a network namespace without other traffic, the counters grow by the datagrams that were sent, with their headers."""
     needs.require(*needs.HOSTS)
     run = subprocess.run([*ALONE, sys.executable, "-c", SEND], capture_output=True, text=True, check=True)
     before, after = json.loads(run.stdout)
     grown = {
         name: after[name] - before[name] for name in telemetry_schema.NODE if name.startswith("nic_") and name in after
     }
-    size = 1000 + 8 + 20  # UDP and IP; Ethernet's 14 are not counted on a loopback
+    size = 1000 + 8 + 20  # with UDP and IP headers; on a loopback Ethernet's 14 bytes are not counted
     assert after["nic"] == "lo"
     assert grown == {
         "nic_in_bytes": 500 * size, "nic_out_bytes": 500 * size, "nic_in_packets": 500, "nic_out_packets": 500, "nic_errors": 0,
@@ -65,7 +66,7 @@ input()
 
 
 def test_memory_and_time_of_a_process() -> None:
-    """64 MiB more, and the seconds that it counts itself; of one that has ended, nothing."""
+    """64 MiB more memory, and the CPU seconds that the process measures itself; a process that has exited has no values."""
     child = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None
     assert child.stdout is not None
@@ -82,7 +83,7 @@ def test_memory_and_time_of_a_process() -> None:
 
 
 def test_against_another_reader(tmp_path: Path) -> None:
-    """Counters lie between what psutil says before and after; of this machine's memory not more is told than it has."""
+    """Counters lie between two readings of psutil; used memory is below the total."""
     name = next(n for n in psutil.net_if_addrs() if n != "lo")
     watch = Host("127.0.0.1", str(tmp_path), {"GLOO_SOCKET_IFNAME": name})
     disks = {path.parent.name for path in Path("/sys/block").glob("*/device")}
@@ -126,11 +127,11 @@ TREE = {
     "sys/class/infiniband/mlx5_1/ports/1/counters/port_xmit_data": "100\n",
     "dev/shm/.": "",
 }  # fmt: skip
-"""A node with two disks, a volume over one of them, a fast link and two InfiniBand ports, as Linux shows it."""
+"""The files of a Linux node with two disks, a volume on one of them, a fast link and two InfiniBand ports."""
 
 
 def test_units_of_what_the_kernel_says(tmp_path: Path) -> None:
-    """Shares, sectors, kB, megabits and lanes become shares and bytes; no byte is counted twice."""
+    """CPU times, sectors, kB, megabits and lanes become fractions and bytes; no byte is counted twice."""
     for name, text in TREE.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +141,7 @@ def test_units_of_what_the_kernel_says(tmp_path: Path) -> None:
     assert "cpu_util" not in watch.read()
     (tmp_path / "proc/stat").write_text("cpu  1060 100 310 5020 505 20 85 0 50 0\n")
     row = watch.read()
-    for name in ("cpu_count", "shm_used_bytes", "disk_free_bytes"):  # this machine's own
+    for name in ("cpu_count", "shm_used_bytes", "disk_free_bytes"):  # values of this machine
         row.pop(name, None)
     assert row == {
         "cpu_util": pytest.approx(0.75), "load": 3.25, "memory_used_bytes": 600 * 1024, "memory_total_bytes": 1000 * 1024,
@@ -151,7 +152,7 @@ def test_units_of_what_the_kernel_says(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_stays_empty(tmp_path: Path) -> None:
-    """A kernel that shows next to nothing: the rest of the row is there."""
+    """Counters that the kernel does not provide are missing; the rest of the row is there."""
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/loadavg").write_text(TREE["proc/loadavg"])
     watch = Host("203.0.113.9", "/nowhere", root=tmp_path)
@@ -159,7 +160,7 @@ def test_what_is_not_there_stays_empty(tmp_path: Path) -> None:
 
 
 def test_storage_that_hangs_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it does not answer nothing is told, and it is not asked again; what is old is not told either."""
+    """While storage does not answer, the value is None and no second request starts; an outdated value is None too."""
     answer, asked = threading.Event(), []
 
     def ask() -> int:
@@ -178,8 +179,8 @@ def test_storage_that_hangs_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_free_space_of_a_folder() -> None:
-    """As `df` has it for a user, of the file system that it lies on."""
-    space = FreeSpace(lambda: host._free(tempfile.gettempdir()))
+    """Free space of the folder's file system, as `df` reports it to a user."""
+    space = FreeSpace(lambda: shutil.disk_usage(tempfile.gettempdir()).free)
     space.newest()
     assert space._thread is not None
     space._thread.join(30)
@@ -189,7 +190,7 @@ def test_free_space_of_a_folder() -> None:
 
 
 def test_the_interface_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that the user named, else the one with the address; a pattern names none."""
+    """The interface that the user named, else the one with the address; a pattern names none."""
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     assert training_interface("127.0.0.1", {}) == "lo"

@@ -1,4 +1,4 @@
-"""Readings of GPUs, over a stand-in for pynvml that is as strict as it can be (tests/nvml.py)."""
+"""GPU readings through a fake pynvml with strict checks (tests/nvml.py)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pcie(received: int, sent: int, kind: int = ULL) -> dict[tuple[int, int], tup
 
 
 def test_the_stand_in_has_the_functions_of_pynvml() -> None:
-    """Each is one of pynvml's, with its parameters."""
+    """Each function of the fake exists in pynvml, with the same parameters."""
     ours = {name: function for name, function in vars(FakeNvml).items() if name.startswith("nvml")}
     assert ours
     for name, function in ours.items():
@@ -43,8 +43,7 @@ def test_the_stand_in_has_the_functions_of_pynvml() -> None:
 
 
 def test_every_column_of_a_hopper() -> None:
-    """Each value, in the units of raydist.run.telemetry_schema; from the second reading on also what is known of the time
-    between."""
+    """Each value has the unit of raydist.run.telemetry_schema; values that cover an interval come from the second reading on."""
     reasons = pynvml.nvmlClocksEventReasonSwPowerCap | pynvml.nvmlClocksEventReasonHwThermalSlowdown
     gpu = FakeGpu(reasons=reasons, ecc=2, processes={7: 5 << 30, 8: None}, fields=NVLINK, gpm=GPM)
     lib = FakeNvml(gpu)
@@ -71,7 +70,7 @@ def test_every_column_of_a_hopper() -> None:
 
 
 def test_an_older_gpu_without_gpm() -> None:
-    """PCIe from its byte counters; a step back says nothing of that second; counters of 32 bits say nothing at all."""
+    """PCIe rates come from byte counters; a counter that decreases gives no rate for that interval; 32-bit counters give none."""
     wide, narrow = FakeGpu(fields=pcie(1000, 0)), FakeGpu(fields=pcie(1000, 0, UINT))
     lib = FakeNvml(wide, narrow)
     gpus = Gpus(lib)
@@ -82,12 +81,12 @@ def test_an_older_gpu_without_gpm() -> None:
         rates.append([row.get(f"gpu_pcie_{way}_bytes_per_second") for row in readings for way in ("in", "out")])
     assert rates == [[None] * 4, [6000.0, 2000.0, None, None], [None, 1000.0, None, None]]
     assert lib.calls["nvmlGpmQueryDeviceSupport"] == 2
-    # It has no field that counts, so none is asked for any more.
+    # The second GPU has no usable field, so its fields are not read again.
     assert lib.calls["nvmlDeviceGetFieldValues"] == 4
 
 
 def test_nvlinks_of_a_blackwell() -> None:
-    """Newer links count in bytes, in fields of their own."""
+    """Newer NVLinks count in bytes, in their own fields."""
     counts = (pynvml.NVML_FI_DEV_NVLINK_COUNT_RCV_BYTES, pynvml.NVML_FI_DEV_NVLINK_COUNT_XMIT_BYTES)
     ((row),) = [r.row for r in Gpus(FakeNvml(FakeGpu(fields={(f, ALL): (ULL, f) for f in counts}))).read()]
     assert (row["gpu_nvlink_in_bytes"], row["gpu_nvlink_out_bytes"]) == counts
@@ -114,7 +113,7 @@ COLUMNS = {
     "nvmlGpmQueryDeviceSupport": SINCE,
     "nvmlGpmSampleGet": SINCE,
 }
-"""A function of NVML -> what is not known where it fails."""
+"""A function of NVML -> the columns that are missing if it fails."""
 AT_START = {
     name for name in COLUMNS if name.endswith(("Name", "UUID", "DeviceSupport", "EventTypes", "RegisterEvents"))
 }
@@ -122,7 +121,7 @@ AT_START = {
 
 @pytest.mark.parametrize("function", COLUMNS)
 def test_what_is_not_there_is_found_out_once(function: str) -> None:
-    """Only its own columns are missing, only of this GPU, and it is asked for once."""
+    """If a function fails, only its columns are missing, only for this GPU; what is read at the start is not read again."""
     for code in (
         pynvml.NVML_ERROR_NOT_SUPPORTED,
         pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
@@ -143,7 +142,8 @@ def test_what_is_not_there_is_found_out_once(function: str) -> None:
 
 
 def test_a_gpu_that_is_lost_for_a_while() -> None:
-    """Its row says who it is and nothing else; the next reading asks again, and the other GPU is not touched."""
+    """The row of a lost GPU has only its index, name and XID count; the next reading tries again, and the other GPU is not
+    affected."""
     gpu = FakeGpu(gpm=GPM)
     gpus = Gpus(FakeNvml(gpu, FakeGpu()))
     before, _ = gpus.read()
@@ -154,11 +154,11 @@ def test_a_gpu_that_is_lost_for_a_while() -> None:
     assert "gpu_util" in other.row
     gpu.errors = {}
     back, _ = gpus.read()
-    assert set(back.row) == set(before.row)  # what needs the sample before comes with the next one
+    assert set(back.row) == set(before.row)  # rates come with the reading after it
 
 
 def test_xids_of_the_right_gpu() -> None:
-    """Counted by GPU; a GPU that cannot tell them has no count, not a zero."""
+    """XIDs are counted by GPU; a GPU that cannot report them has no count, not 0."""
     lib = FakeNvml(FakeGpu(), FakeGpu(event_types=0), FakeGpu())
     gpus = Gpus(lib)
     lib.events = [(2, 48), (2, 94), (0, 13)]
@@ -172,12 +172,12 @@ def test_xids_of_the_right_gpu() -> None:
         (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "there is no NVIDIA driver (NVML Shared Library Not Found)"),
         (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "there is no NVIDIA driver (Driver Not Loaded)"),
         (pynvml.NVML_ERROR_NO_PERMISSION, "this user may not use NVML (Insufficient Permissions)"),
-        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "the NVIDIA driver was updated under a running system"),
+        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "the NVIDIA driver was updated while in use"),
         (pynvml.NVML_ERROR_UNKNOWN, "NVML does not start (Unknown Error)"),
     ],
 )
 def test_no_nvml(code: int, words: str) -> None:
-    """No rows, one line that says why."""
+    """No rows, and a one-line note with the reason."""
     gpus = Gpus(FakeNvml(FakeGpu(), errors={"nvmlInit": code}))
     assert gpus.read() == []
     note = gpus.note()
@@ -187,12 +187,12 @@ def test_no_nvml(code: int, words: str) -> None:
 
 
 def test_no_permission_for_some_of_it() -> None:
-    """One line, for all GPUs together; and a GPU that may not be opened does not hide the others."""
+    """One line for all GPUs together; a GPU that may not be opened does not hide the others."""
     denied = {"nvmlDeviceGetPowerUsage": pynvml.NVML_ERROR_NO_PERMISSION}
     locked = FakeGpu(errors={"nvmlDeviceGetHandleByIndex": pynvml.NVML_ERROR_NO_PERMISSION})
     gpus = Gpus(FakeNvml(FakeGpu(errors=denied), locked, FakeGpu(errors=denied)))
     assert [reading.row["gpu"] for reading in gpus.read()] == [0, 2]
     assert gpus.note() == (
-        "GPU 1 is not watched: Insufficient Permissions; "
-        "NVML does not let this user read power: those columns stay empty, unless Ray runs as a user who may"
+        "GPU 1: no metrics: Insufficient Permissions; "
+        "this user may not read power from NVML: those columns stay empty, unless Ray runs as a user with that permission"
     )

@@ -1,4 +1,4 @@
-"""What the tests of rows share."""
+"""Fixtures of the tests of rows."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FIGURES = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> SweepDir:
-    """The folder of a sweep, not there yet."""
+    """The folder of a sweep; it does not exist yet."""
     return SweepDir(tmp_path / "a_sweep")
 
 
 @pytest.fixture
 def row() -> Callable[..., Row]:
-    """Makes a cell's row: of one that has finished, unless told otherwise."""
+    """make(cell, ...): a cell's row; by default the cell has finished."""
 
     def make(cell: str, lr: float = 1e-3, status: str = "finished", **other: Any) -> Row:
         told = {"cause": None, "seconds": 12.5, "figures": FIGURES, **other}

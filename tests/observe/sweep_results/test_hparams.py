@@ -1,4 +1,4 @@
-"""raydist.observe.sweep_results.hparams: read back with the backend of TensorBoard's own tab."""
+"""raydist.observe.sweep_results.hparams, read back with the backend of TensorBoard's HPARAMS tab."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALL = [api_pb2.STATUS_UNKNOWN, api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE, a
 
 
 def read(folder: SweepDir) -> EventMultiplexer:
-    """What `tensorboard --logdir SWEEP` has read."""
+    """The events as `tensorboard --logdir SWEEP` reads them."""
     events = EventMultiplexer()
     events.AddRunsFromDirectory(folder.uri)
     events.Reload()
@@ -33,7 +33,7 @@ def read(folder: SweepDir) -> EventMultiplexer:
 
 
 def shown(folder: SweepDir) -> dict[str, Any]:
-    """The rows of the tab HPARAMS: name -> what it is asked for."""
+    """The rows of the HPARAMS tab: name -> its parameters, metrics, step, status and times."""
     events = read(folder)
     context = Context(TBContext(data_provider=MultiplexerDataProvider(events, folder.uri)))
     request = api_pb2.ListSessionGroupsRequest(start_index=0, slice_size=100, allowed_statuses=ALL)
@@ -52,7 +52,7 @@ def shown(folder: SweepDir) -> dict[str, Any]:
 
 
 def test_a_row_a_cell(folder: SweepDir, row: Make) -> None:
-    """Parameters with their types and the status among them; objective, losses, tokens and seconds; status and times."""
+    """A row has the parameters with their types and the status; objective, losses, tokens and seconds; start and end."""
     rows = Rows(Facts(folder))
     rows.write(row("lr0.001-a"))
     rows.write(row("lr0.01-b", 0.01, "stopped", metric="loss"))
@@ -75,7 +75,7 @@ def test_a_row_a_cell(folder: SweepDir, row: Make) -> None:
 
 
 def test_a_cell_is_listed_once(folder: SweepDir, row: Make) -> None:
-    """Its curves, of two attempts, and its row are one run for TensorBoard, which reads all of its points."""
+    """A cell's curves, of two attempts, and its row are one run in TensorBoard, with all points."""
     run = folder.run("lr0.001-a")
     for step in (1, 2):
         curves = Exporter(RunFacts(run))
@@ -92,7 +92,7 @@ def test_a_cell_is_listed_once(folder: SweepDir, row: Make) -> None:
 
 
 def test_written_again_it_is_the_same(folder: SweepDir, row: Make) -> None:
-    """A driver that follows one that was killed knows which rows there are; writing one again changes nothing."""
+    """A driver that follows a killed one knows which rows exist; writing a row again changes nothing."""
     rows = Rows(Facts(folder))
     assert not rows.has("a")
     rows.write(row("a"))
@@ -105,7 +105,7 @@ def test_written_again_it_is_the_same(folder: SweepDir, row: Make) -> None:
 
 
 def test_loads_neither_torch_nor_tensorflow(folder: SweepDir) -> None:
-    """The driver stays light."""
+    """The driver imports neither torch, TensorFlow, pandas nor ray to write rows."""
     script = (
         "import sys; from raydist.observe.sweep_results import Facts, Row; from raydist.observe.sweep_results.hparams import Rows\n"
         "from raydist.run.sweep_directory import SweepDir\n"

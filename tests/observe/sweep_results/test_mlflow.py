@@ -18,7 +18,7 @@ Make = Callable[..., Row]
 
 
 def exporters(uri: str, **options: Any) -> list[dict[str, Any]]:
-    """What a base job says: MLflow, and a place that has no rows."""
+    """The exporters of a base job: MLflow, and one that takes no rows."""
     return [{"name": "mlflow", "options": {"uri": uri, **options}}, {"name": "jsonl", "options": {}}]
 
 
@@ -30,7 +30,7 @@ def opened(folder: SweepDir, uri: str, **options: Any) -> Rows:
 
 
 def runs(uri: str, experiment: str) -> dict[str, Any]:
-    """Name -> MLflow run, of an experiment."""
+    """The MLflow runs of an experiment, by name."""
     client = MlflowClient(uri)
     found = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
     assert len(found) == len({run.info.run_name for run in found})
@@ -38,8 +38,8 @@ def runs(uri: str, experiment: str) -> dict[str, Any]:
 
 
 def test_the_run_with_the_curves_gets_the_row(folder: SweepDir, row: Make, mlflow_server: str) -> None:
-    """One MLflow run a cell, in the sweep's experiment: its exporter's, whose params stay, with what the cell has come to; a cell
-    that never trained has one all the same."""
+    """Each cell has one MLflow run, in the sweep's experiment: the exporter's run keeps its params and gets the results; a cell
+    that never trained gets a run too."""
     run = folder.run("a")
     (mine, _) = resolve(of_sweep(exporters(mlflow_server), folder), run)
     curves = Exporter(RunFacts(run, mine["options"], {"optim": {"lr": 0.001}, "model": {"layers": 4}}))
@@ -64,8 +64,9 @@ def test_the_run_with_the_curves_gets_the_row(folder: SweepDir, row: Make, mlflo
 
 
 def test_the_next_driver_doubles_nothing(folder: SweepDir, row: Make, mlflow_server: str) -> None:
-    """It knows the rows there are, and completes the one that a driver was killed in the middle of: of each point there is one."""
-    other = SweepDir(folder.uri.replace("a_sweep", "axsweep"))  # the path's _ is a wildcard in MLflow's filter
+    """It knows which rows exist, and completes the row that was being written when a driver was killed: each metric has one
+    point."""
+    other = SweepDir(folder.uri.replace("a_sweep", "axsweep"))  # the _ in the path is a wildcard in MLflow's filter
     opened(other, mlflow_server, experiment="next").write(row("c"))
     rows = opened(folder, mlflow_server, experiment="next")
     assert not rows.has("a")

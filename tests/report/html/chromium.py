@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by the DevTools protocol over a pipe; the network is off, unless a test turns it on."""
+"""A headless Chromium, controlled by the DevTools protocol over a pipe; the network is off, unless a test enables it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typing import Any
 from tests import needs
 
 WAIT_S = 120.0
-"""For an answer: a browser that has hung must not hang the tests."""
+"""Timeout of an answer: a browser that hangs must not hang the tests."""
 
 
 class Chromium:
-    """A context. `folder`: its profile. `online`: whether pages reach a network."""
+    """A context manager. `folder`: its profile. `online`: whether pages can use a network."""
 
     def __init__(self, folder: Path, online: bool = False) -> None:
         self._offline = not online
         needs.require("chromium")
         down, self._down = os.pipe()
         self._up, up = os.pipe()
-        # Chromium takes 3 and 4; the ends get numbers that are not in the way of these.
+        # Chromium uses 3 and 4; the pipe's ends get numbers that do not collide with these.
         ends = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in (down, up)]
         place = f'exec "$@" 3<&{ends[0]} 4>&{ends[1]} {ends[0]}<&- {ends[1]}>&-'
         flags = [
@@ -60,7 +60,7 @@ class Chromium:
             os.close(fd)
         self._rest, self._number = b"", 0
         self.told: list[dict[str, Any]] = []
-        """Events of the page that is open, in their order."""
+        """Events of the open page, in order."""
 
     def __enter__(self) -> Chromium:
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
@@ -82,7 +82,7 @@ class Chromium:
         os.close(self._up)
 
     def ask(self, method: str, session: str | None = None, /, **parameters: Any) -> Any:
-        """The result of a command. AssertionError with what Chromium says if it is none."""
+        """The result of a command. Raises AssertionError with Chromium's message if it fails."""
         self._number += 1
         message = {
             "id": self._number,
@@ -98,13 +98,13 @@ class Chromium:
                 return answer["result"]
 
     def page(self, method: str, **parameters: Any) -> Any:
-        """`ask`, of the page that is open."""
+        """`ask`, for the open page."""
         return self.ask(method, self._session, **parameters)
 
     def open(
         self, page: Path | str, width: int = 1280, height: int = 900, dark: bool = False, media: str = "screen"
     ) -> None:
-        """Loads a file, or an address, until its script has run."""
+        """Loads a file or an address, and waits until its script has run."""
         self.page("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.page("Emulation.setEmulatedMedia", media=media, features=[scheme])
@@ -114,7 +114,8 @@ class Chromium:
             self._read()
 
     def value(self, script: str) -> Any:
-        """What an expression gives in the page, a promise in the end: plain data. AssertionError with what it throws."""
+        """The value of an expression in the page, as plain data; a promise is awaited. Raises AssertionError with the error it
+        throws."""
         found = self.page("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
@@ -124,19 +125,19 @@ class Chromium:
         self.page("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def picture(self, path: Path) -> None:
-        """All of the page as a PNG."""
+        """Saves the whole page as a PNG."""
         shot = self.page("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))
 
     @property
     def complaints(self) -> list[str]:
-        """What the console has had to say, and scripts that failed."""
+        """Messages of the console, and errors of scripts."""
         kinds = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
         return [json.dumps(event["params"]) for event in self.told if event["method"] in kinds]
 
     @property
     def asked(self) -> list[str]:
-        """Addresses of all that the page has asked for, itself included."""
+        """Addresses of all requests of the page, including its own."""
         return [e["params"]["request"]["url"] for e in self.told if e["method"] == "Network.requestWillBeSent"]
 
     def _read(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whether what a page draws can be seen and read: asked of the browser, as it lays the page out."""
+"""Checks that the drawings of a page are visible and readable, by the browser's own layout."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ _ASKED = """
 
 
 def check(browser: Chromium, *, lines: int) -> None:
-    """Of the page that is open: every line that means something has 3:1 against what is behind it (WCAG 1.4.11), no label of a
-    drawing is cut off, none is smaller than 9 pixels. `lines`: how many there are at least.
-    """
+    """In the open page, every line that shows data has a contrast of 3:1 to its background (WCAG 1.4.11), no label of a drawing
+    is cut off, and none is smaller than 9 pixels. `lines`: the minimum number of such lines."""
     found: dict[str, Any] = browser.value(_ASKED)
     assert len(found["lines"]) >= lines
     assert found["texts"] > 10

@@ -1,4 +1,4 @@
-"""What pages are drawn with: round ticks, escaped text, charts that show what matters of however much there is."""
+"""The parts of the pages' charts: round ticks, escaped text, and charts that show the important points of any amount of data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raydist.report.html.svg import Markup, number, tag
 
 
 def parsed(figure: Markup) -> ElementTree.Element:
-    """What is written is well-formed: every text and attribute is escaped."""
+    """Parses it; fails if it is not well-formed, as with unescaped text."""
     return ElementTree.fromstring(figure)
 
 
@@ -29,12 +29,12 @@ def points(figure: Markup, index: int = 0) -> list[tuple[str, float, float]]:
 
 
 def told(figure: Markup, name: str) -> dict[str, Any]:
-    """What the script reads."""
+    """The data for the page's script."""
     return json.loads(next(v for v in (svg.get(f"data-{name}") for svg in parsed(figure).iter("svg")) if v))
 
 
 def test_text_is_escaped() -> None:
-    """In elements and attributes; only what is markup already is not."""
+    """It is escaped in elements and attributes, except for text that is markup already."""
     evil = "<script>\"&'"
     made = tag("p", evil, tag("b", 3), None, [evil, "x"], title=evil, data_x=1.5, hidden=True, id=None)
     element = ElementTree.fromstring(made.replace(" hidden", ""))
@@ -46,7 +46,7 @@ def test_text_is_escaped() -> None:
 
 @pytest.mark.parametrize(("value", "said"), [(3.0, "3"), (0.125, "0.12"), (-1.5, "-1.5"), (100.0, "100")])
 def test_numbers_in_drawings_are_short(value: float, said: str) -> None:
-    """Two places, and no zeros behind."""
+    """At most two decimals, without trailing zeros."""
     assert number(value) == said
 
 
@@ -67,7 +67,7 @@ def test_numbers_in_drawings_are_short(value: float, said: str) -> None:
     ],
 )
 def test_ticks_are_round(ticks: list[float], expected: list[float]) -> None:
-    """And lie between the ends."""
+    """Ticks are round, and between the ends of the axis."""
     assert ticks == pytest.approx(expected)
 
 
@@ -77,7 +77,7 @@ def test_ticks_are_round(ticks: list[float], expected: list[float]) -> None:
      (-0.25, "-0.25")],
 )  # fmt: skip
 def test_short_numbers(value: float, said: str) -> None:
-    """As they stand beside an axis."""
+    """Numbers as on an axis."""
     assert axes.short(value) == said
 
 
@@ -86,12 +86,12 @@ def test_short_numbers(value: float, said: str) -> None:
     [(0, "0"), (45, "45 s"), (200, "3:20"), (7500, "2:05:00"), (86_400, "1d"), (273_600, "3d 4:00")],
 )
 def test_times_since_a_start(seconds: float, said: str) -> None:
-    """As they stand below an axis."""
+    """Times as on an axis."""
     assert axes.clock(seconds) == said
 
 
 def test_one_odd_point_among_a_million_is_drawn() -> None:
-    """At its own height, in a file of no more than 200 kB; the others keep their least and most."""
+    """It has its own height, in at most 200 kB; the minimum and maximum of the other points are kept."""
     x = np.arange(1.0, 1e6 + 1)
     y = np.where(x % 2 == 0, 1.0, 2.0)
     y[612_345] = 50.0
@@ -109,7 +109,7 @@ def test_one_odd_point_among_a_million_is_drawn() -> None:
 
 
 def test_a_line_breaks_where_a_number_is_missing() -> None:
-    """And one point alone is a point."""
+    """A single point between two gaps is drawn as a point."""
     y = np.array([1.0, 2.0, math.nan, 3.0, math.nan, 4.0, math.inf])
     figure = lines.chart("x", [Series("", np.arange(7.0), y)])
     assert [action for action, _, _ in points(figure)] == ["M", "L", "M", "M"]
@@ -120,7 +120,7 @@ def test_a_line_breaks_where_a_number_is_missing() -> None:
 @pytest.mark.parametrize("y", [[], [3.0], [0.0, 0.0], [math.nan], [-1.0, -1.0]])
 @pytest.mark.parametrize("log", [False, True])
 def test_little_is_drawn_too(y: list[float], log: bool) -> None:
-    """Nothing, one point, the same again: a chart with finite places."""
+    """For no data, one point or a constant, the chart has finite coordinates."""
     figure = lines.chart(
         "x", [Series("a", np.arange(float(len(y))), np.array(y)), Series("b", np.zeros(0), np.zeros(0))], log=log
     )
@@ -130,7 +130,7 @@ def test_little_is_drawn_too(y: list[float], log: bool) -> None:
 
 
 def test_powers() -> None:
-    """Equal factors are equal ways; what is not above 0 has no place."""
+    """Equal factors have equal distances; values that are not above 0 are not drawn."""
     figure = lines.chart("x", [Series("", np.arange(4.0), np.array([1.0, 10.0, 100.0, 0.0]))], log=True)
     a, b, c = (y for _, _, y in points(figure))
     assert a - b == pytest.approx(b - c, abs=0.2)
@@ -140,7 +140,7 @@ def test_powers() -> None:
 
 
 def test_a_chart_says_what_it_is() -> None:
-    """Title, description, legend and marks, whatever they are called."""
+    """Title, description, legend and marks are present and escaped."""
     evil = "</svg><script>"
     series = [Series(evil, np.arange(3.0), np.arange(3.0)), Series("eval", np.array([1.0]), np.array([1.0]), "dots")]
     figure = lines.chart(
@@ -158,7 +158,8 @@ def test_a_chart_says_what_it_is() -> None:
 
 
 def test_labels_and_what_lies_behind() -> None:
-    """A label stands where the one before leaves room; what lies behind widens the axes, and is neither named nor told."""
+    """A label is drawn only if the previous one leaves room. Series behind widen the axes, but have no legend and no hover
+    text."""
     x = np.arange(3.0)
     spots = [
         lines.Label(0.0, 0.0, "1"),
@@ -185,7 +186,7 @@ def heat(values: Any, **more: Any) -> Markup:
 
 
 def test_cells_have_the_colour_of_their_value() -> None:
-    """Neighbours of one level are one piece; what is outside the scale takes its end; what is not known has no colour."""
+    """Neighbours of one level are one path; values outside the scale get its end; unknown values have no colour."""
     figure = heat([[0.0, 0.0, 1.0, 7.0], [math.nan, 0.5, -3.0, math.nan]])
     (group,) = [g for g in parsed(figure).iter("g") if g.get("class") == "cells"]
     assert {path.get("class"): path.get("d") for path in group} == {
@@ -197,7 +198,7 @@ def test_cells_have_the_colour_of_their_value() -> None:
 
 
 def test_a_large_grid_stays_small() -> None:
-    """125 rows of 200 different cells: under 600 kB, and not so tall that it leaves the screen."""
+    """125 rows of 200 different cells take less than 600 kB, and fit on the screen."""
     values = np.random.default_rng(0).random((125, 200))
     figure = heat(values, rows=[str(i) for i in range(125)])
     assert len(figure) < 600_000
@@ -206,7 +207,7 @@ def test_a_large_grid_stays_small() -> None:
 
 
 def test_a_grid_names_its_rows() -> None:
-    """Beside it, and under the pointer with what a row is."""
+    """Each row has its name beside it, and in the hover text with its kind."""
     figure = heat([[0.0], [1.0]], y_name="rank", scale="middle")
     assert told(figure, "cells")["rows"] == ["rank a", "rank b"]
     texts = [text.text for text in parsed(figure).iter("text")]
@@ -215,7 +216,7 @@ def test_a_grid_names_its_rows() -> None:
 
 
 def test_parts_of_a_whole() -> None:
-    """Widths are shares; what is nothing stands in the table alone; what is told is text."""
+    """Widths are shares; a part of 0 is only in the table; names are escaped."""
     parts = [
         bars.Part("<b>", 3.0, "compute", "3 s", "what counts"),
         bars.Part("rest", 1.0, "other", "1 s"),
@@ -233,7 +234,7 @@ def test_parts_of_a_whole() -> None:
 
 
 def test_colours_can_be_told_apart_without_seeing_hue() -> None:
-    """The even scale only grows lighter; that with a middle goes away from it on both sides, in light and in dark."""
+    """The even scale only gets lighter; the scale with a middle changes in both directions from it, in light and dark mode."""
 
     def light(colour: str) -> float:
         red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))

@@ -1,4 +1,5 @@
-"""The page of `raydist report` in a real browser: all that is promised is there, it looks after itself, and asks for nothing."""
+"""The page of `raydist report` in a real browser: it has all documented parts, works in all display modes, and sends no
+request."""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ from tests.report.html.chromium import Chromium
 from tests.report.story import GIB
 
 NAME = "<img src=x onerror=owned=1>"
-"""Of a run: what would be done if any text became HTML."""
+"""HTML as the name of a run: if any text became HTML, it would set `owned`."""
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    """One for all tests here."""
+    """One browser for all tests here."""
     with Chromium(tmp_path_factory.mktemp("chromium")) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of the story's run."""
+    """The page of the run of story.py."""
     folder = tmp_path_factory.mktemp("report")
     run = story.story(RunDir(folder / NAME))
     run.storage.write(SPEC, f"name: x\ntrain: {{steps: 200, global_batch: 16}}\nnote: '{NAME}'\n".encode())
@@ -42,12 +43,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def texts(browser: Chromium, selector: str) -> list[str]:
-    """What a reader sees of each element."""
+    """The visible text of each element."""
     return list(browser.value(f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.innerText)"))
 
 
 def middle(browser: Chromium, selector: str, x: float, y: float) -> list[float]:
-    """Where a point of a drawing, in its own units, is on the screen."""
+    """The screen position of a point of a drawing, given in the drawing's units."""
     script = f"""(() => {{
         const svg = document.querySelector({json.dumps(selector)});
         svg.scrollIntoView({{block: "center"}});
@@ -58,7 +59,8 @@ def middle(browser: Chromium, selector: str, x: float, y: float) -> list[float]:
 
 
 def test_the_page_is_whole_and_asks_for_nothing(browser: Chromium, written: Path) -> None:
-    """Every section with its content, once the script has run; the console is silent, and no address was asked for but the file."""
+    """Every section has its content after the script has run; the console has no messages, and only the file itself was
+    requested."""
     browser.open(written)
     assert browser.value("document.documentElement.dataset.ready") == "yes"
     assert browser.complaints == []
@@ -69,10 +71,10 @@ def test_the_page_is_whole_and_asks_for_nothing(browser: Chromium, written: Path
         "Where the time went", "Training", "Ranks", "Communication", "Incidents", "Attempts", "Spec",
     ]  # fmt: skip
     assert texts(browser, "figcaption") == [
-        "Loss nats a token", "Throughput tokens/s, all ranks", "Gradient norm before clipping", "Learning rate",
+        "Loss nats per token", "Throughput tokens/s, all ranks", "Gradient norm before clipping", "Learning rate",
         "Gradient noise scale sequences",
         "Memory rank by time: resident memory of the rank's process",
-        "Slowness rank by step: time of computing over the median rank's",
+        "Slowness rank by step: compute time relative to the median rank",
     ]  # fmt: skip
     cards = dict(zip(texts(browser, ".cards dt"), texts(browser, ".cards dd"), strict=True))
     assert {name: value.split("\n")[0] for name, value in cards.items()} == {
@@ -84,7 +86,7 @@ def test_the_page_is_whole_and_asks_for_nothing(browser: Chromium, written: Path
 
 
 def test_shares_incidents_and_tables(browser: Chromium, written: Path) -> None:
-    """As the figures have them, in the reader's words."""
+    """They equal the figures, with readable names."""
     browser.open(written)
     shares = [row.split("\t")[:3] for row in texts(browser, ".parts tr")]
     assert shares == [
@@ -120,7 +122,7 @@ def test_shares_incidents_and_tables(browser: Chromium, written: Path) -> None:
 
 
 def test_values_under_the_pointer(browser: Chromium, written: Path) -> None:
-    """Of a line its step and number, of a heat map the cell's; they go with the pointer."""
+    """A line shows the step and the value, a heat map the cell's rank and value; the text disappears outside the plot."""
     browser.open(written)
     across = 64 + (588 - 64) * (150 - 1) / (200 - 1)
     browser.point(*middle(browser, "svg[data-lines]", across, 100))
@@ -130,7 +132,7 @@ def test_values_under_the_pointer(browser: Chromium, written: Path) -> None:
     assert rank.startswith("rank 1, 3:30 to ")
     assert much == "1.2 GiB"
     browser.point(*middle(browser, "svg[data-cells]", 66, 30))
-    assert texts(browser, "#tip div")[1] == "nothing is known"
+    assert texts(browser, "#tip div")[1] == "no data"
     for x in (20, 595):
         browser.point(*middle(browser, "svg[data-lines]", 300, 100))
         assert browser.value("document.getElementById('tip').hidden") is False
@@ -142,7 +144,7 @@ def test_values_under_the_pointer(browser: Chromium, written: Path) -> None:
 
 
 def test_names_under_the_pointer_are_text(browser: Chromium, tmp_path: Path) -> None:
-    """Whatever a series, or the number along, is called."""
+    """Names of a series and of the x axis are escaped."""
     chart = lines.chart(NAME, [lines.Series(NAME, np.arange(3.0), np.arange(3.0))], x_name=NAME)
     (tmp_path / "a.html").write_bytes(page.page(NAME, chart))
     browser.open(tmp_path / "a.html")
@@ -153,7 +155,7 @@ def test_names_under_the_pointer_are_text(browser: Chromium, tmp_path: Path) -> 
 
 
 def test_every_drawing_says_what_it_is(browser: Chromium, written: Path) -> None:
-    """To who cannot see it: a name and a description each, the bar in one sentence."""
+    """For screen readers: each drawing has a name and a description, the bar one sentence."""
     browser.open(written)
     drawings = browser.value(
         "[...document.querySelectorAll('svg')].map((one) => [one.getAttribute('role'), one.getAttribute('aria-label'),"
@@ -176,7 +178,7 @@ def test_every_drawing_says_what_it_is(browser: Chromium, written: Path) -> None
     ],
 )
 def test_light_dark_phone_paper(browser: Chromium, written: Path, width: int, dark: bool, media: str) -> None:
-    """Text stands out from what is behind it, nothing is wider than the page, and paper is light whatever the screen is."""
+    """The text has enough contrast, nothing is wider than the page, and print is light also in dark mode."""
     browser.open(written, width=width, dark=dark, media=media)
     paper = media == "print"
     contrast = """(() => {
@@ -202,7 +204,7 @@ def test_light_dark_phone_paper(browser: Chromium, written: Path, width: int, da
 
 
 def test_a_run_that_was_not_watched(browser: Chromium, tmp_path: Path) -> None:
-    """It has its report: what is missing is said in its place, with how to get it."""
+    """The report of a run without monitoring says in each place what is missing, and how to get it."""
     attempts = [(1, 0, story.steps(1, 80, 1))]
     run = story.write(RunDir(tmp_path / "a"), story.events()[:6], attempts, spec=b"observe: {interval_s: null}\n")
     (tmp_path / "a.html").write_bytes(render(report(run)))
@@ -216,7 +218,7 @@ def test_a_run_that_was_not_watched(browser: Chromium, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", ["running", "lost"])
 def test_a_run_without_anything(browser: Chromium, tmp_path: Path, status: str) -> None:
-    """Nothing but its spec, and that is no YAML: a page that says so."""
+    """With only a spec that is not valid YAML, the page says that no attempt has begun."""
     run = story.write(RunDir(tmp_path / "a"), [], [], status=status, spec=b"a: [\xff")
     (tmp_path / "a.html").write_bytes(render(report(run)))
     browser.open(tmp_path / "a.html")
@@ -225,7 +227,7 @@ def test_a_run_without_anything(browser: Chromium, tmp_path: Path, status: str) 
 
 
 def test_keys_do_not_leave_with_the_page(tmp_path: Path) -> None:
-    """A storage's URI may hold them; a page is for others."""
+    """A storage's URI may contain keys; the page, which users share, does not show them."""
     run = story.story(RunDir(tmp_path / "a"))
     run.storage.write(SPEC, b"checkpoint: {replicas: ['s3://KEY:sec&ret@bucket/x']}\n")
     data = render(report(run))
@@ -234,7 +236,8 @@ def test_keys_do_not_leave_with_the_page(tmp_path: Path) -> None:
 
 
 def test_the_browser_would_tell(browser: Chromium, tmp_path: Path) -> None:
-    """Of a script of another's, and of what is fetched: the page forbids both, and the console says so."""
+    """The page forbids foreign scripts and requests, and the browser's console reports both, so the other tests would notice
+    them."""
     path = tmp_path / "x.html"
     made = page.page("x", page.tag("p", "x")).decode()
     path.write_text(made.replace("<p>x</p>", "<script>owned = 1</script><img src=http://127.0.0.1:9/x.png>"))
@@ -260,12 +263,12 @@ NUMBERS = {
 
 
 def told(run: RunDir) -> dict[str, Any]:
-    """The figures, as they come out of strict JSON."""
+    """The figures after a round trip through strict JSON."""
     return dict(json.loads(json.dumps(report(run).told, allow_nan=False)))
 
 
 def test_figures_are_plain(tmp_path: Path) -> None:
-    """No number has become a text on its way; what is not known is null."""
+    """No number has become a string; unknown values are null."""
     found = told(story.story(RunDir(tmp_path / "a")))
 
     def numbers(value: Any, name: str = "") -> None:

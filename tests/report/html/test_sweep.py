@@ -1,4 +1,4 @@
-"""The page of `raydist sweep report` in a real browser: what was told of the sweep is on it, and it asks for nothing."""
+"""The page of `raydist sweep report` in a real browser: it shows all data of the sweep, and sends no request."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ GRID = "array: {parameters: {lr: [1e-4, 3e-4, 1e-3, 3e-3], batch_size: [16, 32]}
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    """One for all tests here."""
+    """One browser for all tests here."""
     with Chromium(tmp_path_factory.mktemp("chromium")) as made:
         yield made
 
 
 def texts(browser: Chromium, selector: str) -> list[str]:
-    """What stands in each element."""
+    """The text of each element."""
     return list(browser.value(f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.textContent)"))
 
 
 def test_the_page_of_a_grid(swept: Callable[..., Swept], browser: Chromium, tmp_path: Path, capsys: Any) -> None:
-    """Sentences, heat map, optimum, curves and every point stand on the page that the command writes; the console is silent."""
+    """The page of the command has conclusions, heat map, optimum, curves and every point; the console has no messages."""
     made = swept(GRID, "a-sweep")
     for i, cell in enumerate(made.cells):
         lr, batch = cell.job.optim.lr, cell.job.train.global_batch
@@ -97,7 +97,7 @@ WORDS = (
 def test_lines_are_seen_and_labels_are_whole(
     swept: Callable[..., Swept], browser: Chromium, tmp_path: Path, text: str, width: int, dark: bool
 ) -> None:
-    """In the light and in the dark, on a phone and on a screen: the best line too, and long names and values."""
+    """In light and dark mode, on a phone and on a large screen; also the best line, and long names and values."""
     made = swept(text)
     for i, cell in enumerate(made.cells):
         course = {"eval_loss": [[s, s * (1 + i / 30), s * (2 + i / 15), 3.0 - s / 100 + i / 50] for s in (25, 50, 75)]}
@@ -114,8 +114,8 @@ def test_lines_are_seen_and_labels_are_whole(
 
 
 def assert_fronts(browser: Chromium, told: dict[str, Any]) -> None:
-    """Each front is a table, and a chart that numbers the cells which take it; brute force in
-    tests/report/sweep/test_time_to_loss.py."""
+    """Each front is a table, and a chart that numbers its cells. tests/report/sweep/test_time_to_loss.py checks fronts by brute
+    force."""
     captions = texts(browser, "#reach figcaption")
     assert [caption.strip() for caption in captions] == ["eval_loss over seconds trained", "eval_loss over cost"]
     for place, axis in enumerate(("seconds", "amount")):
@@ -136,7 +136,7 @@ def assert_fronts(browser: Chromium, told: dict[str, Any]) -> None:
 
 
 def test_a_page_before_anything_has_finished(swept: Callable[..., Swept]) -> None:
-    """It says so, and what a user wrote into a value cannot become HTML."""
+    """The page says so, and a user's text in a value cannot become HTML."""
     made = swept("array: {type: list, parameters: [{data.source: '<img src=x onerror=owned=1>'}, {data.source: y}]}")
     written = render(tell(made.folder), []).decode()
     assert "No cell has finished yet." in written
@@ -145,7 +145,7 @@ def test_a_page_before_anything_has_finished(swept: Callable[..., Swept]) -> Non
 
 
 def test_parallel_axes_take_words(swept: Callable[..., Swept]) -> None:
-    """What is no number stands on its axis as a word; a parameter with one value has no axis."""
+    """A value that is not a number is shown as text on its axis; a parameter with one value has no axis."""
     made = swept("array: {parameters: {lr: [1e-4, 1e-3, 1e-2], schedule: [wsd, cosine], clip: 1}}")
     for i in range(6):
         made.finish(i, 2.0 + i)
@@ -158,7 +158,7 @@ def test_parallel_axes_take_words(swept: Callable[..., Swept]) -> None:
 
 
 def test_lineage_stands_on_the_page(swept: Callable[..., Swept]) -> None:
-    """Of pbt: which cell went on from which one's checkpoint, and with what."""
+    """With pbt, the page shows which cell continued from which other one's checkpoint, and the changed values."""
     made = swept("pbt.yaml")
     made.finish(0, 2.0)
     made.end(1, "exploited", source=made.cells[0].id, step=20, tokens=81920, changes={"optim.lr": [0.001, 0.0008]})
@@ -168,7 +168,7 @@ def test_lineage_stands_on_the_page(swept: Callable[..., Swept]) -> None:
 
 
 def test_curves_are_over_tokens(swept: Callable[..., Swept]) -> None:
-    """Held-out losses where there are any, else those of training; a cell whose run is gone has none."""
+    """Held-out losses if there are any, else training losses; a cell without its run has no curve."""
     made = swept("array: {parameters: {lr: [1, 2, 3]}}")
     for i in range(3):
         made.finish(i, 2.0 + i)

@@ -1,4 +1,4 @@
-"""Sweep folders as a driver leaves them, for the tests of what reads them."""
+"""Sweep folders as a driver leaves them, for the tests of the code that reads them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def train(
     status: str = "finished",
     noise: Sequence[float | None] = (),
 ) -> None:
-    """A run's records: a step a loss, of 100 tokens in 0.1 s, and an evaluation at the end."""
+    """Writes a run: one step per loss, of 100 tokens in 0.1 s, and an evaluation at the end."""
     run.storage.write(SPEC, dump(cell.job).encode())
     watch = RunMonitor(run.uri, interval_s=60.0)
     watch.begin_attempt(1, 2, 0)
@@ -48,7 +48,7 @@ def train(
 
 
 class Swept:
-    """A sweep in its folder, whose cells can be given an end."""
+    """A sweep in its folder, whose cells a test can end."""
 
     def __init__(self, folder: SweepDir, sweep: Sweep) -> None:
         self.folder, self.sweep, self.cells = folder, sweep, sweep.cells()
@@ -60,7 +60,7 @@ class Swept:
         self.log.flush()
 
     def finish(self, cell: int, eval_loss: float | None, **figures: Any) -> None:
-        """As a driver does: the figures are in the log, and the run is not looked at any more."""
+        """Ends a cell as a driver does: the figures are in the log, so its run is no longer read."""
         self.start(cell)
         told = {
             "steps": 100,
@@ -80,7 +80,7 @@ class Swept:
 
 @pytest.fixture
 def swept(tmp_path: Path) -> Callable[..., Swept]:
-    """Makes a sweep of the quickstart from a file's text, or of a file in tune_sweeps/, in tmp_path/storage."""
+    """Makes a sweep of the quickstart from a file's text, or from a file in tune_sweeps/, in tmp_path/storage."""
 
     def make(text: str, name: str = "s") -> Swept:
         path = ROOT / "tune_sweeps" / text

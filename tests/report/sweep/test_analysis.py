@@ -1,4 +1,4 @@
-"""What is said of a sweep's results, against results whose truth is known."""
+"""The analysis of a sweep's results, on results with a known optimum."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def fits(*arguments: Any) -> list[Fit]:
     shift=st.floats(0.2, 5),
 )
 def test_exact_parabolas_are_found(optimum: float, curvature: float, height: float, shift: float) -> None:
-    """Each group's own vertex, by its own slope; a maximum as well as a minimum. Without noise the interval is a point."""
+    """Each group's own vertex is found, from its own slope, for a maximum and for a minimum. Without noise the interval is a
+    point."""
     x = LRS * 2
     groups = [0] * 5 + [7] * 5
     y = [parabola(v, optimum * (shift if g else 1), curvature, height) for v, g in zip(x, groups, strict=True)]
@@ -59,7 +60,7 @@ def test_exact_parabolas_are_found(optimum: float, curvature: float, height: flo
     seed=st.integers(0, 10**6),
 )
 def test_units_make_no_difference(scale: float, move: float, up: float, seed: int) -> None:
-    """Another unit of the loss changes no interval; another unit of the learning rate moves it."""
+    """Another unit of the loss changes no interval; another unit of the learning rate scales it."""
     draws = random.Random(seed)
     y = [parabola(v, 1e-3) + draws.gauss(0, 0.02) for v in LRS * 2]
     one = fit(LRS * 2, y, [0] * 10, "min")
@@ -74,9 +75,9 @@ def test_units_make_no_difference(scale: float, move: float, up: float, seed: in
 
 @pytest.mark.parametrize("spread", [0.02, 0.2, 0.6])
 def test_intervals_cover_the_optimum(spread: float) -> None:
-    """Of 1000 noisy sweeps at most 5%, within four standard errors, tell a wrong interval; just 5% where none is refused.
+    """Of 1000 noisy sweeps at most 5% give a wrong interval, within four standard errors; exactly 5% if none is refused.
 
-    Fieller's set covers in 95% of all cases: those where it is unbounded, and nothing is told, count as covering.
+    Fieller's set covers the optimum in 95% of all cases. An unbounded set gives no interval, and counts as covering.
     """
     draws = random.Random(1)
     told = held = 0
@@ -96,23 +97,23 @@ def test_intervals_cover_the_optimum(spread: float) -> None:
 @settings(deadline=None)
 @given(seed=st.integers(0, 10**6), curvature=st.floats(0.01, 1))
 def test_what_bends_the_wrong_way_is_refused(seed: int, curvature: float) -> None:
-    """A hill has no minimum, whatever its noise."""
+    """A concave curve has no minimum, whatever its noise."""
     draws = random.Random(seed)
     y = [parabola(v, 1e-3, -curvature) + draws.gauss(0, curvature / 100) for v in LRS]
     found = fit(LRS, y, [0] * 5, "min")
     assert isinstance(found, Refusal)
-    assert "wrong way" in found.because
+    assert "not convex" in found.because
 
 
 def test_what_does_not_bend_is_refused() -> None:
-    """A straight line, and pure noise but for the 2.5% in which it looks like a bend upwards."""
+    """A straight line; and pure noise, except for the 2.5% in which it looks convex."""
     straight = [2 + 0.1 * math.log(v) for v in LRS]
     assert isinstance(fit(LRS, straight, [0] * 5, "min"), Refusal)
     draws = random.Random(2)
     refused = sum(
         isinstance(fit(LRS, [draws.gauss(2, 0.1) for _ in LRS], [0] * 5, "min"), Refusal) for _ in range(1000)
     )
-    # Two-sided at 95%, one side of which counts: 97.5% are refused.
+    # Two-sided at 95%, and only one side counts: 97.5% are refused.
     assert abs(refused / 1000 - 0.975) < 4 * math.sqrt(0.975 * 0.025 / 1000)
 
 
@@ -120,12 +121,12 @@ def test_what_does_not_bend_is_refused() -> None:
     ("x", "groups", "because"),
     [
         ([1e-3, 1e-2] * 3, [0, 0, 1, 1, 2, 2], "fewer than three values"),
-        ([1e-4, 1e-3, 1e-2], [0, 0, 0], "3 results fix the parabola"),
-        ([1e-4, 1e-3, 1e-2, 1e-3], [0, 0, 0, 1], "4 results fix the parabola"),
+        ([1e-4, 1e-3, 1e-2], [0, 0, 0], "3 results determine the parabola"),
+        ([1e-4, 1e-3, 1e-2, 1e-3], [0, 0, 0, 1], "4 results determine the parabola"),
     ],
 )
 def test_too_little_is_refused(x: list[float], groups: list[int], because: str) -> None:
-    """With the reason, and what would help."""
+    """The refusal has the reason."""
     found = fit(x, [parabola(v, 1e-3) for v in x], groups, "min")
     assert isinstance(found, Refusal)
     assert because in found.because
@@ -134,9 +135,9 @@ def test_too_little_is_refused(x: list[float], groups: list[int], because: str) 
 @settings(deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_the_fit_is_least_squares(seed: int) -> None:
-    """Against the normal equations of the whole model: optimum, and ends at which Fieller's quadratic is zero.
+    """Compared with the normal equations of the whole model: the optimum, and ends at which Fieller's quadratic is zero.
 
-    Of unlike groups: with every value twice, with three, with two, and with a single value, which tells of noise only.
+    The groups differ: every value twice, three values, two values, and a single value, which only adds to the noise estimate.
     """
     draws = random.Random(seed)
     x = [*LRS, *LRS, 2e-4, 1e-3, 5e-3, 1e-4, 1e-2, 1e-3, 1e-3, 1e-3]
@@ -160,7 +161,8 @@ def test_the_fit_is_least_squares(seed: int) -> None:
 
 
 def test_groups_judge_their_noise_together() -> None:
-    """Three values a group fix each parabola, but three groups of them that share their bend leave two to judge by."""
+    """Three values fix a group's parabola, but three such groups with a common curvature leave two degrees of freedom for the
+    noise."""
     draws = random.Random(3)
     x, groups = LRS[:3] * 3, [0] * 3 + [1] * 3 + [2] * 3
     y = [parabola(v, 3e-4 * 2**g) + draws.gauss(0, 0.002) for v, g in zip(x, groups, strict=True)]
@@ -192,7 +194,7 @@ def test_groups_judge_their_noise_together() -> None:
     ],
 )
 def test_edges(tried: list[Any], value: Any, expected: tuple[str, str, float | None] | None) -> None:
-    """The value to try next is one step further on the axis's own spacing; what is no number has no edge."""
+    """The value to try next is one step further, in the axis's own spacing; values that are not numbers have no edge."""
     found = edge("f", tried, value)
     if expected is None or expected[2] is None:
         assert found is None
@@ -203,7 +205,8 @@ def test_edges(tried: list[Any], value: Any, expected: tuple[str, str, float | N
 
 
 def test_the_best_and_what_is_as_good() -> None:
-    """NaN and missing are no candidates; of equal ones the first. Only points with seeds can be as good."""
+    """NaN and missing values are no candidates; of equal ones the first is best. Only points with several seeds can be within the
+    noise."""
     assert best([3.0, None, 2.0, math.nan, 2.0], "min") == 2
     assert best([3.0, None, 2.0], "max") == 0
     assert best([None, math.nan], "min") is None

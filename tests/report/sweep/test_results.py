@@ -1,4 +1,4 @@
-"""A sweep's results are those of its cells' runs, whatever became of them, and say what can be said."""
+"""A sweep's results come from its log and its cells' runs, whatever their status, with the conclusions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def strict(value: Any) -> Any:
 
 
 def test_figures_of_a_run(swept: Make) -> None:
-    """The last eval loss and noise scale; the training loss over the last tenth by tokens, NaN left out; pace and tokens of all."""
+    """The last eval loss and noise scale; the training loss over the last tenth by tokens, without NaN; pace and tokens of all
+    steps."""
     made = swept("array: {parameters: {lr: [1]}}")
     keys = ("steps", "tokens", "loss", "eval_loss", "grad_noise_scale")
 
@@ -66,7 +67,7 @@ def test_figures_of_a_run(swept: Make) -> None:
 
 
 def test_a_row_a_point(swept: Make) -> None:
-    """Three seeds each: mean and Student's interval of the objective, sums of what it cost, all runs."""
+    """With three seeds each: mean and Student's interval of the objective, total costs, all runs."""
     made = swept(GRID.format(3))
     for i in range(len(made.cells)):
         made.finish(i, 2.0 + 0.1 * made.cells[i].point + 0.01 * made.cells[i].seed)
@@ -87,8 +88,8 @@ def test_a_row_a_point(swept: Make) -> None:
 
 
 def test_what_became_of_cells(swept: Make) -> None:
-    """Every status with its cause; a cell that trains is looked up in its run; the best is one that has finished. Lost is one that
-    an earlier driver had, and did not end; without a driver, every one that has not ended."""
+    """Every status has its cause. A running cell's figures come from its run; the best cell is a finished one. A cell that an
+    earlier driver started and did not end is lost; without a driver, so is every started cell that has not ended."""
     made = swept("array: {parameters: {lr: [1, 2, 3, 4, 5, 6, 7]}}\nlimits: {cost_per_gpu_hour: 1}")
     made.start(5)
     lease = DriverLease(RunDir(made.folder.uri))
@@ -108,7 +109,7 @@ def test_what_became_of_cells(swept: Make) -> None:
         ("failed", "rank 1: killed by SIGKILL", None),
         ("paused", "interrupted by SIGINT", None),
         ("running", None, 1.5),
-        ("lost", "its driver is gone; the same command goes on with it", 1.5),
+        ("lost", "its driver died; the same command resumes it", 1.5),
         ("waiting", None, None),
     ]
     assert told["best"] == 0
@@ -120,7 +121,7 @@ def test_what_became_of_cells(swept: Make) -> None:
 
 
 def test_a_point_of_unlike_cells(swept: Make) -> None:
-    """While a seed is missing the point is not finished, and its objective that of the seeds that are."""
+    """While a seed is missing the point is not finished, and its objective is the mean of the finished seeds."""
     made = swept("array: {parameters: {lr: [1]}, seeds: 3}")
     made.finish(0, 2.0)
     made.finish(1, 3.0)
@@ -140,7 +141,7 @@ def test_a_point_of_unlike_cells(swept: Make) -> None:
     )
 )
 def test_what_a_cell_cost(stretches: list[tuple[float, int, float, float]]) -> None:
-    """Seconds and GPU-hours are those of all its stretches, whatever lay between."""
+    """Seconds and GPU-hours are the sums over all its stretches, without the pauses between."""
     state, at = CellState(), 0.0
     for length, workers, gpus, pause in stretches:
         state.stretches.append(Stretch(at, workers, gpus, at + length))
@@ -151,7 +152,7 @@ def test_what_a_cell_cost(stretches: list[tuple[float, int, float, float]]) -> N
 
 
 def test_a_killed_driver_is_paid_up_to_its_last_sign(swept: Make) -> None:
-    """Where a stretch has no end, its run's last event or heartbeat is it; never past the next stretch's begin."""
+    """A stretch without an end lasts until its run's last event or heartbeat, but not past the begin of the next stretch."""
     made = swept("array: {parameters: {lr: [1]}}")
     run = made.folder.run("r")
     train(run, made.cells[0], [4.0] * 3, 2.0, "running")
@@ -165,7 +166,7 @@ def test_a_killed_driver_is_paid_up_to_its_last_sign(swept: Make) -> None:
 
 
 def test_a_metric_that_is_never_reported(swept: Make) -> None:
-    """One clear error that says what there is instead; before anything has finished it is none."""
+    """It is one clear error that names the available metrics; before any cell has finished there is no error."""
     made = swept(GRID.format(1))
     assert tell(made.folder)["analysis"]["words"] == ["no cell has finished yet"]
     made.finish(0, None)
@@ -178,7 +179,8 @@ def test_a_metric_that_is_never_reported(swept: Make) -> None:
 
 
 def test_words_of_a_grid(swept: Make) -> None:
-    """The best with its interval, what is as good, the edge with the value to try next, the optimum of each batch size."""
+    """The best with its interval, the points within its noise, the edge with the value to try next, the optimum for each batch
+    size."""
     made = swept(GRID.format(3))
     for i, cell in enumerate(made.cells):
         lr, batch = cell.job.optim.lr, cell.job.train.global_batch
@@ -192,9 +194,9 @@ def test_words_of_a_grid(swept: Make) -> None:
     assert words[1] == (
         "the base's own values (learning_rate 0.001, batch_size 32): eval_loss 2.0280; the best is 0.0280 lower, within the noise"
     )
-    assert words[2] == "inside of what was tried: learning_rate 0.001 (0.0001 to 0.01)"
-    assert words[3] == "within the noise of it: learning_rate 0.001, batch_size 32"
-    assert words[4] == "batch_size 16 is the lowest that was tried: try 8 before you trust it"
+    assert words[2] == "inside the tried range: learning_rate 0.001 (0.0001 to 0.01)"
+    assert words[3] == "within the noise of the best: learning_rate 0.001, batch_size 32"
+    assert words[4] == "batch_size 16 is the lowest value that was tried: try 8 too"
     assert [(o["at"], o["inside"]) for o in told["analysis"]["optima"]] == [
         ({"train.global_batch": 16}, True),
         ({"train.global_batch": 32}, True),
@@ -216,8 +218,8 @@ def test_words_of_a_grid(swept: Make) -> None:
     ],
 )
 def test_a_batch_far_beyond_the_noise_scale(swept: Make, scale: float, measured: int, shown: str, far: bool) -> None:
-    """The best point's batch stands beside it, and what is far beyond it is told, as a run tells it: once that is known from 20
-    measurements, one in ten steps. No scale is of less than a sequence."""
+    """The conclusions show the best point's batch with the noise scale, and report one that is far larger, as in a run: only
+    after 20 measurements, one every ten steps. The scale shown is never less than one sequence."""
     made = swept(GRID.format(1))
     for i in range(6):
         made.finish(i, 2.0 + i, grad_noise_scale=scale, tokens=measured * 10 * 16 * 128)
@@ -227,13 +229,13 @@ def test_a_batch_far_beyond_the_noise_scale(swept: Make, scale: float, measured:
 
 
 def test_one_seed_says_that_noise_is_unknown(swept: Make) -> None:
-    """And no point is claimed to be as good, or not."""
+    """No point is reported as within the noise of the best."""
     made = swept(GRID.format(1))
     for i in range(6):
         made.finish(i, 2.0 + 0.1 * i)
     told = tell(made.folder)
     assert (told["analysis"]["as_good"], told["analysis"]["noise_known"]) == ([], False)
-    assert any("one seed a point" in line for line in told["analysis"]["words"])
+    assert any("one seed per point" in line for line in told["analysis"]["words"])
 
 
 @pytest.mark.parametrize(
@@ -241,13 +243,13 @@ def test_one_seed_says_that_noise_is_unknown(swept: Make) -> None:
     [
         ("[3e-4, 1e-3, 3e-3]", 3e-3, "(learning_rate 0.001): eval_loss 2.2000; the best is 0.2000 lower"),
         ("[3e-4, 1e-3, 3e-3]", 1e-3, "the base's own values (learning_rate 0.001) are the best"),
-        ("[1e-5, 5e-5, 1e-4]", 5e-5, "learning_rate 0.001 of the base lies outside of what is tried (1e-05 to 0.0001)"),
+        ("[1e-5, 5e-5, 1e-4]", 5e-5, "learning_rate 0.001 of the base lies outside the tried range (1e-05 to 0.0001)"),
         ("[5e-4, 2e-3, 8e-3]", 2e-3, ""),
     ],
 )
 def test_the_base_s_own_values(swept: Make, rates: str, best: float, said: str) -> None:
-    """Whether the sweep was worth it: the base's point beside the best; or that the sweep does not reach to it, before and after.
-    A best value between others is said to be inside.
+    """The gain of the sweep: the base's point beside the best; or, before and after, that the base lies outside the tried range.
+    A best value between others is reported as inside.
     """
     made = swept(f"array: {{parameters: {{lr: {rates}}}}}")
     for i, cell in enumerate(made.cells):
@@ -260,7 +262,7 @@ def test_the_base_s_own_values(swept: Make, rates: str, best: float, said: str) 
     assert told["analysis"]["base"] == (same[0] if same else None)
     inner = best not in (3e-3, 1e-5)
     assert told["analysis"]["inside"] == (["optim.lr"] if inner else [])
-    assert any(line.startswith(f"inside of what was tried: learning_rate {best:g} (") for line in words) == inner
+    assert any(line.startswith(f"inside the tried range: learning_rate {best:g} (") for line in words) == inner
     ahead = forecast.tell(made.sweep, made.cells, [])["notes"]
     assert any("lies outside" in note for note in ahead) == ("lies outside" in said)
     statuses = [line.split("|")[-3].strip() for line in tables.markdown(told).splitlines()[2:5]]
@@ -271,7 +273,7 @@ def test_the_base_s_own_values(swept: Make, rates: str, best: float, said: str) 
 
 
 def test_a_natural_end_is_no_edge(swept: Make) -> None:
-    """No dropout is best: less than none there is not. A drawn range is told by its outer tenth."""
+    """A dropout of 0 is best: there is no smaller value. For a drawn range, its outer tenth is the edge."""
     made = swept("array: {parameters: {dropout: [0, 0.1, 0.2]}}")
     for i in range(3):
         made.finish(i, 2.0 + i)
@@ -284,7 +286,7 @@ def test_a_natural_end_is_no_edge(swept: Make) -> None:
 
 
 def test_pbt_has_neither_edges_nor_optima(swept: Make) -> None:
-    """Its cells change their values as they train; the lineage stands in the row."""
+    """The cells' values change during training; the lineage is in the row."""
     made = swept("pbt.yaml")
     for i in range(8):
         made.start(i)
@@ -300,11 +302,11 @@ def test_pbt_has_neither_edges_nor_optima(swept: Make) -> None:
     assert [{k: v for k, v in step.items() if k != "at"} for step in lineage] == [exploit]
     train(made.folder.run(made.cells[3].id), made.cells[3], [2.0], 2.0)
     _, lines = best_job(made.folder, told)
-    assert lines[-1] == f"At step 20 it went on from {made.cells[0].id}'s checkpoint: optim.lr 0.001 -> 0.0008."
+    assert lines[-1] == f"At step 20 it continued from {made.cells[0].id}'s checkpoint: optim.lr 0.001 -> 0.0008."
 
 
 def test_tables_say_the_same(swept: Make) -> None:
-    """CSV exact, in order; Markdown and the terminal with the best point first, and the causes of failures."""
+    """CSV has exact values in order; Markdown and the terminal have the best point first, and the causes of failures."""
     made = swept(GRID.format(1))
     for i in range(5):
         made.finish(i, 2.0 - 0.1 * i)
@@ -329,7 +331,7 @@ def test_tables_say_the_same(swept: Make) -> None:
 
 
 def test_parquet_has_a_column_a_parameter(swept: Make) -> None:
-    """Numbers as numbers, what has several types as JSON, a row a point."""
+    """Numbers are numbers, a column with several types has JSON, and each point is one row."""
     text = "array: {type: list, parameters: [{lr: 1e-3, optim.schedule: wsd}, {lr: 2, optim.schedule: {name: cosine, floor: 0}}]}"
     made = swept(text)
     made.finish(0, 2.0)
@@ -343,13 +345,13 @@ def test_parquet_has_a_column_a_parameter(swept: Make) -> None:
 
 
 def test_the_best_cell_s_job(swept: Make, tmp_path: Path) -> None:
-    """It is what the best seed of the best point was trained with, under a name of its own, and loads as a job."""
+    """It is the job of the best seed of the best point, with a name of its own, and loads as a job."""
     made = swept("array: {parameters: {lr: [1e-3, 2e-3]}, seeds: 2}")
     with pytest.raises(UsageError, match=r"no cell has finished \(4 waiting\)"):
         best_job(made.folder, tell(made.folder))
     for i, value in enumerate((3.0, 2.0, 3.1, 2.2)):
         made.finish(i, value)
-    with pytest.raises(StorageError, match="is gone"):
+    with pytest.raises(StorageError, match="does not exist"):
         best_job(made.folder, tell(made.folder))
     train(made.folder.run(made.cells[1].id), made.cells[1], [2.0], 2.0)
     job, lines = best_job(made.folder, tell(made.folder))
@@ -362,7 +364,8 @@ def test_the_best_cell_s_job(swept: Make, tmp_path: Path) -> None:
 
 
 def test_the_forecast(swept: Make, tmp_path: Path) -> None:
-    """Hours and cost by the base's run, where there is one, then by the sweep's own cells; else reckoned and told so, or none."""
+    """Hours and cost are measured in the base's run, if there is one, then in the sweep's own cells; else they are marked as
+    estimates, or missing."""
     made = swept("array: {parameters: {width: [128, 64], batch_size: [32, 64]}, concurrent: 1}\n"
                  "limits: {gpu_hours: 0.1, hours: 100, cost_per_gpu_hour: 2}")  # fmt: skip
     storage = Storage(tmp_path / "storage")
@@ -377,7 +380,7 @@ def test_the_forecast(swept: Make, tmp_path: Path) -> None:
     told = tell_it()
     assert [(cell["hours"], cell["by"]) for cell in told["cells"]] == [(None, None)] * 4
     assert told["notes"] == [
-        "time: not known until a cell, or quickstart, the base, has run in the same storage: then by its tokens/s",
+        "time: unknown until a cell or the base, quickstart, has run in the same storage; then from its tokens/s",
         "one cell after another",
     ]
     assert (told["totals"]["cells"], told["totals"]["tokens"], told["over"]) == (4, 4 * 819200, [])
@@ -397,9 +400,9 @@ def test_the_forecast(swept: Make, tmp_path: Path) -> None:
         measured, measured, "reckoned for H100 at 40%", "unknown: its model is new"
     ]  # fmt: skip
     assert told["notes"][1:3] == [
-        "time marked ~, of 1 of 4 cells: reckoned as raydist plan does, for H100 at 40%, not measured; starting a cell comes "
-        "on top",
-        "time is not reckoned: its model is new",
+        "time marked ~, of 1 of 4 cells: estimated as in raydist plan, for H100 at 40%, not measured, without the start of a "
+        "cell",
+        "time is not estimated: its model is new",
     ]
     sink = io.StringIO()
     tables.forecast(told, Console(file=sink, width=40))
@@ -416,7 +419,7 @@ def test_the_forecast(swept: Make, tmp_path: Path) -> None:
 
 
 def test_the_forecast_of_a_place(swept: Make, tmp_path: Path) -> None:
-    """What really runs there: as many cells at once as fit, no GPU-hours and no cost without a GPU; or why none can run."""
+    """The real concurrency there: as many cells at once as fit, no GPU-hours and no cost without a GPU; or why none can run."""
     made = swept("array: {parameters: {batch_size: [16, 32, 64]}, concurrent: 3}\n"
                  "limits: {gpu_hours: 10, hours: 2, cost_per_gpu_hour: 2}")  # fmt: skip
     known = [forecast.Pace(forecast.kind(made.sweep.base), 4096.0, "run quickstart")]
@@ -435,12 +438,12 @@ def test_the_forecast_of_a_place(swept: Make, tmp_path: Path) -> None:
     assert shown[0].split()[-2:] == ["tokens", "time"]
     assert shown[1].split()[-1] == "3:20"
     assert shown[4:] == [
-        "3 cells, 3 points; 2,457,600 tokens; about 10:00 on the wall; it pauses after 2:00:00 (limits.hours)",
-        "time: by 4,096 tokens/s of run quickstart; starting a cell comes on top",
-        "on this machine (2 CPUs, no GPU): one cell after another; array.concurrent is 3, there is no room for more",
+        "3 cells, 3 points; 2,457,600 tokens; about 10:00 wall time; it pauses after 2:00:00 (limits.hours)",
+        "time: by 4,096 tokens/s of run quickstart, without the start of a cell",
+        "on this machine (2 CPUs, no GPU): one cell after another; array.concurrent is 3, but there is no room for more",
     ]
     told, shown = tell_it({"CPU": 4.0})
-    assert "about 6:40 on the wall" in shown[4]
+    assert "about 6:40 wall time" in shown[4]
     assert shown[-1].startswith("on this machine (4 CPUs, no GPU): 2 cells at once; array.concurrent is 3")
     told, shown = tell_it({"CPU": 16.0, "GPU": 8.0}, {"CPU": 16.0})
     assert shown[0].split()[-3:] == ["time", "GPU-hours", "cost"]
@@ -449,13 +452,13 @@ def test_the_forecast_of_a_place(swept: Make, tmp_path: Path) -> None:
     told, shown = tell_it({"CPU": 1.0})
     assert (told["totals"]["at_once"], told["totals"]["hours"]) == (None, None)
     assert shown[-1] == (
-        "on this machine (1 CPU, no GPU) it cannot run: a cell asks for 2 workers of 1 CPU, the cluster has 1 CPU on 1 node: "
-        "1 would fit; --address says where else"
+        "it cannot run on this machine (1 CPU, no GPU): a trial asks for 2 workers of 1 CPU, the cluster has 1 CPU on 1 node: "
+        "1 would fit; choose another cluster with --address"
     )
 
 
 def test_ten_thousand_cells_are_read_from_the_log_alone(swept: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No run of a cell that has ended is opened: a sweep of any size is a few files to read."""
+    """No run of an ended cell is opened: a sweep of any size needs only a few files."""
     made = swept("array: {type: random, samples: 300, parameters: {lr: {log_uniform: [1e-4, 1e-2]}}, seeds: 2}")
     for i in range(len(made.cells)):
         made.log.event("started", made.cells[i].id, workers=2, gpus=0.0)

@@ -1,4 +1,4 @@
-"""docs/sweeps.md is the interface: what is told of a sweep stands there."""
+"""docs/how-to/sweeps.md is an interface: it documents the JSON and the events of a sweep."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raydist.run.sweep_state import fold
 from tests.report.sweep.conftest import Swept
 from tests.run.test_sweep_directory import story
 
-DOCS = (Path(__file__).parents[3] / "docs/sweeps.md").read_text()
+DOCS = (Path(__file__).parents[3] / "docs/how-to/sweeps.md").read_text()
 
 
 def test_every_key_stands_in_the_docs(swept: Callable[..., Swept]) -> None:
-    """Of the forecast and the results, of their rows, totals and analysis; and every status."""
+    """Keys of the forecast and the results, of their rows, totals and analysis; and every status."""
     made = swept("array: {parameters: {lr: [1, 2]}, seeds: 2}")
     for cell in range(4):
         made.finish(cell, 2.0)
@@ -27,7 +27,7 @@ def test_every_key_stands_in_the_docs(swept: Callable[..., Swept]) -> None:
 
 
 def test_every_documented_kind_is_understood() -> None:
-    """Each kind with a cell changes its state, or is known to change nothing."""
+    """Each documented kind with a cell changes its state, or is known to change nothing."""
     table = DOCS[DOCS.index("| kind | data |") :]
     kinds = re.findall(r"^\| `(\w+)` \|", table, re.M)
     after = {kind: fold(story(("started", {}), (kind, {"note": {}})))["c"] for kind in kinds}

@@ -1,4 +1,4 @@
-"""How soon and for how much cells came to a loss: exact seconds of all attempts, and fronts that brute force finds too."""
+"""The time and cost until cells reached a loss: exact seconds over all attempts, and fronts that equal a brute-force search."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Make = Callable[..., Swept]
 
 
 def test_the_course_of_a_run(swept: Make) -> None:
-    """Each evaluation that counts, at the seconds of all steps that were trained until then: those of a lost attempt too.
+    """Each valid evaluation, with the seconds of all steps trained until then, including those of a lost attempt.
 
-    Of the training loss ten means, the last of which is the objective.
+    The training loss has ten means, the last of which is the objective.
     """
     run = swept("array: {parameters: {lr: [1]}}").folder.run("r")
     assert measure(run)["course"] == {"eval_loss": [], "loss": []}
@@ -38,7 +38,7 @@ def test_the_course_of_a_run(swept: Make) -> None:
 
     watch.begin_attempt(1, 2, 0)
     watch.push([step(s, 1, 2) for s in range(1, 13)], [evaluated(5, 4.5), evaluated(10, 4.0)])
-    watch.begin_attempt(2, 4, 8)  # steps 9 to 12, and the evaluation among them, come again, on four workers
+    watch.begin_attempt(2, 4, 8)  # steps 9 to 12, with their evaluation, are repeated on four workers
     watch.push([step(s, 2, 4) for s in range(9, 21)], [evaluated(10, 3.9), evaluated(15, None), evaluated(20, 3.0)])
     watch.end("finished")
     found = measure(run)
@@ -56,7 +56,8 @@ SEED = st.lists(st.tuples(*[st.integers(1, 6)] * 3), max_size=4).map(
 
 @given(st.lists(st.lists(SEED, min_size=1, max_size=3), max_size=5), st.sampled_from([1, -1]))
 def test_the_front_by_brute_force(points: list[list[list[list[float]]]], sign: int) -> None:
-    """An evaluation, the mean of all seeds that have it, is on it unless another is as good for as little; of equals the first."""
+    """An evaluation, as the mean of all seeds that have it, is on the front unless another one is at least as good for at most
+    the same cost; of equal ones, the first is on it."""
     rows = [{"point": 7 * i, "course": of_point(seeds)} for i, seeds in enumerate(points)]
     every = []
     for row, seeds in zip(rows, points, strict=True):
@@ -85,7 +86,7 @@ def test_the_front_by_brute_force(points: list[list[list[list[float]]]], sign: i
 
 
 def courses(made: Swept, ends: list[float], seconds: list[float], gpus: float = 2.0) -> None:
-    """Cell i comes from 5.0 to ends[i] in four evaluations, in equal steps, a step each seconds[i]; two workers."""
+    """Cell i goes from 5.0 to ends[i] in four evaluations, in equal steps; a step takes seconds[i]; two workers."""
     for i, (end, each) in enumerate(zip(ends, seconds, strict=True)):
         told = [[25 * k, 25 * k * each, 50 * k * each, 5.0 + (end - 5.0) * k / 4] for k in range(1, 5)]
         made.start(i, gpus)
@@ -93,7 +94,7 @@ def courses(made: Swept, ends: list[float], seconds: list[float], gpus: float = 
 
 
 def test_time_and_cost_to_a_loss(swept: Make) -> None:
-    """Who was first at what the best but one came to, in words and figures; seconds are of training, the price of its GPUs."""
+    """The first cell to reach the second-best objective, in words and figures; seconds of training, and the price of its GPUs."""
     made = swept("array: {parameters: {lr: [1e-3, 2e-3, 3e-3]}}\nlimits: {cost_per_gpu_hour: 3600}")
     courses(made, [2.0, 2.6, 3.4], [1.0, 0.25, 0.5])
     told = json.loads(json.dumps(tell(made.folder), allow_nan=False))
@@ -115,13 +116,14 @@ def test_time_and_cost_to_a_loss(swept: Make) -> None:
     assert (first["objective"], first["of"]) == (2.6, "second")
     assert (first["quickest"]["point"], first["cheapest"]["point"], first["best"]["step"]) == (1, 1, 100)
     assert told["analysis"]["words"][3] == (
-        "quickest and cheapest to eval_loss 2.6000 (that of the best but one): learning_rate 0.002 in 25 s, at cost 50; "
+        "quickest and cheapest to eval_loss 2.6000 (the second best): learning_rate 0.002 in 25 s, at cost 50; "
         "the best in 1:40, at cost 200: 4 times as long"
     )
 
 
 def test_within_the_noise_seeds_are_means(swept: Make) -> None:
-    """Of several seeds the mean, with the least and the most; what the group within the noise came to is as good as the best."""
+    """With several seeds it is the mean, with minimum and maximum; the target is the objective of the points within the noise of
+    the best."""
     made = swept("array: {parameters: {lr: [1e-3, 2e-3, 3e-3]}, seeds: 2}")
     courses(made, [2.0, 2.05, 2.08, 2.1, 2.15, 2.18], [1.0, 0.5, 0.1, 2.0, 0.5, 0.1], gpus=0.0)
     told = tell(made.folder)
@@ -134,12 +136,12 @@ def test_within_the_noise_seeds_are_means(swept: Make) -> None:
     assert (first["of"], first["objective"]) == ("as_good", told["points"][2]["objective"])
     assert told["analysis"]["words"][3] == (
         "quickest and cheapest to eval_loss 2.1300 (as good as the best, within the noise): learning_rate 0.003 in 10 s, for "
-        "0.00556 worker-hours, in the mean of its seeds; the best in 2:30, for 0.0833 worker-hours: 15 times as long"
+        "0.00556 worker-hours, mean of its seeds; the best in 2:30, for 0.0833 worker-hours: 15 times as long"
     )
 
 
 def test_nobody_is_first_where_nothing_is_known(swept: Make) -> None:
-    """One point, no evaluation, or cells that begin: no sentence, and no front."""
+    """With one point, without evaluations, or with cells that have just started, there is no sentence."""
     made = swept("array: {parameters: {lr: [1e-3, 2e-3]}, seeds: 2}")
     courses(made, [2.0], [1.0])
     made.start(2)

@@ -1,4 +1,4 @@
-"""A sweep's cells: the same ids in the same order each time, comparable with one another, and whole jobs."""
+"""A sweep's cells: stable ids and order, equal training tokens, and complete jobs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUICKSTART = ROOT / "jobs/quickstart.yaml"
 
 
 def cells(folder: Path, text: str, *overrides: str) -> list[Cell]:
-    """Those of a sweep of the quickstart, all valid."""
+    """The cells of a sweep of the quickstart, all valid."""
     path = folder / "s.yaml"
     path.write_text(f"base: {QUICKSTART}\n{text}")
     sweep = load_sweep(path, overrides)
@@ -34,13 +34,13 @@ def cells(folder: Path, text: str, *overrides: str) -> list[Cell]:
 
 
 def test_ids_are_the_same_for_ever(tmp_path: Path) -> None:
-    """They name run folders: a later version must find the runs of this one."""
+    """Ids name run folders, so they must not change: a later version must find the runs of this one."""
     found = cells(tmp_path, "name: lr-batch\narray: {parameters: {learning_rate: [1e-4], batch_size: [64, 128]}}")
     assert [c.id for c in found[:2]] == ["lr0.0001-batch64-3hqeq4j5", "lr0.0001-batch128-fhtvwjvj"]
 
 
 def test_ids_tell_cells_apart_and_nothing_else(tmp_path: Path) -> None:
-    """The sweep's name, the values and the seed count; the order of parameters, and how a number is written, do not."""
+    """Sweep name, values and seed change the id; the order of parameters, and how a number is written, do not."""
     one = cells(tmp_path, "array: {parameters: {lr: [1, 2], clip: [3]}}")
     same = cells(tmp_path, "array: {parameters: [{optim.clip: 3.0}, {learning_rate: [2.0, 1.0]}]}")
     assert {c.id.rsplit("-", 1)[1] for c in one} == {c.id.rsplit("-", 1)[1] for c in same}
@@ -50,11 +50,12 @@ def test_ids_tell_cells_apart_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_ids_are_names_of_runs(tmp_path: Path) -> None:
-    """Whatever the values: signs, spaces, lists, long texts."""
+    """Ids are valid run names for any values: signs, spaces, lists, long texts."""
     found = cells(
         tmp_path,
         "array: {type: list, parameters: [{betas: [0.9, 0.95]}, {data.source: 'a b/*.txt'}, {weight_decay: 1e+20}, "
         f"{{model.options.x: -1}}, {{data.source: {'x' * 200}}}]}}",
+        "model.name=tests.ownmodels:Own",
     )
     assert [c.id.rpartition("-")[0] for c in found] == [
         "betas0.9-0.95", "sourcea-b-.txt", "wd1e20", "x-1", f"source{'x' * 64}",
@@ -63,7 +64,7 @@ def test_ids_are_names_of_runs(tmp_path: Path) -> None:
 
 
 def test_order_and_seeds(tmp_path: Path) -> None:
-    """Every point with the first seed, then with the second; more seeds, or more values at the end, change no id there was."""
+    """All points with the first seed come first, then those with the next; more seeds change no existing id."""
     text = "array: {{parameters: {{lr: [1, 2], clip: [3, 4]}}, seeds: {}}}"
     three, one = cells(tmp_path, text.format(3)), cells(tmp_path, text.format(2))
     assert [c.id for c in three[:8]] == [c.id for c in one]
@@ -75,7 +76,8 @@ def test_order_and_seeds(tmp_path: Path) -> None:
 
 
 def test_zip_and_list(tmp_path: Path) -> None:
-    """zip goes along the lists, one value is for all; a list's entries are cells, with the base's values where they say none."""
+    """zip takes the lists in parallel, and a single value is used for all; the entries of a list are cells, with the base's
+    values for what they leave out."""
     zipped = cells(tmp_path, "array: {type: zip, parameters: {width: [64, 128], layers: [2, 3], lr: 1e-2}}")
     assert [(c.job.model.width, c.job.model.layers, c.job.optim.lr) for c in zipped] == [(64, 2, 0.01), (128, 3, 0.01)]
     listed = cells(tmp_path, "array: {type: list, parameters: [{width: 64}, {layers: 3, precision: bf16}]}")
@@ -95,7 +97,7 @@ def values(cell: Cell) -> tuple[Any, ...]:
 
 
 def test_a_draw_is_a_function_of_its_number(tmp_path: Path) -> None:
-    """More samples, or one parameter more, change no draw there was; another seed changes all."""
+    """More samples, or another parameter, leave earlier draws as they are; another seed changes all."""
     few = [values(c) for c in cells(tmp_path, DRAWS.format(20, "", 0))]
     assert [values(c) for c in cells(tmp_path, DRAWS.format(50, "", 0))][:20] == few
     assert [
@@ -105,17 +107,17 @@ def test_a_draw_is_a_function_of_its_number(tmp_path: Path) -> None:
 
 
 def test_parameters_are_drawn_apart(tmp_path: Path) -> None:
-    """Two of the same range have values of their own."""
+    """Two parameters of the same range get different values."""
     text = "array: {type: random, samples: 9, parameters: {lr: {uniform: [1, 2]}, clip: {uniform: [1, 2]}}}"
     assert all(c.job.optim.lr != c.job.optim.clip for c in cells(tmp_path, text))
 
 
 def test_draws_have_their_distribution(tmp_path: Path) -> None:
-    """Within their bounds, ends of whole numbers included, in 5 digits, spread evenly: in logarithm where that was asked."""
+    """Draws lie within their bounds, integer ends included, with 5 digits, and are uniform, or log-uniform where requested."""
     found = [values(c) for c in cells(tmp_path, DRAWS.format(2000, "", 0))]
     logs = [math.log10(v[0]) for v in found]
     assert -4 <= min(logs) < -3.99 < -2.01 < max(logs) <= -2
-    # The mean of n uniform draws on a length L is off by L / sqrt(12 n): 0.013 here, and four times that is luck beyond belief.
+    # The mean of n uniform draws on a length L has standard deviation L / sqrt(12 n): 0.013. The bound is four times that.
     assert abs(sum(logs) / len(logs) + 3) < 0.052
     assert abs(sum(v[1] for v in found) / len(found) - 0.25) < 0.013
     assert {v[2] for v in found} == {1, 2, 3, 4}
@@ -124,14 +126,14 @@ def test_draws_have_their_distribution(tmp_path: Path) -> None:
 
 
 def test_draws_that_repeat_are_one_cell(tmp_path: Path) -> None:
-    """A point that is drawn twice is trained once."""
+    """A point that is drawn twice is one cell."""
     found = cells(tmp_path, "array: {type: random, samples: 50, parameters: {lr: {choice: [1, 2, 3]}}}")
     assert sorted(c.job.optim.lr for c in found) == [1, 2, 3]
     assert [c.index for c in found] == [0, 1, 2]
 
 
 def test_some_of_a_grid(tmp_path: Path) -> None:
-    """search: random takes so many different cells of the grid; the first of them are the same when it takes more."""
+    """search: random takes `samples` different cells of the grid; with more samples the first ones stay the same."""
     text = "array: {{parameters: {{lr: [1, 2, 3, 4], clip: [5, 6, 7]}}, samples: {}}}\nsearch: random"
     found = {n: [(c.job.optim.lr, c.job.optim.clip) for c in cells(tmp_path, text.format(n))] for n in (4, 9, 99)}
     assert found[9][:4] == found[4]
@@ -141,7 +143,7 @@ def test_some_of_a_grid(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["optuna", "bayes"])
 def test_a_search_chooses_its_own_points(tmp_path: Path, name: str) -> None:
-    """There is no cell before it has; the sweep makes one of each point that it chooses."""
+    """A sweep whose search chooses points has no cells at the start; it makes one of each point that is chosen."""
     path = tmp_path / "s.yaml"
     path.write_text(f"base: {QUICKSTART}\n{DRAWS.format(5, '', 0)}".replace("search: {", f"search: {{name: {name}, "))
     sweep = load_sweep(path)
@@ -150,12 +152,12 @@ def test_a_search_chooses_its_own_points(tmp_path: Path, name: str) -> None:
     cell = sweep.cell({"optim.lr": 0.5, "model.layers": 2}, index=3, number=3)
     assert (cell.job.optim.lr, cell.job.model.layers, cell.index, cell.job.name) == (0.5, 2, 3, cell.id)
     assert sweep.cell({"optim.lr": -1}, 0, 0).problems == (
-        f"{path}: optim.lr: -1: input should be greater than 0; see `raydist schema` or docs/spec.md",
+        f"{path}: optim.lr: -1: input should be greater than 0; see `raydist schema` or docs/reference/spec.md",
     )
 
 
 def test_the_ends_of_a_search_are_looked_at(tmp_path: Path) -> None:
-    """If cells at some end are no jobs, those may fail when they come; if all are none, nothing starts."""
+    """If only some extreme cells are invalid jobs, the sweep starts; if all are, it does not."""
     path = tmp_path / "s.yaml"
     text = "base: {}\narray: {{samples: 9, parameters: {{heads: {}, lr: [1, 2, 3]}}}}\nsearch: optuna"
     path.write_text(text.format(QUICKSTART, "[2, 5]"))
@@ -170,7 +172,7 @@ def test_the_ends_of_a_search_are_looked_at(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tune_sweeps").glob("*.yaml")), ids=lambda p: p.name)
 def test_a_cell_is_what_the_loader_makes_of_its_fields(path: Path) -> None:
-    """Most of a cell's spec is the base's, unread again; the whole equals that of `raydist train BASE --set ...`."""
+    """A cell's spec equals that of `raydist train BASE --set ...`; sections that it does not change are the base's objects."""
     sweep = load_sweep(path)
     for cell in sweep.cells():
         fields = {**cell.parameters, **cell.adjusted, "train.seed": cell.seed, "name": cell.id}
@@ -183,7 +185,7 @@ def test_a_cell_is_what_the_loader_makes_of_its_fields(path: Path) -> None:
 
 
 def test_a_base_with_a_deepspeed_file(tmp_path: Path) -> None:
-    """What that file says holds below a cell's own values, as it does below --set."""
+    """A DeepSpeed file of the base has lower priority than a cell's own values, as with --set."""
     (tmp_path / "ds.json").write_text('{"gradient_clipping": 0.5, "zero_optimization": {"stage": 2}}')
     (tmp_path / "job.yaml").write_text(f"extends: {QUICKSTART}\ndeepspeed: ds.json\n")
     (tmp_path / "s.yaml").write_text("base: job.yaml\narray: {type: list, parameters: [{lr: 1}, {clip: 2}]}")
@@ -204,7 +206,8 @@ def test_a_base_with_a_deepspeed_file(tmp_path: Path) -> None:
 def test_equal_tokens(
     steps: int, batch: int, context: int, cell_batch: int, cell_context: int, eval_batches: int
 ) -> None:
-    """A cell trains the base's tokens and less than a step more, and is measured on the base's and less than a batch more."""
+    """A cell trains at least the base's tokens and less than a step more; its eval has at least the base's tokens and less than a
+    batch more."""
     base = parse({
         "data": {"source": "x"}, "model": {"context": context}, "eval": {"batches": eval_batches},
         "train": {"steps": steps, "global_batch": batch, "micro_batch": 1},
@@ -217,7 +220,7 @@ def test_equal_tokens(
 
 
 def test_what_is_counted_in_steps_follows(tmp_path: Path) -> None:
-    """Twice the batch: half the steps between evaluations and checkpoints, half the warmup; what a cell says itself stays."""
+    """Twice the batch: half the steps between evaluations and between checkpoints, half the warm-up; a cell's own values stay."""
     text = "array: {parameters: {batch_size: [64]}}"
     (cell,) = cells(tmp_path, text, "optim.schedule.warmup=20")
     job = cell.job
@@ -226,7 +229,7 @@ def test_what_is_counted_in_steps_follows(tmp_path: Path) -> None:
     (cell,) = cells(tmp_path, "array: {parameters: {batch_size: [64], eval.every: 40, eval.batches: 3, warmup: 0.5}}")
     assert (cell.job.eval.every, cell.job.eval.batches, cell.job.optim.schedule.warmup) == (40, 3, 0.5)
     (cell,) = cells(tmp_path, "array: {parameters: {batch_size: [64], schedule: wsd}}", "optim.schedule.warmup=20")
-    assert cell.job.optim.schedule.warmup == 0.1  # a schedule by name alone is all its own
+    assert cell.job.optim.schedule.warmup == 0.1  # a schedule given by name takes nothing from the base
     (cell,) = cells(tmp_path, text, "optim.schedule.warmup=0.1")
     assert cell.job.optim.schedule.warmup == 0.1
     (cell,) = cells(tmp_path, text + "\nequal: steps", "optim.schedule.warmup=20")
@@ -235,7 +238,7 @@ def test_what_is_counted_in_steps_follows(tmp_path: Path) -> None:
 
 
 def test_epochs_are_equal_tokens_already(tmp_path: Path) -> None:
-    """A base in epochs keeps them; its tokens are not known before the data is, but its cadences follow the batch."""
+    """A base in epochs keeps them; its tokens are unknown before the data is, but steps between evaluations follow the batch."""
     (cell,) = cells(tmp_path, "array: {parameters: {batch_size: [64]}}", "train.epochs=2")
     assert (cell.job.train.epochs, cell.job.train.steps, cell.tokens, cell.job.eval.every) == (2, None, None, 25)
 
@@ -245,28 +248,29 @@ def test_epochs_are_equal_tokens_already(tmp_path: Path) -> None:
     [(64, 2, 8), (36, 2, 6), (100, 2, 5), (20, 2, 5), (6, 2, 3), (9, 2, 3), (7, 2, 7), (44, "[1, 4]", 1), (1, 1, 1)],
 )
 def test_the_micro_batch_is_made_to_fit(tmp_path: Path, batch: int, workers: Any, micro: int) -> None:
-    """The largest up to the base's 8 that divides a worker's share of the batch, and the user is told; not if it fits as it is."""
+    """The micro-batch is the largest up to the base's 8 that divides a worker's share of the batch; a change is noted."""
     (cell,) = cells(tmp_path, f"array: {{parameters: {{batch_size: [{batch}]}}}}", f"cluster.workers={workers}")
     assert cell.job.train.micro_batch == micro
     assert (f"train.micro_batch is {micro}, for 8 does not divide {batch}" in cell.notes) is (micro != 8)
 
 
 def test_held_out_text_that_does_not_come_out_even(tmp_path: Path) -> None:
-    """The user is told that such a cell is measured on more of it."""
+    """If the base's eval tokens are not a multiple of a cell's batch, a note says that the cell evaluates on more."""
     (cell,) = cells(tmp_path, "array: {parameters: {batch_size: [48]}}")
     assert cell.notes == ("measured on 36,864 held-out tokens, the base on 32,768: global batches of 48 do not fit",)
 
 
 @pytest.mark.parametrize(("rule", "power"), [("linear", 1.0), ("sqrt", 0.5)])
 def test_learning_rate_follows_the_batch(tmp_path: Path, rule: str, power: float) -> None:
-    """With scale_lr and base_batch in the sweep, each cell's peak is that of its own batch."""
+    """With scale_lr and base_batch in the sweep, each cell's peak learning rate follows its own batch."""
     found = cells(tmp_path, f"array: {{parameters: {{batch_size: [16, 32, 128], scale_lr: {rule}, base_batch: 32}}}}")
     peaks = [peak_lr(c.job.optim, c.job.train.global_batch) for c in found]
     assert peaks == pytest.approx([1e-3 * (b / 32) ** power for b in (16, 32, 128)])
 
 
 def test_a_folder_gives_the_same_cells_again(tmp_path: Path) -> None:
-    """Its sweep.yaml is a sweep's file; its cells are read back as they are; more cells may come."""
+    """The sweep.yaml in a sweep's folder loads to the same cells; stored cells are read back unchanged, with unknown keys
+    ignored."""
     sweep = load_sweep(ROOT / "tune_sweeps/shape-zip.yaml")
     folder = SweepDir(tmp_path / "storage/shape-zip")
     assert not folder.exists()
@@ -282,7 +286,8 @@ def test_a_folder_gives_the_same_cells_again(tmp_path: Path) -> None:
 
 
 def test_a_folder_refuses_other_cells_of_the_same_id(tmp_path: Path) -> None:
-    """Another base would go on with half-trained cells: refused, naming the fields; how it runs may change."""
+    """Another base would resume half-trained cells: it is refused, with the fields; fields of how the run is executed may
+    change."""
     path, folder = ROOT / "tune_sweeps/lr-batch.yaml", SweepDir(tmp_path / "s")
     sweep = load_sweep(path)
     store(folder, sweep, sweep.cells())
@@ -294,11 +299,11 @@ def test_a_folder_refuses_other_cells_of_the_same_id(tmp_path: Path) -> None:
 
 
 def test_a_cell_is_frozen_and_small() -> None:
-    """Ten thousand of them share what the base says."""
+    """A cell cannot be changed, and shares the base's sections, so that ten thousand cells fit in memory."""
     sweep = load_sweep(ROOT / "tune_sweeps/lr-batch.yaml")
     cell = sweep.cells()[0]
     assert isinstance(cell.spec, JobSpec)
     with pytest.raises(AttributeError):
         cell.seed = 5  # type: ignore[misc]
     shared = [name for name in JobSpec.model_fields if getattr(cell.spec, name) is getattr(sweep.base, name)]
-    assert len(shared) == len(JobSpec.model_fields) - 5  # name, train, optim, checkpoint and eval are its own
+    assert len(shared) == len(JobSpec.model_fields) - 5  # its own: name, train, optim, checkpoint and eval

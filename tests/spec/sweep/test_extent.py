@@ -1,4 +1,4 @@
-"""How far a space reaches: how many points it has, whether one is in it, and which ones are looked at before anything starts."""
+"""A sweep's space: the number of points, whether a point is in it, and the points that are checked before the start."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ NAMES = Axis("optimizer", "optim.name", "values", ("adamw", "sgd", "muon"))
 
 
 def test_how_many_points() -> None:
-    """Lists and whole numbers have so many values; other ranges are endless."""
+    """Lists and integer ranges have a finite number of points; a space with any other range has None."""
     assert size([LAYERS, BATCH]) == 12
     assert size([RATE, BATCH]) is None
 
 
 def test_a_point_is_in_a_space() -> None:
-    """With a value for every axis and for no other, each on its axis."""
+    """A point has a value on each axis, and no other."""
     axes = [RATE, BATCH]
     assert holds(axes, {"optim.lr": 1e-4, "train.global_batch": 8})
     assert not holds(axes, {"optim.lr": 1e-4})
@@ -30,14 +30,15 @@ def test_a_point_is_in_a_space() -> None:
 
 
 def test_numbers_have_an_order() -> None:
-    """Those of a list; neither words nor true and false."""
+    """Numbers of a list are sorted; names and booleans have no order."""
     assert ordered(BATCH) == [8, 32, 64]
     assert ordered(NAMES) is None
     assert ordered(Axis("x", "x", "values", (True, False))) is None
 
 
 def test_the_ends_of_a_space() -> None:
-    """The least and the most of everything together, each end and each word once, and of what a cluster is checked for all."""
+    """Points to check: all axes at their lowest and at their highest, each end and each name once, and all combinations of the
+    cluster's axes."""
     found = extremes([RATE, LAYERS, BATCH, NAMES])
     assert found[0] == {"optim.lr": 1e-4, "model.layers": 2, "train.global_batch": 8, "optim.name": "adamw"}
     assert found[1] == {"optim.lr": 1e-1, "model.layers": 5, "train.global_batch": 64, "optim.name": "muon"}

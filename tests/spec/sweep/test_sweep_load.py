@@ -1,9 +1,10 @@
-"""A sweep's file is loaded whole, or everything wrong with it is said at once: file, field, value, remedy."""
+"""A sweep's file is loaded as a whole, or all its problems are reported at once: file, field, value, remedy."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -13,7 +14,7 @@ from raydist.cli.schema import sweep_schema
 from raydist.errors import SpecError
 from raydist.spec import load
 from raydist.spec.sweep import SweepSpec, check, load_sweep
-from raydist.spec.sweep.models import SchedulerSpec
+from raydist.spec.sweep.models import SchedulerSpec, options_for
 from raydist.spec.sweep.names import SHORT, field
 from raydist.spec.validate import everywhere
 
@@ -23,7 +24,7 @@ QUICKSTART = ROOT / "jobs/quickstart.yaml"
 
 
 def problems(folder: Path, text: str, *overrides: str) -> list[str]:
-    """The lines of what is wrong with a sweep of the quickstart, without the file's name."""
+    """The problems of a sweep of the quickstart, one line each, without the file's name."""
     path = folder / "sweep.yaml"
     path.write_text(f"base: {QUICKSTART}\n{text}" if "base:" not in text else text)
     with pytest.raises(SpecError) as caught:
@@ -34,7 +35,7 @@ def problems(folder: Path, text: str, *overrides: str) -> list[str]:
 
 
 def test_the_issue_s_own_file_runs_as_it_stands() -> None:
-    """Nine cells in order, the last parameter fastest, each on the tokens of the base, named after the file."""
+    """Nine cells in order, the last parameter fastest, each with the base's number of tokens, named after the file."""
     sweep = load_sweep(ROOT / "tune_sweeps/lr-batch.yaml")
     cells = sweep.cells()
     check(sweep, cells)
@@ -52,7 +53,7 @@ def test_the_issue_s_own_file_runs_as_it_stands() -> None:
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda p: p.name)
 def test_every_sweep_is_valid_and_names_the_schema(path: Path) -> None:
-    """Each YAML in tune_sweeps/ fits the schema that it names in its first line, and all its cells are valid jobs."""
+    """Each YAML in tune_sweeps/ fits the schema that its first line names, and all its cells are valid jobs."""
     text = path.read_text()
     first = text.splitlines()[0]
     assert first.startswith("# yaml-language-server: $schema=")
@@ -65,12 +66,13 @@ def test_every_sweep_is_valid_and_names_the_schema(path: Path) -> None:
 
 
 def test_the_written_schema_is_today_s() -> None:
-    """docs/sweep-spec.schema.json is what `raydist schema --sweep` prints; `make docs` writes it."""
-    written = json.loads((ROOT / "docs/sweep-spec.schema.json").read_text())
+    """docs/reference/sweep-spec.schema.json is what `raydist schema --sweep` prints, written by `make docs`; each field has
+    help."""
+    written = json.loads((ROOT / "docs/reference/sweep-spec.schema.json").read_text())
     assert written == json.loads(json.dumps(sweep_schema()))
     for name, section in {"sweep": written, **written["$defs"]}.items():
         for field_name, prop in section["properties"].items():
-            # Pydantic leaves the help to the section where both say the same.
+            # If field and section have the same help, Pydantic writes it only at the section.
             about = prop.get("description") or written["$defs"][prop["$ref"].rsplit("/", 1)[-1]]["description"]
             assert about, f"{name}.{field_name}"
 
@@ -79,14 +81,15 @@ def test_the_written_schema_is_today_s() -> None:
     "text", ["array: {parameters: {learning_rat: [1]}}", "array: {parameters: []}", "base: x\nlimits: {hour: 1}"]
 )
 def test_the_schema_refuses_what_the_loader_refuses(text: str, tmp_path: Path) -> None:
-    """An editor marks an unknown parameter, an empty list of them, and an unknown field."""
+    """The schema refuses an unknown parameter, an empty list of parameters, and an unknown field, so that an editor marks
+    them."""
     problems(tmp_path, text)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"base": "x", **yaml.safe_load(text)}, sweep_schema())
 
 
 def test_every_short_name_is_a_field_of_the_job() -> None:
-    """Each stands for a field that there is; every dotted field stands for itself, but for a job's name."""
+    """Each short name stands for an existing field; each field's full name stands for itself, except a job's name."""
     fields = everywhere(type(load(QUICKSTART)))
     assert set(SHORT.values()) <= set(fields)
     assert all(field(name) == name for name in fields if name not in ("name", "deepspeed"))
@@ -121,9 +124,9 @@ def test_every_short_name_is_a_field_of_the_job() -> None:
         ("DRAWN {width: {int_uniform: [1, 2.5]}}}",
          "array.parameters.width: int_uniform: [1, 2.5] are not whole numbers; write whole ones, or use uniform"),
         ("array: {type: random, parameters: {lr: {uniform: [1, 2]}}}",
-         "array.samples: is needed by array.type: random; say how many cells are drawn"),
+         "array.samples: is needed by array.type: random; set the number of cells to draw"),
         ("array: {samples: 3, parameters: {lr: [1]}}",
-         "array.samples: 3 says nothing: a parameter_sweep has its cells; leave it out, or search: random"),
+         "array.samples: 3 has no effect: a parameter_sweep has its own cells; leave it out, or search: random"),
         ("array: {type: zip, parameters: {lr: [1, 2], clip: [1, 2, 3]}}",
          "array.parameters: lists of different lengths cannot be zipped (lr 2, clip 3); make them equal"),
         ("array: {type: list, parameters: [{lr: 1}, {}]}", "array.parameters[1]: is empty; give at least one value"),
@@ -132,10 +135,11 @@ def test_every_short_name_is_a_field_of_the_job() -> None:
         ("array: {seeds: 2, parameters: {seed: [1, 2]}}",
          "array.parameters.seed: array.seeds has seeds of its own; take one of them"),
         ("GRID {lr: [1]}}\nscheduler: {name: asha, every: 5}",
-         "scheduler.every: 5 says nothing to asha; it is for median and pbt"),
+         "scheduler.every: 5 has no effect with asha; it is for median and pbt"),
         ("GRID {lr: [1]}}\nscheduler: {name: asha, rungs: [2, 1]}",
          "scheduler.rungs: [2, 1] do not ascend; write [1, 2]"),
-        ("GRID {lr: [1]}}\nscheduler: ahsa", 'scheduler.name: unknown \'ahsa\'; did you mean "asha"?'),
+        ("GRID {lr: [1]}}\nscheduler: ahsa", 'scheduler.name: unknown "ahsa"; did you mean "asha"? one of your own is '
+         "package.module:build"),
         ("GRID {lr: [1]}}\nscheduler: {name: asha, rungs: [900000]}",
          "scheduler.rungs: 900,000 tokens are not reached before the end of a cell of 819,200; lower it, or "
          "train longer"),
@@ -145,9 +149,9 @@ def test_every_short_name_is_a_field_of_the_job() -> None:
          "array.parameters.width: cannot change while a cell trains, as pbt needs; it can change optim.lr, "
          "optim.weight_decay, optim.betas, optim.eps, optim.momentum, optim.clip"),
         ("DRAWN {lr: {uniform: [1, 2]}}}\nsearch: grid",
-         "search.name: 'grid' has no grid to go through: array.type is random; leave it out, or optuna"),
+         "search.name: 'grid' needs a grid, and array.type is random; leave it out, or optuna"),
         ("array: {parameters: {lr: [1, 2]}}\nsearch: bayes",
-         "array.samples: is needed by search.name: bayes; say how many cells are drawn"),
+         "array.samples: is needed by search.name: bayes; set the number of cells to draw"),
         ("array: {type: zip, samples: 3, parameters: {lr: [1, 2]}}\nsearch: optuna",
          "search.name: 'optuna' cannot choose in a zip; array.type: random or parameter_sweep"),
         ("DRAWN {lr: {uniform: [1, 2]}}}\nsearch: bayes\nscheduler: pbt",
@@ -162,7 +166,7 @@ def test_every_short_name_is_a_field_of_the_job() -> None:
     ],
 )  # fmt: skip
 def test_one_problem_is_one_line(tmp_path: Path, text: str, expected: str) -> None:
-    """Each mistake gives one line that names the field, what is wrong, and what to write."""
+    """Each mistake gives one line with the field, what is wrong, and what to write."""
     text = text.replace("DRAWN ", "array: {type: random, samples: 2, parameters: ").replace(
         "GRID ", "array: {parameters: "
     )
@@ -172,7 +176,7 @@ def test_one_problem_is_one_line(tmp_path: Path, text: str, expected: str) -> No
 
 
 def test_all_problems_at_once(tmp_path: Path) -> None:
-    """Of the file, of its parameters, of the command line and of the base, a line each."""
+    """Problems of the file, its parameters, the command line and the base are reported together, one line each."""
     (tmp_path / "job.yaml").write_text("data: {source: x}\ntrain: {steps: 3}\noptim: {lrr: 1}\n")
     text = "base: job.yaml\narray: {parameters: {learning_rat: [1]}}\nlimits: {hour: 3}\n"
     lines = problems(tmp_path, text, "train.micro_batch=3")
@@ -182,7 +186,7 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
 
 
 def test_a_base_that_does_not_exist(tmp_path: Path) -> None:
-    """Is looked for beside the sweep, and its neighbour is named."""
+    """The base's path is relative to the sweep's file, and a similar file name is suggested."""
     (tmp_path / "quickstart.yaml").write_text("")
     assert problems(tmp_path, "base: quikstart.yaml\narray: {parameters: {lr: [1]}}") == [
         f'base: {tmp_path}/quikstart.yaml: no such file; did you mean "{tmp_path}/quickstart.yaml"?'
@@ -190,7 +194,7 @@ def test_a_base_that_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_a_cell_s_problem_names_its_cells(tmp_path: Path) -> None:
-    """What is wrong with three of six cells is one line, with the ids of the first ones."""
+    """A problem of three of six cells is one line, with their ids."""
     lines = problems(tmp_path, "array: {parameters: {lr: [1, 2, 3], heads: [4, 5]}}")
     assert len(lines) == 1
     assert lines[0].startswith("model.heads: 5 does not divide width 128; try")
@@ -199,22 +203,26 @@ def test_a_cell_s_problem_names_its_cells(tmp_path: Path) -> None:
 
 
 def test_overrides_change_the_base(tmp_path: Path) -> None:
-    """`--set` is for the job: cells train on the tokens of the base as it is then."""
+    """`--set` changes the base, and cells train on the tokens of the changed base."""
     sweep = load_sweep(ROOT / "tune_sweeps/lr-batch.yaml", ["train.steps=20"], name="short")
     assert [c.job.train.steps for c in sweep.cells()[:3]] == [80, 40, 20]
     assert sweep.name == "short"
 
 
 def test_when_schedulers_decide() -> None:
-    """Rungs and intervals follow from a cell's tokens where the file does not say them."""
-    assert SchedulerSpec(name="asha").rungs_of(6400) == [100, 400, 1600]
-    assert SchedulerSpec(name="hyperband").rungs_of(2700) == [100, 300, 900]
-    assert SchedulerSpec(name="asha", rungs=[1e3, 5000]).rungs_of(6400) == [1000, 5000]  # type: ignore[list-item]
-    assert (SchedulerSpec(name="median").every_of(1000), SchedulerSpec(name="median").grace_of(1000)) == (100, 200)
+    """Without values in the file, rungs and intervals follow from a cell's tokens."""
+
+    def options(**fields: Any) -> Any:
+        return options_for(SchedulerSpec(**fields))
+
+    assert options(name="asha").rungs_of(6400) == [100, 400, 1600]
+    assert options(name="hyperband").rungs_of(2700) == [100, 300, 900]
+    assert options(name="asha", rungs=[1e3, 5000]).rungs_of(6400) == [1000, 5000]
+    assert (options(name="median").every_of(1000), options(name="median").grace_of(1000)) == (100, 200)
 
 
 def test_a_resolved_spec_reads_back() -> None:
-    """Defaults need not be said, and may be."""
+    """A resolved spec reads back equal, with its defaults written out or left out."""
     for path in SWEEPS:
         spec = load_sweep(path).spec
         assert SweepSpec.model_validate(spec.model_dump()) == spec

@@ -17,7 +17,7 @@ from raydist.worker.checkpoint.save import Saver
 
 
 class OneRank:
-    """A run with a Saver of one rank, and what that one said."""
+    """A run with a Saver of one rank, and its events."""
 
     def __init__(self, folder: Path | str, **options: Any) -> None:
         self.run = RunDir(folder)
@@ -26,7 +26,7 @@ class OneRank:
         self.saver = Saver(self.run, rank=0, world_size=1, group=None, on_event=self.events.append, **given)
 
     def save(self, step: int, tensors: Mapping[str, Tensor] | None = None, **plain: Any) -> bool:
-        """`start`, with a state that tells its step."""
+        """`start`, with a state that depends on the step."""
         return self.saver.start(step, state(step) if tensors is None else tensors, rng(step), {"step": step, **plain})
 
     def kinds(self) -> list[str]:
@@ -34,7 +34,7 @@ class OneRank:
 
 
 def state(step: int) -> dict[str, Tensor]:
-    """A few tensors of several dtypes and shapes, all of whose values tell the step."""
+    """A few tensors of several dtypes and shapes; every value depends on the step."""
     return {
         "model/matrix": torch.arange(600_000, dtype=torch.float32).reshape(600, 1000) + step,
         "model/bf16": torch.full((7, 3), step, dtype=torch.bfloat16),
@@ -42,7 +42,7 @@ def state(step: int) -> dict[str, Tensor]:
         "model/none": torch.zeros(0, 5),
         "model/flags": torch.arange(11) % 2 == step % 2,
         "optim/matrix/step": torch.tensor(float(step)),
-        # Not contiguous: a checkpoint holds it in row-major order all the same.
+        # Not contiguous: a checkpoint stores it in row-major order.
         "optim/matrix/exp_avg": torch.arange(12.0).reshape(3, 4).t() * step,
     }
 
@@ -52,7 +52,7 @@ def rng(step: int) -> dict[str, Tensor]:
 
 
 def empty() -> dict[str, Tensor]:
-    """What `state` is loaded into."""
+    """Zero tensors into which `state` is loaded."""
     return {n: torch.zeros_like(t) for n, t in state(1).items()}
 
 

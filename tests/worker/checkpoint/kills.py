@@ -1,7 +1,7 @@
-"""A program: saves a checkpoint in children that die at the n-th thing they do to storage, for every n.
+"""A program: saves a checkpoint in child processes that die at the n-th storage operation, for every n.
 
-Arguments: a folder, and `kill` (SIGKILL: what was written stays in the page cache) or `power` (nothing stays that was not
-flushed: contents, renames and new folders alike; deletions do stay). Prints, as JSON, what was found after each death.
+Arguments: a folder, and `kill` (SIGKILL: written data stays in the page cache) or `power` (everything that was not flushed is
+lost: contents, renames and new folders; deletions are kept). Prints the state found after each death as JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def state(step: int) -> dict[str, torch.Tensor]:
 
 
 def save(root: Path, step: int) -> bool:
-    """Attempt `step` goes on from the step before, and keeps one checkpoint: the commit of the second prunes the first."""
+    """Attempt `step` resumes from the step before, and keeps one checkpoint: the commit of the second prunes the first."""
     run = RunDir(root)
     begin_attempt(run, step)
     resume_attempt(run, step, max(run.committed(), default=0))
@@ -44,7 +44,7 @@ def save(root: Path, step: int) -> bool:
 
 
 class Fate:
-    """Stands between raydist and the operating system: counts what is done to files, and ends the process at the n-th."""
+    """Wraps the operating system's functions: counts operations on files, and ends the process at the n-th."""
 
     def __init__(self, n: int, power: bool) -> None:
         self.n, self.power, self.done = n, power, 0
@@ -84,7 +84,7 @@ class Fate:
                 fate.op(f"write {kind(fate.fds[self.fileno()])}")
                 fate.unflushed.add(fate.fds[self.fileno()])
                 half = len(data) // 2 // 4096 * 4096
-                if half:  # as a short write, and as a death in its midst
+                if half:  # a short write, and a death in the middle of one
                     n = super().write(data[:half])
                     fate.op("write, the rest")
                     return n
@@ -160,14 +160,14 @@ class Fate:
 
 
 def kind(path: Path) -> str:
-    """What a file is, without the parts of its name that differ each time."""
+    """The kind of a file: its name without the variable parts."""
     if path.parent.name == "attempts":
         return "note" if "-from-" in path.name else "number"
     return next((k for k in ("shard", "MANIFEST", "PRUNING") if k in path.name), "folder")
 
 
 def child(root: Path, n: int, power: bool, log: Path | None = None) -> int:
-    """How a child that dies at its n-th operation ended."""
+    """The exit code of a child that dies at its n-th operation."""
     pid = os.fork()
     if pid == 0:
         fate = Fate(n, power)
@@ -181,7 +181,7 @@ def child(root: Path, n: int, power: bool, log: Path | None = None) -> int:
 
 
 def look(root: Path) -> dict[str, Any]:
-    """What a new process finds there, and whether it can go on."""
+    """The checkpoints that a new process finds there, and whether it can resume and save."""
     run = RunDir(root)
     committed = run.committed()
     problems = [p for step in committed for p in manifest.verify(run, step)]

@@ -1,4 +1,4 @@
-"""A checkpoint, exported, is loaded by `transformers` and computes the same."""
+"""An exported checkpoint is loaded by `transformers` and computes the same."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def job(dataset: TokenDataset, **model: object) -> JobSpec:
 
 
 def trained(run: RunDir, spec: JobSpec, dataset: TokenDataset, steps: tuple[int, ...] = (3,)) -> list[nn.Module]:
-    """Saves a run with other weights at each of `steps`; gives the models, as they were saved."""
+    """Saves a run with different weights at each of `steps`; returns the models as saved."""
     run.storage.write(SPEC, dump(spec).encode())
     models = []
     saver = Saver(
@@ -77,7 +77,7 @@ def trained(run: RunDir, spec: JobSpec, dataset: TokenDataset, steps: tuple[int,
 )
 @torch.no_grad()
 def test_transformers_computes_the_same_logits(tmp_path, datasets, kind, model):
-    """Loaded from the folder alone, under the architecture that its config names: every weight found, logits to 1e-5."""
+    """Loaded from the folder alone, under the architecture in its config: every weight is found, logits agree to 1e-5."""
     run, dataset = RunDir(tmp_path / "run"), datasets["bytes"]
     (ours,) = trained(run, job(dataset, **model), dataset)
     out = export(run, None, tmp_path / "deep" / "out")
@@ -93,12 +93,13 @@ def test_transformers_computes_the_same_logits(tmp_path, datasets, kind, model):
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
 def test_tokenizer_goes_along(tmp_path, datasets, tokenizer):
-    """AutoTokenizer of the folder gives the ids of the training data, and the text back; its end is the config's."""
+    """AutoTokenizer of the folder gives the ids of the training data, and decodes them to the text; its end token is the
+    config's."""
     run, dataset = RunDir(tmp_path / "run"), datasets[tokenizer]
     trained(run, job(dataset), dataset)
     out = export(run, None, tmp_path / "out")
     theirs = transformers.AutoTokenizer.from_pretrained(out)
-    text = TEXT.replace("<|endoftext|>", "end")  # which transformers takes for the end itself
+    text = TEXT.replace("<|endoftext|>", "end")  # which transformers would read as the end token
     ids = theirs(text)["input_ids"]
     assert ids == dataset.tokenizer.encode([text])[0].tolist()
     assert theirs.decode(ids) == text
@@ -109,7 +110,7 @@ def test_tokenizer_goes_along(tmp_path, datasets, tokenizer):
 
 
 def test_byte_tokenizer_has_every_byte():
-    """id = byte for all 256, whatever text they come from; 256 is the end."""
+    """id = byte for all 256, for any text; 256 is the end token."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(byte_tokenizer().decode())
@@ -121,7 +122,7 @@ def test_byte_tokenizer_has_every_byte():
 
 
 def test_the_step_that_was_asked_for(tmp_path, datasets):
-    """A step by its number, else the newest; one that is not there is an error that names those that are."""
+    """A given step, else the newest; for a step that does not exist the error names those that do."""
     run, dataset = RunDir(tmp_path / "run"), datasets["bytes"]
     spec = job(dataset)
     first, last = trained(run, spec, dataset, steps=(3, 6))
@@ -135,7 +136,7 @@ def test_the_step_that_was_asked_for(tmp_path, datasets):
 
 
 def test_no_checkpoint_yet(tmp_path, datasets):
-    """A run that has committed nothing has nothing to export."""
+    """A run without a committed checkpoint cannot be exported."""
     run = RunDir(tmp_path / "run")
     run.storage.write(SPEC, dump(job(datasets["bytes"])).encode())
     with pytest.raises(CheckpointNotFound, match="no checkpoint"):
@@ -143,7 +144,7 @@ def test_no_checkpoint_yet(tmp_path, datasets):
 
 
 def test_a_flipped_byte_is_not_exported(tmp_path, datasets):
-    """The only checkpoint is corrupt: it is an error that names the file, and nothing is written."""
+    """The only checkpoint is corrupt: the error names the file, and nothing is written."""
     run, dataset = RunDir(tmp_path / "run"), datasets["bytes"]
     trained(run, job(dataset), dataset)
     (shard,) = [p for p in (tmp_path / "run/checkpoints/step-00000003").iterdir() if p.name != "MANIFEST-0001.json"]
@@ -156,7 +157,7 @@ def test_a_flipped_byte_is_not_exported(tmp_path, datasets):
 
 
 def test_what_cannot_be_exported(tmp_path, datasets):
-    """Another format, a folder that exists, another model: each is refused, with what to do, before anything is read."""
+    """Another format, an existing folder, another model: each is refused with a remedy, before anything is read."""
     run, dataset = RunDir(tmp_path / "run"), datasets["bytes"]
     run.storage.write(SPEC, dump(job(dataset, name="mlp")).encode())
     with pytest.raises(UsageError, match="--format gguf") as caught:
@@ -169,7 +170,7 @@ def test_what_cannot_be_exported(tmp_path, datasets):
 
 
 def test_a_dataset_that_moved(tmp_path, datasets):
-    """Its tokenizer is needed: the error says which place is empty, and `dataset` says where it is now."""
+    """Its tokenizer is needed: the error says where it is missing, and `dataset` gives the new location."""
     run, dataset = RunDir(tmp_path / "run"), datasets["bytes"]
     trained(run, job(dataset), dataset)
     with pytest.raises(DataError, match="gone") as caught:
@@ -197,7 +198,7 @@ def test_others_may_read_what_the_umask_lets_them(tmp_path, datasets):
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, datasets, monkeypatch):
-    """The folder appears with its last file or not at all, and no scratch stays behind."""
+    """The folder appears with its last file or not at all, and no temporary files remain."""
     run, dataset = RunDir(tmp_path / "run"), datasets["bytes"]
     trained(run, job(dataset), dataset)
 
@@ -211,7 +212,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, datasets, monkeypatch):
 
 
 def test_names_of_other_models_are_refused():
-    """A parameter that gpt does not have has no counterpart, and is not silently dropped."""
+    """A parameter that gpt does not have is an error, and is not silently dropped."""
     assert hf_name("blocks.11.attention.k_norm.weight") == "model.layers.11.self_attn.k_norm.weight"
     for name in ("blocks.0.router.weight", "decoder.weight"):
         with pytest.raises(KeyError):

@@ -1,4 +1,4 @@
-"""A cut-off attempt never changes the run: refused at the commit, void where it came too late, and it deletes nothing."""
+"""A superseded attempt never changes the run: its commit is refused, or void if it came too late, and it deletes nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ for number in map(int, sys.stdin):
 
 @pytest.fixture
 def cut_off(kit: Any, tmp_path: Path) -> tuple[Any, Any]:
-    """Attempt 1, which committed step 10 and was given up, and attempt 2, which goes on from there."""
+    """Attempt 1, which committed step 10 and was superseded, and attempt 2, which resumes from there."""
     begin_attempt(RunDir(tmp_path), 1)
     resume_attempt(RunDir(tmp_path), 1, 0)
     old = kit.OneRank(tmp_path, keep=1)
@@ -44,15 +44,15 @@ def cut_off(kit: Any, tmp_path: Path) -> tuple[Any, Any]:
 
 
 def late_commit(kit: Any, old: Any, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """The old attempt looks at the fence before the newer one begins, and its commit lands only afterwards."""
+    """The old attempt checks the fence before the newer one begins, and its commit lands only afterwards."""
     with monkeypatch.context() as stopped:
-        stopped.setattr(old.saver, "_refuse_if_fenced", lambda: None)
+        stopped.setattr(old.saver.committer, "refuse_if_fenced", lambda: None)
         old.save(step, kit.state(77))
     assert manifest.path(step, "MANIFEST-0001.json") in old.run.storage.files(f"checkpoints/step-{step:08d}")
 
 
 def test_refused_at_the_commit(kit: Any, cut_off: tuple[Any, Any]) -> None:
-    """Once a newer attempt has begun the old one commits nothing, says why, and leaves what is there."""
+    """Once a newer attempt has begun, the old one commits nothing, reports why, and leaves existing checkpoints."""
     old, new = cut_off
     old.save(20)
     with pytest.raises(Fenced, match="attempt 1 may not commit: attempt 2 has begun"):
@@ -64,7 +64,7 @@ def test_refused_at_the_commit(kit: Any, cut_off: tuple[Any, Any]) -> None:
 
 
 def test_the_look_comes_last(cut_off: tuple[Any, Any], kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attempt that begins while the manifest is being flushed to the disk is seen: only its name is still missing."""
+    """An attempt that begins while the manifest is being flushed is detected: only the rename is still missing."""
     _, new = cut_off
     fsync = os.fsync
 
@@ -84,8 +84,8 @@ def test_the_look_comes_last(cut_off: tuple[Any, Any], kit: Any, monkeypatch: py
 
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_a_late_commit_is_void(kit: Any, cut_off: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, order: str) -> None:
-    """At the very step that the new attempt commits, before or after it: the new one's bytes are restored, an event names
-    the late one, and the next pruning takes it away."""
+    """At the same step that the new attempt commits, before or after it: the new one's bytes are restored, an event names the
+    late one, and the next pruning deletes it."""
     old, new = cut_off
     resume_attempt(new.run, 2, 10)
     if order == "before":
@@ -115,7 +115,7 @@ def test_a_late_commit_is_void(kit: Any, cut_off: tuple[Any, Any], monkeypatch: 
 def test_a_late_commit_that_is_seen_is_one_line(
     kit: Any, cut_off: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the new attempt finds it when it chooses, it goes on from there, and it counts for good."""
+    """If the new attempt finds it when it chooses a checkpoint, it resumes from it, and the commit stays valid."""
     old, new = cut_off
     late_commit(kit, old, monkeypatch, 20)
     found = restore.choose(new.run)
@@ -128,7 +128,7 @@ def test_a_late_commit_that_is_seen_is_one_line(
 
 
 def test_a_cut_off_attempt_deletes_nothing_of_a_later_one(kit: Any, cut_off: tuple[Any, Any]) -> None:
-    """Its pruning, begun before it was cut off, spares the shards that the newer attempt is writing and has committed."""
+    """Its pruning, begun before it was superseded, spares the shards that the newer attempt is writing and has committed."""
     old, new = cut_off
     shard = "checkpoints/step-00000020/shard-00000-of-00001-0002-abcdef01.bin"
     new.run.storage.write(shard, b"in flight")
@@ -139,23 +139,23 @@ def test_a_cut_off_attempt_deletes_nothing_of_a_later_one(kit: Any, cut_off: tup
 
 
 def test_numbers_ascend(tmp_path: Path) -> None:
-    """A number begins once, never after a higher one; a driver counts on from those that died before their first step."""
+    """A number begins once, never after a higher one; a driver continues after those that died before their first step."""
     run = RunDir(tmp_path)
     assert not fenced(run, 5), "a run without any note has no fence"
     begin_attempt(run, 1)
     begin_attempt(run, 4)
     for number in (1, 3, 4):
-        with pytest.raises(UsageError, match="attempt 4 has begun already"):
+        with pytest.raises(UsageError, match="attempt 4 has already started"):
             begin_attempt(run, number)
     assert [fenced(run, n) for n in (1, 3, 4, 5)] == [True, True, False, True]
     assert last_attempt(run) == 4
-    with pytest.raises(UsageError, match="attempt 4 has begun, and 1 may not go on"):
+    with pytest.raises(UsageError, match="attempt 4 has started, so attempt 1 may not continue"):
         resume_attempt(run, 1, 10)
     assert run.lineage().begun == {1: None, 4: None}
 
 
 def test_two_drivers_that_begin_the_same_number(tmp_path: Path) -> None:
-    """Two processes, at the same moment, twenty times: one and only one begins."""
+    """Two processes, at the same moment, twenty times: exactly one begins."""
     both = [
         subprocess.Popen(
             [sys.executable, "-c", BEGIN, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -192,12 +192,12 @@ def test_two_drivers_that_begin_the_same_number(tmp_path: Path) -> None:
     ],
 )
 def test_what_counts(begun: dict[int, int | None], attempt: int, step: int, by: int | None) -> None:
-    """A checkpoint counts unless a later attempt went on from before it."""
+    """A checkpoint counts unless a later attempt resumed from before it."""
     assert Lineage(begun).voided_by(attempt, step) == by
 
 
 def test_no_restart_heals_it() -> None:
-    """A fenced attempt ends for good: its driver must not begin a number that fences the rightful one."""
+    """A fenced attempt ends permanently: its driver must not begin a number that fences the valid one."""
     from raydist.cluster.run.root_cause import RankError, root_cause
 
     assert issubclass(Fenced, TrainingStopped)

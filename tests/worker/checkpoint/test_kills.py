@@ -1,4 +1,4 @@
-"""The writer dies at every single thing that a save does to storage: a checkpoint is whole or does not exist."""
+"""The writer dies at every single storage operation of a save: a checkpoint is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PROGRAM = Path(__file__).with_name("kills.py")
 
 @pytest.mark.parametrize("death", ["kill", "power"])
 def test_death_at_every_operation(tmp_path: Path, death: str) -> None:
-    """SIGKILL, or a power cut that loses all that was not flushed: every manifest that exists is whole, one always does,
-    its state is the old or the new one, the new one from the moment of its rename on, and the next save works."""
+    """SIGKILL, or a power cut that loses all unflushed data: every existing manifest is complete, one always exists, its state is
+    the old or the new one, the new one from its rename on, and the next save works."""
     ended = subprocess.run(
         [sys.executable, str(PROGRAM), str(tmp_path), death], capture_output=True, text=True, timeout=250, check=False
     )
@@ -30,7 +30,7 @@ def test_death_at_every_operation(tmp_path: Path, death: str) -> None:
         assert row["whole"], row
         assert row["step"] == row["committed"][-1]
         assert row["left"] == ["step-00000003"], "the next save sweeps what the dead one left"
-    # Shards are flushed and named before the manifest is even begun; the manifest is flushed before it has its name.
+    # Shards are flushed and renamed before the manifest is begun; the manifest is flushed before its rename.
     last_shard = max(i for i, op in enumerate(ops) if "shard" in op and "delete" not in op)
     assert ops[last_shard].startswith("rename")
     assert ops[last_shard + 1] == "fsync folder"

@@ -1,4 +1,4 @@
-"""The manifest: one spelling, its own hash, and what a run's folder says of its checkpoints."""
+"""The manifest: one canonical form, its own hash, and the summary of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def put(run: RunDir, step: int, eval_loss: float | None = None) -> None:
 
 
 def test_round_trip() -> None:
-    """What is read equals what was written, and is written the same again."""
+    """A manifest read back equals the written one, and is written the same again."""
     data = SMALL.dumps()
     assert Manifest.loads(data) == SMALL
     assert Manifest.loads(data).dumps() == data
 
 
 def test_every_flipped_bit_is_found() -> None:
-    """No byte of the manifest may change in any bit and still be read."""
+    """After a flip of any bit of any byte the manifest is rejected."""
     data = SMALL.dumps()
     for position in range(len(data)):
         for bit in range(8):
@@ -54,22 +54,22 @@ def test_every_flipped_bit_is_found() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 100, -1])
 def test_a_manifest_cut_short_is_found(length: int) -> None:
-    """Nor may it end early."""
+    """A truncated manifest is rejected at any length."""
     with pytest.raises(ValueError, match=r"JSON|canonical"):
         Manifest.loads(SMALL.dumps()[:length])
 
 
 def test_a_manifest_in_another_place_is_refused(tmp_path: Path) -> None:
-    """A manifest copied to another step's folder is not that step's; the message names the file."""
+    """A manifest copied to another step's folder is refused; the message names the file."""
     run = RunDir(tmp_path)
     run.storage.write(manifest.path(30, "MANIFEST-0001.json"), SMALL.dumps())
-    with pytest.raises(CheckpointCorrupt, match=r"step-00000030/MANIFEST-0001.json: is that of step 20"):
+    with pytest.raises(CheckpointCorrupt, match=r"step-00000030/MANIFEST-0001.json: belongs to step 20"):
         manifest.read(run, 30)
-    assert manifest.verify(run, 30) == [f"{tmp_path}/checkpoints/step-00000030/MANIFEST-0001.json: is that of step 20"]
+    assert manifest.verify(run, 30) == [f"{tmp_path}/checkpoints/step-00000030/MANIFEST-0001.json: belongs to step 20"]
 
 
 def test_missing_step_names_those_there_are(tmp_path: Path) -> None:
-    """A step that is not committed: the error lists those that are."""
+    """For a step that is not committed the error lists those that are."""
     run = RunDir(tmp_path)
     put(run, 5)
     put(run, 10)
@@ -78,7 +78,7 @@ def test_missing_step_names_those_there_are(tmp_path: Path) -> None:
 
 
 def test_best_is_known_from_the_folder_alone(tmp_path: Path) -> None:
-    """The lowest finite eval loss wins, the newest of equals; noted in the manifest or beside it, afterwards."""
+    """The lowest finite eval loss wins, the newest among equals; recorded in the manifest, or beside it afterwards."""
     run = RunDir(tmp_path)
     assert manifest.best(run) is None
     for step, loss in [(1, 3.0), (2, 2.0), (3, 2.0), (4, float("nan")), (5, None)]:
@@ -91,7 +91,7 @@ def test_best_is_known_from_the_folder_alone(tmp_path: Path) -> None:
 
 
 def test_summary_goes_on_past_a_bad_manifest(tmp_path: Path) -> None:
-    """A list shows the bad one with its problem, and `read_newest` takes the one before."""
+    """The list shows the bad one with its problem, and `read_newest` returns the one before."""
     run = RunDir(tmp_path)
     put(run, 1)
     put(run, 2)
@@ -105,7 +105,7 @@ def test_summary_goes_on_past_a_bad_manifest(tmp_path: Path) -> None:
 
 
 def test_changed_numbers_names_each_field() -> None:
-    """Old and new value of each; tuples equal lists, for JSON knows no tuples."""
+    """Old and new value of each; tuples equal lists, since JSON has no tuples."""
     old = {"optim.lr": 0.1, "optim.betas": [0.9, 0.95], "model.name": "gpt", "gone": None}
     new = {"optim.lr": 0.2, "optim.betas": (0.9, 0.95), "model.name": "mlp", "come": 1}
     assert manifest.changed_numbers(old, new) == [

@@ -1,4 +1,4 @@
-"""Snapshots on real ranks and real shared memory: what a killed rank leaves there, and what a restart makes of it."""
+"""Snapshots on real ranks and real shared memory: the state that a killed rank leaves there, and how a restart uses it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from raydist.checkpoint import manifest, memory_layout
 from raydist.cluster.run.memory_checkpoint_recovery import place
-from raydist.cluster.run.memory_checkpoints import MemoryStore
+from raydist.cluster.run.memory_store import MemoryStore
 from raydist.data.prepare import prepare
 from raydist.errors import UserError
 from raydist.run.directory import RunDir, begin_attempt
@@ -45,7 +45,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A memory store's folder, with its node's MemoryStore, as a private run's driver has it."""
+    """A memory store's folder with its node's MemoryStore, as created by a private run's driver."""
     memory_store = MemoryStore(memory_layout.new_folder())
     memory_store.link(None, None, range(2), 2)
     yield memory_store._folder
@@ -54,7 +54,7 @@ def folder() -> Iterator[Path]:
 
 
 def spec_of(dataset: str, strategy: str = "ddp", every: Any = 2, checkpoint: int | None = 4) -> JobSpec:
-    """Nine steps with dropout; a copy after each second step, a checkpoint after each fourth."""
+    """Nine steps with dropout; a snapshot after every second step, a checkpoint after every fourth."""
     return JobSpec.model_validate(
         {
             "data": {"path": dataset},
@@ -71,8 +71,8 @@ def spec_of(dataset: str, strategy: str = "ddp", every: Any = 2, checkpoint: int
 def trained(
     rank: Rank, spec: JobSpec, path: str, memory_store: dict[str, Any] | None, attempt: int, kill: Any = None
 ) -> Any:
-    """An attempt: (steps, events) as rank 0 told them. `kill`: (rank, step) for a SIGKILL there; with anything
-    more, in the middle of the copy that is taken after that step."""
+    """An attempt: (steps, events) as rank 0 reported them. `kill`: (rank, step) for a SIGKILL there; with a third element, in the
+    middle of the snapshot that is taken after that step."""
     steps: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
 
@@ -84,7 +84,7 @@ def trained(
 
     def deadly(self: TrainStep, number: int, *args: Any, **kwargs: Any) -> Any:
         if kill is not None and number > 1:
-            memory_stores[0].checkpoints._memory_store._saver.wait()  # so that it is known which copies there are
+            memory_stores[0].checkpoints._memory_store._saver.wait()  # so that it is known which snapshots exist
             memory_stores[0].checkpoints._saver.wait()
         if kill is not None and (rank.rank, number) == tuple(kill[:2]):
             if len(kill) == 2:
@@ -126,7 +126,7 @@ def trained(
 
 
 def weights(path: Path) -> dict[str, bytes]:
-    """Every tensor of the last checkpoint, the optimizer's and the ranks' random states too."""
+    """Every tensor of the last checkpoint, including the optimizer's and the ranks' random states."""
     run, found = RunDir(path), {}
     for name, entry in manifest.read(run, STEPS).tensors.items():
         parts = []
@@ -143,7 +143,7 @@ def exact(steps: list[dict[str, Any]]) -> list[Any]:
 
 
 def newest(folder: Path, world: int, after: int = 0) -> dict[str, Any]:
-    """What the driver would tell the ranks."""
+    """The newest snapshot, as the driver would announce it to the ranks."""
     memory_store = MemoryStore.__new__(MemoryStore)
     memory_store._folder = folder
     found = place({"n": memory_store.inventory()}, dict.fromkeys(range(world), "n"), after=after)
@@ -155,9 +155,10 @@ def newest(folder: Path, world: int, after: int = 0) -> dict[str, Any]:
 def test_a_killed_rank_costs_the_steps_since_the_last_copy(
     ranks: Any, dataset: str, tmp_path: Path, folder: Path, strategy: str
 ) -> None:
-    """SIGKILL of rank 1 in step 8: the copy of step 6 is gone on from, not the checkpoint of 4, to the bits of an undisturbed run.
+    """SIGKILL of rank 1 in step 8: the run resumes from the snapshot of step 6, not the checkpoint of 4, with the bits of an
+    undisturbed run.
 
-    Then SIGKILL of rank 1 in step 7: the restarted ranks have not written over the copy of step 6.
+    Then SIGKILL of rank 1 in step 7: the restarted ranks have not overwritten the snapshot of step 6.
     """
     spec = spec_of(dataset, strategy)
     expected, _ = run(ranks, trained, 2, spec, str(tmp_path / "calm"), None, 1)[0]
@@ -180,7 +181,8 @@ def test_a_killed_rank_costs_the_steps_since_the_last_copy(
 
 
 def test_a_flipped_byte_means_storage(ranks: Any, dataset: str, tmp_path: Path, folder: Path) -> None:
-    """One bit of one shard in memory is wrong: told with the file, and step 4 on storage is gone on from, to the same bits."""
+    """One bit of one shard in memory is wrong: the file is reported, and the run resumes from step 4 on storage, with the same
+    bits."""
     spec = spec_of(dataset)
     expected, _ = run(ranks, trained, 2, spec, str(tmp_path / "calm"), None, 1)[0]
     path = tmp_path / "killed"
@@ -199,7 +201,7 @@ def test_a_flipped_byte_means_storage(ranks: Any, dataset: str, tmp_path: Path, 
 
 
 def test_another_number_of_ranks_goes_on(ranks: Any, dataset: str, tmp_path: Path, folder: Path) -> None:
-    """Two ranks' copy serves three: the same samples in every step, and then copies of three."""
+    """Three ranks resume from a snapshot of two: the same samples in every step, and then snapshots of three."""
     spec = spec_of(dataset, "zero3", checkpoint=None)
     ranks.run(trained, 2, spec, str(tmp_path), {"folder": str(folder)}, 1, (1, 8))
     steps, events = run(ranks, trained, 3, spec, str(tmp_path), newest(folder, 3), 2)[0]
@@ -212,7 +214,8 @@ def test_another_number_of_ranks_goes_on(ranks: Any, dataset: str, tmp_path: Pat
 
 
 def test_a_death_in_mid_copy_keeps_the_older_copy(ranks: Any, dataset: str, tmp_path: Path, folder: Path) -> None:
-    """SIGKILL of rank 1 while it copies step 6, half of it written: the copy of step 4 is whole, and ends at the same bits."""
+    """SIGKILL of rank 1 while it copies step 6, half of it written: the snapshot of step 4 is complete, and the bits at the end
+    are the same."""
     spec = spec_of(dataset, "zero2", checkpoint=None)
     expected, _ = run(ranks, trained, 2, spec, str(tmp_path / "calm"), None, 1)[0]
     died = ranks.run(trained, 2, spec, str(tmp_path / "killed"), {"folder": str(folder)}, 1, (1, 6, "copy"))
@@ -227,8 +230,8 @@ def test_a_death_in_mid_copy_keeps_the_older_copy(ranks: Any, dataset: str, tmp_
 
 
 def test_two_attempts_took_the_same_step(kit: Any, tmp_path: Path) -> None:
-    """What the first attempt committed stays, shard and manifest, when the third one, which goes on from it, writes over what the
-    second one left of that step; and the third's own copies are two, as ever."""
+    """The first attempt's shard and manifest of a step are kept while the third attempt, which resumes from it, reuses the second
+    attempt's leftover of that step; the third attempt keeps two snapshots of its own, as usual."""
 
     def attempt(number: int, kept: tuple[int, int] | None) -> Any:
         common = {"rank": 0, "world_size": 1, "group": None, "spec_hash": "", "numbers": {}, "on_event": print}
@@ -257,26 +260,26 @@ def test_two_attempts_took_the_same_step(kit: Any, tmp_path: Path) -> None:
 
 
 def test_a_copy_costs_its_sending_too(kit: Any, folder: Path) -> None:
-    """Where the node has a buddy a copy is over once that has it, and the MemoryStore's processor time counts; a number of
-    steps waits for nothing."""
+    """If the node has a buddy, a snapshot is complete once the buddy has it, and the MemoryStore's processor time counts; a fixed
+    number of steps waits for neither."""
 
     def over(step: int, every: Any, send: bool) -> list[bool]:
-        """Whether the copy's cost is known: as soon as it is committed, and once the buddy has it."""
+        """Whether the snapshot's cost is known: when it is committed, and once the buddy has it."""
         common = {"rank": 0, "world_size": 1, "group": None, "spec_hash": "", "numbers": {}, "on_event": print}
         memory_store = MemoryCheckpointer(MemoryStoreJob(str(folder)), every, resumed=0, attempt=step, **common)
         memory_store.prepare(kit.state(step), kit.rng(step))
-        memory_layout.tell_sent(folder, 0, 0)  # this process stands in for its node's MemoryStore
+        memory_layout.tell_sent(folder, 0, 0)  # this process replaces its node's MemoryStore
         memory_store.start(step, kit.state(step), kit.rng(step), {"step": step})
         assert memory_store._saver.wait()
         memory_store.stepped(0.1, False)
-        found = [memory_store._pace.cost is not None]
+        found = [memory_store._interval.cost is not None]
         if send:
             begun = time.process_time()
             while time.process_time() - begun < 0.3:
                 pass
             memory_layout.tell_sent(folder, step, step)
             memory_store.stepped(0.1, False)
-            found.append((memory_store._pace.cost or 0.0) >= 0.29)
+            found.append((memory_store._interval.cost or 0.0) >= 0.29)
         memory_store.close()
         return found
 
@@ -288,7 +291,8 @@ def test_a_copy_costs_its_sending_too(kit: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize("every", [2, "auto"])
 def test_no_room_in_shared_memory(ranks: Any, dataset: str, tmp_path: Path, folder: Path, every: Any) -> None:
-    """Asked for, it is refused with the sizes and the remedy; by default training goes on without, and says so."""
+    """With a fixed interval it is refused with the sizes and the remedy; by default training continues without snapshots, with a
+    note."""
     spec = spec_of(dataset, every=every)
     results = ranks.run(no_room, 2, spec, str(tmp_path), str(folder))
     if every == "auto":
@@ -312,14 +316,14 @@ def no_room(rank: Rank, spec: JobSpec, path: str, folder: str) -> Any:
 
 
 def test_a_full_shared_memory_is_no_bus_error(kit: Any, tmp_path: Path) -> None:
-    """Allocating a slot raises where a write to its pages would kill the process."""
+    """Allocating a slot raises, where a write to its pages would kill the process."""
     slot = Slot(torch.device("cpu"), tmp_path, tmp_path / ".tmp-slot")
     with pytest.raises(OSError, match="No space|too large"):
         slot.reserve(1 << 50)
 
 
 def test_two_copies_at_most(ranks: Any, dataset: str, tmp_path: Path, folder: Path) -> None:
-    """However many are taken, a rank's memory is two slots; the same two files are written over and over."""
+    """After any number of snapshots a rank's memory is two slots; the same two files are overwritten."""
     spec = spec_of(dataset, every=1, checkpoint=None)
     run(ranks, trained, 2, spec, str(tmp_path), {"folder": str(folder)}, 1)
     files = [p for p in folder.rglob("*") if p.is_file() and "of-00002" in p.name]
@@ -330,7 +334,7 @@ def test_two_copies_at_most(ranks: Any, dataset: str, tmp_path: Path, folder: Pa
 
 
 def test_folders_go_while_one_looks(tmp_path: Path) -> None:
-    """Ranks take away a step's folder while the MemoryStore of their node lists files: what is left is listed, nothing
+    """Ranks delete a step's folder while the MemoryStore of their node lists files: the remaining files are listed, nothing
     raises."""
     paths = {tmp_path / f"step-{n:08d}" / "shard" for n in (1, 2)}
     for path in paths:

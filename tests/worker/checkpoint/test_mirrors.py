@@ -1,4 +1,4 @@
-"""Copies of checkpoints: made beside training, verified, used where the first one is bad, and mended from where it is good."""
+"""Replicas of checkpoints: copied beside training, verified, used when the original is bad, and repaired from the good copy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raydist.worker.distributed import Rank
 
 
 class Kept:
-    """A run of one rank whose commits go to replicas, and what all of it said."""
+    """A run of one rank whose commits are copied to replicas, and all its events."""
 
     def __init__(self, kit: Any, folder: Path | str, uris: list[str], attempt: int = 1, **options: Any) -> None:
         self.one = kit.OneRank(folder, attempt=attempt, keep=options.get("keep", 10))
@@ -41,7 +41,7 @@ class Kept:
         self.replicas.committed()
 
     def until(self, met: Callable[[], bool]) -> None:
-        """Waits until something was said that makes it so."""
+        """Waits until an event makes the condition true."""
         with self.said:
             assert self.said.wait_for(met, timeout=30), self.events
 
@@ -73,7 +73,8 @@ def same_files(run: RunDir, other: RunDir) -> bool:
 
 
 def test_every_commit_is_copied(kit: Any, tmp_path: Path, s3: Any) -> None:
-    """To a folder and to an object store, byte for byte, with the attempts' notes; pruned alike; each told with its bytes."""
+    """To a folder and to an object store, byte for byte, with the attempts' notes; pruned alike; each event has its size in
+    bytes."""
     begun(tmp_path / "runs" / "a")
     uris = [str(tmp_path / "second"), s3.uri("third")]
     kept = Kept(kit, tmp_path / "runs" / "a", uris, keep=2)
@@ -93,7 +94,7 @@ def test_every_commit_is_copied(kit: Any, tmp_path: Path, s3: Any) -> None:
 
 
 def test_a_replica_that_is_away_costs_an_event(kit: Any, tmp_path: Path) -> None:
-    """The other one has everything; the one that was away gets all of it once it is back."""
+    """The other replica has everything; the unavailable one gets all of it once it is back."""
     (tmp_path / "second").write_text("a file in the way")
     uris = [str(tmp_path / "second"), str(tmp_path / "third")]
     kept = Kept(kit, tmp_path / "a", uris)
@@ -108,7 +109,7 @@ def test_a_replica_that_is_away_costs_an_event(kit: Any, tmp_path: Path) -> None
 
 
 def test_nobody_waits_for_one_that_hangs(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commits go on, the end of the run waits for a bounded time, says so, and the next start copies the rest."""
+    """Commits continue; the end of the run waits for a bounded time and reports it, and the next start copies the rest."""
     may_copy, copying = threading.Event(), threading.Event()
     copy = mirrors.copy
     monkeypatch.setattr(mirrors, "copy", lambda *a: (copying.set(), may_copy.wait(), copy(*a))[2])
@@ -129,7 +130,7 @@ def test_nobody_waits_for_one_that_hangs(kit: Any, tmp_path: Path, monkeypatch: 
 
 
 def test_what_was_being_copied_goes_at_the_end(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint whose turn to go came while a replica was reading it is not kept for ever."""
+    """A checkpoint that became due for deletion while a replica was reading it is deleted later."""
     may_copy, copying = threading.Event(), threading.Event()
     blocks = mirrors._blocks
     monkeypatch.setattr(mirrors, "_blocks", lambda *a: (copying.set(), may_copy.wait(), blocks(*a))[2])
@@ -145,7 +146,7 @@ def test_what_was_being_copied_goes_at_the_end(kit: Any, tmp_path: Path, monkeyp
 
 
 def test_what_is_bad_is_not_copied(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard that has changed at its source, and one that arrives changed, get no manifest."""
+    """A shard that changed at its source, and one that arrives changed, get no manifest."""
     one = kit.OneRank(tmp_path / "a")
     one.save(1)
     one.save(2)
@@ -170,7 +171,7 @@ def test_what_is_bad_is_not_copied(kit: Any, tmp_path: Path, monkeypatch: pytest
 
 
 def test_restored_from_a_replica(kit: Any, tmp_path: Path) -> None:
-    """Bad in the first place: the replica's, with events that say so; bad in both: the one before; and all gone: the replica."""
+    """If corrupt in the run, the replica's is used, with events; if in both, the one before; if all is deleted, the replica's."""
     uri = str(tmp_path / "second")
     kept = Kept(kit, tmp_path / "a", [uri])
     for step in (10, 20):
@@ -204,7 +205,7 @@ def test_restored_from_a_replica(kit: Any, tmp_path: Path) -> None:
 def test_a_replica_that_gives_no_answer_holds_up_no_start(
     kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked once, for a bounded time, and told of; the run's own checkpoint is taken."""
+    """The replica is asked once, for a bounded time, and reported; the run's own checkpoint is used."""
     one = kit.OneRank(tmp_path / "a")
     one.save(10)
     one.save(20)
@@ -232,7 +233,7 @@ def test_a_replica_that_gives_no_answer_holds_up_no_start(
 
 
 def test_a_run_whose_folder_was_lost_counts_on(kit: Any, tmp_path: Path) -> None:
-    """The next attempt has a number above those that the replica knows, so what it commits counts there too."""
+    """The next attempt has a number above those that the replica knows, so its commits count there too."""
     uri = str(tmp_path / "second")
     for number, step in ((1, 0), (2, 10)):
         begun(tmp_path / "a", number, step)
@@ -252,7 +253,7 @@ def test_a_run_whose_folder_was_lost_counts_on(kit: Any, tmp_path: Path) -> None
 
 
 def test_a_replica_knows_what_is_void(kit: Any, tmp_path: Path) -> None:
-    """Its own notes count where the run's are lost: a late commit of a cut-off attempt is not restored from it."""
+    """Its own notes count where the run's are lost: a late commit of a superseded attempt is not restored from it."""
     uri = str(tmp_path / "second")
     begun(tmp_path / "a")
     one = kit.OneRank(tmp_path / "a")
@@ -266,7 +267,7 @@ def test_a_replica_knows_what_is_void(kit: Any, tmp_path: Path) -> None:
 
 
 def test_what_is_void_counts_in_no_replica(kit: Any, tmp_path: Path) -> None:
-    """After `--fresh` a replica's checkpoints of the old line are not restored, also if it could not be reached then."""
+    """After `--fresh` a replica's old checkpoints are not restored, even if the replica was unreachable at that time."""
     uri = str(tmp_path / "second")
     begun(tmp_path / "a")
     kept = Kept(kit, tmp_path / "a", [uri])
@@ -284,7 +285,7 @@ def test_what_is_void_counts_in_no_replica(kit: Any, tmp_path: Path) -> None:
 
 
 def test_a_cut_off_attempt_copies_nothing(kit: Any, tmp_path: Path) -> None:
-    """Nor does it prune a replica that another attempt now cares for."""
+    """Nor does it prune a replica that a newer attempt now manages."""
     begun(tmp_path / "a")
     kit.OneRank(tmp_path / "a").save(10)
     begin_attempt(RunDir(tmp_path / "a"), 2)
@@ -297,7 +298,7 @@ def test_a_cut_off_attempt_copies_nothing(kit: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", ["shard", "manifest", "replica"])
 def test_old_checkpoints_are_verified_and_mended(kit: Any, tmp_path: Path, bad: str) -> None:
-    """Every second commit: a flipped byte is named, and mended from the copy that is good, whichever that is."""
+    """On every second commit: a flipped byte is reported, and repaired from the good copy, in either direction."""
     uri = str(tmp_path / "second")
     kept = Kept(kit, tmp_path / "a", [uri], verify_every=2)
     replica = replica_of(kept.run, uri)
@@ -316,7 +317,7 @@ def test_old_checkpoints_are_verified_and_mended(kit: Any, tmp_path: Path, bad: 
 
 
 def test_damage_without_a_replica_is_named(kit: Any, tmp_path: Path) -> None:
-    """The event says that nothing could mend it, and training does not mind."""
+    """The event says that it could not be repaired, and training continues."""
     kept = Kept(kit, tmp_path / "a", [], verify_every=1)
     kept.one.save(1)
     flip(shard(kept.run, 1))
@@ -329,13 +330,13 @@ def test_damage_without_a_replica_is_named(kit: Any, tmp_path: Path) -> None:
 
 
 def test_a_replica_is_another_place(kit: Any, tmp_path: Path) -> None:
-    """The folder that holds the run itself is refused as one."""
+    """A replica in the run's own folder is refused."""
     with pytest.raises(UserError, match="holds the run itself"):
         replica_of(RunDir(tmp_path / "a"), str(tmp_path))
 
 
 def choose(rank: Rank, run: str, uri: str) -> Any:
-    """Which place and step a group of ranks agrees on."""
+    """The place and step that a group of ranks agrees on."""
     events: list[Event] = []
     found = restore.choose_from(
         RunDir(run), [uri], rank=rank.rank, world_size=rank.world_size, group=rank.control, on_event=events.append
@@ -345,7 +346,7 @@ def choose(rank: Rank, run: str, uri: str) -> Any:
 
 
 def test_ranks_agree_on_the_place(ranks: Any, kit: Any, tmp_path: Path) -> None:
-    """Three ranks that share the reading take the replica together, and rank 0 says so."""
+    """Three ranks that share the reading use the replica together, and only rank 0 reports it."""
     uri = str(tmp_path / "second")
     kept = Kept(kit, tmp_path / "a", [uri])
     kept.save(10)

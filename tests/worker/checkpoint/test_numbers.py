@@ -1,4 +1,4 @@
-"""raydist.worker.checkpoint.numbers: which spec a run goes on with, and what another length does to its schedule."""
+"""raydist.worker.checkpoint.numbers: with which spec a run may be resumed, and how another length changes its schedule."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def saved(spec: JobSpec, step: int) -> Manifest:
 
 
 def test_other_numbers_are_refused() -> None:
-    """Refused with field, old and new value and the way out, unless it is allowed."""
+    """Refused with field, old and new value and remedy, unless it is allowed."""
     found, other = saved(job(steps=200), 20), job(steps=200, seed=3).numbers("f")
     assert check("r", found, job(steps=200).numbers("f"), 200) == []
     with pytest.raises(
@@ -40,7 +40,7 @@ def test_other_numbers_are_refused() -> None:
 
 @pytest.mark.parametrize("step", [20, 200])
 def test_another_length_is_none_of_them(step: int) -> None:
-    """More steps, or fewer but enough, or epochs instead, go on; beside another number that one is refused."""
+    """More steps, fewer but enough, or epochs instead are accepted; together with another changed number they are refused."""
     found = saved(job(steps=200), step)
     assert check("r", found, job(steps=400).numbers("f"), 400) == ["train.steps: was 200, is 400"]
     assert check("r", found, job(epochs=2).numbers("f"), step) == [
@@ -53,7 +53,7 @@ def test_another_length_is_none_of_them(step: int) -> None:
 
 @pytest.mark.parametrize("allow", [False, True])
 def test_fewer_steps_than_trained_are_refused(allow: bool) -> None:
-    """With both numbers and the remedy, whatever is allowed."""
+    """The error has both numbers and the remedy, even with `allow`."""
     found = saved(job(steps=200), 150)
     with pytest.raises(
         SpecChanged, match=r"train.steps: was 200, is 100: run r has trained 150 .* asks for 100 in"
@@ -64,7 +64,7 @@ def test_fewer_steps_than_trained_are_refused(allow: bool) -> None:
 
 
 def test_the_schedule_that_changes_is_told() -> None:
-    """Where the run ends now, and the learning rates of the step before and of the one after, by the old and the new schedule."""
+    """The message has the new last step, and the learning rates of the step before (old schedule) and after (new schedule)."""
     longer = job(steps=400)
     now = lr_at(201, 400, longer.optim.schedule, 1e-3)
     assert schedule_change(saved(job(steps=200), 200), longer, 400, 50) == (
@@ -75,7 +75,7 @@ def test_the_schedule_that_changes_is_told() -> None:
     told = schedule_change(saved(job(steps=200), 120), longer, 400, 50)
     assert told is not None
     assert f"from {was:.3g} at step 120" in told
-    # epochs: 50 steps each
+    # 50 steps per epoch
     assert schedule_change(saved(job(epochs=4), 200), job(epochs=8), 400, 50) == (
         "train.epochs: was 4.0, is 8.0: the run now ends at step 400 instead of 200, and its cosine schedule with it: "
         f"the learning rate goes from 0.0001 at step 200 to {now:.3g} at step 201"
@@ -83,7 +83,7 @@ def test_the_schedule_that_changes_is_told() -> None:
 
 
 def test_a_schedule_that_stays_is_told_as_such() -> None:
-    """Where the end has no part in the next step's learning rate there is no jump; without another length there is no word."""
+    """If the end does not affect the next step's learning rate the message says so; without another length there is no message."""
     constant = {"schedule": {"name": "constant", "warmup": 10}}
     assert schedule_change(saved(job(steps=200, **constant), 120), job(steps=400, **constant), 400, 50) == (
         "train.steps: was 200, is 400: the run now ends at step 400 instead of 200; "
@@ -96,6 +96,6 @@ def test_a_schedule_that_stays_is_told_as_such() -> None:
 
 
 def test_needs_no_torch() -> None:
-    """The driver asks it, too."""
+    """The driver imports it, too."""
     code = "import sys, raydist.worker.checkpoint.numbers; assert not {'torch', 'ray'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)

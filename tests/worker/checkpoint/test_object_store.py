@@ -1,4 +1,4 @@
-"""The same on an object store: a real S3 protocol over HTTP, served by moto."""
+"""The same on an object store: a real S3 server over HTTP (moto)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from raydist.worker.checkpoint import restore
 
 
 def test_save_verify_restore_and_prune(kit: Any, s3: Any) -> None:
-    """Saved in the background, every byte verified, an object replaced is found, the one before restored, old ones gone."""
+    """Saved in the background, every byte verified; a replaced object is detected, the checkpoint before restored, old ones
+    deleted."""
     one = kit.OneRank(s3.uri("runs/one"), asynchronous=True, keep=2)
     for step in (1, 2, 3):
         one.save(step)
@@ -44,7 +45,7 @@ def test_save_verify_restore_and_prune(kit: Any, s3: Any) -> None:
 
 
 def test_an_upload_that_fails_leaves_no_object(s3: Any) -> None:
-    """What raises in the middle of a write leaves nothing of that name on an object store."""
+    """An exception in the middle of a write leaves no object of that name."""
     storage = Storage(s3.uri("half"))
     with pytest.raises(ValueError, match="in the middle"), storage.create("file") as sink:
         sink.write(b"half of it")

@@ -1,4 +1,5 @@
-"""Real gloo ranks: each saves its own part, one's failure is everyone's, and any number of ranks restores the same."""
+"""Real gloo ranks: each saves its own part, a failure of one is a failure of all, and any number of ranks restores the same
+state."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def toy(rank: Rank) -> tuple[nn.Module, torch.optim.Optimizer, TrainState]:
-    """A model whose matrix is large enough to be cut over the ranks, with dropout, under DDP if there are peers."""
+    """A model whose matrix is large enough to be split over the ranks, with dropout, under DDP if there are peers."""
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(300, 1500), nn.Dropout(0.2), nn.Linear(1500, 7))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -45,7 +46,7 @@ def toy(rank: Rank) -> tuple[nn.Module, torch.optim.Optimizer, TrainState]:
 
 
 def train(rank: Rank, ddp: nn.Module, optimizer: torch.optim.Optimizer, saver: Saver | None, step: int) -> None:
-    """One update on data that only the step and the rank determine; dropout draws from the rank's own stream."""
+    """One update on data that depends only on step and rank; dropout uses the rank's own stream."""
     generator = torch.Generator().manual_seed(100 * step + rank.rank)
     ddp(torch.randn(4, 300, generator=generator)).square().mean().backward()
     if saver is not None:
@@ -62,7 +63,7 @@ def make_saver(rank: Rank, root: str, events: list[Any]) -> Saver:
 
 
 def save(rank: Rank, root: str, steps: int) -> dict[str, Any]:
-    """Trains and saves after each step; two more steps after the last save tell whether a resumed run goes on alike."""
+    """Trains and saves after each step; two more steps after the last save, to compare with a resumed run."""
     ddp, optimizer, state = toy(rank)
     torch.manual_seed(1000 + rank.rank)
     saver = make_saver(rank, root, [])
@@ -92,7 +93,7 @@ def load(rank: Rank, root: str) -> dict[str, Any]:
     )
     assert found is not None
     tensors, rank_tensors, _ = state.capture()
-    exact = restore.load(run, found, tensors, rank_tensors, group=rank.control)
+    exact = restore.load(run, found, tensors, rank_tensors, group=rank.control).exact
     state.restore(tensors, rank_tensors if exact else None, found.plain)
     loaded = digest(state.capture()[0])
     for step in (found.step + 1, found.step + 2):
@@ -102,7 +103,7 @@ def load(rank: Rank, root: str) -> dict[str, Any]:
 
 
 def test_two_ranks_save_and_one_two_or_three_restore(ranks: Any, tmp_path: Path) -> None:
-    """The same bytes at every world size; at the same one also the random states: training goes on as if never stopped."""
+    """The same bytes at every world size; at the same one also the random states: training continues as if never stopped."""
     saved = ranks.run(save, 2, str(tmp_path), 2)
     assert all(s["committed"] for s in saved)
     assert saved[0]["digests"] == saved[1]["digests"]
@@ -121,7 +122,7 @@ def test_two_ranks_save_and_one_two_or_three_restore(ranks: Any, tmp_path: Path)
         if world == 2:
             assert {r["after"] for r in loaded} == {saved[0]["after"]}, "the two steps after it have the same bits"
 
-    # Each rank reads only its share of the hashes, yet all of them turn away from a byte that one of them found.
+    # Each rank checks only its share of the hashes, yet all of them reject the checkpoint if one finds a wrong byte.
     for name in found.files:
         shard = tmp_path / manifest.path(2, name)
         good = shard.read_bytes()
@@ -133,7 +134,7 @@ def test_two_ranks_save_and_one_two_or_three_restore(ranks: Any, tmp_path: Path)
 
 
 def fail_once(rank: Rank, root: str) -> dict[str, Any]:
-    """Saves steps 1, 2 and 3; at step 2 rank 1 may not write more than 64 KiB into a file."""
+    """Saves steps 1, 2 and 3; at step 2 rank 1 may not write more than 64 KiB to a file."""
     ddp, optimizer, state = toy(rank)
     events: list[Any] = []
     saver = make_saver(rank, root, events)
@@ -146,7 +147,7 @@ def fail_once(rank: Rank, root: str) -> dict[str, Any]:
         if step == 2 and rank.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
         saver.start(step, *state.capture())
-        saver.before_update()  # the loop goes on as if nothing had happened
+        saver.before_update()  # the loop continues unaffected
         result = saver.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert result is not None
@@ -157,7 +158,8 @@ def fail_once(rank: Rank, root: str) -> dict[str, Any]:
 
 
 def test_one_rank_that_cannot_write_costs_no_checkpoint(ranks: Any, tmp_path: Path) -> None:
-    """All ranks learn that the save failed, where and why; the one before stays, the next one works, and the loop goes on."""
+    """All ranks learn that the save failed, where and why; the checkpoint before stays, the next save works, and the loop
+    continues."""
     found = ranks.run(fail_once, 2, str(tmp_path))
     for rank in found:
         assert [r[0] for r in rank["results"]] == [True, False, True]
@@ -174,7 +176,7 @@ def test_one_rank_that_cannot_write_costs_no_checkpoint(ranks: Any, tmp_path: Pa
 
 
 def lose_a_peer(rank: Rank, root: str) -> Any:
-    """Saves step 1, and step 2 in the midst of which rank 1 dies."""
+    """Saves step 1; rank 1 dies in the middle of saving step 2."""
     saver = make_saver(rank, root, [])
     tensors = {"model/a": torch.zeros(1000, 1000)}
     saver.start(1, tensors, {}, {})
@@ -189,7 +191,7 @@ def lose_a_peer(rank: Rank, root: str) -> Any:
 
 
 def test_a_peer_that_dies_in_the_midst(ranks: Any, tmp_path: Path) -> None:
-    """The others neither hang nor commit: the save has failed, and the one before is there."""
+    """The others neither hang nor commit: the save has failed, and the checkpoint before is there."""
     found = ranks.run(lose_a_peer, 2, str(tmp_path))
     assert isinstance(found[1], ChildProcessError)
     assert found[0].committed is False
@@ -199,7 +201,7 @@ def test_a_peer_that_dies_in_the_midst(ranks: Any, tmp_path: Path) -> None:
 
 
 def place(rank: Rank, tensor: Tensor) -> dict[str, Tensor]:
-    """A DTensor cut unevenly over the ranks, and one that all of them hold."""
+    """A DTensor split unevenly over the ranks, and a replicated one."""
     mesh = init_device_mesh("cpu", (rank.world_size,))
     return {
         "model/cut": distribute_tensor(tensor, mesh, [Shard(0)]),
@@ -224,7 +226,7 @@ def load_sharded(rank: Rank, root: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_sharded_tensors_are_saved_where_they_are(ranks: Any, tmp_path: Path, world: int) -> None:
-    """DTensors: every rank saves its own rows, a copied one is saved once, and other numbers of ranks load them."""
+    """Every rank saves its own rows of a DTensor, a replicated one is saved once, and other numbers of ranks load them."""
     ranks.run(save_sharded, 2, str(tmp_path))
     found = manifest.read(RunDir(tmp_path), 1)
     assert sorted((c.offsets, c.sizes) for c in found.tensors["model/cut"].chunks) == [

@@ -1,4 +1,4 @@
-"""Restoring: the newest checkpoint whose every byte is right, into what fits it, without unpickling anything."""
+"""Restoring the newest checkpoint whose every byte is correct, with compatible names and shapes, without unpickling."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def flip(path: Path, position: float) -> None:
 @pytest.mark.parametrize("position", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("which", ["MANIFEST-0001.json", "shard"])
 def test_a_flipped_byte_is_found_and_the_one_before_taken(saved: RunDir, kit: Any, which: str, position: float) -> None:
-    """verify names the file, choose falls back and says so in an event, and what it loads is the state before."""
+    """verify names the file, choose falls back and reports it in an event, and loading gives the state before."""
     (bad,) = (f for f in files(saved, 20) if f.name.startswith(which))
     flip(bad, position)
     (problem,) = manifest.verify(saved, 20)
@@ -56,7 +56,7 @@ def test_a_flipped_byte_is_found_and_the_one_before_taken(saved: RunDir, kit: An
 
 
 def test_a_shard_cut_short_or_missing_is_named(saved: RunDir) -> None:
-    """With its sizes, or as missing."""
+    """The error has the sizes, or says that it is missing."""
     (shard,) = (f for f in files(saved, 20) if f.name.startswith("shard"))
     data = shard.read_bytes()
     shard.write_bytes(data[:-1])
@@ -69,7 +69,7 @@ def test_a_shard_cut_short_or_missing_is_named(saved: RunDir) -> None:
 
 
 def test_none_good(saved: RunDir) -> None:
-    """If all are bad, training must not start from nothing in silence: CheckpointCorrupt names every file."""
+    """If all are corrupt, training must not silently start from zero: CheckpointCorrupt names every file."""
     for step in (10, 20):
         flip(files(saved, step)[-1], 0.5)
     with pytest.raises(CheckpointCorrupt) as caught:
@@ -78,12 +78,12 @@ def test_none_good(saved: RunDir) -> None:
 
 
 def test_none_there(tmp_path: Path) -> None:
-    """A run without checkpoints starts from nothing."""
+    """A run without checkpoints starts from zero."""
     assert restore.choose(RunDir(tmp_path)) is None
 
 
 def test_uncommitted_is_no_checkpoint(saved: RunDir) -> None:
-    """Shards without their manifest do not exist."""
+    """Shards without their manifest are ignored."""
     saved.storage.delete(manifest.path(20, "MANIFEST-0001.json"))
     found = restore.choose(saved)
     assert found is not None
@@ -93,7 +93,7 @@ def test_uncommitted_is_no_checkpoint(saved: RunDir) -> None:
 
 
 def test_a_step_by_its_number(saved: RunDir) -> None:
-    """The one asked for, and no other in its place."""
+    """Exactly the requested step, never another one."""
     found = restore.choose(saved, step=10)
     assert found is not None
     assert found.step == 10
@@ -103,7 +103,7 @@ def test_a_step_by_its_number(saved: RunDir) -> None:
 
 
 def test_what_is_chosen_is_safe_until_it_is_loaded(saved: RunDir, kit: Any) -> None:
-    """Between `choose` and the end of `load` pruning spares it; a rejected one is not held."""
+    """Between `choose` and the end of `load` it is not pruned; a rejected one may be."""
     found = restore.choose(saved, step=10)
     assert found is not None
     assert retention.prune(saved, 1) == []
@@ -137,7 +137,7 @@ def test_mismatches_are_named(saved: RunDir, kit: Any) -> None:
 
 
 def test_weights_alone(saved: RunDir, kit: Any) -> None:
-    """The model without its optimizer can be loaded: names are whole by the part before the first slash."""
+    """The model can be loaded without its optimizer: completeness is checked per name part before the first slash."""
     found = restore.choose(saved)
     assert found is not None
     weights = {n: t for n, t in kit.empty().items() if n.startswith("model/")}
@@ -146,14 +146,14 @@ def test_weights_alone(saved: RunDir, kit: Any) -> None:
 
 
 def test_random_states_only_where_they_fit(saved: RunDir, kit: Any) -> None:
-    """The rank's own tensors come back exactly, or not at all."""
+    """The rank's own tensors are restored exactly, or not at all."""
     found = restore.choose(saved)
     assert found is not None
     own = {"rng/torch": torch.zeros(100, dtype=torch.uint8)}
-    assert restore.load(saved, found, kit.empty(), own) is True
+    assert restore.load(saved, found, kit.empty(), own).exact
     assert own["rng/torch"].eq(20).all()
     for other in ({"rng/torch": torch.zeros(7, dtype=torch.uint8)}, {**own, "rng/cuda": torch.zeros(1)}, {}):
-        assert restore.load(saved, found, kit.empty(), other) is False
+        assert not restore.load(saved, found, kit.empty(), other).exact
 
 
 def test_nothing_is_unpickled(saved: RunDir, kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,12 +168,12 @@ def test_nothing_is_unpickled(saved: RunDir, kit: Any, monkeypatch: pytest.Monke
     found = restore.choose(saved)
     assert found is not None
     into, own = kit.empty(), kit.rng(1)
-    assert restore.load(saved, found, into, own)
+    assert restore.load(saved, found, into, own).exact
     assert kit.same(into, kit.state(20))
 
 
 def test_only_tensors_are_read(saved: RunDir, kit: Any) -> None:
-    """A value that is no tensor, which DCP would unpickle, is refused by name."""
+    """A value that is not a tensor, which DCP would unpickle, is refused by name."""
     found = restore.choose(saved)
     assert found is not None
     with pytest.raises((CheckpointError, AttributeError)):

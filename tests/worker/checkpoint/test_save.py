@@ -1,4 +1,4 @@
-"""The Saver with one rank: what it writes, when the loop waits, and what a failure costs."""
+"""The Saver with one rank: its files, when the loop waits, and the effects of a failure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def loaded(kit: Any, one: Any, step: int | None = None) -> dict[str, torch.Tenso
 
 
 def test_asynchronous_equals_synchronous(kit: Any, tmp_path: Path) -> None:
-    """The same shard bytes, tensors and plain values, whichever way they were saved; and what is loaded is what was saved."""
+    """The same shard bytes, tensors and plain values in both modes; loading gives the saved values."""
     made = []
     for name, asynchronous in (("sync", False), ("async", True)):
         one = kit.OneRank(tmp_path / name, asynchronous=asynchronous)
@@ -49,7 +49,7 @@ def test_asynchronous_equals_synchronous(kit: Any, tmp_path: Path) -> None:
 
 
 def test_state_is_that_of_start(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`before_update` holds the update until the copy is done, and no longer: the write goes on beside the next step."""
+    """`before_update` blocks the update until the copy is done, and no longer: the write continues during the next step."""
     may_copy, may_write = threading.Event(), threading.Event()
     copy, write = Stage.copy, dcp_storage.ShardWriter._write
     monkeypatch.setattr(Stage, "copy", lambda *a: (may_copy.wait(), copy(*a))[1])
@@ -79,7 +79,7 @@ def test_state_is_that_of_start(kit: Any, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_one_in_flight(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next `start` waits until the save before has ended."""
+    """The next `start` waits until the previous save has ended."""
     may_write, writing = threading.Event(), threading.Semaphore(0)
     write = dcp_storage.ShardWriter._write
 
@@ -105,7 +105,7 @@ def test_one_in_flight(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_failed_save_costs_no_checkpoint(
     kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    """It is reported with rank and cause, raises nothing into the loop, leaves the one before, and the next one works."""
+    """It is reported with rank and cause, raises nothing in the loop, keeps the checkpoint before, and the next save works."""
     one = kit.OneRank(tmp_path, asynchronous=asynchronous)
     one.save(1)
     one.saver.wait()
@@ -131,7 +131,7 @@ def _no_space(fd: int) -> None:
 
 
 def test_a_copy_that_fails_fails_the_save_only(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No memory for the buffer: `before_update` returns, and the result says why."""
+    """If the buffer cannot be allocated, `before_update` returns, and the result has the reason."""
 
     def no_memory(self: Stage, nbytes: int) -> None:
         raise MemoryError("no room for the copy")
@@ -144,7 +144,7 @@ def test_a_copy_that_fails_fails_the_save_only(kit: Any, tmp_path: Path, monkeyp
 
 
 def test_before_commit_comes_first(kit: Any, tmp_path: Path) -> None:
-    """It is called when the shards are there and the manifest is not; what it raises fails the save."""
+    """It is called when the shards exist and the manifest does not; an exception in it fails the save."""
     seen: list[Any] = []
     one = kit.OneRank(tmp_path, before_commit=lambda: seen.append((len(shard_bytes(tmp_path, 1)), one.run.committed())))
     one.save(1)
@@ -162,7 +162,7 @@ def test_before_commit_comes_first(kit: Any, tmp_path: Path) -> None:
 def test_saving_a_step_again_never_breaks_what_is_there(
     kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second save of a committed step writes beside it and replaces the manifest; if it fails, the first one holds."""
+    """A second save of a committed step writes new files and replaces the manifest; if it fails, the first one stays valid."""
     one = kit.OneRank(tmp_path)
     one.save(1)
     with monkeypatch.context() as full:
@@ -176,7 +176,7 @@ def test_saving_a_step_again_never_breaks_what_is_there(
 
 
 def test_eval_loss_before_and_after_the_commit(kit: Any, tmp_path: Path) -> None:
-    """`mark_eval` counts whenever it comes: the best checkpoint outlives the newer ones."""
+    """`mark_eval` counts before and after the commit: the best checkpoint is kept longer than newer ones."""
     one = kit.OneRank(tmp_path, keep=1, asynchronous=True)
     for step, loss in ((1, 3.0), (2, 1.0), (3, None)):
         one.save(step)
@@ -202,7 +202,7 @@ def test_what_cannot_be_saved_is_said_at_once(kit: Any, tmp_path: Path) -> None:
 
 
 def test_prepare_makes_the_buffer_that_the_save_uses(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save waits for the buffer that `prepare` is making, and allocates none; neither does the next one."""
+    """A save waits for the buffer that `prepare` is allocating, and allocates none; neither does the next one."""
     made: list[int] = []
     may_make = threading.Event()
     pages = staging._pages
@@ -218,7 +218,7 @@ def test_prepare_makes_the_buffer_that_the_save_uses(kit: Any, tmp_path: Path, m
 
 
 def test_a_shard_holds_nothing_of_the_save_before(kit: Any, tmp_path: Path) -> None:
-    """The kept buffer shows only what it holds now, between the tensors too: the same state makes the same file."""
+    """The reused buffer has only the new content, also between the tensors: the same state gives the same file."""
     one, other = kit.OneRank(tmp_path / "one"), kit.OneRank(tmp_path / "other")
     one.save(1, {"model/a": torch.ones(1000)})
     small = {"model/a": torch.ones(3), "model/b": torch.ones(5)}
@@ -228,7 +228,7 @@ def test_a_shard_holds_nothing_of_the_save_before(kit: Any, tmp_path: Path) -> N
 
 
 class Refusing(io.FileIO):
-    """A file on a file system that takes the flag O_DIRECT, and then refuses each write."""
+    """A file on a file system that accepts the flag O_DIRECT, and then refuses each write."""
 
     def write(self, data: Any) -> int:
         if fcntl.fcntl(self, fcntl.F_GETFL) & os.O_DIRECT:
@@ -239,7 +239,7 @@ class Refusing(io.FileIO):
 @pytest.mark.parametrize("refused", ["never", "flag", "write"])
 @pytest.mark.parametrize("size", [1, 4096, 4097, 3 * 4096 + 64])
 def test_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, refused: str) -> None:
-    """Past the page cache or, where the file system refuses that, through it: the file has the bytes, in their order."""
+    """Past the page cache or, where the file system refuses that, through it: the file has the bytes in order."""
     stage = Stage(torch.device("cpu"))
     stage.reserve(4 * 4096)
     data = os.urandom(size)
@@ -261,7 +261,7 @@ def test_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: in
 
 
 def test_a_full_disk_is_no_reason_for_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only EINVAL means that the file system has no O_DIRECT; anything else is the error that it is."""
+    """Only EINVAL means that the file system has no O_DIRECT; any other error is raised."""
     stage = Stage(torch.device("cpu"))
     stage.reserve(4096)
 
@@ -274,8 +274,8 @@ def test_a_full_disk_is_no_reason_for_another_way(tmp_path: Path, monkeypatch: p
 
 
 def test_the_documented_way_without_raydist(kit: Any, tmp_path: Path) -> None:
-    """The lines in docs/checkpoints.md that read a tensor with numpy alone give that tensor."""
-    text = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text()
+    """The lines in docs/explanation/checkpoints.md that read a tensor with numpy alone give that tensor."""
+    text = (Path(__file__).parents[3] / "docs/explanation/checkpoints.md").read_text()
     code = text.split("```python\n")[1].split("```")[0]
     one = kit.OneRank(tmp_path)
     tensors = {"model/embedding.weight": torch.randn(9, 4), "model/other": torch.ones(3)}

@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 
 def whole(model: nn.Module) -> dict[str, ParamShard]:
-    """All of each parameter, as without a strategy."""
+    """Each parameter whole, as without a strategy."""
     return {plain_name(n): ParamShard(p) for n, p in model.named_parameters()}
 
 
@@ -72,7 +72,7 @@ SPECS: dict[str, Callable[[], OptimSpec]] = {
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_restored_run_goes_on_to_the_same_bits(name: str) -> None:
-    """Saved after three steps, restored into a fresh model and optimizer with no step behind them: equal losses and weights."""
+    """Saved after three steps, restored into a new model and optimizer without any step: equal losses and weights."""
     torch.manual_seed(1)
     model, optimizer, state = build(SPECS[name]())
     train(model, optimizer, range(3))
@@ -94,7 +94,7 @@ def test_a_restored_run_goes_on_to_the_same_bits(name: str) -> None:
 
 
 def test_names_are_the_plain_models() -> None:
-    """Wrappers (DDP, torch.compile) do not show, and all of `state_dict` is there under `model/`."""
+    """Names have no prefix of wrappers (DDP, torch.compile), and all of `state_dict` is there under `model/`."""
     model, _, state = build(OptimSpec())
     names = {n for n in state.capture()[0] if n.startswith("model/")}
     assert names == {f"model/{n}" for n in model.state_dict()}
@@ -114,7 +114,7 @@ def test_names_are_the_plain_models() -> None:
 
 
 def test_references_and_copies() -> None:
-    """Parameters and moments are the live memory, whatever happened since; buffers are copies, for a forward pass changes them."""
+    """Parameters and moments are the live memory; buffers are copies, since a forward pass changes them."""
     model, optimizer, state = build(OptimSpec())
     train(model, optimizer, range(1))
     tensors, _, _ = state.capture()
@@ -128,9 +128,9 @@ def test_references_and_copies() -> None:
 
 
 def test_group_values_of_a_changed_spec_stay() -> None:
-    """A value that the spec builds as it did comes from the checkpoint; one that it now builds otherwise is the new one."""
+    """A value that the spec sets as before comes from the checkpoint; one that it now sets differently is the new one."""
     _, optimizer, state = build(OptimSpec(weight_decay=0.1))
-    optimizer.param_groups[0]["lr"] = 0.007  # what a schedule, or the optimizer itself, made of it
+    optimizer.param_groups[0]["lr"] = 0.007  # as set by a schedule, or by the optimizer itself
     tensors, _, plain = state.capture()
     _, other, other_state = build(OptimSpec(weight_decay=0.3))
     other_state.capture()
@@ -141,7 +141,7 @@ def test_group_values_of_a_changed_spec_stay() -> None:
 
 
 def test_plain_slots_come_back() -> None:
-    """What an optimizer keeps of a parameter beside tensors is restored too; what is neither is refused by name."""
+    """Plain values that an optimizer keeps per parameter are restored too; other types are refused by name."""
     _, optimizer, state = build(OptimSpec())
     state.capture()
     parameter = optimizer.param_groups[0]["params"][0]
@@ -158,8 +158,8 @@ def test_plain_slots_come_back() -> None:
 
 @pytest.mark.parametrize("spare", [False, True])
 def test_random_states(spare: bool) -> None:
-    """torch, numpy and python draw on as if nothing had been, a spare normal in hand or not."""
-    if spare:  # both keep the second of a pair of normals
+    """torch, numpy and python continue with the same numbers, with or without a cached second normal."""
+    if spare:  # both cache the second of a pair of normals
         random.gauss(0, 1)
         np.random.standard_normal()
     states = {n: t.clone() for n, t in capture_rng(CPU).items()}

@@ -1,4 +1,4 @@
-"""Storage that is full, read-only, gone or hangs: a save that fails costs itself, and too many in a row stop the run."""
+"""Storage that is full, read-only, missing or hanging: a failed save costs only itself, and too many in a row stop the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from raydist.checkpoint import manifest
-from raydist.errors import CheckpointError, Fenced, SavesFailed, TrainingStopped
+from raydist.errors import CheckpointError, Fenced, SavesFailed, StorageError, TrainingStopped
 from raydist.run.directory import RunDir, begin_attempt, resume_attempt
 from raydist.worker.checkpoint import dcp_storage, save
 from raydist.worker.checkpoint.dcp_storage import ShardWriter
@@ -26,7 +26,7 @@ def mount(*arguments: str) -> None:
 
 
 def fill(folder: Path) -> Path:
-    """Takes all the room that is left."""
+    """Uses up all the space that is left."""
     room = folder / "filler"
     with open(room, "wb", buffering=0) as file:
         try:
@@ -42,7 +42,7 @@ def failed(one: Any) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk(kit: Any, disk: Path, asynchronous: bool) -> None:
-    """Two saves fail, then there is room and the count starts anew; three in a row stop the run, at the next due step."""
+    """Two saves fail, then there is space and the count is reset; three in a row stop the run, at the next due step."""
     one = kit.OneRank(disk / "run", asynchronous=asynchronous, keep=2, max_failures=3)
     one.save(1)
     assert one.saver.wait()
@@ -68,7 +68,7 @@ def test_a_full_disk(kit: Any, disk: Path, asynchronous: bool) -> None:
 
 
 def test_read_only(kit: Any, disk: Path) -> None:
-    """It says so, and the next save works once it can be written again."""
+    """The cause is reported, and the next save works once the file system is writable again."""
     one = kit.OneRank(disk / "run", asynchronous=True)
     one.save(1)
     one.saver.wait()
@@ -84,7 +84,7 @@ def test_read_only(kit: Any, disk: Path) -> None:
 
 
 def test_an_unmounted_folder_takes_no_checkpoint(kit: Any, disk: Path, tmp_path: Path) -> None:
-    """The empty folder below could be written: the run's notes are gone, so nothing counts as saved there."""
+    """The empty folder below is writable, but the run's notes are not there, so nothing is committed there."""
     home = tmp_path / "home"
     home.mkdir()
     mount("--bind", str(disk), str(home))
@@ -107,7 +107,7 @@ def test_an_unmounted_folder_takes_no_checkpoint(kit: Any, disk: Path, tmp_path:
 
 
 def test_a_server_that_does_not_answer(kit: Any, s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An S3 server under SIGSTOP: the loop goes on, a due step is passed over, and all is well once the server goes on."""
+    """An S3 server under SIGSTOP: the loop continues, a due step is skipped, and saves work again once the server continues."""
     monkeypatch.setattr(save, "PATIENCE_S", 0.1)
     one = kit.OneRank(s3.uri("runs/stopped"), asynchronous=True)
     one.save(1)
@@ -131,7 +131,7 @@ def test_a_server_that_does_not_answer(kit: Any, s3: Any, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Until it is set every shard hangs; a due step waits 0.05 s."""
+    """Every shard write hangs until the event is set; a due step waits 0.05 s."""
     may_write = threading.Event()
     write = ShardWriter._write
     monkeypatch.setattr(dcp_storage.ShardWriter, "_write", lambda *a: (may_write.wait(), write(*a))[1])
@@ -140,7 +140,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_slow_is_no_failure_but_hanging_is(kit: Any, tmp_path: Path, hanging: threading.Event) -> None:
-    """Any number of steps may be passed over before `timeout_s`; after it the third in a row stops the run."""
+    """Any number of steps may be skipped before `timeout_s`; after it the third in a row stops the run."""
     one = kit.OneRank(tmp_path, asynchronous=True, timeout_s=1e6, max_failures=3)
     one.save(1)
     assert [one.save(step) for step in range(2, 7)] == [False] * 5
@@ -158,7 +158,7 @@ def test_slow_is_no_failure_but_hanging_is(kit: Any, tmp_path: Path, hanging: th
 
 
 def test_the_end_of_a_run_does_not_hang(kit: Any, tmp_path: Path, hanging: threading.Event) -> None:
-    """`wait`, a synchronous save and the last save give up a hanging one after `timeout_s`, with what can be done."""
+    """`wait`, a synchronous save and the last save give up after `timeout_s`, with a remedy in the error."""
     for asynchronous in (True, False):
         one = kit.OneRank(tmp_path / str(asynchronous), asynchronous=asynchronous, timeout_s=0.1)
         one.save(1)
@@ -170,11 +170,11 @@ def test_the_end_of_a_run_does_not_hang(kit: Any, tmp_path: Path, hanging: threa
 
 
 def test_storage_that_goes_after_the_commit(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be read back afterwards, such as which one is the best, costs no event."""
+    """If a later read fails, for example to find the best checkpoint, the event is still emitted."""
     one = kit.OneRank(tmp_path)
 
     def gone(run: RunDir) -> None:
-        raise save.StorageError("cannot list: Input/output error")
+        raise StorageError("cannot list: Input/output error")
 
     monkeypatch.setattr(manifest, "best", gone)
     one.save(1)
@@ -183,7 +183,7 @@ def test_storage_that_goes_after_the_commit(kit: Any, tmp_path: Path, monkeypatc
 
 
 def hang_on_one(rank: Rank, root: str) -> dict[str, Any]:
-    """Saves step 1; at step 2 rank 1 hangs in opening a pipe until all have passed over step 3; then step 4."""
+    """Saves step 1; at step 2 rank 1 hangs opening a pipe until all have skipped step 3; then step 4."""
     events: list[Any] = []
     saver = Saver(
         RunDir(root), rank=rank.rank, world_size=rank.world_size, group=rank.control, asynchronous=True, keep=10,
@@ -193,7 +193,7 @@ def hang_on_one(rank: Rank, root: str) -> dict[str, Any]:
     pipe, write = f"{root}/pipe", ShardWriter._write
 
     def slow(self: ShardWriter, parts: Any) -> Any:
-        with open(pipe) as until:  # a real wait in the kernel, for somebody to open it for writing
+        with open(pipe) as until:  # blocks in the kernel until the pipe is opened for writing
             until.read()
         return write(self, parts)
 
@@ -214,7 +214,7 @@ def hang_on_one(rank: Rank, root: str) -> dict[str, Any]:
 
 
 def test_all_pass_over_for_the_one_that_hangs(ranks: Any, tmp_path: Path) -> None:
-    """One rank's storage hangs: no rank starts the next save, the event names that rank, and nothing is lost."""
+    """If one rank's storage hangs, no rank starts the next save, the event names that rank, and nothing is lost."""
     os.mkfifo(tmp_path / "pipe")
     found = ranks.run(hang_on_one, 2, str(tmp_path))
     assert [r["started"] for r in found] == [[True, True, False, True]] * 2
@@ -225,7 +225,7 @@ def test_all_pass_over_for_the_one_that_hangs(ranks: Any, tmp_path: Path) -> Non
 
 
 def fenced_off(rank: Rank, root: str) -> list[str]:
-    """Attempt 1 saves after attempt 2 has begun: how each call ends."""
+    """Attempt 1 saves after attempt 2 has begun: the result of each call."""
     run = RunDir(root)
     saver = Saver(
         run, rank=rank.rank, world_size=rank.world_size, group=rank.control, asynchronous=True, keep=10,
@@ -245,7 +245,7 @@ def fenced_off(rank: Rank, root: str) -> list[str]:
 
 
 def test_a_fenced_attempt_ends_at_once(ranks: Any, tmp_path: Path) -> None:
-    """Not merely a failed save: every rank raises Fenced before its next update, whatever `max_failures` is."""
+    """It is not an ordinary failed save: every rank raises Fenced before its next update, for any `max_failures`."""
     for number in (1, 2):
         begin_attempt(RunDir(tmp_path), number)
     for ended in ranks.run(fenced_off, 2, str(tmp_path)):

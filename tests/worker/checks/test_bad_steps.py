@@ -1,4 +1,4 @@
-"""Bad steps, in the whole loop on real files: never applied, left out once, listed; all else trained once."""
+"""Bad steps in the whole loop on real files: never applied, skipped once, recorded; all other batches are trained once."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from raydist.spec import JobSpec
 from raydist.worker.attempt import Job, MonitorChannel
 from raydist.worker.distributed import Rank
 from raydist.worker.loop import train
+from raydist.worker.mesh import Mesh
 from tests.training import alone, run
 
 STEPS, CONTEXT, BATCH = 8, 8, 6
@@ -31,7 +32,7 @@ Seen = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small corpus of bytes in which no two samples begin alike."""
+    """A small byte corpus in which every sample begins differently."""
     folder = tmp_path_factory.mktemp("corpus")
     choose = random.Random(3)
     (folder / "a.txt").write_text("\n".join("".join(choose.choices("abcdefgh ", k=40)) for _ in range(40)))
@@ -41,7 +42,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def spec_of(dataset: str, on_nan: str = "stop", options: Any = None, micro: int = 2, **recovery: Any) -> JobSpec:
-    """Eight steps of six sequences, with dropout, a checkpoint each third."""
+    """Eight steps of six sequences, with dropout, a checkpoint every third step."""
     return JobSpec.model_validate(
         {
             "data": {"path": dataset},
@@ -56,7 +57,7 @@ def spec_of(dataset: str, on_nan: str = "stop", options: Any = None, micro: int 
 
 
 def sample(dataset: str, step: int) -> tuple[list[int], list[int]]:
-    """(tokens of the last sample of the batch of `step`, the ids of that batch)."""
+    """(tokens of the last sample in the batch of `step`, the ids of that batch)."""
     data = TokenDataset(dataset)
     windows = Windows(data.split("train"), CONTEXT)
     batches = Batches(len(windows), BATCH, 0, data.fingerprint)
@@ -65,7 +66,7 @@ def sample(dataset: str, step: int) -> tuple[list[int], list[int]]:
 
 
 def trained(rank: Rank, spec: JobSpec, path: str, attempt: int = 1, until: int | None = None, faults: Any = ()) -> Any:
-    """An attempt: (steps, events) as rank 0 told them, and what the attempt raised, if it did."""
+    """One attempt: (steps, events) as rank 0 reported them, and what the attempt raised, if anything."""
     steps: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
 
@@ -102,13 +103,14 @@ def weights(path: Path, step: int = STEPS) -> dict[str, bytes]:
 
 
 def exact(steps: list[dict[str, Any]]) -> list[Any]:
-    """What must be equal bit for bit of the trained steps; NaN is equal to nothing."""
+    """The values of the trained steps that must be equal bit for bit; a NaN equals nothing, so such steps are omitted."""
     return [(s["step"], s["loss"], s["grad_norm"], s["samples_hash"]) for s in steps if s["loss"] == s["loss"]]
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_stop_names_the_batch_and_ends_on_all_ranks(ranks: Any, dataset: str, tmp_path: Path, world: int) -> None:
-    """NaN at step 5: NonFinite on every rank; the event has the batch's ids, rank and micro-batch; nothing is in the ledger."""
+    """NaN at step 5: NonFinite on every rank; the event has the batch's ids, rank and micro-batch; the skipped-batch list is
+    empty."""
     poison, ids = sample(dataset, 5)
     results = run(ranks, trained, world, spec_of(dataset, "stop", {"poison": poison}), str(tmp_path))
     assert all(isinstance(error, NonFinite) for _, _, error in results)
@@ -125,8 +127,8 @@ def test_stop_names_the_batch_and_ends_on_all_ranks(ranks: Any, dataset: str, tm
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_skip_and_rollback_leave_the_same_batch_out(ranks: Any, dataset: str, tmp_path: Path, world: int) -> None:
-    """NaN at steps 1 and 5. Skipped, the run ends with both in the ledger. Rolled back, it takes three attempts, and trains the
-    other batches to the same losses and weights, bit for bit: dropout, optimizer and saved buffers too."""
+    """NaN at step 1 or 5. With skip, the run finishes and lists the batch. With rollback, a second attempt skips it and trains the
+    other batches to the same losses and weights, bit for bit, including dropout, optimizer and saved buffers."""
     poison, _ = sample(dataset, 5)
     first, _ = sample(dataset, 1)
     for at, name in ((poison, "five"), (first, "one")):
@@ -158,7 +160,7 @@ def test_skip_and_rollback_leave_the_same_batch_out(ranks: Any, dataset: str, tm
 
 
 def test_the_ledger_holds_at_another_world_size(ranks: Any, dataset: str, tmp_path: Path) -> None:
-    """Rolled back on 2 ranks and resumed on 1, without the folder, from what the checkpoint carries: the batch stays out."""
+    """Rolled back on 2 ranks and resumed on 1, without the folder, from the list in the checkpoint: the batch stays skipped."""
     poison, _ = sample(dataset, 5)
     spec = spec_of(dataset, "rollback", {"poison": poison})
     run(ranks, trained, 2, spec, str(tmp_path))
@@ -176,9 +178,9 @@ def test_the_ledger_holds_at_another_world_size(ranks: Any, dataset: str, tmp_pa
     [("rollback", {"max_rollbacks": 0}, "rolled back 0 times"), ("skip", {"max_skips": 1}, "recovery.max_skips is 1")],
 )
 def test_limits_stop_the_run(dataset: str, tmp_path: Path, on_nan: str, limit: Any, why: str) -> None:
-    """Past its limit each is a stop with the cause: at most so many rollbacks, so many steps left out in a row."""
+    """Past its limit each stops the run with the cause: the number of rollbacks, and of skipped steps in a row."""
     if on_nan == "skip":
-        # A batch before it stands in the ledger already.
+        # An earlier batch is already in the list.
         ids = sample(dataset, 4)[1]
         skipped_batches.write(RunDir(tmp_path), skipped_batches.Entry(4, 0, 3 * BATCH, len(ids), "-", "skip", "-", 1))
     spec = spec_of(dataset, on_nan, {"poison": sample(dataset, 5)[0]}, **limit)
@@ -188,12 +190,12 @@ def test_limits_stop_the_run(dataset: str, tmp_path: Path, on_nan: str, limit: A
 
 
 def test_weights_that_are_not_finite_are_not_skipped(dataset: str, tmp_path: Path) -> None:
-    """With a NaN weight no step is of use any more: skip stops, and names it."""
+    """With a non-finite weight every later step is bad: skip stops the run, and names the weight."""
     from raydist.worker.checks import bad_steps
 
     spec = spec_of(dataset, "skip")
     model = torch.nn.Linear(2, 2)
-    made = bad_steps.BadStepCheck(spec, alone(), RunDir(tmp_path), 1, model, None)
+    made = bad_steps.BadStepCheck(spec, Mesh(alone()), RunDir(tmp_path), 1, model, None)
     assert made._weights_problem() == ""
     with torch.no_grad():
         model.bias[1] = float("inf")
@@ -202,7 +204,7 @@ def test_weights_that_are_not_finite_are_not_skipped(dataset: str, tmp_path: Pat
 
 @pytest.mark.parametrize("on_nan", ["stop", "skip"])
 def test_a_spike_is_not_applied(dataset: str, tmp_path: Path, on_nan: str) -> None:
-    """A loss above twice the median of the 3 before it: at step 5 the run stops, or goes on as if it were NaN, to the same bits."""
+    """A loss above twice the median of the 3 before it: at step 5 the run stops, or skips it like a NaN, with the same bits."""
     options = {"poison": sample(dataset, 5)[0], "times": 1000.0}
     spike = {"factor": 2.0, "window": 3}
     steps, events, error = trained(alone(), spec_of(dataset, on_nan, options, spike=spike), str(tmp_path / "spike"))
@@ -220,8 +222,8 @@ def test_a_spike_is_not_applied(dataset: str, tmp_path: Path, on_nan: str) -> No
 
 
 def test_out_of_memory_shrinks_the_micro_batch_until_it_fits(ranks: Any, dataset: str, tmp_path: Path) -> None:
-    """Room for one sequence: passes of 3 fail, and so the next attempt has passes of 1. Samples are those of the run that had
-    room from the start, losses within 1e-5."""
+    """Memory for one sequence: micro-batches of 3 fail, so the next attempt uses 1. Samples equal those of a run that had enough
+    memory from the start, losses within 1e-5."""
 
     def spec(micro: int, room: int | None) -> JobSpec:
         made = spec_of(dataset, options={"room": room}, micro=micro)

@@ -1,4 +1,4 @@
-"""train.check_gradients on real ranks: what is spoilt is named with its ranks, what is sound is not, and no bit changes."""
+"""train.check_gradients on real ranks: bad gradients are named with their ranks, good ones are not, and no bit changes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from raydist.report import text
 from raydist.spec import JobSpec
 from raydist.worker.checks.gradients import NAMED, TOLERANCE, GradientCheck, judge
 from raydist.worker.distributed import Rank
-from raydist.worker.parallel import replicas
+from raydist.worker.mesh import Mesh
+from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.step import TrainStep
-from tests.training import CONTEXT, Trainer, alone, counted, job, mine, run, samples
+from raydist.worker.step_hooks import Step
+from tests.training import CONTEXT, GROUPED, Trainer, alone, counted, job, mine, run, samples
 from tests.worker.checks.test_bad_steps import dataset, exact, of, spec_of, trained, weights
 
 __all__ = ["dataset"]
@@ -28,7 +30,7 @@ ODD = "blocks.1.mlp.down.weight"
 
 
 class Said:
-    """A Reporter's `say`, kept."""
+    """Collects what is sent to a Reporter's `say`."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -38,7 +40,7 @@ class Said:
 
 
 class Partly(nn.Module):
-    """Parameters of which `rest` counts in the loss of every step but those in `without`, and `dead` always with weight zero."""
+    """`rest` contributes to the loss of every step except those in `without`; `dead` contributes with weight zero."""
 
     def __init__(self, vocab: int, without: tuple[int, ...]) -> None:
         super().__init__()
@@ -53,16 +55,18 @@ class Partly(nn.Module):
 
 
 class Checked:
-    """A trainer whose step looks at gradients: every step, or what `every` says."""
+    """A trainer that checks gradients every `every` steps."""
 
     def __init__(self, rank: Rank, spec: JobSpec, model: nn.Module | None = None, every: int = 1) -> None:
         self.trainer = trainer = Trainer(rank, spec, full=6 * CONTEXT, model=model)
         self.said = Said()
-        check = GradientCheck(rank, trainer.strategy.shards(), every, self.said if rank.first else None)  # type: ignore[arg-type]
+        check = GradientCheck(
+            rank, gather_parameters(trainer.strategy.shards(), rank), every, self.said if rank.first else None
+        )  # type: ignore[arg-type]
         self.check = check
         self.step = TrainStep(
-            rank, trainer.strategy, trainer.optimizer, trainer.precision,
-            full_tokens=6 * CONTEXT, clip=0.5, before_update=lambda: None, gradients=check,
+            Mesh(rank), trainer.strategy, trainer.optimizer, trainer.precision,
+            full_tokens=6 * CONTEXT, clip=0.5, hooks=[check],
         )  # fmt: skip
 
     def run(self, number: int) -> float:
@@ -70,12 +74,12 @@ class Checked:
         return self.step(number, batches, counted(batches), 1e-2, False).loss
 
     def told(self) -> list[dict[str, Any]]:
-        """The events but notes."""
+        """The events without notes."""
         return [e for e in self.said.events if e["kind"] == "gradients"]
 
 
 def calm(rank: Rank, variant: str, precision: str) -> tuple[bool, list[dict[str, Any]]]:
-    """Whether four steps have the same losses and weights with a look at each as without one; and what was told."""
+    """Whether four steps have the same losses and weights with a check each step as without; and the reported events."""
     looked, plain = (Checked(rank, job(variant, precision=precision), every=every) for every in (1, 100))
     same = [looked.run(step) for step in (1, 2, 3, 4)] == [plain.run(step) for step in (1, 2, 3, 4)]
     others = plain.trainer.whole()
@@ -83,17 +87,17 @@ def calm(rank: Rank, variant: str, precision: str) -> tuple[bool, list[dict[str,
     return same, looked.told()
 
 
-SORTS = [*((name, "fp32") for name in [*registry.names("parallel"), "hsdp in pairs"]), ("ddp", "bf16")]
+SORTS = [*((name, "fp32") for name in [*registry.names("parallel"), *GROUPED.values()]), ("ddp", "bf16")]
 
 
 @pytest.mark.parametrize(("variant", "precision"), SORTS)
 def test_a_clean_run_has_the_same_bits_and_nothing_to_say(ranks: Any, variant: str, precision: str) -> None:
-    """On 4 ranks, each step looked at: no event, the losses and weights of a run without it, bit for bit."""
+    """On 4 ranks with a check each step: no event, and losses and weights equal those without the check, bit for bit."""
     assert run(ranks, calm, 4, variant, precision) == [(True, [])] * 4
 
 
 def spoil_ddp(made: Checked, odd: int, factor: float) -> None:
-    """From now on rank `odd` gets other sums than the others: after its all-reduce a bucket's are multiplied."""
+    """From now on rank `odd` gets other sums than the others: its buckets are multiplied after the all-reduce."""
     rank = made.trainer.rank
 
     def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -115,7 +119,7 @@ def spoil_ddp(made: Checked, odd: int, factor: float) -> None:
 
 
 def spoilt(rank: Rank, variant: str, odd: int, factor: float) -> list[dict[str, Any]]:
-    """What is told of three steps in which rank `odd` has another gradient of one parameter than its replicas."""
+    """The events of three steps in which rank `odd` has a different gradient of one parameter than its replicas."""
     made = Checked(rank, job(variant))
     if variant == "ddp":
         spoil_ddp(made, odd, factor)
@@ -132,7 +136,7 @@ def spoilt(rank: Rank, variant: str, odd: int, factor: float) -> list[dict[str, 
     ("variant", "world", "named"), [("ddp", 3, [1]), ("ddp", 2, [0, 1]), ("hsdp in pairs", 4, [1, 3])]
 )
 def test_a_gradient_that_differs_is_named(ranks: Any, variant: str, world: int, named: list[int]) -> None:
-    """Rank 1 has 0.1% more in one parameter: told once, with that rank where the others are more, else all that should agree."""
+    """Rank 1 has 0.1% more in one parameter: reported once, with that rank if there is a majority, else with all replicas."""
     (told,) = run(ranks, spoilt, world, variant, 1, 1.001)[0]
     (problem,) = told["problems"]
     assert (told["step"], told["count"]) == (1, 1)
@@ -141,13 +145,13 @@ def test_a_gradient_that_differs_is_named(ranks: Any, variant: str, world: int, 
 
 
 def test_a_gradient_that_is_nan_on_one_rank_is_named(ranks: Any) -> None:
-    """After the sync, so that only that rank has it; and the step is refused as it always is, which the others never hear of."""
+    """The NaN appears after the sync, so only that rank has it. The step is refused as always, which the other ranks do not see."""
     results = ranks.run(poisoned, 3)
     assert [p for e in results[0] for p in e["problems"]] == [{"parameter": ODD, "problem": "not_finite", "ranks": [2]}]
 
 
 def poisoned(rank: Rank) -> list[dict[str, Any]]:
-    """What a look tells where rank 2 has NaN in one parameter's sum."""
+    """The events of a check in which rank 2 has NaN in one parameter's sum."""
     made = Checked(rank, job("ddp"))
     spoil_ddp(made, 2, float("nan"))
     trainer, batches = made.trainer, mine(rank, *samples(6), 6)
@@ -156,12 +160,12 @@ def poisoned(rank: Rank) -> list[dict[str, Any]]:
 
         loss_sum(trainer.strategy.module, batches[0]).backward()  # type: ignore[no-untyped-call]
     trainer.strategy.grad_norm()
-    made.check.look(1)
+    made.check.gradients_ready(Step(1, []))
     return made.told()
 
 
 def partly(rank: Rank, variant: str) -> list[dict[str, Any]]:
-    """What is told of four steps: in the second and third, two parameters take no part in the loss."""
+    """The events of four steps: in the second and third, two parameters take no part in the loss."""
     model = Partly(13, without=(2, 3))
     made = Checked(rank, job(variant), model=model)
     for step in (1, 2, 3, 4):
@@ -172,7 +176,8 @@ def partly(rank: Rank, variant: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("variant", "world"), [("ddp", 1), ("zero3", 2), ("hsdp in pairs", 4)])
 def test_missing_and_zero_gradients_are_named(ranks: Any, variant: str, world: int) -> None:
-    """A parameter without gradient, on all ranks; one whose gradient is all zero; told when that changes, and not in between."""
+    """A parameter without gradient on all ranks, and one whose gradient is all zero, are reported when that changes, and not in
+    between."""
     told = run(ranks, partly, world, variant)[0]
     every = list(range(world))
     dead = {"parameter": "dead", "problem": "zero", "ranks": every}
@@ -185,7 +190,7 @@ def test_missing_and_zero_gradients_are_named(ranks: Any, variant: str, world: i
 
 
 def test_the_whole_loop(ranks: Any, dataset: str, tmp_path: Path) -> None:
-    """train.check_gradients: 2 in a run: a note with what a look costs, no other word, weights of a run without it, bit for bit."""
+    """train.check_gradients: 2 in a run: one note with the cost of a check, no other event, weights as without it, bit for bit."""
     raw = spec_of(dataset).model_dump()
     spec = JobSpec.model_validate(raw | {"train": raw["train"] | {"check_gradients": 2}})
     steps, events, error = run(ranks, trained, 2, spec, str(tmp_path / "checked"))[0]
@@ -200,7 +205,8 @@ def test_the_whole_loop(ranks: Any, dataset: str, tmp_path: Path) -> None:
 
 
 def test_bad_numbers_are_told_beside_what_on_nan_does(dataset: str, tmp_path: Path) -> None:
-    """A batch that makes the loss NaN at step 5: `gradients` names parameters, `non_finite` and the skip are as without a check."""
+    """A batch that makes the loss NaN at step 5: `gradients` names parameters; `non_finite` and the skip are as without the
+    check."""
     from tests.worker.checks.test_bad_steps import sample
 
     raw = spec_of(dataset, "skip", {"poison": sample(dataset, 5)[0]}).model_dump()
@@ -216,7 +222,7 @@ def test_bad_numbers_are_told_beside_what_on_nan_does(dataset: str, tmp_path: Pa
 
 
 def test_a_run_with_one_look_tells_its_cost_too(dataset: str, tmp_path: Path) -> None:
-    """At its end; without a share, for there is no time between two looks."""
+    """The cost is reported at the end, without a share of the time, since there is no interval between two checks."""
     raw = spec_of(dataset).model_dump()
     spec = JobSpec.model_validate(raw | {"train": raw["train"] | {"check_gradients": 5}})
     _, events, _ = trained(alone(), spec, str(tmp_path))
@@ -226,7 +232,7 @@ def test_a_run_with_one_look_tells_its_cost_too(dataset: str, tmp_path: Path) ->
 
 
 def test_an_overflow_in_fp16_is_no_problem() -> None:
-    """Its gradients are infinite, and the scale is halved, as ever; nothing is told."""
+    """Its gradients are infinite and the scale is halved, as always; nothing is reported."""
     precision = {"params": "fp16", "loss_scale": {"initial": 2.0**40}}
     made = Checked(alone(), job("ddp", precision=precision))
     made.run(1)
@@ -235,8 +241,9 @@ def test_an_overflow_in_fp16_is_no_problem() -> None:
 
 
 def test_judgement_by_hand() -> None:
-    """Two parameters on four ranks in pairs: within tolerance is the same; of a pair that differs nobody is in the minority."""
-    whole, pairs = replicas(None, 4), ((0, 2), (1, 3))
+    """Two parameters on four ranks in pairs: values within tolerance are equal; in a pair that differs neither rank is in the
+    minority."""
+    whole, pairs = ((0, 1, 2, 3),), ((0, 2), (1, 3))
     near = 1 + TOLERANCE / 2
     norms = np.array([[1.0, 2.0, 0.0], [near, 3.0, 0.0], [1.0, 2.0, 0.0], [1.0, 3.5, 0.0]])
     assert judge(["a", "b", "c"], [whole, pairs, whole], norms) == [
@@ -251,7 +258,7 @@ def test_judgement_by_hand() -> None:
 
 
 def test_it_reads_as_a_sentence() -> None:
-    """The event as one line: parameter, what, ranks, norms, and how many more."""
+    """The event as one line: parameter, problem, ranks, norms, and how many more."""
     problems = [
         {"parameter": "a", "problem": "differs", "ranks": [1], "least": 1.0, "most": 2.0},
         {"parameter": "b", "problem": "missing", "ranks": [0, 1]},

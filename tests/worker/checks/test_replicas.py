@@ -1,4 +1,5 @@
-"""Replicas that drift apart, in the whole loop on real ranks: named, mended to the same bits, or rolled back, but not for ever."""
+"""Replicas that drift, in the whole loop on real ranks: named, repaired to the same bits, or rolled back a limited number of
+times."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ NORM = "inner.norm.weight"
 
 
 def checked(dataset: str, every: int | None) -> JobSpec:
-    """Eight steps with dropout and a buffer that counts forward passes, a checkpoint each third, replicas compared."""
+    """Eight steps with dropout and a buffer that counts forward passes, a checkpoint every third step, replicas compared."""
     raw = spec_of(dataset).model_dump()
     return JobSpec.model_validate(raw | {"train": raw["train"] | {"check_replicas": every}})
 
@@ -36,8 +37,8 @@ def flips(*faults: FlipBit) -> list[dict[str, Any]]:
 
 
 def test_the_odd_one_is_named_and_mended(ranks: Any, dataset: str, tmp_path: Path) -> None:
-    """Of 3 ranks one drifts in step 4, seen before the update of step 5, another in step 6, seen before its checkpoint: losses,
-    weights, optimizer and buffers are those of a run in which nothing happened and nothing was compared, bit for bit."""
+    """Of 3 ranks one drifts in step 4, found before the update of step 5, and another in step 6, found before its checkpoint:
+    losses, weights, optimizer and buffers equal those of a run without drift and without comparison, bit for bit."""
     expected, _, error = run(ranks, trained, 3, checked(dataset, None), str(tmp_path / "calm"))[0]
     assert error is None
     faults = flips(FlipBit(rank=2, step=4), FlipBit(rank=1, step=6, parameter=NORM))
@@ -54,7 +55,7 @@ def test_the_odd_one_is_named_and_mended(ranks: Any, dataset: str, tmp_path: Pat
 
 
 def test_a_drift_that_makes_the_loss_nan_is_found_at_once(ranks: Any, dataset: str, tmp_path: Path) -> None:
-    """A weight of 1 becomes infinite on one of 3 ranks, long before a look is due: no step is blamed, the bits are the same."""
+    """A weight of 1 becomes infinite on one of 3 ranks, long before a check is due: no batch is skipped, the bits are the same."""
     expected, _, _ = run(ranks, trained, 3, checked(dataset, None), str(tmp_path / "calm"))[0]
     faults = flips(FlipBit(rank=0, step=1, parameter=NORM, bit=30))
     steps, events, error = run(ranks, trained, 3, checked(dataset, 100), str(tmp_path / "inf"), 1, None, faults)[0]
@@ -65,7 +66,7 @@ def test_a_drift_that_makes_the_loss_nan_is_found_at_once(ranks: Any, dataset: s
 
 
 def test_without_a_majority_the_run_goes_back(ranks: Any, dataset: str, tmp_path: Path) -> None:
-    """Of 2 ranks nobody can say who is right: Rollback on both, a restart at once from the checkpoint of step 3, the same bits."""
+    """With 2 ranks there is no majority: Rollback on both, an immediate restart from the checkpoint of step 3, the same bits."""
     expected, _, _ = run(ranks, trained, 2, checked(dataset, None), str(tmp_path / "calm"))[0]
     spec, path, faults = checked(dataset, 1), str(tmp_path / "back"), flips(FlipBit(rank=1, step=4))
     results = run(ranks, trained, 2, spec, path, 1, None, faults)
@@ -85,8 +86,9 @@ def test_without_a_majority_the_run_goes_back(ranks: Any, dataset: str, tmp_path
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_with_rows_of_its_own_a_rank_is_mended_too(ranks: Any, dataset: str, tmp_path: Path, strategy: str) -> None:
-    """The first row is rank 0's to update. Before a look it is found wherever it changed, and the bits are those of a calm run,
-    optimizer state too. After it a change on another rank is undone by the next sending; on rank 0 it spreads, and nobody knows."""
+    """Rank 0 updates the first row. Drift before a check is found on any rank, and the bits equal those of a run without drift,
+    also of the optimizer state. Drift after the check is overwritten by the next broadcast if it is on another rank; on rank 0 it
+    spreads undetected."""
 
     def told(name: str, world: int, *faults: FlipBit) -> Any:
         spec = checked(dataset, 1)
@@ -112,7 +114,8 @@ def test_with_rows_of_its_own_a_rank_is_mended_too(ranks: Any, dataset: str, tmp
 
 
 def test_the_third_drift_stops_the_run(ranks: Any, dataset: str, tmp_path: Path) -> None:
-    """One in each of three attempts: the run's folder counts, and the third names the ranks, their host and device."""
+    """One drift in each of three attempts: the count is kept in the run's folder, and the third names the ranks, their host and
+    device."""
     faults = flips(*(FlipBit(rank=1, step=step) for step in (1, 2, 4)))
     found = []
     for attempt in (1, 2, 3):
@@ -139,14 +142,14 @@ def test_one_note_where_there_is_nothing_to_compare(dataset: str, tmp_path: Path
 
 
 def test_state_in_a_file_is_refused() -> None:
-    """offload.optimizer: nvme: the field, its value and the remedy."""
+    """offload.optimizer: nvme: the error has the field, its value and the remedy."""
     with pytest.raises(ValueError, match=r"check_replicas.*10.*offload\.optimizer: nvme") as error:
         job("ddp", train={"check_replicas": 10}, offload={"optimizer": "nvme", "path": "/swap"})
     assert "set it to null" in str(error.value)
 
 
 def test_a_majority_is_more_than_half_of_those_that_hold_it() -> None:
-    """Each tensor by itself, among its own holders."""
+    """The majority is determined for each tensor among the ranks that hold it."""
 
     def of_rank(a: int, b: int, held: tuple[int, ...] = (0, 1, 2, 3)) -> Any:
         return {held: {"a": a, "b": b}}
@@ -159,7 +162,7 @@ def test_a_majority_is_more_than_half_of_those_that_hold_it() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool])
 def test_every_bit_and_place_counts(dtype: torch.dtype) -> None:
-    """A flipped bit, or two values that change places, give another hash, on the host and by the sum that a device computes."""
+    """A flipped bit, or two swapped values, give another hash, both on the host and by the sum that a device computes."""
     torch.manual_seed(1)
     count = replicas._CHUNK + 5
     values = torch.randint(0, 2, (count,)).to(dtype)

@@ -1,4 +1,4 @@
-"""The size of DDP's buckets: the model against figures by hand and DDP's own account, the choice, and that a run keeps it."""
+"""DDP's bucket size: the model against hand-computed figures and DDP's own buckets, the choice, and that a run keeps it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raydist.spec import JobSpec
 from raydist.worker.attempt import Job, MonitorChannel
 from raydist.worker.comm.buckets import choose
 from raydist.worker.comm.buckets.measure import Passes, all_reduce_line, passes
-from raydist.worker.comm.buckets.model import MIB, AlphaBeta, Arrival, buckets, evenly, exposed, fit, suggest
+from raydist.worker.comm.buckets.model import MIB, AlphaBeta, Arrival, buckets, exposed, fit, suggest
 from raydist.worker.distributed import Rank
 from raydist.worker.loop import train
 from raydist.worker.step import loss_sum
@@ -29,9 +29,14 @@ from tests.training import VOCAB, job, run, samples
 SIZES = [4, 2**10, 2**16, 2**20, 2**24]
 
 
+def evenly(sizes: list[int], backward_s: float) -> list[Arrival]:
+    """Gradients of these sizes, in this order, as if backward made its bytes at one speed."""
+    return [Arrival(n, backward_s * sum(sizes[: i + 1]) / sum(sizes)) for i, n in enumerate(sizes)]
+
+
 def test_a_line_is_found() -> None:
-    """Exactly where the points are on it; and still, within 2%, if one of five is ten times too slow, and however many of each size
-    there are: a bandwidth that shows in one of a hundred messages is one."""
+    """Exact if the points are on a line; still within 2% if one of five is ten times too slow, for any number of points per size:
+    the fit recovers a bandwidth that only one in a hundred messages reaches."""
     line = AlphaBeta(5e-5, 2e-9)
     points = [(float(n), line.seconds(n)) for n in SIZES for _ in range(3)]
     found = fit(points)
@@ -50,7 +55,7 @@ def test_a_line_is_found() -> None:
 
 
 def test_a_line_is_never_negative() -> None:
-    """A straight line through points that bend upwards, or downwards, would start below zero, or fall."""
+    """A straight line through points that bend upwards or downwards would have a negative intercept or slope."""
     assert fit([(1e3, 1e-6), (1e6, 1e-2), (2e6, 4e-2)]).alpha == 0
     falling = fit([(1e3, 2e-3), (1e6, 1e-3)])
     assert falling.beta == 0
@@ -60,7 +65,7 @@ def test_a_line_is_never_negative() -> None:
 
 
 def test_buckets_by_hand() -> None:
-    """A bucket is closed by the gradient that fills it; torch's default has a first one of 1 MiB and then 25."""
+    """A bucket ends with the gradient that fills it; torch's default is a first bucket of 1 MiB and then 25."""
     arrivals = [Arrival(MIB // 2, float(i)) for i in range(1, 101)]  # 50 MiB
     assert buckets(arrivals, 20.0) == [Arrival(20 * MIB, 40.0), Arrival(20 * MIB, 80.0), Arrival(10 * MIB, 100.0)]
     assert buckets(arrivals, None) == [Arrival(MIB, 2.0), Arrival(25 * MIB, 52.0), Arrival(24 * MIB, 100.0)]
@@ -69,16 +74,15 @@ def test_buckets_by_hand() -> None:
 
 
 def test_exposed_by_hand() -> None:
-    """Two buckets, there after 1 and 2 s; each all-reduce takes 1.5 s: the second starts at 2.5 and ends at 4."""
+    """Two buckets, ready after 1 and 2 s; each all-reduce takes 1.5 s: the second starts at 2.5 and ends at 4."""
     made = [Arrival(MIB, 1.0), Arrival(MIB, 2.0)]
     assert exposed(made, 2.0, AlphaBeta(1.5, 0.0)) == pytest.approx(2.0)
-    assert exposed(made, 2.0, AlphaBeta(0.25, 0.0)) == pytest.approx(0.25)  # the last one's own
+    assert exposed(made, 2.0, AlphaBeta(0.25, 0.0)) == pytest.approx(0.25)  # the last bucket's own
     assert exposed(made, 2.0, AlphaBeta(0.0, 1 / MIB), share=0.5) == pytest.approx(0.5)  # half of a second's bytes
-    assert evenly([1, 3], 8.0) == [Arrival(1, 2.0), Arrival(3, 8.0)]
 
 
 def test_suggested_where_overlap_pays() -> None:
-    """12 MiB in 0.1 s of backward on 25 MB/s: buckets that start early hide most of backward's time; the reason has the figures."""
+    """12 MiB in 0.1 s of backward at 25 MB/s: small buckets overlap with most of backward; the reason has the figures."""
     arrivals = evenly([MIB // 4] * 48, 0.1)
     found = suggest(arrivals, 0.15, 0.1, AlphaBeta(1e-3, 4e-8))
     assert found.bucket_mb is not None
@@ -86,7 +90,7 @@ def test_suggested_where_overlap_pays() -> None:
     assert found.exposed_s < found.default_s
     assert "exposed" in found.because
     assert "12.0 MiB" in found.because
-    # The middle one of those that are within 1% of a pass of the best.
+    # The middle one of those within 1% of a pass of the best.
     other = {mb: exposed(buckets(arrivals, mb), 0.1, AlphaBeta(1e-3, 4e-8)) for mb in (0.5, 1.0, 2.0, 4.0, 8.0)}
     good = [mb for mb, seconds in other.items() if seconds <= min(other.values()) + 0.0015]
     assert found.bucket_mb == good[(len(good) - 1) // 2]
@@ -94,8 +98,8 @@ def test_suggested_where_overlap_pays() -> None:
 
 
 def test_the_middle_of_equals() -> None:
-    """Beside a pass of 10 s, buckets of 0.5, 1 and 2 MiB leave as little as one another: the middle one is taken, for backward may
-    be quicker than it was measured, and a bucket may cost more."""
+    """With a pass of 10 s, buckets of 0.5, 1 and 2 MiB are equally good: the middle one is chosen, since backward may be faster
+    than measured, and a bucket may cost more."""
     arrivals, line = evenly([MIB // 4] * 48, 0.8), AlphaBeta(1e-3, 4e-8)
     left = [exposed(buckets(arrivals, mb), 0.8, line) for mb in (0.5, 1.0, 2.0, 4.0)]
     assert max(left[:3]) < min(left) + 0.1 < left[3]
@@ -105,19 +109,19 @@ def test_the_middle_of_equals() -> None:
 @pytest.mark.parametrize(
     ("line", "pass_s"),
     [
-        (AlphaBeta(1e-5, 1e-11), 0.15),  # a link that is no matter
-        (AlphaBeta(1e-3, 4e-8), 1000.0),  # a pass beside which nothing matters
+        (AlphaBeta(1e-5, 1e-11), 0.15),  # a link so fast that the size is irrelevant
+        (AlphaBeta(1e-3, 4e-8), 1000.0),  # a pass so long that communication is negligible
     ],
 )
 def test_torchs_where_nothing_is_gained(line: AlphaBeta, pass_s: float) -> None:
-    """Less than 3% of a pass is no reason."""
+    """A gain below 3% of a pass does not change the size."""
     found = suggest(evenly([MIB // 4] * 48, 0.1), pass_s, 0.1, line)
     assert found.bucket_mb is None
     assert "no size is expected to gain" in found.because
 
 
 def test_larger_ones_where_latency_is_dear() -> None:
-    """400 MiB with 20 ms of latency each, backward of no time: one bucket, as large as there is."""
+    """400 MiB with 20 ms of latency each and almost no backward time: one bucket of the largest size."""
     found = suggest(evenly([MIB] * 200, 0.001), 0.001, 0.001, AlphaBeta(0.1, 1e-10))
     assert found.bucket_mb == 256.0
 
@@ -144,7 +148,8 @@ _samples = samples
 
 
 def seen(rank: Rank, bucket_mb: float | None) -> tuple[list[int], list[int]]:
-    """Bytes of the buckets that the model foresees, of what came in a real backward, and that DDP sums in its second one."""
+    """Bytes of the buckets that the model predicts, of those seen in a real backward, and of those that DDP sums in its second
+    one."""
     made = passes(wide(), rank, bucket_mb, build, example)
     assert made.synced_s > 0
     assert made.pass_s > made.backward_s > 0
@@ -168,26 +173,26 @@ def seen(rank: Rank, bucket_mb: float | None) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("bucket_mb", [0.25, None])
 def test_buckets_are_ddps(ranks: Any, bucket_mb: float | None) -> None:
-    """What the model says of a real backward pass's gradients is what DDP makes of them, to the byte."""
+    """The buckets predicted from a real backward pass's gradients are DDP's, to the byte."""
     for ours, ddps in run(ranks, seen, 2, bucket_mb):
         assert ours == ddps
         assert len(ours) > 1
 
 
 def line_of(rank: Rank) -> AlphaBeta:
-    """An all-reduce's line."""
+    """The fitted line of an all-reduce."""
     return all_reduce_line(rank)
 
 
 def test_the_line_of_an_all_reduce(ranks: Any) -> None:
-    """The same on all ranks; on one host a MiB takes longer than nothing does, and less than a second."""
+    """The line is the same on all ranks; on one host a MiB takes more than zero and less than a second."""
     first, second = run(ranks, line_of, 2)
     assert first == second
     assert 0 < first.beta * MIB < 1
 
 
 def settled(rank: Rank, folder: str, gain: float) -> list[Any]:
-    """(the choice, times that anything was measured), where the trial's passes with another size are faster by that factor."""
+    """(the choice, number of measurements), if trial passes with another size are faster by `gain`."""
     count = 0
 
     def measured(spec: JobSpec, rank: Rank, bucket_mb: float | None, build: Any, example: Any) -> Passes:
@@ -205,13 +210,13 @@ def settled(rank: Rank, folder: str, gain: float) -> list[Any]:
 
 
 def test_chosen_once_and_kept(ranks: Any, tmp_path: Path) -> None:
-    """A size that passed faster is taken, with its reason; a restart has the same without a measurement, whatever one would say
-    now; another run of the same takes it over, unless what was left is torn; one elsewhere finds no gain and keeps torch's."""
+    """A faster size is chosen, with its reason; a restart uses it without measuring again; another run of the same job reuses it,
+    unless the stored choice is damaged; a run elsewhere finds no gain and keeps torch's default."""
     first = run(ranks, settled, 2, str(tmp_path / "runs" / "a"), 1.5)
     assert first[0] == first[1]
     bucket_mb, because, count = first[0]
     assert bucket_mb is not None
-    assert count == 3  # torch's once more after its own
+    assert count == 3  # torch's size is measured again after the candidate
     assert "0.667 s" in because
     tuned, aside = tmp_path / "runs" / ".tuned", tmp_path / "aside"
     tuned.rename(aside)
@@ -228,15 +233,15 @@ def test_chosen_once_and_kept(ranks: Any, tmp_path: Path) -> None:
     )
     elsewhere = run(ranks, settled, 2, str(tmp_path / "other" / "c"), 1.01)
     assert [(o[0], o[2]) for o in elsewhere] == [(None, 2)] * 2
-    assert elsewhere[0][1].startswith("torch's: tried passes took")
+    assert elsewhere[0][1].startswith("torch's: trial passes took")
     (left,) = tuned.iterdir()
-    left.write_text("{")  # a help and no more
+    left.write_text("{")  # the stored choice is only a hint
     assert [o[2] for o in run(ranks, settled, 2, str(tmp_path / "runs" / "d"), 1.5)] == [3, 3]
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small corpus of bytes."""
+    """A small byte corpus."""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "a.txt").write_text("\n".join(f"line {i} of {i * i}" for i in range(200)))
     prepare([str(folder / "a.txt")], str(folder / "tokens"), eval_fraction=0.2)
@@ -244,7 +249,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def trained(rank: Rank, dataset: str, folder: str, bucket_mb: Any, until: int | None = None) -> tuple[Any, list[str]]:
-    """Six steps, with dropout, in the whole loop: (step, loss, grad norm) of each, and what rank 0 noted."""
+    """Six steps with dropout in the whole loop: (step, loss, grad norm) of each, and rank 0's notes."""
     spec = JobSpec.model_validate(
         {
             "data": {"path": dataset},
@@ -272,8 +277,8 @@ def trained(rank: Rank, dataset: str, folder: str, bucket_mb: Any, until: int | 
 
 
 def test_what_is_tried_leaves_no_trace(ranks: Any, dataset: str, tmp_path: Path) -> None:
-    """On two ranks, where buckets change no bit: losses with auto, measured in earnest, are those without, dropout and all; and a
-    run that is cut in two has them too, and measures once."""
+    """On two ranks, where bucket sizes change no bit: losses with auto and real measurements equal those without, including
+    dropout; so do those of a run split into two attempts, which measures once."""
     plain, _ = run(ranks, trained, 2, dataset, str(tmp_path / "one" / "plain"), None)[0]
     auto, notes = run(ranks, trained, 2, dataset, str(tmp_path / "two" / "auto"), "auto")[0]
     assert len(plain) == 6
@@ -290,7 +295,7 @@ def test_what_is_tried_leaves_no_trace(ranks: Any, dataset: str, tmp_path: Path)
 
 
 def test_a_kept_size_is_the_one_that_trains(ranks: Any, dataset: str, tmp_path: Path) -> None:
-    """On three ranks, where other buckets are other bits: a run that has chosen 0.02 MiB has the losses of `bucket_mb: 0.02`."""
+    """On three ranks, where bucket sizes change bits: a run that chose 0.02 MiB has the losses of `bucket_mb: 0.02`."""
     (tmp_path / "kept" / "buckets").mkdir(parents=True)
     chosen = {"bucket_mb": 0.02, "because": "it was so", "measured": {}}
     (tmp_path / "kept" / "buckets" / "world-00003.json").write_text(json.dumps({"v": 1, "chosen": chosen}))

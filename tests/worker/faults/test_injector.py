@@ -1,4 +1,5 @@
-"""Faults in a rank of one, without Ray: when they happen, how often, and what of them tests/faults cannot see from outside."""
+"""The fault injector in a single rank, without Ray: when faults happen, how often, and effects that tests/faults cannot observe
+from outside."""
 
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ from tests.training import alone
 
 
 def injector(run: RunDir, *asked: Fault, attempt: int = 1) -> tuple[Injector, Heartbeat]:
-    """That of the only rank, and the heartbeat that its loop has."""
+    """The injector of the only rank, and the heartbeat that its loop uses."""
     made = Injector([fault.model_dump(mode="json") for fault in asked], run, alone(), attempt)
     return made, made.watch(Heartbeat())
 
 
 def steps(heartbeat: Heartbeat, first: int, last: int) -> list[tuple[int, str]]:
-    """Goes through these steps, of two micro-batches each; where an exception was raised."""
+    """Runs these steps, with two micro-batches each; returns where an exception was raised."""
     raised = []
     for step in range(first, last + 1):
         enter: list[tuple[str, Callable[[], None]]] = [("data", lambda step=step: heartbeat.step(step))]  # type: ignore[misc]
@@ -57,14 +58,14 @@ def steps(heartbeat: Heartbeat, first: int, last: int) -> list[tuple[int, str]]:
     ("phase", "where"), [("data", 0), ("forward", 1), ("backward", 2), ("update", 6), ("eval", 7), ("save", 9)]
 )
 def test_a_fault_happens_where_its_phase_begins_first(tmp_path: Path, phase: Any, where: int) -> None:
-    """Once in its step, and in no other; "save" is the checkpoint's, not the copy before the update."""
+    """Once in its step, and in no other; "save" is the checkpoint, not the snapshot before the update."""
     _, heartbeat = injector(RunDir(tmp_path), Raise(rank=0, step=2, phase=phase))
     assert steps(heartbeat, 1, 3) == [(where, phase)]
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_as_often_as_asked_for_in_a_run(tmp_path: Path, times: int) -> None:
-    """Each attempt trains the step again, and has only the notes of those before it."""
+    """Each attempt trains the step again, and counts only the notes of earlier attempts."""
     asked = Raise(rank=0, step=2, times=times)
     raised = []
     for attempt in (1, 2, 3):
@@ -78,14 +79,15 @@ def test_as_often_as_asked_for_in_a_run(tmp_path: Path, times: int) -> None:
 
 
 def test_what_is_another_ranks_is_left_alone(tmp_path: Path) -> None:
-    """No note, no error."""
+    """A fault of another rank leaves no note and raises no error."""
     _, heartbeat = injector(RunDir(tmp_path), Raise(rank=1, step=2))
     assert steps(heartbeat, 1, 3) == []
     assert faults.read_notes(RunDir(tmp_path)) == {}
 
 
 def test_a_flipped_bit_is_one_bit(tmp_path: Path) -> None:
-    """Of the first element of the parameter that was named, before the update; a wrong name is told with the right one."""
+    """The bit is in the first element of the named parameter, flipped before the update; for a wrong name the error suggests the
+    right one."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     before = [p.detach().clone() for p in model.parameters()]
     made, heartbeat = injector(RunDir(tmp_path), FlipBit(rank=0, step=1, parameter="1.weight", bit=3))
@@ -103,7 +105,7 @@ def test_a_flipped_bit_is_one_bit(tmp_path: Path) -> None:
 
 
 def test_a_slow_rank_sleeps_once_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In so many steps, whatever the micro-batches."""
+    """Once per step for `steps` steps, for any number of micro-batches."""
     slept: list[float] = []
     _, heartbeat = injector(RunDir(tmp_path), SlowRank(rank=0, step=2, seconds=7.0, steps=3))
     monkeypatch.setattr("raydist.worker.faults.injector.time.sleep", slept.append)
@@ -112,7 +114,7 @@ def test_a_slow_rank_sleeps_once_a_step(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def refused(act: Callable[[], object]) -> str | None:
-    """The operating system's reason, if it is."""
+    """The operating system's error text, or None if the call succeeds."""
     try:
         act()
     except StorageError as error:
@@ -131,7 +133,7 @@ def refused(act: Callable[[], object]) -> str | None:
 def test_storage_fails_as_it_would(
     tmp_path: Path, fault: Fault, number: int, writes: bool, reads: bool, deletes: bool
 ) -> None:
-    """Before its step not, in it each operation that it is about, so many times; a file is whole, or not there at all."""
+    """Nothing fails before its step; in it, the affected operations fail, as often as asked; a file is whole or absent."""
     reason, data = os.strerror(number), b"x" * 100
     acts: list[tuple[Callable[[RunDir], object], bool]] = [
         (lambda run: run.storage.write("a/b", data), writes),
@@ -157,7 +159,7 @@ def test_storage_fails_as_it_would(
 
 
 def test_slow_storage_is_slow_for_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each operation sleeps, until the fault is over."""
+    """Each operation sleeps until the fault is over."""
     now, slept = [100.0], []
     monkeypatch.setattr("raydist.worker.faults.faulty_storage.time.monotonic", lambda: now[0])
     monkeypatch.setattr("raydist.worker.faults.injector.time.sleep", slept.append)
@@ -174,7 +176,7 @@ def test_slow_storage_is_slow_for_its_time(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("fault", [KillAgent(rank=0, step=1), KillNode(rank=0, step=1)])
 def test_nobody_elses_process_is_killed(tmp_path: Path, fault: Fault) -> None:
-    """A rank that no agent and no raylet started says so: what is above this one is the test's own."""
+    """A rank that was not started by an agent or a raylet reports an error: its parent processes belong to the test."""
     _, heartbeat = injector(RunDir(tmp_path), fault)
     heartbeat.step(1)
     with pytest.raises(InjectedError, match=fault.fault):

@@ -1,4 +1,4 @@
-"""When gloo's collectives began and ended, made seconds of later: no group, only works that nobody completes."""
+"""Start and end times of gloo's collectives are converted to seconds later: no process group, only works that never complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Follow = Callable[..., Call]
 
 
 def clocked() -> tuple[HostClock, Follow, dict[str, list[int]]]:
-    """A clock, what has it follow a call of a group, and kind -> the nanoseconds that it has told."""
+    """A clock, a function that makes it follow a call of a group, and kind -> reported nanoseconds."""
     told: dict[str, list[int]] = defaultdict(list)
     clock = HostClock(lambda op, seconds: told[op].append(round(seconds * 1e9)), lambda op, seconds: None)
 
@@ -26,7 +26,7 @@ def clocked() -> tuple[HostClock, Follow, dict[str, list[int]]]:
 
 
 def test_what_queues_counts_from_when_it_has_a_thread() -> None:
-    """Two of a group run at once; the third waits for one of them, whatever another group does."""
+    """Two calls of a group run at once; the third waits for one of them; other groups do not matter."""
     clock, follow, told = clocked()
     for op, begun, ended in (("a", 0, 100), ("b", 1, 300), ("c", 2, 320), ("d", 310, 330), ("e", 400, 401)):
         follow(op, begun).ended = ended
@@ -38,7 +38,7 @@ def test_what_queues_counts_from_when_it_has_a_thread() -> None:
 
 
 def test_what_has_no_end_yet_is_told_later() -> None:
-    """What is done beside it is told at once, and what it stood behind is still known when it ends."""
+    """Finished calls are reported at once; a pending call's queue position is still known when it ends."""
     clock, follow, told = clocked()
     first, second, third = follow("first", 0), follow("second", 1), follow("third", 2)
     second.ended = 200
@@ -51,7 +51,7 @@ def test_what_has_no_end_yet_is_told_later() -> None:
 
 
 def test_a_call_that_never_ends_costs_no_memory() -> None:
-    """A send that nobody waits for: all others are told, however many there are, and only the newest are kept."""
+    """For a send that never completes: all others are reported, any number of them, and only the newest are kept."""
     clock, follow, told = clocked()
     follow("lost", 0)
     for n in range(1, 5000):

@@ -1,4 +1,4 @@
-"""FLOPs of a token, and the share of the peak."""
+"""FLOPs per token, and the fraction of the peak."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from raydist.worker.metrics.flops import PEAK_FLOPS, decoder_flops, flops_per_to
 
 
 def test_formula():
-    """6 N + 6 L H (d_qk + d_v) T, by hand for GPT-2 small without its embeddings."""
+    """6 N + 6 L H (d_qk + d_v) T, computed by hand for GPT-2 small without its embeddings."""
     assert decoder_flops(85_000_000, layers=12, heads=12, qk=64, v=64, context=1024) == 510e6 + 113_246_208
 
 
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("kv_heads", [None, 2])
 def test_gpt_agrees_with_torchs_counter(tie, kv_heads):
-    """A real forward pass, counted by torch product by product, is a third of the formula.
+    """A real forward pass, with torch's FLOP counter, is a third of the formula.
 
     The formula counts norm gains as weights, which is 0.3% here. torch cannot count the CPU's fused attention: hence MATH.
     """
@@ -32,14 +32,14 @@ def test_gpt_agrees_with_torchs_counter(tie, kv_heads):
 
 
 def test_embedding_counts_only_where_it_is_the_head():
-    """Tying saves parameters and not FLOPs: both count the head once, and no lookup."""
+    """Tying changes the number of parameters and not the FLOPs: both count the head once, and no lookup."""
     build, spec = registry.load("model", "gpt"), ModelSpec(layers=1, width=32, heads=2, context=16)
     tied = flops_per_token(build(spec, 64), 16)
     assert tied == flops_per_token(build(spec.model_copy(update={"tie_embeddings": False}), 64), 16)
 
 
 def test_a_model_without_its_own_count():
-    """6 for each parameter that is no embedding, as a tied one is: here layers and head of the mlp."""
+    """6 for each parameter outside embeddings; a tied embedding counts: here layers and head of the mlp."""
     model = registry.load("model", "mlp")(ModelSpec(name="mlp", layers=1, width=8, hidden=16), 32)
     layer, head = 2 * 8 + (8 * 16 + 16) + (16 * 8 + 8), 8 * 32 + 32
     assert flops_per_token(model, 16) == 6 * (layer + head)
@@ -74,18 +74,18 @@ def test_a_model_without_its_own_count():
     ],
 )
 def test_peak_by_device_name(name, peak):
-    """Names as the driver gives them; one that is not in the table, or a slice of a GPU, has no peak."""
+    """Names as the driver reports them; unknown names and slices of a GPU have no peak."""
     assert peak_flops(name) == peak
 
 
 def test_narrower_names_come_first():
-    """No entry is hidden behind an earlier one whose words it has too."""
+    """No entry is hidden behind an earlier one that also matches."""
     names = list(PEAK_FLOPS)
     for i, name in enumerate(names):
         assert not any(set(earlier.split()) <= set(name.split()) for earlier in names[:i]), name
 
 
 def test_mfu():
-    """The job's FLOP/s over the peak of all its GPUs; none where the peak is unknown."""
+    """The job's FLOP/s over the peak of all its GPUs; None if the peak is unknown."""
     assert mfu(1e6, 989e6 / 2, "NVIDIA H200", 2) == pytest.approx(0.25)
     assert mfu(1e6, 1e9, "cpu", 2) is None

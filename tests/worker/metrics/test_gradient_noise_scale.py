@@ -1,4 +1,4 @@
-"""The gradient noise scale: by its closed form where there is one, gradient by gradient on real ranks, and in whole runs."""
+"""The gradient noise scale: against its closed form, against single gradients on real ranks, and in whole runs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from raydist.records import NOISE_MEASURED_AT_LEAST, Finding
 from raydist.report import text
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 from raydist.worker.metrics import gradient_noise_scale as noise
 from raydist.worker.metrics.gradient_noise_scale import Average, GradientNoise, split
 from raydist.worker.parallel._model_graph import each_gradient
 from raydist.worker.step import StepReport, TrainStep, loss_sum
-from tests.training import CONTEXT, VARIANTS, VOCAB, Trainer, alone, counted, job, mine, run, samples
+from tests.training import CONTEXT, VARIANTS, VOCAB, Trainer, alone, counted, job, mine, run, samples, world_of
 from tests.worker.checks.test_bad_steps import dataset, of, spec_of, trained, weights
 
 __all__ = ["dataset"]
 
 
 class Kept(Average):
-    """An average that keeps what it was given."""
+    """An average that records its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,22 +48,24 @@ class Measured:
         self, rank: Rank, spec: JobSpec, full: int, measures: bool = True, model: nn.Module | None = None
     ) -> None:
         self.trainer = made = Trainer(rank, spec, full, model)
-        self.noise = GradientNoise(rank, made.strategy.module, made.strategy.loss_factor, every=1, batch=6, total=100)
+        self.noise = GradientNoise(
+            Mesh(rank), made.strategy.module, made.strategy.loss_factor, every=1, batch=6, total=100
+        )
         self.noise.average = self.kept = Kept()
         self.step = TrainStep(
-            rank, made.strategy, made.optimizer, made.precision, full_tokens=full, clip=spec.optim.clip,
-            before_update=lambda: None, noise=self.noise if measures else None,
+            Mesh(rank), made.strategy, made.optimizer, made.precision, full_tokens=full, clip=spec.optim.clip,
+            hooks=[self.noise] if measures else [],
         )  # fmt: skip
 
     def run(self, number: int, batches: list[MicroBatch], count: int, lr: float = 1e-2) -> StepReport:
         return self.step(number, batches, counted(batches), lr, False, samples=count)
 
 
-# --- every strategy sees the gradients that it should
+# --- every strategy sees the right gradients
 
 
 def three_steps(rank: Rank, spec: JobSpec, n: int, micro: int) -> tuple[bool, list[tuple[float, float]]]:
-    """Whether they have the same losses, norms and weights measured and not; and (|G|^2, tr S) of each."""
+    """Whether losses, norms and weights are the same with and without measuring; and (|G|^2, tr S) of each step."""
     made, plain = (Measured(rank, spec, n * CONTEXT, measures) for measures in (True, False))
     same = True
     for step in (1, 2, 3):
@@ -74,7 +77,7 @@ def three_steps(rank: Rank, spec: JobSpec, n: int, micro: int) -> tuple[bool, li
 
 
 def by_hand(world: int, n: int, micro: int, precision: Any) -> list[tuple[float, float]]:
-    """The same on one process, from what the two squared norms are on average, solved for |G|^2 and one token's variance."""
+    """The same on one process: the expectations of the two squared norms, solved for |G|^2 and one token's variance."""
     trainer = Trainer(alone(), job("ddp", precision=precision), n * CONTEXT)
     scale = trainer.precision.loss_scale
     found = []
@@ -100,7 +103,7 @@ def by_hand(world: int, n: int, micro: int, precision: Any) -> list[tuple[float,
 
 FP16 = {"params": "fp16", "loss_scale": {"initial": 1024}}
 CASES: list[Any] = [
-    *(pytest.param(name, {}, 4 if "pairs" in name else 3, 7, 2, id=name) for name in VARIANTS),
+    *(pytest.param(name, {}, world_of(name, 3), 7, 2, id=name) for name in VARIANTS),
     pytest.param("ddp", {}, 2, 6, 3, id="one micro-batch a rank"),
     pytest.param("ddp", {}, 4, 3, 2, id="an idle rank"),
     pytest.param("ddp", {}, 1, 7, 2, id="one rank that accumulates"),
@@ -117,10 +120,11 @@ CASES: list[Any] = [
 def test_every_strategy_measures_the_same(
     ranks: Any, variant: str, sections: Any, world: int, n: int, micro: int
 ) -> None:
-    """Signal and noise of three steps are those of one process that takes each gradient by itself; no bit of training changes.
+    """Signal and noise of three steps equal those of one process that computes each gradient separately; no bit of training
+    changes.
 
-    Ranks have unequal tokens: a sample is masked in part, and where 7 are dealt to 3 ranks their shares differ. Within 1e-4 of
-    the noise in fp32. In fewer bits, where weights part, the first step within 1% (fp16) or 5% (bf16).
+    Ranks have unequal tokens: a sample is partly masked, and 7 samples are split unevenly over 3 ranks. Within 1e-4 of the noise
+    in fp32. In lower precision, where weights diverge, the first step is within 1% (fp16) or 5% (bf16).
     """
     precision = sections.get("precision", {"params": "fp32"})
     near = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}[precision["params"]]
@@ -134,7 +138,8 @@ def test_every_strategy_measures_the_same(
 
 
 def test_every_pass_is_looked_at_once() -> None:
-    """Of two passes within the block each brings each parameter's own gradient once, a tied weight's too; after it, none does."""
+    """Each of two passes within the block reports each parameter's own gradient once, a tied weight's too; after the block, none
+    does."""
     model, seen = Bigram(), []
     model.head = model.table  # two names
     tokens, targets = samples(3)
@@ -150,7 +155,7 @@ def test_every_pass_is_looked_at_once() -> None:
 
 SIZE = VOCAB
 TARGETS = np.random.default_rng(3).dirichlet(np.full(SIZE, 0.3), size=SIZE)
-"""[token, target]: how likely each target is behind each token."""
+"""[token, target]: the probability of each target after each token."""
 
 
 class Bigram(nn.Module):
@@ -168,9 +173,9 @@ class Bigram(nn.Module):
 
 
 def closed_form() -> tuple[float, float]:
-    """|G|^2, and the variance of one token's gradient, for tokens drawn evenly and independently.
+    """|G|^2, and the variance of one token's gradient, for tokens drawn uniformly and independently.
 
-    By token c and target t a gradient is u - e_t in row c of the table, and in the bias; u is even.
+    For token c and target t the gradient is u - e_t in row c of the table, and in the bias; u is uniform.
     """
     even = np.full(SIZE, 1 / SIZE)
     signal = ((even - TARGETS) ** 2).sum() / SIZE**2 + ((even - TARGETS.mean(0)) ** 2).sum()
@@ -179,7 +184,7 @@ def closed_form() -> tuple[float, float]:
 
 
 def drawn(generator: np.random.Generator, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """n sequences [n, CONTEXT] of which every other one has but three targets that count."""
+    """n sequences [n, CONTEXT]; in every second one only three targets count."""
     tokens = generator.integers(SIZE, size=(n, CONTEXT))
     targets = (TARGETS.cumsum(1)[tokens] < generator.random((n, CONTEXT, 1))).sum(-1)
     targets[::2, 3:] = MASKED
@@ -187,7 +192,7 @@ def drawn(generator: np.random.Generator, n: int) -> tuple[torch.Tensor, torch.T
 
 
 def many_steps(rank: Rank, variant: str, n: int, micro: int, steps: int) -> list[tuple[float, float]]:
-    """What is measured of fresh batches, at a learning rate of zero."""
+    """The measurements of fresh batches, at a learning rate of zero."""
     spec = job(variant)
     made = Measured(rank, spec, n * CONTEXT, model=Bigram())
     generator = np.random.default_rng(7)
@@ -200,7 +205,7 @@ def many_steps(rank: Rank, variant: str, n: int, micro: int, steps: int) -> list
     ("variant", "world", "n", "micro"), [("ddp", 2, 24, 12), ("ddp", 4, 24, 6), ("zero2", 2, 20, 4), ("ddp", 1, 24, 8)]
 )
 def test_the_closed_form(ranks: Any, variant: str, world: int, n: int, micro: int) -> None:
-    """|G|^2 and tr(S) are right on average: within four standard errors, which are less than 8% of each."""
+    """|G|^2 and tr(S) are unbiased: within four standard errors, which are less than 8% of each."""
     steps = 120
     (found, *others) = run(ranks, many_steps, world, variant, n, micro, steps)
     assert all(other == found for other in others)
@@ -213,7 +218,8 @@ def test_the_closed_form(ranks: Any, variant: str, world: int, n: int, micro: in
 
 
 def test_split_is_unbiased_whatever_the_shares() -> None:
-    """Gaussian gradients of 40 dimensions in groups of unequal tokens, all of the batch or a part: within four standard errors."""
+    """Gaussian gradients of 40 dimensions in groups of unequal tokens, over all or part of the batch: within four standard
+    errors."""
     generator = np.random.default_rng(1)
     mean, spread, draws = generator.normal(size=40), 9.0, 20_000
     for tokens, first in (((5, 5), 2), ((8, 1, 3), 3), ((4, 4, 4, 4), 1), ((6, 0, 2, 4), 2)):
@@ -231,7 +237,7 @@ def test_split_is_unbiased_whatever_the_shares() -> None:
 
 
 def test_the_ratio_of_averages_not_the_average_of_ratios() -> None:
-    """Signals that are negative by chance count as they are: of 1, -1, 3, ... with noise 4 the scale is 4."""
+    """Signals that are negative by chance are included: of 1, -1, 3, ... with noise 4 the scale is 4."""
     average = Average()
     for i in range(40):
         assert (average.scale is None) == (i < noise.LEAST)
@@ -240,7 +246,7 @@ def test_the_ratio_of_averages_not_the_average_of_ratios() -> None:
 
 
 def test_the_first_steps_are_forgotten() -> None:
-    """|G|^2 that is a thousand times larger in the first 10 of 100 measurements moves the last figure by less than 3%."""
+    """|G|^2 that is a thousand times larger in the first 10 of 100 measurements changes the last value by less than 3%."""
     average = Average()
     for i in range(100):
         average.add(1000.0 if i < 10 else 1.0, 50.0)
@@ -257,11 +263,11 @@ def test_all_noise_has_no_scale_and_no_noise_has_zero() -> None:
         assert average.scale == scale
 
 
-# --- what is told
+# --- the finding
 
 
 def meter(batch: int = 256, total: int = 1000) -> GradientNoise:
-    return GradientNoise(alone(), nn.Linear(1, 1), 1.0, every=1, batch=batch, total=total)
+    return GradientNoise(Mesh(alone()), nn.Linear(1, 1), 1.0, every=1, batch=batch, total=total)
 
 
 def measure(made: GradientNoise, times: int, scale: float) -> None:
@@ -270,7 +276,7 @@ def measure(made: GradientNoise, times: int, scale: float) -> None:
 
 
 def test_a_batch_far_beyond_is_told_once() -> None:
-    """Not before enough was measured and half of the run is over; then once, also by whoever takes up its state."""
+    """Not before there are enough measurements and half of the run is over; then once, also after a restart from its state."""
     made = meter()
     measure(made, NOISE_MEASURED_AT_LEAST - 1, 16.0)
     assert made.verdict(999) is None
@@ -295,7 +301,7 @@ def test_a_batch_far_beyond_is_told_once() -> None:
 
 @pytest.mark.parametrize(("scale", "told"), [(64.1, False), (63.9, True), (0.0, True), (500.0, False)])
 def test_far_is_more_than_four_times(scale: float, told: bool) -> None:
-    """A batch of 256."""
+    """With a batch of 256."""
     made = meter()
     measure(made, NOISE_MEASURED_AT_LEAST, scale)
     assert (made.verdict(500) is not None) == told
@@ -317,7 +323,7 @@ def scales(steps: list[dict[str, Any]]) -> list[float | None]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_resumed_run_has_the_same_records(ranks: Any, dataset: str, tmp_path: Path, world: int) -> None:
-    """Interrupted at step 12 of 16: every figure and weight is that of the run that was not, bit for bit; none until LEAST."""
+    """Interrupted at step 12 of 16: every figure and weight equals the uninterrupted run's, bit for bit; none until LEAST."""
     spec = observed(dataset, 1)
     whole, _, _ = run(ranks, trained, world, spec, str(tmp_path / "whole"))[0]
     first, _, _ = run(ranks, trained, world, spec, str(tmp_path / "cut"), 1, 12)[0]
@@ -329,7 +335,7 @@ def test_a_resumed_run_has_the_same_records(ranks: Any, dataset: str, tmp_path: 
 
 
 def test_off_and_one_gradient_a_step_have_none(dataset: str, tmp_path: Path) -> None:
-    """observe.grad_noise: null; and one rank that takes the batch at once. Weights are the same as with it."""
+    """observe.grad_noise: null, or one rank with the batch in one pass. Weights equal those with measuring."""
     for name, spec in (("off", observed(dataset, None)), ("one", observed(dataset, 1, micro=6))):
         steps, _, error = trained(alone(), spec, str(tmp_path / name))
         assert error is None
@@ -337,7 +343,7 @@ def test_off_and_one_gradient_a_step_have_none(dataset: str, tmp_path: Path) -> 
 
 
 def test_every_other_step_is_measured(dataset: str, tmp_path: Path) -> None:
-    """The figure changes in those steps only."""
+    """The figure changes only in those steps."""
     steps, _, _ = trained(alone(), observed(dataset, 2, steps=24), str(tmp_path))
     found = scales(steps)
     assert found[18] is None
@@ -346,7 +352,7 @@ def test_every_other_step_is_measured(dataset: str, tmp_path: Path) -> None:
 
 
 def test_a_run_of_one_sequence_is_told(tmp_path: Path) -> None:
-    """Where all sequences are alike there is no noise: the finding comes once, as an event, after NOISE_MEASURED_AT_LEAST steps."""
+    """If all sequences are equal there is no noise: the finding comes once, as an event, after NOISE_MEASURED_AT_LEAST steps."""
     (tmp_path / "a.txt").write_text("abcdefgh" * 200)
     prepare([str(tmp_path / "a.txt")], str(tmp_path / "tokens"), eval_fraction=0.0)
     raw = observed(str(tmp_path / "tokens"), 1, steps=24).model_dump()
@@ -359,7 +365,7 @@ def test_a_run_of_one_sequence_is_told(tmp_path: Path) -> None:
 
 
 def test_bad_steps_count_for_nothing() -> None:
-    """fp16's overflow, and a step that is refused."""
+    """fp16's overflow, and a step that is refused, are not measured."""
     made = Measured(alone(), job("ddp", precision={"params": "fp16", "loss_scale": {"initial": 2.0**40}}), 6 * CONTEXT)
     assert made.run(1, mine(alone(), *samples(6), 2), 6).skipped
     assert made.kept.all == []

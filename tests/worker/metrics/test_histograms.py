@@ -1,4 +1,4 @@
-"""raydist.worker.metrics.histograms: counts against numpy's, and those of sharded parameters against the whole ones'."""
+"""raydist.worker.metrics.histograms: counts against numpy's, and those of sharded parameters against the full ones."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.histograms import BUCKETS, Histograms, count, histogram
 from raydist.worker.parallel import ParamShard
+from raydist.worker.parameter_table import gather_parameters
+from raydist.worker.step_hooks import Step
 from tests.training import CONTEXT, VARIANTS, Trainer, counted, job, mine, run, samples
 
 
@@ -25,7 +27,7 @@ def counts(values: Tensor, factor: float = 1.0) -> dict[str, Any]:
 
 
 def test_counts_are_numpy_s() -> None:
-    """Over 14 orders of magnitude, both signs: between its edges each bucket holds what numpy counts there; sums are right."""
+    """Over 14 orders of magnitude and both signs, each bucket holds what numpy counts between its edges; sums are right."""
     values = torch.randn(20_000, generator=torch.Generator().manual_seed(1)) ** 9
     values[:100] = 0.0
     made = counts(values)
@@ -39,7 +41,7 @@ def test_counts_are_numpy_s() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_edges_and_gaps(dtype: torch.dtype) -> None:
-    """An edge belongs to the bucket further from zero; the nearly zero are zeros; what is empty in between is one bucket."""
+    """An edge belongs to the bucket further from zero; nearly zero values count as zeros; an empty range is one bucket."""
     made = counts(torch.tensor([1.0, 1.25, 1.5, -2.0, 0.0, -0.0], dtype=dtype))
     small = 2.0**-40
     assert made["edges"] == [-3.0, -2.0, -small, small, 1.0, 1.5, 2.0]
@@ -50,31 +52,29 @@ def test_edges_and_gaps(dtype: torch.dtype) -> None:
 
 
 def watched(rank: Rank, spec: JobSpec) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Two steps, a look at the second: what was said, and the histograms of whole weights and gradients before its update."""
+    """Two steps, with histograms of the second: the events, and the histograms of full weights and gradients before its update."""
     trainer, said = Trainer(rank, spec, full=4 * CONTEXT), []
     say = (lambda kind, **data: said.append({"kind": kind, **data})) if rank.first else None
-    histograms = Histograms(rank, trainer.strategy.shards(), every=2, say=say)
+    histograms = Histograms(rank, gather_parameters(trainer.strategy.shards(), rank), every=2, say=say)
     whole: dict[str, Any] = {}
-    step = 0
 
     def before_update() -> None:
-        pending = trainer.step.hooks.pending_factor
-        for what, factor in (("weights", 1.0), ("gradients", pending)):
+        for what, factor in (("weights", 1.0), ("gradients", trainer.step.optimizer_hooks.pending_factor)):
             found = trainer.whole(grad=what == "gradients")
             whole[what] = {name: counts(value, factor) for name, value in found.items()}
-        histograms.look(step, pending)
 
     trainer.before_update = before_update
+    trainer.step.hooks = [*trainer.step.hooks, histograms]
     for step in (1, 2):
         batches = mine(rank, *samples(4, seed=step), 2)
         trainer.step(step, batches, counted(batches), 1e-2, want_stop=False)
-    trainer.step.hooks.close()
+    trainer.step.optimizer_hooks.close()
     return said, whole
 
 
 @pytest.mark.parametrize("variant", ["ddp", "zero1", "zero2", "zero3", "hsdp in pairs"])
 def test_sharded_is_whole(ranks: Any, variant: str) -> None:
-    """Rank 0 alone tells, of the due step alone, and of each whole parameter: as counted on the parameter put together."""
+    """Only rank 0 reports, only the due step, and each full parameter: as counted on the gathered parameter."""
     world = 4 if VARIANTS[variant].get("shard") else 2
     (said, whole), *others = run(ranks, watched, world, job(variant))
     assert [other[0] for other in others] == [[]] * (world - 1)
@@ -89,7 +89,7 @@ def test_sharded_is_whole(ranks: Any, variant: str) -> None:
 
 
 def test_of_an_offloaded_optimizer(ranks: Any) -> None:
-    """Its gradients wait for their factor: the histograms are those of a run that keeps all on the device."""
+    """Its gradients are not scaled yet: the histograms equal those of a run without offload."""
     plain, offloaded = (
         run(ranks, watched, 1, job("ddp", **sections))[0] for sections in ({}, {"offload": {"optimizer": "cpu"}})
     )
@@ -97,18 +97,21 @@ def test_of_an_offloaded_optimizer(ranks: Any) -> None:
 
 
 def mixed(rank: Rank) -> list[dict[str, Any]]:
-    """A strategy of somebody's own: one parameter whole on both ranks, one split by rows."""
+    """A user's strategy: one parameter whole on both ranks, one split by rows."""
     said: list[dict[str, Any]] = []
     mesh = init_device_mesh("cpu", (2,))
     rows = nn.Parameter(torch.full((3, 2), float(rank.rank + 1)))
     split = DTensor.from_local(rows.detach(), mesh, [Shard(0)], run_check=False)
     shards = {"whole": ParamShard(nn.Parameter(torch.ones(5))), "split": ParamShard(rows, split)}
-    Histograms(rank, shards, 1, (lambda kind, **data: said.append(data)) if rank.first else None).look(1)
+    made = Histograms(
+        rank, gather_parameters(shards, rank), 1, (lambda kind, **data: said.append(data)) if rank.first else None
+    )
+    made.before_update(Step(1, []))
     return said
 
 
 def test_whole_and_split_together(ranks: Any) -> None:
-    """What every rank holds counts once, what is split counts from all; a parameter without a gradient has an empty one."""
+    """A parameter on every rank counts once, a split one counts from all ranks; one without a gradient has an empty histogram."""
     ((event,), _) = run(ranks, mixed, 2)
     assert {name: h["counts"] for name, h in event["weights"].items()} == {"whole": [5], "split": [6, 0, 6]}
     assert event["gradients"]["whole"]["counts"] == []

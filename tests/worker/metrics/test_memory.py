@@ -1,4 +1,4 @@
-"""Where a rank's memory goes: by kind against the plan and the file system, the allocator's words, and the way to a snapshot."""
+"""A rank's memory: bytes by kind against the plan and the file system, the allocator's statistics, and snapshots."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from raydist.worker.metrics import memory
 from raydist.worker.metrics.memory import Held, MemoryMeter, allocator, bytes_of, process
 from raydist.worker.metrics.telemetry import Telemetry
 from raydist.worker.parallel import ParamShard
-from tests.training import CONTEXT, Trainer, alone, counted, job, mine, run, samples
+from tests.training import CONTEXT, GROUPED, Trainer, alone, counted, job, mine, run, samples
 from tests.worker.checks.test_bad_steps import dataset, of, spec_of, trained
 
 __all__ = ["dataset"]
@@ -36,7 +36,7 @@ MODEL = {"layers": 2, "width": 24, "heads": 2, "context": CONTEXT}
 
 
 def metered(rank: Rank, spec: JobSpec) -> tuple[list[dict[str, int | None]], list[tuple[str, tuple[int, ...]]]]:
-    """What a meter reads after the first, second and third step; and the model's parameters."""
+    """The meter's readings after the first, second and third step; and the size of the model's parameters."""
     trainer = Trainer(rank, spec, full=6 * CONTEXT)
     meter = MemoryMeter(rank.device, trainer.model, trainer.strategy.shards(), trainer.optimizer)
     trainer.before_update = meter.before_update
@@ -46,12 +46,12 @@ def metered(rank: Rank, spec: JobSpec) -> tuple[list[dict[str, int | None]], lis
         trainer.step(step, batches, counted(batches), 1e-2, False)
         read.append(meter.read())
     parameters = [(name, tuple(p.shape)) for name, p in trainer.model.named_parameters()]
-    trainer.step.hooks.close()
+    trainer.step.optimizer_hooks.close()
     return read, parameters
 
 
 def planned(spec: JobSpec, world: int, parameters: list[tuple[str, tuple[int, ...]]]) -> dict[str, int]:
-    """What `raydist plan` says of the fullest rank's state."""
+    """The prediction of `raydist plan` for the fullest rank's state."""
     nothing = Activations(0, (Peak("backward", 0, 0, 0),))
     model = Model(tuple(Param(name, shape, True, -1) for name, shape in parameters), 0)
     found = estimate(spec.parallel.strategy, spec, Machine(world, world, "cpu"), model, nothing)
@@ -70,25 +70,25 @@ OFFLOADED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("variant", "where"), [*((name, {}) for name in [*registry.names("parallel"), "hsdp in pairs"]), *OFFLOADED]
+    ("variant", "where"), [*((name, {}) for name in [*registry.names("parallel"), *GROUPED.values()]), *OFFLOADED]
 )
 def test_bytes_by_kind_are_the_plan_s(ranks: Any, tmp_path: Path, variant: str, where: dict[str, Any]) -> None:
-    """On 4 ranks, every strategy, state in memory, on the host and in a file: after the second update all three are known, within
-    5% of what the plan computes for the fullest rank (offloaded state has some padding), and they stay."""
+    """On 4 ranks, every strategy, with state in memory, on the host and in a file: after the second update all three are known,
+    within 5% of the plan for the fullest rank (offloaded state has some padding), and they stay constant."""
     spec = job(variant, {**MODEL, "tie_embeddings": False}, offload={**where, "path": str(tmp_path)})
     for read, parameters in run(ranks, metered, 4, spec):
         expected = planned(spec, 4, parameters)
         first, second, third = ({name: row[name] for name in KINDS} for row in read)
         assert first == dict.fromkeys(KINDS)
         for name, size in expected.items():
-            # Offloaded state begins each tensor at 64 values and ends with whole pages, in two arrays.
+            # Offloaded state aligns each tensor to 64 values and ends with whole pages, in two arrays.
             padding = 2 * (64 * 4 * len(parameters) + 4096) if name == "optimizer_bytes" and where else 0
             assert 0.95 * size - 64 <= (second[name] or 0) <= 1.05 * size + padding, name
         assert third == second
 
 
 def test_every_rank_is_counted_by_its_own_rows(ranks: Any) -> None:
-    """zero3 on 4 ranks: parameters and gradients of all ranks together are the model's."""
+    """zero3 on 4 ranks: parameters and gradients of all ranks together equal the model's."""
     read = run(ranks, metered, 4, job("zero3", MODEL))
     whole = 4 * sum(torch.Size(shape).numel() for _, shape in read[0][1])
     for name in ("parameters_bytes", "gradients_bytes"):
@@ -97,14 +97,14 @@ def test_every_rank_is_counted_by_its_own_rows(ranks: Any) -> None:
 
 
 def test_storages_count_once() -> None:
-    """Views and tied tensors share a storage; a view of a part is held whole; what lies elsewhere is asked for by its device."""
+    """Views and tied tensors share a storage; a view counts its whole storage; tensors elsewhere are counted by their device."""
     a, b = torch.zeros(100), torch.zeros(10)
     assert bytes_of([a, a[:5], a.view(10, 10), b]) == 440
     assert bytes_of([a, b], torch.device("cuda")) == 0
 
 
 def test_what_lies_on_the_device() -> None:
-    """Of parameters on another device than their state, only they are on it: what activations are computed against."""
+    """If parameters are on another device than their state, only they count for that device; activations are computed from this."""
     parameter = nn.Parameter(torch.zeros(10, device="meta"))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     optimizer.state[parameter] = {"momentum_buffer": torch.zeros(10), "step": 3}
@@ -116,7 +116,7 @@ def test_what_lies_on_the_device() -> None:
 
 
 def test_a_meter_has_columns_of_the_schema() -> None:
-    """Each column that it reads is one of a rank's row, whole numbers or null; on a CPU the allocator's are null."""
+    """Each column is one of a rank's row, whole numbers or null; on a CPU the allocator's columns are null."""
     model = nn.Linear(2, 2)
     shards = {n: ParamShard(p) for n, p in model.named_parameters()}
     row = MemoryMeter(torch.device("cpu"), model, shards, torch.optim.SGD(model.parameters())).read()
@@ -125,7 +125,7 @@ def test_a_meter_has_columns_of_the_schema() -> None:
 
 
 def test_the_allocator_s_words() -> None:
-    """torch's nested account of CUDA, by hand: each figure from its place, activations the peak less what the state has there."""
+    """torch's nested CUDA statistics, by hand: each figure from its key; activations are the peak minus the state on the device."""
     stats = {
         "allocated_bytes": {"all": {"current": 100, "peak": 900}, "small_pool": {"current": 1, "peak": 2}},
         "reserved_bytes": {"all": {"current": 1000, "peak": 1001}},
@@ -141,14 +141,15 @@ def test_the_allocator_s_words() -> None:
     assert allocator(stats, None)["activations_bytes"] is None
     assert allocator(stats, Held(0, 0, 0, on_device=901))["activations_bytes"] == 0  # no step in this reading
     assert allocator(None, None) == dict.fromkeys(expected)
-    # The names are those that torch documents, where no GPU can be asked.
+    # No GPU is available: check the names against torch's documentation.
     documented = torch.cuda.memory_stats.__doc__ or ""
     for name in ("allocated_bytes", "reserved_bytes", "inactive_split_bytes", "num_alloc_retries", "num_ooms"):
         assert f'"{name}' in documented
 
 
 def test_a_mapped_file_is_not_the_process_s_own(tmp_path: Path) -> None:
-    """16 MiB of a file that are read through a mapping are resident, and no growth of the process; 16 MiB of its own are both."""
+    """16 MiB of a file that are read through a mapping are in rss_bytes and not in anon_bytes; 16 MiB of anonymous memory are in
+    both."""
     size = 16 << 20
     path = tmp_path / "file"
     path.write_bytes(os.urandom(size))
@@ -156,7 +157,7 @@ def test_a_mapped_file_is_not_the_process_s_own(tmp_path: Path) -> None:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         assert sum(mapped[i] for i in range(0, size, 4096)) > 0
         read = process()
-        # Not from malloc, which may have that much of what others gave back.
+        # Not from malloc, which may reuse that much freed memory.
         own = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for page in range(0, size, 4096):
             own[page] = 1
@@ -171,7 +172,7 @@ def test_a_mapped_file_is_not_the_process_s_own(tmp_path: Path) -> None:
 
 
 def test_a_process_that_has_ended_has_no_memory() -> None:
-    """A zombie: null, and no error, for who looks does not know yet."""
+    """A zombie: null and no error, since the caller cannot know yet."""
     pid = os.fork()
     if not pid:
         os._exit(0)
@@ -184,25 +185,25 @@ def test_a_process_that_has_ended_has_no_memory() -> None:
 
 
 def test_a_snapshot_needs_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside of one there is no folder for it: one clear error."""
-    monkeypatch.setattr(memory, "_place", None)
-    with pytest.raises(UserError, match="this process is no rank of one"):
+    """Outside of a run there is no folder for it: one clear error."""
+    monkeypatch.setattr(memory, "_target", None)
+    with pytest.raises(UserError, match="this process is not a rank of a run"):
         memory.snapshot()
 
 
 def test_a_cpu_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It says so, and writes nothing."""
-    monkeypatch.setattr(memory, "_place", None)
+    """It says so on stderr, and writes nothing."""
+    monkeypatch.setattr(memory, "_target", None)
     memory.keep_history(RunDir(tmp_path), alone(), 1, 100)
     assert memory.snapshot() is None
-    assert capsys.readouterr().err == "raydist: no memory snapshot: torch keeps no account of a CPU's memory\n"
+    assert capsys.readouterr().err == "raydist: no memory snapshot: torch does not track CPU memory\n"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_snapshot_goes_to_the_run_s_logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """torch's own account of the blocks, one file each time, under the attempt and the rank; where to look is told. (What a GPU's
-    allocator would say is given by hand.)"""
-    monkeypatch.setattr(memory, "_place", None)
+    """torch's own snapshot, one file each time, under the attempt and the rank; the message has its path. (A GPU's allocator is
+    replaced by fixed values.)"""
+    monkeypatch.setattr(memory, "_target", None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": [], "device_traces": []})
     memory.keep_history(RunDir(tmp_path), alone(), 3, 0)
@@ -212,33 +213,33 @@ def test_a_snapshot_goes_to_the_run_s_logs(monkeypatch: pytest.MonkeyPatch, tmp_
     assert torch.cuda.memory._snapshot() == pickle.loads(Path(str(paths[0])).read_bytes())
     told = memory.after_oom(0, 0)
     assert "rank-00000.memory-3.pickle" in told
-    assert "observe.memory_history: 100000 would add" in told
+    assert "set observe.memory_history: 100000 to add" in told
     assert "would add" not in memory.after_oom(0, 100)
 
 
 def test_storage_that_refuses_is_told_and_hides_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The run ends of its lack of memory, not of the snapshot."""
+    """The run ends with the out-of-memory error, not with the snapshot's."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", dict)
     (tmp_path / "logs").write_text("in the way")
-    monkeypatch.setattr(memory, "_place", None)
+    monkeypatch.setattr(memory, "_target", None)
     memory.keep_history(RunDir(tmp_path), alone(), 1, 0)
-    assert memory.after_oom(5, 0).startswith("rank 5 ran out of memory; no snapshot of it: ")
+    assert memory.after_oom(5, 0).startswith("rank 5 ran out of memory; no memory snapshot: ")
 
 
 def test_running_out_of_memory_says_so(dataset: str, tmp_path: Path) -> None:
-    """An attempt that ends of it leaves a note: here, on a CPU, that there is nothing to see."""
+    """An attempt that runs out of memory leaves a note: here, on a CPU, that there is no snapshot."""
     faults = [OutOfMemory(rank=0, step=3).model_dump(mode="json")]
     _, events, error = trained(alone(), spec_of(dataset), str(tmp_path), faults=faults)
     assert isinstance(error, torch.OutOfMemoryError)
     notes = [e["text"] for e in of(events, "note")]
-    assert "rank 0 ran out of memory; no snapshot of it: torch keeps no account of a CPU's memory" in notes
+    assert "rank 0 ran out of memory; no memory snapshot: torch does not track CPU memory" in notes
 
 
 def test_the_loop_feeds_its_meter_and_the_mailbox(
     dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a run the rank's row has bytes by kind, those of the model that was trained."""
+    """In a run the rank's row has bytes by kind, matching the model that was trained."""
     made: list[Telemetry] = []
 
     class Kept(Telemetry):

@@ -1,4 +1,4 @@
-"""What a rank says of itself, to the mailbox of its node."""
+"""A rank's readings, written to the mailbox of its node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.training import alone
 
 
 def until(run_uri: str, node: str, rank: int, step: int) -> dict[str, Any]:
-    """The row of a rank on the mailbox, once it has come to that step."""
+    """The mailbox row of a rank, once it has reached that step."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         for row in mailbox.read(run_uri, node):
@@ -31,7 +31,7 @@ def until(run_uri: str, node: str, rank: int, step: int) -> dict[str, Any]:
 
 
 def watched(rank: Rank, run_uri: str) -> Any:
-    """Two steps of one all-reduce each: the row after each, and whether one is left at the end."""
+    """Two steps of one all-reduce each: the row after each, and the rows left at the end."""
     heartbeat, rows = Heartbeat(), []
     with Telemetry(run_uri, rank, 3, heartbeat, 0.1, lambda event: None) as telemetry:
         telemetry.memory = lambda: {"rss_bytes": 7, "allocated_bytes": None}
@@ -45,7 +45,7 @@ def watched(rank: Rank, run_uri: str) -> Any:
 
 
 def test_the_newest_reading_is_on_the_mailbox(ranks: Any, tmp_path: Path) -> None:
-    """Of each rank, with columns that there are; what counts grows; at the end nothing is left."""
+    """Each rank has a row with known columns; counters grow; at the end no row is left."""
     for rank, ((first, second), left) in enumerate(ranks.run(watched, 2, str(tmp_path))):
         assert {*first, *second} - {"pid"} <= COLUMNS.keys()
         assert Path(f"/proc/{first['pid']}").exists()
@@ -61,7 +61,7 @@ def test_the_newest_reading_is_on_the_mailbox(ranks: Any, tmp_path: Path) -> Non
 
 
 def test_a_mailbox_that_cannot_be_written_costs_a_note(tmp_path: Path) -> None:
-    """One, and nothing else."""
+    """One note, and no other effect."""
     told: list[Event] = []
     heard = threading.Event()
     place = mailbox.folder(str(tmp_path))
@@ -76,7 +76,7 @@ def test_a_mailbox_that_cannot_be_written_costs_a_note(tmp_path: Path) -> None:
 
 
 def broken(rank: Rank, run_uri: str) -> Any:
-    """Three all-reduces, of which the second one's time cannot be taken: what they gave, and what was told."""
+    """Three all-reduces; the time of the second one cannot be taken. Returns the result, the notes and the count."""
     told: list[Event] = []
     heard = threading.Event()
     with Telemetry(run_uri, rank, 1, Heartbeat(), 0.1, lambda e: (told.append(e), heard.set())[0]) as telemetry:
@@ -92,23 +92,23 @@ def broken(rank: Rank, run_uri: str) -> Any:
 
 
 def test_a_meter_that_breaks_costs_a_note(ranks: Any, tmp_path: Path) -> None:
-    """The collectives are those of an unwatched run, and nothing is counted any more."""
+    """The collectives give the same results, and counting stops."""
     for rank, (value, told, count) in enumerate(ranks.run(broken, 2, str(tmp_path))):
         assert value == 8.0
-        assert told == [f"rank {rank} counts no more communication: ZeroDivisionError: division by zero"]
+        assert told == [f"rank {rank} has stopped counting communication: ZeroDivisionError: division by zero"]
         assert count == 1
 
 
 def test_nothing_is_measured_unless_it_is_asked_for(ranks: Any, tmp_path: Path) -> None:
-    """`observe.interval_s: null` leaves torch as it is."""
+    """With `observe.interval_s: null` torch is unchanged."""
     assert ranks.run(unwatched, 2, str(tmp_path)) == [(True, 0), (True, 0)]
 
 
 def unwatched(rank: Rank, run_uri: str) -> Any:
-    """Whether torch's own wait stands, and how many threads of ours run."""
+    """Whether torch's own wait is in place, and how many telemetry threads run."""
     original = dist.Work.wait
     with Telemetry(run_uri, rank, 1, Heartbeat(), None, lambda event: None) as telemetry:
-        with telemetry.backward():
+        with telemetry.around_backward():
             dist.all_reduce(torch.ones(1))
         named = [t.name for t in threading.enumerate() if t.name == "raydist-telemetry"]
         return dist.Work.wait is original, len(named)

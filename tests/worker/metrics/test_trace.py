@@ -35,7 +35,7 @@ STEPS = 12
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small corpus of bytes."""
+    """A small byte corpus."""
     folder = tmp_path_factory.mktemp("corpus")
     choose = random.Random(3)
     (folder / "a.txt").write_text("\n".join("".join(choose.choices("abcdefgh ", k=40)) for _ in range(40)))
@@ -44,11 +44,11 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class UsersOwn(Exception):
-    """What a model raises."""
+    """An error that a model raises."""
 
 
 class Gate(Heartbeat):
-    """Holds its rank at step 3 until rank 0 knows of the trace; and may fail in the middle of step `bad`."""
+    """Blocks its rank at step 3 until rank 0 knows of the trace; optionally fails in the middle of step `bad`."""
 
     def __init__(self, known: threading.Event | None, bad: int | None) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Gate(Heartbeat):
 
 
 def installed(heartbeat: Heartbeat) -> list[str]:
-    """What of a trace is still there."""
+    """Which parts of a trace are still installed."""
     threads = [t.name for t in threading.enumerate() if t.name == "raydist-trace"]
     on = ["a profiler"] * (torch.autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled)
     return threads + on + ["a listener"] * (heartbeat.on_phase is not None)
@@ -76,7 +76,7 @@ def installed(heartbeat: Heartbeat) -> list[str]:
 def trained(
     rank: Rank, dataset: str, path: str, strategy: str, attempt: int = 1, traced: bool = True, bad: int | None = None
 ) -> tuple[list[tuple[float, float]], list[str], list[dict[str, Any]]]:
-    """(loss and gradient norm of each step, what is left of a trace, events about it) of this rank."""
+    """(loss and gradient norm of each step, remains of a trace, trace events) of this rank."""
     spec = JobSpec.model_validate(
         {
             "data": {"path": dataset},
@@ -96,7 +96,7 @@ def trained(
         nonlocal answered
         steps.extend((r["loss"], r["grad_norm"]) for r in records)
         events.extend(e for e in told if e["kind"].startswith("trace_"))
-        if answered:  # the answer to the push before has arrived
+        if answered:  # the answer to the previous push has arrived
             known.set()
         waiting = [(r.number, r.steps) for r in requests.pending(place)]
         answered += bool(waiting)
@@ -122,9 +122,9 @@ def viewers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewers]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_trace_of_two_ranks(ranks: Any, viewers: Viewers, dataset: str, tmp_path: Path, strategy: str) -> None:
-    """Three steps of both, every phase and collective by name, no rank out of one before the other is in; the numbers are those
-    of an untraced run, bit for bit, and nothing of the profiler is left. Perfetto and chrome://tracing show all of it.
-    """
+    """Three steps of both ranks, every phase and collective by name; no rank leaves a collective before the other enters it. The
+    numbers equal those of an untraced run, bit for bit, and nothing of the profiler is left. Perfetto and chrome://tracing show
+    all of it."""
     plain = run(ranks, trained, 2, dataset, str(tmp_path / "plain"), strategy, 1, False)
     place = RunDir(tmp_path / "traced")
     request = requests.ask_trace(place, 3, 600.0)
@@ -174,18 +174,18 @@ def test_a_trace_of_two_ranks(ranks: Any, viewers: Viewers, dataset: str, tmp_pa
 
 
 CLOCK_US = 500.0
-"""How well kineto knows a host's clock: it counts processor cycles, and compares."""
+"""Accuracy of kineto's host clock, which it calibrates from the cycle counter."""
 
 SENT = {
     "ddp": {"all_reduce bucket 0": 3, "all_reduce sums of the step": 3},
     "zero2": {"reduce_scatter blocks.1": 6, "all_gather blocks.0": 3, "all_reduce gradient norm": 3},
     "zero3": {"reduce_scatter blocks.1": 6, "all_gather blocks.0": 12, "all_reduce gradient norm": 3},
 }
-"""Of each strategy, how often some of its collectives are in three steps."""
+"""Strategy -> the number of some of its collectives in three steps."""
 
 
 def set_apart(place: RunDir, name: str, seconds: float) -> None:
-    """A part as a host would have left it whose clock is ahead."""
+    """A part as written by a host whose clock is ahead."""
     part = json.loads(gzip.decompress(place.storage.read(name)))
     part["baseTimeNanoseconds"] += int(seconds * 1e9)
     part["raydist"]["clock"] = "another"
@@ -193,7 +193,8 @@ def set_apart(place: RunDir, name: str, seconds: float) -> None:
 
 
 def test_a_restart_takes_the_request_up(ranks: Any, dataset: str, tmp_path: Path) -> None:
-    """An attempt that fails in the middle of a trace leaves no part, says so, and nothing in its process; the next one traces."""
+    """An attempt that fails in the middle of a trace leaves no part, reports it, and leaves nothing in its process; the next one
+    traces."""
     place = RunDir(tmp_path / "run")
     request = requests.ask_trace(place, 5, 600.0)
     first = run(ranks, trained, 2, dataset, place.uri, "ddp", 1, True, 6)
@@ -214,7 +215,7 @@ def tracer(path: Path, events: list[Event]) -> Tracer:
 
 
 def test_several_requests_come_one_after_the_other(tmp_path: Path) -> None:
-    """The oldest first, each once; a trace that the run's end cuts short has the steps before it."""
+    """The oldest first, each once; a trace that is cut short by the run's end has the steps before it."""
     events: list[Event] = []
     made, waiting = tracer(tmp_path, events), [(1, 2), (2, 3)]
     asked = []
@@ -231,7 +232,7 @@ def test_several_requests_come_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_a_profiler_of_the_users_own(tmp_path: Path) -> None:
-    """It stays on; the trace fails with a reason, and the loop goes on."""
+    """It stays on; the trace fails with a reason, and the loop continues."""
     events: list[Event] = []
     made = tracer(tmp_path, events)
     with profile() as own:
@@ -247,7 +248,7 @@ def test_a_profiler_of_the_users_own(tmp_path: Path) -> None:
 
 
 def test_nvtx_ranges_on_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Steps and phases are opened and closed in pairs for NVTX too, where the rank computes on CUDA."""
+    """On CUDA, steps and phases also open and close NVTX ranges in pairs."""
     from raydist.worker.metrics.trace import _Ranges
 
     open_, seen = [], []

@@ -1,4 +1,4 @@
-"""The head's loss by chunks is cross entropy of all logits, and so are its gradients."""
+"""The chunked loss of the head equals cross entropy of all logits, and so do its gradients."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from raydist.worker.step import loss_sum
 
 N, D, V = 29, 8, 17
 BF16 = 2**-8
-"""Half the distance of two bf16 numbers, relative: the error of one rounding."""
+"""Half the relative distance of two neighbouring bf16 numbers: the error of one rounding."""
 
 
 def made(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """x, weight, and targets of which some do not count."""
+    """x, weight, and targets of which some are masked."""
     g = torch.Generator().manual_seed(seed)
     targets = torch.randint(V, (N,), generator=g)
     targets[::5] = MASKED
@@ -43,13 +43,13 @@ def results(function: Any, factor: float = 0.37) -> list[Tensor]:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Of a from b, relative to b."""
+    """Distance of a from b, relative to b."""
     return float((a - b).norm() / b.norm())
 
 
 @pytest.mark.parametrize("logits", [1 << 28, 5 * V, 1], ids=["one chunk", "several", "a token each"])
 def test_equals_cross_entropy_of_all_logits(logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp32 to a few roundings, however it is cut."""
+    """In fp32 within a few roundings, for any chunk size."""
     monkeypatch.setattr(chunked_cross_entropy, "LOGITS", logits)
     for ours, theirs in zip(results(head_loss), results(plain), strict=True):
         assert distance(ours, theirs) < 1e-6
@@ -57,7 +57,7 @@ def test_equals_cross_entropy_of_all_logits(logits: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As near to the fp32 result as the plain way is: within a few roundings; gradients are fp32, of master weights."""
+    """As close to the fp32 result as the plain version, within a few roundings; gradients are fp32, of master weights."""
     monkeypatch.setattr(chunked_cross_entropy, "LOGITS", 5 * V)
     exact = results(plain)
     with torch.autocast("cpu", dtype=dtype):
@@ -68,7 +68,7 @@ def test_under_autocast(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_nothing_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A micro-batch without targets, as a rank has it that would else have none: a loss and gradients of 0."""
+    """A micro-batch in which no target counts, as on a rank without samples: loss and gradients are 0."""
     x, weight, targets = made()
     loss = head_loss(x, weight, torch.full_like(targets, MASKED))
     loss.backward()  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ def test_nothing_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Largest(torch.overrides.TorchFunctionMode):
-    """The most elements that a function's result has."""
+    """Records the largest number of elements of any function's result."""
 
     elements = 0
 
@@ -102,7 +102,7 @@ def test_never_are_all_logits_there(grad: bool, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("tie", [True, False])
 def test_gpt_gives_its_loss(tie: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop's loss and all gradients are those of its logits, with packed documents too; and the loop does ask for it."""
+    """The loss and all gradients equal those computed from its logits, also with packed documents; and the loop uses it."""
     monkeypatch.setattr(chunked_cross_entropy, "LOGITS", 100)
     torch.manual_seed(0)
     model = gpt.build(ModelSpec(layers=2, width=16, heads=2, context=12, tie_embeddings=tie), V)

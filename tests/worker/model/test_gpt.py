@@ -1,4 +1,4 @@
-"""The GPT: against `transformers`, and against itself with a cache, packed, and at other precisions."""
+"""The GPT against `transformers`, and against itself with a cache, packed, and in other precisions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def spec(**fields: object) -> ModelSpec:
 def build(seed: int = 0, **fields: object) -> gpt.GPT:
     torch.manual_seed(seed)
     model = gpt.build(spec(**fields), VOCAB)
-    # Gains of 1 would hide a norm that is applied in the wrong place.
+    # With gains of 1 a norm in the wrong place would not show.
     for name, p in model.named_parameters():
         if "norm" in name:
             nn.init.uniform_(p, 0.5, 1.5)
@@ -40,7 +40,7 @@ def tokens(batch: int = 2, time: int = CONTEXT, seed: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("qk_norm", [False, True])
 @torch.no_grad()
 def test_logits_equal_transformers(tie_embeddings, kv_heads, qk_norm):
-    """With the same weights, Llama's (with qk_norm: Qwen3's) logits in fp32, to 1e-5."""
+    """With the same weights, the logits equal Llama's (with qk_norm: Qwen3's) in fp32, to 1e-5."""
     model = build(tie_embeddings=tie_embeddings, kv_heads=kv_heads, qk_norm=qk_norm, rope_base=500.0, hidden=48)
     config = hf_config(model.spec, VOCAB, end=None)
     kind = transformers.Qwen3Config if qk_norm else transformers.LlamaConfig
@@ -73,7 +73,7 @@ def test_sizes_and_names():
 
 
 def test_initial_scale():
-    """Matrices have variance 1/fan_in, those into the residual stream 1/(2 layers) of it; the first loss is near ln V."""
+    """Matrices have variance 1/fan_in, those into the residual stream 1/(2 layers) of it; the first loss is close to ln V."""
     torch.manual_seed(0)
     model = gpt.build(ModelSpec(layers=8, width=256, heads=4, context=CONTEXT), VOCAB)
     attention, mlp = model.blocks[0].attention, model.blocks[0].mlp
@@ -90,7 +90,7 @@ def test_initial_scale():
 @pytest.mark.parametrize("qk_norm", [False, True])
 @torch.no_grad()
 def test_packed_documents_equal_separate_ones(qk_norm):
-    """Each document of a packed row has the logits that it has alone; ids need not ascend, nor be used once only."""
+    """Each document of a packed row has the logits that it has alone; ids need not ascend, and may be used again."""
     model = build(kv_heads=2, qk_norm=qk_norm)
     lengths, x_BT = (5, 1, 11, 7), tokens()
     documents_BT = torch.cat([torch.full((2, n), i) for n, i in zip(lengths, (4, 0, 4, 2), strict=True)], dim=1)
@@ -101,7 +101,7 @@ def test_packed_documents_equal_separate_ones(qk_norm):
 
 @torch.no_grad()
 def test_rows_may_be_packed_differently():
-    """Positions and masks are each row's own."""
+    """Positions and masks are separate for each row."""
     model, x_BT = build(), tokens()
     documents_BT = torch.stack([torch.arange(CONTEXT) // 6, torch.arange(CONTEXT) // 8])
     both_BTV = model(x_BT, documents=documents_BT)
@@ -111,7 +111,7 @@ def test_rows_may_be_packed_differently():
 
 
 def test_packed_positions():
-    """Positions restart where the number changes; each run is known by where it starts."""
+    """Positions restart where the number changes; each document is identified by its start."""
     positions, runs = gpt.packed_positions(torch.tensor([[7, 7, 7, 2, 7, 7], [1, 1, 1, 1, 1, 1]]))
     assert positions.tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]]
     assert runs.tolist() == [[0, 0, 0, 3, 4, 4], [0, 0, 0, 0, 0, 0]]
@@ -120,7 +120,7 @@ def test_packed_positions():
 @pytest.mark.parametrize("kv_heads", [None, 2])
 @torch.no_grad()
 def test_cached_logits_equal_whole_ones(kv_heads):
-    """Fed in pieces of several tokens and of one, the logits are those of the whole sequence."""
+    """Fed in pieces of one or several tokens, the logits equal those of the whole sequence."""
     model, x_BT = build(kv_heads=kv_heads, qk_norm=True), tokens()
     caches = model._caches(2)
     pieces = [model(x, caches=caches) for x in x_BT.split((7, 1, 1, 10, 5), dim=1)]
@@ -130,7 +130,7 @@ def test_cached_logits_equal_whole_ones(kv_heads):
 @pytest.mark.parametrize("prompt", [1, 9, CONTEXT, CONTEXT + 5])
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.0, None), (1.0, None), (0.8, 5)])
 def test_generation_with_and_without_cache(prompt, temperature, top_k):
-    """The same tokens, far past the context too, where the older half is forgotten; the prompt comes first."""
+    """The same tokens, also far past the context, where the older half is dropped; the prompt comes first."""
     model, x_BT = build(), tokens(time=prompt)
 
     def run(use_cache: bool) -> torch.Tensor:
@@ -153,7 +153,7 @@ def test_greedy_and_top_1_take_the_likeliest():
 
 
 def test_generation_stops_at_the_end():
-    """A row that drew the end repeats it until all rows have; a prompt that ends in it goes on."""
+    """A row that drew the end token repeats it until all rows have; a prompt that ends with it continues."""
     model = build()
     x_BT = tokens(time=4)
     free = model.generate(x_BT, 12, generator=torch.Generator().manual_seed(0))
@@ -169,7 +169,7 @@ def test_generation_stops_at_the_end():
 
 
 def test_generation_leaves_the_model_as_it_was():
-    """Dropout is off while it samples, and training mode is back after it."""
+    """Dropout is off during sampling, and training mode is restored after it."""
     model = build(dropout=0.5).train()
     a, b = (model.generate(tokens(), 4, temperature=0) for _ in range(2))
     assert torch.equal(a, b)
@@ -191,7 +191,8 @@ def test_dropout_acts_in_training_only():
 
 @pytest.mark.parametrize("fields", [{}, {"qk_norm": True}, {"kv_heads": 2, "qk_norm": True}])
 def test_bf16_autocast_stays_close(fields):
-    """Under autocast logits come in bf16, near fp32's, without a warning (pytest makes one an error), packed and cached too."""
+    """Under autocast logits are bf16, close to fp32's, without a warning (pytest turns one into an error), also packed and
+    cached."""
     model = build(**fields)
     whole = model(tokens())
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -207,19 +208,19 @@ def test_bf16_autocast_stays_close(fields):
 
 @pytest.mark.parametrize("width", [96, 128, 768])
 def test_default_hidden(width):
-    """8/3 of the width, rounded up to whole 32s."""
+    """8/3 of the width, rounded up to a multiple of 32."""
     hidden = gpt.default_hidden(width)
     assert hidden % 32 == 0
     assert 0 <= hidden - width * 8 / 3 < 32
 
 
 def test_too_long_a_sequence_is_refused():
-    """Rotary tables end at the context; the message names the field."""
+    """The rotary tables end at the context; the message names the field."""
     with pytest.raises(UserError, match=rf"{CONTEXT + 1} tokens are longer than model.context {CONTEXT}"):
         build()(tokens(time=CONTEXT + 1))
 
 
 def test_options_are_refused():
-    """An option that nobody reads is a mistake, and is named."""
+    """An unknown option is an error, and is named."""
     with pytest.raises(UserError, match="gpt takes none, got rotary_scale"):
         gpt.build(spec(options={"rotary_scale": 2}), VOCAB)

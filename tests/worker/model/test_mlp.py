@@ -1,4 +1,4 @@
-"""The tiny model of the tests."""
+"""The tests' smallest model."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def test_sizes_follow_the_spec():
 
 
 def test_options_are_refused():
-    """An option that nobody reads is a mistake, and is named."""
+    """An unknown option is an error, and is named."""
     with pytest.raises(UserError, match="mlp takes none, got depth"):
         mlp.build(ModelSpec(options={"depth": 2}), 11)

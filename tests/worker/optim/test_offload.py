@@ -1,4 +1,4 @@
-"""The offloaded optimizer: AdamW's bits, whatever the place and the chunks; a scratch file that leaves no trace."""
+"""The offloaded optimizer: AdamW's bits, for any place and chunk size; its scratch file is always removed."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ SHAPES = {
     "b2": (5,),
     "w3": (1, 1),
 }
-"""Matrices and the rest lie in two groups, so that a chunk has pieces of both. `none`: a rank past the end of an uneven split."""
+"""Matrices and the rest are in two groups, so that a chunk has pieces of both. `none`: a rank past the end of an uneven split."""
 MODES = ["cpu", "nvme"]
 MIB = 2.0**-20
 Grads = Callable[[int], dict[str, torch.Tensor | None]]
 
 
 def gradients(step: int) -> dict[str, torch.Tensor | None]:
-    """Those of `step`: the same whoever asks. In step 3 some have none, as experts that got no token."""
+    """The gradients of `step`, always the same. In step 3 some are None, as for experts that got no token."""
     generator = torch.Generator().manual_seed(step)
     grads: dict[str, torch.Tensor | None] = {n: torch.randn(s, generator=generator) for n, s in SHAPES.items()}
     return grads | ({"b0": None, "w1": None} if step == 3 else {})
@@ -69,7 +69,7 @@ SPEC = OptimSpec(lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9))
 
 
 class Run:
-    """Parameters and an optimizer: an offloaded one, or with `mode` None torch's."""
+    """Parameters and an optimizer: an offloaded one, or torch's if `mode` is None."""
 
     def __init__(self, mode: str | None, folder: Path, chunk_mb: float = 8192 * MIB) -> None:
         self.named = parameters()
@@ -103,7 +103,7 @@ class Run:
 
 
 def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
-    """Bit for bit, and with the same names, shapes and dtypes."""
+    """Equal bit for bit, with the same names, shapes and dtypes."""
     assert one.keys() == two.keys()
     assert all(one[n].shape == two[n].shape and one[n].dtype == two[n].dtype for n in one)
     return all(torch.equal(one[n].view(torch.int32), two[n].view(torch.int32)) for n in one)
@@ -122,7 +122,7 @@ def memory(tmp_path: Path) -> Callable[[int], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("chunk_mb", [1 * MIB, 16384 * MIB, 8.0])
 @pytest.mark.parametrize("mode", MODES)
 def test_bits_of_adamw_in_memory(mode: str, chunk_mb: float, threads: int, tmp_path: Path, memory: Any) -> None:
-    """Six steps: two groups, odd sizes, weight decay, a changing lr, gradients that are not there, no rows at all."""
+    """Six steps: two groups, odd sizes, weight decay, a changing lr, missing gradients, a parameter without rows."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -137,7 +137,7 @@ def test_bits_of_adamw_in_memory(mode: str, chunk_mb: float, threads: int, tmp_p
 
 
 def test_bits_of_a_large_parameter(tmp_path: Path) -> None:
-    """One that spans many chunks, and that the kernel splits over threads at places of its own."""
+    """A parameter that spans many chunks, and that the kernel splits over threads at other places."""
     start = torch.randn(300_007, generator=torch.Generator().manual_seed(0))
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     whole = torch.optim.AdamW([theirs], lr=1e-3, fused=True)
@@ -156,7 +156,7 @@ def test_bits_of_a_large_parameter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, FLOATS, 3 * FLOATS, 10**9])
 def test_layout_has_each_value_once_and_cuts_between_vectors(size: int) -> None:
-    """The pieces cover every parameter, none overlap, and each begins where a vector of the whole parameter does."""
+    """The pieces cover every parameter without overlap, and each begins at a vector boundary of the whole parameter."""
     counts = {3: 5000, 2: 0, 1: 1, 0: 70_001}
     layout = Layout.of(counts, size)
     pieces: dict[int, list[tuple[int, int]]] = {n: [] for n in counts}
@@ -179,7 +179,7 @@ def test_layout_has_each_value_once_and_cuts_between_vectors(size: int) -> None:
 
 
 def test_last_parameter_comes_first(tmp_path: Path) -> None:
-    """Chunks follow backward: the model's order decides, not that of the groups."""
+    """Chunks follow the order of backward: the model's order decides, not the groups'."""
     with (run := Run("cpu", tmp_path)).optimizer as optimizer:
         ordered = sorted(optimizer._layout.starts, key=lambda n: (optimizer._layout.starts[n], -n))
         names = {p: n for n, p in run.named.items()}
@@ -187,7 +187,7 @@ def test_last_parameter_comes_first(tmp_path: Path) -> None:
 
 
 def test_groups_are_those_of_the_optimizer_in_memory(tmp_path: Path) -> None:
-    """The same keys, names, decay and parameters: a checkpoint of one is a checkpoint of the other."""
+    """The same keys, names, decay and parameters: a checkpoint of one can be loaded by the other."""
     with (run := Run("nvme", tmp_path)).optimizer as optimizer:
 
         def plain(made: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -203,7 +203,7 @@ def test_groups_are_those_of_the_optimizer_in_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_skipped_step_changes_nothing(mode: str, tmp_path: Path, memory: Any) -> None:
-    """fp16 overflow: backward began, and no update came. The next step is as if nothing had been."""
+    """fp16 overflow: backward began, and no update followed. The next step is unaffected."""
     with (run := Run(mode, tmp_path)).optimizer:
         run.steps(1, 2)
         run.optimizer.prefetch()
@@ -214,7 +214,7 @@ def test_skipped_step_changes_nothing(mode: str, tmp_path: Path, memory: Any) ->
 
 @pytest.mark.parametrize("mode", MODES)
 def test_scale_grads_is_a_product_before_the_update(mode: str, tmp_path: Path) -> None:
-    """The bits of gradients that the strategy scaled itself, factor by factor; and of one step only."""
+    """The same bits as with gradients that the strategy scaled itself, factor by factor; only for one step."""
     scaled, plain = Run(mode, tmp_path), Run(None, tmp_path)
     with scaled.optimizer:
         for step in (1, 2):
@@ -231,20 +231,20 @@ def test_scale_grads_is_a_product_before_the_update(mode: str, tmp_path: Path) -
         assert same(scaled.values(), plain.values())
 
 
-# --- parameters on a device: on this machine the CPU plays it
+# --- parameters on a device: here simulated by the CPU
 
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters count as a device's: they and their gradients are copied to the host and back."""
-    monkeypatch.setattr(adamw, "_home", lambda parameters: torch.device("xpu"))  # none that has streams of ours
+    """Parameters are treated as on a device: they and their gradients are copied to the host and back."""
+    monkeypatch.setattr(adamw, "_device_of", lambda parameters: torch.device("xpu"))  # a device without streams here
 
 
 @pytest.mark.parametrize("chunk_mb", [1 * MIB, 8.0])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.usefixtures("on_device")
 def test_bits_of_a_device(mode: str, chunk_mb: float, tmp_path: Path, memory: Any) -> None:
-    """With gradients that came early, with ones that were scaled since, and with none that did."""
+    """With gradients fetched early, with ones scaled after that, and with none fetched early."""
     with (run := Run(mode, tmp_path, chunk_mb)).optimizer:
         for step in range(1, 7):
             run.set_grads(step)
@@ -252,7 +252,7 @@ def test_bits_of_a_device(mode: str, chunk_mb: float, tmp_path: Path, memory: An
             if step % 2:
                 for parameter in run.named.values():
                     if parameter.grad is not None:
-                        parameter.grad.mul_(2.0)  # not final after all
+                        parameter.grad.mul_(2.0)  # not final yet
                 run.optimizer.gradients_final(run.named.values())
                 for parameter in run.named.values():
                     if parameter.grad is not None:
@@ -265,17 +265,17 @@ def test_bits_of_a_device(mode: str, chunk_mb: float, tmp_path: Path, memory: An
 
 @pytest.mark.usefixtures("on_device")
 def test_early_gradients_are_not_fetched_again(tmp_path: Path, memory: Any) -> None:
-    """What came during backward is what the update takes; what the next step does not fetch early, it fetches in time."""
+    """The update uses gradients fetched during backward; those not fetched early are fetched in time."""
     with (run := Run("cpu", tmp_path)).optimizer:
         run.set_grads(1)
         run.optimizer.prefetch()
         run.optimizer.gradients_final(run.named.values())
         for parameter in run.named.values():
             assert parameter.grad is not None
-            parameter.grad.data.fill_(1e6)  # past the version counter
+            parameter.grad.data.fill_(1e6)  # without changing the version counter
         run.optimizer.step()
         assert same(run.values(), memory(1))
-        for step in (2, 3):  # no new tensors: only the place and the version tell one step's from another's
+        for step in (2, 3):  # no new tensors: only address and version distinguish the steps
             for name, grad in gradients(step).items():
                 parameter = run.named[name]
                 if grad is None or parameter.grad is None:
@@ -290,12 +290,12 @@ def test_early_gradients_are_not_fetched_again(tmp_path: Path, memory: Any) -> N
 
 @pytest.mark.usefixtures("on_device")
 def test_weights_come_beside_backward(tmp_path: Path, memory: Any) -> None:
-    """What `prefetch` has fetched of them is what the update takes, and what is written later is fetched in time."""
+    """The update uses weights that `prefetch` fetched; weights written later are fetched in time."""
     with (run := Run("cpu", tmp_path)).optimizer:
         run.set_grads(1)
         run.optimizer.prefetch()
         for parameter in run.named.values():
-            parameter.data.fill_(1e6)  # past the version counter
+            parameter.data.fill_(1e6)  # without changing the version counter
         with torch.no_grad():
             run.named["w2"].copy_(parameters()["w2"])
         run.optimizer.step()
@@ -304,7 +304,7 @@ def test_weights_come_beside_backward(tmp_path: Path, memory: Any) -> None:
 
 @pytest.mark.usefixtures("on_device")
 def test_early_gradients_of_a_skipped_step_are_forgotten(tmp_path: Path, memory: Any) -> None:
-    """The next step's may lie in the same place, with the same version."""
+    """The next step's gradients may have the same address and the same version."""
     with (run := Run("cpu", tmp_path)).optimizer:
         run.set_grads(1)
         run.optimizer.prefetch()
@@ -335,7 +335,7 @@ def test_weights_loaded_between_steps_are_seen(mode: str, tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("on_device")
 def test_watch_backward_takes_the_last_micro_batch(tmp_path: Path) -> None:
-    """Two micro-batches: each gradient is fetched when the second one's backward has added its part, and not before."""
+    """Two micro-batches: each gradient is fetched after the second one's backward has added its part, and not before."""
     torch.manual_seed(0)
     results = []
     for offloaded in (True, False):
@@ -367,7 +367,7 @@ def test_watch_backward_takes_the_last_micro_batch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_state_is_what_the_file_has(direct: bool, tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors of `state` show each step's new moments; what is written to them, and only that, the next step takes."""
+    """The tensors of `state` show each step's new moments; the next step uses exactly what is written to them."""
     if not direct:
         monkeypatch.setattr(swapfile, "_O_DIRECT", 0)
     with (run := Run("nvme", tmp_path)).optimizer:
@@ -390,7 +390,7 @@ def test_state_is_what_the_file_has(direct: bool, tmp_path: Path, memory: Any, m
 
 
 def test_state_is_whole_until_the_update(tmp_path: Path, memory: Any) -> None:
-    """A checkpoint is copied beside forward and backward: nothing of the state is written before `step`."""
+    """A checkpoint is copied during forward and backward: nothing of the state is written before `step`."""
     with (run := Run("nvme", tmp_path)).optimizer:
         run.steps(1, 2)
         run.set_grads(3)
@@ -401,7 +401,7 @@ def test_state_is_whole_until_the_update(tmp_path: Path, memory: Any) -> None:
 
 
 def test_what_was_read_ahead_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass reads every chunk once, whether it began with `prefetch` or with `step`, and writes it once."""
+    """A pass reads and writes every chunk once, whether it began with `prefetch` or with `step`."""
     calls: list[tuple[str, int]] = []
 
     def counted(name: str) -> Callable[..., int]:
@@ -423,7 +423,7 @@ def test_what_was_read_ahead_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_checkpoints_cross(tmp_path: Path, memory: Any) -> None:
-    """Saved by one place's optimizer and resumed by any other's, by way of real checkpoints: the bits of no interruption."""
+    """Saved from one place and resumed at any other, through real checkpoints: the same bits as without interruption."""
     for number, (saves, loads) in enumerate(
         [(None, "nvme"), ("nvme", None), ("nvme", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")]
     ):
@@ -448,14 +448,14 @@ def test_checkpoints_cross(tmp_path: Path, memory: Any) -> None:
         assert found is not None
         target = state(second)
         tensors, rank_tensors, _ = target.capture()
-        assert restore.load(store, found, tensors, rank_tensors)
+        assert restore.load(store, found, tensors, rank_tensors).exact
         target.restore(tensors, rank_tensors, found.plain)
         assert same(second.values(), memory(3))
         assert same(second.steps(4, 5).values(), memory(5))
 
 
 def sharded(rank: Rank, strategy: str, folder: str) -> tuple[bool, int]:
-    """Two steps, a checkpoint's tensors into a second run, and two more: (AdamW's bits, values in this rank's file)."""
+    """Two steps, a checkpoint's tensors loaded into a second run, and two more: (AdamW's bits, values in this rank's file)."""
     results = []
     for mode in ("none", "nvme"):
         made = []
@@ -508,14 +508,14 @@ def sharded(rank: Rank, strategy: str, folder: str) -> tuple[bool, int]:
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_rows_of_a_sharded_model(strategy: str, tmp_path: Path, ranks: Any) -> None:
-    """Each of two ranks offloads its own rows; the state goes from one run's file into another's as DTensors do."""
+    """Each of two ranks offloads its own rows; the state is transferred between the runs' files as DTensors."""
     rows = [17 * 5, 16 * 5]
     assert ranks.run(sharded, 2, strategy, str(tmp_path)) == [(True, 2 * n + 1) for n in rows]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_state_dict_and_load_state_dict(mode: str, tmp_path: Path, memory: Any) -> None:
-    """As AdamW's, there and back, and what was read ahead is forgotten; the state stays where it is."""
+    """Compatible with AdamW's in both directions; data read ahead is discarded; the state stays in place."""
     plain = Run(None, tmp_path).steps(1, 3)
     with (run := Run(mode, tmp_path)).optimizer as optimizer:
         held = optimizer.state[run.named["w0"]]["exp_avg"]
@@ -537,7 +537,7 @@ def test_state_dict_and_load_state_dict(mode: str, tmp_path: Path, memory: Any) 
 
 
 def test_without_o_direct(tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that refuses it, at once (as older tmpfs) or with the first read, is used through the page cache."""
+    """A file system that refuses it, at open (as older tmpfs) or at the first read, is used through the page cache."""
     real, refused = fcntl.fcntl, []
 
     def refuse(fd: int, command: int, flags: int = 0) -> int:
@@ -567,12 +567,12 @@ def test_without_o_direct(tmp_path: Path, memory: Any, monkeypatch: pytest.Monke
 
 
 def open_files(folder: Path) -> list[str]:
-    """What this process has open there, and threads that stream."""
+    """This process's open files there, and its swap threads."""
     found = []
     for link in Path("/proc/self/fd").iterdir():
         try:
             found.append(os.readlink(link))
-        except FileNotFoundError:  # the listing's own
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
     return [f for f in found if f.startswith(str(folder))] + [
         t.name for t in threading.enumerate() if t.name.startswith("raydist-swap")
@@ -581,7 +581,7 @@ def open_files(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("way", ["close", "with", "forgotten", "forgotten while reading"])
 def test_closed_in_every_way(way: str, tmp_path: Path) -> None:
-    """Threads end and files are closed; a tensor of the state that somebody kept stays readable, and keeps the room."""
+    """Threads end and files are closed; a tensor of the state that is still referenced stays readable, and keeps its memory."""
     run: Any = Run("nvme", tmp_path).steps(1, 2)
     assert open_files(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -630,7 +630,7 @@ def make(n, chunk_mb):
 
 @pytest.mark.parametrize("how", ["O_TMPFILE", "no O_TMPFILE"])
 def test_sigkill_leaves_no_file(how: str, tmp_path: Path) -> None:
-    """Killed in the middle of its updates, with a file that had a name for a moment and with one that never had: nothing stays."""
+    """Killed in the middle of its updates, with a file that was unlinked after creation or never had a name: no file remains."""
     code = CHILD + "p, o = make(1 << 20, 0.5)\no.step()\nprint('stepping', flush=True)\nwhile True: o.step()\n"
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), how], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
@@ -647,8 +647,8 @@ def test_sigkill_leaves_no_file(how: str, tmp_path: Path) -> None:
 def test_memory_stays_under_its_bound(how: str, tmp_path: Path) -> None:
     """Peak resident memory of three updates grows by the buffers (4 MiB) and a slack of 8 MiB, for a state of 128 MiB.
 
-    VmHWM counts pages of the mapping as well, so the update does not touch any. A checkpoint does, of the whole state, and
-    the next update drops them.
+    VmHWM counts pages of the mapping as well, so the update does not touch any. A checkpoint touches those of the whole state,
+    and the next update drops them.
     """
     code = CHILD + """
 def status(key):
@@ -680,15 +680,15 @@ print(peak - before, captured - before, status("VmRSS") - before, seen)
     assert seen > 0
 
 
-# --- what can go wrong
+# --- errors
 
 
 def test_folder_that_will_not_do(tmp_path: Path) -> None:
-    """One clear error each, before anything is made."""
+    """One clear error each, before any file is created."""
     (tmp_path / "file").write_text("")
     cases = [
-        (tmp_path / "missing", 1, r"offload.path: .*/missing is not there\n  make it on every node"),
-        (tmp_path / "file", 1, r"/file is no folder"),
+        (tmp_path / "missing", 1, r"offload.path: .*/missing does not exist\n  create it on every node"),
+        (tmp_path / "file", 1, r"/file is not a folder"),
         (tmp_path, 1 << 60, r"has no room .* 1,152,921,504,606,846,976 bytes are needed \(.* GiB\), [\d,]+ are free"),
     ]
     for path, nbytes, message in cases:
@@ -716,7 +716,7 @@ def test_check_needs_no_torch() -> None:
 
 
 def test_disk_that_is_full_after_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks are taken at the start: a disk that fills up in between is a clear error too, and nothing is left."""
+    """All blocks are allocated at the start: a disk that fills up after the check is a clear error too, and nothing is left."""
     shm = Path("/dev/shm")  # its size is fixed
     monkeypatch.setattr(swap_space, "check", lambda path, nbytes: None)
     size = shutil.disk_usage(shm).total + (1 << 30) & ~4095
@@ -727,7 +727,7 @@ def test_disk_that_is_full_after_the_check(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_file_that_ends_too_early(tmp_path: Path) -> None:
-    """A short read names file and offset; then nothing but a new start will do."""
+    """A short read names file and offset; after it only a restart helps."""
     with (run := Run("nvme", tmp_path)).optimizer as optimizer:
         run.steps(1, 1)
         file = optimizer._moments._file
@@ -738,7 +738,7 @@ def test_file_that_ends_too_early(tmp_path: Path) -> None:
             StorageError, match=rf"{tmp_path} \(swap file of rank0\): read of 4096 bytes at offset {size - 4096}: "
         ):
             optimizer.step()
-        with pytest.raises(StorageError, match=r"an earlier update ended half-way.*\n.*last checkpoint"):
+        with pytest.raises(StorageError, match=r"an earlier update failed half-way.*\n.*last checkpoint"):
             optimizer.step()
 
 
@@ -758,7 +758,7 @@ def test_write_that_is_refused(tmp_path: Path) -> None:
 
 
 def test_partial_transfers_are_completed(tmp_path: Path) -> None:
-    """The kernel may move less than it was asked for: the rest follows."""
+    """The kernel may transfer less than requested: the rest follows."""
     file = swapfile.SwapFile(str(tmp_path), 16384, "rank0")
     moved = []
 
@@ -772,17 +772,17 @@ def test_partial_transfers_are_completed(tmp_path: Path) -> None:
 
 
 def test_what_it_does_not_take(tmp_path: Path) -> None:
-    """Other dtypes, other strides, and a kernel that it does not have: one clear error each."""
+    """Other dtypes, other strides, and an unsupported kernel: one clear error each."""
     offload = OffloadSpec(optimizer="cpu")
     for tensor in (torch.zeros(3, 4, dtype=torch.bfloat16), torch.zeros(4, 3).t()):
-        with pytest.raises(UserError, match="offload.optimizer: w is no dense fp32 tensor"):
+        with pytest.raises(UserError, match="offload.optimizer: w is not a dense fp32 tensor"):
             build({"w": ParamShard(nn.Parameter(tensor))}, SPEC, offload, CPU, "rank0")
     with pytest.raises(UserError, match="optim.fused: false"):
         build({}, OptimSpec(fused=False), offload, CPU, "rank0")
 
 
 def test_rank_without_any_value(tmp_path: Path) -> None:
-    """More ranks than rows: there is no file, and each step counts all the same."""
+    """More ranks than rows: there is no file, and each step still counts."""
     empty = nn.Parameter(torch.zeros(0, 4))
     offload = OffloadSpec(optimizer="nvme", path=str(tmp_path))
     with build({"w": ParamShard(empty)}, SPEC, offload, CPU, "rank3") as optimizer:

@@ -1,6 +1,6 @@
-"""The offloaded optimizer's CUDA streams, on a machine without one: every copy is done as late as its stream allows.
+"""The offloaded optimizer's CUDA streams, simulated without a GPU: every copy runs as late as its stream allows.
 
-A stream here is a queue. What is launched waits there until somebody waits for it, so a wait that is missing shows as an old value.
+A stream here is a queue. An operation runs when something waits for it, so a missing wait shows as an old value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COUNTS = (3000, 1, 2500, 700)
 
 
 class Stream:
-    """Runs what it has been given, in order, up to the event that is asked for."""
+    """Runs its operations in order, up to the given event."""
 
     def __init__(self, device: Any = None) -> None:
         self.queue: list[Callable[[], None]] = []
@@ -41,7 +41,7 @@ class Stream:
 
 
 class Event:
-    """A place in a stream's queue."""
+    """A position in a stream's queue."""
 
     def __init__(self, stream: Stream, place: int) -> None:
         self.stream, self.place = stream, place
@@ -73,7 +73,7 @@ def compute(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
         return to
 
     library = SimpleNamespace(cudaHostRegister=lambda *a: 0, cudaHostUnregister=lambda *a: 0)
-    monkeypatch.setattr(adamw, "_home", lambda parameters: torch.device("cuda"))
+    monkeypatch.setattr(adamw, "_device_of", lambda parameters: torch.device("cuda"))
     monkeypatch.setattr(torch.Tensor, "copy_", late)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *a: None)
     for name, fake in (("Stream", Stream), ("stream", stream), ("current_stream", lambda device: current[-1]),
@@ -100,7 +100,7 @@ def test_nothing_is_read_too_early_or_written_too_soon(mode: str, early: bool, t
         offload=OffloadSpec(optimizer=mode, path=str(tmp_path), chunk_mb=8192 / 2**20),  # type: ignore[arg-type]
         tag="rank0",
     )
-    assert len(optimizer._layout.chunks) > 6  # more than are on their way at once
+    assert len(optimizer._layout.chunks) > 6  # more than are in flight at once
     with optimizer:
         for _ in range(4):
             grads = [torch.randn(n, generator=generator) for n in COUNTS]

@@ -27,7 +27,7 @@ NAMES = ("constant", "linear", "cosine", "wsd", "inverse-sqrt")
     ],
 )
 def test_table(name, expected):
-    """Each shape at the first step, in the warm-up, at the peak, half way and at the end, as worked out by hand."""
+    """Each shape at the first step, during warm-up, at the peak, half way and at the end, as computed by hand."""
     schedule = ScheduleSpec(name=name, warmup=4, floor=0.1, decay=0.4)
     got = [lr_at(step, 20, schedule, peak=1.0) for step in (1, 2, 4, 5, 12, 16, 20)]
     assert got == pytest.approx(expected, abs=1e-6)
@@ -38,7 +38,7 @@ def test_table(name, expected):
     [(0.1, 200, 20), (0.0, 200, 0), (1, 200, 1), (30, 200, 30), (0.5, 1, 0), (300, 200, 200)],
 )
 def test_warmup_is_a_fraction_or_steps(warmup, total, steps):
-    """Below 1 a fraction of all steps, from 1 on a number of steps, and never more than there are."""
+    """Below 1 it is a fraction of all steps, from 1 on a number of steps, and never more than there are."""
     assert warmup_steps(total, ScheduleSpec(warmup=warmup)) == steps
 
 
@@ -65,8 +65,8 @@ def test_a_step_outside_the_run_is_a_bug(step):
     peak=st.floats(1e-6, 10),
 )
 def test_shape_holds_everywhere(name, total, warmup, floor, decay, peak):
-    """Positive while it rises, exactly the peak at the end of the warm-up, never above it, never rising after it, and
-    at the floor in the last step of the shapes that have one."""
+    """Positive while it rises, exactly the peak at the end of the warm-up, never above it, never rising after it, and at the
+    floor in the last step for shapes that have one."""
     schedule = ScheduleSpec(name=name, warmup=warmup, floor=floor, decay=decay)
     first = warmup_steps(total, schedule)
     rates = [lr_at(step, total, schedule, peak) for step in range(1, total + 1)]
@@ -89,7 +89,7 @@ def test_peak_lr_follows_the_batch(rule, expected):
 
 
 def test_peak_lr_without_a_base_is_refused():
-    """The spec refuses it too; a spec that went round its validation does not become a wrong lr."""
+    """The spec refuses it too; a spec that bypasses validation does not give a wrong lr."""
     spec = OptimSpec(scale_lr="sqrt", base_batch=8).model_copy(update={"base_batch": None})
     with pytest.raises(UserError, match=r"no optim\.base_batch"):
         peak_lr(spec, 128)

@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather of gloo's ranks, each straight to each other one: what arrives, and what is told of it."""
+"""Direct reduce-scatter and all-gather between gloo ranks: their results, and how they are counted."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from raydist.worker.metrics.collective_counters import CollectiveCounters
 from raydist.worker.parallel import _gloo_p2p as gloo_p2p
 
 S = 1001
-"""Numbers of a rank's part: more than one message of gloo's takes, and odd."""
+"""Elements of a rank's part: odd, and more than fit into one gloo message."""
 
 
 def dropped(rank: Rank) -> Any:
-    """A gather that rank 0 asks for and drops, before rank 1 has sent; and the next one."""
+    """A gather that rank 0 starts and drops before rank 1 has sent; and the next one."""
     group = dist.group.WORLD
     assert group is not None
     if rank.first:
@@ -31,12 +31,12 @@ def dropped(rank: Rank) -> Any:
 
 
 def of(rank: int, world: int, dtype: torch.dtype) -> torch.Tensor:
-    """What that rank puts in, [W * S]."""
+    """The input of that rank, [W * S]."""
     return torch.randn(world * S, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
 def exchanged(rank: Rank, dtype: torch.dtype) -> Any:
-    """Two sums and two gathers on their way at once: the first ones of each, and what was counted."""
+    """Two sums and two gathers in flight at once: the first result of each, and the counts."""
     world, group = rank.world_size, dist.group.WORLD
     assert group is not None
     assert gloo_p2p.direct(group)
@@ -49,7 +49,7 @@ def exchanged(rank: Rank, dtype: torch.dtype) -> Any:
         gloo_p2p.reduce_scatter(sums[0], whole, torch.empty_like(whole), group),
         gloo_p2p.all_gather(gathered, whole[:S], group),
         gloo_p2p.reduce_scatter(sums[1], -whole, torch.empty_like(whole), group),
-        gloo_p2p.all_gather(own, mine, group),  # its part is in place
+        gloo_p2p.all_gather(own, mine, group),  # its part is already in place
     ]
     for work in reversed(works):
         work.wait()
@@ -65,7 +65,7 @@ def exchanged(rank: Rank, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_arrives(ranks: Any, world: int, dtype: torch.dtype) -> None:
-    """The sum in the order of ranks, the parts as they are, bit for bit; each counts as the one collective that it is."""
+    """Sums are in rank order, gathered parts unchanged, bit for bit; each operation counts as one collective."""
     given = [of(rank, world, dtype) for rank in range(world)]
     nbytes = given[0].nbytes
     for rank, (found, gathered, totals) in enumerate(ranks.run(exchanged, world, dtype)):
@@ -80,5 +80,5 @@ def test_what_arrives(ranks: Any, world: int, dtype: torch.dtype) -> None:
 
 
 def test_nobody_waits_for_it(ranks: Any) -> None:
-    """Who needs it no more may drop it: the next one is none the worse."""
+    """A result that is no longer needed may be dropped: the next operation is unaffected."""
     assert ranks.run(dropped, 2) == [[2.0] * S + [3.0] * S] * 2

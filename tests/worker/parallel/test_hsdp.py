@@ -26,5 +26,5 @@ def mesh_of(rank: Rank, sizes: list[int]) -> list[list[int]]:
     [([2, 2, 2, 2], [[0, 1], [2, 3]]), ([3, 3, 3, 1], [[0], [1], [2], [3]]), ([4, 4, 4, 4], [[0, 1, 2, 3]])],
 )
 def test_every_rank_builds_the_same_mesh(ranks: Any, sizes: list[int], mesh: list[list[int]]) -> None:
-    """Groups lie within nodes, and are the same seen from every rank, also where nodes have different numbers of ranks."""
+    """Groups lie within nodes, and every rank sees the same ones, also if nodes have different numbers of ranks."""
     assert ranks.run(mesh_of, len(sizes), sizes) == [mesh] * len(sizes)

@@ -1,16 +1,29 @@
-"""Which cells stop early, and which go on from another's checkpoint: one rule a file, told what cells report.
+"""The schedulers of sweeps: one file each, found by the name in `scheduler.name`. This docstring is their contract.
 
-Runs anywhere: no ray, no clock, no I/O. `raydist.cluster.sweep.ray_tune.Decisions` carries out what they decide.
+Runs anywhere: no ray, no clock, no I/O. `raydist.cluster.sweep.ray_tune.Decisions` carries out the decisions.
 
-    asha.py        at each rung the best 1/reduction go on
-    hyperband.py   asha in brackets, to which cells belong by their ids
-    median.py      a cell that is worse than the median of the others stops
-    pbt.py         a cell of the worst copies one of the best, with other values
+A scheduler is a file here, or your own `package.module:attribute`, and has
+
+    build(settings: Mapping[str, Any], setting: Setting) -> Rule
+
+A Rule gets the reports of the trials and decides which of them stop, and which continue from another trial's checkpoint. `settings`
+are the scheduler's fields in the sweep's file: those beside `name`, and those of `scheduler.options`.
+
+The state of a rule follows from its calls alone, not from its decisions or their effects. So a restarted driver makes the same rule
+from the sweep's event log (`replay`). A call about one trial changes the state of that trial only, so the order of the log
+between trials makes no difference.
+
+Optional, at the top level of the file:
+
+- `Options`: a pydantic model of the settings. The fields of a built-in one can stand beside `name` in the file. If it has
+  `unfit(tokens) -> (field, problem, remedy) | None`, that is called for the shortest trial before the sweep starts.
+- `COPIES = True`: the rule decides `Copy`, so the values of a trial change while it trains.
+
+    asha.py        at each rung the best 1/reduction continue
+    hyperband.py   asha in brackets; the id of a trial selects its bracket
+    median.py      a trial that is worse than the median of the others stops
+    pbt.py         a trial of the worst copies one of the best, with other values
     _sorted.py     numbers in order, one added at a time
-
-A rule's state follows from what it was told, and from nothing else: not from what it decided, nor from what came of that. So the
-sweep's event log makes the same rule again (`replay`), and it decides on as if nothing had been between. What it is told of one
-cell changes what it knows of that cell alone, so that it makes no difference in which order the log has things of different cells.
 """
 
 from __future__ import annotations
@@ -19,30 +32,31 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal, cast
 
+from raydist import registry
 from raydist.records import Event
 from raydist.spec.sweep import Axis, SweepSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """The cell goes on."""
+    """The trial continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The cell goes on, or makes room if others wait for their turn."""
+    """The trial continues, or pauses if others wait for its workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The cell ends, for good."""
+    """The trial ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The cell goes on from the newest checkpoint of `source`, with these values: field -> [before, after]."""
+    """The trial continues from the newest checkpoint of `source`, with these values: field -> [before, after]."""
 
     source: str
     changes: Mapping[str, list[Any]]
@@ -53,38 +67,38 @@ GO, TURN, STOP = Go(), Turn(), Stop()
 
 
 class Rule(ABC):
-    """Decides when a cell reports, in O(log n) of n cells but for moving memory."""
+    """Decides when a trial reports, in O(log n) of n trials, apart from moving memory. `name`: as in the sweep's file."""
 
-    name: ClassVar[str]
+    name = ""
 
     @abstractmethod
-    def report(self, cell: str, tokens: int, score: float) -> Decision:
-        """What becomes of the cell, which has been trained on so many tokens. `score`: see `score`.
+    def report(self, trial: str, tokens: int, score: float) -> Decision:
+        """The decision for the trial, which has trained on so many tokens. `score`: see `score`.
 
-        A cell that went back to a checkpoint reports again what it has reported before: nothing is decided twice.
+        A trial that went back to a checkpoint repeats its reports: the rule decides nothing twice.
         """
 
-    def copied(  # noqa: B027  # only pbt copies: the others have nothing to remember
-        self, cell: str, tokens: int, changes: Mapping[str, Sequence[Any]]
+    def copied(  # noqa: B027  # only pbt copies
+        self, trial: str, tokens: int, changes: Mapping[str, Sequence[Any]]
     ) -> None:
-        """The cell stands now where another one's checkpoint was, at so many tokens, with values as `Copy` has them."""
+        """The trial has loaded another one's checkpoint, at so many tokens, with `changes` as in `Copy`."""
 
     @abstractmethod
-    def over(self, cell: str) -> None:
-        """The cell has ended, for good. What it reported may count on."""
+    def over(self, trial: str) -> None:
+        """The trial has ended. Its reports may still count."""
 
 
 def score(value: float | None, better: Literal["min", "max"]) -> float:
-    """What rules compare: more is better. -inf for an objective that is no number, which JSON has as null."""
+    """The number that rules compare: more is better. -inf for an objective that is not finite, which JSON has as null."""
     if value is None or not math.isfinite(value):
         return -math.inf
     return value if better == "max" else -value
 
 
 def replay(rule: Rule, events: Iterable[Event], better: Literal["min", "max"]) -> None:
-    """Tells the rule what a sweep's log has.
+    """Calls the rule for each event of a sweep's log.
 
-    Cells that are over are named last: a driver may have written down a last report when its cell had ended already.
+    `over` is called last: a driver may have logged a report after the end of its trial.
     """
     over: dict[str, None] = {}
     for event in events:
@@ -98,37 +112,29 @@ def replay(rule: Rule, events: Iterable[Event], better: Literal["min", "max"]) -
                 over[data["cell"]] = None
             case "failed" if data.get("final"):
                 over[data["cell"]] = None
-    for cell in over:
-        rule.over(cell)
+    for trial in over:
+        rule.over(trial)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a rule knows of its sweep. `tokens`: those of the longest trial; `values(trial)`: its parameters, field -> value."""
+
+    axes: Sequence[Axis]
+    tokens: int
+    values: Callable[[str], Mapping[str, Any]]
+    seed: int
 
 
 def make(spec: SweepSpec, axes: Sequence[Axis], tokens: int, values: Callable[[str], Mapping[str, Any]]) -> Rule | None:
-    """The rule that the file asks for; None: every cell trains to its end.
+    """The rule that the file names; None with `none`: every trial trains to its end. The arguments are those of `Setting`.
 
-    `tokens`: those of the longest cell. `values(cell)`: its parameters as the file has them, field -> value.
+    Raises ExtensionNotFound.
     """
-    from raydist.cluster.sweep.schedulers.asha import Asha
-    from raydist.cluster.sweep.schedulers.hyperband import Hyperband
-    from raydist.cluster.sweep.schedulers.median import Median
-    from raydist.cluster.sweep.schedulers.pbt import Population
-
     asked = spec.scheduler
-    match asked.name:
-        case "asha":
-            return Asha(asked.rungs_of(tokens), asked.reduction_of)
-        case "hyperband":
-            return Hyperband(asked.rungs_of(tokens), asked.reduction_of)
-        case "median":
-            return Median(asked.every_of(tokens), asked.grace_of(tokens), tokens)
-        case "pbt":
-            return Population(
-                axes,
-                values,
-                every=asked.every_of(tokens),
-                quantile=asked.quantile,
-                resample=asked.resample,
-                perturb=asked.perturb,
-                seed=spec.search.seed,
-            )
-        case _:
-            return None
+    if asked.name == "none":
+        return None
+    build = cast(Callable[[Mapping[str, Any], Setting], Rule], registry.load("scheduler", asked.name))
+    made = build(asked.settings(), Setting(axes, tokens, values, spec.search.seed))
+    made.name = asked.name
+    return made

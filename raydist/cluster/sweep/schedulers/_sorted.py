@@ -1,4 +1,4 @@
-"""Numbers in order, to which one is added at a time.
+"""A sorted list of numbers.
 
 Runs anywhere. Pure.
 """
@@ -10,7 +10,7 @@ from bisect import insort
 
 
 class Ordered:
-    """8 bytes a number. Adding one to 10,000 moves 40 KB on average: 1 to 2 microseconds."""
+    """A sorted list of float64. Adding a number to 10,000 moves 40 KB on average, in 1 to 2 microseconds."""
 
     __slots__ = ("_numbers",)
 
@@ -21,14 +21,11 @@ class Ordered:
         return len(self._numbers)
 
     def add(self, number: float) -> None:
-        """Puts it in its place. It must be finite."""
+        """Inserts a number, which must be finite."""
         insort(self._numbers, number)
 
     def quantile(self, share: float) -> float:
-        """The number below which that share of all lies, between two of them in proportion, as numpy.quantile has it.
-
-        `share` in [0, 1]. There must be a number.
-        """
+        """The quantile with linear interpolation, as numpy.quantile. `share` in [0, 1]. The list must not be empty."""
         place = share * (len(self._numbers) - 1)
         below = int(place)
         low = self._numbers[below]

@@ -1,6 +1,6 @@
-"""Population based training (Jaderberg et al. 2017): one of the worst goes on as one of the best, its values a little different.
+"""Population based training (Jaderberg et al. 2017): a bad trial copies a good one, and perturbs its values.
 
-Runs anywhere. Pure: what is drawn is a function of the sweep's seed, the cell, and how many copies it has made.
+Runs anywhere. Pure: random numbers are a function of the sweep's seed, the trial's id, and how many copies it has made.
 """
 
 from __future__ import annotations
@@ -11,31 +11,64 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raydist.cluster.sweep.schedulers import GO, TURN, Copy, Decision, Rule
+from pydantic import Field
+
+from raydist.cluster.sweep.schedulers import GO, TURN, Copy, Decision, Rule, Setting
+from raydist.spec.parts import Factor, Part, Tokens
 from raydist.spec.sweep import Axis
 from raydist.spec.sweep.space import DIGITS, uniform
+
+COPIES = True
+
+
+class Options(Part):
+    """the worst cells continue from the best ones' checkpoints, with their values perturbed."""
+
+    every: Tokens | None = Field(None, description="tokens between two decisions; null: a tenth of a cell's.")
+    quantile: float = Field(
+        0.25, gt=0, le=0.5, description="the share that is worst, and the share that is best and copied from."
+    )
+    perturb: tuple[Factor, Factor] = Field(
+        (0.8, 1.25),
+        description="a copied number is multiplied with one of these; of a list it goes to a neighbour.",
+    )
+    resample: float = Field(
+        0.25, ge=0, le=1, description="how likely a value is drawn anew instead of being perturbed."
+    )
+
+
+def build(settings: Mapping[str, Any], setting: Setting) -> Rule:
+    """See the contract in `__init__`."""
+    options = Options(**settings)
+    return Population(
+        setting.axes,
+        setting.values,
+        every=options.every or max(1, setting.tokens // 10),
+        quantile=options.quantile,
+        resample=options.resample,
+        perturb=options.perturb,
+        seed=setting.seed,
+    )
 
 
 @dataclass(slots=True)
 class _Member:
-    """A cell of the population. `interval`: the last one that it was judged in; `score`: then. `moved`: it has copied since."""
+    """A trial. `interval`: the last one in which it was judged; `score`: its score then; `moved`: it has copied since."""
 
     interval: int = 0
     score: float | None = None
     moved: bool = False
     copies: int = 0
     values: dict[str, Any] = field(default_factory=dict)
-    """Those that it has from others."""
+    """Values taken from other trials."""
 
 
 class Population(Rule):
-    """Judges a cell once in `every` tokens, among all that train by what each of them said when it was judged last.
+    """Judges a trial once per `every` tokens, by its rank among the last scores of all running trials.
 
-    `values(cell)`: the cell's own, field -> value. `quantile`: the share that is worst, and the share that is best; `resample`: how
-    likely a value is drawn anew from its axis; `perturb`: what else a number is multiplied with, one of the two.
+    `values(trial)`: its own values, field -> value. `quantile`: the share of the worst, and of the best; `resample`: probability
+    that a value is drawn again from its axis; `perturb`: otherwise a number is multiplied by one of these two factors.
     """
-
-    name = "pbt"
 
     def __init__(
         self,
@@ -53,55 +86,55 @@ class Population(Rule):
         self._seed = seed
         self._members: dict[str, _Member] = {}
         self._ranking: list[tuple[float, str]] = []
-        """Scores and cells, the worst first."""
+        """Scores and trials, the worst first."""
 
-    def report(self, cell: str, tokens: int, score: float) -> Decision:
-        """Turn in the first report of an interval, Copy if the cell is one of the worst then."""
-        member = self._members.setdefault(cell, _Member())
+    def report(self, trial: str, tokens: int, score: float) -> Decision:
+        """Turn at the first report of an interval, or Copy if the trial is one of the worst then; else Go."""
+        member = self._members.setdefault(trial, _Member())
         if tokens // self._every <= member.interval:
             return GO
         member.interval = tokens // self._every
-        self._unrank(cell, member)
+        self._unrank(trial, member)
         member.score, member.moved = score, False
-        insort(self._ranking, (score, cell))
-        source = self._source(cell, member, score)
-        return TURN if source is None else Copy(source, self._explored(cell, member, source))
+        insort(self._ranking, (score, trial))
+        source = self._source(trial, member, score)
+        return TURN if source is None else Copy(source, self._explored(trial, member, source))
 
-    def copied(self, cell: str, tokens: int, changes: Mapping[str, Sequence[Any]]) -> None:
-        """Judged again in the next interval. Until then it keeps its place, lest others were the worst, but nobody copies it."""
-        member = self._members.setdefault(cell, _Member())
+    def copied(self, trial: str, tokens: int, changes: Mapping[str, Sequence[Any]]) -> None:
+        """It is judged again in the next interval. Until then it keeps its rank, and no other trial copies it."""
+        member = self._members.setdefault(trial, _Member())
         member.interval, member.copies, member.moved = tokens // self._every, member.copies + 1, True
         member.values |= {name: after for name, (_, after) in changes.items()}
 
-    def over(self, cell: str) -> None:
-        """Nobody copies a cell that has ended."""
-        if (member := self._members.pop(cell, None)) is not None:
-            self._unrank(cell, member)
+    def over(self, trial: str) -> None:
+        """Removes it from the ranking: a trial that has ended is not copied."""
+        if (member := self._members.pop(trial, None)) is not None:
+            self._unrank(trial, member)
 
-    def _unrank(self, cell: str, member: _Member) -> None:
+    def _unrank(self, trial: str, member: _Member) -> None:
         if member.score is not None:
-            del self._ranking[bisect_left(self._ranking, (member.score, cell))]
+            del self._ranking[bisect_left(self._ranking, (member.score, trial))]
 
-    def _source(self, cell: str, member: _Member, score: float) -> str | None:
-        """Whom the cell is to copy; None if it is not one of the worst, or nobody is better."""
+    def _source(self, trial: str, member: _Member, score: float) -> str | None:
+        """The trial to copy; None if this one is not among the worst, or the chosen source is not better."""
         count = len(self._ranking)
         share = min(math.ceil(count * self._quantile), count // 2)
-        if bisect_left(self._ranking, (score, cell)) >= share:
+        if bisect_left(self._ranking, (score, trial)) >= share:
             return None
-        best, source = self._ranking[count - share + int(self._draw(cell, member, "source") * share)]
+        best, source = self._ranking[count - share + int(self._draw(trial, member, "source") * share)]
         return source if best > score and not self._members[source].moved else None
 
-    def _explored(self, cell: str, member: _Member, source: str) -> dict[str, list[Any]]:
-        """Field -> the cell's value, and the one that it is to have: the source's, perturbed inside of what the file has."""
-        mine, theirs = self._values(cell), self._values(source)
+    def _explored(self, trial: str, member: _Member, source: str) -> dict[str, list[Any]]:
+        """Field -> [current value, new value]: the new one is the source's, perturbed within the axis."""
+        mine, theirs = self._values(trial), self._values(source)
         changes = {}
         for axis in self._axes:
-            chance, where = (self._draw(cell, member, f"{axis.field} {what}") for what in ("resample", "value"))
+            chance, where = (self._draw(trial, member, f"{axis.field} {what}") for what in ("resample", "value"))
             value = theirs.get(axis.field)
-            # A cell of a `list` may leave a value to the base, and a list may have lost one since: nothing to perturb.
-            lost = axis.field not in theirs or (axis.kind == "values" and value not in axis.values)
-            anew = lost or chance < self._resample
-            after = axis.at(where) if anew else self._perturbed(axis, value, int(where * 2))
+            # No value to perturb: a trial of a `list` may take it from the base, or the file's list has changed.
+            missing = axis.field not in theirs or (axis.kind == "values" and value not in axis.values)
+            resampled = missing or chance < self._resample
+            after = axis.at(where) if resampled else self._perturbed(axis, value, int(where * 2))
             changes[axis.field] = [mine.get(axis.field), after]
         return changes
 
@@ -112,14 +145,14 @@ class Population(Rule):
         factor = self._perturb[which]
         found = value * factor
         if axis.kind == "int_uniform":
-            # By one at least, or small numbers would never move.
+            # By at least one, or small numbers would never change.
             found = round(found) if round(found) != value else value + (factor > 1) - (factor < 1)
             return int(min(max(found, axis.low), axis.high))
         return min(max(float(f"{found:.{DIGITS}g}"), axis.low), axis.high)
 
-    def _values(self, cell: str) -> dict[str, Any]:
-        member = self._members.get(cell)
-        return {**self._own(cell), **(member.values if member else {})}
+    def _values(self, trial: str) -> dict[str, Any]:
+        member = self._members.get(trial)
+        return {**self._own(trial), **(member.values if member else {})}
 
-    def _draw(self, cell: str, member: _Member, what: str) -> float:
-        return uniform(self._seed, member.copies, f"pbt {cell} {what}")
+    def _draw(self, trial: str, member: _Member, what: str) -> float:
+        return uniform(self._seed, member.copies, f"pbt {trial} {what}")

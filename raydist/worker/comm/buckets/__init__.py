@@ -1,9 +1,9 @@
-"""The size of DDP's gradient buckets: what it trades, how `parallel.bucket_mb: auto` finds one, and that a run keeps it.
+"""The size of DDP's gradient buckets: `parallel.bucket_mb: auto` chooses one, and a run keeps it.
 
-Small buckets start their all-reduce early, beside the rest of backward, and leave a short one for its end; each costs the
-latency of an all-reduce. How much of either a run has is a matter of its link and of its model, so both are measured.
+With small buckets all-reduces start early, overlap the rest of backward, and leave a short one at the end; but each bucket costs
+the latency of an all-reduce. The trade-off depends on the link and on the model, so both are measured.
 
-    model.py    pure: the cost of an all-reduce as a line, DDP's buckets, what they leave exposed, the best size
-    measure.py  that line, and real passes, in the run's own group
-    choose.py   once for a run and world size; kept with the run, and beside the runs for the next one
+    model.py    pure: the cost of an all-reduce as a line, DDP's buckets, their exposed time, the best size
+    measure.py  measures that line, and real passes, in the run's own group
+    choose.py   chooses once per run and world size; stores the choice in the run's folder, and beside the runs for later runs
 """

@@ -1,10 +1,10 @@
-"""What `parallel.bucket_mb: auto` comes to: once for a run and a number of ranks, and the same at every restart.
+"""Resolves `parallel.bucket_mb: auto`: once per run and number of ranks, with the same result at every restart.
 
-Runs in: each train worker, every rank, before the run's own model is made. Torch, never ray.
+Runs in: each train worker, every rank, before the run's own model is built. Torch, never ray.
 
-On three and more ranks the sum of a gradient depends on where it stands in its bucket, so a restart must have the buckets of
-the run's start to go on to the same bits. Rank 0 therefore writes the choice into the run's folder, once for each world size, and
-every attempt reads it there. Another run of the same model on the same ranks, nodes and links takes over what was measured.
+With three or more ranks the sum of a gradient depends on its position in the bucket, so a restart must use the same buckets to
+give the same bits. Rank 0 therefore writes the choice to the run's folder, once per world size, and every attempt reads it there. A
+later run of the same model on the same ranks, nodes and links reuses the measurement.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from raydist.run.directory import BUCKETS, TUNED, RunDir
 from raydist.spec import JobSpec
 from raydist.worker.comm.buckets.measure import Passes, all_reduce_line, passes
 from raydist.worker.comm.buckets.model import WORTH, suggest
+from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.parallel import Example
 from raydist.worker.precision import DTYPES
@@ -38,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A bucket size in MiB, None for torch's default, and why. `measured`: the figures behind it, plain."""
+    """A bucket size in MiB, None for torch's default, and the reason. `measured`: its figures, as plain values."""
 
     bucket_mb: float | None
     because: str
@@ -48,7 +49,7 @@ class Chosen:
 def settle(spec: JobSpec, rank: Rank, run: RunDir, vocab_size: int, build: Build, example: Example) -> Chosen:
     """The bucket size of this run at this world size. Every rank; all get the same. Raises StorageError on rank 0.
 
-    `build` makes the model as the run's own will be, `example` gives the loss of so many samples.
+    `build` builds a model like the run's own, `example` returns the loss of a number of samples.
     """
     name, key = f"{BUCKETS}/world-{rank.world_size:05d}.json", _key(spec, rank, vocab_size)
     known = _from_first(rank, (_read(run, name) or _taken_over(run, key)) if rank.first else None)
@@ -56,7 +57,7 @@ def settle(spec: JobSpec, rank: Rank, run: RunDir, vocab_size: int, build: Build
     if rank.first:
         chosen = _keep(run, name, chosen)
         if known is None:
-            with suppress(StorageError):  # the next run measures for itself
+            with suppress(StorageError):  # the next run then measures again
                 run.home.write(f"{TUNED}/{key}.json", _to_json(chosen))
     made = _from_first(rank, chosen if rank.first else None)
     assert made is not None
@@ -64,19 +65,18 @@ def settle(spec: JobSpec, rank: Rank, run: RunDir, vocab_size: int, build: Build
 
 
 def tried(spec: JobSpec, rank: Rank, build: Build, example: Example) -> Chosen:
-    """Measures: the link, passes with torch's buckets, and, where the model sees a gain, passes with its own. Every rank.
+    """Measures the link, passes with torch's buckets, and, if the cost model predicts a gain, passes with its size. Every rank.
 
-    Its own size is taken if it gained `WORTH` of a pass there, torch's being tried before and after: what the model says is never
-    enough.
+    The predicted size is chosen only if the measured gain is `WORTH` of a pass, against torch's buckets before and after.
     """
     if spec.train.compile:
-        return Chosen(None, "torch's: with train.compile, passes of a trial are not those of the run", {})
+        return Chosen(None, "torch's: with train.compile, trial passes do not take as long as those of the run", {})
     line = all_reduce_line(rank)
     torchs = _passes(spec, rank, None, build, example)
     share = DTYPES[spec.precision.reduce].itemsize / 4
-    # Arrivals are each rank's own.
-    asked = suggest(torchs.arrivals, torchs.pass_s, torchs.backward_s, line, share) if rank.first else None
-    suggestion = _from_first(rank, asked)
+    # Arrivals differ between ranks: rank 0 decides.
+    own = suggest(torchs.arrivals, torchs.pass_s, torchs.backward_s, line, share) if rank.first else None
+    suggestion = _from_first(rank, own)
     assert suggestion is not None
     measured = {"line": asdict(line), "torchs": _figures(torchs), "suggestion": asdict(suggestion)}
     if suggestion.bucket_mb is None:
@@ -84,19 +84,19 @@ def tried(spec: JobSpec, rank: Rank, build: Build, example: Example) -> Chosen:
     ours = _passes(spec, rank, suggestion.bucket_mb, build, example)
     measured["tried"] = _figures(ours)
     best = torchs.synced_s
-    if best / ours.synced_s >= 1 + WORTH:  # or is it the machine that is quicker than a moment ago?
+    if best / ours.synced_s >= 1 + WORTH:  # measure torch's again: the machine itself may be faster than before
         again = _passes(spec, rank, None, build, example)
         measured["torchs_again"] = _figures(again)
         best = min(best, again.synced_s)
-    told = f"tried passes took {ours.synced_s:.3g} s with {suggestion.bucket_mb:g} MiB, {best:.3g} s with torch's"
+    figures = f"trial passes took {ours.synced_s:.3g} s with {suggestion.bucket_mb:g} MiB, {best:.3g} s with torch's"
     if best / ours.synced_s < 1 + WORTH:
-        return Chosen(None, f"torch's: {told}, though {suggestion.because}", measured)
-    return Chosen(suggestion.bucket_mb, f"{suggestion.bucket_mb:g} MiB: {told}; {suggestion.because}", measured)
+        return Chosen(None, f"torch's: {figures}, although {suggestion.because}", measured)
+    return Chosen(suggestion.bucket_mb, f"{suggestion.bucket_mb:g} MiB: {figures}; {suggestion.because}", measured)
 
 
 def _passes(spec: JobSpec, rank: Rank, bucket_mb: float | None, build: Build, example: Example) -> Passes:
     made = passes(spec, rank, bucket_mb, build, example)
-    gc.collect()  # DDP and its module hold one another: the model would stay beside the run's own
+    gc.collect()  # DDP and its module refer to each other: the trial's model would stay in memory
     return made
 
 
@@ -105,7 +105,7 @@ def _figures(made: Passes) -> dict[str, float]:
 
 
 def _keep(run: RunDir, name: str, chosen: Chosen) -> Chosen:
-    """Rank 0. Written once: where an attempt that was cut off came first, its word holds."""
+    """Rank 0. Written once: an earlier choice, of an interrupted attempt, takes precedence."""
     if run.storage.write_new(name, _to_json(chosen)):
         return chosen
     return _read(run, name) or chosen
@@ -118,7 +118,7 @@ def _read(run: RunDir, name: str) -> Chosen | None:
 
 
 def _taken_over(run: RunDir, key: str) -> Chosen | None:
-    """What an earlier run left. Whatever is wrong with it, this run can measure for itself."""
+    """The choice of an earlier run. None if it cannot be read: this run then measures itself."""
     with suppress(StorageError, ValueError, KeyError, TypeError):
         name = f"{TUNED}/{key}.json"
         if run.home.exists(name):
@@ -132,18 +132,16 @@ def _to_json(chosen: Chosen) -> bytes:
 
 
 def _key(spec: JobSpec, rank: Rank, vocab_size: int) -> str:
-    """Of all that the choice depends on: the model and its passes, the ranks, their nodes, devices and links. Every rank."""
+    """A hash of all that the choice depends on: the model and its passes, the ranks, their nodes, devices and links. Every rank."""
     cuda = rank.device.type == "cuda"
     here = {
         "node": rank.node_ip,
         "interface": interface_of(rank.node_ip),
         "device": torch.cuda.get_device_name(rank.device) if cuda else "cpu",
     }
-    every: list[Any] = [here] * rank.world_size
-    dist.all_gather_object(every, here, group=rank.control)
     train = spec.train
     what = {
-        "ranks": every,
+        "ranks": gather_json(here, rank.control),
         "backend": rank.backend,
         "vocab": vocab_size,
         "model": spec.model.model_dump(mode="json"),

@@ -1,6 +1,6 @@
-"""The line of an all-reduce and the time of real passes, measured by all ranks in the run's own group.
+"""Measures the line of an all-reduce and the time of real passes, with all ranks, in the run's own group.
 
-Runs in: each train worker, every rank, before training. Torch, never ray. All ranks come to the same figures: the slowest rank's.
+Runs in: each train worker, every rank, before training. Torch, never ray. All ranks get the same figures: the slowest rank's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from raydist.worker.parallel import Example
 from raydist.worker.parallel.ddp import Strategy
 
 _SIZES = (2**18, 2**19, 2**20, 2**21, 2**23, 2**25)
-"""Bytes: those of buckets. What less takes is not what a bucket takes: links let a burst through at once."""
+"""Bytes, in the range of bucket sizes. Smaller messages do not predict the time of a bucket, because links buffer short bursts."""
 _LEAST = 4
 _BUDGET_S = 0.5
 _EACH_S = 0.04
@@ -31,14 +31,14 @@ _PASSES = 3
 
 
 def slowest(rank: Rank, seconds: list[float]) -> list[float]:
-    """Each time as it was on the rank where it was longest. Every rank."""
+    """The maximum of each time over the ranks. Every rank."""
     times = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX, group=rank.control)
     return times.tolist()
 
 
 def all_reduce_line(rank: Rank) -> AlphaBeta:
-    """What an all-reduce of n bytes costs in this group. Half a second; on a slow link as long as 2 MiB take four times."""
+    """The time of an all-reduce of n bytes in this group. Takes half a second; on a slow link, four all-reduces of 2 MiB."""
     points, spent = [], 0.0
     for i, size in enumerate(_SIZES):
         buffer = torch.zeros(size // 4, device=rank.device)
@@ -65,7 +65,7 @@ def _all_reduces(rank: Rank, buffer: torch.Tensor, count: int) -> list[float]:
 class Passes:
     """Forward and backward of one micro-batch under ddp. `synced_s`: with the sum over the ranks; the others without.
 
-    `arrivals`: when this rank's gradients came, in the order in which they did.
+    `arrivals`: the times of this rank's gradients, in order of time.
     """
 
     synced_s: float
@@ -77,8 +77,8 @@ class Passes:
 def passes(
     spec: JobSpec, rank: Rank, bucket_mb: float | None, build: Callable[[], nn.Module], example: Example
 ) -> Passes:
-    """Runs passes on a model of its own, which is then dropped: nothing of the run's is touched, but for the random generators,
-    which the loop seeds before it makes its model, and once more before the first step.
+    """Runs passes on a separate model, which is then dropped. Of the run's state it changes only the random generators, which the
+    loop seeds before it builds its model, and again before the first step.
     """
     parallel = spec.parallel.model_copy(update={"bucket_mb": bucket_mb})
     strategy = Strategy(spec.model_copy(update={"parallel": parallel}), rank)

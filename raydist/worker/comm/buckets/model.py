@@ -1,4 +1,4 @@
-"""What bucket sizes cost, on paper: the line of an all-reduce, DDP's buckets, and what backward leaves of them exposed.
+"""A cost model of bucket sizes: the line of an all-reduce, DDP's buckets, and their time that backward does not hide.
 
 Runs anywhere. Pure: plain python and numpy, no torch.
 """
@@ -8,28 +8,27 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
 MIB = 2**20
 DEFAULT_MB = 25.0
 DEFAULT_FIRST = MIB
-"""torch's own: buckets of 25 MiB, the first of 1 MiB. A size of the user's is that of the first one too."""
+"""torch's defaults: buckets of 25 MiB, the first of 1 MiB. A size that the user sets is also that of the first one."""
 CANDIDATES_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 WORTH = 0.03
-"""A share of a pass. A gain below it is within what two measurements of the same differ by."""
+"""A share of a pass. Two measurements of the same buckets differ by up to this share."""
 
 _AS_GOOD = 0.01
-"""A share of a pass by which sizes may differ and count as equal. Of such the middle one stands best what the model does not know:
-what a bucket costs besides (small ones), and a backward that is quicker than the measured one (large ones)."""
+"""Sizes whose times differ by less than this share of a pass count as equal. The middle one of them is the most robust against
+costs outside of the model: other costs per bucket (small sizes), and a backward faster than measured (large sizes)."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlphaBeta:
     """The time of a message of n bytes as a line: alpha + beta n, in seconds (Hockney 1994). 1 / beta is the bandwidth.
 
-    `residual`: the median of |line - measured| / measured over what it was fitted to.
+    `residual`: the median of |line - measured| / measured over the fitted points.
     """
 
     alpha: float
@@ -37,7 +36,7 @@ class AlphaBeta:
     residual: float = 0.0
 
     def seconds(self, nbytes: float) -> float:
-        """Of one message."""
+        """The time of one message."""
         return self.alpha + self.beta * nbytes
 
     def __str__(self) -> str:
@@ -46,11 +45,11 @@ class AlphaBeta:
 
 
 def fit(points: Sequence[tuple[float, float]]) -> AlphaBeta:
-    """The line through (bytes, seconds) that is off by the smallest share; neither alpha nor beta is negative.
+    """The line through (bytes, seconds) with the smallest relative errors; neither alpha nor beta is negative.
 
-    Of each size the median counts, so that a disturbed message does not; and each size counts alike, so that the few large ones are
-    not taken for errors beside the many small ones. Then least squares on (line - t) / t, for the times span orders of magnitude.
-    Raises ValueError for fewer than two sizes.
+    Uses the median of each size, so that a disturbed message does not count, and the same weight for each size, because there are
+    fewer large messages than small ones. Least squares on (line - t) / t, because the times span orders of magnitude. Raises
+    ValueError for fewer than two sizes.
     """
     times: dict[float, list[float]] = {}
     for size, seconds in points:
@@ -63,27 +62,22 @@ def fit(points: Sequence[tuple[float, float]]) -> AlphaBeta:
     spread = float(np.sum(weights * (x - mean_x) ** 2))
     beta = max(float(np.sum(weights * (x - mean_x) * (y - mean_y))) / spread, 0.0)
     alpha = mean_y - beta * mean_x
-    if alpha < 0.0:  # the best line on the edge of what is allowed
+    if alpha < 0.0:  # the best line through the origin
         alpha, beta = 0.0, float(np.sum(weights * x * y) / np.sum(weights * x * x))
     return AlphaBeta(alpha, beta, statistics.median(abs(alpha + beta * n - t) / t for n, t in points))
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A gradient: its bytes, and when it is there, in seconds from the start of backward."""
+    """A gradient: its bytes, and the time at which it is complete, in seconds from the start of backward."""
 
     nbytes: int
     at: float
 
 
-def evenly(sizes: Sequence[int], backward_s: float) -> list[Arrival]:
-    """Gradients of these sizes, in the order in which they come, as if backward made its bytes at one speed."""
-    total = max(sum(sizes), 1)
-    return [Arrival(n, backward_s * done / total) for n, done in zip(sizes, accumulate(sizes), strict=True)]
-
-
 def buckets(arrivals: Sequence[Arrival], bucket_mb: float | None) -> list[Arrival]:
-    """DDP's buckets: each is closed by the gradient that fills it, and there when its last one is. None: torch's default."""
+    """DDP's buckets: the gradient that fills a bucket closes it, and a bucket is complete with its last gradient. None: torch's
+    default."""
     limit = DEFAULT_FIRST if bucket_mb is None else bucket_mb * MIB
     made, nbytes, at = [], 0, 0.0
     for arrival in arrivals:
@@ -95,9 +89,10 @@ def buckets(arrivals: Sequence[Arrival], bucket_mb: float | None) -> list[Arriva
 
 
 def exposed(made: Sequence[Arrival], backward_s: float, line: AlphaBeta, share: float = 1.0) -> float:
-    """Seconds from backward's end to that of the last bucket's all-reduce. They go one after another, each once it is there.
+    """Seconds from the end of backward to the end of the last all-reduce. They run one after another, each when its bucket is
+    complete.
 
-    `share`: of a bucket's bytes that is sent; less than 1 where sums are in fewer bits than gradients.
+    `share`: the share of a bucket's bytes that is sent; less than 1 if sums are in fewer bits than gradients.
     """
     end = 0.0
     for bucket in made:
@@ -107,7 +102,7 @@ def exposed(made: Sequence[Arrival], backward_s: float, line: AlphaBeta, share: 
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A bucket size in MiB, None for torch's default; the seconds that the model says it and the default leave exposed."""
+    """A bucket size in MiB, None for torch's default; the exposed seconds that the model predicts for it and for the default."""
 
     bucket_mb: float | None
     exposed_s: float
@@ -118,14 +113,14 @@ class Suggestion:
 def suggest(
     arrivals: Sequence[Arrival], pass_s: float, backward_s: float, line: AlphaBeta, share: float = 1.0
 ) -> Suggestion:
-    """The size that leaves least exposed, the middle one of those as good; torch's where the gain is no `WORTH` of a pass.
+    """The size with the least exposed time, the middle one of equal sizes; torch's if the gain is less than `WORTH` of a pass.
 
-    `pass_s`: a forward and a backward pass without communication, of which `backward_s` is the latter. `share`: see `exposed`.
+    `pass_s`: a forward and a backward pass without communication, `backward_s`: the backward pass alone. `share`: see `exposed`.
     """
     default_s = exposed(buckets(arrivals, None), backward_s, line, share)
     found, before = {}, list[Arrival]()
     for mb in CANDIDATES_MB:
-        if (made := buckets(arrivals, mb)) != before:  # else no larger one makes a difference
+        if (made := buckets(arrivals, mb)) != before:  # else larger sizes give the same buckets
             found[mb], before = exposed(made, backward_s, line, share), made
     as_good = [mb for mb, seconds in found.items() if seconds <= min(found.values()) + _AS_GOOD * pass_s]
     best = as_good[(len(as_good) - 1) // 2]
@@ -133,9 +128,7 @@ def suggest(
     facts = f"an all-reduce costs {line}, gradients are {total / MIB:.1f} MiB, backward {_ms(backward_s)}"
     gain = (default_s - found[best]) / (pass_s + default_s) if pass_s + default_s > 0 else 0.0
     if gain < WORTH:
-        because = (
-            f"no size is expected to gain {WORTH:.0%} on the {_ms(default_s)} that torch's leaves exposed: {facts}"
-        )
+        because = f"no size is expected to gain {WORTH:.0%} of a pass; torch's leaves {_ms(default_s)} exposed: {facts}"
         return Suggestion(None, default_s, default_s, because)
     count = len(buckets(arrivals, best))
     because = (

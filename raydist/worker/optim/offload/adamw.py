@@ -1,9 +1,10 @@
-"""AdamW whose state and update are on the host: in its memory, or in a scratch file that is streamed through it.
+"""AdamW with state and update on the host: in its memory, or in a scratch file that is streamed through memory.
 
 Runs in: each train worker. Torch, never ray.
 
-The state is in backward order, the last parameter first, and is taken in chunks. Each is read (nvme), updated by torch's
-fused CPU AdamW together with its parameters and gradients, and written back (nvme): bit for bit what that kernel does in memory.
+The state is in backward order, the last parameter first, and is processed in chunks. Each chunk is read (nvme), updated by torch's
+fused CPU AdamW together with its parameters and gradients, and written back (nvme). The result is bit for bit that of the kernel
+on the whole state in memory.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from raydist.worker.optim.optimizers import decay_groups, run_closure
 from raydist.worker.parallel import ParamShard
 
 STATE_BYTES = 8
-"""Of a parameter's value: exp_avg and exp_avg_sq in fp32."""
+"""Per value of a parameter: exp_avg and exp_avg_sq in fp32."""
 
 
 def build(
     shards: Mapping[str, ParamShard], spec: OptimSpec, offload: OffloadSpec, device: torch.device, tag: str
 ) -> OffloadedAdamW:
-    """AdamW over what this rank updates of each parameter, with the groups of raydist.worker.optim.optimizers.
+    """AdamW over this rank's part of each parameter, with the groups of raydist.worker.optim.optimizers.
 
-    `device` is where the shards are, as for `optim.build`; `tag`: see OffloadedAdamW. Raises UserError for `fused: false`, a
-    swap folder that will not do, shards that are not fp32.
+    `device`: the device of the shards, as for `optim.build`; `tag`: see OffloadedAdamW. Raises UserError for `fused: false`, an
+    unusable swap folder, or shards that are not fp32.
     """
     assert all(shard.local.device.type == device.type for shard in shards.values())
     if spec.fused is False:
@@ -57,16 +58,16 @@ def build(
 
 
 class OffloadedAdamW(AdamW):
-    """torch.optim.AdamW to its caller, groups and `state` included: parameter -> step, exp_avg, exp_avg_sq.
+    """Has the interface of torch.optim.AdamW, with groups and `state`: parameter -> step, exp_avg, exp_avg_sq.
 
-    `groups` as for AdamW; all parameters dense fp32 on one device, or on the CPU, and some may be empty. `order`: all of them in
-    forward order, if that of the groups is another. `tag`: this rank, in messages and names ("rank3").
+    `groups`: as for AdamW; all parameters dense fp32 on one device, or on the CPU; some may be empty. `order`: all parameters in
+    forward order, if the groups have another order. `tag`: this rank, in messages and names ("rank3").
 
-    The state's tensors are the state itself, on the CPU (nvme: over a mapping of the file, so that they take no memory of
-    this process for long). They may be read from `step` to the next `step`, and written from `step` to the next `prefetch`.
+    The tensors in `state` are the state itself, on the CPU (nvme: over a mapping of the file, which uses the process's memory only
+    for a short time). They may be read from `step` to the next `step`, and written from `step` to the next `prefetch`.
 
-    Raises UserError: a folder that will not do, parameters that are not dense fp32. After a StorageError from `step` the
-    state is torn; nothing but `close` is then of use.
+    Raises UserError for an unusable folder, and for parameters that are not dense fp32. After a StorageError from `step` the state
+    is inconsistent; only `close` may be called then.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class OffloadedAdamW(AdamW):
         counts = {i: self._parameters[i].numel() for i in reversed(range(len(self._parameters)))}
         self._layout = layout = Layout.of(counts, int(offload.chunk_mb * 2**20) // STATE_BYTES)
         streamed = offload.optimizer == "nvme" and layout.total > 0
-        device = _home(self._parameters)
+        device = _device_of(self._parameters)
         self._host = None
         if device.type != "cpu":
             self._host = HostCopy(self._parameters, layout, device, keep=not streamed)
@@ -113,7 +114,7 @@ class OffloadedAdamW(AdamW):
     # --- during backward
 
     def prefetch(self) -> None:
-        """The backward pass of a step's last micro-batch begins: the first chunks are read beside it. May be left out."""
+        """The backward pass of a step's last micro-batch begins: starts to read the first chunks during it. Optional."""
         self._check_usable()
         assert self._moments is not None
         self._moments.start(self._plan if self._plan is not None else range(len(self._layout.chunks)))
@@ -123,10 +124,10 @@ class OffloadedAdamW(AdamW):
         self._backward_is_last = True
 
     def gradients_final(self, parameters: Iterable[Tensor]) -> None:
-        """Their `grad` has its last value but for `scale_grads`, or will have on the current stream: fetched beside backward.
+        """The `grad` of these parameters is final except for `scale_grads`, now or on the current stream: copied during backward.
 
-        Only between `prefetch` and `step`. A gradient that is changed afterwards is noticed, and fetched again. Has
-        something to do where parameters are on CUDA and their state is in memory, else returns at once.
+        Call it only between `prefetch` and `step`. A gradient that changes afterwards is detected, and copied again. Does nothing
+        unless parameters are on CUDA and the state is in memory.
         """
         assert self._backward_is_last, "prefetch() comes first"
         if self._host is not None:
@@ -134,7 +135,7 @@ class OffloadedAdamW(AdamW):
             self._host.gradients_final(grads)
 
     def watch_backward(self) -> None:
-        """Where no reduction follows (one rank): calls `gradients_final` for each parameter as autograd accumulates it."""
+        """Without reduction (one rank): calls `gradients_final` for each parameter when autograd accumulates its gradient."""
         this = weakref.ref(self)
 
         def accumulated(parameter: Tensor) -> None:
@@ -146,19 +147,19 @@ class OffloadedAdamW(AdamW):
             self._hooks = [p.register_post_accumulate_grad_hook(accumulated) for p in self._parameters]  # type: ignore[no-untyped-call]
 
     def scale_grads(self, factor: float) -> None:
-        """The next `step` multiplies all gradients by it, on the host: for those that are there, a scaled `grad` comes too late."""
+        """The next `step` multiplies all gradients by `factor`, on the host, which may already have copies of the gradients."""
         self._factors.append(factor)
 
     @property
     def pending_factor(self) -> float:
-        """What the next `step` multiplies the gradients by."""
+        """The factor by which the next `step` multiplies the gradients."""
         return math.prod(self._factors)
 
     # --- the update
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of all parameters that have a gradient. Nothing of the state is written before this call, or after it."""
+        """Updates all parameters that have a gradient. The state is written only during this call."""
         loss = run_closure(closure)
         self._check_usable()
         grads: dict[int, Tensor] = {}
@@ -228,15 +229,15 @@ class OffloadedAdamW(AdamW):
             maximize=group["maximize"],
         )
 
-    # --- as torch.optim.Optimizer has it
+    # --- methods of torch.optim.Optimizer
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As AdamW's, while this is being made. Later the state has its place, and no more is to be had."""
+        """As AdamW's, in the constructor only: afterwards the state has a fixed size."""
         assert self._moments is None, "an offloaded optimizer's parameters are known from the start"
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up the `state_dict` of this class or of AdamW: groups' values, and the state, copied into its place."""
+        """Loads a `state_dict` of this class or of AdamW: values of groups, and the state, which is copied in place."""
         self._check_usable()
         assert self._moments is not None
         self._moments.cancel()
@@ -253,7 +254,7 @@ class OffloadedAdamW(AdamW):
                     tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
 
     def close(self) -> None:
-        """Ends the threads, and gives up the state with its memory or file. The parameters stay."""
+        """Ends the threads, and frees the state with its memory or file. The parameters stay."""
         moments, self._moments = self._moments, None
         if moments is not None:
             self.state.clear()
@@ -276,8 +277,8 @@ class OffloadedAdamW(AdamW):
         assert self._moments is not None, "the optimizer is closed"
         if self._failure is not None:
             raise StorageError(
-                f"an earlier update ended half-way, so its state is of no use: {self._failure}",
-                "go on from the last checkpoint",
+                f"an earlier update failed half-way, so the optimizer's state is inconsistent: {self._failure}",
+                "resume from the last checkpoint",
             )
 
     def _check_parameters(self) -> None:
@@ -287,12 +288,12 @@ class OffloadedAdamW(AdamW):
                 if parameter.dtype != torch.float32 or not parameter.is_contiguous():
                     what = f"{str(parameter.dtype).removeprefix('torch.')}, strides {list(parameter.stride())}"
                     raise UserError(
-                        f"offload.optimizer: {name} is no dense fp32 tensor ({what})",
+                        f"offload.optimizer: {name} is not a dense fp32 tensor ({what})",
                         "keep master weights in fp32 and contiguous, or set offload.optimizer: none",
                     )
 
 
-def _home(parameters: Sequence[Tensor]) -> torch.device:
-    """Where they all are."""
+def _device_of(parameters: Sequence[Tensor]) -> torch.device:
+    """The one device of all parameters."""
     (device,) = {p.device for p in parameters}
     return device

@@ -1,10 +1,10 @@
-"""Which values of which parameter stand in which chunk of the optimizer's state.
+"""The layout of the optimizer's state: which values of which parameter are in which chunk.
 
 Runs in: each train worker. Plain Python.
 
-Where a chunk ends must not show in the result. The fused kernel takes whole vectors from where it starts, and what is left over in
-a loop that rounds differently. So each parameter starts at a multiple of ALIGN values, and is cut at such places only:
-all its vectors are those of the whole, and so is its rest.
+The ends of chunks must not change the result. The fused kernel processes whole vectors from its start, and the remainder in a loop
+that rounds differently. So each parameter starts at a multiple of ALIGN values, and is cut at such multiples only: its vectors and
+its remainder are the same as without chunks.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 PAGE = 4096
-"""O_DIRECT wants memory, file position and length in multiples of the disk's block, which is this at most."""
+"""O_DIRECT needs memory, file position and length in multiples of the disk's block, which is at most this."""
 FLOATS = PAGE // 4
-"""fp32 values of a page: chunks are cut at multiples of it."""
+"""fp32 values per page: chunks are cut at multiples of it."""
 ALIGN = 64
 """Values. A multiple of every CPU's vector: 8 with AVX2, 16 with AVX-512, at most 64 with SVE."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Values `first` to `last` of parameter number `parameter`. They stand from `at` on in their chunk."""
+    """Values `first` to `last` of parameter number `parameter`, which start at `at` in their chunk."""
 
     parameter: int
     first: int
@@ -31,18 +31,18 @@ class Piece:
 
     @property
     def there(self) -> slice:
-        """Of the parameter's values."""
+        """The slice of the parameter's values."""
         return slice(self.first, self.last)
 
     @property
     def here(self) -> slice:
-        """Of the chunk's."""
+        """The slice of the chunk's values."""
         return slice(self.at, self.at + self.last - self.first)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All values in a row, `total` with their padding. Parameter i starts at `starts[i]`; chunk k is values k*size..(k+1)*size."""
+    """All values in a row, `total` with padding. Parameter i starts at `starts[i]`; chunk k has values k*size..(k+1)*size."""
 
     size: int
     total: int
@@ -51,7 +51,7 @@ class Layout:
 
     @classmethod
     def of(cls, counts: Mapping[int, int], size: int) -> Layout:
-        """For parameters of so many values, in this order; chunks of at most `size` values, in whole pages."""
+        """The layout of parameters with `counts` values, in this order; chunks have at most `size` values, in whole pages."""
         starts: dict[int, int] = {}
         end = 0
         for number, count in counts.items():

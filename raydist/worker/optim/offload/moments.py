@@ -1,4 +1,4 @@
-"""Where exp_avg and exp_avg_sq are, and passes over them in chunks: in memory, or in a file and through a few buffers.
+"""Storage of exp_avg and exp_avg_sq, and passes over them in chunks: in memory, or in a file through a few buffers.
 
 Runs in: each train worker. Torch, never ray.
 """
@@ -18,41 +18,41 @@ from raydist.worker.optim.offload.layout import Layout
 from raydist.worker.optim.offload.swapfile import SwapFile
 
 BUFFERS = 4
-"""Chunks of a file in memory: one that is updated, one that is written, and two that are read ahead."""
+"""Chunks of a file in memory: one is updated, one is written, and two are read ahead."""
 
 
 class Moments(Protocol):
     """A pass is: `start`, then `get` and `put` for each chunk of its plan in turn, then `finish`. One thread at a time."""
 
     def tensors(self, start: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """Both moments of the parameter whose values start there: the state itself, not a copy."""
+        """Both moments of the parameter whose values start at `start`: the state itself, not a copy."""
         ...
 
     def start(self, plan: Sequence[int]) -> None:
-        """Begins a pass over these chunks. One that has begun with the same plan, and of which nothing was taken, goes on.
+        """Begins a pass over these chunks. Continues a pass with the same plan that has begun, if `get` was not called yet.
 
-        From here to `finish`, nobody else may write the state.
+        Until `finish`, no other code may write the state.
         """
         ...
 
     def get(self) -> tuple[Tensor, Tensor]:
-        """The plan's next chunk of both, to be changed in place."""
+        """The plan's next chunk of both moments, to be updated in place."""
         ...
 
     def put(self) -> None:
-        """The chunk that `get` gave has its new values."""
+        """The chunk from `get` has its new values."""
         ...
 
     def finish(self) -> None:
-        """Returns once all chunks that were put are where they belong. Raises StorageError."""
+        """Returns when all chunks from `put` are stored. Raises StorageError."""
         ...
 
     def cancel(self) -> None:
-        """Forgets the pass that has begun."""
+        """Drops the pass that has begun."""
         ...
 
     def close(self) -> None:
-        """Gives back threads and files; `tensors` live as long as somebody has them."""
+        """Releases threads and files; `tensors` are valid as long as there are references to them."""
         ...
 
 
@@ -80,31 +80,31 @@ class InMemory:
         return first, second
 
     def put(self) -> None:
-        """It is there."""
+        """Nothing to do."""
 
     def finish(self) -> None:
-        """All is there."""
+        """Nothing to wait for."""
 
     def cancel(self) -> None:
         """See Moments."""
         self._plan = []
 
     def close(self) -> None:
-        """Memory goes with whoever has it."""
+        """Nothing to release: memory is freed with the last reference."""
 
 
 class InFile:
     """A swap file in `folder`: exp_avg of all parameters, then exp_avg_sq.
 
-    A buffer's life in a pass: a thread reads a chunk into it; `get`, the update, `put`; a thread writes it, and reads in its
-    place the chunk that is BUFFERS further on. So several reads and writes are under way at any time. What a
-    thread met is raised by the `get` or `finish` that needs it. Raises UserError if the folder or its disk will not do.
+    A buffer in a pass: a thread reads a chunk into it; `get`, the update, `put`; a thread writes it, and then reads the chunk that
+    is BUFFERS further on into it. So several reads and writes are in progress at any time. An error of a thread is raised by the
+    `get` or `finish` that needs the chunk. Raises UserError if the folder or its disk is unusable.
     """
 
     def __init__(self, layout: Layout, folder: str, tag: str) -> None:
         self._bytes, self._chunk = layout.total * 4, layout.size * 4
         self._file = SwapFile(folder, 2 * self._bytes, tag)
-        # Private, for shared memory would not come in huge pages. Aligned, as O_DIRECT wants it.
+        # Private, because shared memory does not get huge pages. Aligned to pages, as O_DIRECT needs it.
         memory = mmap.mmap(-1, BUFFERS * 2 * self._chunk, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -120,7 +120,7 @@ class InFile:
 
     def start(self, plan: Sequence[int]) -> None:
         """See Moments. Begins to read."""
-        self._file.sync()  # what a restore wrote is in the file, and what a checkpoint read is out of memory
+        self._file.sync()  # writes a restore's changes to the file, and frees pages that a checkpoint has read
         if self._plan == list(plan) and self._next == 0:
             return
         self.cancel()
@@ -131,7 +131,7 @@ class InFile:
     def get(self) -> tuple[Tensor, Tensor]:
         """See Moments. Raises StorageError."""
         self._ready.pop(self._next).result()
-        first, second = (self._floats[m.start // 4 : m.stop // 4] for m, _ in self._places(self._next))
+        first, second = (self._floats[m.start // 4 : m.stop // 4] for m, _ in self._spans(self._next))
         return first, second
 
     def put(self) -> None:
@@ -158,18 +158,18 @@ class InFile:
         self._file.close()
 
     def _turn(self, read: int, write: int | None) -> None:
-        """In the background: writes the plan's chunk number `write`, then reads number `read` in its place, if there is one."""
+        """In the background: writes the plan's chunk number `write`, then reads number `read` into its buffer, if there is one."""
 
         def work() -> None:
-            for memory, offset in () if write is None else self._places(write):
+            for memory, offset in () if write is None else self._spans(write):
                 self._file.write(self._memory[memory], offset)
-            for memory, offset in () if read >= len(self._plan) else self._places(read):
+            for memory, offset in () if read >= len(self._plan) else self._spans(read):
                 self._file.read(self._memory[memory], offset)
 
         self._ready[read] = self._threads.submit(work)
 
-    def _places(self, index: int) -> tuple[tuple[slice, int], tuple[slice, int]]:
-        """Of both moments of the plan's chunk: where in memory, and from where in the file, in bytes."""
+    def _spans(self, index: int) -> tuple[tuple[slice, int], tuple[slice, int]]:
+        """For both moments of the plan's chunk number `index`: the slice in memory, and the offset in the file, in bytes."""
         offset = self._plan[index] * self._chunk
         length = min(self._chunk, self._bytes - offset)
         first = index % BUFFERS * 2 * self._chunk

@@ -1,10 +1,10 @@
-"""A scratch file that vanishes with its process, read and written past the page cache.
+"""A scratch file that is deleted with its process, read and written without the page cache.
 
 Runs in: each train worker. Torch, never ray.
 
-Two ways lead to the same bytes. The update moves them with O_DIRECT (`read`, `write`). A checkpoint reads them, and a restore
-writes them, through tensors over a shared mapping of the file (`tensor`), which cost no memory but the page cache. `sync`
-stands between the two: no byte may be in use through both at once.
+There are two ways to access the bytes. The update uses O_DIRECT (`read`, `write`). A checkpoint reads, and a restore writes,
+through tensors over a shared mapping of the file (`tensor`), which need no memory except the page cache. Call `sync` between the
+two: no byte may be in use through both at once.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
 class SwapFile:
-    """`nbytes` zeros (a multiple of PAGE) in a file of the folder `folder`, without a name: it goes with this process.
+    """`nbytes` zeros (a multiple of PAGE) in an unnamed file of the folder `folder`, which is deleted with this process.
 
-    `tag` tells ranks apart in messages. Raises UserError if the folder or its disk will not do; then nothing is left.
-    `direct`: whether reads and writes pass the page cache by. Not all file systems can (EINVAL); the others are buffered.
+    `tag` names the rank in messages. Raises UserError if the folder or its disk is unusable, and then leaves no file.
+    `direct`: whether reads and writes bypass the page cache. File systems without O_DIRECT (EINVAL) use buffered I/O.
     """
 
     def __init__(self, folder: str, nbytes: int, tag: str) -> None:
@@ -47,7 +47,7 @@ class SwapFile:
         self.where = f"{folder} (swap file of {tag})"
         self._fd = _open_nameless(folder, tag)
         self.close: Callable[[], object] = weakref.finalize(self, os.close, self._fd)
-        """Closes the file. Its room is free again once the last tensor over it is gone as well."""
+        """Closes the file. Its disk space is free when the last tensor over it is freed, too."""
         try:
             _allocate(self._fd, folder, nbytes)
             self.direct = _past_cache(self._fd)
@@ -57,26 +57,26 @@ class SwapFile:
             raise
 
     def tensor(self, offset: int, shape: Sequence[int]) -> Tensor:
-        """The fp32 values from byte `offset` on, as a tensor over the file itself: it may be read and written in place."""
+        """The fp32 values from byte `offset` on, as a tensor over the file itself, to read and write in place."""
         if not math.prod(shape):
             return torch.empty(shape)
         return torch.frombuffer(self._map, dtype=torch.float32, count=math.prod(shape), offset=offset).view(shape)
 
     def sync(self) -> None:
-        """What was written through tensors is in the file, and what is read through them next comes from there.
+        """Writes changes made through tensors to the file, and makes later reads through tensors come from the file.
 
-        Drops the mapping's pages: after a checkpoint they are as large as the state. Cheap where no page was touched.
+        Drops the mapping's pages: after a checkpoint they are as large as the state. Cheap if no page was used.
         """
         _write_back(self._fd)
         self._map.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read(self, memory: memoryview, offset: int) -> None:
-        """Fills `memory`. Raises StorageError, naming file and offset; also where the file ends too early."""
+        """Fills `memory`. Raises StorageError, which names file and offset, also if the file is too short."""
         self._move(os.preadv, "read", memory, offset)
 
     def write(self, memory: memoryview, offset: int) -> None:
-        """Writes all of `memory`. Raises StorageError, naming file and offset."""
+        """Writes all of `memory`. Raises StorageError, which names file and offset."""
         self._move(os.pwritev, "write", memory, offset)
 
     def _move(self, call: Callable[[int, list[memoryview], int], int], what: str, memory: memoryview, at: int) -> None:
@@ -92,19 +92,19 @@ class SwapFile:
             done += moved
 
 
-_DISK = "look at the disk of that node (dmesg, smartctl); training goes on from the last checkpoint"
+_DISK = "check the disk of that node (dmesg, smartctl); training resumes from the last checkpoint"
 
 
 def _write_back(fd: int) -> None:
-    """All dirty pages of the page cache go to the disk. fdatasync would empty the disk's own cache too, after every update."""
-    # Linux does this before each direct read by itself; not every file system in user space or over a network does.
+    """Writes all dirty pages of the page cache to the disk. fdatasync would also flush the disk's own cache, after every update."""
+    # Linux does this before each direct read; some user-space and network file systems do not.
     call = getattr(_libc, "sync_file_range", None)
     if call is None or call(fd, ctypes.c_int64(0), ctypes.c_int64(0), _WRITE_AND_WAIT):
         os.fdatasync(fd)
 
 
 def _open_nameless(folder: str, tag: str) -> int:
-    """A new file that is in no folder, so that even SIGKILL leaves nothing behind."""
+    """A new file without a directory entry, so that it is deleted even after SIGKILL."""
     if _O_TMPFILE:
         try:
             return os.open(folder, _O_TMPFILE | os.O_RDWR, 0o600)
@@ -121,20 +121,20 @@ def _open_nameless(folder: str, tag: str) -> int:
 
 
 def _allocate(fd: int, folder: str, nbytes: int) -> None:
-    """All blocks now: a disk that fills up later can no longer stop the update."""
+    """Allocates all blocks now, so that a disk that fills up later cannot stop an update."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            os.ftruncate(fd, 0)  # so that the message counts as free what was taken until then
+            os.ftruncate(fd, 0)  # so that the message counts the blocks allocated so far as free
             raise swap_space.no_room(folder, nbytes) from error
         raise UserError(
-            f"offload.path: {folder}: no file of {nbytes:,} bytes: {error.strerror}", "name another folder"
+            f"offload.path: {folder}: could not allocate {nbytes:,} bytes: {error.strerror}", "name another folder"
         ) from error
 
 
 def _past_cache(fd: int) -> bool:
-    """Turns O_DIRECT on, tries it, and turns it off again where the file system does not have it after all."""
+    """Enables O_DIRECT, tries a read, and disables it again if the file system does not support it."""
     if not _O_DIRECT:
         return False
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)

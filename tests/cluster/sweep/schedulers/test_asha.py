@@ -1,4 +1,4 @@
-"""asha and hyperband: the best of a rung so far go on, as with Ray Tune's AsyncHyperBandScheduler."""
+"""asha and hyperband: the best of a rung so far continue, as with Ray Tune's AsyncHyperBandScheduler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raydist.cluster.sweep.schedulers.hyperband import Hyperband
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.floats(0, 1))
 def test_quantiles_are_numpys(numbers: list[float], share: float) -> None:
-    """Between two numbers in proportion, whatever the order they came in."""
+    """They are interpolated linearly between two numbers, whatever the order of insertion."""
     ordered = Ordered()
     for number in numbers:
         ordered.add(number)
@@ -30,14 +30,14 @@ def test_quantiles_are_numpys(numbers: list[float], share: float) -> None:
 
 
 def test_the_better_half_goes_on() -> None:
-    """The first to come goes on; then those that are no worse than the median of those before them."""
+    """The first trial at a rung continues; later ones continue if they are no worse than the median of those before them."""
     rule = Asha([100], 2)
     told = [rule.report(cell, 100, score) for cell, score in (("a", 1.0), ("b", 0.9), ("c", 0.95), ("d", 0.94))]
     assert told == [GO, STOP, GO, STOP]
 
 
 def test_judged_once() -> None:
-    """Between rungs nothing is decided, and a cell that went back and comes to a rung again is not judged there again."""
+    """Between rungs there is no decision. A trial that went back and reaches a rung again is not judged there again."""
     rule = Asha([100, 200], 2)
     rule.report("best", 100, 9.0)
     rule.report("best", 200, 9.0)
@@ -49,7 +49,7 @@ def test_judged_once() -> None:
 
 
 def test_no_number_is_worse_than_any() -> None:
-    """A cell that diverged stops where another one has been, and does not count for those that follow."""
+    """A diverged trial stops at a rung that another one has reached, and does not count for later ones."""
     rule = Asha([100], 4)
     assert rule.report("first", 100, -math.inf) == GO
     assert rule.report("a", 100, 1.0) == GO
@@ -58,7 +58,7 @@ def test_no_number_is_worse_than_any() -> None:
 
 
 def test_a_cell_that_is_over_leaves_its_scores() -> None:
-    """What it reported counts on; of the cell itself nothing is kept."""
+    """Its reports still count; no other state of it is kept."""
     rule = Asha([100], 2)
     rule.report("a", 100, 1.0)
     rule.over("a")
@@ -70,7 +70,7 @@ def test_a_cell_that_is_over_leaves_its_scores() -> None:
 
 @pytest.mark.parametrize("reduction", [2, 3, 4.5])
 def test_decides_as_ray_tune_does(reduction: float) -> None:
-    """300 cells over three rungs, interleaved: every decision is the one of Ray Tune's scheduler."""
+    """300 trials over three rungs, interleaved: every decision equals Ray Tune's."""
     chance = random.Random(7)
     theirs = AsyncHyperBandScheduler("tokens", "score", "max", max_t=10**9, reduction_factor=reduction)
     theirs._brackets[0]._rungs = [(n, {}) for n in (400, 200, 100)]
@@ -98,7 +98,8 @@ def test_decides_as_ray_tune_does(reduction: float) -> None:
 
 
 def test_brackets() -> None:
-    """The first is judged at every rung, the last at none; cells are spread over them as Hyperband does, by their ids alone."""
+    """The first bracket is judged at every rung, the last at none; trials are spread over them as in Hyperband, by their ids
+    only."""
     rule, again = Hyperband([100, 300], 3), Hyperband([100, 300], 3)
     where = [rule.bracket(f"cell-{n}") for n in range(3000)]
     assert where == [again.bracket(f"cell-{n}") for n in range(3000)]
@@ -113,6 +114,6 @@ def test_brackets() -> None:
 
 
 def test_brackets_of_many_rungs() -> None:
-    """Hundreds of rungs overflow nothing."""
+    """Hundreds of rungs cause no overflow."""
     rule = Hyperband(range(1, 1500), 4)
     assert rule.bracket("cell") < 5

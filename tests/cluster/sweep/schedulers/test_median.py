@@ -1,4 +1,4 @@
-"""The median rule: a cell whose best is worse than the median of the others' means up to the same look stops."""
+"""The median rule: a trial stops if its best score is worse than the median of the other trials' means up to the same tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from raydist.cluster.sweep.schedulers.median import MOST_LOOKS, Median
 
 
 def three(rule: Median, tokens: list[int], score: float = 1.0) -> None:
-    """Three cells that report the same."""
+    """Three trials that report the same."""
     for at in tokens:
         for cell in "abc":
             rule.report(cell, at, score)
 
 
 def test_worse_than_the_median() -> None:
-    """Stops once there are three others at the look, not before; a cell as good as the median goes on."""
+    """A trial stops only if three others have reached that check; a trial equal to the median continues."""
     rule = Median(10, 0, 100)
     rule.report("a", 10, 1.0)
     rule.report("b", 10, 1.0)
@@ -31,7 +31,7 @@ def test_worse_than_the_median() -> None:
 
 
 def test_the_best_so_far_counts() -> None:
-    """A cell that was good once goes on; the others are told by their mean."""
+    """A trial that was good once continues; the others count with their mean."""
     rule = Median(10, 0, 100)
     three(rule, [10], 0.0)
     three(rule, [20], 4.0)
@@ -42,7 +42,7 @@ def test_the_best_so_far_counts() -> None:
 
 
 def test_grace() -> None:
-    """Before it nothing is stopped, and what is reported before it is in nobody's mean; it is in the cell's best."""
+    """Before it no trial is stopped. Reports before it are in no trial's mean, but in the trial's own best."""
     rule = Median(10, 20, 100)
     three(rule, [10], 100.0)
     three(rule, [20], 1.0)
@@ -54,7 +54,7 @@ def test_grace() -> None:
 
 
 def test_looks_are_every_so_many_tokens() -> None:
-    """Reports between two looks say nothing, nor do those of a cell that went back."""
+    """Reports between two checks change no decision, nor do those of a trial that went back."""
     rule = Median(10, 0, 100)
     three(rule, [10, 20], 1.0)
     assert rule.report("d", 9, 0.0) == GO
@@ -65,7 +65,7 @@ def test_looks_are_every_so_many_tokens() -> None:
 
 
 def test_a_look_that_others_passed() -> None:
-    """Cells that report seldom count at the looks that they passed by, with their mean before."""
+    """Trials that report rarely also count at the checks that they skipped, with their mean before."""
     rule = Median(10, 0, 100)
     three(rule, [10], 1.0)
     three(rule, [40], 9.0)
@@ -74,7 +74,7 @@ def test_a_look_that_others_passed() -> None:
 
 
 def test_no_number() -> None:
-    """A cell that diverged is stopped, and is in no median."""
+    """A diverged trial is stopped, and is in no median."""
     rule = Median(10, 0, 100)
     three(rule, [10], 1.0)
     for cell in ("d", "e", "f", "g"):
@@ -83,17 +83,17 @@ def test_no_number() -> None:
 
 
 def test_looks_have_a_bound() -> None:
-    """One report that passes a million asked looks is of a hundred, at most."""
+    """One report that passes a million checks is recorded at a hundred at most."""
     rule = Median(1, 0, 10**6)
     rule.report("a", 10**4, 1.0)
     rule.report("a", 10**6, 1.0)
     assert len(rule._looks) == MOST_LOOKS
     rule.over("a")
-    assert rule._cells == {}
+    assert rule._trials == {}
 
 
 def test_decides_as_ray_tune_does() -> None:
-    """Cells that report at every look: every decision is the one of Ray Tune's rule, whatever their order."""
+    """Trials that report at every check, in random order: every decision equals that of Ray Tune's rule."""
     chance = random.Random(3)
     theirs = MedianStoppingRule("tokens", "score", "max", grace_period=20)
     theirs._on_insufficient_samples = lambda *_: "CONTINUE"

@@ -1,4 +1,4 @@
-"""Population based training: who copies whom, and which values come of it."""
+"""Population based training: which trial copies which, and the values that result."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ OWN = {"optim.lr": 1e-3, "model.layers": 4, "model.dropout": 0.2, "optim.name": 
 
 
 def population(axes: Sequence[Axis] = AXES, own: Mapping[str, Any] = OWN, **told: Any) -> Population:
-    """All cells with the same values, judged every 100 tokens."""
+    """All trials have the same values, and are judged every 100 tokens."""
     options = {"every": 100, "quantile": 0.25, "resample": 0.0, "perturb": (0.8, 1.25), "seed": 0}
     return Population(axes, lambda cell: own, **{**options, **told})
 
 
 def judged(rule: Population, tokens: int, scores: Mapping[str, float]) -> dict[str, Decision]:
-    """Each cell's report, in that order."""
+    """The decision on each trial's report, in that order."""
     return {cell: rule.report(cell, tokens, score) for cell, score in scores.items()}
 
 
 def test_the_worst_quarter_copies_the_best() -> None:
-    """Of eight the two worst copy one of the two best, once all are known; the others may make room."""
+    """Of eight trials the two worst copy one of the two best, once all have reported; the others may yield their workers."""
     rule = population()
     scores = {str(n): float(n) for n in (7, 6, 5, 4, 3, 2)}
     judged(rule, 100, scores)
@@ -48,7 +48,7 @@ def test_the_worst_quarter_copies_the_best() -> None:
 
 
 def test_once_in_an_interval() -> None:
-    """Nothing is decided before the first interval, nor twice in one, nor when a cell that went back comes there again."""
+    """No decision before the first interval, nor twice in one interval, nor when a trial that went back reaches it again."""
     rule = population(quantile=0.5)
     judged(rule, 100, {"best": 9.0})
     assert rule.report("cell", 99, 0.0) == GO
@@ -59,7 +59,7 @@ def test_once_in_an_interval() -> None:
 
 
 def test_alone_or_equal() -> None:
-    """Nobody copies where there is no other, or none that is better, or where all diverged."""
+    """No trial copies if there is no other one, no better one, or if all diverged."""
     rule = population(quantile=0.5)
     assert rule.report("a", 100, 1.0) == TURN
     assert rule.report("b", 100, 1.0) == TURN
@@ -68,8 +68,8 @@ def test_alone_or_equal() -> None:
 
 
 def test_a_copy_counts_when_it_was_made() -> None:
-    """Until then the cell is what it was. Then it stands where the other stood, with the new values; it keeps its place among the
-    others, but is copied by nobody, before it is judged again."""
+    """Until then the trial is unchanged. After that it has the source's tokens and the new values. It keeps its rank among the
+    others, but no trial copies it before it is judged again."""
     rule = population([RATE], {"optim.lr": 1e-3}, quantile=0.5)
     judged(rule, 100, {"best": 9.0})
     first = rule.report("cell", 100, 0.0)
@@ -88,7 +88,7 @@ def test_a_copy_counts_when_it_was_made() -> None:
 
 
 def test_who_has_copied_is_one_of_the_worst() -> None:
-    """As long as it has not been judged again: those that were better do not become the worst by that; and nobody copies it."""
+    """Until it is judged again: the trials that were better than it do not become the worst, and no trial copies it."""
     rule = population([], {}, quantile=0.25)
     judged(rule, 100, {str(n): float(n) for n in range(8, 0, -1)})
     for cell in ("1", "2"):
@@ -102,7 +102,7 @@ def test_who_has_copied_is_one_of_the_worst() -> None:
 
 
 def test_who_has_ended_is_copied_by_nobody() -> None:
-    """And is no rival either."""
+    """It does not count among the others either."""
     rule = population(quantile=0.5)
     judged(rule, 100, {"best": 9.0, "better": 5.0})
     rule.over("best")
@@ -116,7 +116,7 @@ def test_who_has_ended_is_copied_by_nobody() -> None:
 
 @given(st.integers(0, 2**32), st.floats(0, 1), st.sampled_from(["1", "2", "3", "4"]))
 def test_values_stay_inside(seed: int, resample: float, cell: str) -> None:
-    """Every value is one that the file allows, of its own kind; what has one value in all cells is left alone."""
+    """Every value is one that the file allows, with the same type; parameters with a single value do not change."""
     rule = population(seed=seed, resample=resample, quantile=0.5)
     for number in range(4):
         told = judged(rule, 100 * (number + 1), {"best": 9.0, cell: 0.0})[cell]
@@ -134,7 +134,7 @@ def test_values_stay_inside(seed: int, resample: float, cell: str) -> None:
 
 @pytest.mark.parametrize("cell", [str(n) for n in range(20)])
 def test_values_are_perturbed(cell: str) -> None:
-    """Numbers times one of the two factors, whole ones by one at least, a value of a list to its neighbour."""
+    """Numbers are multiplied by one of the two factors, integers change by at least one, a list value moves to a neighbour."""
     rule = population(own={**OWN, "model.layers": 2}, quantile=0.5)
     told = judged(rule, 100, {"best": 9.0, cell: 0.0})[cell]
     assert isinstance(told, Copy)
@@ -145,7 +145,7 @@ def test_values_are_perturbed(cell: str) -> None:
 
 
 def test_edges() -> None:
-    """At the end of a range or a list a value stays there."""
+    """Values stay within the range or the list."""
     edge = {"optim.lr": 9e-3, "model.layers": 8, "optim.name": "lion"}
     seen = set()
     for number in range(20):
@@ -159,7 +159,7 @@ def test_edges() -> None:
 
 
 def test_a_value_that_is_not_there() -> None:
-    """What the best leaves to the base, or a list has lost, is drawn; before it there was none."""
+    """If the base sets the value, or it was removed from the list, a new one is drawn."""
     for own in ({}, {"optim.name": "gone"}):
         rule = population([NAMED], own, quantile=0.5)
         told = judged(rule, 100, {"best": 9.0, "cell": 0.0})["cell"]
@@ -170,7 +170,7 @@ def test_a_value_that_is_not_there() -> None:
 
 
 def test_draws_follow_from_seed_cell_and_copies() -> None:
-    """Python's global random state changes nothing; another seed, cell, or number of copies does."""
+    """Python's global random state has no effect; another seed, trial, or number of copies has."""
 
     def values(seed: int, cell: str, copies: int, pythons: int = 0) -> list[Any]:
         random.seed(pythons)
@@ -187,7 +187,7 @@ def test_draws_follow_from_seed_cell_and_copies() -> None:
 
 
 def test_sources_are_drawn_among_the_best() -> None:
-    """Each of the best quarter is copied by about as many."""
+    """Each of the best quarter is copied about equally often."""
     found: dict[str, int] = {}
     for seed in range(300):
         rule = population([RATE], seed=seed)

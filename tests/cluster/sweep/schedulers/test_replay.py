@@ -1,4 +1,4 @@
-"""A sweep whose driver is killed anywhere: the rule that the next one makes of the log decides as the first one would have."""
+"""A sweep whose driver is killed at any point: the rule rebuilt from the log makes the same decisions as the first one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCHEDULERS: list[dict[str, Any]] = [
 
 
 def rule(scheduler: dict[str, Any]) -> Rule:
-    """As a sweep of cells of 640 tokens has it."""
+    """The rule of a sweep with trials of 640 tokens."""
     spec = SweepSpec.model_validate(
         {"base": "b.yaml", "array": {"parameters": [{"lr": [1e-3]}]}, "scheduler": scheduler}
     )
@@ -33,7 +33,7 @@ def rule(scheduler: dict[str, Any]) -> Rule:
 
 
 class Cells:
-    """Cells that report in any order, and do what the rule decides; a copy may be made at once or only before the next report."""
+    """Trials that report in any order and follow the rule's decisions; a copy is made at once, or before the next report."""
 
     def __init__(self, scheduler: dict[str, Any], log: list[Event]) -> None:
         self.rule, self.log = rule(scheduler), log
@@ -42,7 +42,7 @@ class Cells:
         self.over: set[str] = set()
 
     def note(self, kind: str, **data: Any) -> None:
-        """As the driver would: in JSON's terms, by and by."""
+        """Appends an event to the log, after a round trip through JSON, as in a driver."""
         self.log.append(Event.from_dict(Event(kind, 0.0, data).to_dict()))
 
     def adopt(self, cell: str) -> None:
@@ -54,7 +54,7 @@ class Cells:
         self.rule.copied(cell, self.tokens[cell], changes)
 
     def report(self, cell: str, tokens: int, value: float | None, at_once: bool) -> Decision | None:
-        """The cell trains on, and says so."""
+        """The trial trains and reports."""
         if cell in self.over:
             return None
         if cell in self.to_copy:
@@ -62,7 +62,7 @@ class Cells:
         self.tokens[cell] = self.tokens.get(cell, 0) + tokens
         last = self.tokens[cell] >= TOKENS
         if last and at_once:
-            self.note("finished", cell=cell)  # its thread is quicker than Ray Tune's
+            self.note("finished", cell=cell)  # the trial's thread is faster than Ray Tune's
         self.note("report", cell=cell, tokens=self.tokens[cell], step=1, value=value)
         told = self.rule.report(cell, self.tokens[cell], score(value, "min"))
         if last or isinstance(told, Stop):
@@ -92,7 +92,7 @@ REPORTS = st.lists(
 @settings(max_examples=150)
 @given(reports=REPORTS, data=st.data())
 def test_a_driver_that_takes_over(scheduler: dict[str, Any], reports: list[Any], data: st.DataObject) -> None:
-    """Cut anywhere: the rule made again of the log decides on everything that follows as the one that was there all the time."""
+    """Cut at any report: the rule rebuilt from the log decides on all later reports as the original rule does."""
     cut = data.draw(st.integers(0, len(reports)))
     log: list[Event] = []
     whole = Cells(scheduler, log)
@@ -107,7 +107,7 @@ def test_a_driver_that_takes_over(scheduler: dict[str, Any], reports: list[Any],
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS, ids=lambda told: told["name"])
 def test_the_log_matters(scheduler: dict[str, Any]) -> None:
-    """Without the log the next driver would decide otherwise: what is replayed is not nothing."""
+    """Without the log the next driver would decide otherwise, so the replay has an effect."""
     log: list[Event] = []
     whole = Cells(scheduler, log)
     for tokens in range(2):
@@ -122,7 +122,7 @@ def test_the_log_matters(scheduler: dict[str, Any]) -> None:
 
 
 def test_scores() -> None:
-    """More is better; what is no number is worse than all."""
+    """A higher score is better; None, NaN and infinity are worse than all numbers."""
     assert score(2.0, "max") == 2.0
     assert score(2.0, "min") == -2.0
     assert [score(value, "max") for value in (None, float("nan"), float("inf"))] == [float("-inf")] * 3

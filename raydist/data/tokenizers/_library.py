@@ -1,0 +1,62 @@
+"""Tokenizers of the `tokenizers` library, from their JSON.
+
+Runs anywhere. `tokenizers` is imported when one is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raydist.errors import DataError
+
+TokenArray = npt.NDArray[np.uint32] | npt.NDArray[np.uint16]
+END = "<|endoftext|>"
+_KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<end_of_text>", "[EOS]", "[SEP]")
+
+
+class Library:
+    """A tokenizer of the `tokenizers` library, from its JSON. Raises DataError if that is none.
+
+    The end is the first of the usual special tokens that it has; else one is added, which makes the
+    vocabulary larger by one.
+    """
+
+    def __init__(self, name: str, raw: bytes) -> None:
+        import tokenizers
+
+        self.name: str = name
+        try:
+            self._inner: Any = tokenizers.Tokenizer.from_str(raw.decode())
+        except Exception as error:  # The library raises a bare Exception.
+            raise DataError(
+                f"tokenizer {name}: {error}", "give a tokenizer.json of the `tokenizers` library"
+            ) from error
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self._inner.encode_special_tokens = True
+        ends = [t for t in _KNOWN_ENDS if self._inner.token_to_id(t) is not None]
+        if not ends:
+            self._inner.add_special_tokens([END])
+        found: int | None = self._inner.token_to_id(ends[0] if ends else END)
+        assert found is not None
+        self.end: int = found
+        # Ids may have gaps: the largest one decides.
+        self.vocab_size: int = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, documents: Sequence[bytes | str]) -> list[TokenArray]:
+        """Token ids of each document, uint32, without an end; the library uses all cores."""
+        texts = [d if isinstance(d, str) else d.decode() for d in documents]
+        encoded = self._inner.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(e.ids, dtype=np.uint32) for e in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of these ids."""
+        return str(self._inner.decode([int(i) for i in ids if int(i) != self.end], skip_special_tokens=False))
+
+    def to_bytes(self) -> bytes:
+        """The library's own JSON."""
+        return str(self._inner.to_str(pretty=False)).encode()

@@ -1,0 +1,88 @@
+"""What a strategy and an optimizer declare about themselves in their files, under the name `PLAN`.
+
+Runs anywhere: neither torch nor pydantic, so that `raydist --help` stays fast. `raydist plan` computes memory and traffic from a
+PLAN, and the checks of a job use it. It is read with `raydist.registry.described`, without importing the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from raydist import registry
+
+if TYPE_CHECKING:
+    from raydist.spec.models import JobSpec
+    from raydist.spec.training import OptimSpec
+
+State = Literal["parameters", "gradients", "optimizer"]
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyPlan:
+    """How a strategy divides the training state over the ranks, and what it sends.
+
+    `sharded`: the parts of the state of which a rank holds its rows only. Parts that are not named are whole on every rank. The
+    default traffic of a step, by ring algorithms, and the default buffers follow from it:
+
+    - nothing sharded: an all-reduce of the gradients in buckets, once a step (ddp);
+    - optimizer: a reduce-scatter of the gradients, once a step, and an all-gather of the fp32 parameters (zero1); with gradients
+      sharded, the reduce-scatter is in every micro-batch (zero2);
+    - parameters: an all-gather of each block before its forward and backward pass, and a reduce-scatter in every micro-batch
+      (zero3).
+
+    `group(spec, ranks, ranks_per_node)`: the ranks that hold one copy of the sharded state together; default: all of them. Copies
+    all-reduce their gradients once a step (hsdp).
+    `traffic(spec, machine, model)` replaces the default traffic: bytes that a rank sends a step, as (gathers, sums, across).
+    `in_flight(spec, machine, model)` replaces the default buffers: bytes that a rank holds beside the state. `machine` and `model`
+    are `Machine` and `Model` of raydist/planner/facts.py.
+    `bucketed`: `parallel.bucket_mb` sets the size of its gradient buckets.
+    """
+
+    sharded: tuple[State, ...] = ()
+    group: Callable[[JobSpec, int, int], int] | None = None
+    traffic: Callable[[JobSpec, Any, Any], tuple[int, int, int]] | None = None
+    in_flight: Callable[[JobSpec, Any, Any], int] | None = None
+    bucketed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerPlan:
+    """What an optimizer keeps, and what it needs.
+
+    `state_bytes(name, shape, optim)`: bytes of its state for the part of a parameter that a rank updates.
+    `whole_matrices`: it needs whole matrices, so it does not go with a strategy that splits them into rows.
+    `offload`: raydist/worker/optim/offload computes the same update in host memory.
+    """
+
+    state_bytes: Callable[[str, tuple[int, ...], OptimSpec], int]
+    whole_matrices: bool = False
+    offload: bool = False
+
+
+def strategy_plan(name: str) -> StrategyPlan | None:
+    """The PLAN of a strategy; None where its file has none."""
+    found = registry.described("parallel", name, "PLAN")
+    return found if isinstance(found, StrategyPlan) else None
+
+
+def buckets(strategy: str) -> bool:
+    """Whether `parallel.bucket_mb` has an effect under a strategy."""
+    plan = strategy_plan(strategy)
+    return plan is not None and plan.bucketed
+
+
+def optimizer_plan(name: str) -> OptimizerPlan | None:
+    """The PLAN of an optimizer; None where its file has none."""
+    found = registry.described("optimizer", name, "PLAN")
+    return found if isinstance(found, OptimizerPlan) else None
+
+
+@cache
+def strategies() -> tuple[str, ...]:
+    """The built-in strategies that have a PLAN. Those that shard less come first; of these, those that shard within groups. So in
+    most cases the one that sends least comes first."""
+    plans = {name: plan for name in registry.names("parallel") if (plan := strategy_plan(name)) is not None}
+    return tuple(sorted(plans, key=lambda name: (len(plans[name].sharded), plans[name].group is None, name)))

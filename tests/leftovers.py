@@ -1,0 +1,158 @@
+"""Fails the session if the tests leave a process, a namespace, a mount, a file in shared memory or an open port behind.
+
+Processes of this session are recognised by MARK in their environment, on any host. A namespace or a port lasts as long as a
+process holds it; named network namespaces and ports of the test process itself are checked separately. Anything that existed
+before, or belongs to a running process of another session, is ignored. A session within a test runs beside other tests: it checks
+only processes and ports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from raydist.ipc import mailbox
+from tests.processes import command_line, runs
+
+MARK = "RAYDIST_TEST_SESSION"
+"""Environment variable; a session within a test appends to its value."""
+WAIT_S = 10.0
+"""Processes that were killed, or whose parent has just exited, take a moment to exit."""
+SHM, NAMESPACES = Path(os.environ.get("RAYDIST_TEST_SHM", "/dev/shm")), Path("/run/netns")
+HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+"""Child processes of the test process, which stay until it exits."""
+_KEY = pytest.StashKey["_Before"]()
+
+
+class _Before:
+    """What existed when the session began, and what the xdist processes have reported since."""
+
+    def __init__(self) -> None:
+        self.within = "/" in os.environ.get(MARK, "").strip("/") and "RAYDIST_TEST_SHM" not in os.environ
+        self.files, self.mounts = _files(), _mounts()
+        self.ports = _ports()
+        self.reported: list[str] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test: records the state, and sets the mark in the environment that all processes inherit."""
+    if not hasattr(config, "workerinput"):
+        os.environ[MARK] = f"{os.environ.get(MARK, '')}/{uuid.uuid4().hex[:12]}"
+    config.stash[_KEY] = _Before()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Called in the main process when one of xdist's processes has ended."""
+    node.config.stash[_KEY].reported += getattr(node, "workeroutput", {}).get("leftovers", [])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Each xdist process checks its own ports; the main process checks everything."""
+    before = session.config.stash[_KEY]
+    ports = [f"port {port} of the tests' own process" for port in sorted(_ports() - before.ports)]
+    if hasattr(session.config, "workerinput"):
+        session.config.workeroutput["leftovers"] = ports  # type: ignore[attr-defined]
+        return
+    deadline = time.monotonic() + WAIT_S
+    while (found := _found(before)) and time.monotonic() < deadline:
+        time.sleep(0.1)  # they exit by themselves
+    before.reported += [*ports, *found]
+    if before.reported and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The list, if there is one."""
+    if left := config.stash[_KEY].reported:
+        terminalreporter.section("left behind by the tests")
+        for each in left:
+            terminalreporter.line(each)
+
+
+def _found(before: _Before) -> list[str]:
+    left = [f"process {p.pid}: {command_line(p)}" for p in _processes()]
+    if before.within:
+        return left
+    left += [f"mount {line}" for line in sorted(_mounts() - before.mounts)]
+    new = _files() - before.files
+    if new:
+        held = _held()
+        left += [
+            f"file {path}"
+            for path in sorted(new)
+            if not any(name.startswith(path) for name in held) and not _written(path)
+        ]
+    return left
+
+
+def _processes() -> Iterator[psutil.Process]:
+    """Running processes of this session, except this one and its helpers."""
+    mark = f"{MARK}={os.environ[MARK]}".encode()
+    mine = os.getpid()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid == mine or not _marked(process.pid, mark) or not runs(process):
+                continue
+            if not (process.ppid() == mine and any(name in command_line(process) for name in HELPERS)):
+                yield process
+
+
+def _marked(pid: int, mark: bytes) -> bool:
+    """Whether its environment has the mark, or one that starts with it (from a session within a test)."""
+    return any(each.startswith(mark) for each in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+
+
+def _files() -> set[str]:
+    """This user's files in shared memory, and the named network namespaces. Not semaphores: multiprocessing removes them when it
+    exits."""
+    found = set(map(str, NAMESPACES.glob("*")))
+    for path in SHM.glob("*"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_uid == os.getuid() and not path.name.startswith("sem.mp-"):
+                found.add(str(path))
+    return found
+
+
+def _written(path: str) -> bool:
+    """Whether it is a mailbox (raydist/ipc/mailbox.py) of a running rank: no process keeps its files open."""
+    return "-board-" in path and any(map(mailbox._is_written, Path(path).glob("*.json")))
+
+
+def _held() -> set[str]:
+    """Files in shared memory that some process has open, mapped, or bound as a socket; it may belong to another session."""
+    found: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found |= {
+                line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines() if str(SHM) in line
+            }
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found.add(os.readlink(descriptor))
+    with contextlib.suppress(OSError):
+        found |= {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if str(SHM) in line}
+    return {name for name in found if name.startswith(str(SHM))}
+
+
+def _mounts() -> set[str]:
+    """Mounts that tests have made: their source starts with raydist-test."""
+    with contextlib.suppress(OSError):
+        return {line for line in Path("/proc/self/mounts").read_text().splitlines() if line.startswith("raydist-test ")}
+    return set()
+
+
+def _ports() -> set[int]:
+    """Ports on which this process listens."""
+    with contextlib.suppress(psutil.Error, OSError):
+        return {c.laddr.port for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    return set()

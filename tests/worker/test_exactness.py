@@ -1,0 +1,212 @@
+"""The whole loop on real ranks, without Ray: a run that is killed, paused or resized ends with the same result as an undisturbed
+one.
+
+tests/faults/test_survived.py does the same with the whole command, for each fault; this file covers each strategy and world size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist import registry
+from raydist.data.prepare import prepare
+from raydist.faults import Kill
+from raydist.run.directory import RunDir
+from raydist.spec import JobSpec
+from raydist.worker.attempt import Job, MonitorChannel
+from raydist.worker.distributed import Rank
+from raydist.worker.loop import train
+from tests.exact import exact, weights
+from tests.training import run
+
+STEPS = 12
+PLAIN = {"dropout": 0.0}
+"""Each rank draws its own dropout masks, so another world size has other masks."""
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small byte corpus, a fifth of it held out."""
+    folder = tmp_path_factory.mktemp("corpus")
+    choose = random.Random(3)
+    for i in range(20):
+        (folder / f"{i}.txt").write_text("".join(choose.choices("abcdefgh ", k=120)))
+    prepare([str(folder)], str(folder / "tokens"), eval_fraction=0.2)
+    return str(folder / "tokens")
+
+
+def spec(dataset: str, strategy: str, workers: int, model: Mapping[str, Any]) -> JobSpec:
+    """A job with dropout, accumulation, a schedule, evaluation, and a checkpoint at every third step."""
+    return JobSpec.model_validate(
+        {
+            "data": {"path": dataset},
+            "model": {"layers": 1, "width": 16, "heads": 2, "context": 8, "dropout": 0.1, **model},
+            "train": {"steps": STEPS, "global_batch": 8, "micro_batch": 2, "seed": 3},
+            "optim": {"lr": 1e-2, "schedule": {"name": "cosine", "warmup": 0.1}},
+            "parallel": {"strategy": strategy},
+            "checkpoint": {"every": 3, "keep": 10, "asynchronous": False},
+            "eval": {"every": 6, "batches": 2},
+            "cluster": {"workers": workers},
+        }
+    )
+
+
+def die_in_fsync(root: str, number: int) -> None:
+    """SIGKILL of this process at its n-th fsync of a regular file, which belongs to a checkpoint; once: the file `root`/died
+    marks it."""
+    fsync, died, seen = os.fsync, Path(root, "died"), [0]
+
+    def counted(descriptor: int) -> None:
+        seen[0] += stat.S_ISREG(os.fstat(descriptor).st_mode)
+        if seen[0] == number and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(descriptor)
+
+    os.fsync = counted
+
+
+def attempt(
+    rank: Rank,
+    dataset: str,
+    root: str,
+    number: int,
+    until: int,
+    strategy: str,
+    model: Mapping[str, Any],
+    faults: Any = (),
+) -> str:
+    """One attempt on this rank; returns its status. Rank 0 appends records and events to `root`/told.jsonl, which survives a
+    kill.
+
+    `faults`: those to inject; or a rank and a number, see `die_in_fsync`.
+    """
+    before = os.fsync
+    if faults and faults[0] == rank.rank:
+        die_in_fsync(root, faults[1])
+
+    def push(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
+        with open(f"{root}/told.jsonl", "a") as file:
+            file.writelines(json.dumps(each) + "\n" for each in [*records, *events])
+
+    injected = faults if faults and isinstance(faults[0], dict) else ()
+    job = Job(
+        spec(dataset, strategy, rank.world_size, model), RunDir(f"{root}/run"), dataset, number, until, faults=injected
+    )
+    try:
+        return train(job, rank, MonitorChannel(push, lambda: None) if rank.first else None).status
+    finally:
+        os.fsync = before
+
+
+class Run:
+    """A run in a folder: its attempts, and their records and events."""
+
+    def __init__(
+        self, ranks: Any, dataset: str, root: Path, strategy: str = "ddp", model: Mapping[str, Any] | None = None
+    ) -> None:
+        root.mkdir(exist_ok=True)
+        self.root, self.dir = root, RunDir(root / "run")
+        self._ranks, self._dataset, self._strategy, self._model = ranks, dataset, strategy, model or {}
+        self.attempts = 0
+
+    def train(self, world: int = 2, until: int = STEPS) -> str:
+        """One complete attempt; returns its status."""
+        return str(run(self._ranks, attempt, world, *self._arguments(until))[0])
+
+    def die(self, faults: Any, guilty: int) -> None:
+        """One attempt of two ranks, in which that one is killed; the other one must notice that it lost its peer."""
+        found = self._ranks.run(attempt, 2, *self._arguments(STEPS), faults)
+        assert isinstance(found[guilty], ChildProcessError), found
+        assert isinstance(found[1 - guilty], Exception), found
+        assert not isinstance(found[1 - guilty], ChildProcessError), found
+
+    def _arguments(self, until: int) -> tuple[Any, ...]:
+        self.attempts += 1
+        return self._dataset, str(self.root), self.attempts, until, self._strategy, self._model
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        """The events of one kind, of all attempts."""
+        return [each for each in self._told() if each.get("kind") == kind]
+
+    def _told(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.root / "told.jsonl").read_text().splitlines()]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record per step, from the last attempt that trained it."""
+        found = {each["step"]: each for each in self._told() if "samples_hash" in each}
+        return [found[step] for step in sorted(found)]
+
+
+def assert_same(one: Run, other: Run) -> None:
+    """Records, weights, optimizer state and the losses of both evaluations are equal, bit for bit."""
+    assert [row["step"] for row in one.rows()] == list(range(1, STEPS + 1))
+    assert exact(one.rows()) == exact(other.rows())
+    assert weights(one.dir, STEPS) == weights(other.dir, STEPS)
+    last = [[(e["step"], e["loss"]) for e in each.told("eval")][-1] for each in (one, other)]
+    assert last[0] == last[1]
+    assert last[0][0] == STEPS
+
+
+@pytest.mark.parametrize("strategy", registry.names("parallel"))
+def test_killed_ranks_leave_no_trace(ranks: Any, dataset: str, tmp_path: Path, strategy: str) -> None:
+    """SIGKILL of rank 1 in step 4, between the gradients and the update, and of rank 0 while it saves step 6: the run resumes
+    from step 3 both times, and ends with the bits of an undisturbed one."""
+    undisturbed = Run(ranks, dataset, tmp_path / "undisturbed", strategy)
+    assert undisturbed.train() == "finished"
+    killed = Run(ranks, dataset, tmp_path / "killed", strategy)
+    killed.die([Kill(rank=1, step=4, phase="update").model_dump(mode="json")], guilty=1)
+    # In this process rank 0 first syncs a note about the checkpoint it resumes from, then its shard of step 6.
+    killed.die((0, 2), guilty=0)
+    assert killed.dir.committed() == [3]
+    assert killed.train() == "finished"
+    assert [e["step"] for e in killed.told("resumed")] == [3, 3]
+    assert_same(killed, undisturbed)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_paused_and_resumed_as_if_never_paused(ranks: Any, dataset: str, tmp_path: Path, strategy: str) -> None:
+    """Paused at step 5, which saves a checkpoint, and at step 9. A byte of that newest checkpoint is flipped: the run resumes
+    from step 6, reports it, and ends with the same bits."""
+    undisturbed = Run(ranks, dataset, tmp_path / "undisturbed", strategy)
+    undisturbed.train()
+    paused = Run(ranks, dataset, tmp_path / "paused", strategy)
+    assert [paused.train(until=5), paused.train(until=9)] == ["paused", "paused"]
+    assert paused.dir.committed() == [3, 5, 6, 9]
+    shard = next(path for path in sorted((paused.root / "run/checkpoints/step-00000009").glob("shard-*")))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    assert paused.train() == "finished"
+    (rejected,) = paused.told("checkpoint_rejected")
+    assert (rejected["step"], os.path.basename(rejected["file"])) == (9, shard.name)
+    assert [e["step"] for e in paused.told("resumed")] == [5, 6]
+    assert_same(paused, undisturbed)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_another_world_size_trains_the_same_samples(
+    ranks: Any, dataset: str, tmp_path: Path, strategy: str, world: int
+) -> None:
+    """On 2 ranks to step 6, then on 1 or 3: every step has the samples of an uninterrupted run on 2, and losses within 1e-4
+    relative (float32 sums in another order)."""
+    two = Run(ranks, dataset, tmp_path / "two", strategy, PLAIN)
+    two.train()
+    other = Run(ranks, dataset, tmp_path / "other", strategy, PLAIN)
+    assert [other.train(until=6), other.train(world)] == ["paused", "finished"]
+    rows, expected = other.rows(), two.rows()
+    assert [r["samples_hash"] for r in rows] == [r["samples_hash"] for r in expected]
+    assert [r["tokens"] for r in rows] == [r["tokens"] for r in expected]
+    assert [r["world_size"] for r in rows] == [2] * 6 + [world] * 6
+    for row, same in zip(rows, expected, strict=True):
+        assert row["loss"] == pytest.approx(same["loss"], rel=1e-4)

@@ -1,0 +1,45 @@
+"""The coordinates of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from raydist.errors import UserError
+from raydist.worker.mesh import Mesh
+from tests.training import alone
+
+
+def mesh(rank: int, world: int, **sizes: int) -> Mesh:
+    return Mesh(replace(alone(), rank=rank, world_size=world), **sizes)
+
+
+def test_without_other_axes_the_data_coordinate_is_the_rank() -> None:
+    """With data parallelism only, every rank reads its own part, counts its own loss and draws its own random numbers."""
+    for rank in range(5):
+        made = mesh(rank, 5)
+        assert (made.data_rank, made.data_size, made.counts, made.stream) == (rank, 5, True, (rank,))
+        assert made.sizes == {"pipeline": 1, "data": 5, "context": 1, "tensor": 1}
+
+
+def test_coordinates_with_every_axis() -> None:
+    """16 ranks as (pipeline 2, data 2, context 2, tensor 2): tensor innermost; each coordinate belongs to one rank."""
+    found = [mesh(rank, 16, pipeline=2, context=2, tensor=2).coordinate(rank) for rank in range(16)]
+    assert found == [(p, d, c, t) for p in range(2) for d in range(2) for c in range(2) for t in range(2)]
+
+
+def test_the_ranks_of_a_replica() -> None:
+    """They read the same part; one tensor rank of the last stage counts the loss; each stage has its own random numbers."""
+    meshes = [mesh(rank, 8, pipeline=2, tensor=2) for rank in range(8)]
+    assert [made.data_rank for made in meshes] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [rank for rank, made in enumerate(meshes) if made.counts] == [4, 6]
+    assert [made.stream for made in meshes] == [(0, 0), (0, 0), (1, 0), (1, 0), (0, 1), (0, 1), (1, 1), (1, 1)]
+
+
+def test_a_world_size_that_holds_no_whole_number_of_replicas() -> None:
+    """One clear error."""
+    with pytest.raises(
+        UserError, match=r"6 workers: one replica of the model takes 4 \(pipeline 2 x context 1 x tensor 2\)"
+    ):
+        mesh(0, 6, pipeline=2, tensor=2)
