@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import gc
 import importlib.util
@@ -77,6 +78,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+STUCK_S = 120
+"""A function that takes longer on a rank ends the rank's process, which prints the stacks of its threads to stderr."""
+
+
 class Ranks:
     """`run(function, world, *args)` calls `function(rank, *args)` on `world` real ranks and returns the result of each.
 
@@ -109,7 +114,9 @@ class Ranks:
                 pipe.send_bytes(pickle.dumps((inspect.getfile(function), function.__name__, rank, world, store, args)))
             results = []
             for process, pipe in self._children[:world]:
-                assert pipe.poll(120), "a rank does not answer"
+                if not pipe.poll(STUCK_S + 20):
+                    self.close()  # their late answers would be taken for those of the next call
+                    pytest.fail("a rank's process does not answer")
                 try:
                     results.append(pickle.loads(pipe.recv_bytes()))
                 except EOFError:
@@ -148,6 +155,7 @@ def _serve(pipe: Connection) -> None:
             path, name, number, world, store, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
+        faulthandler.dump_traceback_later(STUCK_S, exit=True)
         try:
             function, control = getattr(_module(path), name), None
             if world > 1:
@@ -163,6 +171,7 @@ def _serve(pipe: Connection) -> None:
             result = error
         if world > 1 and dist.is_initialized():
             dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
         pipe.send_bytes(pickle.dumps(result))
         del result
         if len(os.listdir("/proc/self/task")) > 40:
