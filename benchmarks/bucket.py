@@ -37,6 +37,7 @@ from raydist.worker.comm.buckets.measure import slowest
 from raydist.worker.distributed import Rank
 from raydist.worker.mesh import Mesh
 from raydist.worker.optim import optimizers
+from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep, loss_sum
 from tests.hosts import Hosts
@@ -57,7 +58,7 @@ class Training:
         parallel = spec.parallel.model_copy(update={"bucket_mb": bucket_mb})
         spec = spec.model_copy(update={"parallel": parallel})
         self.batch = MicroBatch(tokens[:, :-1], tokens[:, 1:].contiguous())
-        strategy = registry.load("parallel", "ddp")(spec, rank)
+        strategy = registry.load("parallel", "ddp")(spec, Mesh(rank))
         strategy.wrap(build(spec), lambda module, samples=1: example(module, tokens, samples))
         optimizer = optimizers.build(strategy.shards(), spec.optim, rank.device)
         self.step = TrainStep(
@@ -65,6 +66,7 @@ class Training:
             strategy,
             optimizer,
             Precision(spec.precision, rank.device),
+            parameters=gather_parameters(strategy.shards(), rank),
             full_tokens=rank.world_size * self.batch.targets.numel(),
             clip=1.0,
         )

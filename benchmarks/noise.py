@@ -31,6 +31,7 @@ from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.gradient_noise_scale import GradientNoise
 from raydist.worker.model import gpt
 from raydist.worker.optim import optimizers
+from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep, loss_sum
 
@@ -45,14 +46,14 @@ def trainer(rank: Rank, strategy: str) -> tuple[TrainStep, MicroBatch]:
     spec = JobSpec.model_validate(sections)
     text = torch.randint(0, VOCAB, (BATCH, MODEL["context"] + 1), generator=torch.Generator().manual_seed(rank.rank))
     batch = MicroBatch(text[:, :-1], text[:, 1:].contiguous())
-    made = registry.load("parallel", strategy)(spec, rank)
+    made = registry.load("parallel", strategy)(spec, Mesh(rank))
     torch.manual_seed(1)
     model = gpt.build(spec.model, VOCAB)
     made.wrap(model, lambda module: loss_sum(module, MicroBatch(batch.tokens[:1], batch.targets[:1])))
     noise = GradientNoise(Mesh(rank), made.module, made.loss_factor, every=2, batch=WORLD * BATCH, total=1)
     step = TrainStep(
         Mesh(rank), made, optimizers.build(made.shards(), spec.optim, rank.device), Precision(spec.precision, rank.device),
-        full_tokens=WORLD * batch.targets.numel(), clip=1.0, hooks=[noise],
+        parameters=gather_parameters(made.shards(), rank), full_tokens=WORLD * batch.targets.numel(), clip=1.0, hooks=[noise],
     )  # fmt: skip
     return step, batch
 

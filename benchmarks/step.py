@@ -37,6 +37,7 @@ from raydist.worker.distributed import Rank
 from raydist.worker.mesh import Mesh
 from raydist.worker.model import gpt
 from raydist.worker.optim import optimizers
+from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep, loss_sum
 from raydist.worker.step_hooks import BeforeUpdate
@@ -68,7 +69,7 @@ class Ours:
         base = {"data": {"source": "any"}, "train": {"steps": 1}, "model": MODEL}
         spec = JobSpec.model_validate(base | sections | {"train": {"steps": 1, **sections.get("train", {})}})
         self.batch = MicroBatch(tokens[:, :-1], tokens[:, 1:].contiguous())
-        self.strategy = registry.load("parallel", spec.parallel.strategy)(spec, rank)
+        self.strategy = registry.load("parallel", spec.parallel.strategy)(spec, Mesh(rank))
         torch.manual_seed(1)
         model = gpt.build(spec.model, VOCAB)
         self.strategy.wrap(model, lambda module: loss_sum(module, MicroBatch(tokens[:1, :-1], tokens[:1, 1:])))
@@ -85,6 +86,7 @@ class Ours:
 
         self.step = TrainStep(
             Mesh(rank), self.strategy, optimizer, Precision(spec.precision, rank.device),
+            parameters=gather_parameters(self.strategy.shards(), rank),
             full_tokens=WORLD * BATCH * MODEL["context"], clip=1.0, hooks=[BeforeUpdate(count)],
         )  # fmt: skip
 

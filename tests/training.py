@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from raydist import registry
 from raydist.data.batches import MASKED, MicroBatch, share
@@ -24,6 +26,8 @@ from raydist.worker.mesh import Mesh
 from raydist.worker.optim import optimizers
 from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.parallel import ParallelStrategy
+from raydist.worker.parallel._tensor import TensorParallel
+from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep
 from raydist.worker.step_hooks import BeforeUpdate
@@ -92,10 +96,10 @@ def samples(n: int, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, targets
 
 
-def mine(rank: Rank, tokens: torch.Tensor, targets: torch.Tensor, micro: int) -> list[MicroBatch]:
-    """This rank's part, as the loader splits the batch."""
+def mine(rank: Rank, tokens: torch.Tensor, targets: torch.Tensor, micro: int, tensor: int = 1) -> list[MicroBatch]:
+    """This rank's part, as the loader splits the batch over replicas of `tensor` ranks."""
     made = []
-    for ids in share(np.arange(len(tokens)), rank.rank, rank.world_size, micro):
+    for ids in share(np.arange(len(tokens)), rank.rank // tensor, rank.world_size // tensor, micro):
         if len(ids):
             made.append(MicroBatch(tokens[ids], targets[ids]))
         else:
@@ -112,8 +116,8 @@ class Trainer:
     """Model, strategy, optimizer and step of one rank."""
 
     def __init__(self, rank: Rank, spec: JobSpec, full: int, model: nn.Module | None = None) -> None:
-        self.rank, self.spec = rank, spec
-        self.strategy: ParallelStrategy = registry.load("parallel", spec.parallel.strategy)(spec, rank)
+        self.rank, self.spec, self.mesh = rank, spec, Mesh.of(spec, rank)
+        self.strategy: ParallelStrategy = registry.load("parallel", spec.parallel.strategy)(spec, self.mesh)
         build = registry.load("model", spec.model.name)
         later = self.strategy.takes_meta and model is None and getattr(build, "takes_meta", False)
         if model is None:
@@ -129,21 +133,29 @@ class Trainer:
             with self.precision.autocast():
                 return loss(module, MicroBatch(tokens, targets))
 
+        self.tensor = TensorParallel(self.mesh) if self.mesh.tensor > 1 else None
+        if self.tensor is not None:
+            self.tensor.split(self.model)
         self.strategy.wrap(self.model, example)
         model_transforms.prepare(self.model, spec.train)
         shards = self.strategy.shards()
+        self.shards = shards = self.tensor.shards(shards) if self.tensor is not None else shards
         self.optimizer: torch.optim.Optimizer
         if spec.offload.optimizer == "none":
             self.optimizer = optimizers.build(shards, spec.optim, rank.device)
         else:
             self.optimizer = offload.build(shards, spec.optim, spec.offload, rank.device, tag=f"rank{rank.rank}")
-            self.strategy.on_final = self.optimizer.gradients_final
+            told = self.optimizer.gradients_final
+            self.strategy.on_final = told if self.tensor is None else self.tensor.final(told)
         self.before_update: Callable[[], object] = lambda: None
+        self.parameters = gather_parameters(shards, rank)
         self.step = TrainStep(
-            Mesh(rank),
+            self.mesh,
             self.strategy,
             self.optimizer,
             self.precision,
+            parameters=self.parameters,
+            tensor=self.tensor,
             full_tokens=full,
             clip=spec.optim.clip,
             hooks=[BeforeUpdate(lambda: self.before_update())],
@@ -153,12 +165,26 @@ class Trainer:
     def whole(self, grad: bool = False) -> dict[str, torch.Tensor]:
         """Every parameter, or its gradient, gathered from all ranks."""
         found = {}
-        for name, shard in self.strategy.shards().items():
+        for name, shard in self.shards.items():
             local = shard.local.grad if grad else shard.local.detach()
             assert local is not None
-            tensor = shard.whole(local)
-            found[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+            found[name] = gathered(shard.whole(local), self.rank)
         return found
+
+
+def gathered(tensor: torch.Tensor, rank: Rank) -> torch.Tensor:
+    """A copy of the whole tensor, from the parts of all ranks. A collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    every: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(every, (offsets, tensor.to_local()), group=rank.control)
+    whole = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)
+    for at, part in every:
+        box = tuple(slice(first, first + size) for first, size in zip(at, part.shape, strict=True))
+        assert whole[box].isnan().all() or torch.equal(whole[box], part), "ranks hold other values of the same elements"
+        whole[box] = part
+    return whole
 
 
 def alone() -> Rank:

@@ -44,6 +44,7 @@ from raydist.worker.metrics import flops
 from raydist.worker.metrics.device_clock import Marks
 from raydist.worker.metrics.memory import Held
 from raydist.worker.model.gpt import default_hidden
+from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep, loss_sum
 from raydist.worker.step_hooks import BeforeUpdate
@@ -115,7 +116,7 @@ class Trainer:
         spec = self.spec = job(model, sections, 1)
         vocab, context = VOCAB[model], spec.model.context
         self.precision = Precision(spec.precision, rank.device)
-        self.strategy = registry.load("parallel", "ddp")(spec, rank)
+        self.strategy = registry.load("parallel", "ddp")(spec, Mesh(rank))
         self.model = build.build_model(spec, vocab)
         self.flops_per_token = flops.flops_per_token(self.model, context)
         self.parameters = sum(p.numel() for p in self.model.parameters())
@@ -150,6 +151,7 @@ class Trainer:
             self.strategy,
             self.optimizer,
             self.precision,
+            parameters=gather_parameters(self.strategy.shards(), self.rank),
             full_tokens=self.step_tokens,
             clip=spec.optim.clip,
             hooks=[BeforeUpdate(self.look)],

@@ -10,8 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from raydist import registry
 from raydist.extension_plans import optimizer_plan, strategies, strategy_plan
-from raydist.spec.parts import Part, SpecValueError, check_spec, problem
+from raydist.spec.parts import Part, SpecValueError, check_spec, near_divisors, problem
 from raydist.spec.running import (
     CheckpointSpec,
     ClusterSpec,
@@ -87,9 +88,15 @@ class JobSpec(Part):
                 f"is longer than the run of {steps} steps",
                 "write a fraction, such as 0.1",
             )
-        if self.cluster.most > self.train.global_batch:
+        self._mesh_fits()
+        if self.cluster.most // self.parallel.replica > self.train.global_batch:
+            what = (
+                "is more"
+                if self.parallel.replica == 1
+                else f"makes {self.cluster.most // self.parallel.replica} replicas, more"
+            )
             raise problem("cluster.workers", self.cluster.workers,
-                          f"is more than the {self.train.global_batch} sequences of a global batch",
+                          f"{what} than the {self.train.global_batch} sequences of a global batch",
                           "raise train.global_batch or take fewer workers")  # fmt: skip
         strategy, plan = self.parallel.strategy, strategy_plan(self.parallel.strategy)
         check_spec("parallel", strategy, self)
@@ -106,6 +113,27 @@ class JobSpec(Part):
                           "would read the optimizer's whole state back from offload.optimizer: nvme",
                           "set it to null, or offload.optimizer: cpu")  # fmt: skip
         return self
+
+    def _mesh_fits(self) -> None:
+        tensor, cluster = self.parallel.tensor, self.cluster
+        if tensor == 1:
+            return
+        check = registry.described("model", self.model.name, "check_tensor")
+        if check is None:
+            raise problem("parallel.tensor", tensor, f"needs a model with rules how it is split; {self.model.name} has none",
+                          "add check_tensor and tensor_rules to the model (docs/reference/models.md), or set 1")  # fmt: skip
+        check(self.model, tensor)
+        if self.model.context % tensor:
+            raise problem("parallel.tensor", tensor, f"does not divide model.context {self.model.context}",
+                          near_divisors(self.model.context, tensor))  # fmt: skip
+        for workers in sorted({cluster.least, cluster.most}):
+            if workers % tensor:
+                raise problem("parallel.tensor", tensor, f"does not divide the {workers} workers",
+                              near_divisors(workers, tensor))  # fmt: skip
+        optimizer = optimizer_plan(self.optim.name)
+        if optimizer is not None and optimizer.whole_matrices:
+            raise problem("parallel.tensor", tensor, f"splits matrices, and optim.name: {self.optim.name} needs whole ones",
+                          "use adamw, or set 1")  # fmt: skip
 
     @property
     def snapshot_every(self) -> int | Literal["auto"] | None:

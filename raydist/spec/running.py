@@ -15,13 +15,19 @@ from raydist.spec.parts import Extension, Part, PartWithNewFields, problem
 class ParallelSpec(PartWithNewFields):
     """How the work is split over the workers."""
 
-    new_fields = ("options",)
+    new_fields = ("options", "tensor")
 
     strategy: Annotated[str, Extension("parallel")] = Field(
         "ddp", description="A built-in strategy, or package.module:attribute of your own."
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="The options of that strategy; docs/extending.md."
+    )
+    tensor: int = Field(
+        1,
+        ge=1,
+        description="Ranks that share each layer, and the sequence in between (tensor parallel); the strategy splits over replicas "
+        "of that many ranks. Divides the workers, model.context and the model's heads.",
     )
     bucket_mb: Annotated[float, Field(gt=0)] | Literal["auto"] | None = Field(
         None,
@@ -37,6 +43,11 @@ class ParallelSpec(PartWithNewFields):
         "auto: all blocks but the last.",
     )
     prefetch: int = Field(1, ge=0, description="zero3, hsdp: blocks whose parameters are gathered ahead of their use.")
+
+    @property
+    def replica(self) -> int:
+        """Ranks that together hold one replica of the model."""
+        return self.tensor
 
 
 class OffloadSpec(Part):

@@ -26,6 +26,7 @@ from raydist.worker.optim import optimizers
 from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.parallel import Example, ParallelStrategy, ParamShard
 from raydist.worker.parallel._model_graph import initialise, some
+from raydist.worker.parallel._tensor import TensorParallel
 
 T = TypeVar("T")
 
@@ -128,14 +129,18 @@ def settled(
 
 
 def build_optimizer(
-    spec: JobSpec, rank: Rank, strategy: ParallelStrategy, shards: Mapping[str, ParamShard]
+    spec: JobSpec,
+    rank: Rank,
+    strategy: ParallelStrategy,
+    shards: Mapping[str, ParamShard],
+    tensor: TensorParallel | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer, with its state on the device of the shards, in host memory, or in a file."""
     device = next(iter(shards.values())).local.device
     if spec.offload.optimizer == "none":
         return optimizers.build(shards, spec.optim, device)
     made = offload.build(shards, spec.optim, spec.offload, device, tag=f"rank{rank.rank}")
-    strategy.on_final = made.gradients_final
+    strategy.on_final = made.gradients_final if tensor is None else tensor.final(made.gradients_final)
     if rank.world_size == 1:
         made.watch_backward()
     return made

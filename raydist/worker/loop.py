@@ -45,6 +45,7 @@ from raydist.worker.metrics.trace import Tracer
 from raydist.worker.optim.schedule import lr_at, peak_lr
 from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.parallel._model_graph import plain_name
+from raydist.worker.parallel._tensor import TensorParallel
 from raydist.worker.parameter_table import ParameterTable, gather_parameters
 from raydist.worker.precision import Precision
 from raydist.worker.step import LEFT_OUT, MESSAGES, TrainStep, evaluate
@@ -121,7 +122,7 @@ class _Run:
         self.heartbeat, self.startup = heartbeat, startup
         # Data: every rank opens it; nothing is sent.
         dataset = TokenDataset(job.dataset)
-        self.mesh = Mesh(rank)
+        self.mesh = Mesh.of(spec, rank)  # every rank, if a replica has several
         self.feed = Feed(spec, self.mesh, dataset)
         self.batches = Batches(len(self.feed.windows), spec.train.global_batch, spec.train.seed, dataset.fingerprint)
         self.total = spec.train.total(self.batches.steps_per_epoch)
@@ -133,7 +134,7 @@ class _Run:
         self.precision = Precision(spec.precision, rank.device)
         self.loss = build_loss(spec)
         settled = build.settled(spec, rank, job.run, dataset.vocab_size, self._example, self._note)
-        self.strategy = cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(settled, rank))
+        self.strategy = cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(settled, self.mesh))
         model = build.build_model(spec, dataset.vocab_size, self.strategy.takes_meta)
         if note := build.make_trainable(model):
             self._note(note)
@@ -143,19 +144,22 @@ class _Run:
         capacity = build.capacity(spec, rank, model)
         if reporter and capacity:
             reporter.say("capacity", **capacity)
-        if rank.world_size == 1 and (plan := strategy_plan(spec.parallel.strategy)) and plan.sharded:
-            self._note(f"parallel.strategy: {spec.parallel.strategy} on one worker: nothing is split")
+        if self.mesh.data_size == 1 and (plan := strategy_plan(spec.parallel.strategy)) and plan.sharded:
+            self._note(f"parallel.strategy: {spec.parallel.strategy} with one replica of the model: nothing is split")
+        tensor = TensorParallel(self.mesh) if self.mesh.tensor > 1 else None
+        if tensor is not None:
+            tensor.split(model)
         self.strategy.wrap(model, self._example)
         model_transforms.prepare(model, spec.train)
-        shards = self.strategy.shards()
+        shards = tensor.shards(self.strategy.shards()) if tensor is not None else self.strategy.shards()
         frozen = {plain_name(n): p for n, p in model.named_parameters() if not p.requires_grad}
         parameters = gather_parameters(shards, rank, frozen)  # every rank: names, shapes and holders of all ranks
-        self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards)
+        self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards, tensor)
         distributed.seed_all(spec.train.seed, "dropout", *self.mesh.stream)
         self.peak_lr = peak_lr(spec.optim, spec.train.global_batch)
         self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages)
         self.bad_steps = BadStepCheck(spec, self.mesh, job.run, job.attempt, model, reporter)
-        self.noise = self._noise()
+        self.noise = self._noise(tensor)
         # State: from the newest good checkpoint, the same on all ranks.
         self.at = Progress()
         self.checkpoints = CheckpointManager(
@@ -171,7 +175,7 @@ class _Run:
             total=self.total,
             steps_per_epoch=self.batches.steps_per_epoch,
             parameters=parameters,
-            mesh=self.mesh.sizes,
+            mesh=self.mesh,
         )
         startup.done("build")
         if self.checkpoints.resume():
@@ -201,6 +205,8 @@ class _Run:
             self.strategy,
             self.optimizer,
             self.precision,
+            parameters=parameters,
+            tensor=tensor,
             full_tokens=spec.train.global_batch * spec.model.context,
             clip=spec.optim.clip,
             hooks=[hook for hook in hooks if hook is not None],
@@ -347,12 +353,14 @@ class _Run:
         if self.reporter:
             self.reporter.say("eval", step=self.at.step, loss=self.at.eval_loss, tokens=tokens, best=best)
 
-    def _noise(self) -> GradientNoise | None:
+    def _noise(self, tensor: TensorParallel | None) -> GradientNoise | None:
         every = self.spec.observe.grad_noise
         if every is None:
             return None
         batch, factor = self.spec.train.global_batch, self.strategy.loss_factor
-        return GradientNoise(self.mesh, self.strategy.module, factor, every=every, batch=batch, total=self.total)
+        return GradientNoise(
+            self.mesh, self.strategy.module, factor, every=every, batch=batch, total=self.total, tensor=tensor
+        )
 
     def _replica_check(self, model: nn.Module, parameters: ParameterTable) -> ReplicaCheck | None:
         """None if no two ranks hold the same weights."""

@@ -1,24 +1,30 @@
-"""The coordinates of a rank: which part of the model it has, and which part of the global batch it reads.
+"""The coordinates of a rank: which part of the model it has, and which part of the global batch it reads; and the groups of ranks
+along each axis.
 
-Runs in: each train worker. Torch, never ray. It sends nothing: all ranks compute the same from the sizes.
+Runs in: each train worker. Torch, never ray. Coordinates are computed alike on all ranks; only `connect` and `data_mesh` send.
 
     ranks are numbered by (pipeline, data, context, tensor), tensor innermost:   4 ranks, tensor 2   0 1 | 2 3
                                                                                  data coordinate    0 0 | 1 1
 
 Ranks that differ only in `tensor`, `context` or `pipeline` together hold one replica of the model and read the same samples.
 Code that divides samples among ranks, or draws random numbers for them, uses `data_rank` and `data_size`, never the world's.
-Today every strategy shards along `data` alone, so the other sizes are 1 and the data coordinate is the rank.
+Strategies split the state along `data` alone. `tensor` is the work of worker/parallel/_tensor.py; `pipeline` and `context` are 1.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from raydist.errors import UserError
+from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Mesh:
     """All ranks as an array of shape (pipeline, data, context, tensor), and the place of `rank` in it.
 
@@ -29,6 +35,7 @@ class Mesh:
     pipeline: int = 1
     context: int = 1
     tensor: int = 1
+    _devices: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.rank.world_size % self.replica_size:
@@ -37,6 +44,44 @@ class Mesh:
                 f"context {self.context} x tensor {self.tensor}), which does not divide them",
                 f"set cluster.workers to a multiple of {self.replica_size}",
             )
+
+    @classmethod
+    def of(cls, spec: JobSpec, rank: Rank) -> Mesh:
+        """The mesh of a job, connected. A collective if a replica has several ranks."""
+        made = cls(rank, tensor=spec.parallel.tensor)
+        made.connect()
+        return made
+
+    def connect(self) -> None:
+        """Creates the groups along the axes. A collective; nothing is done where one rank holds a whole replica."""
+        if self.replica_size > 1:
+            axes = {name: size for name, size in self.sizes.items() if size > 1}
+            self._devices = init_device_mesh(self.rank.device.type, (*axes.values(),), mesh_dim_names=(*axes,))
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one in `axis` only; None if it is the only one."""
+        if self.sizes[axis] == 1:
+            return None
+        if self._devices is None:
+            assert self.replica_size == 1, "connect() comes first"
+            return dist.group.WORLD
+        return self._devices.get_group(axis)
+
+    def data_mesh(self, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+        """The ranks of this rank's `data` axis as an array of these sizes, whose product is `data_size`. A collective."""
+        if self.replica_size == 1:
+            return init_device_mesh(self.rank.device.type, (*sizes,), mesh_dim_names=(*names,))
+        assert self._devices is not None, "connect() comes first"
+        if len(sizes) == 1:
+            return self._devices["data"]
+        shape = {
+            "pipeline": self.pipeline,
+            **dict(zip(names, sizes, strict=True)),
+            "context": self.context,
+            "tensor": self.tensor,
+        }
+        devices = init_device_mesh(self.rank.device.type, (*shape.values(),), mesh_dim_names=(*shape,))
+        return devices[(*names,)]
 
     @property
     def replica_size(self) -> int:
@@ -57,6 +102,11 @@ class Mesh:
     def data_rank(self) -> int:
         """Which of these parts this rank reads."""
         return self.coordinate(self.rank.rank)[1]
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which part of each tensor this rank holds, of those that are split along `tensor`."""
+        return self.coordinate(self.rank.rank)[3]
 
     @property
     def counts(self) -> bool:

@@ -23,7 +23,10 @@ from raydist.worker.loss.cross_entropy import loss_sum as loss_sum
 from raydist.worker.mesh import Mesh
 from raydist.worker.optim.hooks import hooks_of
 from raydist.worker.parallel import ParallelStrategy, run_passes
+from raydist.worker.parallel._grad_norm import GradNorm
 from raydist.worker.parallel._model_graph import watch_gradients
+from raydist.worker.parallel._tensor import TensorParallel
+from raydist.worker.parameter_table import ParameterTable
 from raydist.worker.precision import Precision
 from raydist.worker.step_hooks import Bad, Step, StepHook
 
@@ -59,7 +62,8 @@ LEFT_OUT = StepReport(float("nan"), float("nan"), 0, stop=False, skipped=True)
 
 
 class TrainStep:
-    """One optimizer step. `full_tokens`: of a full global batch; `clip`: largest norm of the gradient (0: no limit)."""
+    """One optimizer step. `full_tokens`: of a full global batch; `clip`: largest norm of the gradient (0: no limit); `tensor`: the
+    layers of the model, if they are split."""
 
     def __init__(
         self,
@@ -68,8 +72,10 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         precision: Precision,
         *,
+        parameters: ParameterTable,
         full_tokens: int,
         clip: float,
+        tensor: TensorParallel | None = None,
         hooks: Sequence[StepHook] = (),
         heartbeat: Heartbeat | None = None,
         loss: Loss = loss_sum,
@@ -77,6 +83,7 @@ class TrainStep:
         self.loss = loss
         self.mesh, self.strategy, self.optimizer, self.precision = mesh, strategy, optimizer, precision
         self.full_tokens, self._clip, self.hooks = full_tokens, clip, hooks
+        self._tensor, self._grad_norm = tensor, GradNorm(parameters, mesh.rank)
         self.optimizer_hooks = hooks_of(optimizer, strategy.scale_grads)
         self.heartbeat = heartbeat or Heartbeat()
 
@@ -138,7 +145,10 @@ class TrainStep:
         work = _Training(self, step, mine)
         run_passes(self.strategy, step.micro_batches, work)
         sums = work.summed()
-        norm = self.strategy.grad_norm()  # enqueued before the host waits for the device, once
+        self.strategy.finish_grads()
+        if self._tensor is not None:
+            self._tensor.sum_gradients()
+        norm = self._grad_norm()  # enqueued before the host waits for the device, once
         found: list[float] = sums.tolist()
         step.grad_norm = float(norm)
         return found

@@ -22,6 +22,7 @@ from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
 from raydist.worker.checks.replicas import ReplicaCheck
 from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.step import StepReport, evaluate, loss_sum
@@ -168,7 +169,7 @@ def told_early(rank: Rank, spec: JobSpec) -> tuple[dict[str, torch.Tensor], dict
         with trainer.strategy.accumulate(last=number == len(batches)):
             loss_sum(trainer.strategy.module, batch).backward()  # type: ignore[no-untyped-call]
             assert number == len(batches) or not early
-    trainer.strategy.grad_norm()
+    trainer.strategy.finish_grads()
     late = {name: shard.local.grad.clone() for name, shard in shards.items() if shard.local.grad is not None}
     assert isinstance(trainer.optimizer, offload.OffloadedAdamW)
     trainer.optimizer.close()
@@ -241,7 +242,7 @@ def fresh(rank: Rank, spec: JobSpec) -> tuple[dict[str, torch.Tensor], int]:
         held = {id(p): p.numel() for p in top.parameters() if not p.is_meta and not isinstance(p, DTensor)}
         most = max(most, sum(held.values()))
 
-    strategy = registry.load("parallel", spec.parallel.strategy)(spec, rank)
+    strategy = registry.load("parallel", spec.parallel.strategy)(spec, Mesh(rank))
     with torch.device("meta"):
         top = registry.load("model", "gpt")(spec.model, VOCAB)
     own = top.init_module

@@ -20,6 +20,7 @@ from raydist.spec import JobSpec
 from raydist.worker import build, model_transforms
 from raydist.worker.distributed import Rank
 from raydist.worker.mesh import Mesh
+from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.precision import Precision
 from raydist.worker.step import StepReport, TrainStep, loss_sum
 from raydist.worker.step_hooks import BeforeUpdate
@@ -74,6 +75,7 @@ class Trainer:
             self.strategy,
             self.optimizer,
             self.precision,
+            parameters=gather_parameters(self.strategy.shards(), self.rank),
             full_tokens=spec.train.global_batch * CONTEXT,
             clip=spec.optim.clip,
             hooks=[BeforeUpdate(lambda: self.before_update())],

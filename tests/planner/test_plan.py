@@ -32,6 +32,7 @@ from raydist.planner.target import OnTarget, wide_on_cuda
 from raydist.spec import JobSpec
 from raydist.worker import model_transforms as compute
 from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.flops import PEAK_FLOPS, PEAK_FP32
 from raydist.worker.metrics.memory import Held
 from raydist.worker.optim import optimizers
@@ -295,7 +296,7 @@ class OneStep:
     def __init__(self, rank: Rank, spec: JobSpec) -> None:
         torch.manual_seed(1)
         self.model: nn.Module = registry.load("model", spec.model.name)(spec.model, VOCAB)
-        self.strategy: ParallelStrategy = registry.load("parallel", spec.parallel.strategy)(spec, rank)
+        self.strategy: ParallelStrategy = registry.load("parallel", spec.parallel.strategy)(spec, Mesh(rank))
         self.precision = Precision(spec.precision, rank.device)
         tokens = torch.randint(0, VOCAB, (spec.train.micro_batch, spec.model.context))
         self.batch = MicroBatch(tokens, tokens)
@@ -313,7 +314,7 @@ class OneStep:
             with self.strategy.accumulate(last):
                 self.loss(self.strategy.module, self.batch).backward()  # type: ignore[no-untyped-call]
             looked()
-        self.strategy.grad_norm()
+        self.strategy.finish_grads()
         looked()
         self.optimizer.step()
         self.strategy.zero_grad()

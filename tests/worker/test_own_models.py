@@ -14,6 +14,7 @@ from raydist.errors import GraphMismatch, UserError
 from raydist.spec import JobSpec
 from raydist.worker import build
 from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 from tests.ownmodels import Own, save_pretrained
 from tests.training import CONTEXT, MODEL, VOCAB, Trainer, alone, counted, job, mine, run, samples
 
@@ -27,7 +28,7 @@ def own(name: str, strategy: str, **options: Any) -> JobSpec:
 
 def made(rank: Rank, spec: JobSpec) -> nn.Module:
     """Built in the same way as by the loop."""
-    strategy = registry.load("parallel", spec.parallel.strategy)(spec, rank)
+    strategy = registry.load("parallel", spec.parallel.strategy)(spec, Mesh(rank))
     model = build.build_model(spec, VOCAB, strategy.takes_meta)
     build.make_trainable(model)
     build.check_same(model, rank)

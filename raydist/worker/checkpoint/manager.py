@@ -33,6 +33,7 @@ from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.checks.bad_steps import BadStepCheck
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.gradient_noise_scale import GradientNoise
 from raydist.worker.metrics.reporter import Reporter
 from raydist.worker.parameter_table import ParameterTable
@@ -66,7 +67,7 @@ class Progress:
 class CheckpointManager:
     """Saves and restores one attempt. Every rank makes one, and calls `register`, `resume`, `open` and then the others at the same
     steps: they are collectives, unless their docstring says otherwise. `parameters`: a commit without all of them fails. `mesh`:
-    axis -> size; None: all ranks are data parallel. `fingerprint`: the dataset's; `total`: optimizer steps of the whole run.
+    None: all ranks are data parallel. `fingerprint`: the dataset's; `total`: optimizer steps of the whole run.
     """
 
     def __init__(
@@ -84,13 +85,13 @@ class CheckpointManager:
         total: int,
         steps_per_epoch: int,
         parameters: ParameterTable | None = None,
-        mesh: Mapping[str, int] | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self._job, self._spec, self._rank, self._reporter = job, job.spec, rank, reporter
         self._progress, self._state, self._numbers = progress, state, job.spec.numbers(fingerprint)
         self._total, self._steps_per_epoch = total, steps_per_epoch
         self._precision, self._bad_steps, self._noise = precision, bad_steps, noise
-        self._parameters, self._mesh = parameters, mesh
+        self._parameters, self._mesh = parameters, mesh or Mesh(rank)
         self._saving = False
 
     def register(self, name: str, state: ExtraState) -> None:
@@ -123,7 +124,7 @@ class CheckpointManager:
         numbers.check(run.name, manifest, self._numbers, self._total, job.allow_spec_change)
         tensors, rank_tensors, _ = self._state.capture()
         loaded = restore.load(
-            place, manifest, tensors, rank_tensors, group=rank.control, mesh=self._mesh, extra=self._state.extra
+            place, manifest, tensors, rank_tensors, group=rank.control, mesh=self._mesh.sizes, extra=self._state.extra
         )
         own = {name: t for name, t in rank_tensors.items() if loaded.exact or owner(name) is not None}
         self._state.restore(tensors, own, manifest.plain, restored=loaded.extra)
@@ -133,7 +134,7 @@ class CheckpointManager:
             self._noise.load(manifest.plain.get("noise", {}))
         if not loaded.exact:  # another mesh: each rank gets a new stream of random numbers, which no rank has used
             seed, step = self._spec.train.seed, self._progress.step
-            distributed.seed_all(seed, "dropout", rank.rank, rank.world_size, step)
+            distributed.seed_all(seed, "dropout", *self._mesh.stream, self._mesh.data_size, step)
         if self._reporter:
             self._reporter.say(
                 "resumed",
@@ -173,7 +174,7 @@ class CheckpointManager:
             "attempt": job.attempt,
             "spec_hash": spec_hash(job.spec),
             "numbers": self._numbers,
-            "mesh": self._mesh,
+            "mesh": self._mesh.sizes,
             "parameters": self._parameters,
         }
         self._saver = Saver(

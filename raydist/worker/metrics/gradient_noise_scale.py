@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from raydist.data.batches import MASKED, MicroBatch
 from raydist.records import Finding, batch_far_beyond_noise
-from raydist.worker.distributed import Rank
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel._model_graph import each_gradient
+from raydist.worker.parallel._tensor import TensorParallel
 from raydist.worker.step_hooks import Step, StepHook
 
 LEAST = 10
@@ -44,9 +44,10 @@ DECAY = 4
 class Small:
     """The small gradients of one step: `listening` around the first micro-batch, `send` after the last backward, then `sums`."""
 
-    def __init__(self, rank: Rank, module: nn.Module, batch: MicroBatch) -> None:
-        self._rank, self._module, self._batch = rank, module, batch
+    def __init__(self, mesh: Mesh, module: nn.Module, batch: MicroBatch, tensor: TensorParallel | None) -> None:
+        self._mesh, self._module, self._batch, self._tensor = mesh, module, batch, tensor
         self._norms: list[Tensor] = []
+        self._parts: list[Tensor] = []
         self._work: dist.Work | None = None
 
     @contextmanager
@@ -57,6 +58,9 @@ class Small:
 
     def _look(self, name: str, grad: Tensor) -> None:
         # Keep no reference to the gradient: autograd copies a gradient that others refer to, and moves one that it alone holds.
+        if self._tensor is not None and name in self._tensor.partial:
+            self._parts.append(grad.flatten().float().clone())
+            return
         dtype = torch.promote_types(grad.dtype, torch.float32)
         self._norms.append(torch.linalg.vector_norm(grad, dtype=dtype))
 
@@ -64,10 +68,16 @@ class Small:
         """Starts the sum over the ranks. Every rank."""
         tokens = (self._batch.targets != MASKED).sum()
         # No norms if a user's own strategy never makes a parameter whole.
-        norms = self._norms or [torch.zeros((), device=self._rank.device)]
+        norms = self._norms or [torch.zeros((), device=self._mesh.rank.device)]
         square = torch.stack(norms).double().square().sum()
+        if self._tensor is not None and self._parts:
+            whole = torch.cat(self._parts)
+            dist.all_reduce(whole, group=self._tensor.group)
+            square += whole.double().square().sum() if self._mesh.counts else 0.0
+        if not self._mesh.counts:
+            tokens = torch.zeros_like(tokens)
         self._sums = torch.stack([square, tokens.double(), tokens.double().square()])
-        if self._rank.world_size > 1:
+        if self._mesh.rank.world_size > 1:
             self._work = dist.all_reduce(self._sums, async_op=True)
 
     def sums(self) -> tuple[float, float, float]:
@@ -85,9 +95,17 @@ class GradientNoise(StepHook):
     """
 
     def __init__(
-        self, mesh: Mesh, module: nn.Module, loss_factor: float, *, every: int, batch: int, total: int
+        self,
+        mesh: Mesh,
+        module: nn.Module,
+        loss_factor: float,
+        *,
+        every: int,
+        batch: int,
+        total: int,
+        tensor: TensorParallel | None = None,
     ) -> None:
-        self._mesh, self._module, self._loss_factor = mesh, module, loss_factor
+        self._mesh, self._module, self._loss_factor, self._tensor = mesh, module, loss_factor, tensor
         self._every, self._batch, self._total = every, batch, total
         self.average = Average()
         self._small: Small | None = None
@@ -101,7 +119,7 @@ class GradientNoise(StepHook):
     def begin(self, step: Step) -> None:
         """Starts a measurement if one is due. A step with only one gradient has no smaller one, and cannot be measured."""
         measures = step.number % self._every == 0 and self._mesh.data_size * len(step.micro_batches) > 1
-        self._small = Small(self._mesh.rank, self._module, step.micro_batches[0]) if measures else None
+        self._small = Small(self._mesh, self._module, step.micro_batches[0], self._tensor) if measures else None
 
     @contextmanager
     def around_micro_batch(self, step: Step, index: int) -> Iterator[None]:

@@ -19,39 +19,51 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raydist.data.batches import MASKED
+from raydist.worker.parallel._tensor_ops import VocabularyShard, vocabulary_loss, vocabulary_loss_and_gradient
 
 LOGITS = 1 << 28
 """Maximum of logits per chunk: 1 GiB in fp32. Each chunk reads and writes the weight's gradient once, so do not make it small."""
 
 
-def head_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
+def head_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None) -> Tensor:
     """Cross entropy in nats of the logits `x @ weight.T`, summed over the targets that are not MASKED: a scalar in fp32.
 
-    Under autocast the products use its format.
+    Under autocast the products use its format. `shard`: the weight has this rank's part of the vocabulary; every rank of its group
+    gives all of x and the targets, gets the whole loss, and the gradient of x by its own logits.
     """
     device = x_ND.device.type
     narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
     if narrow is torch.float16:  # because of its range, the products must include the loss scale
-        return F.cross_entropy(F.linear(x_ND, weight_VD).float(), targets_N, ignore_index=MASKED, reduction="sum")
+        return _plain_loss(F.linear(x_ND, weight_VD), targets_N, shard)
     if torch.is_grad_enabled():
-        loss: Tensor = _HeadLoss.apply(x_ND, weight_VD, targets_N, narrow)  # type: ignore[no-untyped-call]
+        loss: Tensor = _HeadLoss.apply(x_ND, weight_VD, targets_N, narrow, shard)  # type: ignore[no-untyped-call]
         return loss
     loss = torch.zeros((), device=x_ND.device)
-    for x_CD, targets_C in _chunks(x_ND, weight_VD, targets_N):
-        loss = loss + F.cross_entropy(
-            F.linear(x_CD, weight_VD).float(), targets_C, ignore_index=MASKED, reduction="sum"
-        )
+    for x_CD, targets_C in _chunks(x_ND, weight_VD, targets_N, shard):
+        loss = loss + _plain_loss(F.linear(x_CD, weight_VD), targets_C, shard)
     return loss
 
 
-def _chunks(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Chunks of nearly the same size: a short last chunk would cost a separate product."""
-    count = max(1, -(-x_ND.shape[0] * weight_VD.shape[0] // LOGITS))
+def _plain_loss(logits_CV: Tensor, targets_C: Tensor, shard: VocabularyShard | None) -> Tensor:
+    if shard is not None:
+        return vocabulary_loss(logits_CV, targets_C, shard)
+    return F.cross_entropy(logits_CV.float(), targets_C, ignore_index=MASKED, reduction="sum")
+
+
+def _chunks(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: VocabularyShard | None
+) -> list[tuple[Tensor, Tensor]]:
+    """Chunks of nearly the same size: a short last chunk would cost a separate product. As many on each rank of a group."""
+    columns = weight_VD.shape[0] if shard is None else shard.most
+    count = max(1, -(-x_ND.shape[0] * columns // LOGITS))
     return list(zip(x_ND.chunk(count), targets_N.chunk(count), strict=True))
 
 
-def _loss_and_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+def _loss_and_gradient(logits_CV: Tensor, targets_C: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor]:
     """The summed loss of a chunk, and its gradient with respect to the logits, in their format."""
+    if shard is not None:
+        loss, gradient_CV = vocabulary_loss_and_gradient(logits_CV, targets_C, shard)
+        return loss, gradient_CV.to(logits_CV.dtype)
     logs_CV = F.log_softmax(logits_CV.float(), dim=-1)
     loss = F.nll_loss(logs_CV, targets_C, ignore_index=MASKED, reduction="sum")
     # A comparison instead of a scatter: it is deterministic on every device, and fused if this is compiled.
@@ -64,13 +76,20 @@ class _HeadLoss(torch.autograd.Function):
     """Computes the gradients in the forward pass, while it has the logits of a chunk."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, narrow: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        narrow: torch.dtype,
+        shard: VocabularyShard | None,
+    ) -> Tensor:
         narrow_VD = weight_VD.to(narrow)
         loss = torch.zeros((), device=x_ND.device)
         weight_gradient_VD = None
         gradients = []
-        for x_CD, targets_C in _chunks(x_ND.to(narrow), weight_VD, targets_N):
-            part, gradient_CV = _loss_and_gradient(x_CD @ narrow_VD.t(), targets_C)
+        for x_CD, targets_C in _chunks(x_ND.to(narrow), weight_VD, targets_N, shard):
+            part, gradient_CV = _loss_and_gradient(x_CD @ narrow_VD.t(), targets_C, shard)
             loss = loss + part
             gradients.append(gradient_CV @ narrow_VD)
             one_VD = (gradient_CV.t() @ x_CD).float()
@@ -84,4 +103,4 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         gradient_ND, gradient_VD = ctx.saved_tensors
         x_format, weight_format = ctx.formats
-        return (gradient_ND * above[0]).to(x_format), (gradient_VD * above[0]).to(weight_format), None, None
+        return (gradient_ND * above[0]).to(x_format), (gradient_VD * above[0]).to(weight_format), None, None, None

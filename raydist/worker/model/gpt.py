@@ -12,8 +12,8 @@ H query heads, G key and value heads, K size of a head, F feed-forward width, V 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,18 @@ def check_spec(spec: ModelSpec) -> None:
     if spec.kv_heads and spec.heads % spec.kv_heads:
         raise problem("kv_heads", spec.kv_heads, f"does not divide heads {spec.heads}",
                       near_divisors(spec.heads, spec.kv_heads))  # fmt: skip
+
+
+def check_tensor(spec: ModelSpec, ranks: int) -> None:
+    """Raises SpecValueError if `ranks` tensor parallel ranks cannot share its heads. Called without torch."""
+    kv_heads = spec.kv_heads or spec.heads
+    if kv_heads % ranks:
+        field = "kv_heads" if spec.kv_heads else "heads"
+        raise problem(field, kv_heads, f"cannot be shared by parallel.tensor: {ranks} ranks",
+                      near_divisors(kv_heads, ranks, "parallel.tensor:"))  # fmt: skip
+    hidden = spec.hidden or default_hidden(spec.width)
+    if hidden < ranks:
+        raise problem("hidden", hidden, f"is less than parallel.tensor: {ranks}", "set parallel.tensor lower")
 
 
 def build(spec: ModelSpec, vocab_size: int) -> GPT:
@@ -191,17 +203,15 @@ class Block(nn.Module):
         self.attention = Attention(spec)
         self.mlp_norm = RMSNorm(spec.width)
         self.mlp = SwiGLU(spec.width, spec.hidden or default_hidden(spec.width))
-        self.dropout = spec.dropout
+        self.dropout = nn.Dropout(spec.dropout)
 
     def forward(
         self, x_BTD: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor:
         """x_BTD -> BTD."""
-        x_BTD = x_BTD + self._drop(self.attention(self.attention_norm(x_BTD), cos, sin, mask, cache))
-        return x_BTD + self._drop(self.mlp(self.mlp_norm(x_BTD)))
-
-    def _drop(self, x_BTD: Tensor) -> Tensor:
-        return F.dropout(x_BTD, self.dropout) if self.training and self.dropout else x_BTD
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), cos, sin, mask, cache))
+        out: Tensor = x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
+        return out
 
 
 class Head(nn.Linear):
@@ -220,11 +230,23 @@ class GPT(nn.Module):
     cos: Tensor
     sin: Tensor
     gives_loss = True
+    tensor_rules: ClassVar[Mapping[str, str]] = {
+        "embedding": "vocabulary",
+        "head": "vocabulary",
+        "blocks.*.attention": "gather",
+        "blocks.*.attention.[qkv]": "column",
+        "blocks.*.attention.out": "row",
+        "blocks.*.mlp": "gather",
+        "blocks.*.mlp.gate": "column",
+        "blocks.*.mlp.up": "column",
+        "blocks.*.mlp.down": "row",
+    }
 
     def __init__(self, spec: ModelSpec, vocab_size: int) -> None:
         super().__init__()
         self.spec, self.vocab_size = spec, vocab_size
         self.embedding = nn.Embedding(vocab_size, spec.width)
+        self.dropout = nn.Dropout(spec.dropout)
         self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
         self.norm = RMSNorm(spec.width)
         self.head = Head(spec.width, vocab_size, bias=False)
@@ -282,8 +304,7 @@ class GPT(nn.Module):
             cos, sin = self.cos[positions_BT, None], self.sin[positions_BT, None]
             mask = ((run_BT[:, :, None] == run_BT[:, None, :]).tril())[:, None]
         x_BTD = self.embedding(tokens_BT).float()  # the stream stays fp32, even if FSDP gathers weights in bf16
-        if self.training and self.spec.dropout:
-            x_BTD = F.dropout(x_BTD, self.spec.dropout)
+        x_BTD = self.dropout(x_BTD)
         for i, block in enumerate(self.blocks):
             x_BTD = block(x_BTD, cos, sin, mask, caches[i] if caches else None)
         out: Tensor = self.head(self.norm(x_BTD), targets)

@@ -2,11 +2,11 @@
 
 A strategy's file (or the user's `package.module:attribute`) has a class `Strategy`. The loop calls it in this order:
 
-    strategy = Strategy(spec, rank)
+    strategy = Strategy(spec, mesh)
     module = strategy.wrap(model, example)         # every rank, once; checks the graph; does not change weights
     optimizer = optim.build(strategy.shards(), ...)
     with strategy.accumulate(last=True): ...       # around each micro-batch's forward and backward
-    norm = strategy.grad_norm()                    # after the last backward: the global norm, the same on every rank
+    strategy.finish_grads()                        # after the last backward: every shard has its gradient
     strategy.scale_grads(factor)
     optimizer.step()
     strategy.zero_grad()
@@ -22,8 +22,11 @@ At the top level of the file, without torch (raydist/registry.py, `described`), 
 (raydist/extension_plans.py) for `raydist plan`; `Options`, a pydantic model of `parallel.options`; `check_spec(spec: JobSpec)`,
 which raises `raydist.spec.parts.problem(...)`; and `VARIANTS`, name -> fields of `parallel`, for more runs of tests/contracts.
 
-The loop divides by the tokens of the global batch, so reduced gradients must be sums over the ranks, never means. A strategy whose
-reduction averages sets `loss_factor`.
+A strategy splits along the data axis of the mesh only: it uses `mesh.data_rank`, `mesh.data_size`, `mesh.group("data")` and
+`mesh.data_mesh`, never the world's. What a rank has of the model may itself be a part, of tensor parallel layers.
+
+The loop divides by the tokens of the global batch, so reduced gradients must be sums over the replicas, never means. A strategy
+whose reduction averages sets `loss_factor`. The loop computes the norm of the whole gradient from the shards.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from raydist.data.batches import MicroBatch
 from raydist.spec import JobSpec
-from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 
 
 class Example(Protocol):
@@ -96,7 +99,7 @@ def run_passes(strategy: ParallelStrategy, micro_batches: Sequence[MicroBatch], 
 class ParamShard:
     """The part of one parameter that this rank's optimizer updates: the whole parameter, or some of its rows.
 
-    `local`: a plain parameter that shares the memory of the model's parameter; it has a gradient after `grad_norm`.
+    `local`: a plain parameter that shares the memory of the model's parameter; it has a gradient after `finish_grads`.
     `like`: for rows, a DTensor of the whole parameter, whose placements say which rank has which rows; None if `local` is whole.
     """
 
@@ -128,13 +131,13 @@ class ParallelStrategy(Protocol):
     """Whether `wrap` takes a model without weights, on the meta device, if its `build` has `takes_meta`: see worker/model."""
 
     loss_factor: float
-    """The factor of each rank's loss before backward: the world size if the reduction averages, else 1."""
+    """The factor of each rank's loss before backward: the number of replicas if the reduction averages, else 1."""
 
     on_final: Callable[[Sequence[torch.Tensor]], None] | None
     """If set, called in the backward of the last micro-batch with those `local`s whose gradient is final except for scaling, on
-    the stream that computes it. A strategy may report only some of them, or none, before `grad_norm`."""
+    the stream that computes it. A strategy may report only some of them, or none, before `finish_grads`."""
 
-    def __init__(self, spec: JobSpec, rank: Rank) -> None: ...
+    def __init__(self, spec: JobSpec, mesh: Mesh) -> None: ...
 
     def wrap(self, model: nn.Module, example: Example) -> nn.Module:
         """Moves the model to its device and distributes it. Raises GraphMismatch, which names parameters and ranks."""
@@ -148,8 +151,8 @@ class ParallelStrategy(Protocol):
         """A context around one micro-batch. In the `last` one of a step the gradients are reduced over all ranks, if not before."""
         ...
 
-    def grad_norm(self) -> torch.Tensor:
-        """The L2 norm of the whole gradient, a scalar, the same on every rank. After it every shard has its gradient."""
+    def finish_grads(self) -> None:
+        """Called after the last backward of a step. After it every shard has its gradient, summed over the replicas."""
         ...
 
     def scale_grads(self, factor: float) -> None:

@@ -21,10 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from raydist.errors import UserError
 from raydist.spec import JobSpec
-from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import Example, ParamShard
 from raydist.worker.parallel import _gloo_p2p as gloo_p2p
-from raydist.worker.parallel._grad_norm import grad_norm
 from raydist.worker.parallel._model_graph import blocks_of, check_graph, initialise, refuse_scalars, tied_across, weakly
 from raydist.worker.precision import DTYPES
 
@@ -35,34 +34,34 @@ class FullyShardedStrategy(ABC):
     module: nn.Module
     on_final: Callable[[Sequence[torch.Tensor]], None] | None = None
 
-    def __init__(self, spec: JobSpec, rank: Rank) -> None:
-        self._spec, self._rank = spec, rank
-        self.loss_factor = float(rank.world_size)  # FSDP's reduction averages
-        self.takes_meta = rank.world_size > 1
+    def __init__(self, spec: JobSpec, mesh: Mesh) -> None:
+        self._spec, self._mesh, self._rank = spec, mesh, mesh.rank
+        self.loss_factor = float(mesh.data_size)  # FSDP's reduction averages
+        self.takes_meta = mesh.data_size > 1
 
     @abstractmethod
-    def mesh(self) -> DeviceMesh:
-        """All ranks; along the last dimension are the ranks that share one copy of the state."""
+    def devices(self) -> DeviceMesh:
+        """The ranks of the data axis; along the last dimension are the ranks that share one copy of the state."""
 
     def wrap(self, model: nn.Module, example: Example) -> nn.Module:
         """See `ParallelStrategy.wrap`. Runs `example` twice, sharded. The model's parameters move to the device block by block."""
         names = [n for n, p in model.named_parameters() if p.requires_grad]
         refuse_scalars(model)
-        if self._rank.world_size > 1 and (tied := tied_across(model)):  # each block would get its own copy
+        if self._mesh.data_size > 1 and (tied := tied_across(model)):  # each block would get its own copy
             shown = "; ".join(" = ".join(same) for same in tied.values())
             raise UserError(
                 f"{shown}: one parameter in several blocks, or in a block and outside",
                 "use parallel.strategy: zero2, zero1 or ddp, which keep it as one; zero3 and hsdp split block by block",
             )
         self.module = model
-        if self._rank.world_size == 1:
+        if self._mesh.data_size == 1:
             model.to(self._rank.device)
         else:
             self._fully_shard(model)
         buffers = {name: b.clone() for name, b in model.named_buffers()}
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(False)  # ranks with different graphs would wait for each other
-        check_graph(model, lambda: example(model), self._rank)
+        check_graph(model, lambda: example(model), self._mesh)
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(True)
             example(model).backward()  # type: ignore[no-untyped-call]  # reduces the unsharded gradients that the check left, too
@@ -92,14 +91,14 @@ class FullyShardedStrategy(ABC):
             reduce_dtype=DTYPES[precision.reduce],
             cast_forward_inputs=False,
         )
-        self._mesh = self.mesh()
+        self._devices = self.devices()
         named = dict(blocks_of(model))
         blocks = list(named.values())
         keep = {"auto": blocks[-1:], True: [], False: blocks}[parallel.reshard_after_forward]
 
         def split(module: nn.Module, stays: bool) -> None:
             fully_shard(
-                module, mesh=self._mesh, reshard_after_forward=not stays, mp_policy=policy, offload_policy=offload
+                module, mesh=self._devices, reshard_after_forward=not stays, mp_policy=policy, offload_policy=offload
             )
 
         for name in _initialised_blocks(model, named):
@@ -113,7 +112,7 @@ class FullyShardedStrategy(ABC):
 
     def _use_direct_collectives(self, model: nn.Module) -> None:
         """Replaces torch's collectives in FSDP2, on gloo, with direct ones from rank to rank."""
-        if not gloo_p2p.direct(self._mesh.get_group(self._mesh.ndim - 1)):
+        if not gloo_p2p.direct(self._devices.get_group(self._devices.ndim - 1)):
             return
         reduce_scatter, all_gather = gloo_p2p.DirectReduceScatter(), gloo_p2p.DirectAllGather()
         for module in model.modules():
@@ -143,12 +142,10 @@ class FullyShardedStrategy(ABC):
         local.grad = grad.to_local() if isinstance(grad, DTensor) else grad
         return local
 
-    def grad_norm(self) -> torch.Tensor:
-        """See `ParallelStrategy.grad_norm`: squares of shards are summed over the ranks that share a copy."""
+    def finish_grads(self) -> None:
+        """See `ParallelStrategy.finish_grads`: gives each shard the gradient of its parameter."""
         for name, p in self._parameters.items():
             self._with_gradient(name, p)
-        copy = self._mesh.get_group(self._mesh.ndim - 1) if isinstance(self.module, FSDPModule) else None
-        return grad_norm(((s.local.grad, 1) for s in self._shards.values()), copy, self._rank.device)
 
     def scale_grads(self, factor: float) -> None:
         """See `ParallelStrategy.scale_grads`."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from raydist.errors import GraphMismatch, UserError
 from raydist.worker.comm.json_gather import gather_json
-from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 
 
 def plain_name(name: str) -> str:
@@ -148,16 +148,16 @@ def watch_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         yield seen
 
 
-def check_graph(model: nn.Module, loss: Callable[[], Tensor], rank: Rank) -> None:
+def check_graph(model: nn.Module, loss: Callable[[], Tensor], mesh: Mesh) -> None:
     """One backward on each rank by itself: every parameter must get a gradient, and all ranks must have the same parameters.
 
     Otherwise training would wait forever for a missing gradient or for another rank. Raises GraphMismatch on every rank. `loss`
-    must not reduce anything over the ranks. The caller drops the gradients.
+    must not reduce anything over the replicas. The caller drops the gradients.
     """
     named = [(plain_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
     signature = [f"{n}{list(p.shape)}:{str(p.dtype).removeprefix('torch.')}" for n, p in named]
     remedy = "build the same model on every rank: nothing in it may depend on the rank, the host or the time"
-    _same_on_all_ranks(signature, rank, "has other parameters", remedy)
+    _same_on_all_ranks(signature, mesh, "has other parameters", remedy)
     was_training = model.training
     model.train()
     with watch_gradients(model) as seen:
@@ -169,7 +169,7 @@ def check_graph(model: nn.Module, loss: Callable[[], Tensor], rank: Rank) -> Non
     reached = {aliases.get(n, n) for n in seen}
     without = [n for n, _ in named if n not in reached]
     remedy = "forward must take the same path through the model on every rank"
-    _same_on_all_ranks(without, rank, "uses other parameters in its loss", remedy)
+    _same_on_all_ranks(without, mesh, "uses other parameters in its loss", remedy)
     if without:
         raise GraphMismatch(
             f"these parameters take no part in the loss: {some(without)}",
@@ -177,13 +177,16 @@ def check_graph(model: nn.Module, loss: Callable[[], Tensor], rank: Rank) -> Non
         )
 
 
-def _same_on_all_ranks(mine: list[str], rank: Rank, fault: str, remedy: str) -> None:
-    """Raises GraphMismatch, on every rank, if a rank's names are not those of rank 0."""
-    every = gather_json(mine, rank.control)
+def _same_on_all_ranks(mine: list[str], mesh: Mesh, fault: str, remedy: str) -> None:
+    """Raises GraphMismatch, on every rank, if a rank's names are not those of the first rank with the same part of the model."""
+    first: dict[tuple[int, int], int] = {}
+    every = gather_json(mine, mesh.rank.control)
     for other, theirs in enumerate(every):
-        if theirs != every[0]:
-            names = some(sorted(set(theirs) ^ set(every[0])))
-            raise GraphMismatch(f"rank {other} {fault} than rank 0: {names}", remedy)
+        pipeline, _, _, tensor = mesh.coordinate(other)
+        like = first.setdefault((pipeline, tensor), other)
+        if theirs != every[like]:
+            names = some(sorted(set(theirs) ^ set(every[like])))
+            raise GraphMismatch(f"rank {other} {fault} than rank {like}: {names}", remedy)
 
 
 def some(names: Sequence[str], most: int = 8) -> str:

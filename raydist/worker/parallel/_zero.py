@@ -20,15 +20,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Rows
 
 from raydist.spec import JobSpec
-from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import Example, ParamShard
 from raydist.worker.parallel import _gloo_p2p as gloo_p2p
-from raydist.worker.parallel._grad_norm import grad_norm
 from raydist.worker.parallel._model_graph import blocks_of, check_graph, refuse_scalars, tied_across, weakly
 from raydist.worker.precision import DTYPES
 
@@ -126,8 +124,8 @@ class ZeroStrategy:
     reduce_each: bool
     """Whether gradients are reduced to this rank's rows in every micro-batch (ZeRO-2), or stay whole until the last (ZeRO-1)."""
 
-    def __init__(self, spec: JobSpec, rank: Rank) -> None:
-        self._spec, self._rank = spec, rank
+    def __init__(self, spec: JobSpec, mesh: Mesh) -> None:
+        self._spec, self._mesh, self._rank = spec, mesh, mesh.rank
         self.loss_factor = 1.0
 
     def wrap(self, model: nn.Module, example: Example) -> nn.Module:
@@ -135,14 +133,14 @@ class ZeroStrategy:
         refuse_scalars(model)
         model.to(self._rank.device)
         buffers = {name: b.clone() for name, b in model.named_buffers()}
-        check_graph(model, lambda: example(model), self._rank)
+        check_graph(model, lambda: example(model), self._mesh)
         for name, b in model.named_buffers():
             b.copy_(buffers[name])
         self.module = model
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._units: list[Unit] = []
         self._last = True
-        if self._rank.world_size == 1:
+        if self._mesh.data_size == 1:
             self._shards = {n: ParamShard(p) for n, p in self._parameters.items()}
         else:
             self._split(model)
@@ -150,7 +148,7 @@ class ZeroStrategy:
         return model
 
     def _split(self, model: nn.Module) -> None:
-        world, device = self._rank.world_size, self._rank.device
+        world, device = self._mesh.data_size, self._rank.device
         shared = tied_across(model)  # they are in the first unit, with the parameters outside of blocks
         names = {id(p): n for n, p in self._parameters.items()}
         modules: list[nn.Module] = [model]
@@ -165,12 +163,12 @@ class ZeroStrategy:
         for module, parameters in zip(modules, members, strict=True):
             if not parameters:
                 continue
-            unit = Unit(parameters, self._rank.rank, world)
+            unit = Unit(parameters, self._mesh.data_rank, world)
             module.register_forward_pre_hook(partial(self._before_forward, unit))
             for p in parameters.values():
                 p.register_post_accumulate_grad_hook(weakly(self._has_gradient, len(self._units)))  # type: ignore[no-untyped-call]
             self._units.append(unit)
-        mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+        mesh = self._mesh.data_mesh((world,), ("shard",))
         local = {n: own for unit in self._units for n, own in zip(unit.names, unit.own, strict=True)}
         self._shards = {
             n: ParamShard(
@@ -241,16 +239,15 @@ class ZeroStrategy:
         ):
             part = part[: own.numel()].view(own.shape)
             if not self.reduce_each:  # the sum replaces this rank's rows of the whole gradient
-                part = _rows(_gradient(p), self._rank.rank, unit.world).copy_(part)
+                part = _rows(_gradient(p), self._mesh.data_rank, unit.world).copy_(part)
             self._shards[name].local.grad = part
         if slot.last and self.on_final is not None:
             self.on_final([self._shards[name].local for name in unit.names])
 
-    def grad_norm(self) -> Tensor:
-        """See `ParallelStrategy.grad_norm`: squares of rows are summed over all ranks."""
+    def finish_grads(self) -> None:
+        """See `ParallelStrategy.finish_grads`: takes the last sums."""
         for slot in self._reducing if self._units else []:
             self._take_sum(slot)
-        return grad_norm(((grad, 1) for grad in self._grads()), self._group if self._units else None, self._rank.device)
 
     def scale_grads(self, factor: float) -> None:
         """See `ParallelStrategy.scale_grads`."""

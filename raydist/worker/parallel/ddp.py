@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raydist.extension_plans import StrategyPlan
 from raydist.spec import JobSpec
-from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import Example, ParamShard
-from raydist.worker.parallel._grad_norm import grad_norm
 from raydist.worker.parallel._model_graph import check_graph
 from raydist.worker.precision import DTYPES
 
@@ -40,19 +39,19 @@ class Strategy:
     takes_meta = False
     on_final: Callable[[Sequence[torch.Tensor]], None] | None = None
 
-    def __init__(self, spec: JobSpec, rank: Rank) -> None:
-        self._spec, self._rank = spec, rank
-        self.loss_factor = float(rank.world_size)  # DDP's all-reduce averages
+    def __init__(self, spec: JobSpec, mesh: Mesh) -> None:
+        self._spec, self._mesh, self._rank = spec, mesh, mesh.rank
+        self.loss_factor = float(mesh.data_size)  # DDP's all-reduce averages
 
     def wrap(self, model: nn.Module, example: Example) -> nn.Module:
         """See `ParallelStrategy.wrap`. Runs `example` twice: for the graph check, and for DDP's buckets."""
         model.to(self._rank.device)
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         buffers = {name: b.clone() for name, b in model.named_buffers()}
-        check_graph(model, lambda: example(model), self._rank)
+        check_graph(model, lambda: example(model), self._mesh)
         self.zero_grad()
         self.module = model
-        if self._rank.world_size > 1:
+        if self._mesh.data_size > 1:
             persistent = model.state_dict().keys() - {n for n, _ in model.named_parameters(remove_duplicate=False)}
             # Buffers that are not persistent (rotary tables) are the same on all ranks; running statistics are not.
             sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: bool(persistent)}
@@ -60,6 +59,7 @@ class Strategy:
             ddp = DistributedDataParallel(
                 model,
                 device_ids=[self._rank.device.index] if self._rank.device.type == "cuda" else None,
+                process_group=self._mesh.group("data"),
                 **sync_buffers,
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=None if bucket_mb == "auto" else bucket_mb,
@@ -89,7 +89,7 @@ class Strategy:
         hook, so that fp16 does not overflow in the sum.
         """
         grads, parameters, dtype = bucket.buffer(), bucket.parameters(), DTYPES[self._spec.precision.reduce]
-        grads.mul_(1 / self._rank.world_size)
+        grads.mul_(1 / self._mesh.data_size)
         sent = grads.to(dtype)
 
         def reduced(done: torch.futures.Future[Any]) -> torch.Tensor:
@@ -99,7 +99,7 @@ class Strategy:
                 self.on_final(parameters)
             return grads
 
-        work = dist.all_reduce(sent, async_op=True)
+        work = dist.all_reduce(sent, group=self._mesh.group("data"), async_op=True)
         assert work is not None
         return work.get_future().then(reduced)
 
@@ -109,13 +109,12 @@ class Strategy:
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """See `ParallelStrategy.accumulate`: gradients are summed over the ranks in the last micro-batch only."""
-        if last or self._rank.world_size == 1:
+        if last or self._mesh.data_size == 1:
             return nullcontext()
         return self._ddp.no_sync()
 
-    def grad_norm(self) -> torch.Tensor:
-        """See `ParallelStrategy.grad_norm`: every rank holds the whole gradient, so nothing is sent."""
-        return grad_norm(((grad, 1) for grad in self._grads()), None, self._rank.device)
+    def finish_grads(self) -> None:
+        """See `ParallelStrategy.finish_grads`: DDP's last backward has summed them."""
 
     def scale_grads(self, factor: float) -> None:
         """See `ParallelStrategy.scale_grads`."""
@@ -131,7 +130,7 @@ class Strategy:
 
     def messages(self) -> list[tuple[str, int, str]]:
         """For traces: the buckets, in the order in which backward sends them."""
-        if self._rank.world_size == 1:
+        if self._mesh.data_size == 1:
             return []
         names = list(self._parameters)
         log = self._ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]

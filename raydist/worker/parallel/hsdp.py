@@ -12,7 +12,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from raydist.errors import UserError
 from raydist.extension_plans import StrategyPlan
@@ -31,32 +31,32 @@ VARIANTS = {"in pairs": {"shard": 2}}
 
 def check_spec(spec: JobSpec) -> None:
     """Raises SpecValueError if `parallel.shard` does not divide the number of workers."""
-    shard, workers = spec.parallel.shard, spec.cluster.workers
+    shard, workers, replica = spec.parallel.shard, spec.cluster.workers, spec.parallel.replica
     if shard is not None and spec.cluster.least < spec.cluster.most:
         raise problem("cluster.workers", workers, f"may be a number that {shard} does not divide",
                       "set a fixed number of workers, or leave out parallel.shard")  # fmt: skip
-    if shard is not None and spec.cluster.most % shard:
-        raise problem("parallel.shard", shard, f"does not divide the {workers} workers",
-                      near_divisors(spec.cluster.most, shard))  # fmt: skip
+    if shard is not None and spec.cluster.most // replica % shard:
+        what = "workers" if replica == 1 else f"workers / {replica} of a replica"
+        raise problem("parallel.shard", shard, f"does not divide the {workers} {what}",
+                      near_divisors(spec.cluster.most // replica, shard))  # fmt: skip
 
 
 class Strategy(FullyShardedStrategy):
     """`parallel.shard` consecutive ranks hold one copy together. On one rank, the model is not wrapped."""
 
-    def mesh(self) -> DeviceMesh:
+    def devices(self) -> DeviceMesh:
         """(copies, ranks per copy). Raises UserError if the group size does not divide the number of ranks."""
-        world = self._rank.world_size
+        world = self._mesh.data_size
         shard = self._spec.parallel.shard or self._shard_of_nodes()
         if world % shard:
             raise UserError(
-                f"parallel.shard: {shard} does not divide the {world} workers",
+                f"parallel.shard: {shard} does not divide the {world} replicas of the model",
                 "set it to a divisor, such as the GPUs of a node",
             )
-        names = ("replicate", "shard")
-        return init_device_mesh(self._rank.device.type, (world // shard, shard), mesh_dim_names=names)
+        return self._mesh.data_mesh((world // shard, shard), ("replicate", "shard"))
 
     def _shard_of_nodes(self) -> int:
-        """The largest group size with no group across nodes: the greatest common divisor of the numbers of ranks per node.
+        """The largest group size with no group across nodes: the greatest common divisor of the numbers of replicas per node.
 
         All ranks get the same number. Nodes may differ in size, and ranks that built different meshes would wait for each other.
         """
@@ -64,4 +64,7 @@ class Strategy(FullyShardedStrategy):
         local = torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", world))])
         sizes = torch.empty(world, dtype=local.dtype)
         dist.all_gather_into_tensor(sizes, local, group=self._rank.control)
-        return math.gcd(*sizes.tolist())
+        shared = math.gcd(*sizes.tolist()) // self._mesh.replica_size
+        return math.gcd(
+            max(shared, 1), self._mesh.data_size
+        )  # with one replica on several nodes there are no groups within one

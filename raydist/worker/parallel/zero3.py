@@ -5,7 +5,7 @@ Runs in: each train worker. Torch, never ray.
 
 from __future__ import annotations
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from raydist.extension_plans import StrategyPlan
 from raydist.worker.parallel._fsdp import FullyShardedStrategy
@@ -21,6 +21,6 @@ VARIANTS = {
 class Strategy(FullyShardedStrategy):
     """Each rank holds its rows of every parameter. On one rank, the model is not wrapped."""
 
-    def mesh(self) -> DeviceMesh:
-        """One dimension with all ranks."""
-        return init_device_mesh(self._rank.device.type, (self._rank.world_size,), mesh_dim_names=("shard",))
+    def devices(self) -> DeviceMesh:
+        """One dimension with all of them."""
+        return self._mesh.data_mesh((self._mesh.data_size,), ("shard",))

@@ -66,7 +66,7 @@ class Checked:
         self.check = check
         self.step = TrainStep(
             Mesh(rank), trainer.strategy, trainer.optimizer, trainer.precision,
-            full_tokens=6 * CONTEXT, clip=0.5, hooks=[check],
+            parameters=trainer.parameters, full_tokens=6 * CONTEXT, clip=0.5, hooks=[check],
         )  # fmt: skip
 
     def run(self, number: int) -> float:
@@ -159,7 +159,7 @@ def poisoned(rank: Rank) -> list[dict[str, Any]]:
         from raydist.worker.step import loss_sum
 
         loss_sum(trainer.strategy.module, batches[0]).backward()  # type: ignore[no-untyped-call]
-    trainer.strategy.grad_norm()
+    trainer.strategy.finish_grads()
     made.check.gradients_ready(Step(1, []))
     return made.told()
 

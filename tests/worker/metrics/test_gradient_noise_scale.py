@@ -53,8 +53,8 @@ class Measured:
         )
         self.noise.average = self.kept = Kept()
         self.step = TrainStep(
-            Mesh(rank), made.strategy, made.optimizer, made.precision, full_tokens=full, clip=spec.optim.clip,
-            hooks=[self.noise] if measures else [],
+            Mesh(rank), made.strategy, made.optimizer, made.precision, parameters=made.parameters, full_tokens=full,
+            clip=spec.optim.clip, hooks=[self.noise] if measures else [],
         )  # fmt: skip
 
     def run(self, number: int, batches: list[MicroBatch], count: int, lr: float = 1e-2) -> StepReport:

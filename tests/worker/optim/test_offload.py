@@ -30,6 +30,7 @@ from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.save import Saver
 from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 from raydist.worker.optim import optimizers
 from raydist.worker.optim.offload import adamw, swap_space, swapfile
 from raydist.worker.optim.offload.adamw import OffloadedAdamW, build
@@ -471,7 +472,7 @@ def sharded(rank: Rank, strategy: str, folder: str) -> tuple[bool, int]:
                     "offload": {"optimizer": mode, "path": folder, "chunk_mb": 0.008},
                 }
             )
-            split: ParallelStrategy = registry.load("parallel", strategy)(spec, rank)
+            split: ParallelStrategy = registry.load("parallel", strategy)(spec, Mesh(rank))
             split.wrap(model, lambda module: module(torch.ones(1, 5)).sum())
             if mode == "none":
                 optimizer: Any = optimizers.build(split.shards(), spec.optim, CPU)
@@ -483,7 +484,7 @@ def sharded(rank: Rank, strategy: str, folder: str) -> tuple[bool, int]:
             data = torch.randn(4, 5, generator=torch.Generator().manual_seed(number * 2 + rank.rank))
             with split.accumulate(last=True):
                 split.module(data).square().sum().backward()
-            split.grad_norm()
+            split.finish_grads()
             optimizer.step()
             split.zero_grad()
             split.updated()

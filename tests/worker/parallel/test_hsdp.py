@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 from raydist.worker.parallel.hsdp import Strategy
 from tests.training import job
 
@@ -16,7 +17,7 @@ def mesh_of(rank: Rank, sizes: list[int]) -> list[list[int]]:
     """The mesh that this rank builds, on a node of `sizes[rank]` ranks."""
     os.environ["LOCAL_WORLD_SIZE"] = str(sizes[rank.rank])
     try:
-        return Strategy(job("hsdp"), rank).mesh().mesh.tolist()
+        return Strategy(job("hsdp"), Mesh(rank)).devices().mesh.tolist()
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
 

@@ -18,6 +18,7 @@ from raydist.spec import JobSpec
 from raydist.worker import model_transforms
 from raydist.worker.comm.buckets.model import AlphaBeta, Arrival, fit
 from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.device_clock import Marks
 from raydist.worker.parallel import Example
 from raydist.worker.parallel.ddp import Strategy
@@ -81,7 +82,7 @@ def passes(
     loop seeds before it builds its model, and again before the first step.
     """
     parallel = spec.parallel.model_copy(update={"bucket_mb": bucket_mb})
-    strategy = Strategy(spec.model_copy(update={"parallel": parallel}), rank)
+    strategy = Strategy(spec.model_copy(update={"parallel": parallel}), Mesh(rank))
     model = build()
     strategy.wrap(model, example)
     model_transforms.prepare(model, spec.train)

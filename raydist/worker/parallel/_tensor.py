@@ -1,0 +1,273 @@
+"""Tensor parallel: the ranks of a group hold parts of a layer's weights and compute parts of its output, for the same samples.
+
+Runs in: each train worker. Torch, never ray.
+
+    tokens of this rank --gather--> all tokens, own columns --own rows--> partial sums --sum--> tokens of this rank
+                        attention, mlp (column)                 (row)
+
+Between these layers each rank has its part of the tokens (sequence parallel), so norms, dropout and the residual stream are split,
+too. A vocabulary is split over embedding, head and loss: no rank has all logits.
+
+What is split, and where, is written in the model: `tensor_rules`, the name of a module (with `*`) -> one of
+
+    gather       its first argument is gathered: the whole sequence enters
+    column       a Linear with its own rows of the weight, so its own columns of the output; biases too
+    row          a Linear with its own columns of the weight, for the output of a column layer; the outputs are summed
+    vocabulary   an Embedding or a Linear with its own part of the vocabulary: the first and the last layer
+
+All other parameters are whole on every rank, and each rank's gradient of them is a part of the sum: of its tokens, or its heads.
+`sum_gradients` adds these up, in one all-reduce. The strategy splits what a rank has along `data`, and knows nothing
+of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as TensorShard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from raydist.errors import UserError
+from raydist.worker.mesh import Mesh
+from raydist.worker.model._chunked_cross_entropy import head_loss
+from raydist.worker.parallel import ParamShard
+from raydist.worker.parallel._model_graph import plain_name
+from raydist.worker.parallel._tensor_ops import (
+    VocabularyShard,
+    dropout_sequence,
+    gather_sequence,
+    gather_vocabulary,
+    sum_sequence,
+    vocabulary_loss,
+)
+
+KINDS = ("gather", "column", "row", "vocabulary")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a parameter is split: along dimension `dim` of its whole `shape`, in parts as those of torch.chunk."""
+
+    dim: int
+    shape: torch.Size
+
+    def sizes(self, ranks: int) -> list[int]:
+        """How much of the dimension each rank has."""
+        each = -(-self.shape[self.dim] // ranks)
+        return [max(min(each, self.shape[self.dim] - rank * each), 0) for rank in range(ranks)]
+
+
+class TensorParallel:
+    """The layers of one model, split over the tensor group of `mesh`. Every rank has one.
+
+    `partial`: names of the parameters that are whole on every rank, once `shards` was called. A rank's gradient of these is a part
+    of the sum, until `sum_gradients`.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        group = mesh.group("tensor")
+        assert group is not None, "a group of several ranks"
+        self.group, self._mesh = group, mesh
+        self._rank, self._size = mesh.tensor_rank, mesh.tensor
+        self._cuts: dict[str, Cut] = {}
+        self._shards: dict[str, ParamShard] = {}
+        self.partial: frozenset[str] = frozenset()
+
+    def split(self, model: nn.Module) -> None:
+        """Splits the weights, and lets the layers send. Before `strategy.wrap`. Sends nothing.
+
+        A model on the meta device is split while it is initialised: each weight is drawn whole and then cut, so that the first
+        values are those of one process. Raises UserError if the model has no rules, or rules that do not fit it.
+        """
+        kinds = _kinds(model)
+        names = {id(p): plain_name(n) for n, p in model.named_parameters()}
+        for module, kind in kinds.items():
+            for key, p in module.named_parameters(recurse=False) if kind != "gather" else ():
+                if kind == "row" and key != "weight":
+                    continue
+                self._add(names[id(p)], Cut(1 if kind == "row" else 0, p.shape), p.requires_grad)
+        for module, kind in kinds.items():
+            if kind == "vocabulary":
+                self._let_send(module, kind, self._cuts[names[id(module.weight)]])  # type: ignore[arg-type]
+            else:
+                self._let_send(module, kind)
+        inside = {inner for module, kind in kinds.items() if kind == "gather" for inner in module.modules()}
+        for name, module in model.named_modules():
+            if not isinstance(module, nn.Dropout) or not module.p:
+                continue
+            if module in inside:
+                raise UserError(
+                    f"parallel.tensor: {self._size}: {name} would draw other numbers than one process: it is inside a layer whose "
+                    "output is split",
+                    "set its probability to 0, or move it behind the layer",
+                )
+            module.forward = partial(_dropout, module, self._rank, self._size)  # type: ignore[method-assign]
+        if any(p.is_meta for p in model.parameters()):
+            own = model.init_module
+
+            def init_module(name: str, module: nn.Module) -> None:
+                own(name, module)  # type: ignore[operator]
+                self._split_own(name, module)
+
+            model.init_module = init_module  # type: ignore[assignment]
+        else:
+            for name, module in model.named_modules():
+                self._split_own(name, module)
+
+    def _add(self, name: str, cut: Cut, trained: bool) -> None:
+        if self._cuts.setdefault(name, cut) != cut:
+            raise UserError(
+                f"{name}: tensor_rules split it in two ways: it is one parameter of several layers",
+                "give layers with tied weights the same rule",
+            )
+        if not trained:
+            raise UserError(
+                f"{name}: parallel.tensor: {self._size} splits this parameter, which is not trained",
+                "train it, or set parallel.tensor: 1",
+            )
+        if 0 in cut.sizes(self._size):
+            raise UserError(
+                f"{name}: parallel.tensor: {self._size} leaves a rank none of its {cut.shape[cut.dim]} parts",
+                "set parallel.tensor lower",
+            )
+
+    def _split_own(self, name: str, module: nn.Module) -> None:
+        for key, p in module.named_parameters(name, recurse=False):
+            cut = self._cuts.get(plain_name(key))  # a tied weight has its rule under its first name
+            if cut is not None:
+                p.data = torch.split(p.data, cut.sizes(self._size)[0], cut.dim)[self._rank].clone()
+
+    def _let_send(self, module: nn.Module, kind: str, cut: Cut | None = None) -> None:
+        group = self.group
+        if kind == "gather":
+            module.register_forward_pre_hook(lambda _, args: (gather_sequence(args[0], group), *args[1:]))
+        elif kind == "row":
+            module.forward = partial(_row, module, group)  # type: ignore[method-assign]
+        elif cut is not None:
+            sizes = cut.sizes(self._size)
+            shard = VocabularyShard(group, sum(sizes[: self._rank]), max(sizes))
+            forward = _embedding if isinstance(module, nn.Embedding) else partial(_head, sizes)
+            module.forward = partial(forward, module, shard)  # type: ignore[arg-type, method-assign]
+
+    def shards(self, of_strategy: Mapping[str, ParamShard]) -> dict[str, ParamShard]:
+        """The strategy's shards with their places in the whole model. Their `local` are the same objects."""
+        peers = [self._mesh.rank.rank - self._rank + r for r in range(self._size)]
+        meshes: dict[int, DeviceMesh] = {}
+
+        def placed(name: str, shard: ParamShard) -> ParamShard:
+            cut = self._cuts.get(name)
+            if cut is None:
+                return shard
+            of_data = shard.like.device_mesh if shard.like is not None else None
+            if id(of_data) not in meshes:
+                meshes[id(of_data)] = _with_tensor(self._mesh.rank.device.type, of_data, self._rank, peers)
+            placements = (TensorShard(cut.dim), *(shard.like.placements if shard.like is not None else ()))
+            meta = TensorMeta(cut.shape, torch.empty(cut.shape, device="meta").stride(), shard.local.dtype)
+            spec = DTensorSpec(meshes[id(of_data)], placements, tensor_meta=meta)
+            like = DTensor(shard.local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            return ParamShard(shard.local, like)
+
+        self._shards = {name: placed(name, shard) for name, shard in of_strategy.items()}
+        self.partial = frozenset(self._shards.keys() - self._cuts.keys())
+        return self._shards
+
+    def final(self, told: Callable[[Sequence[Tensor]], None]) -> Callable[[Sequence[Tensor]], None]:
+        """For `strategy.on_final`: `told` without the parameters whose gradients are not summed over the tensor group yet."""
+        own = {id(self._shards[name].local) for name in self.partial}
+        return lambda parameters: told([p for p in parameters if id(p) not in own])
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Adds up the ranks' parts of the gradients of `partial`. Once a step, when the strategy has summed them over `data`."""
+        grads = [s.local.grad for name, s in self._shards.items() if name in self.partial]
+        held = [grad for grad in grads if grad is not None and grad.numel()]
+        if not held:
+            return
+        flat = torch.cat([grad.reshape(-1) for grad in held]).to(self._mesh.rank.device)
+        dist.all_reduce(flat, group=self.group)
+        for grad, total in zip(held, flat.split([grad.numel() for grad in held]), strict=True):
+            grad.copy_(total.view_as(grad))
+
+
+def _kinds(model: nn.Module) -> dict[nn.Module, str]:
+    """The modules that `tensor_rules` names, each with its kind. Raises UserError for rules that do not fit the model."""
+    rules: Mapping[str, str] | None = getattr(model, "tensor_rules", None)
+    if not rules:
+        raise UserError(
+            f"parallel.tensor: {type(model).__name__} has no tensor_rules, which say how its layers are split",
+            "add them (docs/reference/models.md), or set parallel.tensor: 1",
+        )
+    found: dict[nn.Module, str] = {}
+    for pattern, kind in rules.items():
+        modules = [(name, module) for name, module in model.named_modules() if fnmatchcase(name, pattern)]
+        if not modules:
+            raise UserError(
+                f"tensor_rules: {pattern}: the model has no such module", "name a module, with * for any text"
+            )
+        for name, module in modules:
+            types = {"gather": nn.Module, "vocabulary": (nn.Embedding, nn.Linear)}.get(kind, nn.Linear)
+            if kind not in KINDS or not isinstance(module, types):  # type: ignore[arg-type]
+                raise UserError(
+                    f"tensor_rules: {pattern}: {kind} does not fit {name}, a {type(module).__name__}",
+                    f"the rules are {', '.join(KINDS)}; see raydist/worker/parallel/_tensor.py",
+                )
+            if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
+                raise UserError(
+                    f"{name}: max_norm, scale_grad_by_freq and sparse need the whole embedding on one rank",
+                    "leave them out, or set parallel.tensor: 1",
+                )
+            found[module] = kind
+    return found
+
+
+def _with_tensor(device: str, of_data: DeviceMesh | None, rank: int, peers: list[int]) -> DeviceMesh:
+    """The mesh of a strategy, and in front of it the dimension `tensor`; without groups, because nothing is sent along it."""
+    if of_data is None:
+        return DeviceMesh(device, peers, mesh_dim_names=("tensor",), _init_backend=False)
+    ranks = torch.stack([of_data.mesh - peers[rank] + peer for peer in peers])
+    names = ("tensor", *(of_data.mesh_dim_names or ()))
+    return DeviceMesh(device, ranks, mesh_dim_names=names, _init_backend=False)
+
+
+def _row(module: nn.Linear, group: dist.ProcessGroup, x_BTF: Tensor) -> Tensor:
+    summed_BSD = sum_sequence(F.linear(x_BTF, module.weight), group)
+    return summed_BSD if module.bias is None else summed_BSD + module.bias
+
+
+def _embedding(module: nn.Embedding, shard: VocabularyShard, tokens_BT: Tensor) -> Tensor:
+    local_BT = tokens_BT - shard.first
+    rows = module.weight.shape[0]
+    here_BT = (local_BT >= 0) & (local_BT < rows)
+    padding = None if module.padding_idx is None else module.padding_idx - shard.first
+    own_BTD = F.embedding(
+        torch.where(here_BT, local_BT, 0),
+        module.weight,
+        padding_idx=padding if padding is not None and 0 <= padding < rows else None,
+    )
+    return sum_sequence(own_BTD * here_BT[..., None], shard.group)
+
+
+def _head(
+    sizes: list[int], module: nn.Linear, shard: VocabularyShard, x_BSD: Tensor, targets_BT: Tensor | None = None
+) -> Tensor:
+    """All logits on every rank; with targets only their loss."""
+    x_BTD = gather_sequence(x_BSD, shard.group)
+    if targets_BT is not None and module.bias is None:
+        return head_loss(x_BTD.flatten(0, 1), module.weight, targets_BT.flatten(), shard)
+    logits_BTV = F.linear(x_BTD, module.weight, module.bias)
+    if targets_BT is not None:
+        return vocabulary_loss(logits_BTV.flatten(0, 1), targets_BT.flatten(), shard)
+    return gather_vocabulary(logits_BTV, sizes, shard.group)
+
+
+def _dropout(module: nn.Dropout, rank: int, size: int, x: Tensor) -> Tensor:
+    return dropout_sequence(x, module.p, rank, size) if module.training else x
