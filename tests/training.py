@@ -52,6 +52,12 @@ def job(strategy: str, model: dict[str, Any] = MODEL, train: Any = {}, **section
     )
 
 
+def mesh_job(strategy: str, tensor: int, model: dict[str, Any], **sections: Any) -> JobSpec:
+    """A job in which `tensor` ranks share each layer."""
+    made = job(strategy, model, **sections)
+    return made.model_copy(update={"parallel": made.parallel.model_copy(update={"tensor": tensor})})
+
+
 def _variants() -> dict[str, dict[str, Any]]:
     """Each strategy by its name, and by "name variant" with the fields from VARIANTS in its file."""
     found: dict[str, dict[str, Any]] = {name: {"strategy": name} for name in registry.names("parallel")}

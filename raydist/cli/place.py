@@ -47,7 +47,7 @@ class Ground:
         count, problem = None, ""
         if known:
             try:
-                count = at_once(self.nodes, {asked(job.cluster, gpus(job), self.nodes) for job in known}, concurrent)
+                count = at_once(self.nodes, {asked(job, gpus(job), self.nodes) for job in known}, concurrent)
             except PreflightError as error:
                 problem = error.message
         return Place(f"{self.name} ({self._has()})", count, problem, gpus)

@@ -28,21 +28,35 @@ class Node:
     draining: bool = False
 
 
-def room(nodes: Iterable[Node], each: Mapping[str, float], ours: Mapping[str, int], avoid: Collection[str] = ()) -> int:
-    """Workers with resources `each` that the nodes have room for, including the ones already there: `ours`, node id -> workers."""
+def room(
+    nodes: Iterable[Node],
+    each: Mapping[str, float],
+    ours: Mapping[str, int],
+    avoid: Collection[str] = (),
+    together: int = 1,
+) -> int:
+    """Workers with resources `each` that the nodes have room for, including the ones already there: `ours`, node id -> workers.
+
+    `together`: see `places`.
+    """
     fits = 0
     for node in nodes:
         if not node.draining and node.id not in avoid:
-            fits += places([node.free], each) + ours.get(node.id, 0)
+            here = places([node.free], each) + ours.get(node.id, 0)
+            fits += here - here % together
     return fits
 
 
-def places(nodes: Iterable[Mapping[str, float]], each: Mapping[str, float]) -> int:
-    """Workers with resources `each` that fit on the nodes. A node: its resources, {"CPU": 8.0, "GPU": 4.0}."""
-    return sum(
-        min((math.floor(node.get(name, 0.0) / count + 1e-9) for name, count in each.items() if count), default=0)
-        for node in nodes
-    )
+def places(nodes: Iterable[Mapping[str, float]], each: Mapping[str, float], together: int = 1) -> int:
+    """Workers with resources `each` that fit on the nodes. A node: its resources, {"CPU": 8.0, "GPU": 4.0}.
+
+    `together`: so many workers must be on one node; only multiples of it count.
+    """
+    fits = 0
+    for node in nodes:
+        here = min((math.floor(node.get(name, 0.0) / count + 1e-9) for name, count in each.items() if count), default=0)
+        fits += here - here % together
+    return fits
 
 
 def amount(resources: Mapping[str, float]) -> str:

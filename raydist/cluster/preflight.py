@@ -89,12 +89,14 @@ def check_resources(spec: JobSpec, resources: Sequence[Mapping[str, float]]) -> 
     total = {k: sum(n.get(k, 0.0) for n in resources) for k in ("CPU", "GPU")}
     gpus = gpus_per_worker(spec, total)
     each = {"CPU": cluster.cpus_per_worker, "GPU": gpus}
-    fits = nodes.places(resources, each)
+    fits = spec.parallel.whole(nodes.places(resources, each, spec.parallel.together))
     if fits >= cluster.least:
         return []
     asked = f"{cluster.least} workers of {nodes.amount(each)}"
     available = f"{len(resources)} node{'s' if len(resources) != 1 else ''} with {nodes.amount(total)} in all"
     remedy = f"set cluster.workers: {fits}" if fits else "reduce the resources per worker in cluster:"
+    if spec.parallel.together > 1:
+        asked += f", {spec.parallel.together} of them on one node (parallel.tensor)"
     return [f"the job asks for {asked}, the cluster has {available}: {fits} would fit; {remedy}, or add nodes"]
 
 

@@ -15,7 +15,7 @@ from raydist.spec.parts import Extension, Part, PartWithNewFields, problem
 class ParallelSpec(PartWithNewFields):
     """How the work is split over the workers."""
 
-    new_fields = ("options", "tensor")
+    new_fields = ("options", "tensor", "tensor_across_nodes")
 
     strategy: Annotated[str, Extension("parallel")] = Field(
         "ddp", description="A built-in strategy, or package.module:attribute of your own."
@@ -28,6 +28,10 @@ class ParallelSpec(PartWithNewFields):
         ge=1,
         description="Ranks that share each layer, and the sequence in between (tensor parallel); the strategy splits over replicas "
         "of that many ranks. Divides the workers, model.context and the model's heads.",
+    )
+    tensor_across_nodes: bool = Field(
+        False,
+        description="Let the ranks that share a layer be on several nodes: each layer then waits for their network.",
     )
     bucket_mb: Annotated[float, Field(gt=0)] | Literal["auto"] | None = Field(
         None,
@@ -48,6 +52,15 @@ class ParallelSpec(PartWithNewFields):
     def replica(self) -> int:
         """Ranks that together hold one replica of the model."""
         return self.tensor
+
+    @property
+    def together(self) -> int:
+        """Consecutive ranks that must be on one node."""
+        return 1 if self.tensor_across_nodes else self.tensor
+
+    def whole(self, workers: int) -> int:
+        """As many of these workers as make whole replicas."""
+        return workers - workers % self.replica
 
 
 class OffloadSpec(Part):

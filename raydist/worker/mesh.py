@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from raydist.errors import UserError
 from raydist.spec import JobSpec
+from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 
 
@@ -47,10 +48,25 @@ class Mesh:
 
     @classmethod
     def of(cls, spec: JobSpec, rank: Rank) -> Mesh:
-        """The mesh of a job, connected. A collective if a replica has several ranks."""
+        """The mesh of a job, connected. A collective if a replica has several ranks. Raises UserError if a tensor group is on
+        several nodes and must not be."""
         made = cls(rank, tensor=spec.parallel.tensor)
+        if spec.parallel.together > 1:
+            made.refuse_split_nodes()
         made.connect()
         return made
+
+    def refuse_split_nodes(self) -> None:
+        """Raises UserError, on every rank, if the ranks of a tensor group are on several nodes. A collective."""
+        nodes = gather_json(self.rank.node_ip, self.rank.control)
+        for first in range(0, len(nodes), self.tensor):
+            on = sorted(set(nodes[first : first + self.tensor]))
+            if len(on) > 1:
+                raise UserError(
+                    f"parallel.tensor: {self.tensor}: ranks {first} to {first + self.tensor - 1} share layers, and are on nodes "
+                    f"{' and '.join(on)}",
+                    f"give each node a multiple of {self.tensor} workers, or set parallel.tensor_across_nodes: true",
+                )
 
     def connect(self) -> None:
         """Creates the groups along the axes. A collective; nothing is done where one rank holds a whole replica."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from raydist import registry
 from raydist.extension_plans import strategy_plan
@@ -20,7 +19,20 @@ from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.save import Saver
 from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.distributed import Rank
-from tests.training import CONTEXT, GROUPED, Trainer, counted, job, mine, run, samples, world_of
+from tests.training import (
+    CONTEXT,
+    GROUPED,
+    MODEL,
+    Trainer,
+    counted,
+    gathered,
+    job,
+    mesh_job,
+    mine,
+    run,
+    samples,
+    world_of,
+)
 
 N, MICRO = 6, 2
 Whole = dict[str, torch.Tensor]
@@ -28,27 +40,28 @@ Whole = dict[str, torch.Tensor]
 
 def step(trainer: Trainer, number: int) -> float:
     """One step on the samples of its number; returns its loss."""
-    batches = mine(trainer.rank, *samples(N, seed=number), MICRO)
+    batches = mine(trainer.rank, *samples(N, seed=number), MICRO, trainer.spec.parallel.tensor)
     return trainer.step(number, batches, counted(batches), 1e-2, want_stop=False).loss
 
 
-def whole(tensors: dict[str, torch.Tensor]) -> Whole:
+def whole(tensors: dict[str, torch.Tensor], rank: Rank) -> Whole:
     """Model and optimizer, entry by entry, gathered from all ranks."""
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in tensors.items()}
+    return {n: gathered(t.detach(), rank) for n, t in tensors.items()}
 
 
 def saved(rank: Rank, spec: JobSpec, folder: str) -> tuple[Whole, float]:
     """Two steps, a checkpoint, a third step: the state in the checkpoint, and the third step's loss."""
     trainer = Trainer(rank, spec, full=N * CONTEXT)
-    state = TrainState(trainer.model, trainer.optimizer, trainer.strategy.shards())
+    state = TrainState(trainer.model, trainer.optimizer, trainer.shards)
     for number in (1, 2):
         step(trainer, number)
     saver = Saver(
         RunDir(folder), rank=rank.rank, world_size=rank.world_size, group=rank.control, asynchronous=True,
         keep=1, attempt=1, spec_hash="", numbers={}, on_event=lambda event: None,
+        mesh=trainer.mesh.sizes, parameters=trainer.parameters,
     )  # fmt: skip
     tensors, rank_tensors, plain = state.capture()
-    expected = whole(tensors)
+    expected = whole(tensors, rank)
     trainer.before_update = saver.before_update
     saver.start(2, tensors, rank_tensors, plain)
     loss = step(trainer, 3)  # during the save: the saved state is the one before it
@@ -63,14 +76,14 @@ def loaded(rank: Rank, specs: list[JobSpec], folder: str) -> list[tuple[Whole, f
     for spec in specs:
         trainer = Trainer(rank, spec, full=N * CONTEXT)
         step(trainer, 99)  # other weights, other moments
-        state = TrainState(trainer.model, trainer.optimizer, trainer.strategy.shards())
+        state = TrainState(trainer.model, trainer.optimizer, trainer.shards)
         manifest = restore.choose(RunDir(folder), rank=rank.rank, world_size=rank.world_size, group=rank.control)
         assert manifest is not None
         tensors, rank_tensors, _ = state.capture()
         restore.load(RunDir(folder), manifest, tensors, rank_tensors, group=rank.control)
         state.restore(tensors, None, manifest.plain)
         trainer.strategy.updated()
-        found.append((whole(state.capture()[0]), step(trainer, 3)))
+        found.append((whole(state.capture()[0], rank), step(trainer, 3)))
     return found
 
 
@@ -104,3 +117,35 @@ def test_every_strategy_goes_on_from_every_other(
                 assert state.keys() == expected.keys()
                 assert all(torch.equal(tensor, state[name]) for name, tensor in expected.items())
                 assert next_loss == pytest.approx(loss, rel=0 if (spec, world) == (job(variant), savers) else 1e-5)
+
+
+MESHES = [
+    ("ddp", 1, 1),
+    ("zero3", 1, 2),
+    ("ddp", 2, 2),
+    ("zero2", 2, 4),
+    ("zero3", 2, 4),
+    ("ddp", 4, 4),
+    ("zero1", 1, 4),
+]
+"""(strategy, tensor parallel ranks, all ranks) that load."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tensor", "world"), [("zero1", 2, 4), ("zero3", 2, 4), ("ddp", 2, 2), ("zero2", 1, 2)]
+)
+def test_every_mesh_goes_on_from_every_other(
+    ranks: Any, tmp_path: Path, strategy: str, tensor: int, world: int
+) -> None:
+    """Tensor parallel or not, with tied embeddings and a vocabulary that no mesh divides: weights and moments bit for bit, the next
+    loss to 1e-5, and to the bit on the mesh that saved."""
+    model = {**MODEL, "heads": 4, "qk_norm": True}
+    expected, loss = run(ranks, saved, world, mesh_job(strategy, tensor, model), str(tmp_path))[0]
+    for size in sorted({ranks_of for *_, ranks_of in MESHES}):
+        specs = [mesh_job(name, cut, model) for name, cut, ranks_of in MESHES if ranks_of == size]
+        for results in run(ranks, loaded, size, specs, str(tmp_path)):
+            for spec, (state, next_loss) in zip(specs, results, strict=True):
+                assert state.keys() == expected.keys()
+                assert all(torch.equal(tensor, state[name]) for name, tensor in expected.items())
+                same = (spec.parallel.strategy, spec.parallel.tensor, size) == (strategy, tensor, world)
+                assert next_loss == pytest.approx(loss, rel=0 if same else 1e-5)

@@ -15,7 +15,7 @@ from raydist.worker.distributed import Rank
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel._tensor import TensorParallel
 from raydist.worker.step import StepReport, evaluate
-from tests.training import CONTEXT, GROUPED, MODEL, VOCAB, Trainer, alone, counted, job, mine, run, samples
+from tests.training import CONTEXT, GROUPED, MODEL, VOCAB, Trainer, alone, counted, job, mesh_job, mine, run, samples
 
 WIDE = {**MODEL, "heads": 4, "width": 32}
 """Heads for up to four ranks; a vocabulary of 13, which no number of ranks divides."""
@@ -54,12 +54,6 @@ def train(rank: Rank, spec: JobSpec) -> Result:
 def reference(model: str, **sections: Any) -> Result:
     """One process, without a strategy."""
     return train(alone(), job("ddp", MODELS[model], **sections))
-
-
-def mesh_job(strategy: str, tensor: int, model: dict[str, Any], **sections: Any) -> JobSpec:
-    """A job on a mesh, under the variant of the strategy that has several copies, if there is one."""
-    made = job(strategy, model, **sections)
-    return made.model_copy(update={"parallel": made.parallel.model_copy(update={"tensor": tensor})})
 
 
 def compare(got: Any, right: Result, gradients: float = 3e-6, norm: float = 1e-6) -> None:

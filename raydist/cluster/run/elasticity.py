@@ -51,6 +51,7 @@ class Elasticity:
         private: bool,
     ) -> None:
         self._cluster, self._policy, self._kind, self._run_name = spec.cluster, spec.recovery, kind, run_name
+        self._parallel = spec.parallel
         self._slot, self._monitor, self._stop_request, self._private = slot, monitor, stop_request, private
         self._group: Group | None = None
         self.workers = 0
@@ -80,7 +81,8 @@ class Elasticity:
                 chosen: Proceed | Wait | Stop = Proceed(workers, True, f"there is room for {workers} workers")
             else:
                 waited = time.monotonic() - begun
-                chosen = resize(cluster.least, cluster.most, self._group.living, room, waited, self._policy)
+                living = self._parallel.whole(self._group.living)
+                chosen = resize(cluster.least, cluster.most, living, room, waited, self._policy)
             match chosen:
                 case Wait():
                     if self._stop_request.wait(_LOOK_S):
@@ -120,8 +122,8 @@ class Elasticity:
                 self._end_attempt("grow", f"there is room for {room} workers")
 
     def room(self, without: str | None = None) -> int:
-        """Workers for which the cluster has room, the run's own included. A lost node counts again once it answers; the node
-        `without` does not count.
+        """Workers for which the cluster has room, the run's own included: of whole replicas of the model, whose tensor groups are
+        each on one node. A lost node counts again once it answers; the node `without` does not count.
         """
         old = [node for node, at in self._avoid.items() if time.monotonic() - at > _FORGIVE_S]
         back = nodes.answering(old)
@@ -130,7 +132,8 @@ class Elasticity:
             if node in back:
                 del self._avoid[node]
         ours = self._group.held if self._group is not None else {}
-        return nodes.room(nodes.look(), self._each, ours, {*self._unfit, *([without] if without else [])})
+        avoid = {*self._unfit, *([without] if without else [])}
+        return self._parallel.whole(nodes.room(nodes.look(), self._each, ours, avoid, self._parallel.together))
 
     def lost(self, gone: Iterable[str]) -> None:
         """These nodes do not answer."""

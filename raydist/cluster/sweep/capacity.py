@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from raydist.cluster.nodes import amount, places
 from raydist.errors import PreflightError
-from raydist.spec.models import ClusterSpec
+from raydist.spec import JobSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,11 @@ class Shape:
         return {name: count for name, count in (("CPU", self.cpus), ("GPU", self.gpus)) if count}
 
 
-def asked(cluster: ClusterSpec, gpus: float, nodes: Sequence[Mapping[str, float]]) -> Shape:
-    """The shape that a job with that `cluster` would have alone: as many workers as it may have and as fit. `gpus`: per worker."""
+def asked(job: JobSpec, gpus: float, nodes: Sequence[Mapping[str, float]]) -> Shape:
+    """The shape that a job would have alone: as many workers as it may have and as fit. `gpus`: per worker."""
+    cluster = job.cluster
     shape = Shape(cluster.most, cluster.cpus_per_worker, gpus)
-    fits = places(nodes, shape.each)
+    fits = job.parallel.whole(places(nodes, shape.each, job.parallel.together))
     return shape if fits >= cluster.most else Shape(max(cluster.least, fits), shape.cpus, shape.gpus)
 
 

@@ -110,7 +110,7 @@ class TrialSetup:
         return preflight.gpus_per_worker(job, self._session.resources)
 
     def _asked(self, job: JobSpec) -> Shape:
-        return asked(job.cluster, self._gpus(job), self._nodes)
+        return asked(job, self._gpus(job), self._nodes)
 
     def _fitted(self, job: JobSpec) -> JobSpec:
         """The job with a fixed number of workers, and no spares: a trial that grows would take another's workers."""

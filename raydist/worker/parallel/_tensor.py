@@ -97,7 +97,7 @@ class TensorParallel:
                 self._add(names[id(p)], Cut(1 if kind == "row" else 0, p.shape), p.requires_grad)
         for module, kind in kinds.items():
             if kind == "vocabulary":
-                self._let_send(module, kind, self._cuts[names[id(module.weight)]])  # type: ignore[arg-type]
+                self._let_send(module, kind, self._cuts[names[id(module.weight)]])
             else:
                 self._let_send(module, kind)
         inside = {inner for module, kind in kinds.items() if kind == "gather" for inner in module.modules()}
@@ -151,12 +151,13 @@ class TensorParallel:
         if kind == "gather":
             module.register_forward_pre_hook(lambda _, args: (gather_sequence(args[0], group), *args[1:]))
         elif kind == "row":
+            assert isinstance(module, nn.Linear)
             module.forward = partial(_row, module, group)  # type: ignore[method-assign]
         elif cut is not None:
             sizes = cut.sizes(self._size)
             shard = VocabularyShard(group, sum(sizes[: self._rank]), max(sizes))
             forward = _embedding if isinstance(module, nn.Embedding) else partial(_head, sizes)
-            module.forward = partial(forward, module, shard)  # type: ignore[arg-type, method-assign]
+            module.forward = partial(forward, module, shard)  # type: ignore[arg-type]
 
     def shards(self, of_strategy: Mapping[str, ParamShard]) -> dict[str, ParamShard]:
         """The strategy's shards with their places in the whole model. Their `local` are the same objects."""
@@ -194,7 +195,7 @@ class TensorParallel:
             return
         flat = torch.cat([grad.reshape(-1) for grad in held]).to(self._mesh.rank.device)
         dist.all_reduce(flat, group=self.group)
-        for grad, total in zip(held, flat.split([grad.numel() for grad in held]), strict=True):
+        for grad, total in zip(held, torch.split(flat, [grad.numel() for grad in held]), strict=True):
             grad.copy_(total.view_as(grad))
 
 
@@ -239,8 +240,9 @@ def _with_tensor(device: str, of_data: DeviceMesh | None, rank: int, peers: list
 
 
 def _row(module: nn.Linear, group: dist.ProcessGroup, x_BTF: Tensor) -> Tensor:
+    bias: Tensor | None = module.bias
     summed_BSD = sum_sequence(F.linear(x_BTF, module.weight), group)
-    return summed_BSD if module.bias is None else summed_BSD + module.bias
+    return summed_BSD if bias is None else summed_BSD + bias
 
 
 def _embedding(module: nn.Embedding, shard: VocabularyShard, tokens_BT: Tensor) -> Tensor:
@@ -261,9 +263,10 @@ def _head(
 ) -> Tensor:
     """All logits on every rank; with targets only their loss."""
     x_BTD = gather_sequence(x_BSD, shard.group)
-    if targets_BT is not None and module.bias is None:
+    bias: Tensor | None = module.bias
+    if targets_BT is not None and bias is None:
         return head_loss(x_BTD.flatten(0, 1), module.weight, targets_BT.flatten(), shard)
-    logits_BTV = F.linear(x_BTD, module.weight, module.bias)
+    logits_BTV = F.linear(x_BTD, module.weight, bias)
     if targets_BT is not None:
         return vocabulary_loss(logits_BTV.flatten(0, 1), targets_BT.flatten(), shard)
     return gather_vocabulary(logits_BTV, sizes, shard.group)

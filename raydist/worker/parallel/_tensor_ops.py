@@ -11,8 +11,9 @@ Shape suffixes: B sequences, T tokens, S tokens of this rank (T / W), D width, V
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,14 @@ from torch import Tensor
 from raydist.data.batches import MASKED
 from raydist.worker.parallel import _gloo_p2p as gloo_p2p
 
+Op = TypeVar("Op", bound=Callable[..., Tensor])
 
-@torch.compiler.disable
+
+def _no_graph(op: Op) -> Op:
+    return torch.compiler.disable(op)  # type: ignore[no-untyped-call]
+
+
+@_no_graph
 def gather_sequence(x_BSD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All ranks' tokens, BTD. Backward adds up the ranks' gradients of this rank's tokens.
 
@@ -35,14 +42,14 @@ def gather_sequence(x_BSD: Tensor, group: dist.ProcessGroup) -> Tensor:
     return made
 
 
-@torch.compiler.disable
+@_no_graph
 def sum_sequence(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of all ranks' tensors at this rank's tokens, BSD. Backward gathers the gradients of all tokens."""
     made: Tensor = _SumSequence.apply(x_BTD, group)  # type: ignore[no-untyped-call]
     return made
 
 
-@torch.compiler.disable
+@_no_graph
 def gather_vocabulary(logits_BTV: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
     """All ranks' columns side by side; `sizes` says how many each has. Backward takes this rank's columns of the gradient, which
     must be the same on all ranks."""
@@ -66,7 +73,7 @@ class VocabularyShard:
     most: int
 
 
-@torch.compiler.disable
+@_no_graph
 def vocabulary_loss(logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard) -> Tensor:
     """Cross entropy in nats, summed over the targets that are not MASKED, of logits whose columns are spread over the ranks: a
     scalar in fp32, the same on all ranks. Two all-reduces of one and of two numbers a token; none in backward."""
