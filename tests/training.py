@@ -26,7 +26,7 @@ from raydist.worker.mesh import Mesh
 from raydist.worker.optim import optimizers
 from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.parallel import ParallelStrategy
-from raydist.worker.parallel._tensor import TensorParallel
+from raydist.worker.parallel._tensor import split_layers
 from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep
@@ -139,9 +139,7 @@ class Trainer:
             with self.precision.autocast():
                 return loss(module, MicroBatch(tokens, targets))
 
-        self.tensor = TensorParallel(self.mesh) if self.mesh.tensor > 1 else None
-        if self.tensor is not None:
-            self.tensor.split(self.model)
+        self.tensor = split_layers(self.model, self.mesh)
         self.strategy.wrap(self.model, example)
         model_transforms.prepare(self.model, spec.train)
         shards = self.strategy.shards()

@@ -45,7 +45,7 @@ from raydist.worker.metrics.trace import Tracer
 from raydist.worker.optim.schedule import lr_at, peak_lr
 from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.parallel._model_graph import plain_name
-from raydist.worker.parallel._tensor import TensorParallel
+from raydist.worker.parallel._tensor import split_layers
 from raydist.worker.parameter_table import ParameterTable, gather_parameters
 from raydist.worker.precision import Precision
 from raydist.worker.step import LEFT_OUT, MESSAGES, TrainStep, evaluate
@@ -146,20 +146,18 @@ class _Run:
             reporter.say("capacity", **capacity)
         if self.mesh.data_size == 1 and (plan := strategy_plan(spec.parallel.strategy)) and plan.sharded:
             self._note(f"parallel.strategy: {spec.parallel.strategy} with one replica of the model: nothing is split")
-        tensor = TensorParallel(self.mesh) if self.mesh.tensor > 1 else None
-        if tensor is not None:
-            tensor.split(model)
+        self.tensor = split_layers(model, self.mesh)
         self.strategy.wrap(model, self._example)
         model_transforms.prepare(model, spec.train)
-        shards = tensor.shards(self.strategy.shards()) if tensor is not None else self.strategy.shards()
+        shards = self.tensor.shards(self.strategy.shards()) if self.tensor else self.strategy.shards()
         frozen = {plain_name(n): p for n, p in model.named_parameters() if not p.requires_grad}
         parameters = gather_parameters(shards, rank, frozen)  # every rank: names, shapes and holders of all ranks
-        self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards, tensor)
+        self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards, self.tensor)
         distributed.seed_all(spec.train.seed, "dropout", *self.mesh.stream)
         self.peak_lr = peak_lr(spec.optim, spec.train.global_batch)
         self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages)
         self.bad_steps = BadStepCheck(spec, self.mesh, job.run, job.attempt, model, reporter)
-        self.noise = self._noise(tensor)
+        self.noise = self._noise()
         # State: from the newest good checkpoint, the same on all ranks.
         self.at = Progress()
         self.checkpoints = CheckpointManager(
@@ -206,7 +204,7 @@ class _Run:
             self.optimizer,
             self.precision,
             parameters=parameters,
-            tensor=tensor,
+            tensor=self.tensor,
             full_tokens=spec.train.global_batch * spec.model.context,
             clip=spec.optim.clip,
             hooks=[hook for hook in hooks if hook is not None],
@@ -353,14 +351,12 @@ class _Run:
         if self.reporter:
             self.reporter.say("eval", step=self.at.step, loss=self.at.eval_loss, tokens=tokens, best=best)
 
-    def _noise(self, tensor: TensorParallel | None) -> GradientNoise | None:
-        every = self.spec.observe.grad_noise
+    def _noise(self) -> GradientNoise | None:
+        every, batch = self.spec.observe.grad_noise, self.spec.train.global_batch
         if every is None:
             return None
-        batch, factor = self.spec.train.global_batch, self.strategy.loss_factor
-        return GradientNoise(
-            self.mesh, self.strategy.module, factor, every=every, batch=batch, total=self.total, tensor=tensor
-        )
+        module, factor = self.strategy.module, self.strategy.loss_factor
+        return GradientNoise(self.mesh, module, factor, self.tensor, every=every, batch=batch, total=self.total)
 
     def _replica_check(self, model: nn.Module, parameters: ParameterTable) -> ReplicaCheck | None:
         """None if no two ranks hold the same weights."""
@@ -372,6 +368,7 @@ class _Run:
             model,
             self.optimizer,
             parameters,
+            tensor=self.tensor,
             due=lambda step: _due(step, every, self._checkpoint_due(step, step == self.last)),
             before_write=self._before_repair,
             reporter=self.reporter,

@@ -15,6 +15,7 @@ class Faulty(nn.Module):
 
     def __init__(self, model: ModelSpec, vocab_size: int) -> None:
         super().__init__()
+        self.tensor_rules = {f"inner.{pattern}": kind for pattern, kind in gpt.GPT.tensor_rules.items()}
         self.inner = gpt.build(model.model_copy(update={"options": {}}), vocab_size)
         self.options = model.options
         self.register_buffer("seen", torch.zeros(()))
@@ -30,6 +31,10 @@ class Faulty(nn.Module):
         if self.training:
             self.seen += float("nan") if bad else 1.0
         return logits * self.options.get("times", float("nan")) if bad and self.training else logits
+
+
+def check_tensor(model: ModelSpec, ranks: int) -> None:
+    """Any number of ranks may split it."""
 
 
 def build(model: ModelSpec, vocab_size: int) -> nn.Module:

@@ -34,6 +34,7 @@ from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.reporter import Reporter
 from raydist.worker.parallel._model_graph import plain_name
+from raydist.worker.parallel._tensor import TensorParallel
 from raydist.worker.parameter_table import ParameterTable, Ranks
 from raydist.worker.step_hooks import Step, StepHook
 
@@ -71,13 +72,14 @@ class ReplicaCheck(StepHook):
         optimizer: torch.optim.Optimizer,
         parameters: ParameterTable,
         *,
+        tensor: TensorParallel | None = None,
         due: Callable[[int], bool],
         before_write: Callable[[], None],
         reporter: Reporter | None,
     ) -> None:
         self._rank, self._run, self._attempt, self._reporter = rank, run, attempt, reporter
         self._model, self._optimizer, self._parameters = model, optimizer, parameters
-        self._due, self._before_write = due, before_write
+        self._due, self._before_write, self._tensor = due, before_write, tensor
         weights = {n for n, _ in model.named_parameters(remove_duplicate=False)}
         self._buffers = [b for n, b in model.state_dict(keep_vars=True).items() if n not in weights]
         self._named = {name: p for n, p in model.named_parameters() if (name := plain_name(n)) in parameters}
@@ -108,10 +110,12 @@ class ReplicaCheck(StepHook):
         self._mend(step, saved=True)
 
     def _groups(self, name: str) -> tuple[Ranks, ...]:
-        """The ranks in groups whose module has the same bits of a parameter. zero1 and zero2 have it whole on every rank, whatever
-        part of it a rank updates; the module of zero3 and hsdp has the part that the rank updates."""
+        """The ranks in groups whose module has the same bits of a parameter. zero1 and zero2 have it whole (or the tensor parallel
+        part of it), whatever rows a rank updates; the module of zero3 and hsdp has the rows that the rank updates."""
         row = self._parameters[name]
-        return row.holders if name in self._split else (row.ranks,)
+        if name in self._split:
+            return row.holders
+        return (row.ranks,) if self._tensor is None else self._tensor.same(name, row.ranks)
 
     def _held(self, saved: bool) -> dict[str, tuple[Tensor, Ranks]]:
         """Local tensors that other ranks hold too, and all these ranks. `saved`: of parameters only the part that this rank

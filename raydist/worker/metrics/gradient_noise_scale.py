@@ -99,11 +99,11 @@ class GradientNoise(StepHook):
         mesh: Mesh,
         module: nn.Module,
         loss_factor: float,
+        tensor: TensorParallel | None = None,
         *,
         every: int,
         batch: int,
         total: int,
-        tensor: TensorParallel | None = None,
     ) -> None:
         self._mesh, self._module, self._loss_factor, self._tensor = mesh, module, loss_factor, tensor
         self._every, self._batch, self._total = every, batch, total

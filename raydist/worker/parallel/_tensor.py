@@ -181,6 +181,13 @@ class TensorParallel:
         self.partial = frozenset(self._shards.keys() - self._cuts.keys())
         return self._shards
 
+    def same(self, name: str, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Those `ranks` in groups that have the same part of a parameter, as far as this file splits it."""
+        if name not in self._cuts:
+            return (ranks,)
+        by_part = [tuple(r for r in ranks if self._mesh.coordinate(r)[3] == part) for part in range(self._size)]
+        return tuple(group for group in by_part if group)
+
     def final(self, told: Callable[[Sequence[Tensor]], None]) -> Callable[[Sequence[Tensor]], None]:
         """For `strategy.on_final`: `told` without the parameters whose gradients are not summed over the tensor group yet."""
         own = {id(self._shards[name].local) for name in self.partial}
@@ -197,6 +204,15 @@ class TensorParallel:
         dist.all_reduce(flat, group=self.group)
         for grad, total in zip(held, torch.split(flat, [grad.numel() for grad in held]), strict=True):
             grad.copy_(total.view_as(grad))
+
+
+def split_layers(model: nn.Module, mesh: Mesh) -> TensorParallel | None:
+    """Splits a model over the tensor group of the mesh: see `TensorParallel.split`. None where one rank has whole layers."""
+    if mesh.tensor == 1:
+        return None
+    made = TensorParallel(mesh)
+    made.split(model)
+    return made
 
 
 def _kinds(model: nn.Module) -> dict[nn.Module, str]:

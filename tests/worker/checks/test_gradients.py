@@ -17,11 +17,9 @@ from raydist.report import text
 from raydist.spec import JobSpec
 from raydist.worker.checks.gradients import NAMED, TOLERANCE, GradientCheck, judge
 from raydist.worker.distributed import Rank
-from raydist.worker.mesh import Mesh
-from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.step import TrainStep
 from raydist.worker.step_hooks import Step
-from tests.training import CONTEXT, GROUPED, Trainer, alone, counted, job, mine, run, samples
+from tests.training import CONTEXT, GROUPED, MODEL, Trainer, alone, counted, job, mesh_job, mine, run, samples
 from tests.worker.checks.test_bad_steps import dataset, exact, of, spec_of, trained, weights
 
 __all__ = ["dataset"]
@@ -60,17 +58,15 @@ class Checked:
     def __init__(self, rank: Rank, spec: JobSpec, model: nn.Module | None = None, every: int = 1) -> None:
         self.trainer = trainer = Trainer(rank, spec, full=6 * CONTEXT, model=model)
         self.said = Said()
-        check = GradientCheck(
-            rank, gather_parameters(trainer.strategy.shards(), rank), every, self.said if rank.first else None
-        )  # type: ignore[arg-type]
+        check = GradientCheck(rank, trainer.parameters, every, self.said if rank.first else None)  # type: ignore[arg-type]
         self.check = check
         self.step = TrainStep(
-            Mesh(rank), trainer.strategy, trainer.optimizer, trainer.precision,
-            parameters=trainer.parameters, full_tokens=6 * CONTEXT, clip=0.5, hooks=[check],
+            trainer.mesh, trainer.strategy, trainer.optimizer, trainer.precision, parameters=trainer.parameters,
+            full_tokens=6 * CONTEXT, clip=0.5, tensor=trainer.tensor, hooks=[check],
         )  # fmt: skip
 
     def run(self, number: int) -> float:
-        batches = mine(self.trainer.rank, *samples(6, seed=number), 2)
+        batches = mine(self.trainer.rank, *samples(6, seed=number), 2, self.trainer.mesh.tensor)
         return self.step(number, batches, counted(batches), 1e-2, False).loss
 
     def told(self) -> list[dict[str, Any]]:
@@ -78,9 +74,10 @@ class Checked:
         return [e for e in self.said.events if e["kind"] == "gradients"]
 
 
-def calm(rank: Rank, variant: str, precision: str) -> tuple[bool, list[dict[str, Any]]]:
+def calm(rank: Rank, variant: str, precision: str, tensor: int = 1) -> tuple[bool, list[dict[str, Any]]]:
     """Whether four steps have the same losses and weights with a check each step as without; and the reported events."""
-    looked, plain = (Checked(rank, job(variant, precision=precision), every=every) for every in (1, 100))
+    spec = mesh_job(variant, tensor, MODEL, precision=precision)
+    looked, plain = (Checked(rank, spec, every=every) for every in (1, 100))
     same = [looked.run(step) for step in (1, 2, 3, 4)] == [plain.run(step) for step in (1, 2, 3, 4)]
     others = plain.trainer.whole()
     same = same and all(torch.equal(value, others[name]) for name, value in looked.trainer.whole().items())
@@ -94,6 +91,12 @@ SORTS = [*((name, "fp32") for name in [*registry.names("parallel"), *GROUPED.val
 def test_a_clean_run_has_the_same_bits_and_nothing_to_say(ranks: Any, variant: str, precision: str) -> None:
     """On 4 ranks with a check each step: no event, and losses and weights equal those without the check, bit for bit."""
     assert run(ranks, calm, 4, variant, precision) == [(True, [])] * 4
+
+
+@pytest.mark.parametrize("variant", ["ddp", "zero2", "zero3"])
+def test_parts_of_a_mesh_are_not_taken_for_replicas(ranks: Any, variant: str) -> None:
+    """The same on dp 2 x tensor 2, where only ranks with the same part must have the same gradients."""
+    assert run(ranks, calm, 4, variant, "fp32", 2) == [(True, [])] * 4
 
 
 def spoil_ddp(made: Checked, odd: int, factor: float) -> None:

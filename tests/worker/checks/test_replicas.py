@@ -84,6 +84,29 @@ def test_without_a_majority_the_run_goes_back(ranks: Any, dataset: str, tmp_path
     assert weights(tmp_path / "back") == weights(tmp_path / "calm")
 
 
+def test_on_a_mesh_only_equal_parts_are_compared(ranks: Any, dataset: str, tmp_path: Path) -> None:
+    """dp 2 x tensor 2: a gain that all four ranks hold is repaired; a row of the embedding, which two ranks hold, has no majority.
+    Without drift nothing is found, and the repaired run has the bits of that one."""
+
+    def told(name: str, strategy: str, *faults: FlipBit) -> Any:
+        spec = checked(dataset, 1)
+        parallel = spec.parallel.model_copy(update={"strategy": strategy, "tensor": 2})
+        spec = spec.model_copy(update={"parallel": parallel})
+        results = run(ranks, trained, 4, spec, str(tmp_path / name), 1, None, flips(*faults))
+        steps, events, _ = results[0]
+        drifts = [(e["step"], e["action"], e["ranks"], e["majority"]) for e in of(events, "replica_drift")]
+        return exact(steps), drifts, {type(error) for *_, error in results}
+
+    for strategy in ("ddp", "zero1"):
+        calm, drifts, errors = told(f"{strategy}-calm", strategy)
+        assert (len(calm), drifts, errors) == (8, [], {type(None)})
+        gain = FlipBit(rank=3, step=5, phase="backward", parameter=NORM)
+        assert told(f"{strategy}-gain", strategy, gain) == (calm, [(5, "repair", [3], [0, 1, 2])], {type(None)})
+        assert weights(tmp_path / f"{strategy}-gain") == weights(tmp_path / f"{strategy}-calm")
+    row = FlipBit(rank=2, step=5, phase="backward")
+    assert told("row", "ddp", row)[1:] == ([(5, "rollback", [0, 2], [])], {Rollback})
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_with_rows_of_its_own_a_rank_is_mended_too(ranks: Any, dataset: str, tmp_path: Path, strategy: str) -> None:
     """Rank 0 updates the first row. Drift before a check is found on any rank, and the bits equal those of a run without drift,

@@ -17,7 +17,7 @@ from raydist.worker.metrics.histograms import BUCKETS, Histograms, count, histog
 from raydist.worker.parallel import ParamShard
 from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.step_hooks import Step
-from tests.training import CONTEXT, VARIANTS, Trainer, counted, job, mine, run, samples
+from tests.training import CONTEXT, MODEL, VARIANTS, Trainer, counted, job, mesh_job, mine, run, samples
 
 
 def counts(values: Tensor, factor: float = 1.0) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def watched(rank: Rank, spec: JobSpec) -> tuple[list[dict[str, Any]], dict[str, 
     """Two steps, with histograms of the second: the events, and the histograms of full weights and gradients before its update."""
     trainer, said = Trainer(rank, spec, full=4 * CONTEXT), []
     say = (lambda kind, **data: said.append({"kind": kind, **data})) if rank.first else None
-    histograms = Histograms(rank, gather_parameters(trainer.strategy.shards(), rank), every=2, say=say)
+    histograms = Histograms(rank, trainer.parameters, every=2, say=say)
     whole: dict[str, Any] = {}
 
     def before_update() -> None:
@@ -66,17 +66,29 @@ def watched(rank: Rank, spec: JobSpec) -> tuple[list[dict[str, Any]], dict[str, 
     trainer.before_update = before_update
     trainer.step.hooks = [*trainer.step.hooks, histograms]
     for step in (1, 2):
-        batches = mine(rank, *samples(4, seed=step), 2)
+        batches = mine(rank, *samples(4, seed=step), 2, spec.parallel.tensor)
         trainer.step(step, batches, counted(batches), 1e-2, want_stop=False)
     trainer.step.optimizer_hooks.close()
     return said, whole
 
 
-@pytest.mark.parametrize("variant", ["ddp", "zero1", "zero2", "zero3", "hsdp in pairs"])
-def test_sharded_is_whole(ranks: Any, variant: str) -> None:
+@pytest.mark.parametrize(
+    ("variant", "tensor"),
+    [
+        ("ddp", 1),
+        ("zero1", 1),
+        ("zero2", 1),
+        ("zero3", 1),
+        ("hsdp in pairs", 1),
+        ("ddp", 2),
+        ("zero2", 2),
+        ("zero3", 2),
+    ],
+)
+def test_sharded_is_whole(ranks: Any, variant: str, tensor: int) -> None:
     """Only rank 0 reports, only the due step, and each full parameter: as counted on the gathered parameter."""
-    world = 4 if VARIANTS[variant].get("shard") else 2
-    (said, whole), *others = run(ranks, watched, world, job(variant))
+    world = 4 if VARIANTS[variant].get("shard") or tensor > 1 else 2
+    (said, whole), *others = run(ranks, watched, world, mesh_job(variant, tensor, MODEL))
     assert [other[0] for other in others] == [[]] * (world - 1)
     (event,) = said
     assert (event["kind"], event["step"]) == ("histograms", 2)
