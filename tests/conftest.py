@@ -168,7 +168,9 @@ def _serve(pipe: Connection) -> None:
             result = function(rank, *args)
         except Exception as error:
             error.add_note(traceback.format_exc())
-            result = error
+            result = error.with_traceback(None)
+            gc.unfreeze()
+            gc.collect()  # the frames held the model, and it the groups: their peers wait until these are closed
         if world > 1 and dist.is_initialized():
             dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
