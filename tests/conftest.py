@@ -78,7 +78,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-STUCK_S = 120
+STUCK_S = 300
 """A function that takes longer on a rank ends the rank's process, which prints the stacks of its threads to stderr."""
 
 
@@ -159,7 +159,7 @@ def _serve(pipe: Connection) -> None:
         try:
             function, control = getattr(_module(path), name), None
             if world > 1:
-                timeout = timedelta(seconds=60)
+                timeout = timedelta(seconds=120)
                 dist.init_process_group(
                     "gloo", store=dist.FileStore(store, world), rank=number, world_size=world, timeout=timeout
                 )
@@ -173,11 +173,11 @@ def _serve(pipe: Connection) -> None:
             gc.collect()  # the frames held the model, and it the groups: their peers wait until these are closed
         if world > 1 and dist.is_initialized():
             dist.destroy_process_group()
-        faulthandler.cancel_dump_traceback_later()
         pipe.send_bytes(pickle.dumps(result))
         del result
         if len(os.listdir("/proc/self/task")) > 40:
             _forget_groups()
+        faulthandler.cancel_dump_traceback_later()
 
 
 @functools.cache

@@ -78,7 +78,7 @@ def test_a_second_ctrl_c_ends_at_once(project: Any) -> None:
         if "again to end at once" in line:
             process.send_signal(signal.SIGINT)
             break
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == 130
     shown = project.show("stuck")
     assert (shown["status"], shown["checkpoints"][-1]["step"]) == ("interrupted", 3)
@@ -145,7 +145,7 @@ def test_a_run_that_is_alive_is_not_trained_twice(project: Any) -> None:
             break
     second = project.raydist(*command)
     first.send_signal(signal.SIGTERM)
-    first.communicate(timeout=60)
+    first.communicate(timeout=300)
     assert second.returncode == 2, second.stderr
     assert "is being trained already" in second.stderr
     assert first.returncode == 143

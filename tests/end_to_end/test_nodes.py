@@ -100,7 +100,7 @@ class Run:
 
     def finish(self) -> list[dict[str, Any]]:
         """Waits for the end of the run, which must be finished; returns its steps."""
-        out, told = self.process.communicate(timeout=100)
+        out, told = self.process.communicate(timeout=300)
         assert self.process.returncode == 0, told
         assert json.loads(out)["status"] == "finished"
         return list(self.project.steps(self.name))
@@ -157,7 +157,7 @@ def test_a_drained_node_is_left_without_a_step_lost(
     node = cluster.node_ids()[victim.name]
     drain = ["drain-node", "--address", cluster.address, "--node-id", node, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
     told = ["--reason-message", "a test", "--deadline-remaining-seconds", "300"]
-    done = cluster.hosts[0].run([str(BIN / "ray"), *drain, *told], env=cluster._env, timeout=60)
+    done = cluster.hosts[0].run([str(BIN / "ray"), *drain, *told], env=cluster._env, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     run.until(lambda: any(e["action"] == "leave" for e in run.events("decision")))
     run.go_on()
@@ -258,7 +258,7 @@ def test_who_was_cut_off_is_taken_back_where_nobody_else_is(
     cluster.hosts.heal(victim)
     assert victim.name in cluster.node_ids(), "Ray took it to be dead: that is another test"
     run.until_held(2)
-    asked = cluster.hosts[0].run([sys.executable, "-c", WAITING, cluster.address], env=cluster._env, timeout=60)
+    asked = cluster.hosts[0].run([sys.executable, "-c", WAITING, cluster.address], env=cluster._env, timeout=240)
     assert asked.stdout.split() == ["CREATED"], (
         asked.stdout + asked.stderr
     )  # the group that waited for a third node is gone
@@ -349,7 +349,7 @@ def test_a_sweep_loses_nodes_and_its_driver(project: Any, sweep: Any, cluster: C
     cluster.kill_node(lost[1])
     until(process, lambda: sweeps.events("nodes", waits, "paused"))
     (sweeps.marks("nodes") / "go").touch()
-    out, told = process.communicate(timeout=100)
+    out, told = process.communicate(timeout=300)
     assert process.returncode == 0, told
     assert json.loads(out)["counts"] == {"finished": 3}
     cells = [one, two, last]
@@ -382,7 +382,7 @@ def test_the_head_is_lost_and_comes_back(
     run = start(*options, on=1)
     run.until_held(1)
     cluster.kill_node(cluster.hosts[0])
-    _, told = run.process.communicate(timeout=100)
+    _, told = run.process.communicate(timeout=300)
     assert run.process.returncode == 3, told
     assert f"Ray's head at {cluster.address} has not answered for" in told.splitlines()[-2]
     assert project.show("head-lost")["status"] == "stopped"

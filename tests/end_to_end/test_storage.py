@@ -41,7 +41,7 @@ def test_a_driver_that_lost_its_run_ends(project: Any) -> None:
             break
     other = {"driver": {**this_process(), "host": "elsewhere", "pid": 77}, "key": "theirs", "ended": False}
     run.storage.write("drivers/000002.json", json.dumps({**other, "renewed_at": time.time()}).encode())
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 3, said
     assert "another driver has taken over, process 77 on elsewhere" in said
     assert json.loads(Path(run.uri, "drivers/000002.json").read_text())["key"] == "theirs"

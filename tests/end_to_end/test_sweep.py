@@ -147,8 +147,8 @@ def test_killed_and_started_again(sweeps: Sweeps) -> None:
     assert len(list(marks.glob("waiting-*"))) == 1
     children = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
-    psutil.wait_procs(children, timeout=60)
-    process.communicate(timeout=60)
+    psutil.wait_procs(children, timeout=120)
+    process.communicate(timeout=300)
     before = tree(sweeps, "again", first)
     told = json.loads(sweeps.project.warm("sweep", "results", "again", "--json").stdout)
     assert told["counts"] == {"finished": 1, "lost": 1}
@@ -159,7 +159,7 @@ def test_killed_and_started_again(sweeps: Sweeps) -> None:
     while "stopping" not in second_try.stderr.readline():
         assert second_try.poll() is None
     second_try.send_signal(signal.SIGINT)
-    _, err = second_try.communicate(timeout=120)
+    _, err = second_try.communicate(timeout=300)
     assert second_try.returncode == 130, err
     assert fold(sweeps.folder("again").events())[second].status == "paused"
     (marks / "go").touch()
@@ -187,8 +187,8 @@ def test_a_search_that_is_killed(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch
     until(process, lambda: sweeps.folder("search").exists() and len(sweeps.cells("search")) == 2)
     children = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
-    psutil.wait_procs(children, timeout=60)
-    process.communicate(timeout=60)
+    psutil.wait_procs(children, timeout=120)
+    process.communicate(timeout=300)
     first, second = sweeps.cells("search")
     before = tree(sweeps, "search", first)
 
@@ -240,7 +240,7 @@ def test_an_interrupt_and_a_limit(sweeps: Sweeps) -> None:
     run = sweeps.folder("hours").run(first)
     until(process, run.committed)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 143, err
     states = fold(sweeps.folder("hours").events())
     assert states[first].status == "paused"
@@ -323,7 +323,7 @@ def test_the_worse_goes_on_from_the_better(sweeps: Sweeps) -> None:
     run = sweeps.folder("pbt").run(worse)
     until(process, lambda: max(run.committed(), default=0) > told["step"])
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 143, err
     events = [json.loads(line) for line in (run.storage.local / "events.jsonl").read_text().splitlines()]  # type: ignore[operator]
     assert told["step"] in [e["step"] for e in events if e["kind"] == "resumed"]
@@ -347,7 +347,7 @@ def test_cells_take_turns(sweeps: Sweeps) -> None:
 
     until(process, lambda: len(started()) >= 4)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 143, err
     one, two = sweeps.cells("turns")
     assert [event.data["cell"] for event in started()[:4]] == [one, two, one, two]

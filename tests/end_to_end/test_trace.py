@@ -21,7 +21,7 @@ def test_a_live_run_is_traced_and_stopped(project: Any) -> None:
             break
     done = project.raydist("trace", "traced", "--steps", "2", "--json")
     stopped = project.raydist("stop", "traced")
-    _, rest = process.communicate(timeout=60)
+    _, rest = process.communicate(timeout=300)
     assert done.returncode == 0, done.stderr
     assert stopped.returncode == 0, stopped.stderr
     assert "asks this run to end" in rest

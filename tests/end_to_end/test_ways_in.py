@@ -26,7 +26,7 @@ def test_torchrun_gives_the_same_bits_without_ray(project: Any, on_ray: dict[str
     env = project.environment() | {"PYTHONPATH": str(tmp_path)}
     command = [TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "raydist.launch.standalone", "job.yaml"]
     command = [*command, "--name", "by-torchrun", "--json", *GPT]
-    done = subprocess.run(command, cwd=project.root, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=project.root, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["status"] == "finished"
     names = ("step", "loss", "grad_norm", "samples_hash")

@@ -25,7 +25,7 @@ def test_bytes_are_those_of_the_interface() -> None:
             host.popen([*command, str(i), hosts[0].ip], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             for i, host in enumerate(hosts)
         ]
-        told = [rank.communicate(timeout=120) for rank in ranks]
+        told = [rank.communicate(timeout=300) for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0, 0], told
     for rank, (out, _) in enumerate(told):
         found = json.loads(out)

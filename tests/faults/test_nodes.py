@@ -38,8 +38,8 @@ def test_a_killed_node_and_a_drained_one(project: Any, cluster: Cluster, undistu
     command = [RAYDIST, "train", "job.yaml", "--name", "node-faults", "--address", cluster.address, *LONG, *faults]
     with head.popen(command, cwd=project.root, env=project.environment() | cluster.environment) as run:
         try:
-            cluster.wait_until(lambda: not cluster.nodes()[first][1], timeout=90)
-            cluster.wait_until(lambda: not left_on(other), timeout=10)  # a killed process takes a while to exit
+            cluster.wait_until(lambda: not cluster.nodes()[first][1], timeout=240)
+            cluster.wait_until(lambda: not left_on(other), timeout=60)  # a killed process takes a while to exit
             second = cluster.add_node(other, cpus=2)
             assert run.wait(90) == 0
         finally:

@@ -95,7 +95,7 @@ def fork(server: ForkServer, port: str = "1") -> tuple[Process, dict[str, Any]]:
 
 def gone(*pids: int) -> None:
     """Waits until none of the processes runs."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90
     while alive := [pid for pid in pids if runs(pid)]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.01)
