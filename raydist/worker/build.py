@@ -121,6 +121,9 @@ def settled(
     parallel = spec.parallel
     if parallel.bucket_mb != "auto" or not buckets(parallel.strategy) or rank.world_size == 1:
         return spec
+    if parallel.tensor > 1:
+        say("parallel.bucket_mb: auto: torch's: with parallel.tensor there are no trial passes")
+        return spec
     from raydist.worker.comm.buckets import choose
 
     chosen = choose.settle(spec, rank, run, vocab_size, partial(build_model, spec, vocab_size), example)

@@ -69,8 +69,6 @@ def tried(spec: JobSpec, rank: Rank, build: Build, example: Example) -> Chosen:
 
     The predicted size is chosen only if the measured gain is `WORTH` of a pass, against torch's buckets before and after.
     """
-    if spec.parallel.tensor > 1:
-        return Chosen(None, "torch's: with parallel.tensor there are no trial passes", {})
     if spec.train.compile:
         return Chosen(None, "torch's: with train.compile, trial passes do not take as long as those of the run", {})
     line = all_reduce_line(rank)
