@@ -28,6 +28,11 @@ Optional:
   entropy in nats, summed over the targets that are not MASKED, a scalar in fp32, and need not compute all logits at once
   (worker/model/_chunked_cross_entropy.py). `train.compile: blocks` then also compiles its `head`. A subclass whose `forward` takes
   no targets sets it to False.
+- `tensor_rules`: a mapping from module names (with `*`, as in fnmatch) to "gather", "column", "row" or "vocabulary": how
+  `parallel.tensor` splits the model (worker/parallel/_tensor.py; docs/reference/models.md has an example). A rank runs the same
+  `forward`: between split layers x has this rank's tokens of each sequence [B, T / ranks, D], and in a "gather" module all tokens
+  and this rank's heads or columns. So code between layers may not look across positions, and code in them takes the number of heads
+  from the tensors. Dropout is by nn.Dropout, and outside of "gather" modules. Without rules, `parallel.tensor` is refused.
 - `flops_per_token(context) -> float`: default: 6 per parameter outside of embeddings (worker/metrics/flops.py).
 - `generate(tokens_BT, max_new, ...) -> tokens_BS`: without it `raydist train` prints no sample text.
 
@@ -35,6 +40,8 @@ Optional, at the top level of the file, without torch (raydist/registry.py, `des
 
 - `Options`: a pydantic model that checks `model.options`.
 - `check_spec(spec: ModelSpec)`: raises `raydist.spec.parts.problem(...)` for values that cannot be combined.
+- `check_tensor(spec: ModelSpec, ranks: int)`: raises the same if `ranks` tensor parallel ranks cannot share the model. A model with
+  `tensor_rules` must have it.
 
 tests/contracts/test_models.py tests every file here for this contract.
 """
