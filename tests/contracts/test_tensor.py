@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,14 +135,41 @@ def test_low_precision_stays_near_one_process(ranks: Any, strategy: str, precisi
         assert eval_loss == pytest.approx(right[4], rel=5e-3)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_with_offload_and_recomputed_activations(ranks: Any, strategy: str) -> None:
-    """The optimizer in host memory, activations computed again: bit for bit the run without."""
-    model = {**WIDE, "dropout": 0.1}
-    saving = mesh_job(strategy, 2, model, offload={"optimizer": "cpu"}, train={"checkpoint_activations": "full"})
+@pytest.mark.parametrize(("strategy", "place"), [("zero1", "cpu"), ("zero3", "nvme")])
+def test_with_offload_and_recomputed_activations(ranks: Any, tmp_path: Path, strategy: str, place: str) -> None:
+    """The optimizer in host memory or in a file, activations computed again: bit for bit the run without."""
+    model, offload = {**WIDE, "dropout": 0.1}, {"optimizer": place, "path": str(tmp_path)}
+    saving = mesh_job(strategy, 2, model, offload=offload, train={"checkpoint_activations": "full"})
     (one, *_), (two, *_) = run(ranks, train, 4, mesh_job(strategy, 2, model)), run(ranks, train, 4, saving)
     assert one[0] == two[0]
     assert all(torch.equal(one[3][name], value) for name, value in two[3].items())
+
+
+def test_parameters_in_host_memory(ranks: Any) -> None:
+    """zero3 on dp 2 x tensor 2, with its shards on the host."""
+    for got in run(ranks, train, 4, mesh_job("zero3", 2, WIDE, offload={"parameters": "cpu"})):
+        compare(got, reference("gpt"))
+
+
+def packed(rank: Rank, spec: JobSpec) -> dict[str, torch.Tensor]:
+    """The gradients of a step on samples of three documents each."""
+    trainer, gradients = Trainer(rank, spec, full=N * CONTEXT), dict[str, torch.Tensor]()
+    trainer.before_update = lambda: gradients.update(trainer.whole(grad=True))
+    documents = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2])
+    batches = [
+        replace(batch, documents=documents.expand_as(batch.tokens))
+        for batch in mine(rank, *samples(N, seed=1), MICRO, spec.parallel.tensor)
+    ]
+    trainer.step(1, batches, counted(batches), 1e-2, want_stop=False)
+    return gradients
+
+
+def test_packed_documents(ranks: Any) -> None:
+    """Positions and masks are those of the whole sequence."""
+    right = packed(alone(), job("ddp", MODELS["qk_norm"]))
+    for got in run(ranks, packed, 2, mesh_job("ddp", 2, MODELS["qk_norm"])):
+        for name, value in right.items():
+            assert float((got[name] - value).abs().max() / value.abs().max()) <= 3e-6, name
 
 
 def test_compiled_blocks_compute_the_same(ranks: Any) -> None:
