@@ -49,6 +49,24 @@ def test_killed_ranks_go_on_from_memory(project: Any, undisturbed: dict[str, Any
     assert not folder.exists()
 
 
+def test_killed_ranks_of_a_mesh_go_on_from_memory(project: Any) -> None:
+    """dp 2 x tensor 2 under zero1, four workers: SIGKILL of rank 3, then of rank 0, without a checkpoint on storage. The same bits
+    as an undisturbed run on that mesh."""
+    mesh = ("--set", "cluster.workers=4", "--set", "parallel.tensor=2", "--set", "parallel.strategy=zero1")
+    project.train("mesh", *mesh)
+    options = project.options("mesh-killed", [[3, "step", 11], [0, "step", 13]], hold=11)
+    process = project.warm_start("train", "job.yaml", "--name", "mesh-killed", *PLAIN, *mesh, *options)
+    folder = until_copied(process)
+    (project.root / "marks" / "mesh-killed" / "go").touch()
+    _, told = process.communicate(timeout=300)
+    assert process.returncode == 0, told
+    assert [e["source"] for e in project.events("mesh-killed", "resumed")] == ["memory"] * 2
+    assert [e["rank"] for e in project.events("mesh-killed", "failure")] == [3, 0]
+    assert exact(project.steps("mesh-killed")) == exact(project.steps("mesh"))
+    assert project.weights("mesh-killed", 12) == project.weights("mesh", 12)
+    assert not folder.exists()
+
+
 def test_a_killed_driver_leaves_nothing_in_memory(project: Any) -> None:
     """SIGKILL of the driver while the ranks wait in step 8: when the last rank has exited its folder is deleted; the run is lost,
     and no rank of it is left."""

@@ -52,6 +52,7 @@ class Faulty(nn.Module):
     def __init__(self, inner: nn.Module, faults: Faults, micro_batch: int) -> None:
         super().__init__()
         self.inner, self.micro_batch = inner, micro_batch
+        self.tensor_rules = {f"inner.{pattern}": kind for pattern, kind in gpt.GPT.tensor_rules.items()}
         self.faults = faults
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
@@ -64,6 +65,10 @@ class Faulty(nn.Module):
 def plain(model: ModelSpec) -> ModelSpec:
     """The model section without this module's options."""
     return model.model_copy(update={"options": {}})
+
+
+def check_tensor(model: ModelSpec, ranks: int) -> None:
+    """Any number of ranks may split it."""
 
 
 def build(model: ModelSpec, vocab_size: int) -> nn.Module:
