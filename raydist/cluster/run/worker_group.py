@@ -9,6 +9,7 @@ can run the next attempt. When an agent dies on a node that still has other agen
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import time
@@ -75,6 +76,8 @@ class Group:
                 start_timeout_s=start_timeout_s,
                 coordinator=(coordinator, number),
             )
+            # Ray ends the controller's actor with its last handle, and the frames of an error that was caught keep one.
+            gc.collect()
 
         self._thread = threading.Thread(target=fit, name="raydist-group", daemon=True)
         self._thread.start()
