@@ -33,11 +33,11 @@ class StrategyPlan:
     - parameters: an all-gather of each block before its forward and backward pass, and a reduce-scatter in every micro-batch
       (zero3).
 
-    `group(spec, ranks, ranks_per_node)`: the ranks that hold one copy of the sharded state together; default: all of them. Copies
-    all-reduce their gradients once a step (hsdp).
+    `group(spec, replicas, replicas_per_node)`: the replicas that hold one copy of the sharded state together; default: all of them.
+    Copies all-reduce their gradients once a step (hsdp). A replica is one rank, or with tensor parallel layers a group of them.
     `traffic(spec, machine, model)` replaces the default traffic: bytes that a rank sends a step, as (gathers, sums, across).
     `in_flight(spec, machine, model)` replaces the default buffers: bytes that a rank holds beside the state. `machine` and `model`
-    are `Machine` and `Model` of raydist/planner/facts.py.
+    are `Machine` and `Model` of raydist/planner/facts.py: all ranks, and what one rank has of a replica.
     `bucketed`: `parallel.bucket_mb` sets the size of its gradient buckets.
     """
 

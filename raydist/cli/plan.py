@@ -157,8 +157,8 @@ def tell(
         "spec": source,
         "model": {
             "name": job.model.name,
-            "parameters": model.size(),
-            "trained": model.size(trained=True),
+            "parameters": model.whole_size(),
+            "trained": model.whole_size(trained=True),
             "blocks": len({p.unit for p in model.params if p.unit >= 0}),
         },
         "machine": {
@@ -167,6 +167,7 @@ def tell(
             "ranks": machine.ranks,
             "per_node": machine.per_node,
             "nodes": machine.nodes,
+            **({"tensor": job.parallel.tensor} if job.parallel.tensor > 1 else {}),
             "memory": machine.memory,
             "usable": machine.usable,
         },
@@ -180,7 +181,7 @@ def tell(
         "checkpoint_activations": job.train.checkpoint_activations,
         "offload": {"optimizer": job.offload.optimizer, "parameters": job.offload.parameters},
         "attention": attention,
-        "strategies": [_row(row, machine) for row in advice.rows],
+        "strategies": [_row(row, machine, job.parallel.tensor) for row in advice.rows],
         "pick": pick
         and {
             "strategy": pick.estimate.strategy,
@@ -193,12 +194,14 @@ def tell(
     }
 
 
-def _row(row: Row, machine: Machine) -> dict[str, Any]:
+def _row(row: Row, machine: Machine, tensor: int) -> dict[str, Any]:
     from dataclasses import asdict
 
     if row.estimate is None:
         return {"strategy": row.strategy, "refused": row.refused, "fits": None}
     values = asdict(row.estimate)
+    if tensor == 1:
+        del values["tensor_sent"]
     on_node = min(machine.ranks, machine.per_node)
     host, disk = values.pop("host") * on_node, values.pop("disk") * on_node
     # Two copies of each rank's state; with several nodes, each node also keeps two copies of another node's ranks.

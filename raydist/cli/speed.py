@@ -61,7 +61,7 @@ def add(
         return
     each = flops_per_token()
     for row in rows:
-        estimated = speed(row["strategy"], job, machine, model, device, each)
+        estimated = speed(row["strategy"], job, machine, model, device, each, row.get("tensor_sent", 0))
         row["speed"] = {
             "seconds": estimated.seconds,
             "tokens_per_second": estimated.tokens_per_second,
@@ -157,13 +157,24 @@ class Reckoner:
         why = estimate.refusal(strategy, job, machine, model) or refusal(job, machine, self._device)
         if why is not None:
             return why
-        return speed(strategy, job, machine, model, self._device, flops).tokens_per_second
+        sent = self._tensor_sent(job, machine, model)
+        return speed(strategy, job, machine, model, self._device, flops, sent).tokens_per_second
+
+    def _tensor_sent(self, job: JobSpec, machine: Machine, model: Model) -> int:
+        """Measures a pass if the job has tensor groups."""
+        if job.parallel.tensor == 1:
+            return 0
+        from raydist.planner.measure import Planner
+
+        strategy, planner = job.parallel.strategy, Planner(job, vocabulary(job.data), "cuda")
+        measured = planner.measure(estimate.measured_pass(strategy, job, machine))
+        return estimate.tensor_traffic(strategy, job, machine, model, measured)
 
     def _model(self, job: JobSpec) -> tuple[Model, float]:
         from raydist.planner.measure import Planner
 
         vocab = vocabulary(job.data)
-        key = f"{vocab} {job.model.model_dump_json()}"
+        key = f"{vocab} {job.parallel.tensor} {job.model.model_dump_json()}"
         if key not in self._models:
             planner = Planner(job, vocab, "cuda")
             self._models[key] = planner.model(), planner.flops_per_token()

@@ -1,6 +1,6 @@
 """Estimates whether a job fits, with which strategy, and its speed, from passes on fake tensors. See docs/how-to/plan.md.
 
-Runs in: the user's shell (`raydist plan`). Only measure.py, live.py and target.py import torch.
+Runs in: the user's shell (`raydist plan`). Only measure.py, live.py, tensor.py and target.py import torch.
 
     facts.py      plain values: model, machine, one measured pass, an estimate
     estimate.py   bytes that a rank holds and sends, by strategy
@@ -8,5 +8,6 @@ Runs in: the user's shell (`raydist plan`). Only measure.py, live.py and target.
     advice.py     compares all strategies and recommends one
     measure.py    a model's parameters, and a forward and backward pass of one micro-batch
     live.py       the bytes of live tensors during a pass
+    tensor.py     a tensor group of one process, which sends nothing
     target.py     differences between GPU and CPU
 """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raydist.extension_plans import optimizer_plan
-from raydist.planner.estimate import batches, estimate, measured_pass, plan_of, planned, refusal, shard_of
+from raydist.planner.estimate import batches, estimate, measured_pass, plan_of, planned, refusal, replicas, shard_of
 from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Pass
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def advise(spec: JobSpec, machine: Machine, model: Model, measure: Measure) -> A
 class _Adviser:
     def __init__(self, spec: JobSpec, machine: Machine, model: Model, measure: Measure) -> None:
         self._spec, self._machine, self._model, self._measure = spec, machine, model, measure
+        self._replicas = replicas(spec, machine)
 
     def advice(self) -> Advice:
         rows = tuple(self._row(s) for s in planned(self._spec))
@@ -87,10 +88,10 @@ class _Adviser:
         return Row(strategy, found, refusal(strategy, self._spec, self._machine, self._model), fits)
 
     def _candidates(self) -> list[str]:
-        """In the order of preference. On one rank all are the same. Of strategies that split the same state into the same parts on
-        this machine (hsdp with one group is zero3) only one stays: the job's own, or the simplest."""
+        """In the order of preference. With one replica all are the same. Of strategies that split the same state into the same
+        parts on this machine (hsdp with one group is zero3) only one stays: the job's own, or the simplest."""
         own, all_of_them = self._spec.parallel.strategy, planned(self._spec)
-        if self._machine.ranks == 1:
+        if self._replicas == 1:
             return [own if own in all_of_them else all_of_them[0]]
         kept: dict[Any, str] = {}
         for strategy in sorted(all_of_them, key=lambda s: (s != own, plan_of(s).group is not None)):
@@ -145,6 +146,10 @@ class _Adviser:
         found = [e for s in self._candidates() if (e := self._estimate(s, spec)) is not None]
         return min(found, key=lambda e: e.total, default=None)
 
+    @property
+    def _one(self) -> str:
+        return "rank" if self._replicas == self._machine.ranks else "replica"
+
     def _can_offload(self) -> bool:
         """Whether offloading helps. On a CPU it does not: host and device memory are the same."""
         return (
@@ -157,19 +162,20 @@ class _Adviser:
         return any(p.unit != ROOT for p in self._model.params)
 
     def _micro_batches(self, below: int | None = None) -> list[int]:
-        """Sizes, ascending, that divide a rank's share of the global batch, so that all micro-batches are full."""
-        share, rest = divmod(self._spec.train.global_batch, self._machine.ranks)
+        """Sizes, ascending, that divide a replica's share of the global batch, so that all micro-batches are full."""
+        share, rest = divmod(self._spec.train.global_batch, self._replicas)
         sizes = [n for n in _divisors(self._spec.train.global_batch) if n <= share] if rest else _divisors(share)
         return [n for n in sizes if below is None or n < below]
 
     def _because(self, found: Estimate, changes: dict[str, Any], larger: list[str], least: bool) -> str:
         others = [f"{k}: {v}" for k, v in changes.items() if k != "parallel.strategy"]
         with_them = f"nothing fits as the job stands; with {' and '.join(others)}, " if others else ""
-        if self._machine.ranks == 1:
-            return with_them + ("it does." if others else "one rank has nothing to share, and it fits.")
+        if self._replicas == 1:
+            return with_them + ("it does." if others else f"one {self._one} has nothing to share, and it fits.")
         too_large = f"{_list(larger)} {'does' if len(larger) == 1 else 'do'} not fit, and " if larger else ""
         others_too = "of those that do" if larger else "of all that fit"
-        merit = f"it sends least, {_size(found.sent)} a step and rank" if least else "it waits least for other ranks"
+        sends = "sends least" if self._one == "rank" else "sends least to other replicas"
+        merit = f"it {sends}, {_size(found.sent)} a step and rank" if least else "it waits least for other ranks"
         return f"{with_them}{too_large}{others_too} {merit}."
 
     def _suggestions(self, rows: tuple[Row, ...], pick: Pick | None) -> Iterator[str]:
@@ -184,8 +190,10 @@ class _Adviser:
             yield from self._nothing_fits()
             return
         if pick.micro_batch > batches(changed(self._spec, pick.changes), self._machine.ranks)[0]:
-            share = self._spec.train.global_batch // self._machine.ranks
-            yield f"train.micro_batch: {pick.micro_batch} is the largest that fits and divides a rank's {share} sequences."
+            share = self._spec.train.global_batch // self._replicas
+            yield (
+                f"train.micro_batch: {pick.micro_batch} is the largest that fits and divides a {self._one}'s {share} sequences."
+            )
         found = pick.estimate
         if found.loss > found.total / 3:
             yield f"Logits and loss take {_size(found.loss)} of {_size(found.total)}: a smaller train.micro_batch shrinks them."

@@ -6,6 +6,8 @@ Weights, gradients and the update are fp32: 4 bytes a parameter, 4 of gradient, 
 PLAN in the strategy's file declares (raydist/extension_plans.py; ZeRO, arXiv 1910.02054). The memory of a forward and backward pass
 is measured (measure.py), and is given here as `Activations`. The rest follows from worker/parallel/_zero.py,
 worker/parallel/_fsdp.py and parallel/ddp.py; tests/planner/test_plan.py compares it with the memory of real ranks.
+
+With tensor parallel layers `Model` is what one rank of a tensor group has, and strategies divide it over the replicas.
 """
 
 from __future__ import annotations
@@ -28,10 +30,18 @@ _SWAP_BUFFERS = 4  # nvme: chunks in memory; worker/optim/offload/moments.py's B
 
 
 def batches(spec: JobSpec, ranks: int) -> tuple[int, int]:
-    """(sequences per micro-batch, micro-batches per step) on the rank with the most, as data/batches.py distributes them."""
-    most = -(-spec.train.global_batch // ranks)
+    """(sequences per micro-batch, micro-batches per step) on the replica with the most, as data/batches.py distributes them.
+
+    `ranks`: of the whole run.
+    """
+    most = -(-spec.train.global_batch // (ranks // spec.parallel.replica))
     count = -(-most // spec.train.micro_batch)
     return -(-most // count), count
+
+
+def replicas(spec: JobSpec, machine: Machine) -> int:
+    """Replicas of the model, over which strategies split the state."""
+    return machine.ranks // spec.parallel.replica
 
 
 def planned(spec: JobSpec) -> tuple[str, ...]:
@@ -48,17 +58,18 @@ def plan_of(strategy: str) -> StrategyPlan:
 
 
 def shard_of(strategy: str, spec: JobSpec, machine: Machine) -> int:
-    """Ranks that share one copy of the state that the strategy shards."""
+    """Replicas that share one copy of the state that the strategy shards: of each rank of a tensor group, its part."""
     plan = plan_of(strategy)
     if not plan.sharded:
         return 1
-    return machine.ranks if plan.group is None else plan.group(spec, machine.ranks, machine.per_node)
+    count, on_node = replicas(spec, machine), max(machine.per_node // spec.parallel.replica, 1)
+    return count if plan.group is None else plan.group(spec, count, on_node)
 
 
 def refusal(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> str | None:
     """Why raydist would not train this job under that strategy; None if it would."""
     plan, on_host = plan_of(strategy), spec.offload.parameters == "cpu"
-    if not plan.sharded or machine.ranks == 1:
+    if not plan.sharded or replicas(spec, machine) == 1:
         whole_only = on_host and not plan.sharded
     else:
         whole_only = on_host and "parameters" not in plan.sharded
@@ -67,14 +78,15 @@ def refusal(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> str
             return f"{spec.optim.name} works on whole matrices"
         if scalars := [p.name for p in model.params if not p.shape]:
             return f"{scalars[0]} has no dimension to split"
-        if plan.group is not None and machine.ranks % (shard := shard_of(strategy, spec, machine)):
-            return f"groups of {shard} do not make {machine.ranks} ranks"
+        count = replicas(spec, machine)
+        if plan.group is not None and count % (shard := shard_of(strategy, spec, machine)):
+            return f"groups of {shard} do not make {count} {'ranks' if count == machine.ranks else 'replicas'}"
     return "offload.parameters needs them sharded" if whole_only else None
 
 
 def measured_pass(strategy: str, spec: JobSpec, machine: Machine) -> Pass:
     """The pass to measure for a strategy."""
-    sharded = plan_of(strategy).sharded if machine.ranks > 1 else ()
+    sharded = plan_of(strategy).sharded if replicas(spec, machine) > 1 else ()
     cast = "parameters" in sharded and spec.precision.params != "fp32"
     return Pass(batches(spec, machine.ranks)[0], spec.train.checkpoint_activations, cast, hold="gradients" in sharded)
 
@@ -82,7 +94,7 @@ def measured_pass(strategy: str, spec: JobSpec, machine: Machine) -> Pass:
 def estimate(strategy: str, spec: JobSpec, machine: Machine, model: Model, activations: Activations) -> Estimate:
     """The rank with the most memory under `strategy`, one of `planned`. `activations` are those of `measured_pass`."""
     shard, plan = shard_of(strategy, spec, machine), plan_of(strategy)
-    sharded = plan.sharded if machine.ranks > 1 else ()
+    sharded = plan.sharded if replicas(spec, machine) > 1 else ()
     # Ranks that parameters, gradients and optimizer state are split over.
     over = [shard if state in sharded else 1 for state in ("parameters", "gradients", "optimizer")]
     parameters = _FP32 * sum(p.part(over[0]) for p in model.params)
@@ -122,6 +134,7 @@ def estimate(strategy: str, spec: JobSpec, machine: Machine, model: Model, activ
         disk=disk,
         copy=_copy("parameters" in sharded, spec, machine, model, shard),
         sent=sum(astuple(traffic(strategy, spec, machine, model))),
+        tensor_sent=tensor_traffic(strategy, spec, machine, model, activations),
     )
 
 
@@ -131,7 +144,7 @@ def _copy(sharded: bool, spec: JobSpec, machine: Machine, model: Model, shard: i
         return 0
     optimizer = sum(optimizer_bytes(p, spec.optim) for p in model.params if p.trained)
     whole = _FP32 * model.size() + model.buffers + optimizer
-    return -(-whole // (shard if sharded else machine.ranks))
+    return -(-whole // (shard if sharded else replicas(spec, machine)))
 
 
 def optimizer_bytes(param: Param, optim: OptimSpec, ranks: int = 1) -> int:
@@ -152,7 +165,8 @@ def _units(model: Model, ranks: int, trained: bool = False) -> dict[int, int]:
 
 def _replicated_in_flight(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model) -> int:
     """Buffers of a strategy that keeps parameters whole; they are kept for the whole run."""
-    if machine.ranks == 1:
+    ranks = replicas(spec, machine)
+    if ranks == 1:
         return 0
     reduce = _BYTES[spec.precision.reduce]
     if not plan.sharded:
@@ -164,9 +178,9 @@ def _replicated_in_flight(plan: StrategyPlan, spec: JobSpec, machine: Machine, m
         asked = spec.parallel.bucket_mb
         bucket = (_DDP_BUCKET_MB if asked is None or asked == "auto" else asked) * 2**20 / _FP32
         return beside + int(reduce * min(max(bucket, *(p.part(1) for p in model.params)), trained))
-    largest = max(_units(model, machine.ranks, trained=True).values(), default=0)
-    slots = _IN_FLIGHT * (machine.ranks + 1) * largest
-    arriving = _IN_FLIGHT * machine.ranks * largest if _direct(machine) else 0
+    largest = max(_units(model, ranks, trained=True).values(), default=0)
+    slots = _IN_FLIGHT * (ranks + 1) * largest
+    arriving = _IN_FLIGHT * ranks * largest if _direct(machine) else 0
     return slots * (_FP32 if reduce == _FP32 else reduce + _FP32) + arriving * reduce
 
 
@@ -212,8 +226,9 @@ def _fully_sharded(
 
 
 def traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> Traffic:
-    """Bytes that one rank sends in one step, by ring algorithms, without the few bytes of the norm and the loss."""
-    ranks, count = machine.ranks, batches(spec, machine.ranks)[1]
+    """Bytes that one rank sends to other replicas in one step, by ring algorithms, without the few bytes of the norm and the
+    loss."""
+    ranks, count = replicas(spec, machine), batches(spec, machine.ranks)[1]
     if ranks == 1:
         return Traffic(0, 0, 0)
     plan, shard = plan_of(strategy), shard_of(strategy, spec, machine)
@@ -240,3 +255,13 @@ def traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> Tra
     across = 2 * (copies - 1) / copies * grads * reduce
     each = (shard - 1) * count
     return Traffic(each * gathers * compute, each * grads * reduce, round(across))
+
+
+def tensor_traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model, activations: Activations) -> int:
+    """Bytes that one rank sends to its tensor group in one step: those of the passes, as measured, and the sum of its gradients of
+    parameters that are whole on every rank, of which it has the rows that the strategy gives it."""
+    ranks = spec.parallel.tensor
+    shard = shard_of(strategy, spec, machine)
+    whole = sum(p.part(shard) for p in model.params if p.trained and p.whole is None) if ranks > 1 else 0
+    passes = batches(spec, machine.ranks)[1] * activations.tensor_sent
+    return passes + round(2 * (ranks - 1) / ranks * whole * _FP32)

@@ -15,12 +15,16 @@ ROOT = -1
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter. `unit`: the number of its block, or ROOT."""
+    """One parameter, as a rank has it. `unit`: the number of its block, or ROOT.
+
+    `whole`: its shape in the model, if tensor parallel ranks have parts of it; None: they have all of it.
+    """
 
     name: str
     shape: tuple[int, ...]
     trained: bool
     unit: int
+    whole: tuple[int, ...] | None = None
 
     def part(self, ranks: int) -> int:
         """Elements of the largest shard over `ranks` ranks: whole rows, split like torch.chunk."""
@@ -33,14 +37,19 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Parameters in the order of the model; `buffers` in bytes, not sharded."""
+    """Parameters in the order of the model, as the first rank of a tensor group has them, which has the most; `buffers` in bytes,
+    not sharded."""
 
     params: tuple[Param, ...]
     buffers: int
 
     def size(self, trained: bool = False) -> int:
-        """Number of parameters; or of the trained ones."""
+        """Number of parameters that a rank has; or of the trained ones."""
         return sum(p.part(1) for p in self.params if p.trained or not trained)
+
+    def whole_size(self, trained: bool = False) -> int:
+        """The same of the whole model."""
+        return sum(math.prod(p.whole or p.shape) for p in self.params if p.trained or not trained)
 
 
 Phase = Literal["start", "forward", "loss", "backward", "end"]
@@ -63,10 +72,14 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """One measured micro-batch. `saved`: bytes kept from forward for backward, without weights and their copies."""
+    """One measured micro-batch. `saved`: bytes kept from forward for backward, without weights and their copies.
+
+    `tensor_sent`: bytes that a rank sends to its tensor group.
+    """
 
     saved: int
     peaks: tuple[Peak, ...]
+    tensor_sent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +121,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that one rank sends in one step. `across`: hsdp's sums between its groups; the rest is within a group."""
+    """Bytes that one rank sends to other replicas in one step. `across`: hsdp's sums between its groups; the rest is within a
+    group."""
 
     gathers: int
     sums: int
@@ -127,7 +141,8 @@ class Estimate:
     loss         logits and tensors computed from them
     host, disk   offloaded, of one rank
     copy         of one rank's state, in host memory, for recovery.snapshot_every; 0 without memory checkpoints
-    sent         by one rank in one step
+    sent         by one rank in one step, to other replicas
+    tensor_sent  the same, to its tensor group
     """
 
     strategy: str
@@ -145,6 +160,7 @@ class Estimate:
     disk: int
     copy: int
     sent: int
+    tensor_sent: int
 
     @property
     def state(self) -> int:

@@ -16,12 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from raydist.planner.facts import Phase
+from raydist.worker.metrics.collective_counters import sent_by
 
 Tag = Literal["whole", "activations", "loss"]
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts live storages that operators allocate within its context, by tag, and the peak of each phase.
+    """Counts live storages that operators allocate within its context, by tag, and the peak of each phase; and in `sent` the bytes
+    that collectives send.
 
     `ignore`: tensors that are counted elsewhere. Temporary memory inside an operator is not seen.
     Tags: `loss` for tensors made in that phase, `whole` for casts of ignored tensors, `activations` for the rest.
@@ -35,10 +37,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peaks: dict[Phase, dict[Tag, int]] = {}
         self.phase: Phase = "forward"
         self.operators: set[str] = set()
+        self.sent = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        self.operators.add(func.__name__.partition(".")[0])
+        name = func.__name__.partition(".")[0]
+        self.operators.add(name)
+        if func.namespace == "c10d":
+            self.sent += sent_by(name, args)
         tag: Tag = "loss" if self.phase == "loss" else "activations"
         if func is torch.ops.aten._to_copy.default and self._is_ignored(args[0]):
             tag = "whole"  # a weight, cast by autocast

@@ -6,11 +6,14 @@ The passes run the real code of model and loss on fake tensors, which have a sha
 operator's output is counted when it is allocated and when it is freed. The meta device cannot be used: autocast does nothing
 there, and attention takes another path. They are fake *CPU* tensors, because a torch without CUDA has no autocast or autograd for
 fake CUDA tensors; for GPU jobs, target.py emulates the differences.
+
+With `parallel.tensor` the model is split as on the first rank of a tensor group, whose collectives send nothing, but are counted.
+Such a model is built for each measurement, because it belongs to its process group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -26,10 +29,13 @@ from raydist.errors import RaydistError, UserError
 from raydist.planner.facts import ROOT, Activations, Model, Param, Pass, Peak
 from raydist.planner.live import LiveBytes
 from raydist.planner.target import KERNELS, OnTarget
+from raydist.planner.tensor import first_of
 from raydist.worker import model_transforms
 from raydist.worker.loss import build as build_loss
+from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.flops import flops_per_token
 from raydist.worker.parallel._model_graph import blocks_of
+from raydist.worker.parallel._tensor import TensorParallel
 from raydist.worker.precision import DTYPES
 
 if TYPE_CHECKING:
@@ -65,44 +71,53 @@ class Planner:
         self._loss = build_loss(spec)
         # Constants in the user's module are real tensors.
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mesh: Mesh | None = None
         self._models: dict[bool, _Fake] = {}
         self._known: dict[Pass, Activations] = {}
         self.attention = "none"
         """The kernel that scaled_dot_product_attention used. `math` keeps T x T matrices for backward, the others do not."""
 
     def model(self) -> Model:
-        """Its parameters and buffers."""
+        """Its parameters and buffers, as one rank has them if there is `parallel.tensor`."""
         with self._guard("built"):
             return self._model(cast=False).facts
 
     def flops_per_token(self) -> float:
-        """FLOPs per token of training, without recomputation."""
+        """FLOPs per token of training, of all ranks of a tensor group, without recomputation."""
         with self._guard("built"):
-            return flops_per_token(self._model(cast=False).module, self._spec.model.context)
+            module = self._whole() if self._mesh is not None else self._model(cast=False).module
+            return flops_per_token(module, self._spec.model.context)
 
     def measure(self, how: Pass) -> Activations:
         """One micro-batch, forward and backward. Results are cached."""
         if how not in self._known:
             count, again = f"pass {len(self._known) + 1}", how.checkpoint
-            self._measuring(
-                f"{count}: micro-batch {how.micro_batch}, {'nothing' if again == 'none' else again} computed again"
-            )
             with self._guard("run"):
-                self._known[how] = self._measure(how)
+                made = self._model(how.cast)
+                self._measuring(
+                    f"{count}: micro-batch {how.micro_batch}, {'nothing' if again == 'none' else again} computed again"
+                )
+                self._known[how] = self._measure(made, how)
         return self._known[how]
+
+    def _whole(self) -> nn.Module:
+        self._measuring("building the model")
+        with self._fake:
+            return self._build(self._spec.model, self._vocab).train()
 
     def _model(self, cast: bool) -> _Fake:
         if cast not in self._models:
-            self._measuring("building the model")
+            module = self._whole()
+            whole = {name: p.shape for name, p in module.named_parameters()}
             with self._fake:
-                module = self._build(self._spec.model, self._vocab).train()
+                if self._mesh is not None:
+                    TensorParallel(self._mesh).split(module)
                 if cast:
                     _cast(module, DTYPES[self._spec.precision.params])
-                self._models[cast] = _Fake(module)
+                self._models[cast] = _Fake(module, whole)
         return self._models[cast]
 
-    def _measure(self, how: Pass) -> Activations:
-        made = self._model(how.cast)
+    def _measure(self, made: _Fake, how: Pass) -> Activations:
         shape = (how.micro_batch, self._spec.model.context)
         dtype = DTYPES[self._spec.precision.params]
         on_target = OnTarget(self._target == "cuda")
@@ -121,21 +136,36 @@ class Planner:
                 loss.backward()  # type: ignore[no-untyped-call]
         if on_target.attends:
             self.attention = " and ".join(sorted(KERNELS[n] for n in live.operators & KERNELS.keys())) or "math"
-        return Activations(saved, tuple(Peak(phase, **worst) for phase, worst in live.peaks.items()))
+        peaks = tuple(Peak(phase, **worst) for phase, worst in live.peaks.items())
+        return Activations(saved, peaks, round(live.sent))
+
+    @contextmanager
+    def _in_group(self) -> Iterator[None]:
+        """As the first rank of a tensor group, if there is one."""
+        if self._spec.parallel.tensor == 1:
+            yield
+            return
+        with first_of(self._spec.parallel.tensor) as self._mesh:
+            try:
+                yield
+            finally:
+                self._mesh = None
+                self._models.clear()
 
     @contextmanager
     def _guard(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RaydistError:
-            raise
-        except Exception as error:
-            first = next(iter(str(error).strip().splitlines()), "")
-            raise UserError(
-                f'model "{self._spec.model.name}" cannot be {what} without values: {type(error).__name__}: {first}',
-                "a plan has tensors with shapes only: no .item(), no branch on a value, no weights from a file, no kernel whose "
-                "shapes torch does not know; make the model do without, or train a few steps and look at the peak memory",
-            ) from error
+        with self._in_group():
+            try:
+                yield
+            except RaydistError:
+                raise
+            except Exception as error:
+                first = next(iter(str(error).strip().splitlines()), "")
+                raise UserError(
+                    f'model "{self._spec.model.name}" cannot be {what} without values: {type(error).__name__}: {first}',
+                    "a plan has tensors with shapes only: no .item(), no branch on a value, no weights from a file, no kernel "
+                    "whose shapes torch does not know; make the model do without, or train a few steps and look at the peak memory",
+                ) from error
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
@@ -151,13 +181,20 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
 class _Fake:
     """A module on fake tensors, with hooks that report phases and gradients to a `LiveBytes`."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, whole: Mapping[str, torch.Size]) -> None:
+        """`whole`: the shapes of its parameters before it was split."""
         self.module = module
         self._blocks = [block for _, block in blocks_of(module)]
         units = {id(p): i for i, block in reversed(list(enumerate(self._blocks))) for p in block.parameters()}
         self.facts = Model(
             tuple(
-                Param(name, tuple(p.shape), p.requires_grad, units.get(id(p), ROOT))
+                Param(
+                    name,
+                    tuple(p.shape),
+                    p.requires_grad,
+                    units.get(id(p), ROOT),
+                    None if p.shape == whole[name] else tuple(whole[name]),
+                )
                 for name, p in module.named_parameters()
             ),
             sum(b.untyped_storage().nbytes() for b in module.buffers()),

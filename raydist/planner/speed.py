@@ -3,6 +3,7 @@
 Runs anywhere. Plain python: no torch, no ray. docs/how-to/plan.md explains the assumptions.
 
     compute    FLOPs of the fullest rank / (peak of the precision x efficiency); for a small model, its kernel launches
+    tensor     all collectives of a tensor group, not overlapped
     exposed    time of collectives beyond the part of the step that they overlap:
                ddp    the sum, beside the last micro-batch's backward
                zero1  the sum, beside the last micro-batch's backward; the gather, beside the next step's first forward
@@ -14,11 +15,12 @@ Runs anywhere. Plain python: no torch, no ray. docs/how-to/plan.md explains the 
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from raydist.planner.estimate import batches, plan_of, shard_of, traffic
+from raydist.planner.estimate import batches, plan_of, replicas, shard_of, traffic
 from raydist.planner.facts import ROOT, Machine, Model
 from raydist.worker.metrics.flops import PEAK_FLOPS, PEAK_FP32, known_device
 
@@ -168,33 +170,54 @@ def refusal(spec: JobSpec, machine: Machine, device: Device) -> str | None:
 
 
 def speed(
-    strategy: str, spec: JobSpec, machine: Machine, model: Model, device: Device, flops_per_token: float
+    strategy: str,
+    spec: JobSpec,
+    machine: Machine,
+    model: Model,
+    device: Device,
+    flops_per_token: float,
+    tensor_sent: int = 0,
 ) -> Speed:
-    """The speed under a strategy that has no `refusal`. `flops_per_token`: the model's own count."""
+    """The speed under a strategy that has no `refusal`. `flops_per_token`: the model's own count. `tensor_sent`: that of the
+    strategy's `Estimate`."""
+    tensor = spec.parallel.tensor
     micro, count = batches(spec, machine.ranks)
     # Backward takes twice the forward; activation checkpointing recomputes blocks once.
     forward, backward = 1 / 3, 2 / 3 + (1 / 3 if spec.train.checkpoint_activations == "full" else 0.0)
     peak = device.fp32 if spec.precision.params == "fp32" else device.half
-    once = flops_per_token * micro * count * spec.model.context / (peak * device.efficiency)
+    once = flops_per_token * micro * count * spec.model.context / (tensor * peak * device.efficiency)
     once = max(once, count * _LAUNCH_S * (1 + len({p.unit for p in model.params if p.unit != ROOT})))
     compute, ahead, last = once * (forward + backward), once * forward / count, once * backward / count
     shard = shard_of(strategy, spec, machine)
     sent = traffic(strategy, spec, machine, model)
     sharded = plan_of(strategy).sharded
-    within, across = _links(shard if sharded else machine.ranks, machine, device)
+    # Rings over replicas: those of the ranks of a tensor group run at the same time, and share the network of a node.
+    of_replicas = replace(
+        machine, ranks=replicas(spec, machine), per_node=max(machine.per_node // spec.parallel.replica, 1)
+    )
+    within, across = _links(shard if sharded else of_replicas.ranks, of_replicas, device)
     gathers, sums, between = sent.gathers / within, sent.sums / within, sent.across / across
     if "parameters" in sharded:
         exposed = max(0.0, gathers + sums - compute) + max(0.0, between - last)
     else:  # beside the backward passes of all micro-batches, or of the last one
         beside = last * count if "gradients" in sharded else last
         exposed = max(0.0, sums - beside) + max(0.0, gathers - ahead)
+    in_group = tensor_sent / _tensor_link(tensor, machine, device)
     offload = 0.0
     if spec.offload.optimizer == "cpu":
         values = sum(p.part(shard) for p in model.params if p.trained)
         way = 4 * values / device.host
         offload = max(0.0, way - last) + max(_UPDATE_BYTES * values / _HOST_BYTES, way)
-    found = Speed(compute, gathers + sums + between, exposed, offload, 0.0)
+    found = Speed(compute, gathers + sums + between + in_group, exposed + in_group, offload, 0.0)
     return replace(found, tokens_per_second=spec.train.global_batch * spec.model.context / found.seconds)
+
+
+def _tensor_link(tensor: int, machine: Machine, device: Device) -> float:
+    """Bytes/s of a rank to its tensor group: that of a node, or where the least part of a group on a node shares its network."""
+    on_node = math.gcd(tensor, machine.per_node)
+    if on_node == tensor or machine.nodes == 1:
+        return device.node
+    return min(device.node, (device.network or 0.0) * on_node)
 
 
 def _links(group: int, machine: Machine, device: Device) -> tuple[float, float]:

@@ -20,12 +20,13 @@ _COLUMNS = {
     "loss": ("loss",),
     "total": ("total",),
     "sent": ("sent",),
+    "sent in group": ("tensor_sent",),
     "host/node": ("host_per_node",),
     "disk/node": ("disk_per_node",),
     "copies/node": ("copies_per_node",),
 }
 """Heading -> keys whose values are summed under it."""
-_OPTIONAL = ("host/node", "disk/node", "copies/node")
+_OPTIONAL = ("sent in group", "host/node", "disk/node", "copies/node")
 _FITS = {True: ("yes", "green"), False: ("no", "red"), None: ("-", "")}
 
 
@@ -50,7 +51,7 @@ def _table(rows: list[dict[str, Any]], pick: dict[str, Any] | None, out: Console
     """Plain lines instead of rich's table, which truncates figures if the terminal or a pipe is narrow."""
     unit, scale = ("GiB", 2**30) if max((row["total"] for row in rows), default=0) >= 2**30 else ("MiB", 2**20)
     columns = {
-        name: keys for name, keys in _COLUMNS.items() if name not in _OPTIONAL or any(row[keys[0]] for row in rows)
+        name: keys for name, keys in _COLUMNS.items() if name not in _OPTIONAL or any(row.get(keys[0]) for row in rows)
     }
     speeds = ("step, s", "tokens/s") if any(row["speed"] for row in rows) else ()
     widths = [max(len(name), 7) + 2 for name in (*columns, *speeds)]
@@ -71,12 +72,15 @@ def _head(plan: dict[str, Any]) -> list[str]:
     model, machine, batch = plan["model"], plan["machine"], plan["batch"]
     device = {"cuda": "GPU", "cpu": "CPU worker"}[machine["device"]]
     nodes = f", {machine['per_node']} per node" if machine["nodes"] > 1 else ""
+    tensor = machine.get("tensor", 1)
+    groups = f" in {_plural(machine['ranks'] // tensor, 'tensor group')} of {tensor}" if tensor > 1 else ""
     memory = ""
     if machine["memory"] is not None:
         memory = f"; {machine['memory'] / 2**30:.1f} GiB each, {machine['usable'] / 2**30:.1f} usable"
     frozen = model["parameters"] - model["trained"]
+    each = "rank" if tensor == 1 else "group"
     settings = (
-        f"{_plural(batch['accumulation'], 'micro-batch')} of {batch['micro']} x {batch['context']} tokens per step and rank",
+        f"{_plural(batch['accumulation'], 'micro-batch')} of {batch['micro']} x {batch['context']} tokens per step and {each}",
         plan["precision"],
         f"checkpoint_activations: {plan['checkpoint_activations']}",
         f"offload: {plan['offload']['optimizer']}",
@@ -85,7 +89,7 @@ def _head(plan: dict[str, Any]) -> list[str]:
     return [
         f"{plan['spec']}: {model['name']}, {_count(model['parameters'])} parameters"
         f"{f' ({_count(frozen)} frozen)' if frozen else ''}, {_plural(model['blocks'], 'block')}",
-        f"{_plural(machine['ranks'], device)}{nodes}{memory} ({machine['because']})",
+        f"{_plural(machine['ranks'], device)}{groups}{nodes}{memory} ({machine['because']})",
         "; ".join(settings),
     ]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -74,6 +74,13 @@ OPERATORS: dict[str, tuple[str, int | None, int, Callable[[int], float]]] = {
 """Operator of c10d -> (kind, in raydist.run.telemetry_schema.OPS; index of the argument with the size by nccl-tests; index of the
 group argument; bus factor for n ranks). Conventions and factors: nccl-tests, doc/PERFORMANCE.md; a receiver sends nothing.
 """
+
+
+def sent_by(operator: str, args: Sequence[Any]) -> float:
+    """Bytes that a rank sends in a call of an operator of c10d with these arguments, with a ring."""
+    _, sized, group, factor = OPERATORS[operator]
+    size = dist.ProcessGroup.unbox(args[group]).size()
+    return _bytes(args[sized]) * factor(size) if sized is not None and size > 1 else 0.0
 
 
 @dataclass(slots=True)
