@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from raydist.cli import plan
+from raydist.cli import plan, speed
 from raydist.data import open_or_prepare
 from raydist.errors import DataError, SpecError, UsageError
 from raydist.planner.vocabulary import vocabulary
@@ -219,6 +219,40 @@ def test_gpus_stand_for_workers(small: Path) -> None:
     assert (made["batch"]["micro"], made["batch"]["accumulation"]) == (1, 1)
     with pytest.raises(SpecError, match="cluster.workers: 9 is more than the 8 sequences"):
         call(small, "--gpus", "9")
+
+
+def test_a_tensor_group(small: Path) -> None:
+    """Groups instead of ranks share the batch; a column, and keys that the page names, say what a rank sends to its group, which
+    takes part of the step. The estimate of a sweep is the same. A group that the spec refuses is one line."""
+    asked = ("--gpus", "4", "--gpus-per-node", "2", "--device", "h100")
+    alone, shared = told(small, *asked), told(small, *asked, "--set", "parallel.tensor=2")
+    assert shared["model"] == alone["model"]
+    assert (shared["batch"]["micro"], shared["batch"]["accumulation"]) == (2, 2)
+    assert alone["batch"]["accumulation"] == 1
+    assert shared["machine"]["tensor"] == 2
+    assert "tensor" not in alone["machine"]
+    section = (ROOT / "docs/how-to/plan.md").read_text().split("\n## JSON\n")[1]
+    assert {"tensor", "tensor_sent"} <= set(re.findall(r"`(\w+)`", section))
+    ddp = row(shared, "ddp")
+    assert row(alone, "ddp").keys() == ddp.keys() - {"tensor_sent"}
+    assert ddp["sent"] == ddp["gradients"]  # an all-reduce of two replicas
+    assert row(alone, "ddp")["gradients"] / 2 < ddp["gradients"] < row(alone, "ddp")["gradients"]
+    seconds = (ddp["sent"] / 50e9, ddp["tensor_sent"] / 450e9)
+    assert ddp["speed"]["communication_seconds"] == pytest.approx(sum(seconds))
+    assert ddp["speed"]["exposed_seconds"] == pytest.approx(seconds[1])
+    out = call(small, *asked, "--set", "parallel.tensor=2").splitlines()
+    assert out[1].startswith("4 GPUs in 2 tensor groups of 2, 2 per node; ")
+    assert out[2].startswith("2 micro-batches of 2 x 16 tokens per step and group; ")
+    assert " sent in group " in out[3]
+    assert " sent in group " not in call(small, *asked)
+    job = load(small, ["cluster.workers=4", "parallel.tensor=2"])
+    device = speed.named("h100")
+    pace = speed.Reckoner(device)(job)
+    assert not isinstance(pace, str)
+    eight = told(small, "--gpus", "4", "--device", "h100", "--set", "parallel.tensor=2")
+    assert pace.tokens_per_second == pytest.approx(row(eight, "ddp")["speed"]["tokens_per_second"])
+    with pytest.raises(SpecError, match=r"parallel.tensor: 2 does not divide the 3 workers; try 1 or 3$"):
+        call(small, "--gpus", "3", "--set", "parallel.tensor=2")
 
 
 def test_refused_strategies_are_named(small: Path) -> None:
