@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from raydist.bench import verify
 from raydist.bench.verify import Pattern
+from raydist.worker.comm import collectives
 from raydist.worker.comm.buckets.measure import slowest
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.device_clock import Marks
@@ -121,8 +122,8 @@ class _Operation:
         self._pattern, self._expected = given, expected
         self._call: Callable[[], object] = {
             "all_reduce": lambda: dist.all_reduce(self._got),
-            "reduce_scatter": lambda: dist.reduce_scatter_tensor(self._got, self._given),
-            "all_gather": lambda: dist.all_gather_into_tensor(self._got, self._given),
+            "reduce_scatter": lambda: collectives.reduce_scatter(self._got, self._given),
+            "all_gather": lambda: collectives.all_gather(self._got, self._given),
             "broadcast": lambda: dist.broadcast(self._got, src=0),
             "all_to_all": lambda: dist.all_to_all_single(self._got, self._given),
             "send_recv": self._around,

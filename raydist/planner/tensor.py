@@ -5,7 +5,6 @@ Runs in: the user's shell (`raydist plan`). Torch, never ray.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,9 +29,6 @@ def first_of(ranks: int) -> Iterator[Mesh]:
     try:
         mesh = Mesh(Rank(0, ranks, 0, torch.device("cpu"), "fake", "127.0.0.1", None, ()), tensor=ranks)
         mesh.connect()
-        with warnings.catch_warnings():
-            # torch 2.13 has a new name for it, which the oldest version that raydist supports lacks.
-            warnings.filterwarnings("ignore", "`torch.distributed.all_gather_into_tensor` is deprecated", FutureWarning)
-            yield mesh
+        yield mesh
     finally:
         dist.destroy_process_group()

@@ -122,7 +122,10 @@ class JobSpec(Part):
         if check is None:
             raise problem("parallel.tensor", tensor, f"needs a model with rules how it is split; {self.model.name} has none",
                           "add check_tensor and tensor_rules to the model (docs/reference/models.md), or set 1")  # fmt: skip
-        check(self.model, tensor)
+        try:
+            check(self.model, tensor)
+        except SpecValueError as error:  # its field is relative to the model
+            raise problem(f"model.{error.field}", error.value, error.what, error.remedy) from None
         if self.model.context % tensor:
             raise problem("parallel.tensor", tensor, f"does not divide model.context {self.model.context}",
                           near_divisors(self.model.context, tensor))  # fmt: skip

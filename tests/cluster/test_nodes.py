@@ -33,6 +33,14 @@ def test_room(each: dict[str, float], ours: dict[str, int], avoid: list[str], ex
     assert room(NODES, each, ours, avoid) == expected
 
 
+def test_room_for_ranks_that_must_be_on_one_node() -> None:
+    """Only multiples count on each node, with the workers that are already there."""
+    each = {"CPU": 1.0, "GPU": 1.0}
+    assert room(NODES, each, {}, together=2) == 4 + 2
+    assert room(NODES, each, {"b": 1, "c": 3}, together=2) == 4 + 4 + 2
+    assert room(NODES, each, {}, together=4) == 4
+
+
 ALL = "the number of workers is fixed"
 
 

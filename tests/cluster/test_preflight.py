@@ -14,8 +14,9 @@ from raydist.spec import JobSpec, parse
 
 
 def job(**cluster: Any) -> JobSpec:
-    """A job with these fields in `cluster`."""
-    return parse({"data": {"source": "x"}, "train": {"steps": 1}, "cluster": cluster})
+    """A job with these fields in `cluster`, or `parallel`."""
+    parallel = {name: cluster.pop(name) for name in ("tensor", "tensor_across_nodes") if name in cluster}
+    return parse({"data": {"source": "x"}, "train": {"steps": 1}, "cluster": cluster, "parallel": parallel})
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,14 @@ def job(**cluster: Any) -> JobSpec:
             "2 workers of 1 CPU and 1 GPU, the cluster has 1 node with 8 CPUs",
         ),
         ({"workers": 4}, [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}], None),
+        # Two CPUs are left over, on two nodes: no two ranks of a replica fit there.
+        (
+            {"workers": 6, "tensor": 2},
+            [{"CPU": 3.0}, {"CPU": 3.0}],
+            "2 of them on one node (parallel.tensor), the cluster has",
+        ),
+        ({"workers": 4, "tensor": 2}, [{"CPU": 3.0}, {"CPU": 3.0}], None),
+        ({"workers": 6, "tensor": 2, "tensor_across_nodes": True}, [{"CPU": 3.0}, {"CPU": 3.0}], None),
         ({"workers": 1, "cpus_per_worker": 64}, [{"CPU": 8.0}], "reduce the resources per worker"),
     ],
 )

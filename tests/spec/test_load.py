@@ -110,6 +110,12 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
             'raydist.worker.parallel._zero has no "Nosuch"; check the name after',
         ),
         ("model.name=llama", 'unknown "llama"; there are: gpt, mlp; one of your own is package.module:build'),
+        (
+            "parallel.tensor=3",
+            "model.heads: 4 cannot be shared by parallel.tensor: 3 ranks; try parallel.tensor: 1 or 2 or 4",
+        ),
+        ("parallel.tensor=4", "parallel.tensor: 4 does not divide the 2 workers"),
+        ("parallel.tensor=0", "parallel.tensor: 0: input should be greater than or equal to 1"),
         ("parallel.strategy=fsdp", 'unknown "fsdp"; fully sharded is zero3 here, or hsdp, which'),
         ("parallel.strategy=FSDP2", "fully sharded is zero3 here, or hsdp, which"),
         ("parallel.strategy=deepspeed", "DeepSpeed's stages are zero1, zero2 and zero3 here; --deepspeed FILE"),

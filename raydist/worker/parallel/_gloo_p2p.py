@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.profiler import record_function
 
+from raydist.worker.comm import collectives
 from raydist.worker.metrics import collective_counters
 
 RANGE = "raydist::"
@@ -59,7 +60,7 @@ def reduce_scatter(mine: Tensor, whole: Tensor, parts: Tensor | None, group: Pro
     `parts`: a receive buffer like `whole`; needed if `direct(group)`.
     """
     if not direct(group):
-        work: Work = dist.reduce_scatter_tensor(mine, whole, group=group, async_op=True)
+        work: Work = collectives.reduce_scatter(mine, whole, group=group, async_op=True)
         return work
     assert parts is not None
     rows = parts.view(group.size(), -1)
@@ -77,7 +78,7 @@ def reduce_scatter(mine: Tensor, whole: Tensor, parts: Tensor | None, group: Pro
 def all_gather(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work:
     """All ranks' `mine`, [S], into `whole`, [W * S]; `mine` may be this rank's row of it."""
     if not direct(group):
-        work: Work = dist.all_gather_into_tensor(whole, mine, group=group, async_op=True)
+        work: Work = collectives.all_gather(whole, mine, group=group, async_op=True)
         return work
     rows, rank, world = whole.view(group.size(), -1), group.rank(), group.size()
     if rows[rank].data_ptr() != mine.data_ptr():

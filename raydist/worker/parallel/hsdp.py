@@ -11,13 +11,13 @@ import math
 import os
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from raydist.errors import UserError
 from raydist.extension_plans import StrategyPlan
 from raydist.spec import JobSpec
 from raydist.spec.parts import near_divisors, problem
+from raydist.worker.comm import collectives
 from raydist.worker.parallel._fsdp import FullyShardedStrategy
 
 PLAN = StrategyPlan(
@@ -63,7 +63,7 @@ class Strategy(FullyShardedStrategy):
         world = self._rank.world_size
         local = torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", world))])
         sizes = torch.empty(world, dtype=local.dtype)
-        dist.all_gather_into_tensor(sizes, local, group=self._rank.control)
+        collectives.all_gather(sizes, local, group=self._rank.control)
         shared = math.gcd(*sizes.tolist()) // self._mesh.replica_size
         return math.gcd(
             max(shared, 1), self._mesh.data_size
