@@ -1,4 +1,7 @@
-"""Attempts on a real private Ray: how each kind of failure is reported, and the environment that a worker starts with."""
+"""Attempts on a real private Ray: how each kind of failure is reported, and the environment that a worker starts with.
+
+Over a minute: each failure has its own workers on a private Ray.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Restarts from checkpoints in the nodes' memory, with the whole command."""
+"""Restarts from checkpoints in the nodes' memory, with the whole command.
+
+Over a minute: four runs, one of them with a Ray of its own.
+"""
 
 from __future__ import annotations
 

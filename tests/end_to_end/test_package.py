@@ -1,4 +1,7 @@
-"""raydist as a package: a wheel that is installed, and used from an empty folder without the repository."""
+"""raydist as a package: a wheel that is installed, and used from an empty folder without the repository.
+
+Over a minute: a wheel is built, installed and used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A storage URI with secrets, `s3://KEY:SECRET@bucket`: every command works with it, and none prints or stores the secret."""
+"""A storage URI with secrets, `s3://KEY:SECRET@bucket`: every command works with it, and none prints or stores the secret.
+
+Over a minute: every command, on a storage with secrets.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Faults of a whole node, on a cluster of two hosts: the driver is on the first, all ranks are on the second."""
+"""Faults of a whole node, on a cluster of two hosts: the driver is on the first, all ranks are on the second.
+
+Over a minute: two clusters of hosts, and three runs on them.
+"""
 
 from __future__ import annotations
 

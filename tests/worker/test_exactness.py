@@ -2,6 +2,8 @@
 one.
 
 tests/faults/test_survived.py does the same with the whole command, for each fault; this file covers each strategy and world size.
+
+Over a minute: every strategy is killed, paused and resized, on up to four ranks.
 """
 
 from __future__ import annotations
@@ -219,7 +221,7 @@ def test_another_world_size_trains_the_same_samples(
         assert row["loss"] == pytest.approx(same["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_each_rank_of_a_mesh_may_be_killed(ranks: Any, dataset: str, tmp_path: Path, strategy: str) -> None:
     """On dp 2 x tensor 2: each of the four ranks is killed in turn, and the run ends with the bits of an undisturbed one."""
     undisturbed = Run(ranks, dataset, tmp_path / "undisturbed", strategy, tensor=2)

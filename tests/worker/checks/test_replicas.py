@@ -1,5 +1,8 @@
 """Replicas that drift, in the whole loop on real ranks: named, repaired to the same bits, or rolled back a limited number of
-times."""
+times.
+
+Over a minute: about twenty runs of the whole loop.
+"""
 
 from __future__ import annotations
 
