@@ -37,6 +37,7 @@ from tests.training import (
     alone,
     copies,
     counted,
+    gathered,
     job,
     mine,
     run,
@@ -247,11 +248,9 @@ def fresh(rank: Rank, spec: JobSpec) -> tuple[dict[str, torch.Tensor], int]:
         top = registry.load("model", "gpt")(spec.model, VOCAB)
     own = top.init_module
     top.init_module = lambda name, module: (own(name, module), look(module))
-    trainer = object.__new__(Trainer)
-    trainer.strategy = strategy
     torch.manual_seed(1)
     strategy.wrap(top, lambda module: loss_sum(module, MicroBatch(*samples(1))))
-    return trainer.whole(), most
+    return {n: gathered(shard.whole(shard.local.detach()), rank) for n, shard in strategy.shards().items()}, most
 
 
 @pytest.mark.parametrize("tie", [True, False])
