@@ -122,7 +122,8 @@ def settled(
     if parallel.bucket_mb != "auto" or not buckets(parallel.strategy) or rank.world_size == 1:
         return spec
     if parallel.tensor > 1:
-        say("parallel.bucket_mb: auto: torch's: with parallel.tensor there are no trial passes")
+        why = "torch's: with parallel.tensor there are no trial passes"
+        say(f"parallel.bucket_mb: auto: {why}")
         return spec
     from raydist.worker.comm.buckets import choose
 

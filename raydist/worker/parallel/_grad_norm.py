@@ -5,6 +5,8 @@ Runs in: each train worker. Torch, never ray.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,12 +16,28 @@ from raydist.worker.distributed import Rank
 from raydist.worker.parameter_table import ParameterTable
 
 
-class GradNorm:
-    """Call it when every shard has its gradient: a scalar in fp64 on the rank's device, the same on every rank.
+def grad_norm(
+    grads: Iterable[tuple[Tensor | None, int]], group: dist.ProcessGroup | None, device: torch.device
+) -> Tensor:
+    """A scalar in fp64 on `device`, the same on every rank of `group`. With `group` None nothing is sent.
 
-    Squares are divided by the number of ranks that hold the same part and summed in fp64, in one all-reduce. If every rank holds
-    the whole gradient, nothing is sent.
+    `grads`: for each parameter this rank's part of the gradient (or None), and the number of ranks of `group` that hold that part.
+    Squares are divided by that number and summed in fp64, in one all-reduce.
     """
+    by_copies: dict[int, list[Tensor]] = {}
+    for grad, copies in grads:
+        if grad is not None:
+            by_copies.setdefault(copies, []).append(grad)
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for copies, held in by_copies.items():
+        square += (get_total_norm(held).double() ** 2).to(device) / copies
+    if group is not None:
+        dist.all_reduce(square, group=group)
+    return square.sqrt()
+
+
+class GradNorm:
+    """Call it when every shard has its gradient: `grad_norm` of all ranks, or nothing is sent if each holds the whole gradient."""
 
     def __init__(self, parameters: ParameterTable, rank: Rank) -> None:
         self._device = rank.device
@@ -30,13 +48,5 @@ class GradNorm:
         ]
 
     def __call__(self) -> Tensor:
-        by_copies: dict[int, list[Tensor]] = {}
-        for local, copies in self._shards:
-            if local.grad is not None and local.numel():
-                by_copies.setdefault(copies, []).append(local.grad)
-        square = torch.zeros((), dtype=torch.float64, device=self._device)
-        for copies, held in by_copies.items():
-            square += (get_total_norm(held).double() ** 2).to(self._device) / copies
-        if self._sends:
-            dist.all_reduce(square)
-        return square.sqrt()
+        grads = ((local.grad if local.numel() else None, copies) for local, copies in self._shards)
+        return grad_norm(grads, dist.group.WORLD if self._sends else None, self._device)
