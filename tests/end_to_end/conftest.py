@@ -31,8 +31,9 @@ PROJECT = Path(__file__).parent / "project"
 RAYDIST = str(Path(sys.executable).with_name("raydist"))
 TIMEOUT_S = 240
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-OF_THE_WARM_RAY = ("ray::IDLE", "default_worker.py")
-"""Idle workers, and workers that are starting: the warm driver's Ray keeps some."""
+OF_THE_WARM_RAY = ("ray::IDLE", "default_worker.py", "ray::_LeanController")
+"""Idle workers, and workers that are starting: the warm driver's Ray keeps some. In two of three whole sessions a controller stayed
+until that driver ended; why is not known. A command's own driver ends, and its Ray with it: tests of these see none."""
 
 
 class Project:
