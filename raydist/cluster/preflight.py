@@ -96,7 +96,7 @@ def check_resources(spec: JobSpec, resources: Sequence[Mapping[str, float]]) -> 
     available = f"{len(resources)} node{'s' if len(resources) != 1 else ''} with {nodes.amount(total)} in all"
     remedy = f"set cluster.workers: {fits}" if fits else "reduce the resources per worker in cluster:"
     if spec.parallel.together > 1:
-        asked += f", {spec.parallel.together} of them on one node (parallel.tensor)"
+        asked += f", each {spec.parallel.together} on one node (parallel.tensor)"
     return [f"the job asks for {asked}, the cluster has {available}: {fits} would fit; {remedy}, or add nodes"]
 
 

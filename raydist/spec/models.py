@@ -133,6 +133,9 @@ class JobSpec(Part):
             if workers % tensor:
                 raise problem("parallel.tensor", tensor, f"does not divide the {workers} workers",
                               near_divisors(workers, tensor))  # fmt: skip
+        if cluster.spares % self.parallel.together:  # an odd spare would shift the ranks behind it to another node
+            raise problem("cluster.spares", cluster.spares, f"is no multiple of parallel.tensor: {tensor}",
+                          f"set it to a multiple of {tensor}, so that tensor groups stay on one node")  # fmt: skip
         optimizer = optimizer_plan(self.optim.name)
         if optimizer is not None and optimizer.whole_matrices:
             raise problem("parallel.tensor", tensor, f"splits matrices, and optim.name: {self.optim.name} needs whole ones",

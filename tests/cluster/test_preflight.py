@@ -38,7 +38,7 @@ def job(**cluster: Any) -> JobSpec:
         (
             {"workers": 6, "tensor": 2},
             [{"CPU": 3.0}, {"CPU": 3.0}],
-            "2 of them on one node (parallel.tensor), the cluster has",
+            "6 workers of 1 CPU, each 2 on one node (parallel.tensor), the cluster",
         ),
         ({"workers": 4, "tensor": 2}, [{"CPU": 3.0}, {"CPU": 3.0}], None),
         ({"workers": 6, "tensor": 2, "tensor_across_nodes": True}, [{"CPU": 3.0}, {"CPU": 3.0}], None),

@@ -115,6 +115,7 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
             "model.heads: 4 cannot be shared by parallel.tensor: 3 ranks; try parallel.tensor: 1 or 2 or 4",
         ),
         ("parallel.tensor=4", "parallel.tensor: 4 does not divide the 2 workers"),
+        ("parallel.tensor=2 & cluster.spares=1", "cluster.spares: 1 is no multiple of parallel.tensor: 2"),
         ("parallel.tensor=0", "parallel.tensor: 0: input should be greater than or equal to 1"),
         ("parallel.strategy=fsdp", 'unknown "fsdp"; fully sharded is zero3 here, or hsdp, which'),
         ("parallel.strategy=FSDP2", "fully sharded is zero3 here, or hsdp, which"),
@@ -135,7 +136,7 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
 )
 def test_one_problem_is_one_line(override: str, expected: str) -> None:
     """Each mistake gives one line with the field and what is wrong."""
-    lines = problems(override)
+    lines = problems(*override.split(" & "))
     assert len(lines) == 1
     assert expected in lines[0]
 

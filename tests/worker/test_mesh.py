@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from raydist.errors import UserError
+from raydist.worker.distributed import Rank
 from raydist.worker.mesh import Mesh
-from tests.training import alone
+from tests.training import MODEL, alone, mesh_job, run
 
 
 def mesh(rank: int, world: int, **sizes: int) -> Mesh:
@@ -35,6 +37,24 @@ def test_the_ranks_of_a_replica() -> None:
     assert [made.data_rank for made in meshes] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [rank for rank, made in enumerate(meshes) if made.counts] == [4, 6]
     assert [made.stream for made in meshes] == [(0, 0), (0, 0), (1, 0), (1, 0), (0, 1), (0, 1), (1, 1), (1, 1)]
+
+
+def straddling(rank: Rank, across: bool) -> str:
+    """The error of a mesh whose second tensor group is on two nodes."""
+    spec = mesh_job("ddp", 2, MODEL)
+    spec = spec.model_copy(update={"parallel": spec.parallel.model_copy(update={"tensor_across_nodes": across})})
+    try:
+        Mesh.of(spec, replace(rank, node_ip="10.0.0.1" if rank.rank < 3 else "10.0.0.2"))
+    except UserError as error:
+        return error.message
+    return ""
+
+
+def test_a_tensor_group_on_two_nodes_is_refused_unless_asked_for(ranks: Any) -> None:
+    """On every rank, with the ranks and the nodes."""
+    says = "parallel.tensor: 2: ranks 2 to 3 share layers, and are on nodes 10.0.0.1 and 10.0.0.2"
+    assert run(ranks, straddling, 4, False) == [says] * 4
+    assert run(ranks, straddling, 4, True) == [""] * 4
 
 
 def test_a_world_size_that_holds_no_whole_number_of_replicas() -> None:
