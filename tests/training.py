@@ -20,12 +20,15 @@ from raydist.planner.estimate import shard_of
 from raydist.planner.facts import Machine
 from raydist.spec import JobSpec
 from raydist.worker import model_transforms
+from raydist.worker.build import build_strategy
 from raydist.worker.distributed import Rank
 from raydist.worker.loss import build as build_loss
+from raydist.worker.loss import call_model
 from raydist.worker.mesh import Mesh
 from raydist.worker.optim import optimizers
 from raydist.worker.optim.offload import adamw as offload
-from raydist.worker.parallel import ParallelStrategy
+from raydist.worker.parallel._model_graph import parts_of
+from raydist.worker.parallel._pipeline import Pipeline
 from raydist.worker.parallel._tensor import split_layers
 from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.precision import Precision
@@ -52,10 +55,10 @@ def job(strategy: str, model: dict[str, Any] = MODEL, train: Any = {}, **section
     )
 
 
-def mesh_job(strategy: str, tensor: int, model: dict[str, Any], **sections: Any) -> JobSpec:
-    """A job in which `tensor` ranks share each layer."""
+def mesh_job(strategy: str, tensor: int, model: dict[str, Any], pipeline: Any = {}, **sections: Any) -> JobSpec:  # noqa: B006
+    """A job in which `tensor` ranks share each layer. `pipeline`: more fields of `parallel`."""
     made = job(strategy, model, **sections)
-    return made.model_copy(update={"parallel": made.parallel.model_copy(update={"tensor": tensor})})
+    return made.model_copy(update={"parallel": made.parallel.model_copy(update={"tensor": tensor, **pipeline})})
 
 
 def _variants() -> dict[str, dict[str, Any]]:
@@ -102,10 +105,12 @@ def samples(n: int, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, targets
 
 
-def mine(rank: Rank, tokens: torch.Tensor, targets: torch.Tensor, micro: int, tensor: int = 1) -> list[MicroBatch]:
-    """This rank's part, as the loader splits the batch over replicas of `tensor` ranks."""
-    made = []
-    for ids in share(np.arange(len(tokens)), rank.rank // tensor, rank.world_size // tensor, micro):
+def mine(
+    rank: Rank, tokens: torch.Tensor, targets: torch.Tensor, micro: int, tensor: int = 1, pipeline: int = 1
+) -> list[MicroBatch]:
+    """This rank's part, as the loader splits the batch over the replicas of a mesh."""
+    mesh, made = Mesh(rank, pipeline=pipeline, tensor=tensor), []
+    for ids in share(np.arange(len(tokens)), mesh.data_rank, mesh.data_size, micro):
         if len(ids):
             made.append(MicroBatch(tokens[ids], targets[ids]))
         else:
@@ -123,7 +128,7 @@ class Trainer:
 
     def __init__(self, rank: Rank, spec: JobSpec, full: int, model: nn.Module | None = None) -> None:
         self.rank, self.spec, self.mesh = rank, spec, Mesh.of(spec, rank)
-        self.strategy: ParallelStrategy = registry.load("parallel", spec.parallel.strategy)(spec, self.mesh)
+        self.strategy = build_strategy(spec, self.mesh)
         build = registry.load("model", spec.model.name)
         later = self.strategy.takes_meta and model is None and getattr(build, "takes_meta", False)
         if model is None:
@@ -135,13 +140,17 @@ class Trainer:
         self.precision = Precision(spec.precision, rank.device)
         loss = build_loss(spec)
 
-        def example(module: nn.Module) -> torch.Tensor:
+        def example(module: nn.Module, samples: int = 1, part: bool = False) -> torch.Tensor:
+            batch = MicroBatch(tokens, targets)
             with self.precision.autocast():
-                return loss(module, MicroBatch(tokens, targets))
+                return call_model(module, batch).float().sum() if part else loss(module, batch)
 
         self.tensor = split_layers(self.model, self.mesh)
+        if isinstance(self.strategy, Pipeline):
+            self.model = self.strategy.cut(self.model)
         self.strategy.wrap(self.model, example)
-        model_transforms.prepare(self.model, spec.train)
+        for part in parts_of(self.model):
+            model_transforms.prepare(part, spec.train)
         shards = self.strategy.shards()
         self.shards = shards = self.tensor.shards(shards) if self.tensor is not None else shards
         self.optimizer: torch.optim.Optimizer
@@ -169,22 +178,37 @@ class Trainer:
     def whole(self, grad: bool = False) -> dict[str, torch.Tensor]:
         """Every parameter, or its gradient, gathered from all ranks."""
         found = {}
-        for name, shard in self.shards.items():
-            local = shard.local.grad if grad else shard.local.detach()
-            assert local is not None
-            found[name] = gathered(shard.whole(local), self.rank)
+        for name in self.parameters.trained:
+            shard = self.shards.get(name)
+            part = None
+            if shard is not None:
+                local = shard.local.grad if grad else shard.local.detach()
+                assert local is not None, name
+                part = shard.whole(local)
+            found[name] = gathered(part, self.rank, self.parameters[name].shape, self.parameters.held_by_all(name))
         return found
 
 
-def gathered(tensor: torch.Tensor, rank: Rank) -> torch.Tensor:
-    """A copy of the whole tensor, from the parts of all ranks. A collective."""
-    if not isinstance(tensor, DTensor):
+def gathered(
+    tensor: torch.Tensor | None, rank: Rank, shape: tuple[int, ...] | None = None, everywhere: bool | None = None
+) -> torch.Tensor:
+    """A copy of the whole tensor, from the parts of all ranks; None: this rank has none. A collective unless it is `everywhere`."""
+    if everywhere or (everywhere is None and not isinstance(tensor, DTensor)):
+        assert tensor is not None
         return tensor.clone()
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    mine: Any = None
+    if isinstance(tensor, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        mine = offsets, tensor.to_local()
+    elif tensor is not None:
+        mine = (0,) * tensor.ndim, tensor
     every: list[Any] = [None] * rank.world_size
-    dist.all_gather_object(every, (offsets, tensor.to_local()), group=rank.control)
-    whole = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)
-    for at, part in [*every, every[rank.rank]]:  # replicas may differ in a test: this rank's part last
+    dist.all_gather_object(every, mine, group=rank.control)
+    parts = [
+        part for part in (*every, mine) if part is not None
+    ]  # replicas may differ in a test: this rank's part last
+    whole = torch.full(shape or tensor.shape, torch.nan, dtype=parts[0][1].dtype)  # type: ignore[union-attr]
+    for at, part in parts:
         whole[tuple(slice(first, first + size) for first, size in zip(at, part.shape, strict=True))] = part
     return whole
 

@@ -130,7 +130,8 @@ def bucket(job: JobSpec, vocab: int, rank: Rank) -> choose.Chosen:
         make: Callable[..., nn.Module] = registry.load("model", job.model.name)
         return make(job.model, vocab)
 
-    def example(module: nn.Module, samples: int = 1) -> torch.Tensor:
+    def example(module: nn.Module, samples: int = 1, part: bool = False) -> torch.Tensor:
+        assert not part, "the whole model"
         tokens = torch.arange(samples * (job.model.context + 1)).view(samples, -1).remainder(vocab).to(rank.device)
         with precision.autocast():
             return loss(module, MicroBatch(tokens[:, :-1], tokens[:, 1:].contiguous()))

@@ -56,7 +56,8 @@ def device_name() -> str | None:
 class Planner:
     """A model of a job on fake tensors. `target` is the device type that it will train on: cuda or cpu.
 
-    `measuring` gets a text at the start of each measurement. Raises UserError if the model cannot be built or run without values.
+    `measuring` gets a text at the start of each measurement. Raises UserError if the model cannot be built or run without values,
+    and for `parallel.pipeline`, of which no estimate is made.
     """
 
     def __init__(
@@ -66,6 +67,11 @@ class Planner:
         target: Literal["cuda", "cpu"],
         measuring: Callable[[str], None] = lambda text: None,
     ) -> None:
+        if spec.parallel.pipeline > 1:
+            raise UserError(
+                f"parallel.pipeline: {spec.parallel.pipeline}: memory and speed of a pipeline are not estimated",
+                "plan with --set parallel.pipeline=1; a stage has its blocks' share of the parameters",
+            )
         self._spec, self._vocab, self._target, self._measuring = spec, vocab_size, target, measuring
         self._build = cast(Callable[..., nn.Module], registry.load("model", spec.model.name))
         self._loss = build_loss(spec)

@@ -88,7 +88,9 @@ class JobSpec(Part):
                 f"is longer than the run of {steps} steps",
                 "write a fraction, such as 0.1",
             )
-        self._mesh_fits()
+        self._tensor_fits()
+        self._pipeline_fits()
+        self._replicas_fit()
         if self.cluster.most // self.parallel.replica > self.train.global_batch:
             what = (
                 "is more"
@@ -114,8 +116,8 @@ class JobSpec(Part):
                           "set it to null, or offload.optimizer: cpu")  # fmt: skip
         return self
 
-    def _mesh_fits(self) -> None:
-        tensor, cluster = self.parallel.tensor, self.cluster
+    def _tensor_fits(self) -> None:
+        tensor = self.parallel.tensor
         if tensor == 1:
             return
         check = registry.described("model", self.model.name, "check_tensor")
@@ -129,17 +131,52 @@ class JobSpec(Part):
         if self.model.context % tensor:
             raise problem("parallel.tensor", tensor, f"does not divide model.context {self.model.context}",
                           near_divisors(self.model.context, tensor))  # fmt: skip
-        for workers in sorted({cluster.least, cluster.most}):
-            if workers % tensor:
-                raise problem("parallel.tensor", tensor, f"does not divide the {workers} workers",
-                              near_divisors(workers, tensor))  # fmt: skip
-        if cluster.spares % self.parallel.together:  # an odd spare would shift the ranks behind it to another node
-            raise problem("cluster.spares", cluster.spares, f"is no multiple of parallel.tensor: {tensor}",
+        if self.cluster.spares % self.parallel.together:  # an odd spare would shift the ranks behind it to another node
+            raise problem("cluster.spares", self.cluster.spares, f"is no multiple of parallel.tensor: {tensor}",
                           f"set it to a multiple of {tensor}, so that tensor groups stay on one node")  # fmt: skip
         optimizer = optimizer_plan(self.optim.name)
         if optimizer is not None and optimizer.whole_matrices:
             raise problem("parallel.tensor", tensor, f"splits matrices, and optim.name: {self.optim.name} needs whole ones",
                           "use adamw, or set 1")  # fmt: skip
+
+    def _pipeline_fits(self) -> None:
+        parallel = self.parallel
+        pipeline, stages, cut = parallel.pipeline, parallel.stages, parallel.pipeline_cut
+        if pipeline == 1:
+            for field, value in (("chunks", parallel.chunks != 1), ("pipeline_cut", cut is not None)):
+                if value:
+                    raise problem(f"parallel.{field}", getattr(parallel, field), "needs stages on several ranks",
+                                  f"set parallel.pipeline: 2 or more, or leave {field} out")  # fmt: skip
+            return
+        if cut is not None and len(cut) != stages:
+            raise problem("parallel.pipeline_cut", cut, f"has {len(cut)} numbers for {stages} stages (pipeline x chunks)",
+                          "give the number of blocks of each stage")  # fmt: skip
+        if self.model.name in registry.names("model"):  # of others only the worker knows the blocks
+            layers = self.model.layers
+            if stages > layers:
+                raise problem("parallel.pipeline", pipeline,
+                              f"makes {stages} stages (pipeline x chunks), and the model has {layers} blocks (model.layers)",
+                              "take fewer stages or more layers")  # fmt: skip
+            if cut is not None and sum(cut) != layers:
+                raise problem("parallel.pipeline_cut", cut, f"has {sum(cut)} blocks in all, and the model has {layers}",
+                              "give the number of blocks of each stage")  # fmt: skip
+        if self.train.compile is True:
+            raise problem("train.compile", True, "compiles the whole model, and with parallel.pipeline no rank has it",
+                          "set train.compile: blocks")  # fmt: skip
+
+    def _replicas_fit(self) -> None:
+        parallel, cluster = self.parallel, self.cluster
+        for workers in sorted({cluster.least, cluster.most}):
+            if workers % parallel.replica == 0:
+                continue
+            axis = "pipeline" if parallel.pipeline > 1 else "tensor"
+            size = getattr(parallel, axis)
+            if size == parallel.replica:
+                what, remedy = f"does not divide the {workers} workers", near_divisors(workers, size)
+            else:
+                what = f"times tensor: {parallel.tensor} does not divide the {workers} workers"
+                remedy = f"set cluster.workers to a multiple of {parallel.replica}"
+            raise problem(f"parallel.{axis}", size, what, remedy)
 
     @property
     def snapshot_every(self) -> int | Literal["auto"] | None:

@@ -15,7 +15,7 @@ from raydist.spec.parts import Extension, Part, PartWithNewFields, problem
 class ParallelSpec(PartWithNewFields):
     """How the work is split over the workers."""
 
-    new_fields = ("options", "tensor", "tensor_across_nodes")
+    new_fields = ("options", "tensor", "tensor_across_nodes", "pipeline", "chunks", "pipeline_cut")
 
     strategy: Annotated[str, Extension("parallel")] = Field(
         "ddp", description="A built-in strategy, or package.module:attribute of your own."
@@ -32,6 +32,21 @@ class ParallelSpec(PartWithNewFields):
     tensor_across_nodes: bool = Field(
         False,
         description="Let the ranks that share a layer be on several nodes: each layer then waits for their network.",
+    )
+    pipeline: int = Field(
+        1,
+        ge=1,
+        description="Stages: groups of consecutive blocks, each on other ranks, which pass micro-batches on (pipeline parallel, "
+        "1F1B). Times tensor divides the workers.",
+    )
+    chunks: int = Field(
+        1,
+        ge=1,
+        description="Stages of each rank; above 1 they are interleaved: less waiting at the ends of a step, more transfers.",
+    )
+    pipeline_cut: list[Annotated[int, Field(ge=1)]] | None = Field(
+        None,
+        description="Blocks of each stage, pipeline x chunks numbers; null: such that the slowest stage is as fast as possible.",
     )
     bucket_mb: Annotated[float, Field(gt=0)] | Literal["auto"] | None = Field(
         None,
@@ -51,7 +66,12 @@ class ParallelSpec(PartWithNewFields):
     @property
     def replica(self) -> int:
         """Ranks that together hold one replica of the model."""
-        return self.tensor
+        return self.tensor * self.pipeline
+
+    @property
+    def stages(self) -> int:
+        """Parts of the model in a pipeline; 1 without."""
+        return self.pipeline * self.chunks
 
     @property
     def together(self) -> int:

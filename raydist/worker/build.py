@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -21,11 +21,13 @@ from raydist.worker import distributed
 from raydist.worker.checks.replicas import hashes
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 from raydist.worker.metrics import flops
 from raydist.worker.optim import optimizers
 from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.parallel import Example, ParallelStrategy, ParamShard
 from raydist.worker.parallel._model_graph import initialise, some
+from raydist.worker.parallel._pipeline import Pipeline
 from raydist.worker.parallel._tensor import TensorParallel
 
 T = TypeVar("T")
@@ -121,8 +123,8 @@ def settled(
     parallel = spec.parallel
     if parallel.bucket_mb != "auto" or not buckets(parallel.strategy) or rank.world_size == 1:
         return spec
-    if parallel.tensor > 1:
-        why = "torch's: with parallel.tensor there are no trial passes"
+    if parallel.replica > 1:
+        why = f"torch's: with parallel.{'tensor' if parallel.tensor > 1 else 'pipeline'} there are no trial passes"
         say(f"parallel.bucket_mb: auto: {why}")
         return spec
     from raydist.worker.comm.buckets import choose
@@ -130,6 +132,17 @@ def settled(
     chosen = choose.settle(spec, rank, run, vocab_size, partial(build_model, spec, vocab_size), example)
     say(f"parallel.bucket_mb: auto: {chosen.because}")
     return spec.model_copy(update={"parallel": parallel.model_copy(update={"bucket_mb": chosen.bucket_mb})})
+
+
+def build_strategy(spec: JobSpec, mesh: Mesh) -> ParallelStrategy:
+    """The strategy that the job names; in a pipeline one for each stage of this rank."""
+
+    def make(spec: JobSpec, mesh: Mesh) -> ParallelStrategy:
+        return cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(spec, mesh))
+
+    if mesh.pipeline == 1:
+        return make(spec, mesh)
+    return Pipeline(spec, mesh, make)
 
 
 def build_optimizer(

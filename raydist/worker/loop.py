@@ -10,12 +10,11 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from raydist import registry
 from raydist.data.batches import Batches, Loader, Stall, StepBatch
 from raydist.data.dataset import TokenDataset
 from raydist.extension_plans import strategy_plan
@@ -33,6 +32,7 @@ from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.dataloader import Feed
 from raydist.worker.distributed import Rank
 from raydist.worker.loss import build as build_loss
+from raydist.worker.loss import call_model
 from raydist.worker.mesh import Mesh
 from raydist.worker.metrics import memory
 from raydist.worker.metrics.gradient_noise_scale import GradientNoise
@@ -43,8 +43,8 @@ from raydist.worker.metrics.startup_timing import Startup
 from raydist.worker.metrics.telemetry import Telemetry
 from raydist.worker.metrics.trace import Tracer
 from raydist.worker.optim.schedule import lr_at, peak_lr
-from raydist.worker.parallel import ParallelStrategy
-from raydist.worker.parallel._model_graph import plain_name
+from raydist.worker.parallel._model_graph import parts_of, plain_name
+from raydist.worker.parallel._pipeline import Pipeline
 from raydist.worker.parallel._tensor import split_layers
 from raydist.worker.parameter_table import ParameterTable, gather_parameters
 from raydist.worker.precision import Precision
@@ -134,7 +134,7 @@ class _Run:
         self.precision = Precision(spec.precision, rank.device)
         self.loss = build_loss(spec)
         settled = build.settled(spec, rank, job.run, dataset.vocab_size, self._example, self._note)
-        self.strategy = cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(settled, self.mesh))
+        self.strategy = build.build_strategy(settled, self.mesh)
         model = build.build_model(spec, dataset.vocab_size, self.strategy.takes_meta)
         if note := build.make_trainable(model):
             self._note(note)
@@ -147,8 +147,11 @@ class _Run:
         if self.mesh.data_size == 1 and (plan := strategy_plan(spec.parallel.strategy)) and plan.sharded:
             self._note(f"parallel.strategy: {spec.parallel.strategy} with one replica of the model: nothing is split")
         self.tensor = split_layers(model, self.mesh)
+        if isinstance(self.strategy, Pipeline):
+            model = self.strategy.cut(model)
         self.strategy.wrap(model, self._example)
-        model_transforms.prepare(model, spec.train)
+        for part in parts_of(model):
+            model_transforms.prepare(part, spec.train)
         shards = self.tensor.shards(self.strategy.shards()) if self.tensor else self.strategy.shards()
         frozen = {plain_name(n): p for n, p in model.named_parameters() if not p.requires_grad}
         parameters = gather_parameters(shards, rank, frozen)  # every rank: names, shapes and holders of all ranks
@@ -390,10 +393,11 @@ class _Run:
         if self.replica_check:
             self.replica_check.before_save(self.at.step)  # every rank: hashes are compared
 
-    def _example(self, module: nn.Module, samples: int = 1) -> torch.Tensor:
-        """The loss of the first sample, `samples` times, with which a strategy checks the graph."""
+    def _example(self, module: nn.Module, samples: int = 1, part: bool = False) -> torch.Tensor:
+        """The loss of the first sample, `samples` times, with which a strategy checks the graph. See `Example`."""
+        batch = self.feed.example(samples)
         with self.precision.autocast():
-            return self.loss(module, self.feed.example(samples))
+            return call_model(module, batch).float().sum() if part else self.loss(module, batch)
 
 
 def _due(step: int, every: int | None, ending: bool) -> bool:

@@ -8,7 +8,8 @@ Runs in: each train worker. Torch, never ray. Coordinates are computed alike on 
 
 Ranks that differ only in `tensor`, `context` or `pipeline` together hold one replica of the model and read the same samples.
 Code that divides samples among ranks, or draws random numbers for them, uses `data_rank` and `data_size`, never the world's.
-Strategies split the state along `data` alone. `tensor` is the work of worker/parallel/_tensor.py; `pipeline` and `context` are 1.
+Strategies split the state along `data` alone. `tensor` is the work of worker/parallel/_tensor.py, `pipeline` of _pipeline.py there;
+`context` is 1.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Mesh:
     def of(cls, spec: JobSpec, rank: Rank) -> Mesh:
         """The mesh of a job, connected. A collective if a replica has several ranks. Raises UserError if a tensor group is on
         several nodes and must not be."""
-        made = cls(rank, tensor=spec.parallel.tensor)
+        made = cls(rank, pipeline=spec.parallel.pipeline, tensor=spec.parallel.tensor)
         if spec.parallel.together > 1:
             made.refuse_split_nodes()
         made.connect()
@@ -82,6 +83,14 @@ class Mesh:
             assert self.replica_size == 1, "connect() comes first"
             return dist.group.WORLD
         return self._devices.get_group(axis)
+
+    def peers(self, axis: str) -> list[int]:
+        """The world ranks that differ from this one in `axis` only, in its order; this one among them."""
+        at = [*self.sizes].index(axis)
+        mine = self.coordinate(self.rank.rank)
+        same = mine[:at] + mine[at + 1 :]
+        every = (self.coordinate(rank) for rank in range(self.rank.world_size))
+        return [rank for rank, (*place,) in enumerate(every) if (*place[:at], *place[at + 1 :]) == same]
 
     def data_mesh(self, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
         """The ranks of this rank's `data` axis as an array of these sizes, whose product is `data_size`. A collective."""
@@ -118,6 +127,11 @@ class Mesh:
     def data_rank(self) -> int:
         """Which of these parts this rank reads."""
         return self.coordinate(self.rank.rank)[1]
+
+    @property
+    def pipeline_rank(self) -> int:
+        """The first of this rank's stages."""
+        return self.coordinate(self.rank.rank)[0]
 
     @property
     def tensor_rank(self) -> int:

@@ -54,7 +54,8 @@ def prepare(model: nn.Module, spec: TrainSpec) -> None:
             _replace(block, _recomputed(block.forward, selective=spec.checkpoint_activations == "selective"))
     if spec.compile:
         # In a small model the loss takes much of the time, so a head that computes it is compiled, too.
-        parts = [*blocks, model.head] if getattr(model, "gives_loss", False) else blocks
+        head = getattr(model, "head", None) if getattr(model, "gives_loss", False) else None
+        parts = blocks if head is None else [*blocks, head]
         for module in parts if spec.compile == "blocks" else [model]:
             assert isinstance(module, nn.Module)
             _replace(module, torch.compile(module.forward))

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
 from raydist.data.batches import MASKED, MicroBatch
 from raydist.errors import NonFinite
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.worker.comm.json_gather import gather_json
-from raydist.worker.loss import Loss
+from raydist.worker.loss import Loss, call_model
 from raydist.worker.loss.cross_entropy import loss_sum as loss_sum
 from raydist.worker.mesh import Mesh
 from raydist.worker.optim.hooks import hooks_of
@@ -222,24 +223,25 @@ class _Training:
                 stack.enter_context(hook.around_micro_batch(self._step, index))
             yield
 
-    def forward(self, module: nn.Module, index: int, batch: MicroBatch) -> torch.Tensor:
+    def forward(self, module: nn.Module, index: int, batch: MicroBatch, part: bool = False) -> torch.Tensor:
         self._owner.heartbeat.enter("forward")
         with self._owner.precision.autocast():
-            return self._owner.loss(module, batch)
+            return call_model(module, batch) if part else self._owner.loss(module, batch)
 
-    def backward(self, index: int, loss: torch.Tensor) -> None:
+    def backward(self, index: int, made: torch.Tensor | GradientEdge, grad: torch.Tensor | None = None) -> None:
         owner = self._owner
         owner.heartbeat.enter("backward")
-        if owner.mesh.counts:
-            self._sums[0] += loss.detach()
-        if index == self._last:
-            self._send()  # its milliseconds hide behind the backward pass; every rank issues it before DDP's own
-        # A constant stands for the tokens of the global batch, which are known only after the sync.
-        scaled = owner.precision.scale(loss * (owner.strategy.loss_factor / owner.full_tokens))
+        if isinstance(made, torch.Tensor):
+            if owner.mesh.counts:
+                self._sums[0] += made.detach()
+            if index == self._last and owner.mesh.pipeline == 1:
+                self._send()  # its milliseconds hide behind the backward pass; every rank issues it before DDP's own
+            # A constant stands for the tokens of the global batch, which are known only after the sync.
+            made = owner.precision.scale(made * (owner.strategy.loss_factor / owner.full_tokens))
         with ExitStack() as stack:
             for hook in owner.hooks:
-                stack.enter_context(hook.around_backward())
-            scaled.backward()  # type: ignore[no-untyped-call]
+                stack.enter_context(hook.around_backward(index))
+            torch.autograd.backward(made, grad)
 
     def _send(self) -> None:
         if not self._sent:
@@ -247,7 +249,7 @@ class _Training:
 
     def summed(self) -> torch.Tensor:
         """The sums over all ranks. After the passes."""
-        self._send()  # by ranks that compute no loss
+        self._send()  # in a pipeline, where the ranks end their passes at different times
         if self._pending is not None:
             self._pending.wait()
         return self._sums
@@ -268,14 +270,14 @@ class _Diagnosis:
         if not self.found and not all(self._gradients.values()):
             self.found = {"micro_batch": index}
 
-    def forward(self, module: nn.Module, index: int, batch: MicroBatch) -> torch.Tensor:
+    def forward(self, module: nn.Module, index: int, batch: MicroBatch, part: bool = False) -> torch.Tensor:
         with self._owner.precision.autocast():
-            return self._owner.loss(module, batch)
+            return call_model(module, batch) if part else self._owner.loss(module, batch)
 
-    def backward(self, index: int, loss: torch.Tensor) -> None:
-        if not self.found and not torch.isfinite(loss):
-            self.found = {"loss": float(loss.detach()), "micro_batch": index}
-        loss.backward()  # type: ignore[no-untyped-call]
+    def backward(self, index: int, made: torch.Tensor | GradientEdge, grad: torch.Tensor | None = None) -> None:
+        if isinstance(made, torch.Tensor) and not self.found and not torch.isfinite(made):
+            self.found = {"loss": float(made.detach()), "micro_batch": index}
+        torch.autograd.backward(made, grad)
 
 
 class _Evaluation:
@@ -292,15 +294,17 @@ class _Evaluation:
         self._heartbeat.enter("eval")
         return nullcontext()
 
-    def forward(self, module: nn.Module, index: int, batch: MicroBatch) -> torch.Tensor:
+    def forward(self, module: nn.Module, index: int, batch: MicroBatch, part: bool = False) -> torch.Tensor:
         with self._precision.autocast():
+            if part:
+                return call_model(module, batch)
             loss = self._loss(module, batch)
         if self._mesh.counts:
             self.sums[0] += loss
             self.sums[1] += (batch.targets != MASKED).sum()
         return loss
 
-    def backward(self, index: int, loss: torch.Tensor) -> None:
+    def backward(self, index: int, made: torch.Tensor | GradientEdge, grad: torch.Tensor | None = None) -> None:
         raise AssertionError("an evaluation has no backward pass")
 
 

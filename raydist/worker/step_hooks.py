@@ -76,8 +76,8 @@ class StepHook:
         """Around the forward and backward pass of `step.micro_batches[index]`."""
         return nullcontext()
 
-    def around_backward(self) -> AbstractContextManager[None]:
-        """Around a backward pass."""
+    def around_backward(self, index: int) -> AbstractContextManager[None]:
+        """Around a backward pass of that micro-batch. In a pipeline passes of others may come before it, after its forward pass."""
         return nullcontext()
 
     def gradients_ready(self, step: Step) -> None:

@@ -878,3 +878,9 @@ def test_what_cannot_train_says_why() -> None:
     on_host = advice(30.0, parallel={"strategy": "zero3"}, offload={"parameters": "cpu"})
     assert [row.refused is None for row in on_host.rows] == [False, False, False, True, True]
     assert on_host.pick.estimate.strategy == "hsdp"
+
+
+def test_no_estimate_of_a_pipeline() -> None:
+    """One clear error, not the memory of a whole model."""
+    with pytest.raises(UserError, match="memory and speed of a pipeline are not estimated"):
+        Planner(job(parallel={"pipeline": 2}, cluster={"workers": 2}), 13, "cpu")

@@ -42,7 +42,7 @@ class Recorder(StepHook):
         self.note(f"end {index}")
 
     @contextmanager
-    def around_backward(self) -> Iterator[None]:
+    def around_backward(self, index: int) -> Iterator[None]:
         self.note("backward")
         yield
 

@@ -107,7 +107,7 @@ class TrainState:
             for name, buffer in buffers.items():
                 if f"model/{name}" in tensors:
                     buffer.copy_(tensors[f"model/{name}"])
-        saved = plain["optim"]
+        saved = self._of_own_groups(plain["optim"])
         if len(saved["groups"]) != len(self._optimizer.param_groups):
             raise CheckpointError(
                 f"the optimizer has {len(self._optimizer.param_groups)} parameter groups, and had {len(saved['groups'])}",
@@ -138,6 +138,14 @@ class TrainState:
     def extra(self) -> tuple[str, ...]:
         """The names of all registered extra states."""
         return tuple(self._extra)
+
+    def _of_own_groups(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """A saved optimizer without the groups that this rank has no parameters of: a pipeline stage may lack some."""
+        own = [group.get("name") for group in self._optimizer.param_groups]
+        kept = [i for i, group in enumerate(saved["groups"]) if group.get("name") in own]
+        if len(kept) != len(own):
+            return saved
+        return {**saved, **{key: [saved[key][i] for i in kept] for key in ("groups", "built")}}
 
     def _groups(self) -> list[dict[str, Any]]:
         """Each parameter group's plain values."""

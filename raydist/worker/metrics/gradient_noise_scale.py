@@ -46,6 +46,8 @@ class Small:
 
     def __init__(self, mesh: Mesh, module: nn.Module, batch: MicroBatch, tensor: TensorParallel | None) -> None:
         self._mesh, self._module, self._batch, self._tensor = mesh, module, batch, tensor
+        self.in_first = False
+        """Whether the backward pass that runs now is the first micro-batch's; in a pipeline others may come before its last one."""
         self._norms: list[Tensor] = []
         self._parts: list[Tensor] = []
         self._work: dist.Work | None = None
@@ -57,6 +59,8 @@ class Small:
             yield
 
     def _look(self, name: str, grad: Tensor) -> None:
+        if not self.in_first:
+            return
         # Keep no reference to the gradient: autograd copies a gradient that others refer to, and moves one that it alone holds.
         if self._tensor is not None and name in self._tensor.partial:
             self._parts.append(grad.flatten().float().clone())
@@ -128,6 +132,13 @@ class GradientNoise(StepHook):
             yield
         if self._small is not None and index == len(step.micro_batches) - 1:
             self._small.send()
+
+    @contextmanager
+    def around_backward(self, index: int) -> Iterator[None]:
+        """Tells the first micro-batch's gradients from others'."""
+        if self._small is not None:
+            self._small.in_first = index == 0
+        yield
 
     def before_update(self, step: Step) -> None:
         """Adds the measurement of the step to the average."""

@@ -77,7 +77,7 @@ class Telemetry(StepHook):
         if self._comm is not None:
             self._comm.close()
 
-    def around_backward(self) -> AbstractContextManager[None]:
+    def around_backward(self, index: int) -> AbstractContextManager[None]:
         """A context around the backward pass, whose engine waits for the collectives that it starts."""
         return self._comm.backward() if self._comm is not None else nullcontext()
 

@@ -33,6 +33,11 @@ Optional:
   `forward`: between split layers x has this rank's tokens of each sequence [B, T / ranks, D], and in a "gather" module all tokens
   and this rank's heads or columns. So code between layers may not look across positions, and code in them takes the number of heads
   from the tensors. Dropout is by nn.Dropout, and outside of "gather" modules. Without rules, `parallel.tensor` is refused.
+- `stage(first, last) -> nn.Module`: how `parallel.pipeline` cuts the model: the part with blocks `first` to `last` - 1 of its
+  nn.ModuleList; with what comes before the blocks if `first` is 0, and what comes after them if `last` is their number. It has the
+  same parameters under the same names (`part_of` makes it). Its `forward` takes the arguments of the model's, and without the first
+  block also `hidden`, the output of the part before: one tensor [B, ...]. A weight of the first and the last part (tied) has its
+  first name in both. An nn.Sequential needs no `stage`. Without, `parallel.pipeline` is refused.
 - `flops_per_token(context) -> float`: default: 6 per parameter outside of embeddings (worker/metrics/flops.py).
 - `generate(tokens_BT, max_new, ...) -> tokens_BS`: without it `raydist train` prints no sample text.
 
@@ -45,3 +50,39 @@ Optional, at the top level of the file, without torch (raydist/registry.py, `des
 
 tests/contracts/test_models.py tests every file here for this contract.
 """
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TypeVar
+
+from torch import nn
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def part_of(
+    model: M, first: int, last: int, *, blocks: str = "", before: Sequence[str] = (), after: Sequence[str] = ()
+) -> M:
+    """For `stage`: a copy of the outermost module that shares its parameters, with blocks `first` to `last` - 1 alone.
+
+    `blocks`: the name of its list of blocks; "" if it is the list itself, an nn.Sequential. `before`, `after`: children that are
+    None without the first block, and without the last one.
+    """
+    held = model.get_submodule(blocks)
+    part: M = object.__new__(type(model))
+    part.__dict__.update(
+        {key: copy.copy(value) for key, value in model.__dict__.items() if isinstance(value, dict | set)}
+    )
+    part.__dict__.update({key: value for key, value in model.__dict__.items() if key not in part.__dict__})
+    kept = dict([*held._modules.items()][first:last])
+    if blocks:
+        listed = nn.ModuleList()
+        listed._modules.update(kept)  # type: ignore[arg-type]  # under the numbers that they have in the whole model
+        part._modules[blocks] = listed
+    else:
+        part._modules = kept
+    for name in (*(before if first > 0 else ()), *(after if last < len(held._modules) else ())):
+        part._modules[name] = None
+    return part

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from raydist.errors import UserError
 from raydist.spec.parts import near_divisors, problem
 from raydist.worker.metrics.flops import decoder_flops
+from raydist.worker.model import part_of
 from raydist.worker.model._chunked_cross_entropy import head_loss
 from raydist.worker.parallel._model_graph import initialise
 
@@ -273,14 +274,21 @@ class GPT(nn.Module):
                 std /= math.sqrt(2 * self.spec.layers)
             nn.init.normal_(module.weight, std=std)
 
+    def stage(self, first: int, last: int) -> GPT:
+        """The part with blocks `first` to `last` - 1: see the contract in __init__.py."""
+        ends = last == self.spec.layers
+        before = ("dropout",) if ends and self.spec.tie_embeddings else ("embedding", "dropout")
+        return part_of(self, first, last, blocks="blocks", before=before, after=("norm", "head"))
+
     def forward(
         self,
         tokens_BT: Tensor,
         documents: Tensor | None = None,
         caches: Sequence[Cache] | None = None,
         targets: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """tokens_BT (int64) -> logits_BTV. T may not exceed `model.context`, cached tokens included.
+        """tokens_BT (int64) -> logits_BTV. T may not exceed `model.context`, cached tokens included. `hidden`: see `stage`.
 
         `documents` (int, B x T), and `targets` (int64, B x T), with which the result is a scalar: see the contract in
         model/__init__.py. `caches`, one per block, hold the tokens before these; `generate` uses them. They cannot be combined
@@ -303,10 +311,12 @@ class GPT(nn.Module):
             positions_BT, run_BT = packed_positions(documents)
             cos, sin = self.cos[positions_BT, None], self.sin[positions_BT, None]
             mask = ((run_BT[:, :, None] == run_BT[:, None, :]).tril())[:, None]
-        x_BTD = self.embedding(tokens_BT).float()  # the stream stays fp32, even if FSDP gathers weights in bf16
-        x_BTD = self.dropout(x_BTD)
+        # The stream stays fp32, even if FSDP gathers weights in bf16.
+        x_BTD = self.dropout(self.embedding(tokens_BT).float()) if hidden is None else hidden
         for i, block in enumerate(self.blocks):
             x_BTD = block(x_BTD, cos, sin, mask, caches[i] if caches else None)
+        if self._modules["head"] is None:  # a stage that others follow
+            return x_BTD
         out: Tensor = self.head(self.norm(x_BTD), targets)
         return out
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raydist.errors import UserError
+from raydist.worker.model import part_of
 
 if TYPE_CHECKING:
     from raydist.spec import ModelSpec
@@ -56,10 +57,16 @@ class MLP(nn.Module):
         self.blocks = nn.ModuleList(Layer(spec) for _ in range(spec.layers))
         self.head = nn.Linear(spec.width, vocab_size)
 
-    def forward(self, tokens_BT: Tensor, documents: Tensor | None = None) -> Tensor:
-        """tokens_BT (int64) -> logits_BTV. `documents` has no effect: no token attends to another."""
-        x_BTD = self.embedding(tokens_BT)
+    def stage(self, first: int, last: int) -> MLP:
+        """The part with blocks `first` to `last` - 1: see the contract in __init__.py."""
+        return part_of(self, first, last, blocks="blocks", before=("embedding",), after=("head",))
+
+    def forward(self, tokens_BT: Tensor, documents: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
+        """tokens_BT (int64) -> logits_BTV. `documents` has no effect: no token attends to another. `hidden`: see `stage`."""
+        x_BTD: Tensor = self.embedding(tokens_BT) if hidden is None else hidden
         for block in self.blocks:
             x_BTD = block(x_BTD)
+        if self._modules["head"] is None:  # a stage that others follow
+            return x_BTD
         logits_BTV: Tensor = self.head(x_BTD)
         return logits_BTV

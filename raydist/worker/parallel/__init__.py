@@ -22,6 +22,9 @@ At the top level of the file, without torch (raydist/registry.py, `described`), 
 (raydist/extension_plans.py) for `raydist plan`; `Options`, a pydantic model of `parallel.options`; `check_spec(spec: JobSpec)`,
 which raises `raydist.spec.parts.problem(...)`; and `VARIANTS`, name -> fields of `parallel`, for more runs of tests/contracts.
 
+In a pipeline each stage has a strategy of its own (_pipeline.py). Forward passes of several micro-batches then come before the
+backward pass of the first; they call the model given to `wrap`, and `accumulate` is around each backward pass alone.
+
 A strategy splits along the data axis of the mesh only: it uses `mesh.data_rank`, `mesh.data_size`, `mesh.group("data")` and
 `mesh.data_mesh`, never the world's. What a rank has of the model may itself be a part, of tensor parallel layers.
 
@@ -38,6 +41,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -49,8 +53,8 @@ from raydist.worker.mesh import Mesh
 class Example(Protocol):
     """Runs forward on `samples` samples of the right shape and returns the loss, for the graph check in `wrap`."""
 
-    def __call__(self, module: nn.Module, samples: int = 1) -> torch.Tensor:
-        """The sum of their losses."""
+    def __call__(self, module: nn.Module, samples: int = 1, part: bool = False) -> torch.Tensor:
+        """The sum of their losses; if `module` is a part of the model that gives no loss, of its output."""
         ...
 
 
@@ -64,12 +68,14 @@ class Work(Protocol):
         """A context from before the forward pass of micro-batch `index` to after its backward pass. Several may be open."""
         ...
 
-    def forward(self, module: nn.Module, index: int, batch: MicroBatch) -> torch.Tensor:
-        """The loss of a micro-batch, summed over its tokens: a scalar. Called on the ranks that compute the loss."""
+    def forward(self, module: nn.Module, index: int, batch: MicroBatch, part: bool = False) -> torch.Tensor:
+        """The loss of a micro-batch, summed over its tokens: a scalar. If `module` is a `part` of the model that gives no loss, its
+        output."""
         ...
 
-    def backward(self, index: int, loss: torch.Tensor) -> None:
-        """Computes gradients of a loss from `forward`. Called on the ranks that compute the loss, in ascending order of `index`."""
+    def backward(self, index: int, made: torch.Tensor | GradientEdge, grad: torch.Tensor | None = None) -> None:
+        """Computes gradients of what `forward` made, in ascending order of `index` for each part of the model. Of an output of a
+        part, which may be given as its place in the graph, `grad` is the gradient."""
         ...
 
 

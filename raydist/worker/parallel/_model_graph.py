@@ -6,7 +6,7 @@ Runs in: each train worker. Torch, never ray.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -41,21 +41,35 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return []
 
 
+def parts_of(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules that are called: the model, or the stages that this rank has of it."""
+    parts: tuple[nn.Module, ...] = getattr(model, "chunks", (model,))
+    return parts
+
+
 @torch.no_grad()
-def initialise(model: nn.Module) -> Iterator[str]:
+def initialise(model: nn.Module, keep: Container[str] | None = None) -> Iterator[str]:
     """Allocates the parameters of a model on the meta device on the CPU, and initialises them with its `init_module`.
+
+    `keep`: names; of a tied weight its first one, if any. Other parameters are drawn, too, and go back to the meta device at once.
 
     Goes module by module, in the order of `named_modules`, so that the same generator gives the same weights, even if modules
     before are already sharded. Yields the name of each module when it is done, before its children.
     """
     made: dict[int, nn.Parameter] = {}  # a tied weight is one parameter of two modules
     for name, module in list(model.named_modules()):
+        foreign: dict[str, nn.Parameter] = {}
         for key, p in module.named_parameters(recurse=False, remove_duplicate=False):
             if p.is_meta:
+                if keep is not None and f"{name}.{key}".lstrip(".") not in keep:
+                    foreign[key] = p
                 if id(p) not in made:
                     made[id(p)] = nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=p.requires_grad)
                 setattr(module, key, made[id(p)])
         model.init_module(name, module)  # type: ignore[operator]
+        for key, p in foreign.items():
+            setattr(module, key, p)
+            made.pop(id(p), None)
         empty = [f"{name}.{key}".lstrip(".") for key, b in module.named_buffers(recurse=False) if b.is_meta]
         if empty:
             raise UserError(
@@ -124,7 +138,7 @@ def each_gradient(model: nn.Module, look: Callable[[str, Tensor], None]) -> Iter
 
         return before
 
-    for name, module in model.named_modules():
+    for name, module in (item for part in parts_of(model) for item in part.named_modules()):
         if name == "" or isinstance(module, FSDPModule):
             assert isinstance(module, nn.Module)
             handles.append(module.register_forward_pre_hook(find(name)))

@@ -37,6 +37,7 @@ from torch.distributed.tensor import Shard as TensorShard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from raydist.errors import UserError
+from raydist.worker.comm.collectives import sum_flat
 from raydist.worker.mesh import Mesh
 from raydist.worker.model._chunked_cross_entropy import head_loss
 from raydist.worker.parallel import ParamShard
@@ -193,17 +194,10 @@ class TensorParallel:
         own = {id(self._shards[name].local) for name in self.partial}
         return lambda parameters: told([p for p in parameters if id(p) not in own])
 
-    @torch.no_grad()
     def sum_gradients(self) -> None:
         """Adds up the ranks' parts of the gradients of `partial`. Once a step, when the strategy has summed them over `data`."""
-        grads = [s.local.grad for name, s in self._shards.items() if name in self.partial]
-        held = [grad for grad in grads if grad is not None and grad.numel()]
-        if not held:
-            return
-        flat = torch.cat([grad.reshape(-1) for grad in held]).to(self._mesh.rank.device)
-        dist.all_reduce(flat, group=self.group)
-        for grad, total in zip(held, torch.split(flat, [grad.numel() for grad in held]), strict=True):
-            grad.copy_(total.view_as(grad))
+        grads = [shard.local.grad for name, shard in self._shards.items() if name in self.partial]
+        sum_flat(grads, self.group, self._mesh.rank.device)
 
 
 def split_layers(model: nn.Module, mesh: Mesh) -> TensorParallel | None:

@@ -80,6 +80,8 @@ class Strategy:
         # uninterrupted run. This backward rebuilds the buckets before the first step.
         example(ddp).backward()  # type: ignore[no-untyped-call]
         ddp.zero_grad(set_to_none=True)
+        if self._mesh.pipeline > 1:
+            ddp.reducer._rebuild_buckets()  # otherwise the next forward pass through `ddp` does
 
     def _sum(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """DDP's communication hook, for a sum in fewer bits, and to report that a bucket is reduced. In fp32 the result is bit for
@@ -108,8 +110,18 @@ class Strategy:
         return {n: ParamShard(p) for n, p in self._parameters.items()}
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """See `ParallelStrategy.accumulate`: gradients are summed over the ranks in the last micro-batch only."""
-        if last or self._mesh.data_size == 1:
+        """See `ParallelStrategy.accumulate`: gradients are summed over the ranks in the last micro-batch only.
+
+        In a pipeline forward passes do not go through DDP, so its reducer waits for gradients only from here on, as in
+        torch.distributed.pipelining.
+        """
+        if self._mesh.data_size == 1:
+            return nullcontext()
+        if self._mesh.pipeline > 1:
+            if last:
+                self._ddp.reducer.prepare_for_backward([])
+            return nullcontext()
+        if last:
             return nullcontext()
         return self._ddp.no_sync()
 

@@ -108,7 +108,7 @@ def unwatched(rank: Rank, run_uri: str) -> Any:
     """Whether torch's own wait is in place, and how many telemetry threads run."""
     original = dist.Work.wait
     with Telemetry(run_uri, rank, 1, Heartbeat(), None, lambda event: None) as telemetry:
-        with telemetry.around_backward():
+        with telemetry.around_backward(0):
             dist.all_reduce(torch.ones(1))
         named = [t.name for t in threading.enumerate() if t.name == "raydist-telemetry"]
         return dist.Work.wait is original, len(named)

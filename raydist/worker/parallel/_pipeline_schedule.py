@@ -1,0 +1,87 @@
+"""The order in which the ranks of a pipeline work: 1F1B, and interleaved 1F1B where a rank has several stages. And the cut of a
+model into stages.
+
+Runs anywhere: neither torch nor ray.
+
+    1F1B, 3 ranks, 4 micro-batches: forward 0 to 3, backward a to d
+    rank 0   0 1 2 . . a 3 b . c . d        Stage s is on rank s % ranks. A rank has at most ranks - rank micro-batches between
+    rank 1   . 0 1 . a 2 b 3 c . d          their forward and backward pass, however many a step has.
+    rank 2   . . 0 a 1 b 2 c 3 d            Sources: Narayanan et al. 2021 (arXiv 2104.04473), sections 2.2 and 2.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """The forward or backward pass of micro-batch `index` in stage `chunk` of this rank."""
+
+    kind: Literal["forward", "backward"]
+    chunk: int
+    index: int
+
+
+def actions(rank: int, ranks: int, chunks: int, micro_batches: int, backward: bool = True) -> list[Action]:
+    """What `rank` of a pipeline computes, in order. Backward passes of a stage are in ascending order of the micro-batches.
+
+    Works for any number of micro-batches. Interleaved, their number is rounded up to a multiple of `ranks`, and the passes that do
+    not exist are left out, which keeps every order that the others have.
+    """
+    padded = micro_batches if chunks == 1 else -(-micro_batches // ranks) * ranks
+    group = padded if chunks == 1 else ranks
+    order = [
+        (chunk, first + i) for first in range(0, padded, group or 1) for chunk in range(chunks) for i in range(group)
+    ]
+    forward = [Action("forward", chunk, i) for chunk, i in order]
+    if not backward:
+        return [action for action in forward if action.index < micro_batches]
+    back = [Action("backward", chunks - 1 - chunk, i) for chunk, i in order]
+    ahead = ranks - 1 - rank if chunks == 1 else 2 * (ranks - 1 - rank) + (chunks - 1) * ranks
+    ahead = min(ahead, len(forward))
+    made = forward[:ahead]
+    for one_forward, one_backward in zip(forward[ahead:], back, strict=False):
+        made += one_forward, one_backward
+    made += back[len(forward) - ahead :]
+    return [action for action in made if action.index < micro_batches]
+
+
+def bubble(ranks: int, chunks: int, micro_batches: int) -> float:
+    """The share of a step in which a rank waits, if all stages take the same time: 0 to 1."""
+    waits = (ranks - 1) / chunks
+    return waits / (micro_batches + waits)
+
+
+def cut(costs: Sequence[float], sizes: Sequence[float], stages: int) -> list[int]:
+    """Blocks of each stage. The most expensive stage is as cheap as possible; among such cuts the largest one is as small as
+    possible.
+
+    `costs`, `sizes`: of each block, what comes before the first and after the last block included. Every stage has a block.
+    """
+    assert 1 <= stages <= len(costs), (stages, len(costs))
+    limit = _least_worst(costs, stages, costs, float("inf"))[0]
+    return _least_worst(sizes, stages, costs, limit * (1 + 1e-9))[1]
+
+
+def _least_worst(values: Sequence[float], stages: int, costs: Sequence[float], limit: float) -> tuple[float, list[int]]:
+    """(the largest sum of `values` of a stage, blocks of each stage): the smallest where no sum of `costs` is over `limit`."""
+    value, cost = ([0.0, *accumulate(numbers)] for numbers in (values, costs))
+    # best[n]: of the first n blocks in the stages so far.
+    nowhere: tuple[float, list[int]] = (float("inf"), [])
+    best: list[tuple[float, list[int]]] = [(0.0, []), *[nowhere] * len(values)]
+    for _ in range(stages):
+        following = [nowhere] * (len(values) + 1)
+        for end in range(1, len(values) + 1):
+            for start in range(end):
+                worst, counts = best[start]
+                if worst == float("inf") or cost[end] - cost[start] > limit:
+                    continue
+                worst = max(worst, value[end] - value[start])
+                if worst < following[end][0]:
+                    following[end] = worst, [*counts, end - start]
+        best = following
+    return best[-1]

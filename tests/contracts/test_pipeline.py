@@ -1,0 +1,252 @@
+"""Pipelines of every strategy: the bits of one process, whatever the schedule; with tensor parallel layers its gradients."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raydist import registry
+from raydist.errors import UserError
+from raydist.spec import JobSpec
+from raydist.worker.distributed import Rank
+from raydist.worker.parallel._model_graph import blocks_of
+from raydist.worker.parallel._pipeline import Pipeline, cut_model
+from raydist.worker.parallel._pipeline_schedule import actions, bubble, cut
+from raydist.worker.step import StepReport, evaluate
+from tests.training import CONTEXT, GROUPED, MODEL, VOCAB, Trainer, alone, counted, job, mesh_job, mine, run, samples
+
+DEEP = {**MODEL, "layers": 4, "heads": 4, "width": 32, "tie_embeddings": False, "qk_norm": True}
+N, MICRO = 7, 2
+"""Samples of a global batch and of a micro-batch: with accumulation, a short micro-batch, and masked targets."""
+OPTIM = {"lr": 1e-2, "eps": 1e-3}
+UNCLIPPED = {"optim": {**OPTIM, "clip": 0}}
+"""The factor of a clip has the last bits of the norm."""
+TWO = {"pipeline": 2}
+INTERLEAVED = {"pipeline": 2, "chunks": 2}
+
+Result = tuple[list[StepReport], dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor], float, int]
+"""Reports of two steps; first weights; gradients of the first step, clipped; weights after both; the loss of held-out samples; the
+most micro-batches in flight."""
+
+
+def train(rank: Rank, spec: JobSpec) -> Result:
+    """Two steps; all ranks return the same, but for the last value."""
+    trainer = Trainer(rank, spec, full=N * CONTEXT)
+    first, gradients = trainer.whole(), dict[str, torch.Tensor]()
+    mesh = (spec.parallel.tensor, spec.parallel.pipeline)
+    reports = []
+    for s in (1, 2):
+        trainer.before_update = (lambda: gradients.update(trainer.whole(grad=True))) if s == 1 else (lambda: None)
+        batches = mine(rank, *samples(N, seed=s), MICRO, *mesh)
+        reports.append(trainer.step(s, batches, counted(batches), 1e-2, want_stop=False))
+    loss, _ = evaluate(
+        trainer.mesh, trainer.strategy, trainer.precision, mine(rank, *samples(N, seed=99), MICRO, *mesh)
+    )
+    trainer.step.optimizer_hooks.close()
+    in_flight = trainer.strategy.in_flight if isinstance(trainer.strategy, Pipeline) else 0
+    return reports, first, gradients, trainer.whole(), loss, in_flight
+
+
+@functools.cache
+def reference(ranks: Any, world: int = 1, tied: bool = False, strategy: str = "ddp", clip: float = 0.5) -> Result:
+    """One process; or data parallel ranks, with the micro-batches of as many replicas."""
+    spec = job(strategy, {**DEEP, "tie_embeddings": tied}, optim={**OPTIM, "clip": clip})
+    return run(ranks, train, world, spec)[0]
+
+
+def same_bits(got: Result, right: Result) -> None:
+    """Losses, first weights, gradients, weights and held-out loss; the norm within 1e-6: it is summed in another order."""
+    for ours, theirs in zip(got[0], right[0], strict=True):
+        assert (ours.loss, ours.tokens) == (theirs.loss, theirs.tokens)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
+    assert got[4] == right[4]
+    for ours_of, theirs_of in zip(got[1:4], right[1:4], strict=True):
+        assert ours_of.keys() == theirs_of.keys()
+        assert [name for name, value in theirs_of.items() if not torch.equal(ours_of[name], value)] == []
+
+
+@pytest.mark.parametrize("fields", [TWO, INTERLEAVED, {"pipeline": 4}, {"pipeline": 2, "pipeline_cut": [1, 3]}])
+def test_a_pipeline_changes_no_number(ranks: Any, fields: dict[str, Any]) -> None:
+    """One replica: the loss of both steps, all gradients and weights. A rank has no more in flight than the schedule says."""
+    for rank, got in enumerate(run(ranks, train, fields["pipeline"], mesh_job("ddp", 1, DEEP, fields, **UNCLIPPED))):
+        same_bits(got, reference(ranks, clip=0))
+        assert got[5] <= (fields["pipeline"] - rank) * fields.get("chunks", 1) + fields.get("chunks", 1) - 1
+
+
+@pytest.mark.parametrize("fields", [TWO, INTERLEAVED])
+@pytest.mark.parametrize("strategy", [name for name in registry.names("parallel") if name not in GROUPED])
+def test_each_strategy_runs_in_each_stage(ranks: Any, strategy: str, fields: dict[str, Any]) -> None:
+    """dp 2 x pipeline 2: the numbers of two data parallel ranks with the same strategy."""
+    for got in run(ranks, train, 4, mesh_job(strategy, 1, DEEP, fields, **UNCLIPPED)):
+        same_bits(got, reference(ranks, 2, strategy=strategy, clip=0))
+
+
+def test_hsdp_in_each_stage(ranks: Any) -> None:
+    """Copies of pairs: dp 4 x pipeline 2."""
+    variant = GROUPED["hsdp"]
+    for got in run(ranks, train, 8, mesh_job(variant, 1, DEEP, TWO, cluster={"workers": 8})):
+        near(got, reference(ranks), 3e-6)
+
+
+def near(got: Result, right: Result, far: float) -> None:
+    """Each gradient within `far` of its largest element; the norm and the losses within 1e-6."""
+    for ours, theirs in zip(got[0], right[0], strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+        assert ours.tokens == theirs.tokens
+    assert got[0][0].grad_norm == pytest.approx(right[0][0].grad_norm, rel=1e-6)
+    assert all(torch.equal(got[1][name], value) for name, value in right[1].items())
+    for name, value in right[2].items():
+        assert float((got[2][name] - value).abs().max() / value.abs().max()) <= far, name
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("zero1", 4), ("zero2", 4), ("zero3", 4)])
+def test_tied_weights_of_the_first_and_the_last_stage(ranks: Any, strategy: str, world: int) -> None:
+    """Their gradient is the sum of both stages', in another order than in one process: 3e-6. It counts once in the norm."""
+    for got in run(ranks, train, world, mesh_job(strategy, 1, {**DEEP, "tie_embeddings": True}, TWO)):
+        near(got, reference(ranks, tied=True), 3e-6)
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("ddp", 4), ("zero3", 8)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_with_tensor_parallel_layers(ranks: Any, strategy: str, world: int, tied: bool) -> None:
+    """Tensor 2 x pipeline 2, with one and two replicas."""
+    spec = mesh_job(strategy, 2, {**DEEP, "tie_embeddings": tied}, TWO, cluster={"workers": world})
+    for got in run(ranks, train, world, spec):
+        near(got, reference(ranks, tied=tied), 3e-6)
+
+
+def test_fewer_micro_batches_than_stages(ranks: Any) -> None:
+    """One micro-batch on four stages."""
+
+    def wide(fields: dict[str, Any]) -> JobSpec:
+        return mesh_job("ddp", 1, DEEP, fields, train={"micro_batch": 8}, **UNCLIPPED)
+
+    for got in run(ranks, train_whole, 4, wide({"pipeline": 4})):
+        assert got == train_whole(alone(), wide({}))
+
+
+def train_whole(rank: Rank, spec: JobSpec) -> list[float]:
+    """The losses of two steps with one micro-batch each, the second one short."""
+    trainer, losses = Trainer(rank, spec, full=N * CONTEXT), []
+    for s, n in ((1, N), (2, 3)):
+        batches = mine(rank, *samples(n, seed=s), 8, 1, spec.parallel.pipeline)
+        losses.append(trainer.step(s, batches, counted(batches), 1e-2, want_stop=False).loss)
+    return losses
+
+
+def packed(rank: Rank, spec: JobSpec) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and weights after a step on samples of three documents each."""
+    trainer = Trainer(rank, spec, full=N * CONTEXT)
+    documents = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2])
+    batches = [
+        replace(batch, documents=documents.expand_as(batch.tokens))
+        for batch in mine(rank, *samples(N, seed=1), MICRO, 1, spec.parallel.pipeline)
+    ]
+    loss = trainer.step(1, batches, counted(batches), 1e-2, want_stop=False).loss
+    return loss, trainer.whole()
+
+
+def test_packed_documents_and_recomputed_activations(ranks: Any) -> None:
+    """Each stage has the documents, and positions and masks of its own."""
+    saving = {"train": {"checkpoint_activations": "full"}}
+    loss, weights = packed(alone(), job("ddp", DEEP, **UNCLIPPED))
+    for got in run(ranks, packed, 2, mesh_job("ddp", 1, DEEP, INTERLEAVED, **saving, **UNCLIPPED)):
+        assert got[0] == loss
+        assert all(torch.equal(got[1][name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("ranks_of", [2, 3, 4])
+def test_every_schedule_ends(ranks_of: int, chunks: int) -> None:
+    """Each pass comes once, after those that it needs, on every rank; for any number of micro-batches."""
+    last = ranks_of * chunks - 1
+    for n in range(1, 10):
+        left = [actions(rank, ranks_of, chunks, n) for rank in range(ranks_of)]
+        assert all(len(order) == 2 * n * chunks for order in left)
+        done: set[tuple[str, int, int]] = set()
+        moved = True
+        while moved:
+            moved = False
+            for rank, order in enumerate(left):
+                while order:
+                    at = order[0].chunk * ranks_of + rank
+                    if order[0].kind == "forward":
+                        needs = {("forward", at - 1, order[0].index)} if at else set()
+                    else:
+                        needs = {("backward", at + 1, order[0].index)} if at < last else set()
+                        needs |= {("forward", at, order[0].index)}
+                    if not needs <= done:
+                        break
+                    done.add((order[0].kind, at, order[0].index))
+                    order.pop(0)
+                    moved = True
+        assert not any(left), f"{n} micro-batches: no rank can go on"
+
+
+def test_how_a_model_is_cut() -> None:
+    """The slowest stage is as fast as possible; then the largest one as small as possible."""
+    assert cut([1, 1, 1, 1], [1, 1, 1, 1], 2) == [2, 2]
+    assert cut([1, 1, 1, 4], [1, 1, 1, 1], 2) == [3, 1]
+    assert cut([2, 2, 2, 2, 2], [9, 1, 1, 1, 1], 3) == [1, 2, 2]
+    assert cut([1, 1], [1, 1], 2) == [1, 1]
+    assert bubble(4, 1, 9) == 0.25
+    assert bubble(4, 3, 9) == pytest.approx(0.1)
+
+
+def test_an_own_sequential_is_cut_by_itself(ranks: Any) -> None:
+    """Names and values are those of the whole; the loss is that of one process."""
+    right = own(alone(), job("ddp", MODEL, **UNCLIPPED))
+    for got in run(ranks, own, 2, mesh_job("ddp", 1, MODEL, TWO, **UNCLIPPED)):
+        assert got == right
+
+
+def own(rank: Rank, spec: JobSpec) -> float:
+    """The loss of the second step of an nn.Sequential."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Embedding(VOCAB, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, VOCAB))
+    trainer, loss = Trainer(rank, spec, N * CONTEXT, model), 0.0
+    for s in (1, 2):
+        batches = mine(rank, *samples(N, seed=s), MICRO, 1, spec.parallel.pipeline)
+        loss = trainer.step(s, batches, counted(batches), 1e-2, want_stop=False).loss
+    return loss
+
+
+class _Lost(nn.Module):
+    """Its stages leave the head out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "says"),
+    [
+        (nn.Linear(2, 2), TWO, "Linear has no stage(first, last), and is no nn.Sequential"),
+        (_Lost(), TWO, "_Lost has no stage"),
+        (nn.Sequential(nn.Linear(2, 2)), TWO, "2 stages (pipeline x chunks), and the model has 1 blocks"),
+        (nn.Sequential(nn.Linear(2, 2), nn.GELU()), {**TWO, "pipeline_cut": [1, 2]}, "has 3 blocks in all"),
+    ],
+)
+def test_what_cannot_be_cut_is_one_clear_error(model: nn.Module, fields: dict[str, Any], says: str) -> None:
+    """It says what the model lacks, or counts its blocks."""
+    with pytest.raises(UserError) as caught:
+        cut_model(model, mesh_job("ddp", 1, MODEL, fields))
+    assert says in caught.value.message
+
+
+def test_stages_keep_the_names() -> None:
+    """The parts of the gpt have each parameter once, under its name; of tied weights both ends have the first name."""
+    for tied in (False, True):
+        spec = mesh_job("ddp", 1, {**DEEP, "tie_embeddings": tied}, {"pipeline": 4})
+        model: nn.Module = registry.load("model", "gpt")(spec.model, VOCAB)
+        parts = cut_model(model, spec)
+        names = [name for part in parts for name, _ in part.named_parameters()]
+        assert len(names) - len(set(names)) == tied
+        assert set(names) == {name for name, _ in model.named_parameters()}
+        assert [len(blocks_of(part)) for part in parts] == [1, 1, 1, 1]
