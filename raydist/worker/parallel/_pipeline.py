@@ -211,6 +211,7 @@ class Pipeline:
 
     @on_final.setter
     def on_final(self, told: Callable[[Sequence[Tensor]], None] | None) -> None:
+        """Sets it for every stage."""
         shards = self.shards()
         tied = {id(shards[name].local) for names in self._tied.values() for name in names if name in shards}
         self._on_final = told
