@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 from raydist.ipc import mailbox
+from raydist.observe import write_ahead_log
 from tests.processes import command_line, runs
 
 MARK = "RAYDIST_TEST_SESSION"
@@ -64,6 +66,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.workeroutput["leftovers"] = ports  # type: ignore[attr-defined]
         return
     deadline = time.monotonic() + WAIT_S
+    if not before.within:
+        _clear_after_killed_drivers()
     while (found := _found(before)) and time.monotonic() < deadline:
         time.sleep(0.1)  # they exit by themselves
     before.reported += [*ports, *found]
@@ -77,6 +81,15 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.section("left behind by the tests")
         for each in left:
             terminalreporter.line(each)
+
+
+def _clear_after_killed_drivers() -> None:
+    """Does what the next start of raydist does: tests kill drivers, and after the last of them no other one starts."""
+    for path in SHM.glob(f"raydist-{os.getuid()}-journal-*"):
+        write_ahead_log._remove_unused(path)
+    for path in SHM.glob(f"raydist-{os.getuid()}-board-*"):
+        if not any(mailbox._is_written(row) for row in path.iterdir()):
+            shutil.rmtree(path)
 
 
 def _found(before: _Before) -> list[str]:
