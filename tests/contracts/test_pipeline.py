@@ -15,8 +15,9 @@ from raydist.errors import UserError
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
 from raydist.worker.parallel._model_graph import blocks_of
-from raydist.worker.parallel._pipeline import Pipeline, cut_model
+from raydist.worker.parallel._pipeline import Pipeline
 from raydist.worker.parallel._pipeline_schedule import actions, bubble, cut
+from raydist.worker.parallel._stages import cut_model
 from raydist.worker.step import StepReport, evaluate
 from tests.training import CONTEXT, GROUPED, MODEL, VOCAB, Trainer, alone, counted, job, mesh_job, mine, run, samples
 

@@ -1,0 +1,108 @@
+"""A model cut into the stages of a pipeline, and several stages of a rank as one module.
+
+Runs in: each train worker. Torch, never ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import nn
+
+from raydist.errors import UserError
+from raydist.spec import JobSpec
+from raydist.worker.model import part_of
+from raydist.worker.parallel._model_graph import blocks_of
+from raydist.worker.parallel._pipeline_schedule import cut
+
+
+def cut_model(model: nn.Module, spec: JobSpec) -> list[nn.Module]:
+    """The stages of a model, in order: by `parallel.pipeline_cut`, or such that they take the same time.
+
+    Raises UserError if it has no blocks to cut between, fewer blocks than stages, or other ones than `pipeline_cut` counts.
+    """
+    stages, counts = spec.parallel.stages, spec.parallel.pipeline_cut
+    if callable(getattr(model, "stage", None)):
+        blocks = len(blocks_of(model))
+        make: Callable[[int, int], nn.Module] = model.stage  # type: ignore[assignment]
+    elif isinstance(model, nn.Sequential):
+        blocks = len(model)
+
+        def make(first: int, last: int) -> nn.Module:
+            return part_of(model, first, last)
+    else:
+        raise UserError(
+            f"parallel.pipeline: {type(model).__name__} has no stage(first, last), and is no nn.Sequential",
+            "add it (docs/reference/models.md), or set parallel.pipeline: 1",
+        )
+    if stages > blocks:
+        raise UserError(
+            f"parallel.pipeline: {stages} stages (pipeline x chunks), and the model has {blocks} blocks",
+            "take fewer stages",
+        )
+    if counts is None:
+        alone = [make(i, i + 1) for i in range(blocks)]
+        counts = cut(*_costs(model, alone, spec.model.context), stages)
+    elif sum(counts) != blocks:
+        raise UserError(
+            f"parallel.pipeline_cut: {counts} has {sum(counts)} blocks in all, and the model has {blocks}",
+            "give the number of blocks of each stage",
+        )
+    ends = [sum(counts[: i + 1]) for i in range(stages)]
+    return [make(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def _costs(model: nn.Module, blocks: Sequence[nn.Module], context: int) -> tuple[list[float], list[int]]:
+    """Of the model's blocks, with what belongs to the first and the last stage: multiplications for a token, and elements.
+
+    A matrix costs its elements; an embedding only looks up. What the model's `flops_per_token` counts beyond that (attention) is
+    the same in all blocks.
+    """
+
+    def multiplications(module: nn.Module) -> Iterator[int]:
+        for m in module.modules():
+            if not isinstance(m, nn.Embedding):
+                yield from (p.numel() for p in m.parameters(recurse=False) if p.ndim >= 2)
+
+    costs = [float(sum(multiplications(block))) for block in blocks]
+    of_model = getattr(model, "flops_per_token", None)
+    if of_model is not None:
+        rest = max(of_model(context) / 6 - sum(multiplications(model)), 0.0)
+        costs = [cost + rest / len(costs) for cost in costs]
+    return costs, [sum(p.numel() for p in block.parameters()) for block in blocks]
+
+
+class Stages(nn.Module):
+    """Several stages of a rank as one module, with the names of the plain model. It has their parameters, and no forward."""
+
+    chunks: tuple[nn.Module, ...]
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.__dict__["chunks"] = tuple(chunks)  # not as children, which would give each parameter a second name
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Takes over parameters and buffers that were replaced in modules of which each stage has a copy."""
+        _join(self, self.chunks)
+
+    def train(self, mode: bool = True) -> Stages:
+        """See nn.Module; the stages' own flags, too."""
+        for chunk in self.chunks:
+            chunk.train(mode)
+        super().train(mode)
+        return self
+
+
+def _join(into: nn.Module, parts: Sequence[nn.Module]) -> None:
+    for table in ("_parameters", "_buffers"):
+        setattr(into, table, {name: value for part in reversed(parts) for name, value in getattr(part, table).items()})
+    into._non_persistent_buffers_set = set().union(*(part._non_persistent_buffers_set for part in parts))
+    for name in dict.fromkeys(name for part in parts for name in part._modules):
+        children = list({id(m): m for part in parts if (m := part._modules.get(name)) is not None}.values())
+        if len(children) > 1:
+            child = nn.ModuleList() if isinstance(children[0], nn.ModuleList) else nn.Module()
+            _join(child, children)
+            into.add_module(name, child)
+        elif children:
+            into.add_module(name, children[0])
