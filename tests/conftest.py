@@ -86,8 +86,8 @@ class Ranks:
     """`run(function, world, *args)` calls `function(rank, *args)` on `world` real ranks and returns the result of each.
 
     `function` must be at the top level of a test file; `rank` is a raydist.worker.distributed.Rank. If a rank raises, its result
-    is the exception; if it is killed, the result is ChildProcessError and the next call starts a new process in its place.
-    Processes are kept between calls. Arguments and results are pickled as bytes: multiprocessing would write each tensor to a
+    is the exception; if it is killed, the result is ChildProcessError. In both cases its process ends, which closes its connections
+    as at the end of an attempt, and the next call starts a new one in its place. Other processes are kept between calls. Arguments and results are pickled as bytes: multiprocessing would write each tensor to a
     file in shared memory, which takes a millisecond.
     """
 
@@ -122,6 +122,8 @@ class Ranks:
                 except EOFError:
                     process.join(5)
                     results.append(ChildProcessError(f"the rank's process ended with {process.exitcode}"))
+                if isinstance(results[-1], BaseException):
+                    process.join(5)
         for number, child in enumerate(self._children):
             if not child[0].is_alive():
                 self._end(child)
@@ -168,9 +170,8 @@ def _serve(pipe: Connection) -> None:
             result = function(rank, *args)
         except Exception as error:
             error.add_note(traceback.format_exc())
-            result = error.with_traceback(None)
-            gc.unfreeze()
-            gc.collect()  # the frames held the model, and it the groups: their peers wait until these are closed
+            pipe.send_bytes(pickle.dumps(error.with_traceback(None)))
+            os._exit(1)  # some objects of torch keep their groups, and peers wait until these are closed
         if world > 1 and dist.is_initialized():
             dist.destroy_process_group()
         pipe.send_bytes(pickle.dumps(result))

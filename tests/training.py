@@ -22,6 +22,7 @@ from raydist.spec import JobSpec
 from raydist.worker import model_transforms
 from raydist.worker.build import build_strategy
 from raydist.worker.distributed import Rank
+from raydist.worker.forward_seeds import ForwardSeeds
 from raydist.worker.loss import build as build_loss
 from raydist.worker.loss import call_model
 from raydist.worker.mesh import Mesh
@@ -112,7 +113,7 @@ def mine(
     mesh, made = Mesh(rank, pipeline=pipeline, tensor=tensor), []
     for ids in share(np.arange(len(tokens)), mesh.data_rank, mesh.data_size, micro):
         if len(ids):
-            made.append(MicroBatch(tokens[ids], targets[ids]))
+            made.append(MicroBatch(tokens[ids], targets[ids], first=int(ids[0])))
         else:
             made.append(MicroBatch(tokens[:1], torch.full_like(targets[:1], MASKED)))
     return made
@@ -171,7 +172,10 @@ class Trainer:
             tensor=self.tensor,
             full_tokens=full,
             clip=spec.optim.clip,
-            hooks=[BeforeUpdate(lambda: self.before_update())],
+            hooks=[
+                ForwardSeeds(parts_of(self.model), 7, rank.device, by_block=spec.train.compile is not True),
+                BeforeUpdate(lambda: self.before_update()),
+            ],
             loss=loss,
         )
 

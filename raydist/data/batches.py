@@ -131,12 +131,13 @@ class MicroBatch:
     """One forward pass of one rank. numpy arrays, or the result of the loader's `transform`.
 
     tokens [n, T] int64; targets [n, T] int64, -100 where masked; documents [n, T] int32 if documents are
-    packed.
+    packed. `first`: the index of its first sample in the global batch.
     """
 
     tokens: Any
     targets: Any
     documents: Any = None
+    first: int = 0
 
 
 @dataclass(slots=True)
@@ -177,10 +178,11 @@ def make_step(
     pack: bool,
 ) -> StepBatch:
     """The part of global batch `ids` for `rank`, as arrays."""
-    micro_batches, tokens = [], 0
+    micro_batches, tokens, first = [], 0, rank * len(ids) // world
     for part in share(ids, rank, world, micro_batch):
-        made = MicroBatch(*windows.batch(part, pack))
+        made = MicroBatch(*windows.batch(part, pack), first=first)
         tokens += int(np.count_nonzero(made.targets != MASKED))
+        first += len(part)
         micro_batches.append(made)
     return StepBatch(cursor, after, ids, samples_hash(ids), micro_batches, tokens)
 

@@ -62,7 +62,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
         return batch
     move: dict[str, Any] = {"device": device, "non_blocking": True}
     documents = None if batch.documents is None else batch.documents.to(**move)
-    return MicroBatch(batch.tokens.to(**move), batch.targets.to(**move), documents)
+    return MicroBatch(batch.tokens.to(**move), batch.targets.to(**move), documents, batch.first)
 
 
 def _tensors(batch: MicroBatch, pin: bool) -> MicroBatch:
@@ -72,6 +72,5 @@ def _tensors(batch: MicroBatch, pin: bool) -> MicroBatch:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if pin else tensor
 
-    return MicroBatch(
-        make(batch.tokens), make(batch.targets), None if batch.documents is None else make(batch.documents)
-    )
+    documents = None if batch.documents is None else make(batch.documents)
+    return MicroBatch(make(batch.tokens), make(batch.targets), documents, batch.first)

@@ -31,6 +31,7 @@ from raydist.worker.checks.replicas import ReplicaCheck
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.dataloader import Feed
 from raydist.worker.distributed import Rank
+from raydist.worker.forward_seeds import ForwardSeeds
 from raydist.worker.loss import build as build_loss
 from raydist.worker.loss import call_model
 from raydist.worker.mesh import Mesh
@@ -152,11 +153,11 @@ class _Run:
         self.strategy.wrap(model, self._example)
         for part in parts_of(model):
             model_transforms.prepare(part, spec.train)
+        seeds = ForwardSeeds(parts_of(model), spec.train.seed, rank.device, by_block=spec.train.compile is not True)
         shards = self.tensor.shards(self.strategy.shards()) if self.tensor else self.strategy.shards()
         frozen = {plain_name(n): p for n, p in model.named_parameters() if not p.requires_grad}
         parameters = gather_parameters(shards, rank, frozen)  # every rank: names, shapes and holders of all ranks
         self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards, self.tensor)
-        distributed.seed_all(spec.train.seed, "dropout", *self.mesh.stream)
         self.peak_lr = peak_lr(spec.optim, spec.train.global_batch)
         self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages)
         self.bad_steps = BadStepCheck(spec, self.mesh, job.run, job.attempt, model, reporter)
@@ -193,6 +194,7 @@ class _Run:
         histograms = Histograms(rank, parameters, every, say) if every else None
         hooks: list[StepHook | None] = [
             telemetry,
+            seeds,
             self.noise,
             self.gradients,
             self.bad_steps,

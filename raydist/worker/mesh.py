@@ -7,7 +7,7 @@ Runs in: each train worker. Torch, never ray. Coordinates are computed alike on 
                                                                                  data coordinate    0 0 | 1 1
 
 Ranks that differ only in `tensor`, `context` or `pipeline` together hold one replica of the model and read the same samples.
-Code that divides samples among ranks, or draws random numbers for them, uses `data_rank` and `data_size`, never the world's.
+Code that divides samples among ranks uses `data_rank` and `data_size`, never the world's.
 Strategies split the state along `data` alone. `tensor` is the work of worker/parallel/_tensor.py, `pipeline` of _pipeline.py there;
 `context` is 1.
 """
@@ -143,12 +143,6 @@ class Mesh:
         """Whether this rank adds its loss and tokens to the step's sums: of the ranks that compute the same loss, one does."""
         pipeline, _, _, tensor = self.coordinate(self.rank.rank)
         return tensor == 0 and pipeline == self.pipeline - 1
-
-    @property
-    def stream(self) -> tuple[int, ...]:
-        """Seeds this rank's random numbers (dropout), beside the run's seed. Equal on the ranks of one stage of a replica."""
-        pipeline, data, _, _ = self.coordinate(self.rank.rank)
-        return (data,) if self.pipeline == 1 else (data, pipeline)
 
     def coordinate(self, rank: int) -> tuple[int, int, int, int]:
         """Of world rank `rank`: its index along (pipeline, data, context, tensor)."""

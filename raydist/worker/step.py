@@ -183,7 +183,7 @@ class TrainStep:
         self.strategy.zero_grad()
         rank = self.mesh.rank
         with watch_gradients(self.strategy.module) as gradients:
-            work = _Diagnosis(self, gradients)
+            work = _Diagnosis(self, step, gradients)
             run_passes(self.strategy, step.micro_batches, work)
         named = [name for name, finite in gradients.items() if not finite]
         if named:
@@ -225,6 +225,8 @@ class _Training:
 
     def forward(self, module: nn.Module, index: int, batch: MicroBatch, part: bool = False) -> torch.Tensor:
         self._owner.heartbeat.enter("forward")
+        for hook in self._owner.hooks:
+            hook.before_forward(self._step, index)
         with self._owner.precision.autocast():
             return call_model(module, batch) if part else self._owner.loss(module, batch)
 
@@ -260,8 +262,8 @@ class _Diagnosis:
 
     trains = True
 
-    def __init__(self, owner: TrainStep, gradients: Mapping[str, torch.Tensor]) -> None:
-        self._owner, self._gradients = owner, gradients
+    def __init__(self, owner: TrainStep, step: Step, gradients: Mapping[str, torch.Tensor]) -> None:
+        self._owner, self._step, self._gradients = owner, step, gradients
         self.found: dict[str, Any] = {}
 
     @contextmanager
@@ -271,6 +273,8 @@ class _Diagnosis:
             self.found = {"micro_batch": index}
 
     def forward(self, module: nn.Module, index: int, batch: MicroBatch, part: bool = False) -> torch.Tensor:
+        for hook in self._owner.hooks:
+            hook.before_forward(self._step, index)
         with self._owner.precision.autocast():
             return call_model(module, batch) if part else self._owner.loss(module, batch)
 

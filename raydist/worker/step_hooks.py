@@ -4,6 +4,7 @@ Runs in: each train worker. Torch, never ray. Every rank has the same hooks in t
 
     begin                 before the first forward pass
     around_micro_batch    around one micro-batch's forward and backward pass
+    before_forward        before its forward pass; in a pipeline before that of each stage of this rank
     around_backward       around its backward pass
     gradients_ready       loss and gradients are summed over the ranks, and not clipped
     find_bad              may forbid the update
@@ -75,6 +76,9 @@ class StepHook:
     def around_micro_batch(self, step: Step, index: int) -> AbstractContextManager[None]:
         """Around the forward and backward pass of `step.micro_batches[index]`."""
         return nullcontext()
+
+    def before_forward(self, step: Step, index: int) -> None:
+        """Before a forward pass of `step.micro_batches[index]`, also if it is repeated to find the cause of bad numbers."""
 
     def around_backward(self, index: int) -> AbstractContextManager[None]:
         """Around a backward pass of that micro-batch. In a pipeline passes of others may come before it, after its forward pass."""

@@ -54,9 +54,11 @@ def train(rank: Rank, spec: JobSpec) -> Result:
 
 
 @functools.cache
-def reference(ranks: Any, world: int = 1, tied: bool = False, strategy: str = "ddp", clip: float = 0.5) -> Result:
+def reference(
+    ranks: Any, world: int = 1, tied: bool = False, strategy: str = "ddp", clip: float = 0.5, dropout: float = 0.0
+) -> Result:
     """One process; or data parallel ranks, with the micro-batches of as many replicas."""
-    spec = job(strategy, {**DEEP, "tie_embeddings": tied}, optim={**OPTIM, "clip": clip})
+    spec = job(strategy, {**DEEP, "tie_embeddings": tied, "dropout": dropout}, optim={**OPTIM, "clip": clip})
     return run(ranks, train, world, spec)[0]
 
 
@@ -119,6 +121,24 @@ def test_with_tensor_parallel_layers(ranks: Any, strategy: str, world: int, tied
     spec = mesh_job(strategy, 2, {**DEEP, "tie_embeddings": tied}, TWO, cluster={"workers": world})
     for got in run(ranks, train, world, spec):
         near(got, reference(ranks, tied=tied), 3e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "train_fields"), [(TWO, {}), ({"pipeline": 4}, {}), (INTERLEAVED, {"checkpoint_activations": "full"})]
+)
+def test_dropout_draws_the_masks_of_one_process(ranks: Any, fields: dict[str, Any], train_fields: Any) -> None:
+    """Each block's masks belong to the micro-batch and the block, whichever rank has it, and whatever it computed in between."""
+    spec = mesh_job("ddp", 1, {**DEEP, "dropout": 0.2}, fields, train=train_fields, **UNCLIPPED)
+    for got in run(ranks, train, fields["pipeline"], spec):
+        same_bits(got, reference(ranks, clip=0, dropout=0.2))
+
+
+def test_dropout_with_replicas_and_tensor_parallel_layers(ranks: Any) -> None:
+    """dp 2 x pipeline 2, and tensor 2 x pipeline 2: the masks of one process, whose micro-batches are the same."""
+    model = {**DEEP, "dropout": 0.2}
+    for tensor, world in ((1, 4), (2, 4)):
+        for got in run(ranks, train, world, mesh_job("zero2", tensor, model, TWO)):
+            near(got, reference(ranks, dropout=0.2), 3e-6)
 
 
 def test_fewer_micro_batches_than_stages(ranks: Any) -> None:

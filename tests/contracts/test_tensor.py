@@ -42,7 +42,6 @@ def train(rank: Rank, spec: JobSpec) -> Result:
     """Two steps; all ranks return the same."""
     trainer = Trainer(rank, spec, full=N * CONTEXT)
     first, gradients = trainer.whole(), {}
-    torch.manual_seed(7)  # of the dropout; one stream per replica
     reports = []
     for s in (1, 2):
         trainer.before_update = (lambda: gradients.update(trainer.whole(grad=True))) if s == 1 else (lambda: None)
@@ -116,11 +115,12 @@ def test_two_runs_have_the_same_bits(ranks: Any) -> None:
         assert all(torch.equal(one[part][name], value) for name, value in two[part].items())
 
 
-def test_dropout_draws_the_masks_of_one_process(ranks: Any) -> None:
-    """One replica of two tensor ranks: each draws the whole mask and takes its tokens."""
+@pytest.mark.parametrize("world", [2, 4])
+def test_dropout_draws_the_masks_of_one_process(ranks: Any, world: int) -> None:
+    """One and two replicas of two tensor ranks: each draws the whole mask of a micro-batch and takes its tokens."""
     model = {**WIDE, "dropout": 0.2}
     right = train(alone(), job("ddp", model))
-    for got in run(ranks, train, 2, mesh_job("ddp", 2, model)):
+    for got in run(ranks, train, world, mesh_job("ddp", 2, model)):
         compare(got, right)
 
 

@@ -32,7 +32,7 @@ from tests.training import run
 
 STEPS = 12
 PLAIN = {"dropout": 0.0}
-"""Each rank draws its own dropout masks, so another world size has other masks."""
+"""Three ranks have other micro-batches than two, and so other dropout masks."""
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +46,15 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "tokens")
 
 
-def spec(dataset: str, strategy: str, workers: int, model: Mapping[str, Any], tensor: int) -> JobSpec:
+def spec(dataset: str, strategy: str, workers: int, model: Mapping[str, Any], mesh: Mapping[str, int]) -> JobSpec:
     """A job with dropout, accumulation, a schedule, evaluation, and a checkpoint at every third step."""
     return JobSpec.model_validate(
         {
             "data": {"path": dataset},
-            "model": {"layers": 1, "width": 16, "heads": 2, "context": 8, "dropout": 0.1, **model},
+            "model": {"layers": 2, "width": 16, "heads": 2, "context": 8, "dropout": 0.1, **model},
             "train": {"steps": STEPS, "global_batch": 8, "micro_batch": 2, "seed": 3},
             "optim": {"lr": 1e-2, "schedule": {"name": "cosine", "warmup": 0.1}},
-            "parallel": {"strategy": strategy, "tensor": tensor},
+            "parallel": {"strategy": strategy, **mesh},
             "checkpoint": {"every": 3, "keep": 10, "asynchronous": False},
             "eval": {"every": 6, "batches": 2},
             "cluster": {"workers": workers},
@@ -85,7 +85,7 @@ def attempt(
     until: int,
     strategy: str,
     model: Mapping[str, Any],
-    tensor: int,
+    mesh: Mapping[str, int],
     faults: Any = (),
 ) -> str:
     """One attempt on this rank; returns its status. Rank 0 appends records and events to `root`/told.jsonl, which survives a
@@ -102,7 +102,7 @@ def attempt(
             file.writelines(json.dumps(each) + "\n" for each in [*records, *events])
 
     injected = faults if faults and isinstance(faults[0], dict) else ()
-    made = spec(dataset, strategy, rank.world_size, model, tensor)
+    made = spec(dataset, strategy, rank.world_size, model, mesh)
     job = Job(made, RunDir(f"{root}/run"), dataset, number, until, faults=injected)
     try:
         return train(job, rank, MonitorChannel(push, lambda: None) if rank.first else None).status
@@ -120,12 +120,12 @@ class Run:
         root: Path,
         strategy: str = "ddp",
         model: Mapping[str, Any] | None = None,
-        tensor: int = 1,
+        **mesh: int,
     ) -> None:
         root.mkdir(exist_ok=True)
         self.root, self.dir = root, RunDir(root / "run")
         self._ranks, self._dataset, self._strategy, self._model = ranks, dataset, strategy, model or {}
-        self.attempts, self.tensor = 0, tensor
+        self.attempts, self.mesh = 0, mesh
 
     def train(self, world: int = 2, until: int = STEPS) -> str:
         """One complete attempt; returns its status."""
@@ -141,7 +141,7 @@ class Run:
 
     def _arguments(self, until: int) -> tuple[Any, ...]:
         self.attempts += 1
-        return self._dataset, str(self.root), self.attempts, until, self._strategy, self._model, self.tensor
+        return self._dataset, str(self.root), self.attempts, until, self._strategy, self._model, self.mesh
 
     def told(self, kind: str) -> list[dict[str, Any]]:
         """The events of one kind, of all attempts."""
@@ -221,12 +221,18 @@ def test_another_world_size_trains_the_same_samples(
         assert row["loss"] == pytest.approx(same["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_each_rank_of_a_mesh_may_be_killed(ranks: Any, dataset: str, tmp_path: Path, strategy: str) -> None:
-    """On dp 2 x tensor 2: each of the four ranks is killed in turn, and the run ends with the bits of an undisturbed one."""
-    undisturbed = Run(ranks, dataset, tmp_path / "undisturbed", strategy, tensor=2)
+@pytest.mark.parametrize(
+    ("strategy", "mesh"),
+    [("zero1", {"tensor": 2}), ("zero3", {"pipeline": 2}), ("ddp", {"tensor": 2, "pipeline": 2})],
+)
+def test_each_rank_of_a_mesh_may_be_killed(
+    ranks: Any, dataset: str, tmp_path: Path, strategy: str, mesh: dict[str, int]
+) -> None:
+    """On dp 2 x tensor 2, dp 2 x pipeline 2 and tensor 2 x pipeline 2: each of the four ranks is killed in turn, and the run ends
+    with the bits of an undisturbed one."""
+    undisturbed = Run(ranks, dataset, tmp_path / "undisturbed", strategy, **mesh)
     assert undisturbed.train(4) == "finished"
-    killed = Run(ranks, dataset, tmp_path / "killed", strategy, tensor=2)
+    killed = Run(ranks, dataset, tmp_path / "killed", strategy, **mesh)
     for rank, phase in enumerate(("update", "forward", "backward", "update")):
         killed.die([Kill(rank=rank, step=2 + 3 * rank, phase=phase).model_dump(mode="json")], guilty=rank, world=4)
     assert killed.train(4) == "finished"
@@ -235,16 +241,24 @@ def test_each_rank_of_a_mesh_may_be_killed(ranks: Any, dataset: str, tmp_path: P
 
 
 def test_from_mesh_to_mesh(ranks: Any, dataset: str, tmp_path: Path) -> None:
-    """dp 2, then tensor 2, then dp 2 x tensor 2, then one process: the samples of an uninterrupted run on dp 2, and its losses
-    within 1e-4 relative."""
-    two = Run(ranks, dataset, tmp_path / "two", "zero1", PLAIN)
+    """dp 2, pipeline 2, tensor 2, dp 2 x pipeline 2, dp 2 x tensor 2, tensor 2 x pipeline 2, then one process: samples, losses and
+    dropout masks of an uninterrupted run on dp 2; losses within 1e-4 relative."""
+    two = Run(ranks, dataset, tmp_path / "two", "zero1")
     two.train()
-    other = Run(ranks, dataset, tmp_path / "other", "zero1", PLAIN)
+    other = Run(ranks, dataset, tmp_path / "other", "zero1")
     statuses = []
-    for tensor, world, until in ((1, 2, 3), (2, 2, 6), (2, 4, 9), (1, 1, STEPS)):
-        other.tensor = tensor
+    meshes: list[tuple[int, int, dict[str, int]]] = [
+        (2, 2, {}),
+        (2, 4, {"pipeline": 2}),
+        (2, 6, {"tensor": 2}),
+        (4, 8, {"pipeline": 2}),
+        (4, 9, {"tensor": 2}),
+        (4, 10, {"tensor": 2, "pipeline": 2}),
+        (1, STEPS, {}),
+    ]
+    for world, until, other.mesh in meshes:
         statuses.append(other.train(world, until))
-    assert statuses == ["paused", "paused", "paused", "finished"]
+    assert statuses == ["paused"] * 6 + ["finished"]
     rows, expected = other.rows(), two.rows()
     assert [r["samples_hash"] for r in rows] == [r["samples_hash"] for r in expected]
     assert [r["tokens"] for r in rows] == [r["tokens"] for r in expected]

@@ -18,10 +18,10 @@ def mesh(rank: int, world: int, **sizes: int) -> Mesh:
 
 
 def test_without_other_axes_the_data_coordinate_is_the_rank() -> None:
-    """With data parallelism only, every rank reads its own part, counts its own loss and draws its own random numbers."""
+    """With data parallelism only, every rank reads its own part and counts its own loss."""
     for rank in range(5):
         made = mesh(rank, 5)
-        assert (made.data_rank, made.data_size, made.counts, made.stream) == (rank, 5, True, (rank,))
+        assert (made.data_rank, made.data_size, made.counts) == (rank, 5, True)
         assert made.sizes == {"pipeline": 1, "data": 5, "context": 1, "tensor": 1}
 
 
@@ -32,11 +32,10 @@ def test_coordinates_with_every_axis() -> None:
 
 
 def test_the_ranks_of_a_replica() -> None:
-    """They read the same part; one tensor rank of the last stage counts the loss; each stage has its own random numbers."""
+    """They read the same part; one tensor rank of the last stage counts the loss."""
     meshes = [mesh(rank, 8, pipeline=2, tensor=2) for rank in range(8)]
     assert [made.data_rank for made in meshes] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [rank for rank, made in enumerate(meshes) if made.counts] == [4, 6]
-    assert [made.stream for made in meshes] == [(0, 0), (0, 0), (1, 0), (1, 0), (0, 1), (0, 1), (1, 1), (1, 1)]
 
 
 def straddling(rank: Rank, across: bool) -> str:

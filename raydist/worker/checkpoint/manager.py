@@ -22,11 +22,10 @@ from raydist.records import Event
 from raydist.redact import redact
 from raydist.run.directory import RunDir, resume_attempt, step_folder
 from raydist.spec import spec_hash
-from raydist.worker import distributed
 from raydist.worker.attempt import Job
 from raydist.worker.checkpoint import memory_manager as memory_stores
 from raydist.worker.checkpoint import numbers, restore
-from raydist.worker.checkpoint.extra_state import EXTRA, ExtraState, owner
+from raydist.worker.checkpoint.extra_state import EXTRA, ExtraState
 from raydist.worker.checkpoint.memory_manager import MemoryCheckpointer
 from raydist.worker.checkpoint.save import RETRY_S, Saver
 from raydist.worker.checkpoint.state_dict import TrainState
@@ -126,15 +125,11 @@ class CheckpointManager:
         loaded = restore.load(
             place, manifest, tensors, rank_tensors, group=rank.control, mesh=self._mesh.sizes, extra=self._state.extra
         )
-        own = {name: t for name, t in rank_tensors.items() if loaded.exact or owner(name) is not None}
-        self._state.restore(tensors, own, manifest.plain, restored=loaded.extra)
+        self._state.restore(tensors, rank_tensors, manifest.plain, restored=loaded.extra)
         self._progress.load(manifest.plain)
         self._precision.load(manifest.plain["precision"])
         if self._noise:
             self._noise.load(manifest.plain.get("noise", {}))
-        if not loaded.exact:  # another mesh: each rank gets a new stream of random numbers, which no rank has used
-            seed, step = self._spec.train.seed, self._progress.step
-            distributed.seed_all(seed, "dropout", *self._mesh.stream, self._mesh.data_size, step)
         if self._reporter:
             self._reporter.say(
                 "resumed",

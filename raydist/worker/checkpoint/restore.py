@@ -222,11 +222,8 @@ def _check_share(
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What `load` has read. `exact`: also this rank's random states. `extra`: names of the extra states that were read; `anew`:
-    name -> why it was not read.
-    """
+    """What `load` has read. `extra`: names of the extra states that were read; `anew`: name -> why it was not read."""
 
-    exact: bool
     extra: frozenset[str] = frozenset()
     anew: dict[str, str] = field(default_factory=dict)
 
@@ -245,9 +242,9 @@ def load(
     """Reads a chosen checkpoint into these tensors, in place, whatever mesh saved it. A collective.
 
     Ranks may want different names: the union of all ranks' names must be the checkpoint's, for each first part of a name (model,
-    optim). `rank_tensors` are read only on the `mesh` that saved them (None: all ranks data parallel), because a random state
-    belongs to one coordinate. `extra`: all registered extra states; see extra_state.py for when one is read. Raises CheckpointError
-    that names tensors which are missing, unexpected or of another shape or dtype, on every rank.
+    optim). `rank_tensors`, of extra states, are read only on the `mesh` that saved them (None: all ranks data parallel). `extra`:
+    all registered extra states; see extra_state.py for when one is read. Raises CheckpointError that names tensors which are
+    missing, unexpected or of another shape or dtype, on every rank.
     """
     rank = rank if rank is not None else dist.get_rank(group) if group is not None else 0
     world_size = dist.get_world_size(group) if group is not None else 1
@@ -263,18 +260,10 @@ def load(
         )  # fmt: skip
     same_mesh = mesh_of(mesh or {}, world_size) == found.mesh
     own = {rank_name(rank, n): t for n, t in rank_tensors.items()}
-    fits = [
-        same_mesh and not _own_mismatches(found, own, rank, None),
-        {name: _why_anew(found, name, wanted, own, rank, same_mesh) for name in extra},
-    ]
-    every = gather_json(fits, group)
-    exact = all(of_rank for of_rank, _ in every)
-    anew = {name: why for _, of_rank in reversed(every) for name, why in of_rank.items() if why is not None}
+    every = gather_json({name: _why_anew(found, name, wanted, own, rank, same_mesh) for name in extra}, group)
+    anew = {name: why for of_rank in reversed(every) for name, why in of_rank.items() if why is not None}
     read = {n: t for n, t in tensors.items() if owner(n) not in anew}
-    for name, tensor in own.items():
-        state = owner(name.removeprefix(rank_name(rank, "")))
-        if exact if state is None else state not in anew:
-            read[name] = tensor
+    read |= {n: t for n, t in own.items() if owner(n.removeprefix(rank_name(rank, ""))) not in anew}
     if group is None:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # expected with one rank
     try:
@@ -291,7 +280,7 @@ def load(
         raise CheckpointError(f"{run.uri}: rank {at} could not read step {found.step}: {text}") from error
     finally:
         _release(run, found.step)
-    return Loaded(exact, frozenset(extra) - anew.keys(), anew)
+    return Loaded(frozenset(extra) - anew.keys(), anew)
 
 
 def _why_anew(
@@ -317,8 +306,8 @@ def _why_anew(
     return "has other tensors than the saved state" if _own_mismatches(found, own, rank, name) else None
 
 
-def _own_mismatches(found: Manifest, own: Mapping[str, Tensor], rank: int, state: str | None) -> bool:
-    """Whether this rank's own tensors of an extra state (None: the random states) are others than the saved ones."""
+def _own_mismatches(found: Manifest, own: Mapping[str, Tensor], rank: int, state: str) -> bool:
+    """Whether this rank's own tensors of an extra state are others than the saved ones."""
     prefix = rank_name(rank, "")
 
     def belongs(name: str) -> bool:

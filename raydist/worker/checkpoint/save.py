@@ -149,7 +149,7 @@ class Saver:
         A collective: all ranks do the same. `last`: there is no next step to save, so this waits for the previous save like `wait`.
 
         `tensors`: plain ones are equal on all ranks that have the name; the others are DTensors. Ranks may have different names:
-        the checkpoint has the union. `rank_tensors`: of this rank alone (random states). None of them may change before
+        the checkpoint has the union. `rank_tensors`: of this rank alone. None of them may change before
         `before_update` has returned. `plain`: JSON values; those of rank 0 are saved.
         Raises CheckpointError for values that cannot be saved at all, SavesFailed and Fenced as in the module's docstring. The
         failure of one save is reported by `poll`, `wait` and an event.

@@ -1,23 +1,20 @@
-"""The training state as flat tensors and plain values, and back: model, optimizer, extra state, random states.
+"""The training state as flat tensors and plain values, and back: model, optimizer, extra state.
 
 Runs in: each train worker. Torch, never ray.
 
     model/<fqn>            parameters and persistent buffers, by the names of the plain module's `state_dict`
     optim/<fqn>/<slot>     the optimizer's tensors (exp_avg, ...), by their parameter's name
     plain["optim"]         the optimizer's state that is not tensors
-    extra/<name>/<tensor>  registered by others, with plain["extra"]: see extra_state.py
-    rank tensors           the random states of torch, numpy and python on this rank
+    extra/<name>/<tensor>  registered by others, with plain["extra"]: see extra_state.py. Those of one rank alone: rank tensors
 
 The tensors are references: a save copies them, a load writes into them.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Container, Mapping
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -79,7 +76,7 @@ class TrainState:
                 else:
                     raise CheckpointError(f"optim/{name}/{slot}: a {type(value).__name__}", _ONLY_TENSORS)
         plain = {"optim": {"built": self._built, "groups": self._groups(), "slots": slots}}
-        rank_tensors = capture_rng(self._device())
+        rank_tensors: dict[str, Tensor] = {}
         if self._extra:
             plain["extra"] = {name: dict(state.state_values()) for name, state in self._extra.items()}
         for name, state in self._extra.items():
@@ -91,14 +88,14 @@ class TrainState:
     def restore(
         self,
         tensors: Mapping[str, Tensor],
-        rank_tensors: Mapping[str, Tensor] | None,
+        rank_tensors: Mapping[str, Tensor],
         plain: Mapping[str, Any],
         *,
         restored: Container[str] = (),
     ) -> None:
         """Takes what was loaded into the tensors of `capture`, and the plain values that were saved with them.
 
-        `rank_tensors`: without random states these stay as they are. `restored`: names of extra states that were loaded. A group's
+        `restored`: names of extra states that were loaded. A group's
         value (lr, betas, ...) comes from the checkpoint, unless the spec now builds another value than it did then
         (--allow-spec-change): that one stays.
         """
@@ -123,9 +120,6 @@ class TrainState:
         for name, slots in saved["slots"].items():
             if name in by_name:  # another pipeline stage has the others
                 self._optimizer.state[by_name[name]].update(slots)
-        rank_tensors = rank_tensors or {}
-        if "rng/torch" in rank_tensors:
-            restore_rng(rank_tensors)
         for name, state in self._extra.items():
             if name in restored:
                 prefix = tensor_name(name, "")
@@ -170,9 +164,6 @@ class TrainState:
             for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
 
-    def _device(self) -> torch.device:
-        return next((p.device for p in self._names), torch.device("cpu"))
-
 
 _ONLY_TENSORS = "a checkpoint holds tensors and plain values only: keep the rest out of the state"
 
@@ -184,35 +175,3 @@ def _listed(value: Any) -> Any:
 def _is_plain(value: Any) -> bool:
     items = value if isinstance(value, list | tuple) else [value]
     return all(isinstance(v, PLAIN) for v in items)
-
-
-def capture_rng(device: torch.device) -> dict[str, Tensor]:
-    """The random states of this process as tensors: torch (uint8), python and numpy (int64; float64 for a spare normal)."""
-    _, python, spare = random.getstate()
-    # The global generator, because users' models draw from it.
-    kind, keys, position, has_spare, spare_normal = cast(
-        "tuple[str, Any, int, int, float]", np.random.get_state(legacy=True)
-    )
-    assert kind == "MT19937", f"numpy's global generator is a {kind}"
-    states = {
-        "rng/torch": torch.get_rng_state(),
-        "rng/python": torch.tensor(python, dtype=torch.int64),
-        "rng/python_spare": torch.tensor([spare is not None, spare or 0.0], dtype=torch.float64),
-        "rng/numpy": torch.tensor([*keys.tolist(), position], dtype=torch.int64),
-        "rng/numpy_spare": torch.tensor([has_spare, spare_normal], dtype=torch.float64),
-    }
-    if device.type == "cuda":
-        states["rng/cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def restore_rng(states: Mapping[str, Tensor]) -> None:
-    """The inverse of `capture_rng`, in a process with the same current device."""
-    torch.set_rng_state(states["rng/torch"].cpu())
-    has_spare, spare = states["rng/python_spare"].tolist()
-    random.setstate((3, tuple(states["rng/python"].tolist()), spare if has_spare else None))
-    *keys, position = states["rng/numpy"].tolist()
-    has_normal, normal = states["rng/numpy_spare"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, int(has_normal), normal))
-    if "rng/cuda" in states:
-        torch.cuda.set_rng_state(states["rng/cuda"].cpu())

@@ -6,9 +6,6 @@ Runs in: each train worker. Torch, never ray. Every rank has one, and all decide
     loss or gradient not finite, or a spike --on_nan--> stop       NonFinite or LossSpike
                                                         skip       an entry in the ledger; the next step
                                                         rollback   an entry in the ledger; Rollback, and a restart
-
-After a skipped step the random states are seeded from (seed, step, data coordinate): the following steps are the same whether
-the batch was computed first or skipped by a later attempt.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from raydist.data.skipped_batches import Entry
 from raydist.errors import LossSpike, NonFinite, Rollback, StorageError, TrainingStopped
 from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
-from raydist.worker import distributed
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.reporter import Reporter
@@ -77,10 +73,9 @@ class BadStepCheck(StepHook):
         return {"guard": {"losses": losses, "left_out": [e.to_dict() for e in self._entries if e.step <= step]}}
 
     def leaves_out(self, step: int, batch: StepBatch) -> bool:
-        """Whether the ledger has this batch, so that `step` must compute nothing. Random states are then drawn anew."""
+        """Whether the ledger has this batch, so that `step` must compute nothing."""
         for entry in self._entries:
             if entry.step == step and entry.names(batch.cursor, batch.samples_hash):
-                self._reseed(step)
                 return True
         self._batch = batch
         return False
@@ -149,7 +144,6 @@ class BadStepCheck(StepHook):
             )
         for buffer, value in zip(self._buffers, self._before, strict=True):
             buffer.copy_(value)
-        self._reseed(bad.step)
         return True
 
     def _action(self, step: int) -> tuple[str, str]:
@@ -211,6 +205,3 @@ class BadStepCheck(StepHook):
             )
         else:
             self._reporter.say("loss_spike", step=bad.step, action=action, loss=bad.loss, median=bad.median, **where)
-
-    def _reseed(self, step: int) -> None:
-        distributed.seed_all(self._spec.train.seed, "left out", *self._mesh.stream, self._mesh.data_size, step)

@@ -13,14 +13,12 @@ zero2 the parameters, hsdp the copies of each group, and zero3 nothing.
 from __future__ import annotations
 
 import json
-import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
@@ -86,14 +84,14 @@ class ReplicaCheck(StepHook):
         mine = [name for name, p in self._named.items() if isinstance(p, DTensor)]
         self._split = {name for of_rank in gather_json(mine, rank.control) for name in of_rank}
         """Parameters that the module holds a part of; the same on all ranks."""
-        self._undo: Callable[[], None] = lambda: None
+        self._kept: list[Tensor] = []
         self.compares = any(len(group) > 1 for name in parameters for group in self._groups(name))
         """Whether any two ranks hold the same bits; the same on all ranks."""
 
     def begin(self, step: Step) -> None:
         """Keeps what the passes change, because they may have to run again."""
         if self.compares:
-            self._undo = _passes_undone(self._rank.device, self._buffers)
+            self._kept = [buffer.clone() for buffer in self._buffers]
 
     def recompute(self, step: Step, suspect: bool) -> bool:
         """Whether replicas had drifted, and are repaired: the gradients, of wrong weights, are of no use.
@@ -102,7 +100,8 @@ class ReplicaCheck(StepHook):
         """
         if not (suspect or self._due(step.number)) or not self._mend(step.number, saved=False):
             return False
-        self._undo()
+        for buffer, value in zip(self._buffers, self._kept, strict=True):
+            buffer.copy_(value)
         return True
 
     def before_save(self, step: int) -> None:
@@ -235,24 +234,6 @@ class ReplicaCheck(StepHook):
 def _digest(named: Mapping[str, int]) -> str:
     """One hash of names and hashes."""
     return xxhash.xxh3_64_hexdigest(repr(sorted(named.items())).encode())
-
-
-def _passes_undone(device: torch.device, buffers: list[Tensor]) -> Callable[[], None]:
-    """Keeps random states and buffers; the result restores them. It is called before each step, and takes microseconds."""
-    python, numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()  # models draw from these
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    values = [buffer.clone() for buffer in buffers]
-
-    def undo() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(of_torch)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
-        for buffer, value in zip(buffers, values, strict=True):
-            buffer.copy_(value)
-
-    return undo
 
 
 def compare(every: list[dict[Ranks, dict[str, int]]]) -> list[Drift]:

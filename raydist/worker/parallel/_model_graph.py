@@ -28,17 +28,24 @@ def plain_name(name: str) -> str:
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, module) of the model's blocks: the elements of its outermost ModuleLists, else of its outermost Sequentials."""
+    """(name, module) of the model's blocks: the elements with parameters of its outermost ModuleLists, else of its outermost
+    Sequentials."""
     for kind in (nn.ModuleList, nn.Sequential):
-        found: list[tuple[str, nn.Module]] = []
-        lists: list[str] = []
-        for name, module in model.named_modules():
-            if isinstance(module, kind) and not any(name.startswith(outer + ".") for outer in lists):
-                lists.append(name)
-                found += [(f"{name}.{i}".lstrip("."), m) for i, m in module.named_children() if list(m.parameters())]
+        found = [(name, module) for name, module in elements_of(model, kind) if list(module.parameters())]
         if found:
             return found
     return []
+
+
+def elements_of(model: nn.Module, kind: type[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """(name, module) of the elements of the model's outermost containers of this kind."""
+    found: list[tuple[str, nn.Module]] = []
+    lists: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, kind) and not any(name.startswith(outer + ".") or not outer for outer in lists):
+            lists.append(name)
+            found += [(f"{name}.{i}".lstrip("."), m) for i, m in module.named_children()]
+    return found
 
 
 def parts_of(model: nn.Module) -> tuple[nn.Module, ...]:

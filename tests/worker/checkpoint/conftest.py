@@ -27,7 +27,7 @@ class OneRank:
 
     def save(self, step: int, tensors: Mapping[str, Tensor] | None = None, **plain: Any) -> bool:
         """`start`, with a state that depends on the step."""
-        return self.saver.start(step, state(step) if tensors is None else tensors, rng(step), {"step": step, **plain})
+        return self.saver.start(step, state(step) if tensors is None else tensors, own(step), {"step": step, **plain})
 
     def kinds(self) -> list[str]:
         return [e.kind for e in self.events]
@@ -47,8 +47,9 @@ def state(step: int) -> dict[str, Tensor]:
     }
 
 
-def rng(step: int) -> dict[str, Tensor]:
-    return {"rng/torch": torch.full((100,), step % 256, dtype=torch.uint8)}
+def own(step: int) -> dict[str, Tensor]:
+    """A tensor of this rank alone."""
+    return {"extra/own/state": torch.full((100,), step % 256, dtype=torch.uint8)}
 
 
 def empty() -> dict[str, Tensor]:

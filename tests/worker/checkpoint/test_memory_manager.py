@@ -238,7 +238,7 @@ def test_two_attempts_took_the_same_step(kit: Any, tmp_path: Path) -> None:
         return MemorySaver(tmp_path, kept=kept, attempt=number, **common)
 
     def take(saver: Any, step: int) -> None:
-        saver.start(step, kit.state(step), kit.rng(step), {"step": step})
+        saver.start(step, kit.state(step), kit.own(step), {"step": step})
         assert saver.wait()
 
     def there() -> set[str]:
@@ -247,7 +247,7 @@ def test_two_attempts_took_the_same_step(kit: Any, tmp_path: Path) -> None:
     take(attempt(1, None), 2)
     second = attempt(2, None)
     second._before_commit = lambda: 1 / 0
-    second.start(2, kit.state(2), kit.rng(2), {"step": 2})
+    second.start(2, kit.state(2), kit.own(2), {"step": 2})
     assert not second.wait()
     old = {"2 shard-00000-of-00001-0001", "2 MANIFEST-0001.json"}
     assert there() == {*old, "2 shard-00000-of-00001-0002"}
@@ -267,9 +267,9 @@ def test_a_copy_costs_its_sending_too(kit: Any, folder: Path) -> None:
         """Whether the snapshot's cost is known: when it is committed, and once the buddy has it."""
         common = {"rank": 0, "world_size": 1, "group": None, "spec_hash": "", "numbers": {}, "on_event": print}
         memory_store = MemoryCheckpointer(MemoryStoreJob(str(folder)), every, resumed=0, attempt=step, **common)
-        memory_store.prepare(kit.state(step), kit.rng(step))
+        memory_store.prepare(kit.state(step), kit.own(step))
         memory_layout.tell_sent(folder, 0, 0)  # this process replaces its node's MemoryStore
-        memory_store.start(step, kit.state(step), kit.rng(step), {"step": step})
+        memory_store.start(step, kit.state(step), kit.own(step), {"step": step})
         assert memory_store._saver.wait()
         memory_store.stepped(0.1, False)
         found = [memory_store._interval.cost is not None]

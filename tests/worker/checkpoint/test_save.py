@@ -208,7 +208,7 @@ def test_prepare_makes_the_buffer_that_the_save_uses(kit: Any, tmp_path: Path, m
     pages = staging._pages
     monkeypatch.setattr(staging, "_pages", lambda n: (made.append(n), may_make.wait(), pages(n))[2])
     one = kit.OneRank(tmp_path, asynchronous=True)
-    one.saver.prepare(kit.state(1), kit.rng(1))
+    one.saver.prepare(kit.state(1), kit.own(1))
     one.save(1)
     may_make.set()
     one.save(2)
