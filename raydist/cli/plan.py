@@ -21,7 +21,7 @@ from raydist.planner.vocabulary import vocabulary
 
 if TYPE_CHECKING:
     from raydist.planner.advice import Advice, Row
-    from raydist.planner.facts import Machine, Model
+    from raydist.planner.facts import Estimate, Machine, Model
     from raydist.spec import JobSpec
 
 
@@ -93,7 +93,7 @@ def plan(
         hardware = (chosen or speed.by_name(device_name())) if device == "cuda" else speed.NO_GPU
         if not isinstance(hardware, str):
             hardware = hardware.but(efficiency, in_node, between_nodes)
-        speed.add(result, job, machine, model, hardware, planner.flops_per_token)
+        speed.add(result, job, machine, model, hardware, planner)
     if as_json:
         print(json.dumps(result))
     else:
@@ -159,7 +159,7 @@ def tell(
             "name": job.model.name,
             "parameters": model.whole_size(),
             "trained": model.whole_size(trained=True),
-            "blocks": len({p.unit for p in model.params if p.unit >= 0}),
+            "blocks": model.blocks,
         },
         "machine": {
             "device": machine.device,
@@ -168,6 +168,7 @@ def tell(
             "per_node": machine.per_node,
             "nodes": machine.nodes,
             **({"tensor": job.parallel.tensor} if job.parallel.tensor > 1 else {}),
+            **({"pipeline": _pipeline(job, model)} if model.stages else {}),
             "memory": machine.memory,
             "usable": machine.usable,
         },
@@ -181,7 +182,7 @@ def tell(
         "checkpoint_activations": job.train.checkpoint_activations,
         "offload": {"optimizer": job.offload.optimizer, "parameters": job.offload.parameters},
         "attention": attention,
-        "strategies": [_row(row, machine, job.parallel.tensor) for row in advice.rows],
+        "strategies": [_row(row, machine, job) for row in advice.rows],
         "pick": pick
         and {
             "strategy": pick.estimate.strategy,
@@ -194,24 +195,44 @@ def tell(
     }
 
 
-def _row(row: Row, machine: Machine, tensor: int) -> dict[str, Any]:
-    from dataclasses import asdict
+def _pipeline(job: JobSpec, model: Model) -> dict[str, Any]:
+    """The ranks of a pipeline, the stages of each, and the blocks of each stage and its share of the FLOPs."""
+    return {
+        "ranks": job.parallel.pipeline,
+        "chunks": job.parallel.chunks,
+        "blocks": [stage.blocks for stage in model.stages],
+        "shares": [stage.share for stage in model.stages],
+    }
 
+
+def _row(row: Row, machine: Machine, job: JobSpec) -> dict[str, Any]:
     if row.estimate is None:
         return {"strategy": row.strategy, "refused": row.refused, "fits": None}
-    values = asdict(row.estimate)
-    if tensor == 1:
-        del values["tensor_sent"]
+    ranks = [_rank(one, machine, job) for one in row.ranks]
+    return {
+        **_rank(row.estimate, machine, job),
+        **({"ranks": ranks} if len(ranks) > 1 else {}),
+        "refused": None,
+        "fits": row.fits,
+    }
+
+
+def _rank(found: Estimate, machine: Machine, job: JobSpec) -> dict[str, Any]:
+    """What one rank has."""
+    from dataclasses import asdict
+
+    values = asdict(found)
+    for name, size in (("tensor_sent", job.parallel.tensor), ("pipeline_sent", job.parallel.pipeline)):
+        if size == 1:
+            del values[name]
     on_node = min(machine.ranks, machine.per_node)
     host, disk = values.pop("host") * on_node, values.pop("disk") * on_node
     # Two copies of each rank's state; with several nodes, each node also keeps two copies of another node's ranks.
     copies = (4 if machine.nodes > 1 else 2) * values.pop("copy") * on_node
     return {
         **values,
-        "total": row.estimate.total,
+        "total": found.total,
         "host_per_node": host,
         "disk_per_node": disk,
         "copies_per_node": copies,
-        "refused": None,
-        "fits": row.fits,
     }

@@ -5,28 +5,28 @@ Runs in: the user's shell (`raydist plan`). Plain python: no torch, no ray. `mea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raydist.extension_plans import optimizer_plan
-from raydist.planner.estimate import batches, estimate, measured_pass, plan_of, planned, refusal, replicas, shard_of
-from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Pass
+from raydist.planner.estimate import Measure, batches, estimates, plan_of, planned, refusal, replicas, shard_of
+from raydist.planner.facts import ROOT, Estimate, Machine, Model
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec
 
-Measure = Callable[[Pass], Activations]
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One strategy with the job as it stands: an estimate, or why there is none. `fits`: None if no memory is given."""
+    """One strategy with the job as it stands: an estimate of the fullest rank, or why there is none. `fits`: None if no memory is
+    given. `ranks`: estimates of each rank of a pipeline."""
 
     strategy: str
     estimate: Estimate | None
     refused: str | None
     fits: bool | None
+    ranks: tuple[Estimate, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +73,22 @@ class _Adviser:
         return Advice(rows, pick, tuple(self._suggestions(rows, pick)))
 
     def _estimate(self, strategy: str, spec: JobSpec) -> Estimate | None:
+        return max(self._estimates(strategy, spec), key=lambda e: e.total, default=None)
+
+    def _estimates(self, strategy: str, spec: JobSpec) -> tuple[Estimate, ...]:
         if refusal(strategy, spec, self._machine, self._model) is not None:
-            return None
-        activations = self._measure(measured_pass(strategy, spec, self._machine))
-        return estimate(strategy, spec, self._machine, self._model, activations)
+            return ()
+        return estimates(strategy, spec, self._machine, self._model, self._measure)
 
     def _fits(self, found: Estimate) -> bool:
         assert self._machine.usable is not None
         return found.total <= self._machine.usable
 
     def _row(self, strategy: str) -> Row:
-        found = self._estimate(strategy, self._spec)
+        ranks = self._estimates(strategy, self._spec)
+        found = max(ranks, key=lambda e: e.total, default=None)
         fits = self._fits(found) if found is not None and self._machine.usable is not None else None
-        return Row(strategy, found, refusal(strategy, self._spec, self._machine, self._model), fits)
+        return Row(strategy, found, refusal(strategy, self._spec, self._machine, self._model), fits, ranks)
 
     def _candidates(self) -> list[str]:
         """In the order of preference. With one replica all are the same. Of strategies that split the same state into the same

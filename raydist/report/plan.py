@@ -21,12 +21,13 @@ _COLUMNS = {
     "total": ("total",),
     "sent": ("sent",),
     "sent in group": ("tensor_sent",),
+    "to stages": ("pipeline_sent",),
     "host/node": ("host_per_node",),
     "disk/node": ("disk_per_node",),
     "copies/node": ("copies_per_node",),
 }
 """Heading -> keys whose values are summed under it."""
-_OPTIONAL = ("sent in group", "host/node", "disk/node", "copies/node")
+_OPTIONAL = ("sent in group", "to stages", "host/node", "disk/node", "copies/node")
 _FITS = {True: ("yes", "green"), False: ("no", "red"), None: ("-", "")}
 
 
@@ -37,6 +38,9 @@ def show(plan: dict[str, Any], out: Console | None = None) -> None:
         out.print(line, soft_wrap=True, markup=False)
     rows = [row for row in plan["strategies"] if row["refused"] is None]
     _table(rows, plan["pick"], out)
+    if any("ranks" in row for row in rows):
+        named = plan["pick"]["strategy"] if plan["pick"] and not plan["pick"]["set"] else None
+        _ranks(plan, next((row for row in rows if row["strategy"] == named), rows[0]), out)
     for row in plan["strategies"]:
         if row["refused"] is not None:
             out.print(f"{row['strategy']} cannot train this job: {row['refused']}", soft_wrap=True, markup=False)
@@ -49,10 +53,7 @@ def show(plan: dict[str, Any], out: Console | None = None) -> None:
 
 def _table(rows: list[dict[str, Any]], pick: dict[str, Any] | None, out: Console) -> None:
     """Plain lines instead of rich's table, which truncates figures if the terminal or a pipe is narrow."""
-    unit, scale = ("GiB", 2**30) if max((row["total"] for row in rows), default=0) >= 2**30 else ("MiB", 2**20)
-    columns = {
-        name: keys for name, keys in _COLUMNS.items() if name not in _OPTIONAL or any(row.get(keys[0]) for row in rows)
-    }
+    unit, scale, columns = _columns(rows)
     speeds = ("step, s", "tokens/s") if any(row["speed"] for row in rows) else ()
     widths = [max(len(name), 7) + 2 for name in (*columns, *speeds)]
     form = "{:<8}" + "".join(f"{{:>{width}}}" for width in widths) + "  {:<8}  "
@@ -68,17 +69,46 @@ def _table(rows: list[dict[str, Any]], pick: dict[str, Any] | None, out: Console
         out.print(line, soft_wrap=True)
 
 
+def _columns(rows: list[dict[str, Any]]) -> tuple[str, int, dict[str, tuple[str, ...]]]:
+    """(unit, its bytes, the columns that say something)."""
+    unit, scale = ("GiB", 2**30) if max((row["total"] for row in rows), default=0) >= 2**30 else ("MiB", 2**20)
+    shown = (
+        (name, keys)
+        for name, keys in _COLUMNS.items()
+        if name not in _OPTIONAL or any(row.get(keys[0]) for row in rows)
+    )
+    return unit, scale, dict(shown)
+
+
+def _ranks(plan: dict[str, Any], row: dict[str, Any], out: Console) -> None:
+    """Each rank of the pipeline under one strategy."""
+    unit, scale, columns = _columns(row["ranks"])
+    columns = {name: keys for name, keys in columns.items() if not name.endswith("/node")}
+    blocks, shares = plan["machine"]["pipeline"]["blocks"], plan["machine"]["pipeline"]["shares"]
+    form = "{:<8}{:>12}{:>9}" + "".join(f"{{:>{max(len(name), 7) + 2}}}" for name in columns)
+    out.print(f"each rank of a pipeline with {row['strategy']}, in {unit}", style="bold", soft_wrap=True)
+    out.print(form.format("rank", "blocks", "FLOPs", *columns), style="bold", soft_wrap=True)
+    ranks = len(row["ranks"])
+    for number, one in enumerate(row["ranks"]):
+        own = " + ".join(map(str, blocks[number::ranks]))
+        amounts = (f"{sum(one[key] for key in keys) / scale:,.2f}" for keys in columns.values())
+        out.print(form.format(number, own, f"{sum(shares[number::ranks]):.1%}", *amounts), soft_wrap=True)
+
+
 def _head(plan: dict[str, Any]) -> list[str]:
     model, machine, batch = plan["model"], plan["machine"], plan["batch"]
     device = {"cuda": "GPU", "cpu": "CPU worker"}[machine["device"]]
     nodes = f", {machine['per_node']} per node" if machine["nodes"] > 1 else ""
-    tensor = machine.get("tensor", 1)
+    tensor, pipeline = machine.get("tensor", 1), machine.get("pipeline")
     groups = f" in {_plural(machine['ranks'] // tensor, 'tensor group')} of {tensor}" if tensor > 1 else ""
+    if pipeline:
+        stages = pipeline["ranks"] * pipeline["chunks"]
+        groups += f", {_plural(machine['ranks'] // tensor // pipeline['ranks'], 'pipeline')} of {stages} stages"
     memory = ""
     if machine["memory"] is not None:
         memory = f"; {machine['memory'] / 2**30:.1f} GiB each, {machine['usable'] / 2**30:.1f} usable"
     frozen = model["parameters"] - model["trained"]
-    each = "rank" if tensor == 1 else "group"
+    each = "pipeline" if pipeline else "rank" if tensor == 1 else "group"
     settings = (
         f"{_plural(batch['accumulation'], 'micro-batch')} of {batch['micro']} x {batch['context']} tokens per step and {each}",
         plan["precision"],
@@ -120,6 +150,9 @@ def _speed(plan: dict[str, Any]) -> str:
         words.append(f"{by['host_bytes_per_second'] / 1e9:g} GB/s to the host")
     if plan["checkpoint_activations"] == "full":
         words.append("blocks computed twice")
+    bubbles = [row["speed"]["bubble"] for row in plan["strategies"] if (row.get("speed") or {}).get("bubble")]
+    if bubbles:
+        words.append(f"ranks wait {bubbles[0]:.0%} of the passes' time for other stages")
     return (
         f"step and tokens/s are an estimate for {by['device']}: {', '.join(words)}; overlapped time and data loading not "
         "counted (docs/how-to/plan.md)"

@@ -16,8 +16,8 @@ from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
 from raydist.worker.parallel._model_graph import blocks_of
 from raydist.worker.parallel._pipeline import Pipeline
-from raydist.worker.parallel._pipeline_schedule import actions, bubble, cut
 from raydist.worker.parallel._stages import cut_model
+from raydist.worker.pipeline_schedule import actions, cut, timeline
 from raydist.worker.step import StepReport, evaluate
 from tests.training import CONTEXT, GROUPED, MODEL, VOCAB, Trainer, alone, counted, job, mesh_job, mine, run, samples
 
@@ -195,8 +195,18 @@ def test_how_a_model_is_cut() -> None:
     assert cut([1, 1, 1, 4], [1, 1, 1, 1], 2) == [3, 1]
     assert cut([2, 2, 2, 2, 2], [9, 1, 1, 1, 1], 3) == [1, 2, 2]
     assert cut([1, 1], [1, 1], 2) == [1, 1]
-    assert bubble(4, 1, 9) == 0.25
-    assert bubble(4, 3, 9) == pytest.approx(0.1)
+
+
+def test_the_bubble_of_a_schedule() -> None:
+    """Equal stages: the published formulas. A stage of twice the time: all wait for it. A transfer delays only what needs it."""
+    assert timeline([1.0] * 4, [2.0] * 4, 4, 9).bubble == pytest.approx(3 / 12)
+    assert timeline([1.0] * 12, [2.0] * 12, 4, 8).bubble == pytest.approx(3 / (3 * 8 + 3))
+    uneven = timeline([1.0, 2.0], [1.0, 2.0], 2, 10)
+    # The second stage computes 10 x 4; it begins after one forward pass, and the first ends one backward pass after it.
+    assert (uneven.ends, uneven.busy) == ((42.0, 41.0), (20.0, 40.0))
+    assert uneven.bubble == pytest.approx(1 - 60 / 84)
+    late = timeline([1.0, 1.0], [1.0, 1.0], 2, 10, transfer=[0.5])
+    assert max(late.ends) > max(timeline([1.0, 1.0], [1.0, 1.0], 2, 10).ends)
 
 
 def test_an_own_sequential_is_cut_by_itself(ranks: Any) -> None:
@@ -246,7 +256,7 @@ def test_stages_keep_the_names() -> None:
     for tied in (False, True):
         spec = mesh_job("ddp", 1, {**DEEP, "tie_embeddings": tied}, {"pipeline": 4})
         model: nn.Module = registry.load("model", "gpt")(spec.model, VOCAB)
-        parts = cut_model(model, spec)
+        parts = cut_model(model, spec).parts(model)
         names = [name for part in parts for name, _ in part.named_parameters()]
         assert len(names) - len(set(names)) == tied
         assert set(names) == {name for name, _ in model.named_parameters()}

@@ -50,10 +50,60 @@ def actions(rank: int, ranks: int, chunks: int, micro_batches: int, backward: bo
     return [action for action in made if action.index < micro_batches]
 
 
-def bubble(ranks: int, chunks: int, micro_batches: int) -> float:
-    """The share of a step in which a rank waits, if all stages take the same time: 0 to 1."""
-    waits = (ranks - 1) / chunks
-    return waits / (micro_batches + waits)
+def most_sends(ranks: int, chunks: int) -> int:
+    """Transfers of a rank whose end is not awaited, and whose memory is therefore kept.
+
+    More than a rank can have sent before its neighbours have received the first: to wait for the oldest never blocks. In an
+    evaluation it holds back a rank that is far ahead.
+    """
+    return 2 * ranks * (chunks + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When each rank has ended its passes, and how long it has computed, in the unit of the given times."""
+
+    ends: tuple[float, ...]
+    busy: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The share of the passes' time in which the ranks wait, on average: 0 to 1."""
+        return 1 - sum(self.busy) / (len(self.busy) * max(self.ends))
+
+
+def timeline(
+    forward: Sequence[float], backward: Sequence[float], ranks: int, micro_batches: int, transfer: Sequence[float] = ()
+) -> Timeline:
+    """The passes of a step, from the times of a pass of one micro-batch in each stage.
+
+    `transfer`: the time from each stage but the last to the next one, and back; default: none. A transfer delays only the pass
+    that needs it. If all stages take the same time, the bubble of 1F1B is (ranks - 1) / (micro_batches + ranks - 1); interleaved,
+    with a multiple of `ranks` micro-batches, it is (ranks - 1) / (chunks x micro_batches + ranks - 1).
+    """
+    stages = len(forward)
+    way = transfer or [0.0] * (stages - 1)
+    times = {"forward": forward, "backward": backward}
+    left = [actions(rank, ranks, stages // ranks, micro_batches)[::-1] for rank in range(ranks)]
+    clocks, busy = [0.0] * ranks, [0.0] * ranks
+    ended: dict[tuple[str, int, int], float] = {}
+    while any(left):
+        for rank in range(ranks):
+            while left[rank]:
+                action = left[rank][-1]
+                stage = action.chunk * ranks + rank
+                source = stage - 1 if action.kind == "forward" else stage + 1
+                ready = 0.0
+                if 0 <= source < stages:
+                    before = ended.get((action.kind, source, action.index))
+                    if before is None:
+                        break
+                    ready = before + way[min(stage, source)]
+                took = times[action.kind][stage]
+                clocks[rank] = ended[action.kind, stage, action.index] = max(clocks[rank], ready) + took
+                busy[rank] += took
+                left[rank].pop()
+    return Timeline((*clocks,), (*busy,))
 
 
 def cut(costs: Sequence[float], sizes: Sequence[float], stages: int) -> list[int]:
