@@ -14,7 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
+
+_MANY = 4
+"""Micro-batches for each rank of a pipeline that are enough: the bubble is then at most a fifth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,38 @@ def timeline(
                 busy[rank] += took
                 left[rank].pop()
     return Timeline((*clocks,), (*busy,))
+
+
+def schedule(
+    blocks: Sequence[int],
+    shares: Sequence[float],
+    ranks: int,
+    sequences: int,
+    micro_batch: int,
+    recomputed: bool = False,
+) -> dict[str, Any]:
+    """What a run says of its pipeline: `ranks`, `chunks`, `blocks` of each stage, `micro_batches` of a step, and `bubble`, of
+    passes that take the stages' `shares` of a step's time; and if micro-batches are few, `better`: other values of fields, each
+    with its bubble.
+
+    `sequences`: of a step, in one replica. `recomputed`: backward computes the blocks once more. Transfers take no time.
+    """
+
+    def waits(shares: Sequence[float], micro_batch: int) -> float:
+        backward = [(3 if recomputed else 2) * share for share in shares]
+        return timeline(shares, backward, ranks, -(-sequences // micro_batch)).bubble
+
+    chunks, count = len(blocks) // ranks, -(-sequences // micro_batch)
+    better = []
+    if count < _MANY * ranks:
+        least = next((size for size in range(micro_batch, 0, -1) if -(-sequences // size) >= _MANY * ranks), 1)
+        if least < micro_batch:
+            better.append({"set": f"train.micro_batch: {least}", "bubble": waits(shares, least)})
+        if 2 * len(blocks) <= sum(blocks):
+            equal = [1.0] * (2 * len(blocks))
+            better.append({"set": f"parallel.chunks: {2 * chunks}", "bubble": waits(equal, micro_batch)})
+    found = {"ranks": ranks, "chunks": chunks, "blocks": [*blocks], "micro_batches": count}
+    return {**found, "bubble": waits(shares, micro_batch), "better": better}
 
 
 def cut(costs: Sequence[float], sizes: Sequence[float], stages: int) -> list[int]:

@@ -17,7 +17,7 @@ from raydist.worker.distributed import Rank
 from raydist.worker.parallel._model_graph import blocks_of
 from raydist.worker.parallel._pipeline import Pipeline
 from raydist.worker.parallel._stages import cut_model
-from raydist.worker.pipeline_schedule import actions, cut, timeline
+from raydist.worker.pipeline_schedule import actions, cut, schedule, timeline
 from raydist.worker.step import StepReport, evaluate
 from tests.training import CONTEXT, GROUPED, MODEL, VOCAB, Trainer, alone, counted, job, mesh_job, mine, run, samples
 
@@ -207,6 +207,22 @@ def test_the_bubble_of_a_schedule() -> None:
     assert uneven.bubble == pytest.approx(1 - 60 / 84)
     late = timeline([1.0, 1.0], [1.0, 1.0], 2, 10, transfer=[0.5])
     assert max(late.ends) > max(timeline([1.0, 1.0], [1.0, 1.0], 2, 10).ends)
+
+
+def test_what_a_run_says_of_its_schedule() -> None:
+    """The bubble of the cut as it is; with few micro-batches, what would help: a micro-batch that makes enough of them, or the
+    smallest, and more chunks where there are blocks for them."""
+    few = schedule([2, 2, 2, 2], [0.25] * 4, 4, sequences=16, micro_batch=2)
+    assert (few["micro_batches"], few["bubble"]) == (8, pytest.approx(3 / 11))
+    assert few["better"] == [
+        {"set": "train.micro_batch: 1", "bubble": pytest.approx(3 / 19)},
+        {"set": "parallel.chunks: 2", "bubble": pytest.approx(3 / 19)},
+    ]
+    assert [one["set"] for one in schedule([1, 1], [0.5] * 2, 2, 32, 8)["better"]] == ["train.micro_batch: 4"]
+    assert schedule([1, 1], [0.5] * 2, 2, 8, 1)["better"] == []
+    uneven = schedule([1, 1], [0.2, 0.8], 2, 64, 1)
+    assert uneven["bubble"] == pytest.approx(timeline([0.2, 0.8], [0.4, 1.6], 2, 64).bubble)
+    assert uneven["bubble"] > 0.35
 
 
 def test_an_own_sequential_is_cut_by_itself(ranks: Any) -> None:
