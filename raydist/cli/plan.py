@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ from raydist.planner.vocabulary import vocabulary
 if TYPE_CHECKING:
     from raydist.planner.advice import Advice, Row
     from raydist.planner.facts import Estimate, Machine, Model
+    from raydist.planner.measure import Planner
+    from raydist.planner.speed import Device
     from raydist.spec import JobSpec
 
 
@@ -68,6 +71,13 @@ def plan(
             min=0.001, metavar="GB/S", help="Bandwidth of a GPU to other nodes, one way; default: as in a DGX."
         ),
     ] = None,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search",
+            help="The five best meshes: tensor x pipeline x chunks x strategy x micro-batch, by forecast speed.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Estimate a job's memory per device and its speed under every strategy; say which fit, and which to use."""
@@ -87,19 +97,22 @@ def plan(
         device, because = target(job, asked=any((gpus, memory, gpu)), here=here is not None)
         machine = Machine(job.cluster.most, gpus_per_node, device, size or (here if device == "cuda" else None))
         planner = Planner(job, vocab_size, device, measuring)
-        model = planner.model()
-        advice = advise(job, machine, model, planner.measure)
-        result = tell(str(spec), job, machine, because, model, planner.attention, advice)
         hardware = (chosen or speed.by_name(device_name())) if device == "cuda" else speed.NO_GPU
         if not isinstance(hardware, str):
             hardware = hardware.but(efficiency, in_node, between_nodes)
-        speed.add(result, job, machine, model, hardware, planner)
+        model = planner.model()
+        if search:
+            result = searched(str(spec), job, machine, because, model, hardware, planner)
+        else:
+            advice = advise(job, machine, model, planner.measure)
+            result = tell(str(spec), job, machine, because, model, planner.attention, advice)
+            speed.add(result, job, machine, model, hardware, planner)
     if as_json:
         print(json.dumps(result))
-    else:
-        from raydist.report.plan import show
+        return
+    from raydist.report import plan as shown
 
-        show(result)
+    (shown.show_search if search else shown.show)(result)
 
 
 @contextmanager
@@ -144,6 +157,50 @@ def target(job: JobSpec, *, asked: bool, here: bool) -> tuple[Literal["cuda", "c
     )
 
 
+def searched(
+    source: str, job: JobSpec, machine: Machine, because: str, model: Model, device: Device | str, planner: Planner
+) -> dict[str, Any]:
+    """The best meshes as plain values, as `--search --json` prints them. docs/how-to/plan.md lists the keys. Raises UsageError
+    where there is no forecast of the speed, or no known memory."""
+    from raydist.planner.search import search
+    from raydist.planner.speed import refusal
+
+    why = device if isinstance(device, str) else refusal(job, machine, device)
+    if why is not None or isinstance(device, str):
+        raise UsageError(f"--search compares forecasts of the speed: {why}", "name a GPU, such as --device h100")
+    if machine.usable is None:
+        raise UsageError("--search needs the memory of a device", "give --memory, such as 80GiB")
+    begun = time.perf_counter()
+    found = search(job, machine, device, planner.flops_per_token(), model.blocks, planner.of)
+    return {
+        "v": 1,
+        "spec": source,
+        "model": _about(job, model),
+        "machine": _machine(machine, because),
+        "speed": speed.assumptions(job, device, planner.flops_per_token()),
+        "combinations": found.combinations,
+        "refused": found.refused,
+        "too_large": found.too_large,
+        "seconds": round(time.perf_counter() - begun, 1),
+        "best": [
+            {
+                "mesh": {
+                    **{name: getattr(one.spec.parallel, name) for name in ("tensor", "pipeline", "chunks")},
+                    "micro_batch": one.spec.train.micro_batch,
+                },
+                "set": one.changes,
+                **_rank(one.estimate, machine, one.spec),
+                "speed": speed.plain(one.speed),
+                "share_of_peak": one.speed.tokens_per_second
+                * planner.flops_per_token()
+                / (machine.ranks * (device.fp32 if job.precision.params == "fp32" else device.half)),
+                "because": one.because,
+            }
+            for one in found.best
+        ],
+    }
+
+
 def tell(
     source: str, job: JobSpec, machine: Machine, because: str, model: Model, attention: str, advice: Advice
 ) -> dict[str, Any]:
@@ -155,22 +212,11 @@ def tell(
     return {
         "v": 1,
         "spec": source,
-        "model": {
-            "name": job.model.name,
-            "parameters": model.whole_size(),
-            "trained": model.whole_size(trained=True),
-            "blocks": model.blocks,
-        },
+        "model": _about(job, model),
         "machine": {
-            "device": machine.device,
-            "because": because,
-            "ranks": machine.ranks,
-            "per_node": machine.per_node,
-            "nodes": machine.nodes,
+            **_machine(machine, because),
             **({"tensor": job.parallel.tensor} if job.parallel.tensor > 1 else {}),
             **({"pipeline": _pipeline(job, model)} if model.stages else {}),
-            "memory": machine.memory,
-            "usable": machine.usable,
         },
         "batch": {
             "global": job.train.global_batch,
@@ -192,6 +238,27 @@ def tell(
             "because": pick.because,
         },
         "suggestions": list(advice.suggestions),
+    }
+
+
+def _about(job: JobSpec, model: Model) -> dict[str, Any]:
+    return {
+        "name": job.model.name,
+        "parameters": model.whole_size(),
+        "trained": model.whole_size(trained=True),
+        "blocks": model.blocks,
+    }
+
+
+def _machine(machine: Machine, because: str) -> dict[str, Any]:
+    return {
+        "device": machine.device,
+        "because": because,
+        "ranks": machine.ranks,
+        "per_node": machine.per_node,
+        "nodes": machine.nodes,
+        "memory": machine.memory,
+        "usable": machine.usable,
     }
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from raydist.errors import RaydistError, UsageError
 from raydist.planner import estimate
 from raydist.planner.facts import Machine
-from raydist.planner.speed import NAMES, Device, find, refusal, speed
+from raydist.planner.speed import NAMES, Device, Speed, find, refusal, speed
 from raydist.planner.vocabulary import vocabulary
 from raydist.registry import did_you_mean
 
@@ -64,19 +64,29 @@ def add(
     for row in rows:
         passes = estimate.measured(row["strategy"], job, machine, model, planner.measure)
         estimated = speed(row["strategy"], job, machine, model, device, each, passes)
-        row["speed"] = {
-            "seconds": estimated.seconds,
-            "tokens_per_second": estimated.tokens_per_second,
-            "compute_seconds": estimated.compute,
-            "communication_seconds": estimated.communication,
-            "exposed_seconds": estimated.exposed,
-            "offload_seconds": estimated.offload,
-            **({"waits_seconds": estimated.waits, "bubble": estimated.bubble} if model.stages else {}),
-        }
-    plan["speed"] = {
+        row["speed"] = plain(estimated, bool(model.stages))
+    plan["speed"] = assumptions(job, device, each)
+
+
+def plain(found: Speed, pipeline: bool = True) -> dict[str, float]:
+    """The forecast of one strategy, as --json prints it. `pipeline`: also what ranks of a pipeline wait."""
+    return {
+        "seconds": found.seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "compute_seconds": found.compute,
+        "communication_seconds": found.communication,
+        "exposed_seconds": found.exposed,
+        "offload_seconds": found.offload,
+        **({"waits_seconds": found.waits, "bubble": found.bubble} if pipeline else {}),
+    }
+
+
+def assumptions(job: JobSpec, device: Device, flops_per_token: float) -> dict[str, Any]:
+    """What the forecasts are based on, as --json prints it."""
+    return {
         "device": device.name,
         "because": None,
-        "flops_per_token": each,
+        "flops_per_token": flops_per_token,
         "peak_flops": device.fp32 if job.precision.params == "fp32" else device.half,
         "efficiency": device.efficiency,
         "node_bytes_per_second": device.node,

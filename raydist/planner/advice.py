@@ -167,7 +167,7 @@ class _Adviser:
     def _micro_batches(self, below: int | None = None) -> list[int]:
         """Sizes, ascending, that divide a replica's share of the global batch, so that all micro-batches are full."""
         share, rest = divmod(self._spec.train.global_batch, self._replicas)
-        sizes = [n for n in _divisors(self._spec.train.global_batch) if n <= share] if rest else _divisors(share)
+        sizes = [n for n in divisors(self._spec.train.global_batch) if n <= share] if rest else divisors(share)
         return [n for n in sizes if below is None or n < below]
 
     def _because(self, found: Estimate, changes: dict[str, Any], larger: list[str], least: bool) -> str:
@@ -175,7 +175,7 @@ class _Adviser:
         with_them = f"nothing fits as the job stands; with {' and '.join(others)}, " if others else ""
         if self._replicas == 1:
             return with_them + ("it does." if others else f"one {self._one} has nothing to share, and it fits.")
-        too_large = f"{_list(larger)} {'does' if len(larger) == 1 else 'do'} not fit, and " if larger else ""
+        too_large = f"{listed(larger)} {'does' if len(larger) == 1 else 'do'} not fit, and " if larger else ""
         others_too = "of those that do" if larger else "of all that fit"
         sends = "sends least" if self._one == "rank" else "sends least to other replicas"
         merit = f"it {sends}, {_size(found.sent)} a step and rank" if least else "it waits least for other ranks"
@@ -249,7 +249,8 @@ def changed(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
     return spec
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
+    """Ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
@@ -257,5 +258,6 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
-def _list(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """a, b and c."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

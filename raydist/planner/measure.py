@@ -92,7 +92,11 @@ class Planner:
         self._known: dict[Pass, Activations] = {}
         self._shorter = {} if shorter is None else shorter
         """Planners of the same model with fewer blocks, by (tensor, blocks of each stage)."""
-        self._alike: bool | None = None
+        self._blocks: tuple[int, ...] = ()
+        """Of each stage, once the model was built; and whether all are equal."""
+        self._alike = False
+        self._exits: list[tuple[tuple[int, ...], torch.dtype]] = []
+        """What stages hand on, as far as it was needed."""
         self._shares: tuple[float, ...] | None = None
         self.attention = "none"
         """The kernel that scaled_dot_product_attention used. `math` keeps T x T matrices for backward, the others do not."""
@@ -122,23 +126,34 @@ class Planner:
     def _by_block(self, how: Pass) -> Activations:
         """With the peaks of each block; of many equal blocks, those of the first and the last one."""
         if how not in self._known:
-            with self._guard("run"):
-                parts = self._parts(how.cast)
-                if self._alike is None:
-                    self._alike = self._spec.model.name in registry.names("model") and _alike(parts)
-                blocks = parts[how.stage].blocks
-                if not self._alike or blocks <= _FEW:
+            if not self._blocks:
+                with self._guard("built"):
+                    self._parts(how.cast)
+            blocks = self._blocks[how.stage]
+            if self._alike and blocks > _FEW:
+                few, more = (self._with_blocks(n, how) for n in (_FEW - 1, _FEW))
+                self._known[how] = _extrapolated(few, more, blocks - _FEW)
+            elif self._alike and sum(self._cut_around(blocks, how)) < sum(self._blocks):
+                self._known[how] = self._with_blocks(blocks, how)
+            else:
+                with self._guard("run"):
+                    parts = self._parts(how.cast)
                     again = "nothing" if how.checkpoint == "none" else how.checkpoint
                     self._measuring(f"micro-batch {how.micro_batch} in {blocks} blocks, {again} computed again")
                     self._known[how] = self._measure(parts, how)
-                    return self._known[how]
-            few, more = (self._with_blocks(n, how, len(parts)) for n in (_FEW - 1, _FEW))
-            self._known[how] = _extrapolated(few, more, blocks - _FEW)
         return self._known[how]
 
-    def _with_blocks(self, count: int, how: Pass, stages: int) -> Activations:
+    def of(self, spec: JobSpec) -> Planner:
+        """Of the same job on another mesh, which shares measured passes."""
+        return Planner(spec, self._vocab, self._target, self._measuring, self._shorter)
+
+    def _cut_around(self, count: int, how: Pass) -> tuple[int, ...]:
+        """Blocks of the stages of the smallest model that has a stage like that of a pass, with `count` blocks."""
+        return (*(1,) * (how.stage > 0), count, *(1,) * (how.stage < len(self._blocks) - 1))
+
+    def _with_blocks(self, count: int, how: Pass) -> Activations:
         """The same pass, if its stage had `count` blocks."""
-        cut = (*(1,) * (how.stage > 0), count, *(1,) * (how.stage < stages - 1))
+        cut = self._cut_around(count, how)
         key = (self._spec.parallel.tensor, *cut)
         if key not in self._shorter:
             model = self._spec.model.model_copy(update={"layers": sum(cut)})
@@ -169,7 +184,10 @@ class Planner:
                 if cast:
                     _cast(module, DTYPES[self._spec.precision.params])
                 self._shares = cuts.shares if cuts is not None else None
-                self._models[cast] = [_Fake(part, whole) for part in (cuts.parts(module) if cuts else [module])]
+                parts = [_Fake(part, whole) for part in (cuts.parts(module) if cuts else [module])]
+                self._models[cast] = parts
+            self._blocks = tuple(part.blocks for part in parts)
+            self._alike = self._spec.model.name in registry.names("model") and _alike(parts)
         return self._models[cast]
 
     def _batch(self, micro_batch: int) -> MicroBatch:
@@ -186,15 +204,13 @@ class Planner:
         self, parts: list[_Fake], stage: int, target: OnTarget
     ) -> tuple[tuple[int, ...], torch.dtype] | None:
         """What a stage gets from the one before: its shape without the micro-batch's size, and its dtype. None for the first."""
-        before = None
-        for part in parts[:stage]:
-            if part.exit is None:
-                hidden = None if before is None else torch.empty((1, *before[0]), dtype=before[1])
-                with torch.no_grad(), self._autocast(), target:
-                    out = call_model(cast(nn.Module, BoundStage(part.module, hidden)), self._batch(1))
-                part.exit = tuple(out.shape[1:]), out.dtype
-            before = part.exit
-        return before
+        for n in range(len(self._exits), stage):
+            shape, dtype = self._exits[n - 1] if n else ((), None)
+            hidden = torch.empty((1, *shape), dtype=dtype) if n else None
+            with torch.no_grad(), self._autocast(), target:
+                out = call_model(cast(nn.Module, BoundStage(parts[n].module, hidden)), self._batch(1))
+            self._exits.append((tuple(out.shape[1:]), out.dtype))
+        return self._exits[stage - 1] if stage else None
 
     def _measure(self, parts: list[_Fake], how: Pass) -> Activations:
         made, last = parts[how.stage], how.stage == len(parts) - 1
@@ -307,7 +323,6 @@ class _Fake:
         self.module = module
         self.of_blocks = [block for _, block in blocks_of(module)]
         self.blocks = len(self.of_blocks)
-        self.exit: tuple[tuple[int, ...], torch.dtype] | None = None
         units = {id(p): i for i, block in reversed(list(enumerate(self.of_blocks))) for p in block.parameters()}
         self.facts = Model(
             tuple(

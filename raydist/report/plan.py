@@ -51,6 +51,57 @@ def show(plan: dict[str, Any], out: Console | None = None) -> None:
     out.print(_speed(plan), soft_wrap=True, markup=False)
 
 
+def show_search(found: dict[str, Any], out: Console | None = None) -> None:
+    """Prints the object of `raydist plan --search --json`."""
+    out = out or Console(highlight=False)
+    model, machine = found["model"], found["machine"]
+    out.print(
+        f"{found['spec']}: {model['name']}, {_count(model['parameters'])} parameters, {_plural(model['blocks'], 'block')}; "
+        f"{_plural(machine['ranks'], 'GPU')}, {machine['per_node']} per node; {machine['usable'] / 2**30:.1f} GiB usable of each",
+        soft_wrap=True,
+        markup=False,
+    )
+    looked = sum(found["too_large"].values()) + len(found["best"])
+    out.print(
+        f"{found['combinations']:,} combinations in {found['seconds']:.0f} s; of the fastest {looked}, "
+        f"{looked - len(found['best'])} do not fit{_reasons(found['too_large'])}",
+        soft_wrap=True,
+    )
+    form = "{:>3}{:>8}{:>10}{:>8}  {:<8}{:>6}{:>8}{:>12}{:>8}{:>8}{:>10}{:>12}{:>11}"
+    head = ("", "tensor", "pipeline", "chunks", "strategy", "micro", "GiB", "tokens/s", "of peak", "bubble", "GiB sent")
+    out.print(form.format(*head, "in group", "to stages"), style="bold", soft_wrap=True)
+    for number, one in enumerate(found["best"], 1):
+        mesh, sent = one["mesh"], [one.get(k, 0) / 2**30 for k in ("sent", "tensor_sent", "pipeline_sent")]
+        speed, total = one["speed"], one["total"] / 2**30
+        out.print(
+            form.format(
+                number, mesh["tensor"], mesh["pipeline"], mesh["chunks"], one["strategy"], mesh["micro_batch"], f"{total:.1f}",
+                f"{speed['tokens_per_second']:,.0f}", f"{one['share_of_peak']:.0%}", f"{speed['bubble']:.0%}",
+                *(f"{size:,.1f}" for size in sent),
+            ),
+            soft_wrap=True,
+        )  # fmt: skip
+    for number, one in enumerate(found["best"], 1):
+        out.print(f"{number}: {one['because']}", soft_wrap=True, markup=False)
+        if one["set"]:
+            out.print("   " + " ".join(f"--set {k}={v}" for k, v in one["set"].items()), soft_wrap=True, markup=False)
+    if not found["best"]:
+        out.print(
+            "nothing fits: use more GPUs, or see the plan without --search for what shrinks the job", soft_wrap=True
+        )
+    for why, count in found["refused"].items():
+        out.print(f"- {count} refused: {why}", soft_wrap=True, markup=False)
+    by = found["speed"]
+    out.print(
+        f"a forecast for {by['device']} at {by['efficiency']:.0%} of its peak, whatever the mesh (docs/how-to/plan.md)",
+        soft_wrap=True,
+    )
+
+
+def _reasons(counts: dict[str, int]) -> str:
+    return ": mostly " + ", ".join(f"{what} ({n})" for what, n in counts.items()) if counts else ""
+
+
 def _table(rows: list[dict[str, Any]], pick: dict[str, Any] | None, out: Console) -> None:
     """Plain lines instead of rich's table, which truncates figures if the terminal or a pipe is narrow."""
     unit, scale, columns = _columns(rows)

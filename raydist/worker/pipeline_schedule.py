@@ -84,6 +84,16 @@ def timeline(
     that needs it. If all stages take the same time, the bubble of 1F1B is (ranks - 1) / (micro_batches + ranks - 1); interleaved,
     with a multiple of `ranks` micro-batches, it is (ranks - 1) / (chunks x micro_batches + ranks - 1).
     """
+    if micro_batches > 3 * _MANY * ranks:
+        # In the middle of a step each further group of micro-batches, one for each rank, takes the same time.
+        least = 2 * _MANY * ranks + micro_batches % ranks
+        few, more = (timeline(forward, backward, ranks, n, transfer) for n in (least, least + ranks))
+        groups = (micro_batches - least) // ranks
+
+        def after(one: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:
+            return tuple(a + groups * (b - a) for a, b in zip(one, other, strict=True))
+
+        return Timeline(after(few.ends, more.ends), after(few.busy, more.busy))
     stages = len(forward)
     way = transfer or [0.0] * (stages - 1)
     times = {"forward": forward, "backward": backward}
