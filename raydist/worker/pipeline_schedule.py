@@ -85,15 +85,15 @@ def timeline(
     with a multiple of `ranks` micro-batches, it is (ranks - 1) / (chunks x micro_batches + ranks - 1).
     """
     if micro_batches > 3 * _MANY * ranks:
-        # In the middle of a step each further group of micro-batches, one for each rank, takes the same time.
+        # In the middle of a step each further group of micro-batches, one for each rank, takes the same time: that of the rank
+        # that computes most, or more.
         least = 2 * _MANY * ranks + micro_batches % ranks
         few, more = (timeline(forward, backward, ranks, n, transfer) for n in (least, least + ranks))
         groups = (micro_batches - least) // ranks
-
-        def after(one: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:
-            return tuple(a + groups * (b - a) for a, b in zip(one, other, strict=True))
-
-        return Timeline(after(few.ends, more.ends), after(few.busy, more.busy))
+        each = [b - a for a, b in zip(few.busy, more.busy, strict=True)]
+        last = max(*each, max(more.ends) - max(few.ends))
+        busy = tuple(a + groups * b for a, b in zip(few.busy, each, strict=True))
+        return Timeline(tuple(end + groups * last for end in few.ends), busy)
     stages = len(forward)
     way = transfer or [0.0] * (stages - 1)
     times = {"forward": forward, "backward": backward}
