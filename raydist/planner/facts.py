@@ -44,6 +44,12 @@ class Model:
     buffers: int
     stages: tuple[Stage, ...] = ()
 
+    def most_trained(self, ranks: int) -> int:
+        """Number of trained parameters of the rank with the most, of `ranks` in a pipeline."""
+        if not self.stages:
+            return self.size(trained=True)
+        return max(sum(s.model.size(trained=True) for s in self.stages[rank::ranks]) for rank in range(ranks))
+
     @property
     def blocks(self) -> int:
         """The number of its blocks."""

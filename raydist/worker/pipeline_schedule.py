@@ -92,8 +92,8 @@ def timeline(
         groups = (micro_batches - least) // ranks
         each = [b - a for a, b in zip(few.busy, more.busy, strict=True)]
         last = max(*each, max(more.ends) - max(few.ends))
-        busy = tuple(a + groups * b for a, b in zip(few.busy, each, strict=True))
-        return Timeline(tuple(end + groups * last for end in few.ends), busy)
+        computed = tuple(a + groups * b for a, b in zip(few.busy, each, strict=True))
+        return Timeline(tuple(end + groups * last for end in few.ends), computed)
     stages = len(forward)
     way = transfer or [0.0] * (stages - 1)
     times = {"forward": forward, "backward": backward}

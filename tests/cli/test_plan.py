@@ -258,7 +258,7 @@ def test_a_tensor_group(small: Path) -> None:
 
 def test_a_pipeline(small: Path) -> None:
     """Each rank has figures of its own, of which the strategy's row has the largest; the table shows them, and the transfers. The
-    step waits for the bubble. `raydist bench` and the estimate of a sweep have the same model."""
+    step waits for the bubble. The estimate of a sweep is the same."""
     asked = ("--gpus", "2", "--device", "h100", "--set", "model.layers=6", "--set", "model.tie_embeddings=false")
     two = ("--set", "parallel.pipeline=2", "--set", "parallel.pipeline_cut=[4,2]")
     alone, made = told(small, *asked), told(small, *asked, *two)

@@ -421,6 +421,15 @@ def test_a_pipeline_by_hand() -> None:
     assert heaviest_moment(1, 2, 4, [last]) == Moment("loss", 1, 2 + 1000 + 3 * 30, 300, 9)
 
 
+def test_the_gradients_of_the_rank_with_the_most() -> None:
+    """What `raydist bench` reduces: of a pipeline, the stages of one rank."""
+    spec = job(model={**SMALL, "tie_embeddings": False}, parallel={"pipeline": 2}, cluster={"workers": 2})
+    whole, cut = Planner(job(model=spec.model.model_dump()), VOCAB, "cpu").model(), Planner(spec, VOCAB, "cpu").model()
+    sizes = [stage.model.size(trained=True) for stage in cut.stages]
+    assert whole.most_trained(1) == whole.size(trained=True) == sum(sizes)
+    assert cut.most_trained(2) == max(sizes) < sum(sizes)
+
+
 def test_a_plan_leaves_no_process_group() -> None:
     """The group of the measured passes is destroyed, also after an error. Another one of this process is left as it is."""
     planner = Planner(job(**IN_PAIRS), VOCAB, "cpu")
