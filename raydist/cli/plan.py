@@ -91,7 +91,8 @@ def plan(
     with progress() as measuring:
         measuring("importing torch")
         from raydist.planner.advice import advise
-        from raydist.planner.measure import Planner, device_memory, device_name
+        from raydist.planner.measure import Planner
+        from raydist.planner.target import device_memory, device_name
 
         here = chosen.memory if chosen else device_memory()
         device, because = target(job, asked=any((gpus, memory, gpu)), here=here is not None)

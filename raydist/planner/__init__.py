@@ -10,5 +10,5 @@ Runs in: the user's shell (`raydist plan`). Only measure.py, live.py, tensor.py 
     measure.py    a model's parameters, and a forward and backward pass of one micro-batch
     live.py       the bytes of live tensors during a pass
     tensor.py     a tensor group of one process, which sends nothing
-    target.py     differences between GPU and CPU
+    target.py     the GPU of this machine; differences between GPU and CPU
 """

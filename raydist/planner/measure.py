@@ -53,16 +53,6 @@ if TYPE_CHECKING:
     from raydist.spec.models import TrainSpec
 
 
-def device_memory() -> int | None:
-    """Bytes of the first GPU of this machine; None without one."""
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-
-
-def device_name() -> str | None:
-    """The driver's name of that GPU."""
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-
-
 _FEW = 3
 """Blocks of a stage up to which all are measured."""
 
