@@ -1,11 +1,15 @@
-"""Time of a training step on a tensor parallel mesh, beside torch's parallelize_module, in one interleaved run.
+"""Time of a training step on a mesh, beside torch doing the same, in one interleaved run.
 
-    python benchmarks/mesh.py [--rounds 12]
+    python benchmarks/mesh.py [tensor | pipeline] [--rounds 12]
 
-Two gloo ranks of one thread each share each layer of the same GPT, on the same samples, with sequence parallel layers, a loss over
-a split vocabulary, clipping and fused AdamW. They run both variants alternately, in a new order each round: one warm-up step, then
-two measured ones. raydist's is raydist.worker.step.TrainStep with `parallel.tensor: 2`; torch's is parallelize_module with the
-styles of its tutorial, loss_parallel and clip_grad_norm_. The losses of the first step must agree.
+Two gloo ranks of one thread each train the same GPT on the same samples, with fused AdamW. They run all variants alternately, in a
+new order each round: one warm-up step, then two measured ones. raydist's is raydist.worker.step.TrainStep. The losses of the first
+step must agree.
+
+tensor: sequence parallel layers, a loss over a split vocabulary, and clipping; torch's is parallelize_module with the styles of its
+tutorial, loss_parallel and clip_grad_norm_.
+pipeline: eight micro-batches in two stages (1F1B) or four (interleaved), cut alike; torch's is torch.distributed.pipelining, whose
+last stage computes cross_entropy of all logits. raydist also sums the gradient norm over the ranks, and torch's variant does not.
 """
 
 from __future__ import annotations
@@ -24,8 +28,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from common import write
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -38,10 +43,13 @@ from torch.distributed.tensor.parallel import (
 
 from raydist.data.batches import MicroBatch
 from raydist.spec import JobSpec
+from raydist.worker.build import build_strategy
 from raydist.worker.distributed import Rank
+from raydist.worker.loss import call_model
 from raydist.worker.mesh import Mesh
 from raydist.worker.model import gpt
 from raydist.worker.optim import optimizers
+from raydist.worker.parallel._pipeline import Pipeline
 from raydist.worker.parallel._tensor import split_layers
 from raydist.worker.parallel.ddp import Strategy
 from raydist.worker.parameter_table import gather_parameters
@@ -121,17 +129,118 @@ class Torchs:
         return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
 
 
-def main(number: int, port: int, rounds: int) -> None:
+STAGED = {**MODEL, "layers": 8}
+MICRO_BATCHES = 8
+
+
+def staged_job(chunks: int) -> JobSpec:
+    """The job of a pipeline, cut into stages of equally many blocks."""
+    cut = [STAGED["layers"] // (WORLD * chunks)] * WORLD * chunks
+    return JobSpec.model_validate({
+        "data": {"source": "any"}, "train": {"steps": 1}, "model": STAGED, "cluster": {"workers": WORLD},
+        "parallel": {"pipeline": WORLD, "chunks": chunks, "pipeline_cut": cut},
+    })  # fmt: skip
+
+
+class OurPipeline:
+    """raydist's step, with micro-batches of one sequence."""
+
+    def __init__(self, rank: Rank, tokens: Tensor, chunks: int) -> None:
+        spec = staged_job(chunks)
+        self.batches = [MicroBatch(t[:, :-1], t[:, 1:].contiguous()) for t in tokens.split(1)]
+        self.tokens = sum(b.tokens.numel() for b in self.batches)
+        mesh = Mesh.of(spec, rank)
+        torch.manual_seed(1)
+        strategy = build_strategy(spec, mesh)
+        assert isinstance(strategy, Pipeline)
+
+        def example(module: nn.Module, samples: int = 1, part: bool = False) -> Tensor:
+            return call_model(module, self.batches[0]).sum() if part else loss_sum(module, self.batches[0])
+
+        strategy.wrap(strategy.cut(gpt.build(spec.model, VOCAB)), example)
+        shards = strategy.shards()
+        self.step = TrainStep(
+            mesh, strategy, optimizers.build(shards, spec.optim, rank.device), Precision(spec.precision, rank.device),
+            parameters=gather_parameters(shards, rank), full_tokens=self.tokens, clip=0.0,
+        )  # fmt: skip
+
+    def __call__(self) -> float:
+        """One step; its loss."""
+        return self.step(1, self.batches, self.tokens, LR, want_stop=False).loss
+
+
+class Part(nn.Module):
+    """A stage for torch, which passes its one tensor: the tokens, or the output of the stage before."""
+
+    def __init__(self, stage: nn.Module, first: bool) -> None:
+        super().__init__()
+        self.stage, self.first = stage, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        """tokens_BT or x_BTD -> x_BTD or logits_BTV."""
+        made: Tensor = self.stage(x) if self.first else self.stage(x[..., 0].long(), hidden=x)
+        return made
+
+
+class TorchPipeline:
+    """torch.distributed.pipelining's schedule of the same stages."""
+
+    def __init__(self, rank: Rank, tokens: Tensor, chunks: int) -> None:
+        spec = staged_job(chunks)
+        self.x, self.y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        torch.manual_seed(1)
+        model = gpt.build(spec.model, VOCAB)
+        stages, each = WORLD * chunks, STAGED["layers"] // (WORLD * chunks)
+        own = range(rank.rank, stages, WORLD)
+        parts = [Part(model.stage(n * each, (n + 1) * each), n == 0) for n in own]
+        self.last = stages - 1 in own
+        self.parameters = [p for part in parts for p in part.parameters()]
+        staged = [PipelineStage(part, n, stages, rank.device) for part, n in zip(parts, own, strict=True)]
+
+        def loss(logits: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / self.y.numel()
+
+        if chunks == 1:
+            self.schedule: Any = Schedule1F1B(staged[0], MICRO_BATCHES, loss_fn=loss, scale_grads=False)
+        else:
+            self.schedule = ScheduleInterleaved1F1B(staged, MICRO_BATCHES, loss_fn=loss, scale_grads=False)
+        self.first = rank.rank == 0
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=LR, fused=True)
+
+    def __call__(self) -> float:
+        """One step; its loss."""
+        losses: list[Tensor] = []
+        inputs = (self.x,) if self.first else ()
+        self.schedule.step(*inputs, target=self.y if self.last else None, losses=losses if self.last else None)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        summed = torch.stack(losses).sum() if self.last else torch.zeros(())
+        dist.broadcast(summed, WORLD - 1)
+        return float(summed.detach())
+
+
+def main(number: int, port: int, rounds: int, what: str) -> None:
     """One rank. Rank 0 writes the result."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=number, world_size=WORLD)
     control = dist.new_group(backend="gloo")
     rank = Rank(number, WORLD, number, torch.device("cpu"), "gloo", "127.0.0.1", control, ())
-    tokens = torch.randint(VOCAB, (BATCH, MODEL["context"] + 1), generator=torch.Generator().manual_seed(3))
-    variants: dict[str, Callable[[], float]] = {"raydist": Ours(rank, tokens), "torch": Torchs(tokens)}
+    count = BATCH if what == "tensor" else MICRO_BATCHES
+    tokens = torch.randint(VOCAB, (count, MODEL["context"] + 1), generator=torch.Generator().manual_seed(3))
+    pairs: dict[str, tuple[Callable[[], float], Callable[[], float]]]
+    if what == "tensor":
+        pairs = {"": (Ours(rank, tokens), Torchs(tokens))}
+    else:
+        chunks = {"1f1b_": 1, "interleaved_": 2}
+        pairs = {name: (OurPipeline(rank, tokens, n), TorchPipeline(rank, tokens, n)) for name, n in chunks.items()}
+    variants = {
+        f"{name}{whose}": step
+        for name, pair in pairs.items()
+        for whose, step in zip(("raydist", "torch"), pair, strict=True)
+    }
     first = {name: step() for name, step in variants.items()}
-    assert abs(first["raydist"] - first["torch"]) < 1e-5 * first["torch"], first
+    assert max(first.values()) - min(first.values()) < 1e-5 * min(first.values()), first
     order = random.Random(0)
     wall: dict[str, list[float]] = {name: [] for name in variants}
     processor: dict[str, list[float]] = {name: [] for name in variants}
@@ -148,24 +257,35 @@ def main(number: int, port: int, rounds: int) -> None:
             dist.barrier()
             wall[name].append((time.perf_counter() - begun) / 2)
     if number == 0:
-        result: dict[str, Any] = {"rounds": rounds, "load_average": os.getloadavg()[1], "tensor": WORLD, "model": MODEL}
-        for what, times in (("speed", wall), ("processor_time", processor)):
-            ratios = sorted(b / a for a, b in zip(times["raydist"], times["torch"], strict=True))
-            if what == "processor_time":
-                ratios = sorted(1 / ratio for ratio in ratios)
-            result[f"{what}_over_torch"] = round(statistics.median(ratios), 4)
-            result[f"{what}_over_torch_quartiles"] = [round(ratios[len(ratios) * k // 4], 4) for k in (1, 3)]
+        model = MODEL if what == "tensor" else STAGED
+        result: dict[str, Any] = {"rounds": rounds, "load_average": os.getloadavg()[1], what: WORLD, "model": model}
+        compared = [(name, f"{name}torch", f"{name}raydist") for name in pairs]
+        if what == "pipeline":
+            result["micro_batches"] = MICRO_BATCHES
+            compared.append(("interleaved_over_1f1b_", "1f1b_raydist", "interleaved_raydist"))
+        for name, theirs, ours in compared:
+            beside = "over_torch" if theirs.endswith("torch") else ""
+            for kind, times in (("speed", wall), ("processor_time", processor)):
+                ratios = [b / a for a, b in zip(times[ours], times[theirs], strict=True)]
+                ratios = sorted(ratios if kind == "speed" else (1 / ratio for ratio in ratios))
+                key = f"{name}{kind}_{beside}".rstrip("_")
+                result[key] = round(statistics.median(ratios), 4)
+                result[f"{key}_quartiles"] = [round(ratios[len(ratios) * k // 4], 4) for k in (1, 3)]
+        result["tokens_per_second"] = {
+            name: round(tokens[:, 1:].numel() / statistics.median(times), 1) for name, times in wall.items()
+        }
         print(result)
-        print(write("mesh", result))
+        print(write("mesh" if what == "tensor" else "mesh_pipeline", result))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", nargs="?", default="tensor", choices=("tensor", "pipeline"))
     parser.add_argument("--rounds", type=int, default=12)
     asked = parser.parse_args()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         free_port = probe.getsockname()[1]
-    mp.spawn(main, (free_port, asked.rounds), nprocs=WORLD)
+    mp.spawn(main, (free_port, asked.rounds, asked.what), nprocs=WORLD)

@@ -100,9 +100,8 @@ def comm(
         from raydist.planner.measure import Planner
 
         vocab_size = vocab or vocabulary(job.data)
-        gradients = (4 if job.precision.reduce == "fp32" else 2) * Planner(job, vocab_size, "cpu").model().size(
-            trained=True
-        )
+        model = Planner(job, vocab_size, "cpu").model()
+        gradients = (4 if job.precision.reduce == "fp32" else 2) * model.most_trained(job.parallel.pipeline)
     tried = spec is not None and buckets(job.parallel.strategy)
     ask = replace(
         ask,

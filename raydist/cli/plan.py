@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,9 @@ from raydist.planner.vocabulary import vocabulary
 
 if TYPE_CHECKING:
     from raydist.planner.advice import Advice, Row
-    from raydist.planner.facts import Machine, Model
+    from raydist.planner.facts import Estimate, Machine, Model
+    from raydist.planner.measure import Planner
+    from raydist.planner.speed import Device
     from raydist.spec import JobSpec
 
 
@@ -68,6 +71,13 @@ def plan(
             min=0.001, metavar="GB/S", help="Bandwidth of a GPU to other nodes, one way; default: as in a DGX."
         ),
     ] = None,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search",
+            help="The five best meshes: tensor x pipeline x chunks x strategy x micro-batch, by forecast speed.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Estimate a job's memory per device and its speed under every strategy; say which fit, and which to use."""
@@ -81,25 +91,29 @@ def plan(
     with progress() as measuring:
         measuring("importing torch")
         from raydist.planner.advice import advise
-        from raydist.planner.measure import Planner, device_memory, device_name
+        from raydist.planner.measure import Planner
+        from raydist.planner.target import device_memory, device_name
 
         here = chosen.memory if chosen else device_memory()
         device, because = target(job, asked=any((gpus, memory, gpu)), here=here is not None)
         machine = Machine(job.cluster.most, gpus_per_node, device, size or (here if device == "cuda" else None))
         planner = Planner(job, vocab_size, device, measuring)
-        model = planner.model()
-        advice = advise(job, machine, model, planner.measure)
-        result = tell(str(spec), job, machine, because, model, planner.attention, advice)
         hardware = (chosen or speed.by_name(device_name())) if device == "cuda" else speed.NO_GPU
         if not isinstance(hardware, str):
             hardware = hardware.but(efficiency, in_node, between_nodes)
-        speed.add(result, job, machine, model, hardware, planner.flops_per_token)
+        model = planner.model()
+        if search:
+            result = searched(str(spec), job, machine, because, model, hardware, planner)
+        else:
+            advice = advise(job, machine, model, planner.measure)
+            result = tell(str(spec), job, machine, because, model, planner.attention, advice)
+            speed.add(result, job, machine, model, hardware, planner)
     if as_json:
         print(json.dumps(result))
-    else:
-        from raydist.report.plan import show
+        return
+    from raydist.report import plan as shown
 
-        show(result)
+    (shown.show_search if search else shown.show)(result)
 
 
 @contextmanager
@@ -144,6 +158,50 @@ def target(job: JobSpec, *, asked: bool, here: bool) -> tuple[Literal["cuda", "c
     )
 
 
+def searched(
+    source: str, job: JobSpec, machine: Machine, because: str, model: Model, device: Device | str, planner: Planner
+) -> dict[str, Any]:
+    """The best meshes as plain values, as `--search --json` prints them. docs/how-to/plan.md lists the keys. Raises UsageError
+    where there is no forecast of the speed, or no known memory."""
+    from raydist.planner.search import search
+    from raydist.planner.speed import refusal
+
+    why = device if isinstance(device, str) else refusal(job, machine, device)
+    if why is not None or isinstance(device, str):
+        raise UsageError(f"--search compares forecasts of the speed: {why}", "name a GPU, such as --device h100")
+    if machine.usable is None:
+        raise UsageError("--search needs the memory of a device", "give --memory, such as 80GiB")
+    begun = time.perf_counter()
+    found = search(job, machine, device, planner.flops_per_token(), model.blocks, planner.of)
+    return {
+        "v": 1,
+        "spec": source,
+        "model": _about(job, model),
+        "machine": _machine(machine, because),
+        "speed": speed.assumptions(job, device, planner.flops_per_token()),
+        "combinations": found.combinations,
+        "refused": found.refused,
+        "too_large": found.too_large,
+        "seconds": round(time.perf_counter() - begun, 1),
+        "best": [
+            {
+                "mesh": {
+                    **{name: getattr(one.spec.parallel, name) for name in ("tensor", "pipeline", "chunks")},
+                    "micro_batch": one.spec.train.micro_batch,
+                },
+                "set": one.changes,
+                **_rank(one.estimate, machine, one.spec),
+                "speed": speed.plain(one.speed),
+                "share_of_peak": one.speed.tokens_per_second
+                * planner.flops_per_token()
+                / (machine.ranks * (device.fp32 if job.precision.params == "fp32" else device.half)),
+                "because": one.because,
+            }
+            for one in found.best
+        ],
+    }
+
+
 def tell(
     source: str, job: JobSpec, machine: Machine, because: str, model: Model, attention: str, advice: Advice
 ) -> dict[str, Any]:
@@ -155,21 +213,11 @@ def tell(
     return {
         "v": 1,
         "spec": source,
-        "model": {
-            "name": job.model.name,
-            "parameters": model.whole_size(),
-            "trained": model.whole_size(trained=True),
-            "blocks": len({p.unit for p in model.params if p.unit >= 0}),
-        },
+        "model": _about(job, model),
         "machine": {
-            "device": machine.device,
-            "because": because,
-            "ranks": machine.ranks,
-            "per_node": machine.per_node,
-            "nodes": machine.nodes,
+            **_machine(machine, because),
             **({"tensor": job.parallel.tensor} if job.parallel.tensor > 1 else {}),
-            "memory": machine.memory,
-            "usable": machine.usable,
+            **({"pipeline": _pipeline(job, model)} if model.stages else {}),
         },
         "batch": {
             "global": job.train.global_batch,
@@ -181,7 +229,7 @@ def tell(
         "checkpoint_activations": job.train.checkpoint_activations,
         "offload": {"optimizer": job.offload.optimizer, "parameters": job.offload.parameters},
         "attention": attention,
-        "strategies": [_row(row, machine, job.parallel.tensor) for row in advice.rows],
+        "strategies": [_row(row, machine, job) for row in advice.rows],
         "pick": pick
         and {
             "strategy": pick.estimate.strategy,
@@ -194,24 +242,65 @@ def tell(
     }
 
 
-def _row(row: Row, machine: Machine, tensor: int) -> dict[str, Any]:
-    from dataclasses import asdict
+def _about(job: JobSpec, model: Model) -> dict[str, Any]:
+    return {
+        "name": job.model.name,
+        "parameters": model.whole_size(),
+        "trained": model.whole_size(trained=True),
+        "blocks": model.blocks,
+    }
 
+
+def _machine(machine: Machine, because: str) -> dict[str, Any]:
+    return {
+        "device": machine.device,
+        "because": because,
+        "ranks": machine.ranks,
+        "per_node": machine.per_node,
+        "nodes": machine.nodes,
+        "memory": machine.memory,
+        "usable": machine.usable,
+    }
+
+
+def _pipeline(job: JobSpec, model: Model) -> dict[str, Any]:
+    """The ranks of a pipeline, the stages of each, and the blocks of each stage and its share of the FLOPs."""
+    return {
+        "ranks": job.parallel.pipeline,
+        "chunks": job.parallel.chunks,
+        "blocks": [stage.blocks for stage in model.stages],
+        "shares": [stage.share for stage in model.stages],
+    }
+
+
+def _row(row: Row, machine: Machine, job: JobSpec) -> dict[str, Any]:
     if row.estimate is None:
         return {"strategy": row.strategy, "refused": row.refused, "fits": None}
-    values = asdict(row.estimate)
-    if tensor == 1:
-        del values["tensor_sent"]
+    ranks = [_rank(one, machine, job) for one in row.ranks]
+    return {
+        **_rank(row.estimate, machine, job),
+        **({"ranks": ranks} if len(ranks) > 1 else {}),
+        "refused": None,
+        "fits": row.fits,
+    }
+
+
+def _rank(found: Estimate, machine: Machine, job: JobSpec) -> dict[str, Any]:
+    """What one rank has."""
+    from dataclasses import asdict
+
+    values = asdict(found)
+    for name, size in (("tensor_sent", job.parallel.tensor), ("pipeline_sent", job.parallel.pipeline)):
+        if size == 1:
+            del values[name]
     on_node = min(machine.ranks, machine.per_node)
     host, disk = values.pop("host") * on_node, values.pop("disk") * on_node
     # Two copies of each rank's state; with several nodes, each node also keeps two copies of another node's ranks.
     copies = (4 if machine.nodes > 1 else 2) * values.pop("copy") * on_node
     return {
         **values,
-        "total": row.estimate.total,
+        "total": found.total,
         "host_per_node": host,
         "disk_per_node": disk,
         "copies_per_node": copies,
-        "refused": None,
-        "fits": row.fits,
     }

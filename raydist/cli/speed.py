@@ -5,18 +5,19 @@ Runs in: the user's shell. Imports torch and ray inside functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from raydist.errors import RaydistError, UsageError
 from raydist.planner import estimate
 from raydist.planner.facts import Machine
-from raydist.planner.speed import NAMES, Device, find, refusal, speed
+from raydist.planner.speed import NAMES, Device, Speed, find, refusal, speed
 from raydist.planner.vocabulary import vocabulary
 from raydist.registry import did_you_mean
 
 if TYPE_CHECKING:
-    from raydist.planner.facts import Model
+    from raydist.planner.facts import Activations, Model
+    from raydist.planner.measure import Planner
     from raydist.report.sweep.forecast import Pace, Reckon
     from raydist.spec import JobSpec
 
@@ -46,7 +47,7 @@ def add(
     machine: Machine,
     model: Model,
     device: Device | str,
-    flops_per_token: Callable[[], float],
+    planner: Planner,
 ) -> None:
     """Adds `speed`, for the job and for each strategy, to a result of `raydist.cli.plan.tell`.
 
@@ -59,21 +60,33 @@ def add(
     plan["speed"] = {"device": None, "because": why}
     if why is not None or isinstance(device, str):
         return
-    each = flops_per_token()
+    each = planner.flops_per_token()
     for row in rows:
-        estimated = speed(row["strategy"], job, machine, model, device, each, row.get("tensor_sent", 0))
-        row["speed"] = {
-            "seconds": estimated.seconds,
-            "tokens_per_second": estimated.tokens_per_second,
-            "compute_seconds": estimated.compute,
-            "communication_seconds": estimated.communication,
-            "exposed_seconds": estimated.exposed,
-            "offload_seconds": estimated.offload,
-        }
-    plan["speed"] = {
+        passes = estimate.measured(row["strategy"], job, machine, model, planner.measure)
+        estimated = speed(row["strategy"], job, machine, model, device, each, passes)
+        row["speed"] = plain(estimated, bool(model.stages))
+    plan["speed"] = assumptions(job, device, each)
+
+
+def plain(found: Speed, pipeline: bool = True) -> dict[str, float]:
+    """The forecast of one strategy, as --json prints it. `pipeline`: also what ranks of a pipeline wait."""
+    return {
+        "seconds": found.seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "compute_seconds": found.compute,
+        "communication_seconds": found.communication,
+        "exposed_seconds": found.exposed,
+        "offload_seconds": found.offload,
+        **({"waits_seconds": found.waits, "bubble": found.bubble} if pipeline else {}),
+    }
+
+
+def assumptions(job: JobSpec, device: Device, flops_per_token: float) -> dict[str, Any]:
+    """What the forecasts are based on, as --json prints it."""
+    return {
         "device": device.name,
         "because": None,
-        "flops_per_token": each,
+        "flops_per_token": flops_per_token,
         "peak_flops": device.fp32 if job.precision.params == "fp32" else device.half,
         "efficiency": device.efficiency,
         "node_bytes_per_second": device.node,
@@ -157,24 +170,20 @@ class Reckoner:
         why = estimate.refusal(strategy, job, machine, model) or refusal(job, machine, self._device)
         if why is not None:
             return why
-        sent = self._tensor_sent(job, machine, model)
-        return speed(strategy, job, machine, model, self._device, flops, sent).tokens_per_second
+        passes: tuple[Activations, ...] = ()
+        if job.parallel.replica > 1:  # ranks of a replica send what a pass says
+            from raydist.planner.measure import Planner
 
-    def _tensor_sent(self, job: JobSpec, machine: Machine, model: Model) -> int:
-        """Measures a pass if the job has tensor groups."""
-        if job.parallel.tensor == 1:
-            return 0
-        from raydist.planner.measure import Planner
-
-        strategy, planner = job.parallel.strategy, Planner(job, vocabulary(job.data), "cuda")
-        measured = planner.measure(estimate.measured_pass(strategy, job, machine))
-        return estimate.tensor_traffic(strategy, job, machine, model, measured)
+            measure = Planner(job, vocabulary(job.data), "cuda").measure
+            passes = estimate.measured(strategy, job, machine, model, measure)
+        return speed(strategy, job, machine, model, self._device, flops, passes).tokens_per_second
 
     def _model(self, job: JobSpec) -> tuple[Model, float]:
         from raydist.planner.measure import Planner
 
         vocab = vocabulary(job.data)
-        key = f"{vocab} {job.parallel.tensor} {job.model.model_dump_json()}"
+        mesh = job.parallel.tensor, job.parallel.pipeline, job.parallel.chunks, job.parallel.pipeline_cut
+        key = f"{vocab} {mesh} {job.model.model_dump_json()}"
         if key not in self._models:
             planner = Planner(job, vocab, "cuda")
             self._models[key] = planner.model(), planner.flops_per_token()

@@ -4,10 +4,11 @@ Runs in: the user's shell (`raydist plan`). Only measure.py, live.py, tensor.py 
 
     facts.py      plain values: model, machine, one measured pass, an estimate
     estimate.py   bytes that a rank holds and sends, by strategy
+    pipeline.py   several passes in flight on a rank of a pipeline
     speed.py      calculated seconds of a step on a known GPU
     advice.py     compares all strategies and recommends one
     measure.py    a model's parameters, and a forward and backward pass of one micro-batch
     live.py       the bytes of live tensors during a pass
     tensor.py     a tensor group of one process, which sends nothing
-    target.py     differences between GPU and CPU
+    target.py     the GPU of this machine; differences between GPU and CPU
 """

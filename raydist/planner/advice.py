@@ -5,28 +5,28 @@ Runs in: the user's shell (`raydist plan`). Plain python: no torch, no ray. `mea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raydist.extension_plans import optimizer_plan
-from raydist.planner.estimate import batches, estimate, measured_pass, plan_of, planned, refusal, replicas, shard_of
-from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Pass
+from raydist.planner.estimate import Measure, batches, estimates, plan_of, planned, refusal, replicas, shard_of
+from raydist.planner.facts import ROOT, Estimate, Machine, Model
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec
 
-Measure = Callable[[Pass], Activations]
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One strategy with the job as it stands: an estimate, or why there is none. `fits`: None if no memory is given."""
+    """One strategy with the job as it stands: an estimate of the fullest rank, or why there is none. `fits`: None if no memory is
+    given. `ranks`: estimates of each rank of a pipeline."""
 
     strategy: str
     estimate: Estimate | None
     refused: str | None
     fits: bool | None
+    ranks: tuple[Estimate, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +73,22 @@ class _Adviser:
         return Advice(rows, pick, tuple(self._suggestions(rows, pick)))
 
     def _estimate(self, strategy: str, spec: JobSpec) -> Estimate | None:
+        return max(self._estimates(strategy, spec), key=lambda e: e.total, default=None)
+
+    def _estimates(self, strategy: str, spec: JobSpec) -> tuple[Estimate, ...]:
         if refusal(strategy, spec, self._machine, self._model) is not None:
-            return None
-        activations = self._measure(measured_pass(strategy, spec, self._machine))
-        return estimate(strategy, spec, self._machine, self._model, activations)
+            return ()
+        return estimates(strategy, spec, self._machine, self._model, self._measure)
 
     def _fits(self, found: Estimate) -> bool:
         assert self._machine.usable is not None
         return found.total <= self._machine.usable
 
     def _row(self, strategy: str) -> Row:
-        found = self._estimate(strategy, self._spec)
+        ranks = self._estimates(strategy, self._spec)
+        found = max(ranks, key=lambda e: e.total, default=None)
         fits = self._fits(found) if found is not None and self._machine.usable is not None else None
-        return Row(strategy, found, refusal(strategy, self._spec, self._machine, self._model), fits)
+        return Row(strategy, found, refusal(strategy, self._spec, self._machine, self._model), fits, ranks)
 
     def _candidates(self) -> list[str]:
         """In the order of preference. With one replica all are the same. Of strategies that split the same state into the same
@@ -164,7 +167,7 @@ class _Adviser:
     def _micro_batches(self, below: int | None = None) -> list[int]:
         """Sizes, ascending, that divide a replica's share of the global batch, so that all micro-batches are full."""
         share, rest = divmod(self._spec.train.global_batch, self._replicas)
-        sizes = [n for n in _divisors(self._spec.train.global_batch) if n <= share] if rest else _divisors(share)
+        sizes = [n for n in divisors(self._spec.train.global_batch) if n <= share] if rest else divisors(share)
         return [n for n in sizes if below is None or n < below]
 
     def _because(self, found: Estimate, changes: dict[str, Any], larger: list[str], least: bool) -> str:
@@ -172,7 +175,7 @@ class _Adviser:
         with_them = f"nothing fits as the job stands; with {' and '.join(others)}, " if others else ""
         if self._replicas == 1:
             return with_them + ("it does." if others else f"one {self._one} has nothing to share, and it fits.")
-        too_large = f"{_list(larger)} {'does' if len(larger) == 1 else 'do'} not fit, and " if larger else ""
+        too_large = f"{listed(larger)} {'does' if len(larger) == 1 else 'do'} not fit, and " if larger else ""
         others_too = "of those that do" if larger else "of all that fit"
         sends = "sends least" if self._one == "rank" else "sends least to other replicas"
         merit = f"it {sends}, {_size(found.sent)} a step and rank" if least else "it waits least for other ranks"
@@ -246,7 +249,8 @@ def changed(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
     return spec
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
+    """Ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
@@ -254,5 +258,6 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
-def _list(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """a, b and c."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -5,23 +5,27 @@ Runs anywhere. Plain python: no torch, no ray.
 Weights, gradients and the update are fp32: 4 bytes a parameter, 4 of gradient, and the optimizer's state (AdamW: 8), divided as the
 PLAN in the strategy's file declares (raydist/extension_plans.py; ZeRO, arXiv 1910.02054). The memory of a forward and backward pass
 is measured (measure.py), and is given here as `Activations`. The rest follows from worker/parallel/_zero.py,
-worker/parallel/_fsdp.py and parallel/ddp.py; tests/planner/test_plan.py compares it with the memory of real ranks.
+worker/parallel/_fsdp.py and parallel/ddp.py; tests/planner/test_ranks.py compares it with the memory of real ranks.
 
-With tensor parallel layers `Model` is what one rank of a tensor group has, and strategies divide it over the replicas.
+With tensor parallel layers `Model` is what one rank of a tensor group has, and strategies divide it over the replicas. In a
+pipeline each stage has a strategy of its own, and pipeline.py has the memory of several passes in flight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING
 
 from raydist.extension_plans import StrategyPlan, optimizer_plan, strategies, strategy_plan
-from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Param, Pass, Peak, Traffic
+from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Moment, Param, Pass, Peak, Traffic
+from raydist.planner.pipeline import StageBytes, heaviest_moment
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec, OptimSpec
 
+Measure = Callable[[Pass], Activations]
 _FP32 = 4
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _DDP_BUCKET_MB = 25.0  # torch's default
@@ -62,7 +66,7 @@ def shard_of(strategy: str, spec: JobSpec, machine: Machine) -> int:
     plan = plan_of(strategy)
     if not plan.sharded:
         return 1
-    count, on_node = replicas(spec, machine), max(machine.per_node // spec.parallel.replica, 1)
+    count, on_node = replicas(spec, machine), max(machine.per_node // spec.parallel.tensor, 1)
     return count if plan.group is None else plan.group(spec, count, on_node)
 
 
@@ -84,6 +88,12 @@ def refusal(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> str
     return "offload.parameters needs them sharded" if whole_only else None
 
 
+def measured(strategy: str, spec: JobSpec, machine: Machine, model: Model, measure: Measure) -> tuple[Activations, ...]:
+    """The measured pass of each stage for a strategy; one without a pipeline."""
+    how = measured_pass(strategy, spec, machine)
+    return tuple(measure(replace(how, stage=n)) for n in range(max(len(model.stages), 1)))
+
+
 def measured_pass(strategy: str, spec: JobSpec, machine: Machine) -> Pass:
     """The pass to measure for a strategy."""
     sharded = plan_of(strategy).sharded if replicas(spec, machine) > 1 else ()
@@ -92,16 +102,63 @@ def measured_pass(strategy: str, spec: JobSpec, machine: Machine) -> Pass:
 
 
 def estimate(strategy: str, spec: JobSpec, machine: Machine, model: Model, activations: Activations) -> Estimate:
-    """The rank with the most memory under `strategy`, one of `planned`. `activations` are those of `measured_pass`."""
+    """A rank with one stage, or the whole model, under `strategy`, one of `planned`. `activations` are those of `measured_pass`."""
+    moments, buffers = _moments(strategy, spec, machine, model, activations)
+    worst = max(moments, key=lambda moment: moment.total)
+    return _estimate(
+        strategy, spec, machine, [(model, activations)], replace(worst, in_flight=worst.in_flight + buffers)
+    )
+
+
+def estimates(strategy: str, spec: JobSpec, machine: Machine, model: Model, measure: Measure) -> tuple[Estimate, ...]:
+    """Of each rank of a pipeline, in order, for any replica and tensor rank; one without a pipeline."""
+    passes = measured(strategy, spec, machine, model, measure)
+    if not model.stages:
+        return (estimate(strategy, spec, machine, model, passes[0]),)
+    ranks, count = spec.parallel.pipeline, batches(spec, machine.ranks)[1]
+    found = []
+    for rank in range(ranks):
+        own = range(rank, len(model.stages), ranks)
+        held = []
+        for n in own:
+            stage = model.stages[n].model
+            moments, buffers = _moments(strategy, spec, machine, stage, passes[n])
+            entered = passes[n - 1].passed_on if n else 0
+            stays = _stays_gathered(strategy, spec, machine, stage)
+            held.append(StageBytes(passes[n], moments, entered, buffers, stays))
+        moment = heaviest_moment(rank, ranks, count, held)
+        made = _estimate(strategy, spec, machine, [(model.stages[n].model, passes[n]) for n in own], moment)
+        sent = count * sum(passes[n].passed_on + (passes[n - 1].passed_on if n else 0) for n in own)
+        found.append(replace(made, pipeline_sent=sent + _tied(strategy, spec, machine, model, own)))
+    return (*found,)
+
+
+def _tied(strategy: str, spec: JobSpec, machine: Machine, model: Model, own: Sequence[int]) -> int:
+    """Bytes that a rank sends to sum the gradients of weights that another rank has, too: of the rows that it updates."""
+    having = Counter(p.name for stage in model.stages for p in stage.model.params if p.trained)
+    shard = shard_of(strategy, spec, machine) if plan_of(strategy).sharded else 1
+    shared = (p for n in own for p in model.stages[n].model.params if having[p.name] > 1)
+    return round(sum(2 * (having[p.name] - 1) / having[p.name] * p.part(shard) * _FP32 for p in shared))
+
+
+def _estimate(
+    strategy: str,
+    spec: JobSpec,
+    machine: Machine,
+    stages: Sequence[tuple[Model, Activations]],
+    moment: Moment,
+) -> Estimate:
+    """A rank with these parts of the model, which has the most beside its state at `moment`."""
     shard, plan = shard_of(strategy, spec, machine), plan_of(strategy)
     sharded = plan.sharded if replicas(spec, machine) > 1 else ()
+    params = [p for model, _ in stages for p in model.params]
     # Ranks that parameters, gradients and optimizer state are split over.
     over = [shard if state in sharded else 1 for state in ("parameters", "gradients", "optimizer")]
-    parameters = _FP32 * sum(p.part(over[0]) for p in model.params)
-    gradients = _FP32 * sum(p.part(over[1]) for p in model.params if p.trained)
-    optimizer = sum(optimizer_bytes(p, spec.optim, over[2]) for p in model.params if p.trained)
+    parameters = _FP32 * sum(p.part(over[0]) for p in params)
+    gradients = _FP32 * sum(p.part(over[1]) for p in params if p.trained)
+    optimizer = sum(optimizer_bytes(p, spec.optim, over[2]) for p in params if p.trained)
     host = disk = 0
-    updated = _FP32 * sum(p.part(over[2]) for p in model.params if p.trained)
+    updated = _FP32 * sum(p.part(over[2]) for p in params if p.trained)
     if spec.offload.optimizer == "nvme":
         buffers = int(min(_SWAP_BUFFERS * spec.offload.chunk_mb * 2**20, optimizer))
         disk, optimizer = optimizer, buffers
@@ -111,31 +168,36 @@ def estimate(strategy: str, spec: JobSpec, machine: Machine, model: Model, activ
         elif spec.offload.optimizer != "none":
             # The host computes the update, so weights and gradients are there, too: all of them, or a few chunks.
             host, optimizer = optimizer + min(2 * updated, optimizer), 0
-    if "parameters" in sharded and plan.in_flight is None:
-        moments = _fully_sharded(spec, machine, model, shard, activations.peaks)
-    else:
-        own = plan.in_flight
-        waiting = own(spec, machine, model) if own else _replicated_in_flight(plan, spec, machine, model)
-        moments = [(p, p.whole, waiting) for p in activations.peaks]
-    peak, gathered, in_flight = max(moments, key=lambda m: m[0].activations + m[0].loss + m[1] + m[2])
     return Estimate(
         strategy=strategy,
         shard=shard,
-        phase=peak.phase,
+        phase=moment.phase,
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        buffers=model.buffers,
-        gathered=gathered,
-        in_flight=in_flight,
-        activations=peak.activations,
-        loss=peak.loss,
+        buffers=max(model.buffers for model, _ in stages),
+        gathered=moment.gathered,
+        in_flight=moment.in_flight,
+        activations=moment.activations,
+        loss=moment.loss,
         host=host,
         disk=disk,
-        copy=_copy("parameters" in sharded, spec, machine, model, shard),
-        sent=sum(astuple(traffic(strategy, spec, machine, model))),
-        tensor_sent=tensor_traffic(strategy, spec, machine, model, activations),
+        copy=sum(_copy("parameters" in sharded, spec, machine, model, shard) for model, _ in stages),
+        sent=sum(sum(astuple(traffic(strategy, spec, machine, model))) for model, _ in stages),
+        tensor_sent=sum(tensor_traffic(strategy, spec, machine, model, passes) for model, passes in stages),
     )
+
+
+def _moments(
+    strategy: str, spec: JobSpec, machine: Machine, model: Model, activations: Activations
+) -> tuple[list[Moment], int]:
+    """(moments of the passes of one micro-batch, bytes of buffers that are allocated for the whole run)."""
+    plan, peaks = plan_of(strategy), activations.peaks
+    if "parameters" in plan.sharded and replicas(spec, machine) > 1 and plan.in_flight is None:
+        return _fully_sharded(spec, machine, model, shard_of(strategy, spec, machine), peaks)
+    own = plan.in_flight
+    waiting = own(spec, machine, model) if own else _replicated_in_flight(plan, spec, machine, model)
+    return [Moment(p.phase, p.whole, 0, p.activations, p.loss) for p in peaks], waiting
 
 
 def _copy(sharded: bool, spec: JobSpec, machine: Machine, model: Model, shard: int) -> int:
@@ -189,10 +251,23 @@ def _direct(machine: Machine) -> bool:
     return machine.device == "cpu"
 
 
+def _stays_gathered(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> int:
+    """Bytes of parameters that stay gathered from a forward pass to the next backward pass."""
+    plan = plan_of(strategy)
+    if "parameters" not in plan.sharded or replicas(spec, machine) == 1 or plan.in_flight is not None:
+        return 0
+    shard = shard_of(strategy, spec, machine)
+    each = _BYTES[spec.precision.params] * shard
+    parts = _units(model, shard)
+    root = each * parts.pop(ROOT, 0)
+    blocks = [each * parts[i] for i in sorted(parts)]
+    return root + {True: 0, False: sum(blocks), "auto": (blocks or [0])[-1]}[spec.parallel.reshard_after_forward]
+
+
 def _fully_sharded(
     spec: JobSpec, machine: Machine, model: Model, shard: int, peaks: Sequence[Peak]
-) -> list[tuple[Peak, int, int]]:
-    """(peak, gathered, in flight) of each phase under FSDP2: blocks are gathered and freed; parameters of no block stay gathered.
+) -> tuple[list[Moment], int]:
+    """`_moments` under FSDP2: blocks are gathered and freed; parameters of no block stay gathered.
 
     A collective has its own flat buffer, besides the tensors used for computation.
     """
@@ -211,18 +286,17 @@ def _fully_sharded(
     def reducing(part: int) -> int:
         return reduce * shard * part + (_FP32 if reduce == _FP32 else _FP32 + reduce) * part
 
-    # Allocated from the first backward pass on.
-    arriving = reduce * shard * max(sums_block, sums_root) if _direct(machine) else 0
     held = {
-        "forward": (root + at_work, (1 + ahead) * block),
+        "forward": (root + at_work, min(1 + ahead, len(blocks)) * block),
         "loss": (root + kept, 0),
         "backward": (root + at_work, (0 if reshard is False else max(ahead, 1) * block) + reducing(sums_block)),
     }
-    moments = [(p, p.whole + held[p.phase][0], held[p.phase][1]) for p in peaks]
-    moments.append((Peak("start", 0, 0, 0), root + at_work, root + block))
+    moments = [Moment(p.phase, p.whole + held[p.phase][0], held[p.phase][1], p.activations, p.loss) for p in peaks]
+    moments.append(Moment("start", root + at_work, root + block, 0, 0))
     whole_gradients = compute * shard * sums_root
-    moments.append((Peak("end", 0, 0, 0), root + whole_gradients, reducing(sums_root)))
-    return [(peak, gathered, sent + arriving) for peak, gathered, sent in moments]
+    moments.append(Moment("end", root + whole_gradients, reducing(sums_root), 0, 0))
+    # Allocated from the first backward pass on.
+    return moments, reduce * shard * max(sums_block, sums_root) if _direct(machine) else 0
 
 
 def traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> Traffic:

@@ -38,10 +38,22 @@ class Param:
 @dataclass(frozen=True, slots=True)
 class Model:
     """Parameters in the order of the model, as the first rank of a tensor group has them, which has the most; `buffers` in bytes,
-    not sharded."""
+    not sharded; in a pipeline its `stages`, in order."""
 
     params: tuple[Param, ...]
     buffers: int
+    stages: tuple[Stage, ...] = ()
+
+    def most_trained(self, ranks: int) -> int:
+        """Number of trained parameters of the rank with the most, of `ranks` in a pipeline."""
+        if not self.stages:
+            return self.size(trained=True)
+        return max(sum(s.model.size(trained=True) for s in self.stages[rank::ranks]) for rank in range(ranks))
+
+    @property
+    def blocks(self) -> int:
+        """The number of its blocks."""
+        return sum(stage.blocks for stage in self.stages) or len({p.unit for p in self.params if p.unit != ROOT})
 
     def size(self, trained: bool = False) -> int:
         """Number of parameters that a rank has; or of the trained ones."""
@@ -50,6 +62,15 @@ class Model:
     def whole_size(self, trained: bool = False) -> int:
         """The same of the whole model."""
         return sum(math.prod(p.whole or p.shape) for p in self.params if p.trained or not trained)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a pipeline: its part of the model, its blocks, and its share of the FLOPs of a pass."""
+
+    model: Model
+    blocks: int
+    share: float
 
 
 Phase = Literal["start", "forward", "loss", "backward", "end"]
@@ -61,25 +82,51 @@ class Peak:
 
     forward: up to the last block's output; loss: from there until its gradient comes back; backward: the rest.
     `whole`: autocast's copies of weights, and unsharded gradients that wait for the rest of their unit. `loss`: tensors made
-    after the last block: logits, log-probabilities, their gradients. `activations`: everything else.
+    after the last block: logits, log-probabilities, their gradients. `activations`: everything else. `block`: at work, or the one
+    before or behind.
     """
 
     phase: Phase
     whole: int
     activations: int
     loss: int
+    block: int = 0
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return self.whole + self.activations + self.loss
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Bytes on a rank besides its state at one moment; see `Estimate`."""
+
+    phase: Phase
+    gathered: int
+    in_flight: int
+    activations: int
+    loss: int
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return self.gathered + self.in_flight + self.activations + self.loss
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """One measured micro-batch. `saved`: bytes kept from forward for backward, without weights and their copies.
+    """One measured micro-batch. `saved`: bytes kept from forward for backward, without weights and their copies; `copied`: copies
+    of weights that are kept, too.
 
-    `tensor_sent`: bytes that a rank sends to its tensor group.
+    `tensor_sent`: bytes that a rank sends to its tensor group. `passed_on`: bytes of the output that goes to the next stage.
     """
 
     saved: int
     peaks: tuple[Peak, ...]
     tensor_sent: int = 0
+    copied: int = 0
+    passed_on: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +134,14 @@ class Pass:
     """Settings that affect a measurement: a micro-batch, `train.checkpoint_activations`, and how the strategy treats weights.
 
     `cast`: weights come in the compute format (zero3, hsdp), else autocast casts them. `hold`: the unsharded gradients of a
-    unit are kept until all are there, then freed (not in ddp and zero1, where they accumulate in place).
+    unit are kept until all are there, then freed (not in ddp and zero1, where they accumulate in place). `stage`: of a pipeline.
     """
 
     micro_batch: int
     checkpoint: Literal["none", "full", "selective"]
     cast: bool
     hold: bool
+    stage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +179,19 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes of the fullest rank under one strategy, at the moment of its peak (`phase`).
+    """Bytes of the fullest rank under one strategy, or of each rank of a pipeline, at the moment of its peak (`phase`).
 
     parameters, gradients, optimizer   permanent state on the device
     buffers      the model's own buffers
     gathered     other ranks' parameters, autocast's copies, unsharded gradients that wait for reduction
-    in_flight    buffers of collectives
+    in_flight    buffers of collectives and of transfers between stages
     activations  tensors that forward keeps, and temporary ones
     loss         logits and tensors computed from them
     host, disk   offloaded, of one rank
     copy         of one rank's state, in host memory, for recovery.snapshot_every; 0 without memory checkpoints
     sent         by one rank in one step, to other replicas
     tensor_sent  the same, to its tensor group
+    pipeline_sent  the same, to other stages
     """
 
     strategy: str
@@ -161,6 +210,7 @@ class Estimate:
     copy: int
     sent: int
     tensor_sent: int
+    pipeline_sent: int = 0
 
     @property
     def state(self) -> int:

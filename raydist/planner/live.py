@@ -22,8 +22,8 @@ Tag = Literal["whole", "activations", "loss"]
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts live storages that operators allocate within its context, by tag, and the peak of each phase; and in `sent` the bytes
-    that collectives send.
+    """Counts live storages that operators allocate within its context, by tag, and the peak of each phase and block; and in `sent`
+    the bytes that collectives send.
 
     `ignore`: tensors that are counted elsewhere. Temporary memory inside an operator is not seen.
     Tags: `loss` for tensors made in that phase, `whole` for casts of ignored tensors, `activations` for the rest.
@@ -34,8 +34,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ignored = {id(s): s for s in (t.untyped_storage() for t in ignore)}
         self._alive: dict[int, tuple[ReferenceType[Any], int, Tag]] = {}
         self.bytes: dict[Tag, int] = {"whole": 0, "activations": 0, "loss": 0}
-        self.peaks: dict[Phase, dict[Tag, int]] = {}
+        self.peaks: dict[tuple[Phase, int], dict[Tag, int]] = {}
         self.phase: Phase = "forward"
+        self.block = 0
         self.operators: set[str] = set()
         self.sent = 0.0
 
@@ -70,9 +71,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, tag: Tag, size: int) -> None:
         self.bytes[tag] += size
-        worst = self.peaks.get(self.phase)
+        worst = self.peaks.get((self.phase, self.block))
         if worst is None or sum(self.bytes.values()) > sum(worst.values()):
-            self.peaks[self.phase] = dict(self.bytes)
+            self.peaks[self.phase, self.block] = dict(self.bytes)
 
     def retag(self, tensor: Tensor, tag: Tag) -> None:
         """Counts this tensor's storage, made by an operator, as `tag` from now on."""

@@ -9,32 +9,42 @@ fake CUDA tensors; for GPU jobs, target.py emulates the differences.
 
 With `parallel.tensor` the model is split as on the first rank of a tensor group, whose collectives send nothing, but are counted.
 Such a model is built for each measurement, because it belongs to its process group.
+
+With `parallel.pipeline` the stages are cut as in a run, and each is measured with an input like the output of the stage before.
+
+If all blocks of a built-in model are equal and more than three, passes run with two and with three blocks, and each further block
+counts as much as the third one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.errors import RaydistError, UserError
-from raydist.planner.facts import ROOT, Activations, Model, Param, Pass, Peak
+from raydist.planner.facts import ROOT, Activations, Model, Param, Pass, Peak, Stage
 from raydist.planner.live import LiveBytes
 from raydist.planner.target import KERNELS, OnTarget
 from raydist.planner.tensor import first_of
 from raydist.worker import model_transforms
 from raydist.worker.loss import build as build_loss
+from raydist.worker.loss import call_model
 from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.flops import flops_per_token
 from raydist.worker.parallel._model_graph import blocks_of
+from raydist.worker.parallel._pipeline import BoundStage
+from raydist.worker.parallel._stages import cut_model
 from raydist.worker.parallel._tensor import TensorParallel
 from raydist.worker.precision import DTYPES
 
@@ -43,21 +53,15 @@ if TYPE_CHECKING:
     from raydist.spec.models import TrainSpec
 
 
-def device_memory() -> int | None:
-    """Bytes of the first GPU of this machine; None without one."""
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-
-
-def device_name() -> str | None:
-    """The driver's name of that GPU."""
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+_FEW = 3
+"""Blocks of a stage up to which all are measured."""
 
 
 class Planner:
     """A model of a job on fake tensors. `target` is the device type that it will train on: cuda or cpu.
 
-    `measuring` gets a text at the start of each measurement. Raises UserError if the model cannot be built or run without values,
-    and for `parallel.pipeline`, of which no estimate is made.
+    `measuring` gets a text at the start of each measurement. `shorter`: planners of the same job with other meshes share it; they
+    measure each kind of stage once. Raises UserError if the model cannot be built, cut or run without values.
     """
 
     def __init__(
@@ -66,84 +70,173 @@ class Planner:
         vocab_size: int,
         target: Literal["cuda", "cpu"],
         measuring: Callable[[str], None] = lambda text: None,
+        shorter: dict[tuple[int, ...], Planner] | None = None,
     ) -> None:
-        if spec.parallel.pipeline > 1:
-            raise UserError(
-                f"parallel.pipeline: {spec.parallel.pipeline}: memory and speed of a pipeline are not estimated",
-                "plan with --set parallel.pipeline=1; a stage has its blocks' share of the parameters",
-            )
         self._spec, self._vocab, self._target, self._measuring = spec, vocab_size, target, measuring
         self._build = cast(Callable[..., nn.Module], registry.load("model", spec.model.name))
         self._loss = build_loss(spec)
         # Constants in the user's module are real tensors.
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._mesh: Mesh | None = None
-        self._models: dict[bool, _Fake] = {}
+        self._models: dict[bool, list[_Fake]] = {}
         self._known: dict[Pass, Activations] = {}
+        self._shorter = {} if shorter is None else shorter
+        """Planners of the same model with fewer blocks, by (tensor, blocks of each stage)."""
+        self._blocks: tuple[int, ...] = ()
+        """Of each stage, once the model was built; and whether all are equal."""
+        self._alike = False
+        self._exits: list[tuple[tuple[int, ...], torch.dtype]] = []
+        """What stages hand on, as far as it was needed."""
+        self._shares: tuple[float, ...] | None = None
         self.attention = "none"
         """The kernel that scaled_dot_product_attention used. `math` keeps T x T matrices for backward, the others do not."""
 
     def model(self) -> Model:
-        """Its parameters and buffers, as one rank has them if there is `parallel.tensor`."""
+        """Its parameters and buffers, as one rank has them if there is `parallel.tensor`; and its stages in a pipeline."""
         with self._guard("built"):
-            return self._model(cast=False).facts
+            parts = [(fake.facts, fake.blocks) for fake in self._parts(cast=False)]
+        if self._shares is None:
+            return parts[0][0]
+        stages = tuple(Stage(m, b, share) for (m, b), share in zip(parts, self._shares, strict=True))
+        params = {p.name: p for model, _ in parts for p in model.params}  # tied weights of two stages count once
+        return Model((*params.values(),), max(model.buffers for model, _ in parts), stages)
 
     def flops_per_token(self) -> float:
         """FLOPs per token of training, of all ranks of a tensor group, without recomputation."""
         with self._guard("built"):
-            module = self._whole() if self._mesh is not None else self._model(cast=False).module
-            return flops_per_token(module, self._spec.model.context)
+            return flops_per_token(self._whole(), self._spec.model.context)
 
     def measure(self, how: Pass) -> Activations:
-        """One micro-batch, forward and backward. Results are cached."""
+        """One micro-batch, forward and backward, with the peak of each phase. Results are cached."""
+        found = self._by_block(how)
+        phases = dict.fromkeys(p.phase for p in found.peaks)
+        peaks = (max((p for p in found.peaks if p.phase == phase), key=lambda p: p.total) for phase in phases)
+        return replace(found, peaks=tuple(replace(p, block=0) for p in peaks))
+
+    def _by_block(self, how: Pass) -> Activations:
+        """With the peaks of each block; of many equal blocks, those of the first and the last one."""
         if how not in self._known:
-            count, again = f"pass {len(self._known) + 1}", how.checkpoint
-            with self._guard("run"):
-                made = self._model(how.cast)
-                self._measuring(
-                    f"{count}: micro-batch {how.micro_batch}, {'nothing' if again == 'none' else again} computed again"
-                )
-                self._known[how] = self._measure(made, how)
+            if not self._blocks:
+                with self._guard("built"):
+                    self._parts(how.cast)
+            blocks = self._blocks[how.stage]
+            if self._alike and blocks > _FEW:
+                few, more = (self._with_blocks(n, how) for n in (_FEW - 1, _FEW))
+                self._known[how] = _extrapolated(few, more, blocks - _FEW)
+            elif self._alike and sum(self._cut_around(blocks, how)) < sum(self._blocks):
+                self._known[how] = self._with_blocks(blocks, how)
+            else:
+                with self._guard("run"):
+                    parts = self._parts(how.cast)
+                    again = "nothing" if how.checkpoint == "none" else how.checkpoint
+                    self._measuring(f"micro-batch {how.micro_batch} in {blocks} blocks, {again} computed again")
+                    self._known[how] = self._measure(parts, how)
         return self._known[how]
+
+    def of(self, spec: JobSpec) -> Planner:
+        """Of the same job on another mesh, which shares measured passes."""
+        return Planner(spec, self._vocab, self._target, self._measuring, self._shorter)
+
+    def _cut_around(self, count: int, how: Pass) -> tuple[int, ...]:
+        """Blocks of the stages of the smallest model that has a stage like that of a pass, with `count` blocks."""
+        return (*(1,) * (how.stage > 0), count, *(1,) * (how.stage < len(self._blocks) - 1))
+
+    def _with_blocks(self, count: int, how: Pass) -> Activations:
+        """The same pass, if its stage had `count` blocks."""
+        cut = self._cut_around(count, how)
+        key = (self._spec.parallel.tensor, *cut)
+        if key not in self._shorter:
+            model = self._spec.model.model_copy(update={"layers": sum(cut)})
+            fields = {"pipeline": len(cut), "chunks": 1, "pipeline_cut": [*cut] if len(cut) > 1 else None}
+            parallel = self._spec.parallel.model_copy(update=fields)
+            spec = self._spec.model_copy(update={"model": model, "parallel": parallel})
+            self._shorter[key] = Planner(spec, self._vocab, self._target, self._measuring)
+        shorter = self._shorter[key]
+        found = shorter._by_block(replace(how, stage=int(how.stage > 0)))
+        if shorter.attention != "none":
+            self.attention = shorter.attention
+        return found
 
     def _whole(self) -> nn.Module:
         self._measuring("building the model")
         with self._fake:
             return self._build(self._spec.model, self._vocab).train()
 
-    def _model(self, cast: bool) -> _Fake:
+    def _parts(self, cast: bool) -> list[_Fake]:
+        """The model, or its stages."""
         if cast not in self._models:
             module = self._whole()
             whole = {name: p.shape for name, p in module.named_parameters()}
             with self._fake:
+                cuts = cut_model(module, self._spec) if self._spec.parallel.pipeline > 1 else None
                 if self._mesh is not None:
                     TensorParallel(self._mesh).split(module)
                 if cast:
                     _cast(module, DTYPES[self._spec.precision.params])
-                self._models[cast] = _Fake(module, whole)
+                self._shares = cuts.shares if cuts is not None else None
+                parts = [_Fake(part, whole) for part in (cuts.parts(module) if cuts else [module])]
+                self._models[cast] = parts
+            self._blocks = tuple(part.blocks for part in parts)
+            self._alike = self._spec.model.name in registry.names("model") and _alike(parts)
         return self._models[cast]
 
-    def _measure(self, made: _Fake, how: Pass) -> Activations:
-        shape = (how.micro_batch, self._spec.model.context)
+    def _batch(self, micro_batch: int) -> MicroBatch:
+        shape = (micro_batch, self._spec.model.context)
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        documents = torch.zeros(shape, dtype=torch.int32) if self._spec.data.pack else None
+        return MicroBatch(tokens, torch.zeros_like(tokens), documents)
+
+    def _autocast(self) -> AbstractContextManager[object]:
         dtype = DTYPES[self._spec.precision.params]
+        return torch.autocast("cpu", dtype=dtype) if dtype is not torch.float32 else nullcontext()
+
+    def _handed_on(
+        self, parts: list[_Fake], stage: int, target: OnTarget
+    ) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """What a stage gets from the one before: its shape without the micro-batch's size, and its dtype. None for the first."""
+        for n in range(len(self._exits), stage):
+            shape, dtype = self._exits[n - 1] if n else ((), None)
+            hidden = torch.empty((1, *shape), dtype=dtype) if n else None
+            with torch.no_grad(), self._autocast(), target:
+                out = call_model(cast(nn.Module, BoundStage(parts[n].module, hidden)), self._batch(1))
+            self._exits.append((tuple(out.shape[1:]), out.dtype))
+        return self._exits[stage - 1] if stage else None
+
+    def _measure(self, parts: list[_Fake], how: Pass) -> Activations:
+        made, last = parts[how.stage], how.stage == len(parts) - 1
         on_target = OnTarget(self._target == "cuda")
         train = self._spec.train.model_copy(update={"checkpoint_activations": how.checkpoint, "compile": False})
-        with self._fake, made.prepared(train, on_target), on_target:
-            tokens = torch.zeros(shape, dtype=torch.int64)
-            documents = torch.zeros(shape, dtype=torch.int32) if self._spec.data.pack else None
-            batch = MicroBatch(tokens, torch.zeros_like(tokens), documents)
-            inputs = [t for t in (batch.tokens, batch.targets, batch.documents) if t is not None]
-            with LiveBytes([*made.module.parameters(), *made.module.buffers(), *inputs]) as live:
-                made.watch(live, how.hold)
-                with torch.autocast("cpu", dtype=dtype) if dtype is not torch.float32 else nullcontext():
-                    loss = self._loss(made.module, batch)
-                saved = live.bytes["activations"] + live.bytes["loss"]
-                live.phase = "loss"
-                loss.backward()  # type: ignore[no-untyped-call]
+        passed_on = 0
+        with self._fake:
+            entry = self._handed_on(parts, how.stage, on_target)
+            with made.prepared(train, on_target), on_target:
+                batch = self._batch(how.micro_batch)
+                inputs = [t for t in (batch.tokens, batch.targets, batch.documents) if t is not None]
+                with LiveBytes([*made.module.parameters(), *made.module.buffers(), *inputs]) as live:
+                    made.watch(live, how.hold)
+                    entered = None
+                    if entry is not None:
+                        entered = torch.empty((how.micro_batch, *entry[0]), dtype=entry[1], requires_grad=True)
+                    module = made.module if entered is None else cast(nn.Module, BoundStage(made.module, entered))
+                    with self._autocast():
+                        out = self._loss(module, batch) if last else call_model(module, batch)
+                    del module
+                    if last:
+                        saved, copied = live.bytes["activations"] + live.bytes["loss"], live.bytes["whole"]
+                        live.phase = "loss"
+                        out.backward()  # type: ignore[no-untyped-call]
+                    else:  # its output is sent, and its gradient comes back after other passes
+                        shape, dtype, passed_on = out.shape, out.dtype, out.nbytes
+                        edge = get_gradient_edge(out)
+                        del out
+                        saved, copied = live.bytes["activations"] + live.bytes["loss"], live.bytes["whole"]
+                        live.phase = "backward"
+                        torch.autograd.backward(edge, torch.empty(shape, dtype=dtype))
+                made.forget()
         if on_target.attends:
             self.attention = " and ".join(sorted(KERNELS[n] for n in live.operators & KERNELS.keys())) or "math"
-        peaks = tuple(Peak(phase, **worst) for phase, worst in live.peaks.items())
-        return Activations(saved, peaks, round(live.sent))
+        peaks = tuple(Peak(phase, **worst, block=block) for (phase, block), worst in live.peaks.items())
+        return Activations(saved, peaks, round(live.sent), copied, passed_on)
 
     @contextmanager
     def _in_group(self) -> Iterator[None]:
@@ -174,6 +267,34 @@ class Planner:
                 ) from error
 
 
+def _alike(parts: list[_Fake]) -> bool:
+    """Whether all blocks have the same layers and shapes."""
+    every = {(repr(b), *((n, p.shape) for n, p in b.named_parameters())) for part in parts for b in part.of_blocks}
+    return len(every) == 1
+
+
+def _extrapolated(few: Activations, more: Activations, further: int) -> Activations:
+    """With `further` blocks beyond those of `more`, which has one more than `few`. From one block to the next a peak grows or
+    shrinks by the same bytes, so those of the first and the last one are enough."""
+
+    def at(a: int, b: int) -> int:
+        return b + further * (b - a)
+
+    before = {(p.phase, p.block + (p.block > 0)): p for p in few.peaks}
+    peaks = [
+        Peak(p.phase, at(b.whole, p.whole), at(b.activations, p.activations), at(b.loss, p.loss), p.block)
+        for p in more.peaks
+        if (b := before.get((p.phase, p.block))) is not None
+    ]
+    return Activations(
+        saved=at(few.saved, more.saved),
+        peaks=(*peaks,),
+        tensor_sent=at(few.tensor_sent, more.tensor_sent),
+        copied=at(few.copied, more.copied),
+        passed_on=more.passed_on,
+    )
+
+
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     """All parameters in another format, as FSDP2 gathers them; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
@@ -190,8 +311,9 @@ class _Fake:
     def __init__(self, module: nn.Module, whole: Mapping[str, torch.Size]) -> None:
         """`whole`: the shapes of its parameters before it was split."""
         self.module = module
-        self._blocks = [block for _, block in blocks_of(module)]
-        units = {id(p): i for i, block in reversed(list(enumerate(self._blocks))) for p in block.parameters()}
+        self.of_blocks = [block for _, block in blocks_of(module)]
+        self.blocks = len(self.of_blocks)
+        units = {id(p): i for i, block in reversed(list(enumerate(self.of_blocks))) for p in block.parameters()}
         self.facts = Model(
             tuple(
                 Param(
@@ -205,37 +327,45 @@ class _Fake:
             ),
             sum(b.untyped_storage().nbytes() for b in module.buffers()),
         )
+        self._live: LiveBytes | None = None
         self._unit: dict[int, list[Tensor]] = {}
         for p in module.parameters():
             if p.requires_grad:
                 self._unit.setdefault(units.get(id(p), ROOT), []).append(p)
                 gradient = partial(self._has_gradient, units.get(id(p), ROOT))
                 p.register_post_accumulate_grad_hook(gradient)  # type: ignore[no-untyped-call]
-        for block in self._blocks:
-            block.register_forward_pre_hook(self._entered)
-            block.register_forward_hook(self._left)
+        for i, block in enumerate(self.of_blocks):
+            block.register_forward_pre_hook(partial(self._entered, i))
+            block.register_forward_hook(partial(self._left, i))
 
     def watch(self, live: LiveBytes, hold: bool) -> None:
         """Reports to `live`. `hold`: see `Pass`."""
         self._live, self._hold = live, hold
         self._missing = {unit: len(members) for unit, members in self._unit.items()}
 
-    def _entered(self, block: nn.Module, args: object) -> None:
-        if self._live.phase != "backward":  # a model may recompute its blocks itself
-            self._live.phase = "forward"
+    def forget(self) -> None:
+        """Reports to nothing: another stage may have the same weights."""
+        self._live = None
 
-    def _left(self, block: nn.Module, args: object, out: object) -> None:
-        if self._live.phase == "backward":
+    def _entered(self, number: int, block: nn.Module, args: object) -> None:
+        if self._live is not None and self._live.phase != "backward":  # a model may recompute its blocks itself
+            self._live.phase, self._live.block = "forward", number
+
+    def _left(self, number: int, block: nn.Module, args: object, out: object) -> None:
+        if self._live is None or self._live.phase == "backward":
             return
         self._live.phase = "loss"  # until the next block, if there is one
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._comes_back)  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self._comes_back, number))  # type: ignore[no-untyped-call]
 
-    def _comes_back(self, grad: Tensor) -> None:
-        self._live.phase = "backward"
+    def _comes_back(self, number: int, grad: Tensor) -> None:
+        assert self._live is not None
+        self._live.phase, self._live.block = "backward", number
 
     def _has_gradient(self, unit: int, parameter: Tensor) -> None:
+        if self._live is None:
+            return
         if not self._hold:
             parameter.grad = None  # accumulated into memory that is counted as gradients
             return
@@ -255,11 +385,11 @@ class _Fake:
                 return forward(*args, **kwargs)
 
         try:
-            for block in self._blocks:
+            for block in self.of_blocks:
                 # Recomputation runs within `backward`, where function modes are off, so the mode is entered again.
                 block.forward = partial(within, block.forward)
             model_transforms.prepare(self.module, spec)
             yield
         finally:
-            for block in self._blocks:
+            for block in self.of_blocks:
                 block.__dict__.pop("forward", None)

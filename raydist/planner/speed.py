@@ -10,6 +10,7 @@ Runs anywhere. Plain python: no torch, no ray. docs/how-to/plan.md explains the 
                zero2  the sums, beside every backward; the gather as zero1's
                zero3  gathers and sums, beside the whole step
                hsdp   the same within a group; the sum across groups, beside the last micro-batch's backward
+    waits      of a rank of a pipeline: the schedule's actions in order, each with its stage's time, and the transfers in between
     offload    gradients down beside the last backward; the update on the host and the new values up, not overlapped
 """
 
@@ -17,12 +18,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from raydist.planner.estimate import batches, plan_of, replicas, shard_of, traffic
-from raydist.planner.facts import ROOT, Machine, Model
+from raydist.planner.estimate import batches, plan_of, replicas, shard_of, tensor_traffic, traffic
+from raydist.planner.facts import Activations, Machine, Model, Traffic
 from raydist.worker.metrics.flops import PEAK_FLOPS, PEAK_FP32, known_device
+from raydist.worker.pipeline_schedule import timeline
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec
@@ -142,18 +145,24 @@ def find(name: str) -> Device | None:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Seconds per step of one strategy. `communication`: of all collectives; `exposed`: the part that overlaps with nothing."""
+    """Seconds per step of one strategy, of the rank that ends last. `communication`: of all collectives; `exposed`: the part that
+    overlaps with nothing; `waits`: of a rank of a pipeline, for other stages and for transfers.
+
+    `bubble`: the share of the passes' time in which the ranks of a pipeline wait, on average.
+    """
 
     compute: float
     communication: float
     exposed: float
+    waits: float
     offload: float
     tokens_per_second: float
+    bubble: float
 
     @property
     def seconds(self) -> float:
         """The whole step."""
-        return self.compute + self.exposed + self.offload
+        return self.compute + self.exposed + self.waits + self.offload
 
 
 def refusal(spec: JobSpec, machine: Machine, device: Device) -> str | None:
@@ -176,40 +185,92 @@ def speed(
     model: Model,
     device: Device,
     flops_per_token: float,
-    tensor_sent: int = 0,
+    passes: Sequence[Activations] = (),
 ) -> Speed:
-    """The speed under a strategy that has no `refusal`. `flops_per_token`: the model's own count. `tensor_sent`: that of the
-    strategy's `Estimate`."""
-    tensor = spec.parallel.tensor
+    """The speed under a strategy that has no `refusal`. `flops_per_token`: the model's own count. `passes`: as measured, of each
+    stage; they may be left out where nothing is sent within a replica."""
+    parallel = spec.parallel
     micro, count = batches(spec, machine.ranks)
-    # Backward takes twice the forward; activation checkpointing recomputes blocks once.
-    forward, backward = 1 / 3, 2 / 3 + (1 / 3 if spec.train.checkpoint_activations == "full" else 0.0)
+    tensor, ranks = parallel.tensor, parallel.pipeline
+    stages = [stage.model for stage in model.stages] or [model]
+    again = spec.train.checkpoint_activations == "full"
     peak = device.fp32 if spec.precision.params == "fp32" else device.half
-    once = flops_per_token * micro * count * spec.model.context / (tensor * peak * device.efficiency)
-    once = max(once, count * _LAUNCH_S * (1 + len({p.unit for p in model.params if p.unit != ROOT})))
-    compute, ahead, last = once * (forward + backward), once * forward / count, once * backward / count
-    shard = shard_of(strategy, spec, machine)
-    sent = traffic(strategy, spec, machine, model)
-    sharded = plan_of(strategy).sharded
+    each = flops_per_token * micro * spec.model.context / (tensor * peak * device.efficiency)
+    tensor_link = _tensor_link(tensor, machine, device)
+    forward, backward, in_group = [], [], []
+    for n, stage in enumerate(stages):
+        once = each * (model.stages[n].share if model.stages else 1.0)
+        once = max(once, _LAUNCH_S * (1 + stage.blocks))
+        sent = passes[n].tensor_sent / tensor_link if passes else 0.0
+        # Backward takes twice the forward; activation checkpointing recomputes blocks once, and sends again.
+        forward.append((once / 3, sent / (3 if again else 2)))
+        backward.append((once * (2 / 3 + (1 / 3 if again else 0.0)), sent - forward[-1][1]))
+        in_group.append(tensor_traffic(strategy, spec, machine, stage, passes[n]) / tensor_link if passes else 0.0)
+    apart = machine.ranks // ranks
+    ways = [
+        passes[n].passed_on / _transfer_link(n % ranks, (n + 1) % ranks, apart, machine, device) if passes else 0.0
+        for n in range(len(stages) - 1)
+    ]
+    line = timeline([sum(t) for t in forward], [sum(t) for t in backward], ranks, count, ways)
+    found = []
+    for rank in range(ranks):
+        own = range(rank, len(stages), ranks)
+        compute = count * sum(forward[n][0] + backward[n][0] for n in own)
+        ahead, last = sum(forward[n][0] for n in own), sum(backward[n][0] for n in own)
+        values = [p for n in own for p in stages[n].params]
+        sums = [traffic(strategy, spec, machine, stages[n]) for n in own]
+        communication, exposed = _exposed(strategy, spec, machine, device, sums, compute, ahead, last)
+        group = sum(in_group[n] for n in own)
+        offload = 0.0
+        if spec.offload.optimizer == "cpu":
+            shard = shard_of(strategy, spec, machine)
+            trained = sum(p.part(shard) for p in values if p.trained)
+            way = 4 * trained / device.host
+            offload = max(0.0, way - last) + max(_UPDATE_BYTES * trained / _HOST_BYTES, way)
+        waits = line.ends[rank] - line.busy[rank]
+        found.append(Speed(compute, communication + group, exposed + group, waits, offload, 0.0, line.bubble))
+    slowest = max(found, key=lambda speed: speed.seconds)
+    return replace(slowest, tokens_per_second=spec.train.global_batch * spec.model.context / slowest.seconds)
+
+
+def _exposed(
+    strategy: str,
+    spec: JobSpec,
+    machine: Machine,
+    device: Device,
+    sent: Sequence[Traffic],
+    compute: float,
+    ahead: float,
+    last: float,
+) -> tuple[float, float]:
+    """(seconds of the collectives along `data`, those beyond what they overlap with) of a rank that computes `compute` seconds in a
+    step, `ahead` of them in the first forward pass, and `last` in the last backward pass."""
+    shard, sharded, count = (
+        shard_of(strategy, spec, machine),
+        plan_of(strategy).sharded,
+        batches(spec, machine.ranks)[1],
+    )
     # Rings over replicas: those of the ranks of a tensor group run at the same time, and share the network of a node.
     of_replicas = replace(
-        machine, ranks=replicas(spec, machine), per_node=max(machine.per_node // spec.parallel.replica, 1)
+        machine, ranks=replicas(spec, machine), per_node=max(machine.per_node // spec.parallel.tensor, 1)
     )
     within, across = _links(shard if sharded else of_replicas.ranks, of_replicas, device)
-    gathers, sums, between = sent.gathers / within, sent.sums / within, sent.across / across
+    gathers, sums = sum(s.gathers for s in sent) / within, sum(s.sums for s in sent) / within
+    between = sum(s.across for s in sent) / across
     if "parameters" in sharded:
         exposed = max(0.0, gathers + sums - compute) + max(0.0, between - last)
     else:  # beside the backward passes of all micro-batches, or of the last one
         beside = last * count if "gradients" in sharded else last
         exposed = max(0.0, sums - beside) + max(0.0, gathers - ahead)
-    in_group = tensor_sent / _tensor_link(tensor, machine, device)
-    offload = 0.0
-    if spec.offload.optimizer == "cpu":
-        values = sum(p.part(shard) for p in model.params if p.trained)
-        way = 4 * values / device.host
-        offload = max(0.0, way - last) + max(_UPDATE_BYTES * values / _HOST_BYTES, way)
-    found = Speed(compute, gathers + sums + between + in_group, exposed + in_group, offload, 0.0)
-    return replace(found, tokens_per_second=spec.train.global_batch * spec.model.context / found.seconds)
+    return gathers + sums + between, exposed
+
+
+def _transfer_link(source: int, target: int, apart: int, machine: Machine, device: Device) -> float:
+    """Bytes/s of a rank to the same rank of another stage, which is on the ranks `apart` beyond: the slowest of all of them."""
+    same = all(
+        (source * apart + n) // machine.per_node == (target * apart + n) // machine.per_node for n in range(apart)
+    )
+    return device.node if same else min(device.node, device.network or 0.0)
 
 
 def _tensor_link(tensor: int, machine: Machine, device: Device) -> float:

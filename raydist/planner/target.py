@@ -1,4 +1,4 @@
-"""Emulates GPU behaviour on CPU tensors: the attention kernel, and the functions that autocast computes in fp32.
+"""The GPU of this machine; and GPU behaviour on CPU tensors: the attention kernel, and what autocast computes in fp32.
 
 Runs in: the user's shell. Torch, never ray.
 """
@@ -41,6 +41,16 @@ def wide_on_cuda() -> frozenset[str]:
     table = torch._C._dispatch_get_registrations_for_dispatch_key
     more = set(table("AutocastCUDA")) - set(table("AutocastCPU"))
     return frozenset({name.removeprefix("aten::").partition(".")[0] for name in more} - _NARROW - _WIDEST)
+
+
+def device_memory() -> int | None:
+    """Bytes of the first GPU of this machine; None without one."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def device_name() -> str | None:
+    """The driver's name of that GPU."""
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
 
 
 class OnTarget(TorchFunctionMode):

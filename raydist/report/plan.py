@@ -21,12 +21,13 @@ _COLUMNS = {
     "total": ("total",),
     "sent": ("sent",),
     "sent in group": ("tensor_sent",),
+    "to stages": ("pipeline_sent",),
     "host/node": ("host_per_node",),
     "disk/node": ("disk_per_node",),
     "copies/node": ("copies_per_node",),
 }
 """Heading -> keys whose values are summed under it."""
-_OPTIONAL = ("sent in group", "host/node", "disk/node", "copies/node")
+_OPTIONAL = ("sent in group", "to stages", "host/node", "disk/node", "copies/node")
 _FITS = {True: ("yes", "green"), False: ("no", "red"), None: ("-", "")}
 
 
@@ -37,6 +38,9 @@ def show(plan: dict[str, Any], out: Console | None = None) -> None:
         out.print(line, soft_wrap=True, markup=False)
     rows = [row for row in plan["strategies"] if row["refused"] is None]
     _table(rows, plan["pick"], out)
+    if any("ranks" in row for row in rows):
+        named = plan["pick"]["strategy"] if plan["pick"] and not plan["pick"]["set"] else None
+        _ranks(plan, next((row for row in rows if row["strategy"] == named), rows[0]), out)
     for row in plan["strategies"]:
         if row["refused"] is not None:
             out.print(f"{row['strategy']} cannot train this job: {row['refused']}", soft_wrap=True, markup=False)
@@ -47,12 +51,60 @@ def show(plan: dict[str, Any], out: Console | None = None) -> None:
     out.print(_speed(plan), soft_wrap=True, markup=False)
 
 
+def show_search(found: dict[str, Any], out: Console | None = None) -> None:
+    """Prints the object of `raydist plan --search --json`."""
+    out = out or Console(highlight=False)
+    model, machine = found["model"], found["machine"]
+    out.print(
+        f"{found['spec']}: {model['name']}, {_count(model['parameters'])} parameters, {_plural(model['blocks'], 'block')}; "
+        f"{_plural(machine['ranks'], 'GPU')}, {machine['per_node']} per node; {machine['usable'] / 2**30:.1f} GiB usable of each",
+        soft_wrap=True,
+        markup=False,
+    )
+    looked = sum(found["too_large"].values()) + len(found["best"])
+    out.print(
+        f"{found['combinations']:,} combinations in {found['seconds']:.0f} s; of the fastest {looked}, "
+        f"{looked - len(found['best'])} do not fit{_reasons(found['too_large'])}",
+        soft_wrap=True,
+    )
+    form = "{:>3}{:>8}{:>10}{:>8}  {:<8}{:>6}{:>8}{:>12}{:>8}{:>8}{:>10}{:>12}{:>11}"
+    head = ("", "tensor", "pipeline", "chunks", "strategy", "micro", "GiB", "tokens/s", "of peak", "bubble", "GiB sent")
+    out.print(form.format(*head, "in group", "to stages"), style="bold", soft_wrap=True)
+    for number, one in enumerate(found["best"], 1):
+        mesh, sent = one["mesh"], [one.get(k, 0) / 2**30 for k in ("sent", "tensor_sent", "pipeline_sent")]
+        speed, total = one["speed"], one["total"] / 2**30
+        out.print(
+            form.format(
+                number, mesh["tensor"], mesh["pipeline"], mesh["chunks"], one["strategy"], mesh["micro_batch"], f"{total:.1f}",
+                f"{speed['tokens_per_second']:,.0f}", f"{one['share_of_peak']:.0%}", f"{speed['bubble']:.0%}",
+                *(f"{size:,.1f}" for size in sent),
+            ),
+            soft_wrap=True,
+        )  # fmt: skip
+    for number, one in enumerate(found["best"], 1):
+        out.print(f"{number}: {one['because']}", soft_wrap=True, markup=False)
+        if one["set"]:
+            out.print("   " + " ".join(f"--set {k}={v}" for k, v in one["set"].items()), soft_wrap=True, markup=False)
+    if not found["best"]:
+        out.print(
+            "nothing fits: use more GPUs, or see the plan without --search for what shrinks the job", soft_wrap=True
+        )
+    for why, count in found["refused"].items():
+        out.print(f"- {count} refused: {why}", soft_wrap=True, markup=False)
+    by = found["speed"]
+    out.print(
+        f"a forecast for {by['device']} at {by['efficiency']:.0%} of its peak, whatever the mesh (docs/how-to/plan.md)",
+        soft_wrap=True,
+    )
+
+
+def _reasons(counts: dict[str, int]) -> str:
+    return ": mostly " + ", ".join(f"{what} ({n})" for what, n in counts.items()) if counts else ""
+
+
 def _table(rows: list[dict[str, Any]], pick: dict[str, Any] | None, out: Console) -> None:
     """Plain lines instead of rich's table, which truncates figures if the terminal or a pipe is narrow."""
-    unit, scale = ("GiB", 2**30) if max((row["total"] for row in rows), default=0) >= 2**30 else ("MiB", 2**20)
-    columns = {
-        name: keys for name, keys in _COLUMNS.items() if name not in _OPTIONAL or any(row.get(keys[0]) for row in rows)
-    }
+    unit, scale, columns = _columns(rows)
     speeds = ("step, s", "tokens/s") if any(row["speed"] for row in rows) else ()
     widths = [max(len(name), 7) + 2 for name in (*columns, *speeds)]
     form = "{:<8}" + "".join(f"{{:>{width}}}" for width in widths) + "  {:<8}  "
@@ -68,17 +120,46 @@ def _table(rows: list[dict[str, Any]], pick: dict[str, Any] | None, out: Console
         out.print(line, soft_wrap=True)
 
 
+def _columns(rows: list[dict[str, Any]]) -> tuple[str, int, dict[str, tuple[str, ...]]]:
+    """(unit, its bytes, the columns that say something)."""
+    unit, scale = ("GiB", 2**30) if max((row["total"] for row in rows), default=0) >= 2**30 else ("MiB", 2**20)
+    shown = (
+        (name, keys)
+        for name, keys in _COLUMNS.items()
+        if name not in _OPTIONAL or any(row.get(keys[0]) for row in rows)
+    )
+    return unit, scale, dict(shown)
+
+
+def _ranks(plan: dict[str, Any], row: dict[str, Any], out: Console) -> None:
+    """Each rank of the pipeline under one strategy."""
+    unit, scale, columns = _columns(row["ranks"])
+    columns = {name: keys for name, keys in columns.items() if not name.endswith("/node")}
+    blocks, shares = plan["machine"]["pipeline"]["blocks"], plan["machine"]["pipeline"]["shares"]
+    form = "{:<8}{:>12}{:>9}" + "".join(f"{{:>{max(len(name), 7) + 2}}}" for name in columns)
+    out.print(f"each rank of a pipeline with {row['strategy']}, in {unit}", style="bold", soft_wrap=True)
+    out.print(form.format("rank", "blocks", "FLOPs", *columns), style="bold", soft_wrap=True)
+    ranks = len(row["ranks"])
+    for number, one in enumerate(row["ranks"]):
+        own = " + ".join(map(str, blocks[number::ranks]))
+        amounts = (f"{sum(one[key] for key in keys) / scale:,.2f}" for keys in columns.values())
+        out.print(form.format(number, own, f"{sum(shares[number::ranks]):.1%}", *amounts), soft_wrap=True)
+
+
 def _head(plan: dict[str, Any]) -> list[str]:
     model, machine, batch = plan["model"], plan["machine"], plan["batch"]
     device = {"cuda": "GPU", "cpu": "CPU worker"}[machine["device"]]
     nodes = f", {machine['per_node']} per node" if machine["nodes"] > 1 else ""
-    tensor = machine.get("tensor", 1)
+    tensor, pipeline = machine.get("tensor", 1), machine.get("pipeline")
     groups = f" in {_plural(machine['ranks'] // tensor, 'tensor group')} of {tensor}" if tensor > 1 else ""
+    if pipeline:
+        stages = pipeline["ranks"] * pipeline["chunks"]
+        groups += f", {_plural(machine['ranks'] // tensor // pipeline['ranks'], 'pipeline')} of {stages} stages"
     memory = ""
     if machine["memory"] is not None:
         memory = f"; {machine['memory'] / 2**30:.1f} GiB each, {machine['usable'] / 2**30:.1f} usable"
     frozen = model["parameters"] - model["trained"]
-    each = "rank" if tensor == 1 else "group"
+    each = "pipeline" if pipeline else "rank" if tensor == 1 else "group"
     settings = (
         f"{_plural(batch['accumulation'], 'micro-batch')} of {batch['micro']} x {batch['context']} tokens per step and {each}",
         plan["precision"],
@@ -120,6 +201,9 @@ def _speed(plan: dict[str, Any]) -> str:
         words.append(f"{by['host_bytes_per_second'] / 1e9:g} GB/s to the host")
     if plan["checkpoint_activations"] == "full":
         words.append("blocks computed twice")
+    bubbles = [row["speed"]["bubble"] for row in plan["strategies"] if (row.get("speed") or {}).get("bubble")]
+    if bubbles:
+        words.append(f"ranks wait {bubbles[0]:.0%} of the passes' time for other stages")
     return (
         f"step and tokens/s are an estimate for {by['device']}: {', '.join(words)}; overlapped time and data loading not "
         "counted (docs/how-to/plan.md)"

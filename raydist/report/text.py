@@ -135,6 +135,10 @@ def _line(what: Event) -> str:
             return f"eval at step {data['step']}: loss {loss(data['loss'])} on {data['tokens']:,} tokens{_best(data)}"
         case "capacity":
             return f"MFU is relative to {data['peak_flops'] / 1e12:,.0f} TFLOP/s, the peak of all devices"
+        case "pipeline":
+            stages = f"pipeline of {len(data['blocks'])} stages on {data['ranks']} ranks, {data['micro_batches']} micro-batches"
+            better = " or ".join(f"{one['set']} makes it {one['bubble']:.0%}" for one in data["better"])
+            return f"{stages}: ranks wait {data['bubble']:.0%} of the passes' time{better and '; ' + better}"
         case "non_finite":
             return f"{data['cause']}: {_ACTIONS[data['action']]}"
         case "loss_spike":

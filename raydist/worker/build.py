@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -28,7 +28,9 @@ from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.parallel import Example, ParallelStrategy, ParamShard
 from raydist.worker.parallel._model_graph import initialise, some
 from raydist.worker.parallel._pipeline import Pipeline
+from raydist.worker.parallel._stages import StageCut
 from raydist.worker.parallel._tensor import TensorParallel
+from raydist.worker.pipeline_schedule import schedule
 
 T = TypeVar("T")
 
@@ -143,6 +145,13 @@ def build_strategy(spec: JobSpec, mesh: Mesh) -> ParallelStrategy:
     if mesh.pipeline == 1:
         return make(spec, mesh)
     return Pipeline(spec, mesh, make)
+
+
+def pipeline_schedule(spec: JobSpec, mesh: Mesh, cuts: StageCut) -> dict[str, Any]:
+    """See `raydist.worker.pipeline_schedule.schedule`, of the replica with the most sequences."""
+    most = -(-spec.train.global_batch // mesh.data_size)
+    again = spec.train.checkpoint_activations == "full"
+    return schedule(cuts.blocks, cuts.shares, mesh.pipeline, most, spec.train.micro_batch, again)
 
 
 def build_optimizer(

@@ -150,6 +150,8 @@ class _Run:
         self.tensor = split_layers(model, self.mesh)
         if isinstance(self.strategy, Pipeline):
             model = self.strategy.cut(model)
+            if reporter:
+                reporter.say("pipeline", **build.pipeline_schedule(spec, self.mesh, self.strategy.cuts))
         self.strategy.wrap(model, self._example)
         for part in parts_of(model):
             model_transforms.prepare(part, spec.train)

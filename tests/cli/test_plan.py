@@ -17,6 +17,7 @@ from raydist.data import open_or_prepare
 from raydist.errors import DataError, SpecError, UsageError
 from raydist.planner.vocabulary import vocabulary
 from raydist.spec import JobSpec, load
+from raydist.worker.pipeline_schedule import timeline
 
 ROOT = Path(__file__).parents[2]
 DEEPSEEK = ROOT / "jobs/deepseek_7b_zero3.yaml"
@@ -208,8 +209,8 @@ def test_it_says_what_it_measures(small: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(plan, "progress", lambda: nullcontext(said.append))
     out = call(small)
     assert said[:2] == ["importing torch", "building the model"]
-    assert "pass 1: micro-batch 2, nothing computed again" in said
-    assert "pass 1" not in out
+    assert "micro-batch 2 in 2 blocks, nothing computed again" in said
+    assert "in 2 blocks" not in out
 
 
 def test_gpus_stand_for_workers(small: Path) -> None:
@@ -253,6 +254,41 @@ def test_a_tensor_group(small: Path) -> None:
     assert pace.tokens_per_second == pytest.approx(row(eight, "ddp")["speed"]["tokens_per_second"])
     with pytest.raises(SpecError, match=r"parallel.tensor: 2 does not divide the 3 workers; try 1 or 3$"):
         call(small, "--gpus", "3", "--set", "parallel.tensor=2")
+
+
+def test_a_pipeline(small: Path) -> None:
+    """Each rank has figures of its own, of which the strategy's row has the largest; the table shows them, and the transfers. The
+    step waits for the bubble. The estimate of a sweep is the same."""
+    asked = ("--gpus", "2", "--device", "h100", "--set", "model.layers=6", "--set", "model.tie_embeddings=false")
+    two = ("--set", "parallel.pipeline=2", "--set", "parallel.pipeline_cut=[4,2]")
+    alone, made = told(small, *asked), told(small, *asked, *two)
+    assert made["model"] == alone["model"]
+    assert "pipeline" not in alone["machine"]
+    ddp = row(made, "ddp")
+    assert made["machine"]["pipeline"]["blocks"] == [4, 2]
+    assert [one["parameters"] for one in ddp["ranks"]] != [ddp["parameters"]] * 2
+    assert ddp["total"] == max(one["total"] for one in ddp["ranks"])
+    assert sum(one["parameters"] for one in ddp["ranks"]) == 4 * alone["model"]["parameters"]
+    # An activation of 2 x 16 tokens, 32 wide, for each of 4 micro-batches, forward; and as much back.
+    assert [one["pipeline_sent"] for one in ddp["ranks"]] == [4 * 2 * 16 * 32 * 4] * 2
+    found = ddp["speed"]
+    # Four micro-batches; so small a stage takes 1 ms for each block and 1 for the rest, a third of it forward.
+    assert found["bubble"] == pytest.approx(timeline([5 / 3, 1], [10 / 3, 2], 2, 4).bubble, rel=1e-3)
+    assert found["seconds"] == pytest.approx(found["compute_seconds"] + found["waits_seconds"])
+    section = (ROOT / "docs/how-to/plan.md").read_text().split("\n## JSON\n")[1]
+    assert {"pipeline", "ranks", "pipeline_sent", "waits_seconds", "bubble", "shares"} <= set(
+        re.findall(r"`(\w+)`", section)
+    )
+    out = call(small, *asked, *two).splitlines()
+    assert out[1].startswith("2 GPUs, 1 pipeline of 2 stages; ")
+    assert " to stages " in out[3]
+    at = next(i for i, line in enumerate(out) if line.startswith("each rank of a pipeline with ddp"))
+    assert [line.split()[:2] for line in out[at + 2 : at + 4]] == [["0", "4"], ["1", "2"]]
+    assert "ranks wait" in out[-1]
+    job = load(small, ["cluster.workers=2", "model.layers=6", "model.tie_embeddings=false", *two[1::2]])
+    pace = speed.Reckoner(speed.named("h100"))(job)
+    assert not isinstance(pace, str)
+    assert pace.tokens_per_second == pytest.approx(found["tokens_per_second"])
 
 
 def test_refused_strategies_are_named(small: Path) -> None:

@@ -16,8 +16,8 @@ from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
 from raydist.worker.parallel._model_graph import blocks_of
 from raydist.worker.parallel._pipeline import Pipeline
-from raydist.worker.parallel._pipeline_schedule import actions, bubble, cut
 from raydist.worker.parallel._stages import cut_model
+from raydist.worker.pipeline_schedule import actions, cut, schedule, timeline
 from raydist.worker.step import StepReport, evaluate
 from tests.training import CONTEXT, GROUPED, MODEL, VOCAB, Trainer, alone, counted, job, mesh_job, mine, run, samples
 
@@ -215,8 +215,34 @@ def test_how_a_model_is_cut() -> None:
     assert cut([1, 1, 1, 4], [1, 1, 1, 1], 2) == [3, 1]
     assert cut([2, 2, 2, 2, 2], [9, 1, 1, 1, 1], 3) == [1, 2, 2]
     assert cut([1, 1], [1, 1], 2) == [1, 1]
-    assert bubble(4, 1, 9) == 0.25
-    assert bubble(4, 3, 9) == pytest.approx(0.1)
+
+
+def test_the_bubble_of_a_schedule() -> None:
+    """Equal stages: the published formulas. A stage of twice the time: all wait for it. A transfer delays only what needs it."""
+    assert timeline([1.0] * 4, [2.0] * 4, 4, 9).bubble == pytest.approx(3 / 12)
+    assert timeline([1.0] * 12, [2.0] * 12, 4, 8).bubble == pytest.approx(3 / (3 * 8 + 3))
+    uneven = timeline([1.0, 2.0], [1.0, 2.0], 2, 10)
+    # The second stage computes 10 x 4; it begins after one forward pass, and the first ends one backward pass after it.
+    assert (uneven.ends, uneven.busy) == ((42.0, 41.0), (20.0, 40.0))
+    assert uneven.bubble == pytest.approx(1 - 60 / 84)
+    late = timeline([1.0, 1.0], [1.0, 1.0], 2, 10, transfer=[0.5])
+    assert max(late.ends) > max(timeline([1.0, 1.0], [1.0, 1.0], 2, 10).ends)
+
+
+def test_what_a_run_says_of_its_schedule() -> None:
+    """The bubble of the cut as it is; with few micro-batches, what would help: a micro-batch that makes enough of them, or the
+    smallest, and more chunks where there are blocks for them."""
+    few = schedule([2, 2, 2, 2], [0.25] * 4, 4, sequences=16, micro_batch=2)
+    assert (few["micro_batches"], few["bubble"]) == (8, pytest.approx(3 / 11))
+    assert few["better"] == [
+        {"set": "train.micro_batch: 1", "bubble": pytest.approx(3 / 19)},
+        {"set": "parallel.chunks: 2", "bubble": pytest.approx(3 / 19)},
+    ]
+    assert [one["set"] for one in schedule([1, 1], [0.5] * 2, 2, 32, 8)["better"]] == ["train.micro_batch: 4"]
+    assert schedule([1, 1], [0.5] * 2, 2, 8, 1)["better"] == []
+    uneven = schedule([1, 1], [0.2, 0.8], 2, 64, 1)
+    assert uneven["bubble"] == pytest.approx(timeline([0.2, 0.8], [0.4, 1.6], 2, 64).bubble)
+    assert uneven["bubble"] > 0.35
 
 
 def test_an_own_sequential_is_cut_by_itself(ranks: Any) -> None:
@@ -266,7 +292,7 @@ def test_stages_keep_the_names() -> None:
     for tied in (False, True):
         spec = mesh_job("ddp", 1, {**DEEP, "tie_embeddings": tied}, {"pipeline": 4})
         model: nn.Module = registry.load("model", "gpt")(spec.model, VOCAB)
-        parts = cut_model(model, spec)
+        parts = cut_model(model, spec).parts(model)
         names = [name for part in parts for name, _ in part.named_parameters()]
         assert len(names) - len(set(names)) == tied
         assert set(names) == {name for name, _ in model.named_parameters()}

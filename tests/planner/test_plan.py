@@ -1,13 +1,13 @@
-"""Plans against measurements: bytes on real ranks, the allocator's peak in a real pass, and figures computed by hand.
+"""Plans against measurements: the allocator's peak in a real pass, and figures computed by hand.
 
-Over a minute: forecasts are compared with the memory of real ranks under every strategy.
+Plans against real ranks are in test_ranks.py.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,42 +17,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.errors import UserError
-from raydist.extension_plans import strategies
+from raydist.planner import measure as measure_module
 from raydist.planner.advice import advise
 from raydist.planner.estimate import batches, estimate, measured_pass, shard_of
-from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Param, Pass, Peak
+from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Moment, Param, Pass, Peak
 from raydist.planner.live import LiveBytes
 from raydist.planner.measure import Planner
+from raydist.planner.pipeline import StageBytes, heaviest_moment
 from raydist.planner.speed import _LINKS, _MEMORY, NAMES, Device, find, refusal, speed
 from raydist.planner.target import OnTarget, wide_on_cuda
 from raydist.spec import JobSpec
 from raydist.worker import model_transforms as compute
 from raydist.worker.distributed import Rank
 from raydist.worker.mesh import Mesh
-from raydist.worker.metrics.collective_counters import CollectiveCounters
 from raydist.worker.metrics.flops import PEAK_FLOPS, PEAK_FP32
-from raydist.worker.metrics.memory import Held
-from raydist.worker.optim import optimizers
-from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.parallel._tensor import TensorParallel
 from raydist.worker.precision import Precision
 from raydist.worker.step import loss_sum
-
-VOCAB = 1021  # rows are not divisible by the number of ranks
-SMALL = {"layers": 4, "width": 128, "heads": 4, "context": 128}
-
-
-def job(**sections: Any) -> JobSpec:
-    """The smallest valid spec, with these sections."""
-    plain = {"data": {"source": "any"}, "train": {"steps": 1, "global_batch": 8, "micro_batch": 4}, "model": SMALL}
-    return JobSpec.model_validate(
-        {**plain, **{k: {**plain[k], **v} if k in plain else v for k, v in sections.items()}}  # type: ignore[dict-item]
-    )
+from tests.planner.jobs import SMALL, VOCAB, job
 
 
 def plan(spec: JobSpec, strategy: str, machine: Machine, vocab: int = VOCAB) -> Estimate:
@@ -235,7 +221,8 @@ def test_a_tensor_group_waits_for_its_messages(per_node: int, ring: float, group
     """Half the computation on each of two ranks; nothing overlaps with what they send each other."""
     spec = job(train={"global_batch": 6, "micro_batch": 1}, parallel={"tensor": 2}, cluster={"workers": 6})
     machine = Machine(6, per_node, "cuda")
-    found = speed("ddp", spec, machine, TINY, SLOW, flops_per_token=6.0, tensor_sent=400)
+    # 4 bytes for each of 98 gradients that are whole on both ranks, and two micro-batches of 4.
+    found = speed("ddp", spec, machine, TINY, SLOW, 6.0, [Activations(0, (), tensor_sent=4)])
     assert found.compute == pytest.approx(30.72 / 2)
     assert found.exposed == pytest.approx(523 / ring - 5.12 + 400 / group)
     assert found.communication == pytest.approx(523 / ring + 400 / group)
@@ -334,114 +321,7 @@ def test_micro_batches_are_as_the_loader_deals_them(
     assert expected == (max(len(m) for parts in dealt for m in parts), len(dealt[0]))
 
 
-# --- against real ranks
-
-
-class OneStep:
-    """A model under a strategy on this rank, after a first step, so that optimizer state exists."""
-
-    def __init__(self, rank: Rank, spec: JobSpec) -> None:
-        torch.manual_seed(1)
-        self.model: nn.Module = registry.load("model", spec.model.name)(spec.model, VOCAB)
-        mesh = Mesh.of(spec, rank)
-        self.strategy: ParallelStrategy = registry.load("parallel", spec.parallel.strategy)(spec, mesh)
-        self.tensor = TensorParallel(mesh) if mesh.tensor > 1 else None
-        if self.tensor is not None:
-            self.tensor.split(self.model)
-        self.precision = Precision(spec.precision, rank.device)
-        tokens = torch.randint(0, VOCAB, (spec.train.micro_batch, spec.model.context))
-        self.batch = MicroBatch(tokens, tokens)
-        self.strategy.wrap(self.model, lambda module: self.loss(module, MicroBatch(tokens[:1], tokens[:1])))
-        compute.prepare(self.model, spec.train)
-        shards = self.strategy.shards()
-        self.shards = shards if self.tensor is None else self.tensor.shards(shards)
-        self.optimizer = optimizers.build(self.shards, spec.optim, rank.device)
-        self()
-
-    def loss(self, module: nn.Module, batch: MicroBatch) -> Tensor:
-        with self.precision.autocast():
-            return loss_sum(module, batch)
-
-    def __call__(self, looked: Callable[[], None] = lambda: None) -> None:
-        """Two micro-batches and an update. `looked` is called after each backward pass."""
-        for last in (False, True):
-            with self.strategy.accumulate(last):
-                self.loss(self.strategy.module, self.batch).backward()  # type: ignore[no-untyped-call]
-            looked()
-        self.strategy.finish_grads()
-        if self.tensor is not None:
-            self.tensor.sum_gradients()
-        looked()
-        self.optimizer.step()
-        self.strategy.zero_grad()
-        self.strategy.updated()
-
-    def held(self) -> Held:
-        """The bytes of its state, as counted by the run's own memory meter."""
-        return Held.of(self.model, self.shards, self.optimizer, torch.device("cpu"))
-
-
-def held_state(rank: Rank, spec: JobSpec) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer on this rank; for gradients the most after any backward pass of a step."""
-    step = OneStep(rank, spec)
-    most = [0]
-    step(lambda: most.append(step.held().gradients))
-    held = step.held()
-    return {"parameters": held.parameters, "optimizer": held.optimizer, "gradients": max(most)}
-
-
-def job_on(strategy: str, world: int, tensor: int = 1, **sections: Any) -> JobSpec:
-    """Two micro-batches of 2 for each replica."""
-    shard = {"shard": 2} if strategy == "hsdp" and world == 2 else {}
-    sizes = {"train": {"global_batch": 4 * world // tensor, "micro_batch": 2}, "cluster": {"workers": world}}
-    return job(**{**sizes, "parallel": {"strategy": strategy, "tensor": tensor, **shard}, **sections})
-
-
-TENSOR = [(strategy, world, 2) for strategy in ("ddp", "zero2", "zero3") for world in (2, 4)]
-"""One and two replicas of two tensor ranks."""
-
-
-@pytest.mark.parametrize(
-    ("strategy", "world", "tensor"),
-    [*((name, world, 1) for name in registry.names("parallel") for world in (2, 3)), *TENSOR],
-)
-def test_state_is_what_ranks_hold(ranks: Any, strategy: str, world: int, tensor: int) -> None:
-    """Parameters, gradients and optimizer state are within 5% of each rank's tensors, in sum and separately."""
-    spec = job_on(strategy, world, tensor, model={**SMALL, "context": 16, "tie_embeddings": False})
-    expected = plan(spec, strategy, Machine(world, world, "cpu"))
-    for held in ranks.run(held_state, world, spec):
-        if isinstance(held, BaseException):
-            raise held
-        assert sum(held.values()) == pytest.approx(expected.state, rel=0.05)
-        for name, size in held.items():
-            assert size == pytest.approx(getattr(expected, name), rel=0.05), name
-
-
-def sent_in_a_step(rank: Rank, spec: JobSpec) -> float:
-    """Bytes that this rank sends in its second step."""
-    step = OneStep(rank, spec)
-    counters = CollectiveCounters(rank.device)
-    counters.install()
-    try:
-        step()
-        return sum(total.wire_bytes for total in counters.totals().values())
-    finally:
-        counters.close()
-
-
-@pytest.mark.parametrize("checkpoint", ["none", "full"])
-@pytest.mark.parametrize(("strategy", "world", "tensor"), TENSOR)
-def test_traffic_is_what_ranks_send(ranks: Any, strategy: str, world: int, tensor: int, checkpoint: str) -> None:
-    """What a step sends along both axes is within 10% of each rank's counters, and with one replica all of it in the group."""
-    spec = job_on(strategy, world, tensor, precision="bf16")
-    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"checkpoint_activations": checkpoint})})
-    expected = plan(spec, strategy, Machine(world, world, "cpu"))
-    assert (expected.sent == 0) == (world == tensor)
-    assert expected.tensor_sent > 0
-    for sent in ranks.run(sent_in_a_step, world, spec):
-        if isinstance(sent, BaseException):
-            raise sent
-        assert sent == pytest.approx(expected.sent + expected.tensor_sent, rel=0.1)
+# --- activations
 
 
 def allocated_peak(work: Callable[[], None]) -> int:
@@ -456,63 +336,6 @@ def allocated_peak(work: Callable[[], None]) -> int:
             now += event.nbytes()
             most = max(most, now)
     return most
-
-
-class MallInfo(ctypes.Structure):
-    """glibc's malloc statistics: bytes of blocks in its arenas (uordblks), and of mapped blocks (hblkhd)."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    )
-
-
-class Sampled(TorchDispatchMode):
-    """After every operator, records the bytes that malloc has given to any thread: `most`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._libc = ctypes.CDLL(None)
-        self._libc.mallinfo2.restype = MallInfo
-        self.most = self.look()
-
-    def look(self) -> int:
-        info = self._libc.mallinfo2()
-        return int(info.uordblks + info.hblkhd)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.most = max(self.most, self.look())
-        return made
-
-
-def peak_of_a_step(rank: Rank, spec: JobSpec) -> int:
-    """The peak bytes of a step, measured from before the model was built."""
-    OneStep(rank, spec)()  # imports and caches of a process's first step do not count
-    gc.collect()
-    before = Sampled().look()
-    step = OneStep(rank, spec)
-    step()
-    with Sampled() as sampled:
-        step()
-    return sampled.most - before
-
-
-@pytest.mark.parametrize("strategy", strategies())
-def test_the_whole_peak_is_what_a_step_takes(ranks: Any, strategy: str) -> None:
-    """All columns together are within 15% of a rank's peak in malloc; gloo's own copies are not planned."""
-    spec = job_on(strategy, 2, model={"layers": 6, "width": 256, "heads": 4, "context": 64, "tie_embeddings": False})
-    taken = ranks.run(peak_of_a_step, 2, spec)
-    for error in taken:
-        if isinstance(error, BaseException):
-            raise error
-    assert plan(spec, strategy, Machine(2, 8, "cpu")).total == pytest.approx(min(taken), rel=0.15)
-
-
-# --- activations
 
 
 def real_pass(spec: JobSpec, rank: Rank | None = None) -> Callable[[], None]:
@@ -558,40 +381,53 @@ def test_activations_are_what_a_real_pass_takes(sections: dict[str, Any], checkp
     """The peak of a pass on fake tensors is within 5% of the allocator's on real tensors (without recomputation: 0.1%)."""
     spec = job(**sections, train={"checkpoint_activations": checkpoint})
     measured = Planner(spec, VOCAB, "cpu").measure(measured_pass("ddp", spec, Machine(1, 1, "cpu")))
-    planned = max(p.whole + p.activations + p.loss for p in measured.peaks)
+    planned = max(p.total for p in measured.peaks)
     assert planned == pytest.approx(allocated_by_a_pass(spec), rel=0.001 if checkpoint == "none" else 0.05)
 
 
-def peak_of_a_tensor_rank_s_pass(rank: Rank, spec: JobSpec) -> int:
-    """malloc's peak: the profiler misses memory that gloo's threads free."""
-    work = real_pass(spec, rank)
-    gc.collect()
-    with Sampled() as sampled:
-        before = sampled.most
-        work()
-    return sampled.most - before
-
-
-@pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
-@pytest.mark.parametrize(
-    "sections", [{}, {"precision": "bf16", "model": {**SMALL, "qk_norm": True}}], ids=["fp32", "bf16"]
-)
-def test_activations_are_what_a_tensor_rank_s_pass_takes(ranks: Any, sections: dict[str, Any], checkpoint: str) -> None:
-    """The peak of a pass is within 20% of that of each of two tensor ranks, whose messages are real, and less than that of one
-    process: between the layers each rank has half of the tokens."""
-    train = {"checkpoint_activations": checkpoint}
+def test_a_tensor_rank_s_pass_takes_less() -> None:
+    """Between the layers each of two ranks has half of the tokens, and in them half of the heads and columns."""
 
     def planned(world: int) -> int:
-        spec = job(**sections, train=train, parallel={"tensor": world}, cluster={"workers": world})
+        spec = job(parallel={"tensor": world}, cluster={"workers": world})
         measured = Planner(spec, VOCAB, "cpu").measure(measured_pass("ddp", spec, Machine(world, world, "cpu")))
-        return max(p.whole + p.activations + p.loss for p in measured.peaks)
+        return max(p.total for p in measured.peaks)
 
-    spec = job(**sections, train=train, parallel={"tensor": 2}, cluster={"workers": 2})
-    for taken in ranks.run(peak_of_a_tensor_rank_s_pass, 2, spec):
-        if isinstance(taken, BaseException):
-            raise taken
-        assert planned(2) == pytest.approx(taken, rel=0.2)
     assert planned(2) < 0.75 * planned(1)
+
+
+@pytest.mark.parametrize(
+    "how", [Pass(2, "none", False, False), Pass(2, "full", True, True), Pass(1, "selective", False, True)]
+)
+@pytest.mark.parametrize("mesh", [{}, {"tensor": 2}, {"pipeline": 3, "pipeline_cut": [1, 5, 1]}])
+def test_further_blocks_are_as_the_third(monkeypatch: pytest.MonkeyPatch, mesh: dict[str, Any], how: Pass) -> None:
+    """A pass of seven equal blocks, measured with two and three, has to the byte the figures of a pass of all."""
+    world = mesh.get("tensor", 1) * mesh.get("pipeline", 1)
+    model = {**SMALL, "layers": 7, "width": 32, "context": 16}
+    spec = job(model=model, parallel=mesh, cluster={"workers": world}, precision="bf16")
+    how = replace(how, stage=1) if "pipeline" in mesh else how
+    short = Planner(spec, VOCAB, "cuda").measure(how)
+    monkeypatch.setattr(measure_module, "_FEW", 99)
+    assert short == Planner(spec, VOCAB, "cuda").measure(how)
+
+
+def test_a_pipeline_by_hand() -> None:
+    """Two ranks, four micro-batches: the first has two in flight, one of them at work, and what it has sent and receives next."""
+    stage = StageBytes(Activations(70, (), copied=5, passed_on=30), [Moment("backward", 1, 2, 300, 0)], 0, 1000, 0)
+    # The other micro-batch's 70 and 5; its output, sent, until its backward pass; before the last one, the next gradient.
+    assert heaviest_moment(0, 2, 4, [stage]) == Moment("backward", 6, 2 + 1000 + 30 + 30, 370, 0)
+    last = StageBytes(Activations(70, (), copied=5), [Moment("loss", 1, 2, 300, 9)], 30, 1000, 0)
+    # It has one in flight; of three gradients none is known to have arrived, and the next input comes.
+    assert heaviest_moment(1, 2, 4, [last]) == Moment("loss", 1, 2 + 1000 + 3 * 30, 300, 9)
+
+
+def test_the_gradients_of_the_rank_with_the_most() -> None:
+    """What `raydist bench` reduces: of a pipeline, the stages of one rank."""
+    spec = job(model={**SMALL, "tie_embeddings": False}, parallel={"pipeline": 2}, cluster={"workers": 2})
+    whole, cut = Planner(job(model=spec.model.model_dump()), VOCAB, "cpu").model(), Planner(spec, VOCAB, "cpu").model()
+    sizes = [stage.model.size(trained=True) for stage in cut.stages]
+    assert whole.most_trained(1) == whole.size(trained=True) == sum(sizes)
+    assert cut.most_trained(2) == max(sizes) < sum(sizes)
 
 
 def test_a_plan_leaves_no_process_group() -> None:
@@ -721,7 +557,7 @@ def test_functions_compute_in_cuda_s_formats() -> None:
     with OnTarget(True), torch.autocast("cpu", dtype=torch.bfloat16), LiveBytes([few, wide]) as live:
         kept = torch.addcmul(wide, few, wide)
     assert kept.dtype is torch.float32
-    assert live.peaks["forward"]["whole"] == few.numel() * 4  # its copy in the widest format
+    assert live.peaks["forward", 0]["whole"] == few.numel() * 4  # its copy in the widest format
 
 
 def test_autocast_is_cuda_s_where_that_is_the_target() -> None:
@@ -878,9 +714,3 @@ def test_what_cannot_train_says_why() -> None:
     on_host = advice(30.0, parallel={"strategy": "zero3"}, offload={"parameters": "cpu"})
     assert [row.refused is None for row in on_host.rows] == [False, False, False, True, True]
     assert on_host.pick.estimate.strategy == "hsdp"
-
-
-def test_no_estimate_of_a_pipeline() -> None:
-    """One clear error, not the memory of a whole model."""
-    with pytest.raises(UserError, match="memory and speed of a pipeline are not estimated"):
-        Planner(job(parallel={"pipeline": 2}, cluster={"workers": 2}), 13, "cpu")

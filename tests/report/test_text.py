@@ -98,6 +98,27 @@ EVENTS: list[tuple[str, dict[str, Any], str]] = [
         "checkpoint at step 50 failed, rank 1: No space left on device",
     ),
     (
+        "pipeline",
+        {
+            "ranks": 4,
+            "chunks": 1,
+            "blocks": [2, 2, 2, 2],
+            "micro_batches": 8,
+            "bubble": 3 / 11,
+            "better": [
+                {"set": "train.micro_batch: 1", "bubble": 3 / 19},
+                {"set": "parallel.chunks: 2", "bubble": 3 / 19},
+            ],
+        },
+        "pipeline of 4 stages on 4 ranks, 8 micro-batches: ranks wait 27% of the passes' time; train.micro_batch: 1 makes it "
+        "16% or parallel.chunks: 2 makes it 16%",
+    ),
+    (
+        "pipeline",
+        {"ranks": 2, "chunks": 1, "blocks": [4, 4], "micro_batches": 16, "bubble": 1 / 17, "better": []},
+        "pipeline of 2 stages on 2 ranks, 16 micro-batches: ranks wait 6% of the passes' time",
+    ),
+    (
         "checkpoint_rejected",
         {"step": 50, "file": "shard-0.bin", "cause": "is missing"},
         "checkpoint at step 50 is not used: shard-0.bin: is missing",

@@ -7,8 +7,8 @@ Runs in: each train worker. Torch, never ray.
 
 A stage is a module of its own, with the names of the plain model, and has a strategy of its own, which knows nothing of the others.
 Passing activations changes no number: losses and gradients have the bits of the same micro-batches on one rank. The order of the
-passes is in _pipeline_schedule.py, the cut of a model in _stages.py. A receive starts one action before its use, so it overlaps
-with a computation; no action waits for a send. Stage s of a replica is on the replica's rank s modulo `pipeline`.
+passes is in worker/pipeline_schedule.py, the cut of a model in _stages.py. A receive starts one action before its use, so it
+overlaps with a computation; no action waits for a send. Stage s of a replica is on the replica's rank s modulo `pipeline`.
 
 A model says how it is cut: `stage(first, last)` (raydist/worker/model/__init__.py), or it is an nn.Sequential.
 """
@@ -32,8 +32,8 @@ from raydist.worker.comm.collectives import sum_flat
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import Example, ParallelStrategy, ParamShard, Work
 from raydist.worker.parallel._model_graph import initialise, plain_name, some
-from raydist.worker.parallel._pipeline_schedule import Action, actions
-from raydist.worker.parallel._stages import Stages, cut_model
+from raydist.worker.parallel._stages import StageCut, Stages, cut_model
+from raydist.worker.pipeline_schedule import Action, actions, most_sends
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SHAPE_TAG = 8
@@ -65,10 +65,12 @@ class _Kept:
 class Pipeline:
     """The strategy of a pipeline: one strategy a stage, and the order of their passes. See `ParallelStrategy`.
 
-    `cut` comes before `wrap`. `in_flight`: the most micro-batches that were between their passes, of all stages of this rank.
+    `cut` comes before `wrap`, and sets `cuts`. `in_flight`: the most micro-batches that were between their passes, of all stages of
+    this rank.
     """
 
     module: nn.Module
+    cuts: StageCut
     takes_meta = True
 
     def __init__(self, spec: JobSpec, mesh: Mesh, make: Callable[[JobSpec, Mesh], ParallelStrategy]) -> None:
@@ -78,9 +80,7 @@ class Pipeline:
         self.loss_factor = 1.0
         self.in_flight = 0
         self._told: list[tuple[dist.Work, Tensor]] = []
-        # More than a rank can have sent before its neighbours have received the first: to wait for the oldest never blocks. In an
-        # evaluation it holds back a rank that is far ahead.
-        self.most_sends = 2 * mesh.pipeline * (self._chunks + 1)
+        self.most_sends = most_sends(mesh.pipeline, self._chunks)
         self._on_final: Callable[[Sequence[Tensor]], None] | None = None
         self._tied: dict[tuple[int, ...], list[str]] = {}
         self._tie_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -91,7 +91,8 @@ class Pipeline:
 
         Raises UserError if the model cannot be cut, or not into so many stages.
         """
-        parts = cut_model(model, self._spec)
+        self.cuts = cut_model(model, self._spec)
+        parts = self.cuts.parts(model)
         own = {number: parts[number] for number in range(self._mesh.pipeline_rank, len(parts), self._mesh.pipeline)}
         chunks = list(own.values())
         self._tied = self._shared(model, parts)
@@ -267,7 +268,7 @@ class _ExampleOfStage:
             hidden = torch.randn((samples, *shape), generator=torch.Generator().manual_seed(0))
             hidden = hidden.to(pipeline._mesh.rank.device, dtype).requires_grad_()
         last = pipeline._is_last(stage)
-        bound = _Bound(module, hidden)
+        bound = BoundStage(module, hidden)
         made = self._example(cast(nn.Module, bound), samples, part=not last)
         if not last and stage.exit is None:
             out = _checked(stage.number, bound.out)
@@ -290,7 +291,7 @@ def _checked(number: int, out: object) -> Tensor:
     )
 
 
-class _Bound:
+class BoundStage:
     """A stage with its input. It is called with the arguments of the whole model, and otherwise has what the stage has."""
 
     def __init__(self, module: nn.Module, hidden: Tensor | None) -> None:
@@ -352,7 +353,7 @@ class _Run:
         if entered is not None and self.work.trains:
             entered.requires_grad_()
         last = self.pipeline._is_last(stage)
-        bound = cast(nn.Module, _Bound(stage.module, entered))
+        bound = cast(nn.Module, BoundStage(stage.module, entered))
         made = self.work.forward(bound, action.index, batch, part=not last)
         if not last:
             self._send(action, made.detach(), stage.number + 1)

@@ -6,6 +6,9 @@ Runs in: each train worker. Torch, never ray.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 from torch import nn
 
@@ -13,43 +16,60 @@ from raydist.errors import UserError
 from raydist.spec import JobSpec
 from raydist.worker.model import part_of
 from raydist.worker.parallel._model_graph import blocks_of
-from raydist.worker.parallel._pipeline_schedule import cut
+from raydist.worker.pipeline_schedule import cut
 
 
-def cut_model(model: nn.Module, spec: JobSpec) -> list[nn.Module]:
-    """The stages of a model, in order: by `parallel.pipeline_cut`, or such that they take the same time.
+@dataclass(frozen=True, slots=True)
+class StageCut:
+    """Where a model is cut: the blocks of each stage, and its share of the multiplications of a pass."""
+
+    blocks: tuple[int, ...]
+    shares: tuple[float, ...]
+
+    def parts(self, model: nn.Module) -> list[nn.Module]:
+        """The stages of a model, in order."""
+        ends = [*accumulate(self.blocks)]
+        make = _part_maker(model)[1]
+        return [make(end - count, end) for end, count in zip(ends, self.blocks, strict=True)]
+
+
+def cut_model(model: nn.Module, spec: JobSpec) -> StageCut:
+    """Where a model is cut: by `parallel.pipeline_cut`, or such that all stages take the same time.
 
     Raises UserError if it has no blocks to cut between, fewer blocks than stages, or other ones than `pipeline_cut` counts.
     """
     stages, counts = spec.parallel.stages, spec.parallel.pipeline_cut
-    if callable(getattr(model, "stage", None)):
-        blocks = len(blocks_of(model))
-        make: Callable[[int, int], nn.Module] = model.stage  # type: ignore[assignment]
-    elif isinstance(model, nn.Sequential):
-        blocks = len(model)
-
-        def make(first: int, last: int) -> nn.Module:
-            return part_of(model, first, last)
-    else:
-        raise UserError(
-            f"parallel.pipeline: {type(model).__name__} has no stage(first, last), and is no nn.Sequential",
-            "add it (docs/reference/models.md), or set parallel.pipeline: 1",
-        )
+    blocks, make = _part_maker(model)
     if stages > blocks:
         raise UserError(
             f"parallel.pipeline: {stages} stages (pipeline x chunks), and the model has {blocks} blocks",
             "take fewer stages",
         )
+    costs, sizes = _costs(model, [make(i, i + 1) for i in range(blocks)], spec.model.context)
     if counts is None:
-        alone = [make(i, i + 1) for i in range(blocks)]
-        counts = cut(*_costs(model, alone, spec.model.context), stages)
+        counts = cut(costs, sizes, stages)
     elif sum(counts) != blocks:
         raise UserError(
             f"parallel.pipeline_cut: {counts} has {sum(counts)} blocks in all, and the model has {blocks}",
             "give the number of blocks of each stage",
         )
-    ends = [sum(counts[: i + 1]) for i in range(stages)]
-    return [make(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    ends = [*accumulate(counts)]
+    whole = sum(costs) or 1.0  # a model without matrices
+    shares = (sum(costs[end - count : end]) / whole for end, count in zip(ends, counts, strict=True))
+    return StageCut((*counts,), (*shares,))
+
+
+def _part_maker(model: nn.Module) -> tuple[int, Callable[[int, int], nn.Module]]:
+    """(blocks of a model, what makes a part of it from the first block and the one after the last)."""
+    stage: Callable[[int, int], nn.Module] | None = getattr(model, "stage", None)
+    if callable(stage):
+        return len(blocks_of(model)), stage
+    if isinstance(model, nn.Sequential):
+        return len(model), partial(part_of, model)
+    raise UserError(
+        f"parallel.pipeline: {type(model).__name__} has no stage(first, last), and is no nn.Sequential",
+        "add it (docs/reference/models.md), or set parallel.pipeline: 1",
+    )
 
 
 def _costs(model: nn.Module, blocks: Sequence[nn.Module], context: int) -> tuple[list[float], list[int]]:

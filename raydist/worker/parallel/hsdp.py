@@ -64,7 +64,7 @@ class Strategy(FullyShardedStrategy):
         local = torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", world))])
         sizes = torch.empty(world, dtype=local.dtype)
         collectives.all_gather(sizes, local, group=self._rank.control)
-        shared = math.gcd(*sizes.tolist()) // self._mesh.replica_size
+        shared = math.gcd(*sizes.tolist()) // (self._mesh.tensor * self._mesh.context)  # stages are on ranks far apart
         return math.gcd(
             max(shared, 1), self._mesh.data_size
         )  # with one replica on several nodes there are no groups within one

@@ -1,0 +1,212 @@
+"""Compares the meshes of a job on given GPUs: tensor x pipeline x chunks x strategy x micro-batch, by forecast speed.
+
+Runs in: the user's shell (`raydist plan --search`). Plain python: no torch, no ray. `planner` measures passes of a mesh.
+
+All combinations get a forecast, which needs no memory. Then the fastest are looked at first, until enough of them fit. A pass is
+measured with one sequence and with the most, and those in between are interpolated: peaks are at most that much, because the
+largest of several sums that grow with the micro-batch is convex.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import ValidationError
+
+from raydist.planner.advice import changed, divisors, listed, value
+from raydist.planner.estimate import estimates, measured, planned, refusal
+from raydist.planner.facts import Activations, Estimate, Machine, Model, Pass, Peak
+from raydist.planner.speed import Device, Speed, speed
+
+if TYPE_CHECKING:
+    from raydist.spec import JobSpec
+
+_MOST = 32
+"""The largest micro-batch that is tried."""
+_CHUNKS = (1, 2, 4)
+_SAME = math.log(1.005)
+"""Forecasts that differ by less are the same: then the simpler mesh comes first."""
+
+
+class Measured(Protocol):
+    """What `raydist.planner.measure.Planner` gives of one mesh."""
+
+    def model(self) -> Model:
+        """As one rank of a tensor group has it."""
+        ...
+
+    def measure(self, how: Pass) -> Activations:
+        """One micro-batch of a stage."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One combination that fits. `changes`: fields of the job, by their dotted names; `estimate`: of the rank with the most."""
+
+    spec: JobSpec
+    changes: dict[str, Any]
+    estimate: Estimate
+    speed: Speed
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The fastest combination of each of the best meshes. `combinations`: with a forecast; `refused`: reason -> number of meshes
+    that cannot be; `too_large`: what takes most of the memory -> number of combinations that were looked at and do not fit."""
+
+    best: tuple[Candidate, ...]
+    combinations: int
+    refused: dict[str, int]
+    too_large: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    spec: JobSpec
+    strategy: str
+    model: Model
+    measure: Callable[[Pass], Activations]
+    speed: Speed
+
+    @property
+    def mesh(self) -> tuple[int, int, int]:
+        parallel = self.spec.parallel
+        return parallel.tensor, parallel.pipeline, parallel.chunks
+
+
+def search(
+    spec: JobSpec,
+    machine: Machine,
+    device: Device,
+    flops_per_token: float,
+    blocks: int,
+    planner: Callable[[JobSpec], Measured],
+    best: int = 5,
+) -> Found:
+    """The `best` meshes. Other fields stay as in the job. `blocks`: of the model; `machine` has a `memory`."""
+    refused: Counter[str] = Counter()
+    tried = []
+    for job in _meshes(spec, machine, blocks, refused):
+        of_mesh = planner(job)
+        model, measure = of_mesh.model(), _Between(of_mesh.measure)
+        count = machine.ranks // job.parallel.replica
+        strategies = planned(job) if count > 1 else (job.parallel.strategy,)
+        for strategy in strategies:
+            if (why := refusal(strategy, job, machine, model)) is not None:
+                refused[f"{strategy}: {why}"] += 1
+                continue
+            for micro in _micro_batches(spec.train.global_batch, count):
+                one = changed(job, {"train.micro_batch": micro, "parallel.strategy": strategy})
+                passes = measured("ddp", one, machine, model, measure)  # what is sent is that of any strategy
+                tried.append(
+                    _Tried(
+                        one,
+                        strategy,
+                        model,
+                        measure,
+                        speed(strategy, one, machine, model, device, flops_per_token, passes),
+                    )
+                )
+    order = {strategy: i for i, strategy in enumerate(planned(spec))}
+    tried.sort(key=lambda t: (
+        -round(math.log(t.speed.tokens_per_second) / _SAME), t.spec.parallel.replica * t.spec.parallel.chunks,
+        order.get(t.strategy, 0), -t.spec.train.micro_batch,
+    ))  # fmt: skip
+    return _fitting(spec, machine, tried, refused, best)
+
+
+def _fitting(spec: JobSpec, machine: Machine, tried: list[_Tried], refused: Counter[str], best: int) -> Found:
+    assert machine.usable is not None
+    too_large: Counter[str] = Counter()
+    beaten: dict[tuple[int, int, int], dict[str, None]] = {}
+    found: dict[tuple[int, int, int], Candidate] = {}
+    for one in tried:
+        if len(found) == best:
+            break
+        if one.mesh in found:
+            continue
+        fullest = max(estimates(one.strategy, one.spec, machine, one.model, one.measure), key=lambda e: e.total)
+        if fullest.total > machine.usable:
+            state = fullest.state > fullest.total / 2
+            too_large["parameters, gradients and optimizer" if state else "activations, loss and buffers"] += 1
+            beaten.setdefault(one.mesh, {})[one.strategy] = None
+            continue
+        fields = ("tensor", "pipeline", "chunks", "strategy")
+        changes = {f"parallel.{f}": getattr(one.spec.parallel, f) for f in fields}
+        changes["train.micro_batch"] = one.spec.train.micro_batch
+        changes = {name: new for name, new in changes.items() if value(spec, name) != new}
+        because = _because(one, [s for s in beaten.get(one.mesh, {}) if s != one.strategy])
+        found[one.mesh] = Candidate(one.spec, changes, fullest, one.speed, because)
+    return Found((*found.values(),), len(tried), dict(refused), dict(too_large))
+
+
+def _because(one: _Tried, beaten: list[str]) -> str:
+    """What a step's time is, and which strategies of the same mesh would be as fast or faster, and do not fit."""
+    parts = {
+        "computes": one.speed.compute,
+        "waits for other stages": one.speed.waits,
+        "waits for collectives": one.speed.exposed,
+        "updates on the host": one.speed.offload,
+    }
+    shares = [
+        f"{what} {part / one.speed.seconds:.0%}" for what, part in parts.items() if part >= 0.005 * one.speed.seconds
+    ]
+    why = f"a rank {listed(shares)} of a step"
+    return f"{why}; {listed(beaten)} {'does' if len(beaten) == 1 else 'do'} not fit with it" if beaten else why
+
+
+def _meshes(spec: JobSpec, machine: Machine, blocks: int, refused: Counter[str]) -> Iterator[JobSpec]:
+    """The job with each mesh that its fields allow. A tensor group stays on a node."""
+    for tensor in divisors(math.gcd(machine.ranks, machine.per_node)):
+        for pipeline in divisors(machine.ranks // tensor):
+            for chunks in _CHUNKS if pipeline > 1 else (1,):
+                fields = {"tensor": tensor, "pipeline": pipeline, "chunks": chunks, "pipeline_cut": None}
+                if pipeline * chunks > blocks:
+                    refused["more stages than blocks"] += 1
+                    continue
+                data = spec.model_dump()
+                data["parallel"].update(fields)
+                try:
+                    yield type(spec).model_validate(data)
+                except ValidationError as error:
+                    refused[error.errors()[0]["msg"].removeprefix("Value error, ")] += 1
+
+
+def _micro_batches(global_batch: int, replicas: int) -> list[int]:
+    """Powers of two, for which all micro-batches of a replica are full."""
+    share = -(-global_batch // replicas)
+    return [size for size in (2**n for n in range(_MOST.bit_length())) if size == 1 or share % size == 0]
+
+
+class _Between:
+    """Measured passes of one mesh, interpolated between the smallest and the largest micro-batch."""
+
+    def __init__(self, measure: Callable[[Pass], Activations]) -> None:
+        self._measure = measure
+
+    def __call__(self, how: Pass) -> Activations:
+        few, many = (self._measure(replace(how, micro_batch=n)) for n in (1, _MOST))
+        share = (how.micro_batch - 1) / (_MOST - 1)
+
+        def at(a: int, b: int) -> int:
+            return round(a + share * (b - a))
+
+        before = {p.phase: p for p in few.peaks}
+        peaks = [
+            Peak(p.phase, at(b.whole, p.whole), at(b.activations, p.activations), at(b.loss, p.loss))
+            for p in many.peaks
+            for b in (before[p.phase],)
+        ]
+        return Activations(
+            saved=at(few.saved, many.saved),
+            peaks=(*peaks,),
+            tensor_sent=at(few.tensor_sent, many.tensor_sent),
+            copied=at(few.copied, many.copied),
+            passed_on=at(few.passed_on, many.passed_on),
+        )

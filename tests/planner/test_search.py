@@ -1,0 +1,190 @@
+"""The search of meshes: limits that are known by hand, and measured passes in between."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from raydist.cli import plan
+from raydist.errors import UsageError
+from raydist.planner.estimate import estimates
+from raydist.planner.facts import Activations, Machine, Model, Param, Pass, Peak, Stage
+from raydist.planner.measure import Planner
+from raydist.planner.search import Found, _Between, search
+from raydist.planner.speed import find
+from raydist.spec import JobSpec
+from raydist.worker.pipeline_schedule import timeline
+from tests.planner.jobs import SMALL, VOCAB, job
+
+GIB, BLOCKS = 2**30, 8
+SPEC = job(
+    train={"global_batch": 64, "micro_batch": 1}, model={**SMALL, "layers": BLOCKS, "heads": 8}, cluster={"workers": 8}
+)
+
+
+class Blocks:
+    """A model of 8 blocks, each with 256 MiB of parameters, and of a sequence with 1/8 GiB of activations, and 64 MiB that a layer
+    sends to its tensor group. A tensor group shares all of it."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self.spec, self.each = spec, BLOCKS // spec.parallel.stages
+
+    def _part(self, first: int, last: int) -> Model:
+        rows = 2**20 // self.spec.parallel.tensor
+        return Model(tuple(Param(f"{i}", (rows, 64), True, i, (2**20, 64)) for i in range(first, last)), 0)
+
+    def model(self) -> Model:
+        whole = self._part(0, BLOCKS)
+        if self.spec.parallel.pipeline == 1:
+            return whole
+        firsts = range(0, BLOCKS, self.each)
+        stages = tuple(Stage(self._part(n, n + self.each), self.each, self.each / BLOCKS) for n in firsts)
+        return Model(whole.params, 0, stages)
+
+    def measure(self, how: Pass) -> Activations:
+        tensor = self.spec.parallel.tensor
+        kept = GIB // 8 * self.each * how.micro_batch // tensor
+        sent = 0 if tensor == 1 else 2**26 * self.each * how.micro_batch
+        passed = 0 if how.stage == self.spec.parallel.stages - 1 else 2**20 * how.micro_batch
+        return Activations(kept, (Peak("backward", 0, kept, 0),), sent, passed_on=passed)
+
+
+def found(usable: float) -> Found:
+    card = find("h100")
+    assert card is not None
+    machine = Machine(8, 8, "cuda", round((usable + 1) * GIB / 0.95))
+    return search(SPEC, machine, card, 1e12, BLOCKS, Blocks)
+
+
+def meshes(result: Found) -> list[tuple[int, int]]:
+    return [(one.spec.parallel.tensor, one.spec.parallel.pipeline) for one in result.best]
+
+
+def test_with_much_memory_the_simplest_is_the_fastest() -> None:
+    """Eight replicas, ddp, the largest micro-batch that is full: nothing waits. Of each mesh one combination is shown."""
+    result = found(100)
+    first = result.best[0]
+    # 2 GiB each of weights and gradients, 4 of the optimizer, and 8 sequences of 1 GiB.
+    assert (meshes(result)[0], first.changes) == ((1, 1), {"train.micro_batch": 8})
+    assert (first.estimate.strategy, round(first.estimate.total / GIB)) == ("ddp", 16)
+    assert first.because == "a rank computes 100% of a step"
+    assert len(set(meshes(result))) > 1
+    assert result.too_large == {}
+    speeds = [one.speed.tokens_per_second for one in result.best]
+    assert all(b < 1.006 * a for a, b in pairwise(speeds))
+
+
+def test_less_memory_shards_first() -> None:
+    """The same mesh with fewer sequences, then with sharded state, where ddp's is too large; it says that ddp does not fit."""
+    first = found(9.5).best[0]
+    assert (first.estimate.strategy, first.spec.train.micro_batch, first.spec.parallel.replica) == ("zero1", 4, 1)
+    assert "ddp does not fit with it" in first.because
+    assert all(one.estimate.total <= 9.5 * GIB for one in found(9.5).best)
+
+
+def test_a_mesh_where_no_replica_fits_on_a_rank() -> None:
+    """The state takes 1 GiB of a rank on every mesh, and a sequence another one where a rank has whole layers: also the first
+    stage of a pipeline, which keeps as many sequences as there are stages. So layers are shared."""
+    result = found(1.6)
+    assert result.best
+    assert (1, 1) not in meshes(result)
+    assert all(one.spec.parallel.tensor > 1 for one in result.best)
+    assert sum(result.too_large.values()) > 0
+    assert result.refused["more stages than blocks"] == 4  # 8 x 2, 8 x 4; and 4 x 4, with tensor 1 and 2
+
+
+def test_where_nothing_fits_all_are_counted() -> None:
+    """Every combination was looked at, and has a reason."""
+    result = found(0.01)
+    assert result.best == ()
+    assert sum(result.too_large.values()) == result.combinations > 100
+
+
+def test_passes_in_between() -> None:
+    """At both ends they are the measured ones; in between no less than the measured peak, and within 2% of it."""
+    spec = job(model={**SMALL, "width": 64, "context": 64}, precision="bf16")
+    planner = Planner(spec, VOCAB, "cuda")
+    between = _Between(planner.measure)
+    for micro in (1, 4, 32):
+        real, guessed = (measure(Pass(micro, "none", False, True)) for measure in (planner.measure, between))
+        for a, b in zip(real.peaks, guessed.peaks, strict=True):
+            assert a.total - 1 <= b.total <= 1.02 * a.total
+            assert micro == 4 or a == b
+        assert guessed.saved == pytest.approx(real.saved, abs=1)
+
+
+@pytest.mark.parametrize("micro_batches", [200, 203])
+@pytest.mark.parametrize(
+    ("ranks", "times"),
+    [
+        (4, [1.0, 1.3, 0.7, 1.1]),
+        (4, [1.0, 1.3, 0.7, 1.1, 0.9, 1.2, 1.0, 0.8]),
+        (2, [8.0, 8.0, 8.0, 7.6]),
+        (2, [3.0, 1.0]),
+    ],
+)
+def test_many_micro_batches_are_not_played_out(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, times: list[float], micro_batches: int
+) -> None:
+    """A long step of uneven stages ends when a short one and equal groups do; no rank computes longer than that."""
+    arguments = (times, [2 * t for t in times], ranks, micro_batches, [0.05] * (len(times) - 1))
+    short = timeline(*arguments)
+    monkeypatch.setattr("raydist.worker.pipeline_schedule._MANY", 1000)
+    long = timeline(*arguments)
+    assert short.busy == pytest.approx(long.busy)
+    assert short.ends == pytest.approx(long.ends, rel=0.01)
+    assert max(short.ends) >= max(short.busy)
+
+
+SMALL_JOB = """\
+model: {layers: 4, width: 32, heads: 2, context: 16}
+data: {source: corpus/*.txt}
+train: {steps: 1, global_batch: 8, micro_batch: 2}
+"""
+
+
+def call(*arguments: Any) -> str:
+    app = typer.Typer()
+    plan.register(app)
+    done = CliRunner(env={"COLUMNS": "60"}).invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """The fastest of each mesh with its figures, which are those of a plan of that mesh, in lines for people and as JSON; without a
+    known GPU one error."""
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL_JOB)
+    asked = (path, "--gpus", 4, "--device", "h100", "--search")
+    made = json.loads(call(*asked, "--json"))
+    assert 2 <= len(made["best"]) <= 5
+    one = next(one for one in made["best"] if one["mesh"]["pipeline"] > 1)
+    changes = [word for name, value in one["set"].items() for word in ("--set", f"{name}={value}")]
+    same = json.loads(call(path, "--gpus", 4, "--device", "h100", *changes, "--json"))
+    row = next(row for row in same["strategies"] if row["strategy"] == one["strategy"])
+    assert one["speed"]["tokens_per_second"] == pytest.approx(row["speed"]["tokens_per_second"], rel=1e-6)
+    assert one["total"] == pytest.approx(row["total"], rel=0.02)
+    assert one["total"] >= row["total"] - 1
+    page = (Path(__file__).parents[2] / "docs/how-to/plan.md").read_text()
+    assert all(f"`{key}`" in page for key in {*made, *made["best"][0]})
+    out = call(*asked).splitlines()
+    assert "combinations in" in out[1]
+    assert out[3].split()[:3] == ["1", "1", "1"]
+    with pytest.raises(UsageError, match="--search compares forecasts"):
+        call(path, "--search", "--gpus", 4)
+
+
+def test_the_estimate_of_a_search_is_that_of_a_plan() -> None:
+    """With the measured passes themselves instead of those in between, the memory of each rank is the same."""
+    spec = job(parallel={"pipeline": 2}, cluster={"workers": 2}, train={"global_batch": 8, "micro_batch": 1})
+    planner = Planner(spec, VOCAB, "cuda")
+    model, machine = planner.model(), Machine(2, 8, "cuda")
+    exact, between = (estimates("ddp", spec, machine, model, m) for m in (planner.measure, _Between(planner.measure)))
+    assert exact == between
