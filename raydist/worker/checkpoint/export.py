@@ -27,8 +27,9 @@ from raydist.errors import CheckpointNotFound, DataError, UsageError, UserError
 from raydist.redact import beside
 from raydist.run.directory import SPEC, RunDir
 from raydist.spec import ModelSpec, parse
+from raydist.spec.decoder import default_hidden
 from raydist.worker.checkpoint import restore
-from raydist.worker.model.gpt import NORM_EPS, default_hidden
+from raydist.worker.model.gpt import NORM_EPS
 
 FORMATS = ("safetensors",)
 MODEL = "model/"
