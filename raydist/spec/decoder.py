@@ -64,6 +64,17 @@ class RopeScaling(Part):
         return self
 
 
+class DecoderOptions(Part):
+    """The options that the decoders share, with the names of config.json."""
+
+    head_dim: int | None = Field(None, ge=2, description="Size of a head; default: width / heads.")
+    rms_norm_eps: float = Field(1e-5, gt=0, description="Added to the mean square in each RMSNorm.")
+    rope_scaling: RopeScaling | None = Field(None, description="Rotary frequencies for a longer context.")
+    sliding_window: int | None = Field(
+        None, ge=1, description="Tokens that a token attends to, itself included; default: all before it."
+    )
+
+
 def default_hidden(width: int) -> int:
     """Width of the feed-forward layer: 8/3 of the width (as many weights as 4x without a gate), in whole 32s."""
     return 32 * math.ceil(width * 8 / 3 / 32)

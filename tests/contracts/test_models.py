@@ -12,15 +12,15 @@ from torch import nn
 from raydist import registry
 from raydist.data.batches import MASKED
 from raydist.spec import ModelSpec
+from tests.training import MODELS
 
 VOCAB, BATCH, TIME = 29, 2, 12
-MODELS = registry.names("model")
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    spec = ModelSpec(name=name, layers=2, width=16, heads=2, context=TIME)
-    model: nn.Module = registry.load("model", name)(spec, VOCAB)
+    spec = ModelSpec(layers=2, width=16, heads=4, context=TIME, **MODELS[name])
+    model: nn.Module = registry.load("model", spec.name)(spec, VOCAB)
     return model
 
 
@@ -67,7 +67,7 @@ def test_the_seed_decides_the_weights(name):
 def test_import_draws_nothing(name):
     """Loading the extension leaves the default generator unchanged."""
     state = torch.get_rng_state()
-    registry.load("model", name)
+    registry.load("model", MODELS[name]["name"])
     assert torch.equal(torch.get_rng_state(), state)
 
 
