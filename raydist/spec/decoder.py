@@ -7,6 +7,7 @@ without importing that file (raydist/registry.py, `described`).
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
@@ -104,3 +105,44 @@ def check_ranks(spec: ModelSpec, ranks: int) -> None:
     hidden = spec.hidden or default_hidden(spec.width)
     if hidden < ranks:
         raise problem("hidden", hidden, f"is less than parallel.tensor: {ranks}", "set parallel.tensor lower")
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """What a decoder of dense blocks has besides the fields of `ModelSpec`.
+
+    `eps` of each RMSNorm; `head`: the size of a head; `windows`: of each layer the tokens that one attends to; None: all before it.
+    """
+
+    eps: float
+    head: int
+    windows: tuple[int | None, ...]
+    scaling: RopeScaling | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+
+    def shapes(self, spec: ModelSpec, vocab_size: int) -> dict[str, tuple[int, ...]]:
+        """The parameters of that decoder, by name."""
+        kv_heads, hidden = spec.kv_heads or spec.heads, spec.hidden or default_hidden(spec.width)
+        linear = {
+            "attention.q": (spec.heads * self.head, spec.width, self.qkv_bias),
+            "attention.k": (kv_heads * self.head, spec.width, self.qkv_bias),
+            "attention.v": (kv_heads * self.head, spec.width, self.qkv_bias),
+            "attention.out": (spec.width, spec.heads * self.head, self.out_bias),
+            "mlp.gate": (hidden, spec.width, self.mlp_bias),
+            "mlp.up": (hidden, spec.width, self.mlp_bias),
+            "mlp.down": (spec.width, hidden, self.mlp_bias),
+        }
+        block: dict[str, tuple[int, ...]] = {
+            f"{name}.weight": (rows, columns) for name, (rows, columns, _) in linear.items()
+        }
+        block |= {f"{name}.bias": (rows,) for name, (rows, _, bias) in linear.items() if bias}
+        block |= {f"{name}.weight": (spec.width,) for name in ("attention_norm", "mlp_norm")}
+        if self.qk_norm:
+            block |= {f"attention.{name}.weight": (self.head,) for name in ("q_norm", "k_norm")}
+        made: dict[str, tuple[int, ...]] = {"embedding.weight": (vocab_size, spec.width), "norm.weight": (spec.width,)}
+        if not spec.tie_embeddings:
+            made["head.weight"] = (vocab_size, spec.width)
+        return made | {f"blocks.{i}.{name}": shape for i in range(spec.layers) for name, shape in block.items()}

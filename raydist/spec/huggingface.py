@@ -64,12 +64,16 @@ class HuggingFace:
     fields   config.json -> the fields of `model` besides its name; raises UserError for what the model cannot compute
     config   the model -> the keys of config.json that describe it, `model_type` among them
     pieces   one of our parameters -> the tensors in files that make it
+    shapes   the model and its vocabulary -> the shape of each of our parameters; None: known only where the model is built
+    reads    whether config.json of these types is read as this model; otherwise it is only written
     """
 
     types: Mapping[str, str]
     fields: Callable[[Config], dict[str, Any]]
     config: Callable[[ModelSpec], dict[str, Any]]
     pieces: Callable[[str], list[Piece]] = dense_pieces
+    shapes: Callable[[ModelSpec, int], dict[str, tuple[int, ...]]] | None = None
+    reads: bool = True
 
 
 def format_of(model: str) -> HuggingFace | None:
@@ -83,7 +87,7 @@ def reader_of(config: Config) -> tuple[str, HuggingFace]:
     """The built-in model that reads a config.json, by `model_type`. Raises UserError for another one, with those that there are."""
     known: dict[str, tuple[str, HuggingFace]] = {}
     for name in registry.names("model"):
-        if (format := format_of(name)) is not None:
+        if (format := format_of(name)) is not None and format.reads:
             known |= {kind: (name, format) for kind in format.types}
     kind = config.get("model_type")
     if kind not in known:

@@ -12,6 +12,7 @@ from torch import nn
 from raydist import registry
 from raydist.data.batches import MASKED
 from raydist.spec import ModelSpec
+from raydist.spec.huggingface import format_of
 from tests.training import MODELS
 
 VOCAB, BATCH, TIME = 29, 2, 12
@@ -126,3 +127,16 @@ def test_evaluation_is_deterministic_and_draws_nothing(name):
     state = torch.get_rng_state()
     assert torch.equal(model(tokens()), model(tokens()))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_driver_knows_the_parameters(name):
+    """What a file says of Hugging Face's format: each parameter has tensors of its own, and the shape of the model's."""
+    model = build(name)
+    format = format_of(MODELS[name]["name"])
+    if format is None:
+        return
+    pieces = [piece.name for parameter, _ in model.named_parameters() for piece in format.pieces(parameter)]
+    assert len(pieces) == len(set(pieces))
+    if format.shapes is not None:
+        assert format.shapes(model.spec, VOCAB) == {n: tuple(p.shape) for n, p in model.named_parameters()}

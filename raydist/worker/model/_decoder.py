@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from raydist.errors import UserError
-from raydist.spec.decoder import RopeScaling, default_hidden
+from raydist.spec.decoder import Dense, RopeScaling, default_hidden
 from raydist.worker.model import part_of
 from raydist.worker.model._layers import Attention, Block, Cache, Head, RMSNorm, SelfAttention, SwiGLU
 from raydist.worker.model._rotary import causal_mask, packed_mask, packed_positions, rotary_tables
@@ -66,6 +66,29 @@ def dense_block(
     )
     mlp = SwiGLU(spec.width, spec.hidden or default_hidden(spec.width), mlp_bias)
     return Block(spec.width, attention, mlp, eps, spec.dropout)
+
+
+def dense_decoder(spec: ModelSpec, vocab_size: int, dense: Dense, kind: type[Decoder] | None = None) -> Decoder:
+    """For `build`: a decoder of dense blocks. `kind`: a subclass of Decoder."""
+
+    def make() -> Decoder:
+        blocks = [
+            dense_block(
+                spec,
+                dense.eps,
+                head=dense.head,
+                qk_norm=dense.qk_norm,
+                window=window,
+                qkv_bias=dense.qkv_bias,
+                out_bias=dense.out_bias,
+                mlp_bias=dense.mlp_bias,
+            )
+            for window in dense.windows
+        ]
+        made = Decoder if kind is None else kind
+        return made(spec, vocab_size, blocks, eps=dense.eps, rotary=dense.head, scaling=dense.scaling)
+
+    return built(make)
 
 
 class Decoder(nn.Module):

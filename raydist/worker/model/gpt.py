@@ -7,11 +7,12 @@ RMSNorm, rotary positions, SwiGLU and grouped-query attention; no biases, no opt
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raydist.errors import UserError
-from raydist.spec.decoder import check_heads, check_ranks
-from raydist.worker.model._decoder import Decoder, built, dense_block
+from raydist.spec.decoder import DecoderOptions, Dense, check_heads, check_ranks
+from raydist.spec.huggingface import HuggingFace, decoder_config
+from raydist.worker.model._decoder import Decoder, dense_decoder
 
 if TYPE_CHECKING:
     from raydist.spec import ModelSpec
@@ -22,7 +23,24 @@ check_spec = check_heads
 check_tensor = check_ranks
 
 
-def build(spec: ModelSpec, vocab_size: int) -> GPT:
+def dense(spec: ModelSpec) -> Dense:
+    """The decoder of these fields."""
+    return Dense(NORM_EPS, spec.width // spec.heads, (None,) * spec.layers, qk_norm=spec.qk_norm)
+
+
+def hf_config(spec: ModelSpec) -> dict[str, Any]:
+    """See `HuggingFace.config`: Llama's, and with `qk_norm` Qwen3's."""
+    config = {**decoder_config(spec, DecoderOptions(rms_norm_eps=NORM_EPS)), "attention_bias": False}
+    if spec.qk_norm:
+        return {"model_type": "qwen3", **config, "use_sliding_window": False}
+    return {"model_type": "llama", **config, "mlp_bias": False}
+
+
+HUGGINGFACE = HuggingFace({"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}, dict, hf_config, reads=False,
+                          shapes=lambda spec, vocab_size: dense(spec).shapes(spec, vocab_size))  # fmt: skip
+
+
+def build(spec: ModelSpec, vocab_size: int) -> Decoder:
     """The model with initial weights from torch's default generator; without weights if the default device is meta.
 
     Raises UserError on `model.options`.
@@ -32,7 +50,7 @@ def build(spec: ModelSpec, vocab_size: int) -> GPT:
             f"model.options: gpt takes none, got {', '.join(sorted(spec.options))}",
             "remove them, or name your own model as package.module:build",
         )
-    return built(lambda: GPT(spec, vocab_size))
+    return dense_decoder(spec, vocab_size, dense(spec), GPT)
 
 
 build.takes_meta = True  # type: ignore[attr-defined]  # Decoder.init_module creates the weights
@@ -40,7 +58,3 @@ build.takes_meta = True  # type: ignore[attr-defined]  # Decoder.init_module cre
 
 class GPT(Decoder):
     """A decoder of dense blocks."""
-
-    def __init__(self, spec: ModelSpec, vocab_size: int) -> None:
-        blocks = [dense_block(spec, NORM_EPS, qk_norm=spec.qk_norm) for _ in range(spec.layers)]
-        super().__init__(spec, vocab_size, blocks, eps=NORM_EPS, rotary=spec.width // spec.heads)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from raydist.spec.decoder import DecoderOptions, check_heads, check_ranks
+from raydist.spec.decoder import DecoderOptions, Dense, check_heads, check_ranks
 from raydist.spec.huggingface import Config, HuggingFace, decoder_config, decoder_fields
 from raydist.spec.parts import problem
-from raydist.worker.model._decoder import Decoder, built, dense_block
+from raydist.worker.model._decoder import Decoder, dense_decoder
 
 if TYPE_CHECKING:
     from raydist.spec import ModelSpec
@@ -43,6 +43,20 @@ def check_spec(spec: ModelSpec) -> None:
         raise problem("qk_norm", True, "llama does not normalise queries and keys", "set model.name: qwen")
 
 
+def dense(spec: ModelSpec) -> Dense:
+    """The decoder of these fields."""
+    options = Options(**spec.options)
+    return Dense(
+        options.rms_norm_eps,
+        options.head_dim or spec.width // spec.heads,
+        (options.sliding_window,) * spec.layers,
+        options.rope_scaling,
+        qkv_bias=options.attention_bias,
+        out_bias=options.attention_bias,
+        mlp_bias=options.mlp_bias,
+    )
+
+
 def hf_fields(config: Config) -> dict[str, Any]:
     """See `HuggingFace.fields`."""
     keys: tuple[str, ...] = ("attention_bias", "mlp_bias")
@@ -62,30 +76,13 @@ def hf_config(spec: ModelSpec) -> dict[str, Any]:
     return {"model_type": "mistral", **config, "sliding_window": options.sliding_window}
 
 
-HUGGINGFACE = HuggingFace({"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}, hf_fields, hf_config)
+HUGGINGFACE = HuggingFace({"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}, hf_fields, hf_config,
+                          shapes=lambda spec, vocab_size: dense(spec).shapes(spec, vocab_size))  # fmt: skip
 
 
 def build(spec: ModelSpec, vocab_size: int) -> Decoder:
     """See the contract in __init__.py."""
-    options = Options(**spec.options)
-    head = options.head_dim or spec.width // spec.heads
-
-    def make() -> Decoder:
-        blocks = [
-            dense_block(
-                spec,
-                options.rms_norm_eps,
-                head=head,
-                window=options.sliding_window,
-                qkv_bias=options.attention_bias,
-                out_bias=options.attention_bias,
-                mlp_bias=options.mlp_bias,
-            )
-            for _ in range(spec.layers)
-        ]
-        return Decoder(spec, vocab_size, blocks, eps=options.rms_norm_eps, rotary=head, scaling=options.rope_scaling)
-
-    return built(make)
+    return dense_decoder(spec, vocab_size, dense(spec))
 
 
 build.takes_meta = True  # type: ignore[attr-defined]  # Decoder.init_module creates the weights

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from raydist.errors import UserError
-from raydist.spec.decoder import DecoderOptions, check_heads, check_ranks
+from raydist.spec.decoder import DecoderOptions, Dense, check_heads, check_ranks
 from raydist.spec.huggingface import Config, HuggingFace, decoder_config, decoder_fields, need
 from raydist.spec.parts import problem
-from raydist.worker.model._decoder import Decoder, built, dense_block
+from raydist.worker.model._decoder import Decoder, dense_decoder
 
 if TYPE_CHECKING:
     from raydist.spec import ModelSpec
@@ -43,6 +43,20 @@ def check_spec(spec: ModelSpec) -> None:
     if options.max_window_layers and options.sliding_window is None:
         raise problem("options.max_window_layers", options.max_window_layers, "has no effect without sliding_window",
                       "remove it, or set sliding_window")  # fmt: skip
+
+
+def dense(spec: ModelSpec) -> Dense:
+    """The decoder of these fields."""
+    options = Options(**spec.options)
+    full = min(options.max_window_layers, spec.layers)
+    return Dense(
+        options.rms_norm_eps,
+        options.head_dim or spec.width // spec.heads,
+        (None,) * full + (options.sliding_window,) * (spec.layers - full),
+        options.rope_scaling,
+        qk_norm=spec.qk_norm,
+        qkv_bias=not spec.qk_norm,
+    )
 
 
 def hf_fields(config: Config) -> dict[str, Any]:
@@ -80,29 +94,13 @@ def hf_config(spec: ModelSpec) -> dict[str, Any]:
     return config
 
 
-HUGGINGFACE = HuggingFace({"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}, hf_fields, hf_config)
+HUGGINGFACE = HuggingFace({"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}, hf_fields, hf_config,
+                          shapes=lambda spec, vocab_size: dense(spec).shapes(spec, vocab_size))  # fmt: skip
 
 
 def build(spec: ModelSpec, vocab_size: int) -> Decoder:
     """See the contract in __init__.py."""
-    options = Options(**spec.options)
-    head = options.head_dim or spec.width // spec.heads
-
-    def make() -> Decoder:
-        blocks = [
-            dense_block(
-                spec,
-                options.rms_norm_eps,
-                head=head,
-                qk_norm=spec.qk_norm,
-                window=options.sliding_window if layer >= options.max_window_layers else None,
-                qkv_bias=not spec.qk_norm,
-            )
-            for layer in range(spec.layers)
-        ]
-        return Decoder(spec, vocab_size, blocks, eps=options.rms_norm_eps, rotary=head, scaling=options.rope_scaling)
-
-    return built(make)
+    return dense_decoder(spec, vocab_size, dense(spec))
 
 
 build.takes_meta = True  # type: ignore[attr-defined]  # Decoder.init_module creates the weights
