@@ -72,7 +72,8 @@ class Planner:
                 f"parallel.pipeline: {spec.parallel.pipeline}: memory and speed of a pipeline are not estimated",
                 "plan with --set parallel.pipeline=1; a stage has its blocks' share of the parameters",
             )
-        self._spec, self._vocab, self._target, self._measuring = spec, vocab_size, target, measuring
+        self._spec, self._vocab = spec, spec.model.rows(vocab_size)
+        self._target, self._measuring = target, measuring
         self._build = cast(Callable[..., nn.Module], registry.load("model", spec.model.name))
         self._loss = build_loss(spec)
         # Constants in the user's module are real tensors.

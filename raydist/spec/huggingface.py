@@ -6,11 +6,13 @@ export; that is read without importing the file. Here is what the families share
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raydist import registry
+from raydist import registry, remote_filesystem
 from raydist.errors import UserError
 from raydist.spec.decoder import DecoderOptions, default_hidden
 
@@ -19,6 +21,51 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any]
 """The values of a config.json."""
+
+
+def read_folder(name: str) -> tuple[Path, dict[str, Any]]:
+    """(the folder, the fields of `model`) of a folder in Hugging Face's format, or of a model hf://OWNER/NAME[@REVISION] of a hub,
+    which is downloaded. Raises UserError."""
+    folder = _download(name) if name.startswith("hf://") else Path(name).expanduser().absolute()
+    if "://" in str(name) and not name.startswith("hf://"):
+        raise UserError(
+            f"{name}: weights are read from folders", "give a folder that all nodes can read, or hf://OWNER/NAME"
+        )
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"{folder}/config.json: cannot be read: {error.strerror}", "give a folder in Hugging Face's format"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"{folder}/config.json: is not JSON: {error}", "download it again") from None
+    if not isinstance(config, dict):
+        raise UserError(
+            f"{folder}/config.json: holds {type(config).__name__}, not the config of a model", "download it again"
+        )
+    try:
+        model, format = reader_of(config)
+        return folder, {"name": model, "vocab_size": need(config, "vocab_size"), **format.fields(config)}
+    except UserError as error:
+        raise UserError(f"{folder}/config.json: {error.message}", error.hint) from None
+
+
+def _download(name: str) -> Path:
+    """The folder of a model of a hub, in the cache of huggingface_hub."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise UserError(
+            f"{name}: needs the package huggingface_hub", "install it, or download the model and give its folder"
+        ) from None
+    owner, _, revision = name.removeprefix("hf://").partition("@")
+    try:
+        return Path(snapshot_download(owner, revision=revision or None, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # of the hub, the network and the cache, in many classes
+        raise UserError(
+            f"{name}: cannot be downloaded: {type(error).__name__}: {remote_filesystem.reason(error)}",
+            "check the name and the network (HF_TOKEN for gated models; HF_HOME, on shared storage, is the cache)",
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +110,18 @@ class HuggingFace:
     types    `model_type` in config.json -> the class in `architectures`, for each that this model reads
     fields   config.json -> the fields of `model` besides its name; raises UserError for what the model cannot compute
     config   the model -> the keys of config.json that describe it, `model_type` among them
+    shapes   the model and the rows of its embedding -> the shape of each parameter and persistent buffer here; a tied one once
     pieces   one of our parameters -> the tensors in files that make it
-    shapes   the model and its vocabulary -> the shape of each of our parameters; None: known only where the model is built
+    ignored  patterns of names in files that are no parameters
     reads    whether config.json of these types is read as this model; otherwise it is only written
     """
 
     types: Mapping[str, str]
     fields: Callable[[Config], dict[str, Any]]
     config: Callable[[ModelSpec], dict[str, Any]]
+    shapes: Callable[[ModelSpec, int], dict[str, tuple[int, ...]]]
     pieces: Callable[[str], list[Piece]] = dense_pieces
-    shapes: Callable[[ModelSpec, int], dict[str, tuple[int, ...]]] | None = None
+    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     reads: bool = True
 
 

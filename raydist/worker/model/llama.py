@@ -62,7 +62,7 @@ def hf_fields(config: Config) -> dict[str, Any]:
     keys: tuple[str, ...] = ("attention_bias", "mlp_bias")
     if config["model_type"] == "mistral":
         config, keys = {"num_key_value_heads": 8, "sliding_window": 4096, **config}, ("sliding_window",)
-    fields = decoder_fields(config, Options())
+    fields = decoder_fields(config, Options()) | {"qk_norm": False}
     fields["options"] |= {key: config[key] for key in keys if config.get(key)}
     return fields
 

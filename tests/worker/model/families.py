@@ -53,10 +53,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def theirs(name: str, seed: int = 0, attention: str = "sdpa") -> transformers.PreTrainedModel:
-    """A model of `transformers` whose weights are all random: gains and biases, too."""
-    config = transformers.AutoConfig.for_model(**{**TINY, **FAMILIES[name]})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+def theirs(name: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
+    """A model of `transformers` whose weights are all random: gains and biases, too. `changes`: of its config."""
+    config = transformers.AutoConfig.for_model(**{**TINY, **FAMILIES[name], **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter, p in model.named_parameters():
