@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
 from safetensors.torch import load_file, save_file
 
