@@ -48,7 +48,7 @@ def test_logits_equal_transformers(tie_embeddings, kv_heads, qk_norm):
     config = hf_config(model.spec, VOCAB, end=None)
     kind = transformers.Qwen3Config if qk_norm else transformers.LlamaConfig
     peer = transformers.AutoModelForCausalLM.from_config(kind(**config))
-    missing, unexpected = peer.load_state_dict(hf_weights(dict(model.named_parameters()), tie_embeddings), strict=False)
+    missing, unexpected = peer.load_state_dict(hf_weights(dict(model.named_parameters()), model.spec), strict=False)
     assert not unexpected
     assert list(missing) == (["lm_head.weight"] if tie_embeddings else [])
     torch.testing.assert_close(model(tokens()), peer.eval()(tokens()).logits, rtol=1e-5, atol=1e-5)
