@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,14 @@ from tests.training import MODELS
 VOCAB, BATCH, TIME = 29, 2, 12
 
 
+def fields(name: str) -> dict[str, Any]:
+    """The fields of `model` for a name in MODELS, or for a user's own model (test_extending.py)."""
+    return MODELS.get(name, {"name": name})
+
+
 def build(name: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    spec = ModelSpec(layers=2, width=16, heads=4, context=TIME, **MODELS[name])
+    spec = ModelSpec(layers=2, width=16, heads=4, context=TIME, **fields(name))
     model: nn.Module = registry.load("model", spec.name)(spec, VOCAB)
     return model
 
@@ -68,7 +74,7 @@ def test_the_seed_decides_the_weights(name):
 def test_import_draws_nothing(name):
     """Loading the extension leaves the default generator unchanged."""
     state = torch.get_rng_state()
-    registry.load("model", MODELS[name]["name"])
+    registry.load("model", fields(name)["name"])
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -133,7 +139,7 @@ def test_evaluation_is_deterministic_and_draws_nothing(name):
 def test_the_driver_knows_the_parameters(name):
     """What a file says of Hugging Face's format: each parameter has tensors of its own, and the shape of the model's."""
     model = build(name)
-    format = format_of(MODELS[name]["name"])
+    format = format_of(fields(name)["name"])
     if format is None:
         return
     pieces = [piece.name for parameter in format.shapes(model.spec, VOCAB) for piece in format.pieces(parameter)]
