@@ -87,8 +87,9 @@ class Ranks:
 
     `function` must be at the top level of a test file; `rank` is a raydist.worker.distributed.Rank. If a rank raises, its result
     is the exception; if it is killed, the result is ChildProcessError. In both cases its process ends, which closes its connections
-    as at the end of an attempt, and the next call starts a new one in its place. Other processes are kept between calls. Arguments and results are pickled as bytes: multiprocessing would write each tensor to a
-    file in shared memory, which takes a millisecond.
+    as at the end of an attempt, and the next call starts a new one in its place. Other processes are kept between calls.
+    Arguments and results are pickled as bytes: multiprocessing would write each tensor to a file in shared memory, which takes a
+    millisecond.
     """
 
     def __init__(self) -> None:

@@ -73,6 +73,12 @@ def _variants() -> dict[str, dict[str, Any]]:
 
 VARIANTS = _variants()
 """Name of a variant -> its fields of `parallel`."""
+MODELS = {
+    " ".join(filter(None, (name, variant))): {"name": name, **fields}
+    for name in registry.names("model")
+    for variant, fields in {"": {}, **(registry.described("model", name, "VARIANTS") or {})}.items()
+}
+"""Each model by its name, and by "name variant" with the fields from VARIANTS in its file -> its fields of `model`."""
 GROUPED = {fields["strategy"]: variant for variant, fields in VARIANTS.items() if fields.get("shard", 1) > 1}
 """Strategy -> its variant that shards within groups of several ranks, while all ranks hold several copies."""
 SHARDS_PARAMETERS = [

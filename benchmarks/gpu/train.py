@@ -36,6 +36,7 @@ from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.report.overlap import length, union
 from raydist.spec import JobSpec
+from raydist.spec.decoder import default_hidden
 from raydist.worker import build, model_transforms
 from raydist.worker.dataloader import to_device
 from raydist.worker.distributed import Rank
@@ -43,7 +44,6 @@ from raydist.worker.mesh import Mesh
 from raydist.worker.metrics import flops
 from raydist.worker.metrics.device_clock import Marks
 from raydist.worker.metrics.memory import Held
-from raydist.worker.model.gpt import default_hidden
 from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep, loss_sum

@@ -119,8 +119,12 @@ def export(
     out: Annotated[Path, typer.Option(help="Folder to write to.", show_default=False)],
     step: _Step = None,
     file_format: Annotated[
-        str, typer.Option("--format", help="safetensors: weights and config for transformers.")
-    ] = "safetensors",
+        str,
+        typer.Option(
+            "--format",
+            help="huggingface, or safetensors, which is the same: weights, config and tokenizer for transformers.",
+        ),
+    ] = "huggingface",
     dataset: Annotated[
         str | None,
         typer.Option(

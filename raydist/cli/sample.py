@@ -50,7 +50,7 @@ def sample(
             f"run {folder.name} has no checkpoint yet", "train it to its first checkpoint (checkpoint.every)"
         )
     dataset = TokenDataset(beside(str(manifest.plain["dataset"]), folder.full_uri))
-    model = registry.load("model", spec.model.name)(spec.model, dataset.vocab_size)
+    model = registry.load("model", spec.model.name)(spec.model, spec.model.rows(dataset.vocab_size))
     if not hasattr(model, "generate"):
         raise UserError(f'model "{spec.model.name}" cannot generate text', "give it generate(tokens_BT, max_new, ...)")
     restore.load(folder, manifest, {f"model/{n}": t for n, t in model.state_dict().items()}, {})

@@ -128,6 +128,7 @@ def _data(job: JobSpec, home: str, starting: Starting) -> tuple[TokenDataset, in
 
     with data_progress(starting.hide) as report:
         dataset = TokenDataset(open_or_prepare(job.data, home, report))
+    job.model.rows(dataset.vocab_size)
     windows = Windows(dataset.split("train"), job.model.context)
     return dataset, job.train.total(Batches(len(windows), job.train.global_batch, 0, "").steps_per_epoch)
 

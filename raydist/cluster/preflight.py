@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from raydist.checkpoint import huggingface
 from raydist.checkpoint.memory_layout import SHM
 from raydist.cluster import nodes
 from raydist.cluster.session import Session
@@ -36,7 +37,10 @@ def gpus_per_worker(spec: JobSpec, resources: Mapping[str, float]) -> float:
 
 
 def check_early(spec: JobSpec, *, local: bool) -> None:
-    """Checks that need neither Ray nor the data. `local`: the job will train on this host. Raises PreflightError."""
+    """Checks that need neither Ray nor the data. `local`: the job will train on this host.
+
+    Raises PreflightError, and UserError for the weights of `model.hf`.
+    """
     found = host_gpus() if local else None
     asked = spec.cluster.gpus_per_worker
     problems = []
@@ -49,6 +53,9 @@ def check_early(spec: JobSpec, *, local: bool) -> None:
         )
     if problems:
         raise PreflightError("\n".join(problems))
+    if spec.model.hf is not None:
+        format, rows = huggingface.format_for(spec.model), spec.model.rows(0)
+        huggingface.check(Path(spec.model.hf), spec.model, format, format.shapes(spec.model, rows))
 
 
 def check_precision(spec: JobSpec, gpus: float) -> list[str]:

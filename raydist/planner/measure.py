@@ -72,7 +72,8 @@ class Planner:
         measuring: Callable[[str], None] = lambda text: None,
         shorter: dict[tuple[int, ...], Planner] | None = None,
     ) -> None:
-        self._spec, self._vocab, self._target, self._measuring = spec, vocab_size, target, measuring
+        self._spec, self._vocab = spec, spec.model.rows(vocab_size)
+        self._target, self._measuring = target, measuring
         self._build = cast(Callable[..., nn.Module], registry.load("model", spec.model.name))
         self._loss = build_loss(spec)
         # Constants in the user's module are real tensors.

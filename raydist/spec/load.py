@@ -17,9 +17,10 @@ from typing import Any
 
 import yaml
 
-from raydist.errors import SpecError
+from raydist.errors import SpecError, UserError
 from raydist.redact import redact
 from raydist.spec.deepspeed import Converted, convert
+from raydist.spec.huggingface import read_folder
 from raydist.spec.models import JobSpec, flatten
 from raydist.spec.validate import extensions, validate
 
@@ -121,7 +122,7 @@ def overriding(overrides: Sequence[str]) -> Layer:
 def resolve(layers: Sequence[Layer], source: str, warn: Callable[[str], None] = _to_stderr) -> JobSpec:
     """The job of these layers; the last one wins. `source` is the place of fields that no layer sets. Raises SpecError with all
     problems."""
-    layers, converted = _with_deepspeed(list(layers))
+    layers, converted = _with_deepspeed(_with_pretrained(list(layers)))
     tree, origin = merged(layers)
     if converted is None:
         return parse(tree, origin, source)
@@ -136,6 +137,28 @@ def resolve(layers: Sequence[Layer], source: str, warn: Callable[[str], None] = 
     for line in converted.warnings():
         warn(line)
     return spec
+
+
+def _with_pretrained(layers: list[Layer]) -> list[Layer]:
+    """The layers, with the fields of the config.json of the last `model.hf` as a layer right before the one that names it."""
+    naming = [i for i, x in enumerate(layers) if isinstance(model := x.tree.get("model"), dict) and model.get("hf")]
+    if not naming:
+        return layers
+    at = naming[-1]
+    layer = layers[at]
+    hf, origin = layer.tree["model"]["hf"], layer.origin.get("model.hf", "model")
+    try:
+        folder, fields = read_folder(str(hf))
+    except UserError as error:
+        raise SpecError(f"{origin}: model.hf: {error.message}; {error.hint}") from None
+    named = next(
+        (m for x in reversed(layers[at:]) if (m := x.tree["model"].get("name") if "model" in x.tree else None)), None
+    )
+    if named not in (None, fields["name"]):
+        raise SpecError(f"{origin}: model.name: {named}: {folder} has a {fields['name']}; leave name out")
+    own = layer.with_field("model.hf", str(folder), origin)
+    config = Layer({"model": fields}, dict.fromkeys(_paths({"model": fields}), f"{folder}/config.json"))
+    return [*layers[:at], config, Layer(own.tree, layer.origin, layer.folder, layer.extends), *layers[at + 1 :]]
 
 
 def _with_deepspeed(layers: list[Layer]) -> tuple[list[Layer], Converted | None]:

@@ -43,7 +43,7 @@ class JobSpec(Part):
     numbers_exclude: ClassVar[tuple[str, ...]] = (
         "name", "train.micro_batch", "train.compile", "train.checkpoint_activations", "train.check_replicas",
         "train.check_gradients", "parallel", "offload", "checkpoint", "eval", "recovery", "observe", "cluster", "data.prefetch",
-        "data.source", "data.path", "optim.fused", "deepspeed",
+        "data.source", "data.path", "optim.fused", "deepspeed", "model.hf",
     )  # fmt: skip
     """Fields that do not change the numbers, or only within float tolerance. The data is compared by its fingerprint."""
 

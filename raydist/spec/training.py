@@ -6,18 +6,26 @@ Runs anywhere. Each field's description is written here once; see raydist/spec/m
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from raydist.errors import UserError
 from raydist.spec.parts import Extension, Part, PartWithNewFields, check_spec, near_divisors, problem
 
 
-class ModelSpec(Part):
+class ModelSpec(PartWithNewFields):
     """The model: a built-in one, or your own."""
+
+    new_fields: ClassVar[tuple[str, ...]] = ("hf", "vocab_size")
 
     name: Annotated[str, Extension("model")] = Field(
         "gpt", description="A built-in model, or package.module:attribute of your own."
+    )
+    hf: str | None = Field(
+        None,
+        description="Start from the weights of this folder in Hugging Face's format, or of hf://OWNER/NAME; its config.json sets "
+        "the fields of `model` that are not given; docs/how-to/pretrained.md.",
     )
     layers: int = Field(4, ge=1, description="Number of blocks.")
     width: int = Field(128, ge=1, description="Size of the residual stream.")
@@ -31,6 +39,9 @@ class ModelSpec(Part):
     )
     qk_norm: bool = Field(False, description="Normalise queries and keys of each head.")
     tie_embeddings: bool = Field(True, description="Use one matrix for the token embedding and the output head.")
+    vocab_size: int | None = Field(
+        None, ge=1, description="Ids that embedding and head have room for; default: those of the tokenizer."
+    )
     dropout: float = Field(0.0, ge=0, lt=1, description="Probability of dropping an activation while training.")
     rope_base: float = Field(10_000.0, gt=0, description="Base of the rotary position frequencies.")
     options: dict[str, Any] = Field(default_factory=dict, description="The options of that model; docs/extending.md.")
@@ -39,6 +50,15 @@ class ModelSpec(Part):
     def _fits(self) -> ModelSpec:
         check_spec("model", self.name, self)
         return self
+
+    def rows(self, tokenizer: int) -> int:
+        """Rows of the embedding for a tokenizer of so many ids. Raises UserError if it has more than `vocab_size`."""
+        if self.vocab_size is not None and tokenizer > self.vocab_size:
+            raise UserError(
+                f"model.vocab_size: {self.vocab_size}: the tokenizer of the data has {tokenizer} ids",
+                f"set data.tokenizer: {self.hf}/tokenizer.json" if self.hf else "leave it out, or set it higher",
+            )
+        return self.vocab_size or tokenizer
 
 
 class DataSpec(Part):

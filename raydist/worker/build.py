@@ -17,7 +17,7 @@ from raydist.errors import GraphMismatch, UserError
 from raydist.extension_plans import buckets
 from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
-from raydist.worker import distributed
+from raydist.worker import distributed, pretrained
 from raydist.worker.checks.replicas import hashes
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
@@ -42,7 +42,7 @@ def build_model(spec: JobSpec, vocab_size: int, meta: bool = False) -> nn.Module
     otherwise the whole model: no other `build` is called under the meta device. Raises UserError if the model breaks the contract
     of models, and any error of `build`.
     """
-    name = spec.model.name
+    name, vocab_size = spec.model.name, spec.model.rows(vocab_size)
     build = registry.load("model", name)
     distributed.seed_all(spec.train.seed, "init")
     if getattr(build, "takes_meta", False):
@@ -53,6 +53,8 @@ def build_model(spec: JobSpec, vocab_size: int, meta: bool = False) -> nn.Module
                 f"model.name: {name}: takes_meta is set, and {type(model).__name__} has no init_module to make weights with",
                 "add init_module(name, module), or take takes_meta away (docs/reference/models.md)",
             )
+        if spec.model.hf is not None:
+            pretrained.leave_empty(model)
         distributed.seed_all(spec.train.seed, "init")  # weights must not depend on the numbers that build has drawn
         if not meta:
             for _ in initialise(model):

@@ -21,7 +21,7 @@ from raydist.extension_plans import strategy_plan
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.records import Event, StepRecord
 from raydist.redact import redact
-from raydist.worker import build, distributed, model_transforms, precision
+from raydist.worker import build, distributed, model_transforms, precision, pretrained
 from raydist.worker.attempt import Job, MonitorChannel, Outcome
 from raydist.worker.checkpoint.manager import CheckpointManager, Progress
 from raydist.worker.checkpoint.state_dict import TrainState
@@ -183,6 +183,10 @@ class _Run:
         )
         startup.done("build")
         if self.checkpoints.resume():
+            self.strategy.updated()
+        elif spec.model.hf is not None:
+            read = pretrained.load(spec.model, model, shards, dataset.vocab_size)
+            self._note(f"model.hf: rank 0 read {read / 2**20:,.0f} MiB of {spec.model.hf}")
             self.strategy.updated()
         startup.done("load")
         self.checkpoints.open()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -12,15 +13,21 @@ from torch import nn
 from raydist import registry
 from raydist.data.batches import MASKED
 from raydist.spec import ModelSpec
+from raydist.spec.huggingface import format_of
+from tests.training import MODELS
 
 VOCAB, BATCH, TIME = 29, 2, 12
-MODELS = registry.names("model")
+
+
+def fields(name: str) -> dict[str, Any]:
+    """The fields of `model` for a name in MODELS, or for a user's own model (test_extending.py)."""
+    return MODELS.get(name, {"name": name})
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    spec = ModelSpec(name=name, layers=2, width=16, heads=2, context=TIME)
-    model: nn.Module = registry.load("model", name)(spec, VOCAB)
+    spec = ModelSpec(layers=2, width=16, heads=4, context=TIME, **fields(name))
+    model: nn.Module = registry.load("model", spec.name)(spec, VOCAB)
     return model
 
 
@@ -67,7 +74,7 @@ def test_the_seed_decides_the_weights(name):
 def test_import_draws_nothing(name):
     """Loading the extension leaves the default generator unchanged."""
     state = torch.get_rng_state()
-    registry.load("model", name)
+    registry.load("model", fields(name)["name"])
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -126,3 +133,18 @@ def test_evaluation_is_deterministic_and_draws_nothing(name):
     state = torch.get_rng_state()
     assert torch.equal(model(tokens()), model(tokens()))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_driver_knows_the_parameters(name):
+    """What a file says of Hugging Face's format: each parameter has tensors of its own, and the shape of the model's."""
+    model = build(name)
+    format = format_of(fields(name)["name"])
+    if format is None:
+        return
+    pieces = [piece.name for parameter in format.shapes(model.spec, VOCAB) for piece in format.pieces(parameter)]
+    assert len(pieces) == len(set(pieces))
+    tied = {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
+    assert format.shapes(model.spec, VOCAB) == {
+        n: tuple(t.shape) for n, t in model.state_dict().items() if n not in tied
+    }

@@ -30,7 +30,7 @@ def test_a_driver_reads_all_of_them_without_torch() -> None:
         "import sys\nfrom raydist import registry\n"
         "for kind in registry.FOLDERS:\n"
         "    for name in registry.names(kind):\n"
-        "        for what in ('Options', 'PLAN', 'check_spec', 'COPIES', 'VARIANTS'):\n"
+        "        for what in ('Options', 'PLAN', 'check_spec', 'COPIES', 'VARIANTS', 'HUGGINGFACE', 'check_tensor'):\n"
         "            registry.described(kind, name, what)\n"
         "from raydist.spec import load\n"
         f"load({str(JOBS / 'quickstart.yaml')!r})\n"

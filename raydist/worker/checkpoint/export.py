@@ -1,9 +1,8 @@
-"""A gpt checkpoint as a folder that `transformers` loads: safetensors, config.json and the tokenizer.
+"""A checkpoint as a folder that `transformers` loads: safetensors, config.json and the tokenizer.
 
 Runs in: the user's shell (`raydist checkpoint export`). Torch, never ray.
 
-Weights are renamed, not changed: gpt has Llama's architecture, and with `model.qk_norm` Qwen3's. Both rotate the two halves
-of a head against each other, as gpt does, so the logits are the same.
+Weights are renamed, not changed: the model's file says how (`HUGGINGFACE`, raydist/spec/huggingface.py).
 """
 
 from __future__ import annotations
@@ -27,45 +26,29 @@ from raydist.errors import CheckpointNotFound, DataError, UsageError, UserError
 from raydist.redact import beside
 from raydist.run.directory import SPEC, RunDir
 from raydist.spec import ModelSpec, parse
+from raydist.spec.huggingface import format_of
 from raydist.worker.checkpoint import restore
-from raydist.worker.model.gpt import NORM_EPS, default_hidden
 
-FORMATS = ("safetensors",)
+FORMATS = ("huggingface", "safetensors")
 MODEL = "model/"
 """The prefix of the model's tensors in a checkpoint."""
-
-_BLOCK = {
-    "attention_norm": "input_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.out": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-"""A module of a block -> its name in `transformers`."""
-
-_TOP = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
 def export(run: RunDir, step: int | None, out: Path, format: str = "safetensors", dataset: str | None = None) -> Path:
     """Writes the weights of a committed checkpoint to the new folder `out`, whole or not at all; gives `out`.
 
     `step`: None takes the newest good one. `dataset`: the place of the run's prepared data, if it has moved; its tokenizer is
-    exported too. Raises UsageError (format, `out` exists), UserError (no gpt), CheckpointNotFound, CheckpointCorrupt, DataError.
+    exported too. Raises UsageError (format, `out` exists), UserError (a model without `HUGGINGFACE`),
+    CheckpointNotFound, CheckpointCorrupt, DataError.
     """
     if format not in FORMATS:
         raise UsageError(f"--format {format}: cannot be written", f"there are: {', '.join(FORMATS)}")
     if out.exists():
         raise UsageError(f"{out} exists", "give a folder that does not exist yet")
     spec = parse(yaml.safe_load(run.storage.read(SPEC)), source=f"{run.uri}/{SPEC}")
-    if spec.model.name != "gpt":
+    if format_of(spec.model.name) is None:
         raise UserError(
-            f'model.name: {spec.model.name}: only "gpt" has a counterpart in transformers',
+            f"model.name: {spec.model.name}: has no counterpart in transformers",
             "read the weights themselves with raydist.worker.checkpoint.restore",
         )
     manifest = restore.choose(run, step=step)
@@ -76,7 +59,7 @@ def export(run: RunDir, step: int | None, out: Path, format: str = "safetensors"
     weights = _read(run, manifest)
     dtype = str(weights["embedding.weight"].dtype).removeprefix("torch.")
     data = _dataset(dataset or beside(str(manifest.plain["dataset"]), run.full_uri))
-    config = hf_config(spec.model, data.vocab_size, data.end, dtype)
+    config = hf_config(spec.model, len(weights["embedding.weight"]), data.end, dtype)
     generation = {"bos_token_id": data.end, "eos_token_id": data.end}
     files = {"config.json": _json(config), "generation_config.json": _json(generation)}
     files |= tokenizer_files(data, spec.model.context)
@@ -88,7 +71,7 @@ def export(run: RunDir, step: int | None, out: Path, format: str = "safetensors"
             (whole / name).write_bytes(content)
         metadata = {"format": "pt", "raydist_run": run.name, "raydist_step": str(manifest.step)}
         saved = whole / "model.safetensors"
-        save_file(hf_weights(weights, spec.model.tie_embeddings), saved, metadata)
+        save_file(hf_weights(weights, spec.model), saved, metadata)
         # safetensors creates its file for the owner alone: set the permissions of the other files, which follow the umask.
         saved.chmod(stat.S_IMODE((whole / "config.json").stat().st_mode))
         whole.rename(out)
@@ -113,55 +96,33 @@ def _dataset(uri: str) -> TokenDataset:
         raise DataError(error.message, "its tokenizer belongs to the model: say where the dataset is now") from error
 
 
-def hf_name(name: str) -> str:
-    """`blocks.3.mlp.up.weight` -> `model.layers.3.mlp.up_proj.weight`. Raises KeyError for other names."""
-    module, _, leaf = name.rpartition(".")
-    if not module.startswith("blocks."):
-        return f"{_TOP[module]}.{leaf}"
-    _, layer, inner = module.split(".", 2)
-    return f"model.layers.{layer}.{_BLOCK[inner]}.{leaf}"
-
-
-def hf_weights(weights: Mapping[str, Tensor], tied: bool) -> dict[str, Tensor]:
-    """gpt's parameters by name -> those of `transformers`. A tied head is left out: there the embedding replaces it."""
+def hf_weights(weights: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
+    """A model's parameters by name -> the tensors of `transformers`. A tied head is left out: there the embedding replaces it."""
+    format = format_of(spec.name)
+    assert format is not None
     return {
-        hf_name(name): w.detach().cpu().contiguous()
+        piece.name: w.detach()[piece.at].cpu().contiguous()
         for name, w in weights.items()
-        if not (tied and name == "head.weight")
+        if not (spec.tie_embeddings and name == "head.weight")
+        for piece in format.pieces(name)
     }
 
 
 def hf_config(spec: ModelSpec, vocab_size: int, end: int | None, dtype: str = "float32") -> dict[str, Any]:
     """config.json of the model. `end`: the id that ends a document and begins the next; None: not known."""
-    config = {
-        "architectures": ["Qwen3ForCausalLM" if spec.qk_norm else "LlamaForCausalLM"],
-        "model_type": "qwen3" if spec.qk_norm else "llama",
+    format = format_of(spec.name)
+    assert format is not None
+    config = format.config(spec)
+    return {
+        "architectures": [format.types[config["model_type"]]],
+        **config,
         "vocab_size": vocab_size,
-        "hidden_size": spec.width,
-        "intermediate_size": spec.hidden or default_hidden(spec.width),
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads or spec.heads,
-        "head_dim": spec.width // spec.heads,
-        "hidden_act": "silu",
-        "max_position_embeddings": spec.context,
-        "rms_norm_eps": NORM_EPS,
-        # transformers 5 reads rope_parameters, 4 reads rope_theta; likewise dtype and torch_dtype.
-        "rope_theta": spec.rope_base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_base},
+        # transformers 5 reads dtype, 4 reads torch_dtype.
         "dtype": dtype,
         "torch_dtype": dtype,
-        "tie_word_embeddings": spec.tie_embeddings,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
         "bos_token_id": end,
         "eos_token_id": end,
     }
-    if spec.qk_norm:
-        del config["mlp_bias"]
-        config["use_sliding_window"] = False
-    return config
 
 
 def tokenizer_files(dataset: TokenDataset, context: int) -> dict[str, bytes]:

@@ -56,13 +56,12 @@ PEAK_FP32: dict[str, float] = {
 """The same in fp32, from the same data sheets: without tensor cores, because torch does not use TF32 by default."""
 
 
-def decoder_flops(parameters: int, layers: int, heads: int, qk: int, v: int, context: int) -> float:
-    """Training FLOPs of one token of a transformer decoder.
+def attention_flops(heads: int, qk: int, v: int, tokens: int) -> float:
+    """Training FLOPs of one token in the products of queries, keys and values of a layer: 6 H (d_qk + d_v) T.
 
-    `parameters`: those in matrix products, so without the embedding unless it is the output head, too. `qk` and `v`: sizes of a
-    head's queries and values. 6 N + 6 L H (d_qk + d_v) T.
+    `qk` and `v`: sizes of a head's queries and values. `tokens`: those that a token attends to, the causal half not subtracted.
     """
-    return 6.0 * parameters + 6.0 * layers * heads * (qk + v) * context
+    return 6.0 * heads * (qk + v) * tokens
 
 
 def flops_per_token(model: nn.Module, context: int) -> float:

@@ -12,16 +12,17 @@ import torch
 import transformers
 from torch import nn
 
+from raydist import registry
 from raydist.data.dataset import TokenDataset
 from raydist.data.prepare import prepare
 from raydist.data.tokenizers import Bytes
 from raydist.errors import CheckpointCorrupt, CheckpointNotFound, DataError, UsageError, UserError
 from raydist.run.directory import SPEC, RunDir
 from raydist.spec import JobSpec, dump
+from raydist.spec.huggingface import dense_pieces
 from raydist.worker.checkpoint import export as exporting
-from raydist.worker.checkpoint.export import byte_tokenizer, export, hf_name
+from raydist.worker.checkpoint.export import byte_tokenizer, export
 from raydist.worker.checkpoint.save import Saver
-from raydist.worker.model import gpt
 
 TEXT = "Žluťoučký kůň — 你好, <|endoftext|>\n\tdef f(x):  return x\x00\n"
 
@@ -55,7 +56,7 @@ def trained(run: RunDir, spec: JobSpec, dataset: TokenDataset, steps: tuple[int,
     )  # fmt: skip
     for step in steps:
         torch.manual_seed(step)
-        model = gpt.build(spec.model, dataset.vocab_size).eval()
+        model = registry.load("model", spec.model.name)(spec.model, spec.model.rows(dataset.vocab_size)).eval()
         for p in model.parameters():
             nn.init.normal_(p, mean=1.0 if p.ndim == 1 else 0.0, std=0.2)
         tensors = {f"model/{n}": t for n, t in model.state_dict().items()}
@@ -73,6 +74,9 @@ def trained(run: RunDir, spec: JobSpec, dataset: TokenDataset, steps: tuple[int,
         ("LlamaForCausalLM", {}),
         ("LlamaForCausalLM", {"kv_heads": 2, "tie_embeddings": False, "rope_base": 77.0, "hidden": 40}),
         ("Qwen3ForCausalLM", {"qk_norm": True, "kv_heads": 1}),
+        ("LlamaForCausalLM", {"name": "llama", "vocab_size": 300, "options": {"attention_bias": True, "head_dim": 12}}),
+        ("MistralForCausalLM", {"name": "llama", "options": {"sliding_window": 5}}),
+        ("Qwen2ForCausalLM", {"name": "qwen", "tie_embeddings": False}),
     ],
 )
 @torch.no_grad()
@@ -165,7 +169,7 @@ def test_what_cannot_be_exported(tmp_path, datasets):
     assert "safetensors" in caught.value.hint
     with pytest.raises(UsageError, match="run exists"):
         export(run, None, tmp_path / "run")
-    with pytest.raises(UserError, match='mlp: only "gpt"'):
+    with pytest.raises(UserError, match="mlp: has no counterpart"):
         export(run, None, tmp_path / "out")
 
 
@@ -213,7 +217,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, datasets, monkeypatch):
 
 def test_names_of_other_models_are_refused():
     """A parameter that gpt does not have is an error, and is not silently dropped."""
-    assert hf_name("blocks.11.attention.k_norm.weight") == "model.layers.11.self_attn.k_norm.weight"
+    assert dense_pieces("blocks.11.attention.k_norm.weight")[0].name == "model.layers.11.self_attn.k_norm.weight"
     for name in ("blocks.0.router.weight", "decoder.weight"):
         with pytest.raises(KeyError):
-            hf_name(name)
+            dense_pieces(name)

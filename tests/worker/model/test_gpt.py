@@ -11,8 +11,11 @@ from torch import nn
 
 from raydist.errors import UserError
 from raydist.spec import ModelSpec
+from raydist.spec.decoder import default_hidden
 from raydist.worker.checkpoint.export import hf_config, hf_weights
 from raydist.worker.model import gpt
+from raydist.worker.model._decoder import EMBEDDING_STD
+from raydist.worker.model._rotary import packed_positions
 
 VOCAB, CONTEXT = 37, 24
 
@@ -45,7 +48,7 @@ def test_logits_equal_transformers(tie_embeddings, kv_heads, qk_norm):
     config = hf_config(model.spec, VOCAB, end=None)
     kind = transformers.Qwen3Config if qk_norm else transformers.LlamaConfig
     peer = transformers.AutoModelForCausalLM.from_config(kind(**config))
-    missing, unexpected = peer.load_state_dict(hf_weights(dict(model.named_parameters()), tie_embeddings), strict=False)
+    missing, unexpected = peer.load_state_dict(hf_weights(dict(model.named_parameters()), model.spec), strict=False)
     assert not unexpected
     assert list(missing) == (["lm_head.weight"] if tie_embeddings else [])
     torch.testing.assert_close(model(tokens()), peer.eval()(tokens()).logits, rtol=1e-5, atol=1e-5)
@@ -80,7 +83,7 @@ def test_initial_scale():
     for layer, residual in ((attention.q, 1), (mlp.up, 1), (attention.out, 4), (mlp.down, 4)):
         expected = layer.in_features**-0.5 / residual
         assert layer.weight.std().item() == pytest.approx(expected, rel=0.02)
-    assert model.embedding.weight.std().item() == pytest.approx(gpt.EMBEDDING_STD, rel=0.03)
+    assert model.embedding.weight.std().item() == pytest.approx(EMBEDDING_STD, rel=0.03)
     with torch.no_grad():
         logits_BTV = model(tokens(8))
     loss = nn.functional.cross_entropy(logits_BTV.flatten(0, 1), tokens(8, seed=2).flatten())
@@ -112,7 +115,7 @@ def test_rows_may_be_packed_differently():
 
 def test_packed_positions():
     """Positions restart where the number changes; each document is identified by its start."""
-    positions, runs = gpt.packed_positions(torch.tensor([[7, 7, 7, 2, 7, 7], [1, 1, 1, 1, 1, 1]]))
+    positions, runs = packed_positions(torch.tensor([[7, 7, 7, 2, 7, 7], [1, 1, 1, 1, 1, 1]]))
     assert positions.tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]]
     assert runs.tolist() == [[0, 0, 0, 3, 4, 4], [0, 0, 0, 0, 0, 0]]
 
@@ -122,7 +125,7 @@ def test_packed_positions():
 def test_cached_logits_equal_whole_ones(kv_heads):
     """Fed in pieces of one or several tokens, the logits equal those of the whole sequence."""
     model, x_BT = build(kv_heads=kv_heads, qk_norm=True), tokens()
-    caches = model._caches(2)
+    caches = model.caches()
     pieces = [model(x, caches=caches) for x in x_BT.split((7, 1, 1, 10, 5), dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(x_BT), rtol=1e-5, atol=1e-5)
 
@@ -209,7 +212,7 @@ def test_bf16_autocast_stays_close(fields):
 @pytest.mark.parametrize("width", [96, 128, 768])
 def test_default_hidden(width):
     """8/3 of the width, rounded up to a multiple of 32."""
-    hidden = gpt.default_hidden(width)
+    hidden = default_hidden(width)
     assert hidden % 32 == 0
     assert 0 <= hidden - width * 8 / 3 < 32
 

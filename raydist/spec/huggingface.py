@@ -1,0 +1,216 @@
+"""How models are written in Hugging Face's format: config.json as fields of `model`, and the names of tensors.
+
+Runs anywhere, without torch. A family says it in its model's file (raydist/worker/model), as `HUGGINGFACE`, once for import and
+export; that is read without importing the file. Here is what the families share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raydist import registry, remote_filesystem
+from raydist.errors import UserError
+from raydist.spec.decoder import DecoderOptions, default_hidden
+
+if TYPE_CHECKING:
+    from raydist.spec.training import ModelSpec
+
+Config = Mapping[str, Any]
+"""The values of a config.json."""
+
+
+def read_folder(name: str) -> tuple[Path, dict[str, Any]]:
+    """(the folder, the fields of `model`) of a folder in Hugging Face's format, or of a model hf://OWNER/NAME[@REVISION] of a hub,
+    which is downloaded. Raises UserError."""
+    folder = _download(name) if name.startswith("hf://") else Path(name).expanduser().absolute()
+    if "://" in str(name) and not name.startswith("hf://"):
+        raise UserError(
+            f"{name}: weights are read from folders", "give a folder that all nodes can read, or hf://OWNER/NAME"
+        )
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"{folder}/config.json: cannot be read: {error.strerror}", "give a folder in Hugging Face's format"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"{folder}/config.json: is not JSON: {error}", "download it again") from None
+    if not isinstance(config, dict):
+        raise UserError(
+            f"{folder}/config.json: holds {type(config).__name__}, not the config of a model", "download it again"
+        )
+    try:
+        model, format = reader_of(config)
+        return folder, {"name": model, "vocab_size": need(config, "vocab_size"), **format.fields(config)}
+    except UserError as error:
+        raise UserError(f"{folder}/config.json: {error.message}", error.hint) from None
+
+
+def _download(name: str) -> Path:
+    """The folder of a model of a hub, in the cache of huggingface_hub."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise UserError(
+            f"{name}: needs the package huggingface_hub", "install it, or download the model and give its folder"
+        ) from None
+    owner, _, revision = name.removeprefix("hf://").partition("@")
+    try:
+        return Path(snapshot_download(owner, revision=revision or None, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # of the hub, the network and the cache, in many classes
+        raise UserError(
+            f"{name}: cannot be downloaded: {type(error).__name__}: {remote_filesystem.reason(error)}",
+            "check the name and the network (HF_TOKEN for gated models; HF_HOME, on shared storage, is the cache)",
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor of a file: its name there, and which part of our parameter it is; `at` () is the whole."""
+
+    name: str
+    at: tuple[int | slice, ...] = ()
+
+
+def dense_pieces(parameter: str) -> list[Piece]:
+    """The tensors of `transformers` that make a parameter of a decoder of dense blocks. Raises KeyError for other names."""
+    module, _, leaf = parameter.rpartition(".")
+    if not module.startswith("blocks."):
+        return [Piece(f"{_TOP[module]}.{leaf}")]
+    _, layer, inner = module.split(".", 2)
+    return [Piece(f"model.layers.{layer}.{_BLOCK[inner]}.{leaf}")]
+
+
+_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+"""A module of a block -> its name in `transformers`."""
+
+_TOP = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFace:
+    """The counterpart of a model in `transformers`.
+
+    types    `model_type` in config.json -> the class in `architectures`, for each that this model reads
+    fields   config.json -> the fields of `model` besides its name; raises UserError for what the model cannot compute
+    config   the model -> the keys of config.json that describe it, `model_type` among them
+    shapes   the model and the rows of its embedding -> the shape of each parameter and persistent buffer here; a tied one once
+    pieces   one of our parameters -> the tensors in files that make it
+    ignored  patterns of names in files that are no parameters
+    reads    whether config.json of these types is read as this model; otherwise it is only written
+    """
+
+    types: Mapping[str, str]
+    fields: Callable[[Config], dict[str, Any]]
+    config: Callable[[ModelSpec], dict[str, Any]]
+    shapes: Callable[[ModelSpec, int], dict[str, tuple[int, ...]]]
+    pieces: Callable[[str], list[Piece]] = dense_pieces
+    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    reads: bool = True
+
+
+def format_of(model: str) -> HuggingFace | None:
+    """What a model's file says of Hugging Face's format; None where it says nothing."""
+    found = registry.described("model", model, "HUGGINGFACE")
+    assert found is None or isinstance(found, HuggingFace)
+    return found
+
+
+def reader_of(config: Config) -> tuple[str, HuggingFace]:
+    """The built-in model that reads a config.json, by `model_type`. Raises UserError for another one, with those that there are."""
+    known: dict[str, tuple[str, HuggingFace]] = {}
+    for name in registry.names("model"):
+        if (format := format_of(name)) is not None and format.reads:
+            known |= {kind: (name, format) for kind in format.types}
+    kind = config.get("model_type")
+    if kind not in known:
+        raise UserError(f"model_type {kind!r}: no model here reads it", f"there are: {', '.join(sorted(known))}")
+    return known[kind]
+
+
+def decoder_fields(config: Config, options: DecoderOptions) -> dict[str, Any]:
+    """The fields of `model` that all decoders have in config.json. `options`: their defaults. Raises UserError."""
+    for key, computed in (("hidden_act", "silu"), ("partial_rotary_factor", 1.0), ("quantization_config", None)):
+        if config.get(key, computed) != computed:
+            raise UserError(f"{key}: {config[key]!r} is not computed here", f"only {computed!r} is")
+    width, heads = need(config, "hidden_size"), need(config, "num_attention_heads")
+    base, scaling = _rotary(config)
+    kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim")
+    given = {
+        "head_dim": None if head_dim is None or head_dim * heads == width else head_dim,
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rope_scaling": scaling,
+    }
+    return {
+        "layers": need(config, "num_hidden_layers"),
+        "width": width,
+        "heads": heads,
+        "kv_heads": None if kv_heads == heads else kv_heads,
+        "context": need(config, "max_position_embeddings"),
+        "hidden": need(config, "intermediate_size"),
+        "tie_embeddings": config.get("tie_word_embeddings", False),
+        "rope_base": base,
+        "options": {name: value for name, value in given.items() if value != getattr(options, name)},
+    }
+
+
+def decoder_config(spec: ModelSpec, options: DecoderOptions) -> dict[str, Any]:
+    """The keys of config.json that all decoders have."""
+    scaling = {"rope_type": "default"}
+    if options.rope_scaling is not None:
+        scaling = options.rope_scaling.model_dump(exclude_unset=True)
+    return {
+        "hidden_size": spec.width,
+        "intermediate_size": spec.hidden or default_hidden(spec.width),
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads or spec.heads,
+        "head_dim": options.head_dim or spec.width // spec.heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": spec.context,
+        "rms_norm_eps": options.rms_norm_eps,
+        # transformers 5 reads rope_parameters, 4 reads rope_theta and rope_scaling.
+        "rope_theta": spec.rope_base,
+        **({} if options.rope_scaling is None else {"rope_scaling": scaling}),
+        "rope_parameters": {**scaling, "rope_theta": spec.rope_base},
+        "tie_word_embeddings": spec.tie_embeddings,
+        "attention_dropout": 0.0,
+    }
+
+
+def need(config: Config, key: str) -> Any:
+    """A key of a config.json. Raises UserError where it is missing."""
+    if config.get(key) is None:
+        raise UserError(f"{key}: is missing", "take the config.json that belongs to the weights")
+    return config[key]
+
+
+def _rotary(config: Config) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling of rotary frequencies, as `transformers` 5 and 4 write them."""
+    told = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    base = float(told.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0)
+    kind = told.pop("rope_type", None) or told.pop("type", None) or "default"
+    told.pop("type", None)
+    if told.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError("partial_rotary_factor: is not computed here", "only 1.0 is")
+    if kind == "default":
+        return base, None
+    if kind in ("llama3", "yarn") and "original_max_position_embeddings" not in told:
+        told["original_max_position_embeddings"] = need(config, "max_position_embeddings")
+    return base, {"rope_type": kind, **{key: value for key, value in told.items() if value is not None}}

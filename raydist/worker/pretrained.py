@@ -1,0 +1,92 @@
+"""First weights from a folder in Hugging Face's format: each rank reads its own part of each parameter, straight into its shard.
+
+Runs in: each train worker. Torch, never ray.
+
+The model is built without values (`leave_empty`), split and wrapped as always, and `load` then fills what the rank has of it, as a
+checkpoint would: so no rank ever has the whole model, whatever the strategy and the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from raydist.checkpoint.huggingface import check, format_for, overlap
+from raydist.spec import ModelSpec
+from raydist.worker.parallel import ParamShard
+from raydist.worker.parallel._model_graph import plain_name
+
+READ_BYTES = 64 << 20
+"""Of a tensor at a time."""
+
+
+def leave_empty(model: nn.Module) -> None:
+    """Lets `init_module` of a model on the meta device set zeros, which `load` replaces."""
+
+    def init_module(name: str, module: nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            if not p.is_meta:
+                nn.init.zeros_(p)
+
+    model.init_module = init_module  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def load(spec: ModelSpec, model: nn.Module, shards: Mapping[str, ParamShard], vocab_size: int) -> int:
+    """Fills `shards`, and the persistent buffers of `model`, from the folder `spec.hf`; returns the bytes that were read.
+
+    Sends nothing. `vocab_size`: of the tokenizer. Raises UserError, the same on every rank, if the tensors are others.
+    """
+    assert spec.hf is not None
+    folder, format = Path(spec.hf), format_for(spec)
+    shapes = format.shapes(spec, spec.rows(vocab_size))
+    files = check(folder, spec, format, shapes)
+    buffers = {plain_name(name): buffer for name, buffer in model.named_buffers()}
+    parts = [(name, shard.local.detach(), *_place(shard)) for name, shard in shards.items()]
+    parts += [(name, b, (0,) * b.ndim, tuple(b.shape)) for name, b in buffers.items() if name in shapes]
+    total = 0
+    with ExitStack() as stack:
+        opened: dict[str, Any] = {}
+        for name, local, offset, size in parts:
+            for piece in format.pieces(name):
+                common = overlap(piece, shapes[name], offset, size)
+                if common is None:
+                    continue
+                file = files[piece.name].file
+                if file not in opened:
+                    opened[file] = stack.enter_context(safe_open(folder / file, framework="pt"))
+                total += _copy(opened[file].get_slice(piece.name), common[0], local[common[1]])
+    return total
+
+
+def _place(shard: ParamShard) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offset, size) of a shard in its parameter."""
+    if shard.like is None:
+        return (0,) * shard.local.ndim, tuple(shard.local.shape)
+    size, offset = compute_local_shape_and_global_offset(
+        shard.like.shape, shard.like.device_mesh, shard.like.placements
+    )
+    return tuple(offset), tuple(size)
+
+
+def _copy(tensor: Any, where: tuple[slice, ...], into: Tensor) -> int:
+    """Reads a part of a file's tensor, some rows at a time; returns the bytes."""
+    if into.ndim == 0:
+        into.copy_(tensor[:])
+        return into.element_size()
+    rows = max(1, READ_BYTES * len(into) // max(into.numel() * 4, 1))
+    done = 0
+    for at in range(0, len(into), rows):
+        n = min(rows, len(into) - at)
+        first = where[0].start + at
+        read = tensor[(slice(first, first + n), *where[1:])]
+        into[at : at + n].copy_(read)
+        done += read.numel() * read.element_size()
+    return done

@@ -1,0 +1,62 @@
+"""Every model that can be split, and every variant of it, under each strategy and mesh: the numbers of one process.
+
+gpt has more combinations in test_strategies.py, test_tensor.py and test_pipeline.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from raydist import registry
+from tests.contracts.test_pipeline import OPTIM, TWO, UNCLIPPED, Result, near, same_bits, train
+from tests.training import GROUPED, MODELS, alone, job, mesh_job, run
+
+SMALL = {"layers": 2, "width": 16, "heads": 4, "context": 8, "tie_embeddings": False}
+"""Untied: a tied weight's gradient is summed in another order in a pipeline."""
+SPLIT = [
+    name
+    for name, fields in MODELS.items()
+    if fields["name"] != "gpt" and registry.described("model", fields["name"], "check_tensor") is not None
+]
+
+
+def model(name: str) -> dict[str, Any]:
+    return {**SMALL, **MODELS[name]}
+
+
+@functools.cache
+def reference(name: str, clip: float = 0.5) -> Result:
+    """One process."""
+    return train(alone(), job("ddp", model(name), optim={**OPTIM, "clip": clip}))
+
+
+@pytest.mark.parametrize("strategy", [name for name in registry.names("parallel") if name not in GROUPED])
+@pytest.mark.parametrize("name", SPLIT)
+def test_strategies(ranks: Any, name: str, strategy: str) -> None:
+    """Two data parallel ranks."""
+    for got in run(ranks, train, 2, mesh_job(strategy, 1, model(name))):
+        near(got, reference(name), 3e-6)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_tensor(ranks: Any, name: str) -> None:
+    """Two ranks share each layer; each gradient within 3e-6 of its largest element."""
+    for got in run(ranks, train, 2, mesh_job("ddp", 2, model(name))):
+        near(got, reference(name), 3e-6)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_pipeline(ranks: Any, name: str) -> None:
+    """Two stages: the same bits."""
+    for got in run(ranks, train, 2, mesh_job("ddp", 1, model(name), TWO, **UNCLIPPED)):
+        same_bits(got, reference(name, clip=0))
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_tensor_and_pipeline(ranks: Any, name: str) -> None:
+    """Two stages of two ranks each."""
+    for got in run(ranks, train, 4, mesh_job("ddp", 2, model(name), TWO)):
+        near(got, reference(name), 3e-6)

@@ -1,0 +1,99 @@
+"""Tiny random models of `transformers` and the same ones here, with the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from raydist import registry
+from raydist.spec import ModelSpec
+from raydist.spec.huggingface import HuggingFace, format_of, reader_of
+
+VOCAB, CONTEXT = 37, 24
+
+TINY = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 12}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 6}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "rms_norm_eps": 1e-5},
+    "llama, tied, heads of another size": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 12},
+    "llama, biases, one key head": {
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "num_key_value_heads": 1,
+    },
+    "llama 3": {"model_type": "llama", "rope_parameters": LLAMA3},
+    "llama, linear": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": 5},
+    "mistral without a window": {"model_type": "mistral", "sliding_window": None},
+    "qwen2": {"model_type": "qwen2", "rope_parameters": YARN},
+    "qwen2, window from the second layer": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "qwen3, yarn": {
+        "model_type": "qwen3",
+        "head_dim": 8,
+        "rope_parameters": {**YARN, "truncate": False, "beta_fast": 4.0},
+    },
+}
+
+
+def theirs(name: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
+    """A model of `transformers` whose weights are all random: gains and biases, too. `changes`: of its config."""
+    config = transformers.AutoConfig.for_model(**{**TINY, **FAMILIES[name], **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter, p in model.named_parameters():
+            if "norm" in parameter:
+                p.uniform_(0.5, 1.5, generator=generator)
+            else:
+                p.normal_(0.0, 0.1, generator=generator)
+    return model  # type: ignore[no-any-return]
+
+
+def spec_of(config: dict[str, Any]) -> tuple[ModelSpec, HuggingFace]:
+    """The model that reads a config.json."""
+    name, format = reader_of(config)
+    return ModelSpec(name=name, **format.fields(config)), format
+
+
+def ours(model: transformers.PreTrainedModel) -> nn.Module:
+    """The same model here, from its config.json and its tensors."""
+    spec, _ = spec_of(model.config.to_dict())
+    made: nn.Module = registry.load("model", spec.name)(spec, VOCAB).eval()
+    tensors = renamed(dict(model.named_parameters()), made)
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            p.copy_(tensors[name])
+    return made
+
+
+def renamed(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of `transformers` under our names. All must be used."""
+    format = format_of(model.spec.name)  # type: ignore[union-attr, arg-type]
+    assert format is not None
+    made, left = {}, set(tensors)
+    for name, p in model.named_parameters():
+        whole = torch.empty_like(p)
+        for piece in format.pieces(name):
+            whole[piece.at] = tensors[piece.name]
+            left.remove(piece.name)
+        made[name] = whole
+    assert not left, left
+    return made

@@ -1,0 +1,229 @@
+"""Training starts from a folder in Hugging Face's format: every rank of every mesh reads its own part of the weights alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from safetensors.torch import load_file, save_file
+
+from raydist import registry
+from raydist.checkpoint.huggingface import INDEX, overlap, part_shape
+from raydist.cluster import preflight
+from raydist.data.batches import Batches
+from raydist.data.dataset import TokenDataset, Windows
+from raydist.data.prepare import prepare
+from raydist.errors import SpecError, UserError
+from raydist.run.directory import RunDir
+from raydist.spec import JobSpec, load
+from raydist.spec.huggingface import Piece
+from raydist.worker import pretrained
+from raydist.worker.attempt import Job, MonitorChannel
+from raydist.worker.build import build_model
+from raydist.worker.distributed import Rank
+from raydist.worker.loop import train
+from tests.training import GROUPED, SHARDS_PARAMETERS, VARIANTS, Trainer, run
+from tests.worker.model.families import renamed, theirs
+
+IDS = 257
+
+
+def saved(folder: Path, name: str, *, shard: str = "5GB", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A model of `transformers`, written by it."""
+    model = theirs(name, vocab_size=IDS, **changes).to(dtype)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+def job(folder: Path, **sections: Any) -> JobSpec:
+    """A job that starts from the folder, as `raydist train` reads it."""
+    tree = {
+        "model": {"hf": str(folder), "context": 8},
+        "data": {"source": "any"},
+        "train": {"steps": 3, "global_batch": 8, "micro_batch": 2},
+        "eval": {"every": None},
+        **sections,
+    }
+    (folder / "job.yaml").write_text(yaml.safe_dump(tree))
+    return load(folder / "job.yaml")
+
+
+def loaded(rank: Rank, spec: JobSpec) -> tuple[dict[str, torch.Tensor], int, int]:
+    """All parameters after `load`, the bytes that this rank read, and those of its shards."""
+    meta = spec.parallel.strategy in {VARIANTS[v]["strategy"] for v in SHARDS_PARAMETERS}
+    trainer = Trainer(rank, spec, full=64, model=build_model(spec, IDS, meta))
+    read = pretrained.load(spec.model, trainer.model, trainer.shards, IDS)
+    trainer.strategy.updated()
+    trainer.step.optimizer_hooks.close()
+    return trainer.whole(), read, sum(shard.local.nbytes for shard in trainer.shards.values())
+
+
+MESHES: list[tuple[int, dict[str, Any]]] = [
+    *[(2, VARIANTS[name]) for name in registry.names("parallel") if name not in GROUPED],
+    *[(4, VARIANTS[variant]) for variant in GROUPED.values()],
+    (2, {"strategy": "ddp", "tensor": 2}),
+    (2, {"strategy": "ddp", "pipeline": 2}),
+    (4, {"strategy": "zero3", "tensor": 2}),
+    (4, {"strategy": "zero3", "pipeline": 2}),
+]
+
+
+@pytest.mark.parametrize(("world", "parallel"), MESHES, ids=str)
+def test_each_rank_reads_its_part(ranks: Any, tmp_path: Path, world: int, parallel: dict[str, Any]) -> None:
+    """Bit for bit the file's weights; each rank reads as many bytes as it updates, those of other ranks not at all."""
+    peer = saved(tmp_path, "llama, biases, one key head", num_key_value_heads=2, shard="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    spec = job(tmp_path, parallel=parallel, cluster={"workers": world})
+    found = run(ranks, loaded, world, spec)
+    right = renamed(dict(peer.named_parameters()), build_model(spec, IDS))
+    for weights, read, own in found:
+        assert read == own
+        assert weights.keys() == right.keys()
+        assert [name for name, value in right.items() if not torch.equal(weights[name], value)] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_formats_of_16_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Their values are kept, in fp32; a head that a tied model stores is left out."""
+    peer = saved(tmp_path, "qwen3", dtype=dtype)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors"
+    )
+    spec = job(tmp_path)
+    (weights, read, own), *_ = run(None, loaded, 1, spec)
+    assert read == own / 2
+    for name, value in renamed(dict(peer.named_parameters()), build_model(spec, IDS)).items():
+        assert weights[name].dtype is torch.float32
+        assert torch.equal(weights[name], value)
+
+
+def trained(rank: Rank, spec: JobSpec, root: str, until: int) -> list[float]:
+    """The losses of an attempt."""
+    losses: list[float] = []
+
+    def push(new: list[dict[str, Any]], told: list[dict[str, Any]]) -> None:
+        losses.extend(record["loss"] for record in new)
+
+    runs = RunDir(f"{root}/run")
+    job = Job(spec, runs, str(spec.data.path), until, until)
+    train(job, rank, MonitorChannel(push, lambda: None) if rank.first else None)
+    return losses
+
+
+def test_training_starts_from_the_weights(ranks: Any, tmp_path: Path) -> None:
+    """The first loss is that of transformers on the same samples, and a later attempt goes on from its checkpoint."""
+    choose = random.Random(3)
+    (tmp_path / "a.txt").write_text("".join(choose.choices("abcdefgh ", k=2000)))
+    prepare([str(tmp_path / "a.txt")], str(tmp_path / "tokens"), eval_fraction=0.2)
+    peer = saved(tmp_path / "hf", "qwen2")
+    spec = job(tmp_path / "hf", data={"path": str(tmp_path / "tokens")}, parallel={"strategy": "zero3"},
+               cluster={"workers": 2}, checkpoint={"every": 2, "asynchronous": False})  # fmt: skip
+    dataset = TokenDataset(str(tmp_path / "tokens"))
+    windows = Windows(dataset.split("train"), spec.model.context)
+    batches = Batches(len(windows), spec.train.global_batch, spec.train.seed, dataset.fingerprint)
+    tokens, targets, _ = windows.batch(batches.ids(batches.at_step(0)))
+    with torch.no_grad():
+        right = F.cross_entropy(
+            peer(torch.as_tensor(tokens)).logits.flatten(0, 1), torch.as_tensor(targets).flatten()
+        ).item()
+    first, second = (run(ranks, trained, 2, spec, str(tmp_path), until)[0] for until in (2, 3))
+    assert len(first) == 2
+    assert first[0] == pytest.approx(right, rel=1e-5)
+    assert len(second) == 1
+
+
+PIECES = [Piece("a", (0,)), Piece("b", (1, slice(0, 2))), Piece("c", (1, slice(2, 5)))]
+
+
+def test_pieces_fill_any_part_of_a_parameter() -> None:
+    """A parameter [2, 5, 3] of three tensors: every part of it gets the values at its place."""
+    whole = torch.arange(30).view(2, 5, 3)
+    files = {piece.name: whole[piece.at] for piece in PIECES}
+    assert {p.name: part_shape(p, (2, 5, 3)) for p in PIECES} == {n: tuple(t.shape) for n, t in files.items()}
+    for offset, size in [
+        ((0, 0, 0), (2, 5, 3)),
+        ((1, 1, 1), (1, 3, 2)),
+        ((0, 4, 0), (2, 1, 3)),
+        ((0, 0, 2), (1, 5, 1)),
+    ]:
+        part = torch.full(size, -1)
+        for piece in PIECES:
+            common = overlap(piece, (2, 5, 3), offset, size)
+            if common is not None:
+                part[common[1]] = files[piece.name][common[0]]
+        assert torch.equal(part, whole[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))])
+
+
+def rewritten(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def configured(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+BROKEN: dict[str, tuple[Any, str]] = {
+    "missing": (lambda f: rewritten(f, lambda t: t.pop(Q)), f"{Q}: is missing"),
+    "surplus": (lambda f: rewritten(f, lambda t: t.update(extra=torch.ones(2))), "extra: the model has no such tensor"),
+    "shape": (lambda f: rewritten(f, lambda t: t.update({Q: torch.ones(4, 32)})), f"{Q}: [4, 32] in model.safetensors, [32, 32]"),
+    "format": (lambda f: rewritten(f, lambda t: t.update({Q: t[Q].to(torch.int8)})), f"{Q}: I8 in model.safetensors, not one of"),
+    "config": (lambda f: configured(f, intermediate_size=40), "mlp.gate_proj.weight: [48, 32] in model.safetensors, [40, 32] by"),
+    "cut": (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "cannot be read"),
+    "none": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pytorch_model.bin is pickle"),
+    "index": (lambda f: (f / INDEX).write_text("{}"), "is not an index of tensors"),
+    "file": (lambda f: (f / INDEX).write_text('{"weight_map": {"a": "b.safetensors"}}'), "names the file b.safetensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_bad_folders_are_refused_before_anything_starts(tmp_path: Path, case: str) -> None:
+    """One error with exit code 2, which names the file or the tensor."""
+    saved(tmp_path, "llama")
+    change, says = BROKEN[case]
+    change(tmp_path)
+    spec = job(tmp_path)
+    with pytest.raises(UserError) as caught:
+        preflight.check_early(spec, local=True)
+    assert caught.value.exit_code == 2
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "says"),
+    [
+        ({"model_type": "gptj"}, {}, "config.json: model_type 'gptj': no model here reads it; there are: "),
+        ({"hidden_size": None}, {}, "config.json: hidden_size: is missing"),
+        ({}, {"name": "gpt"}, "model.name: gpt: "),
+        ({"num_attention_heads": 5}, {}, "config.json: model.kv_heads: 2 does not divide heads 5"),
+        ({}, {"hf": "nowhere"}, "nowhere/config.json: cannot be read: No such file or directory"),
+        ({}, {"hf": "s3://bucket/model"}, "weights are read from folders"),
+        ({}, {"options": {"sliding_windw": 4}}, 'did you mean "sliding_window"?'),
+    ],
+)
+def test_configs_that_cannot_be_read(tmp_path: Path, changes: dict[str, Any], model: dict[str, Any], says: str) -> None:
+    """An error of the job file, which names config.json or the field."""
+    saved(tmp_path, "llama")
+    configured(tmp_path, **changes)
+    with pytest.raises(SpecError) as caught:
+        job(tmp_path, model={"hf": str(tmp_path), "context": 8, **model})
+    assert says in caught.value.message
+
+
+def test_a_tokenizer_that_is_too_large(tmp_path: Path) -> None:
+    """The embedding has a row for each id of the data, or more."""
+    saved(tmp_path, "llama")
+    spec = job(tmp_path)
+    assert spec.model.rows(200) == IDS
+    with pytest.raises(UserError, match="257: the tokenizer of the data has 300 ids"):
+        spec.model.rows(300)
