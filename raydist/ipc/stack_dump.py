@@ -52,6 +52,7 @@ def _collectives() -> list[list[Any]]:
             f"{entry.get('profiling_name')} of {entry.get('input_sizes')}",
         ]
         for entry in entries
+        if not entry.get("is_p2p")  # transfers between pipeline stages, which ranks do not start alike
     ]
 
 
@@ -104,12 +105,19 @@ class Witness:
 
 def where(stacks: str, main: int) -> str:
     """The innermost line of the training thread in the user's code; if there is none, its innermost line. "" without a stack."""
-    for block in stacks.split("\n\n"):
-        if f"{main:#018x}" in block:
-            frames = _FRAME.findall(block)
-            if not frames:
-                return ""
-            users = (f for f in frames if not any(part in f[0] for part in _NOT_USER_CODE))
-            path, line, function = next(users, frames[0])
-            return f"{path}:{line} in {function}"
-    return ""
+    frames = _frames(stacks, main)
+    if not frames:
+        return ""
+    users = (f for f in frames if not any(part in f[0] for part in _NOT_USER_CODE))
+    path, line, function = next(users, frames[0])
+    return f"{path}:{line} in {function}"
+
+
+def receives(stacks: str, main: int) -> bool:
+    """Whether the training thread waits for a tensor from another pipeline stage (raydist/worker/parallel/_pipeline.py)."""
+    return any(path.endswith("/_pipeline.py") and function == "_arrived" for path, _, function in _frames(stacks, main))
+
+
+def _frames(stacks: str, main: int) -> list[tuple[str, str, str]]:
+    """(file, line, function) of the training thread, innermost first."""
+    return next((_FRAME.findall(block) for block in stacks.split("\n\n") if f"{main:#018x}" in block), [])

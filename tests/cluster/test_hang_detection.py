@@ -33,6 +33,9 @@ TABLE = [
     ([WAITS, replace(WAITS, phase="forward", where="m.py:9 in f")], 1, "in step 7 for 12 s in forward, at m.py:9 in f"),
     ([replace(WAITS, state="D", phase="forward"), WAITS], 0, "waits in the kernel"),
     ([TWO, TWO, replace(WAITS, collectives=collectives(A))], 2, "has started 1 collectives of group 0, others 2, the last all_red"),
+    ([replace(WAITS, receives=True, phase="forward"), WAITS], 1, "in step 7 for 12 s in backward"),
+    ([replace(WAITS, receives=True, collectives=collectives(A)), TWO, replace(WAITS, phase="forward"), TWO], 2, "the others are"),
+    ([replace(WAITS, receives=True, phase="forward"), replace(WAITS, receives=True)], 0, "in step 7 for 12 s in forward"),
     ([replace(WAITS, collectives=collectives(A, C)), TWO, TWO], 0, "2 of group 0 is broadcast of [[4]], the others' all_red"),
 ]  # fmt: skip
 
@@ -51,6 +54,9 @@ TABLE = [
         "earlier",
         "kernel",
         "fewer",
+        "a stage that waits",
+        "fewer, for it waits",
+        "all stages wait",
         "another",
     ],
 )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
+import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from torch import nn
 
 from raydist import registry
 from raydist.errors import UserError
+from raydist.ipc.stack_dump import receives
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
 from raydist.worker.parallel._model_graph import blocks_of
@@ -297,3 +302,38 @@ def test_stages_keep_the_names() -> None:
         assert len(names) - len(set(names)) == tied
         assert set(names) == {name for name, _ in model.named_parameters()}
         assert [len(blocks_of(part)) for part in parts] == [1, 1, 1, 1]
+
+
+def stuck(rank: Rank, spec: JobSpec, folder: str) -> bool | None:
+    """Rank 1 waits in its forward pass until rank 0's stack says that it receives, as read from another thread."""
+    seen = Path(folder, "seen")
+    trainer = Trainer(rank, spec, full=N * CONTEXT)
+    if rank.rank == 1:
+
+        def until_seen(*_: Any) -> None:
+            while not seen.exists():
+                time.sleep(0.01)
+
+        trainer.model.register_forward_pre_hook(until_seen)
+    main, found = threading.get_ident(), threading.Event()
+
+    def look() -> None:
+        while not found.is_set():
+            with open(f"{folder}/stacks", "w+") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+                file.seek(0)
+                if receives(file.read(), main):
+                    found.set()
+        seen.touch()
+
+    if rank.rank == 0:
+        assert not receives("", main)
+        threading.Thread(target=look, daemon=True).start()
+    batches = mine(rank, *samples(N), MICRO, 1, 2)
+    trainer.step(1, batches, counted(batches), 1e-2, want_stop=False)
+    return found.is_set() if rank.rank == 0 else None
+
+
+def test_a_stack_tells_that_a_stage_waits_for_another(ranks: Any, tmp_path: Path) -> None:
+    """So the verdict on a hang does not name it (tests/cluster/test_hang_detection.py)."""
+    assert run(ranks, stuck, 2, mesh_job("ddp", 1, DEEP, TWO), str(tmp_path)) == [True, None]

@@ -46,18 +46,21 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "tokens")
 
 
-def spec(dataset: str, strategy: str, workers: int, model: Mapping[str, Any], mesh: Mapping[str, int]) -> JobSpec:
+def spec(
+    dataset: str, strategy: str, workers: int, model: Mapping[str, Any], mesh: Mapping[str, int], **more: Any
+) -> JobSpec:
     """A job with dropout, accumulation, a schedule, evaluation, and a checkpoint at every third step."""
     return JobSpec.model_validate(
         {
             "data": {"path": dataset},
             "model": {"layers": 2, "width": 16, "heads": 2, "context": 8, "dropout": 0.1, **model},
-            "train": {"steps": STEPS, "global_batch": 8, "micro_batch": 2, "seed": 3},
+            "train": {"steps": STEPS, "global_batch": 8, "micro_batch": 2, "seed": 3, **more.pop("train", {})},
             "optim": {"lr": 1e-2, "schedule": {"name": "cosine", "warmup": 0.1}},
             "parallel": {"strategy": strategy, **mesh},
             "checkpoint": {"every": 3, "keep": 10, "asynchronous": False},
             "eval": {"every": 6, "batches": 2},
             "cluster": {"workers": workers},
+            **more,
         }
     )
 
@@ -86,6 +89,7 @@ def attempt(
     strategy: str,
     model: Mapping[str, Any],
     mesh: Mapping[str, int],
+    sections: Mapping[str, Any],
     faults: Any = (),
 ) -> str:
     """One attempt on this rank; returns its status. Rank 0 appends records and events to `root`/told.jsonl, which survives a
@@ -102,7 +106,7 @@ def attempt(
             file.writelines(json.dumps(each) + "\n" for each in [*records, *events])
 
     injected = faults if faults and isinstance(faults[0], dict) else ()
-    made = spec(dataset, strategy, rank.world_size, model, mesh)
+    made = spec(dataset, strategy, rank.world_size, model, mesh, **sections)
     job = Job(made, RunDir(f"{root}/run"), dataset, number, until, faults=injected)
     try:
         return train(job, rank, MonitorChannel(push, lambda: None) if rank.first else None).status
@@ -120,12 +124,13 @@ class Run:
         root: Path,
         strategy: str = "ddp",
         model: Mapping[str, Any] | None = None,
+        sections: Mapping[str, Any] | None = None,
         **mesh: int,
     ) -> None:
         root.mkdir(exist_ok=True)
         self.root, self.dir = root, RunDir(root / "run")
         self._ranks, self._dataset, self._strategy, self._model = ranks, dataset, strategy, model or {}
-        self.attempts, self.mesh = 0, mesh
+        self.attempts, self.mesh, self._sections = 0, mesh, sections or {}
 
     def train(self, world: int = 2, until: int = STEPS) -> str:
         """One complete attempt; returns its status."""
@@ -141,7 +146,16 @@ class Run:
 
     def _arguments(self, until: int) -> tuple[Any, ...]:
         self.attempts += 1
-        return self._dataset, str(self.root), self.attempts, until, self._strategy, self._model, self.mesh
+        return (
+            self._dataset,
+            str(self.root),
+            self.attempts,
+            until,
+            self._strategy,
+            self._model,
+            self.mesh,
+            self._sections,
+        )
 
     def told(self, kind: str) -> list[dict[str, Any]]:
         """The events of one kind, of all attempts."""
@@ -265,3 +279,35 @@ def test_from_mesh_to_mesh(ranks: Any, dataset: str, tmp_path: Path) -> None:
     for row, same in zip(rows, expected, strict=True):
         assert row["loss"] == pytest.approx(same["loss"], rel=1e-4)
         assert row["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-3)
+
+
+WATCHED = {
+    "observe": {"grad_noise": 1, "histograms": 4},
+    "train": {"check_gradients": 1, "check_replicas": 1},
+    "optim": {"lr": 1e-2, "clip": 0},
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [("zero1", "fp32"), ("zero3", "bf16")],
+)
+def test_a_pipeline_is_watched_as_data_parallel_ranks_are(
+    ranks: Any, dataset: str, tmp_path: Path, strategy: str, precision: Any
+) -> None:
+    """dp 2 x pipeline 2 with gradient noise, histograms, gradient and replica checks: losses and weights of dp 2 to the bit, its
+    noise scale within 1e-4 (norms are summed in another order), its histograms, and no finding."""
+    sections = {**WATCHED, "precision": precision}
+    untied = {"tie_embeddings": False}
+    two = Run(ranks, dataset, tmp_path / "two", strategy, untied, sections)
+    staged = Run(ranks, dataset, tmp_path / "staged", strategy, untied, sections, pipeline=2)
+    assert [two.train(2), staged.train(4)] == ["finished", "finished"]
+    for row, same in zip(staged.rows(), two.rows(), strict=True):
+        assert row["loss"] == same["loss"]
+        ours, theirs = row["grad_noise_scale"], same["grad_noise_scale"]
+        assert ours == (theirs if theirs is None else pytest.approx(theirs, rel=1e-4))
+    assert staged.rows()[-1]["grad_noise_scale"] is not None
+    assert weights(staged.dir, STEPS) == weights(two.dir, STEPS)
+    shown = [[(e["step"], e["weights"], e["gradients"]) for e in each.told("histograms")] for each in (staged, two)]
+    assert shown[0] == shown[1] != []
+    assert not staged.told("replica_drift") + staged.told("gradients")

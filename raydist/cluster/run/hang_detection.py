@@ -25,8 +25,9 @@ class RankView:
     """One rank, as its agent saw it.
 
     `state`: the letter in /proc/PID/stat. `step`, `phase`, `seconds`: its heartbeat, with the seconds in that phase. `where`: the
-    innermost line of its main thread that is neither raydist's nor torch's, or "". `answers`: whether its Python still runs other
-    threads. `collectives`: those that it has started, in order, [group, number, operation and sizes], the newest last.
+    innermost line of its main thread that is neither raydist's nor torch's, or "". `receives`: whether it waits for a tensor from
+    another pipeline stage. `answers`: whether its Python still runs other threads. `collectives`: those that it has started, in
+    order, [group, number, operation and sizes], the newest last.
     """
 
     state: str
@@ -34,6 +35,7 @@ class RankView:
     phase: str
     seconds: float
     where: str = ""
+    receives: bool = False
     answers: bool = True
     collectives: Sequence[Sequence[Any]] = field(default_factory=tuple)
 
@@ -50,8 +52,8 @@ def judge(views: Mapping[int, RankView]) -> Verdict:
     """The rank to blame when a rank is late. `views`: every rank whose agent answered; at least one.
 
     In this order: a process that cannot run; a rank that is steps behind, unless it waits for data; one whose Python runs no other
-    thread; one that has started fewer collectives than the others, or a different one; one that is in another phase than most; the
-    one that is earliest in the step.
+    thread; then, of those that wait for no other pipeline stage: one that has started fewer collectives than the others, or a
+    different one; one that is in another phase than most; the one that is earliest in the step.
     """
     for rank, view in sorted(views.items()):
         if view.state in "TtZ":
@@ -68,6 +70,8 @@ def judge(views: Mapping[int, RankView]) -> Verdict:
         return Verdict(
             silent[0], f"its Python runs no other thread: something holds the GIL; {_doing(views[silent[0]])}"
         )
+    # A rank that waits for another stage starts its next collective later than its replicas, and is not the cause.
+    views = {r: s for r, s in views.items() if not s.receives} or views
     odd = _odd_one(views)
     if odd is not None:
         return odd
