@@ -75,8 +75,8 @@ WALK = (
     ),
     Step(
         "raydist train jobs/python-10min.yaml",
-        "Trains a model whose text reads like Python, on two cores in about ten minutes. Its tokens are pieces of words (`bpe:2048`), of "
-        "3.2 bytes on average; its loss is in nats per token.",
+        "Trains a model whose text reads like Python, on two cores in about ten minutes. Its tokens are pieces of words "
+        "(`bpe:2048`), of 3.2 bytes on average; its loss is in nats per token.",
     ),
     Step(
         'raydist sample python-10min --prompt "class "',
