@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import json
 import threading
 import time
 from dataclasses import replace
@@ -337,3 +338,38 @@ def stuck(rank: Rank, spec: JobSpec, folder: str) -> bool | None:
 def test_a_stack_tells_that_a_stage_waits_for_another(ranks: Any, tmp_path: Path) -> None:
     """So the verdict on a hang does not name it (tests/cluster/test_hang_detection.py)."""
     assert run(ranks, stuck, 2, mesh_job("ddp", 1, DEEP, TWO), str(tmp_path)) == [True, None]
+
+
+@functools.cache
+def plain(ranks: Any, strategy: str, world: int, sections: str) -> Result:
+    """Data parallel ranks, without a pipeline; one rank has a process, too, because warnings of torch.compile fail this one.
+    `sections`: in JSON."""
+    made: Result = ranks.run(train, world, job(strategy, DEEP, **UNCLIPPED, **json.loads(sections)))[0]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("strategy", "replicas", "sections"),
+    [
+        ("zero3", 2, {"precision": {"params": "fp16", "loss_scale": {"initial": 1024}}}),
+        ("zero2", 2, {"precision": "bf16"}),
+        ("ddp", 1, {"train": {"compile": "blocks"}}),
+    ],
+)
+def test_formats_and_compiled_blocks_keep_the_bits(
+    ranks: Any, strategy: str, replicas: int, sections: dict[str, Any]
+) -> None:
+    """Two stages: the numbers of as many replicas without a pipeline, in the same format, with the same compiled blocks."""
+    right = plain(ranks, strategy, replicas, json.dumps(sections))
+    for got in run(ranks, train, 2 * replicas, mesh_job(strategy, 1, DEEP, TWO, **UNCLIPPED, **sections)):
+        same_bits(got, right)
+
+
+@pytest.mark.parametrize(("strategy", "place"), [("zero1", "nvme"), ("zero3", "cpu")])
+def test_the_optimizer_of_a_stage_off_the_device(ranks: Any, tmp_path: Path, strategy: str, place: str) -> None:
+    """In a file or in host memory: losses and weights of a run without offload. Its gradients are scaled during the update."""
+    offload, right = {"optimizer": place, "path": str(tmp_path)}, plain(ranks, strategy, 2, "{}")
+    for got in run(ranks, train, 4, mesh_job(strategy, 1, DEEP, INTERLEAVED, offload=offload, **UNCLIPPED)):
+        assert [report.loss for report in got[0]] == [report.loss for report in right[0]]
+        assert [name for name, value in right[3].items() if not torch.equal(got[3][name], value)] == []
+        assert got[4] == right[4]
