@@ -303,13 +303,19 @@ def _kill_node() -> None:
     raylet = next((p for p in above if p.name() == "raylet"), None)
     if raylet is None:
         raise InjectedError("kill_node: no parent process of this rank is a raylet")
-    raylet.suspend()  # so that it starts no processes, and reports no exits
-    below, parents = raylet.children(recursive=True), [process.pid for process in psutil.Process().parents()]
-    # The parents of this process last: it exits with them.
-    for process in (*(p for p in below if p.pid not in parents), raylet, *(p for p in below if p.pid in parents)):
-        if process.pid != os.getpid():
-            with contextlib.suppress(psutil.NoSuchProcess):  # some exit with others
-                process.kill()
+    # All are stopped before any is killed: none starts another one that is not in the list, or reports an exit. The parents of this
+    # process are killed last, and are not stopped: it exits with the first of them, and the others by themselves.
+    raylet.suspend()
+    parents = [p for p in psutil.Process().parents() if raylet in p.parents()]
+    others: set[psutil.Process] = set()
+    while new := set(raylet.children(recursive=True)) - others - {psutil.Process(), *parents}:
+        others |= new
+        for process in new:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+    for process in (*others, raylet, *parents):
+        with contextlib.suppress(psutil.NoSuchProcess):  # some exit with others
+            process.kill()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
