@@ -49,11 +49,16 @@ def _collectives() -> list[list[Any]]:
             # Its name, the same on all ranks, and its description if torch has one.
             " ".join(n for n in entry.get("process_group", []) if n != "undefined") or str(entry.get("pg_id")),
             entry.get("collective_seq_id", entry.get("seq_id", 0)),
-            f"{entry.get('profiling_name')} of {entry.get('input_sizes')}",
+            _named(str(entry.get("profiling_name")), entry.get("input_sizes")),
         ]
         for entry in entries
         if not entry.get("is_p2p")  # transfers between pipeline stages, which ranks do not start alike
     ]
+
+
+def _named(operation: str, sizes: Any) -> str:
+    """A collective, as all its ranks have it: of a scatter or a gather only one rank has the sizes."""
+    return operation if operation.partition(":")[2] in ("scatter", "gather") else f"{operation} of {sizes}"
 
 
 class Witness:
@@ -116,6 +121,14 @@ def where(stacks: str, main: int) -> str:
 def receives(stacks: str, main: int) -> bool:
     """Whether the training thread waits for a tensor from another pipeline stage (raydist/worker/parallel/_pipeline.py)."""
     return any(path.endswith("/_pipeline.py") and function == "_arrived" for path, _, function in _frames(stacks, main))
+
+
+def waits(stacks: str, main: int) -> bool:
+    """Whether the training thread waits for a collective or a transfer (raydist/worker/metrics/collective_counters.py)."""
+    return any(
+        path.endswith("/collective_counters.py") and function == "wait"
+        for path, _, function in _frames(stacks, main)[:1]
+    )
 
 
 def _frames(stacks: str, main: int) -> list[tuple[str, str, str]]:

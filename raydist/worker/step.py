@@ -144,6 +144,8 @@ class TrainStep:
         for hook in self.hooks:
             hook.begin(step)
         work = _Training(self, step, mine)
+        if self.mesh.pipeline > 1:
+            self.heartbeat.enter("forward")  # a stage that waits for its first micro-batch does not wait for data
         run_passes(self.strategy, step.micro_batches, work)
         sums = work.summed()
         self.strategy.finish_grads()

@@ -35,6 +35,7 @@ TABLE = [
     ([TWO, TWO, replace(WAITS, collectives=collectives(A))], 2, "has started 1 collectives of group 0, others 2, the last all_red"),
     ([replace(WAITS, receives=True, phase="forward"), WAITS], 1, "in step 7 for 12 s in backward"),
     ([replace(WAITS, receives=True, collectives=collectives(A)), TWO, replace(WAITS, phase="forward"), TWO], 2, "the others are"),
+    ([replace(WAITS, phase="forward"), replace(WAITS, phase="forward", seconds=13, waits=True)], 0, "in step 7 for 12 s in"),
     ([replace(WAITS, receives=True, phase="forward"), replace(WAITS, receives=True)], 0, "in step 7 for 12 s in forward"),
     ([replace(WAITS, collectives=collectives(A, C)), TWO, TWO], 0, "2 of group 0 is broadcast of [[4]], the others' all_red"),
 ]  # fmt: skip
@@ -56,6 +57,7 @@ TABLE = [
         "fewer",
         "a stage that waits",
         "fewer, for it waits",
+        "waits for weights",
         "all stages wait",
         "another",
     ],

@@ -26,8 +26,8 @@ class RankView:
 
     `state`: the letter in /proc/PID/stat. `step`, `phase`, `seconds`: its heartbeat, with the seconds in that phase. `where`: the
     innermost line of its main thread that is neither raydist's nor torch's, or "". `receives`: whether it waits for a tensor from
-    another pipeline stage. `answers`: whether its Python still runs other threads. `collectives`: those that it has started, in
-    order, [group, number, operation and sizes], the newest last.
+    another pipeline stage; `waits`: for any transfer or collective, in Python. `answers`: whether its Python still runs other
+    threads. `collectives`: those that it has started, in order, [group, number, operation and sizes], the newest last.
     """
 
     state: str
@@ -36,6 +36,7 @@ class RankView:
     seconds: float
     where: str = ""
     receives: bool = False
+    waits: bool = False
     answers: bool = True
     collectives: Sequence[Sequence[Any]] = field(default_factory=tuple)
 
@@ -53,7 +54,8 @@ def judge(views: Mapping[int, RankView]) -> Verdict:
 
     In this order: a process that cannot run; a rank that is steps behind, unless it waits for data; one whose Python runs no other
     thread; then, of those that wait for no other pipeline stage: one that has started fewer collectives than the others, or a
-    different one; one that is in another phase than most; the one that is earliest in the step.
+    different one; then, of those that wait for no other rank: one that is in another phase than most; the one that is earliest in
+    the step.
     """
     for rank, view in sorted(views.items()):
         if view.state in "TtZ":
@@ -75,6 +77,7 @@ def judge(views: Mapping[int, RankView]) -> Verdict:
     odd = _odd_one(views)
     if odd is not None:
         return odd
+    views = {r: s for r, s in views.items() if not s.waits} or views
     usual, n = Counter(s.phase for s in views.values()).most_common(1)[0]
     apart = [r for r, s in sorted(views.items()) if s.phase != usual]
     if n > len(views) / 2 and apart:
