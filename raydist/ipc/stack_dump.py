@@ -118,17 +118,10 @@ def where(stacks: str, main: int) -> str:
     return f"{path}:{line} in {function}"
 
 
-def receives(stacks: str, main: int) -> bool:
-    """Whether the training thread waits for a tensor from another pipeline stage (raydist/worker/parallel/_pipeline.py)."""
-    return any(path.endswith("/_pipeline.py") and function == "_arrived" for path, _, function in _frames(stacks, main))
-
-
 def waits(stacks: str, main: int) -> bool:
-    """Whether the training thread waits for a collective or a transfer (raydist/worker/metrics/collective_counters.py)."""
-    return any(
-        path.endswith("/collective_counters.py") and function == "wait"
-        for path, _, function in _frames(stacks, main)[:1]
-    )
+    """Whether the training thread is in `Work.wait`, which raydist/worker/metrics/collective_counters.py replaces."""
+    innermost = _frames(stacks, main)[:1]
+    return any(path.endswith("/collective_counters.py") and function == "wait" for path, _, function in innermost)
 
 
 def _frames(stacks: str, main: int) -> list[tuple[str, str, str]]:

@@ -23,7 +23,7 @@ from ray.exceptions import RayError
 
 from raydist.errors import StorageError
 from raydist.ipc import heartbeat as heartbeat_ipc
-from raydist.ipc.stack_dump import Witness, receives, waits, where
+from raydist.ipc.stack_dump import Witness, waits, where
 from raydist.launch.fork_server import ForkServer, Process, share_zygote
 from raydist.launch.oom_detector import MemoryWatch
 from raydist.launch.rank_main import facts
@@ -219,7 +219,6 @@ class _Attempt:
             "phase": look.phase,
             "seconds": look.seconds,
             "where": where(stacks, look.thread),
-            "receives": receives(stacks, look.thread),
             "waits": waits(stacks, look.thread),
             "answers": collectives is not None,
             "collectives": (collectives or [])[-_COLLECTIVES:],

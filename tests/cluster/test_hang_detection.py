@@ -33,10 +33,11 @@ TABLE = [
     ([WAITS, replace(WAITS, phase="forward", where="m.py:9 in f")], 1, "in step 7 for 12 s in forward, at m.py:9 in f"),
     ([replace(WAITS, state="D", phase="forward"), WAITS], 0, "waits in the kernel"),
     ([TWO, TWO, replace(WAITS, collectives=collectives(A))], 2, "has started 1 collectives of group 0, others 2, the last all_red"),
-    ([replace(WAITS, receives=True, phase="forward"), WAITS], 1, "in step 7 for 12 s in backward"),
-    ([replace(WAITS, receives=True, collectives=collectives(A)), TWO, replace(WAITS, phase="forward"), TWO], 2, "the others are"),
+    ([replace(WAITS, waits=True, phase="forward"), WAITS], 1, "in step 7 for 12 s in backward"),
+    ([replace(WAITS, waits=True, collectives=collectives(A)), TWO, replace(WAITS, phase="forward"), TWO], 2, "the others are"),
+    ([replace(TWO, waits=True)] * 2 + [replace(WAITS, waits=True, collectives=collectives(A))], 2, "has started 1 collectives"),
     ([replace(WAITS, phase="forward"), replace(WAITS, phase="forward", seconds=13, waits=True)], 0, "in step 7 for 12 s in"),
-    ([replace(WAITS, receives=True, phase="forward"), replace(WAITS, receives=True)], 0, "in step 7 for 12 s in forward"),
+    ([replace(WAITS, waits=True, phase="forward"), replace(WAITS, waits=True)], 0, "in step 7 for 12 s in forward"),
     ([replace(WAITS, collectives=collectives(A, C)), TWO, TWO], 0, "2 of group 0 is broadcast of [[4]], the others' all_red"),
 ]  # fmt: skip
 
@@ -57,6 +58,7 @@ TABLE = [
         "fewer",
         "a stage that waits",
         "fewer, for it waits",
+        "fewer, and all wait",
         "waits for weights",
         "all stages wait",
         "another",

@@ -175,6 +175,7 @@ def test_collectives_of_real_ranks(ranks: Any) -> None:
     for found in ranks.run(recorded, 2):
         if isinstance(found, BaseException):
             raise found
+        assert found[-3][2] == "gloo:scatter", "the root has sizes that others do not have"
         (group, number, what), (_, after, _) = found[-2:]
         assert after == number + 1
         assert "all_reduce" in what
@@ -183,12 +184,14 @@ def test_collectives_of_real_ranks(ranks: Any) -> None:
 
 
 def recorded(rank: Any) -> list[list[Any]]:
-    """Runs two collectives, and returns what the flight recorder has of them."""
+    """Runs three collectives, and returns what the flight recorder has of them."""
     import torch
     import torch.distributed as dist
 
     from raydist.ipc.stack_dump import _collectives
 
+    parts = [torch.ones(3), torch.ones(3)] if rank.rank == 0 else None
+    dist.scatter(torch.empty(3), parts, src=0)
     for _ in range(2):
         dist.all_reduce(torch.ones(3))
     return _collectives()

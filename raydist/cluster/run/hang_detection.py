@@ -25,9 +25,9 @@ class RankView:
     """One rank, as its agent saw it.
 
     `state`: the letter in /proc/PID/stat. `step`, `phase`, `seconds`: its heartbeat, with the seconds in that phase. `where`: the
-    innermost line of its main thread that is neither raydist's nor torch's, or "". `receives`: whether it waits for a tensor from
-    another pipeline stage; `waits`: for any transfer or collective, in Python. `answers`: whether its Python still runs other
-    threads. `collectives`: those that it has started, in order, [group, number, operation and sizes], the newest last.
+    innermost line of its main thread that is neither raydist's nor torch's, or "". `waits`: whether it waits for a collective or
+    a transfer, as far as its stack shows (a wait in torch's C++ looks like a computation). `answers`: whether its Python still runs
+    other threads. `collectives`: those that it has started, in order, [group, number, operation and sizes], the newest last.
     """
 
     state: str
@@ -35,7 +35,6 @@ class RankView:
     phase: str
     seconds: float
     where: str = ""
-    receives: bool = False
     waits: bool = False
     answers: bool = True
     collectives: Sequence[Sequence[Any]] = field(default_factory=tuple)
@@ -53,9 +52,8 @@ def judge(views: Mapping[int, RankView]) -> Verdict:
     """The rank to blame when a rank is late. `views`: every rank whose agent answered; at least one.
 
     In this order: a process that cannot run; a rank that is steps behind, unless it waits for data; one whose Python runs no other
-    thread; then, of those that wait for no other pipeline stage: one that has started fewer collectives than the others, or a
-    different one; then, of those that wait for no other rank: one that is in another phase than most; the one that is earliest in
-    the step.
+    thread; then, of those that do not wait if there are any, one that has started fewer collectives than the others, or a different
+    one; one that is in another phase than most; the one that is earliest in the step.
     """
     for rank, view in sorted(views.items()):
         if view.state in "TtZ":
@@ -72,12 +70,13 @@ def judge(views: Mapping[int, RankView]) -> Verdict:
         return Verdict(
             silent[0], f"its Python runs no other thread: something holds the GIL; {_doing(views[silent[0]])}"
         )
-    # A rank that waits for another stage starts its next collective later than its replicas, and is not the cause.
-    views = {r: s for r, s in views.items() if not s.receives} or views
-    odd = _odd_one(views)
-    if odd is not None:
-        return odd
-    views = {r: s for r, s in views.items() if not s.waits} or views
+    # In a pipeline a rank that waits for another stage has started fewer collectives than its replicas, and is not the cause.
+    suspects = {r: s for r, s in views.items() if not s.waits} or views
+    for among in (views, suspects):
+        odd = _odd_one(among)
+        if odd is not None and odd.rank in suspects:
+            return odd
+    views = suspects
     usual, n = Counter(s.phase for s in views.values()).most_common(1)[0]
     apart = [r for r, s in sorted(views.items()) if s.phase != usual]
     if n > len(views) / 2 and apart:
