@@ -23,6 +23,7 @@ FOLDERS = {
     "parallel": ("worker/parallel", "Strategy"),
     "optimizer": ("worker/optim/optimizers", "build"),
     "loss": ("worker/loss", "build"),
+    "exchange": ("worker/exchange", "build"),
     "tokenizer": ("data/tokenizers", "Tokenizer"),
     "scheduler": ("cluster/sweep/schedulers", "build"),
     "exporter": ("observe/exporters", "Exporter"),
