@@ -50,7 +50,7 @@ from raydist.worker.mesh import Mesh
 from raydist.worker.model import gpt
 from raydist.worker.optim import optimizers
 from raydist.worker.parallel._pipeline import Pipeline
-from raydist.worker.parallel._tensor import split_layers
+from raydist.worker.parallel._split import split_layers
 from raydist.worker.parallel.ddp import Strategy
 from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.precision import Precision
@@ -83,7 +83,7 @@ class Ours:
         shards = tensor.shards(strategy.shards())
         self.step = TrainStep(
             mesh, strategy, optimizers.build(shards, spec.optim, rank.device), Precision(spec.precision, rank.device),
-            parameters=gather_parameters(shards, rank), tensor=tensor, full_tokens=TOKENS, clip=1.0,
+            parameters=gather_parameters(shards, rank), split=tensor, full_tokens=TOKENS, clip=1.0,
         )  # fmt: skip
 
     def __call__(self) -> float:

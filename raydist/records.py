@@ -32,7 +32,8 @@ class StepRecord:
     global batch, in nats; `grad_norm` the global norm before clipping; `tokens` those that are counted in the loss;
     `seconds` the whole step, `data_seconds` of it spent waiting for data; `samples_hash` the xxh64 (hex) of the
     global batch's sample ids, in order, as little-endian int64; `grad_noise_scale` the gradient noise scale so far, in
-    sequences (docs/explanation/noise.md), None if unknown.
+    sequences (docs/explanation/noise.md), None if unknown. Of a model with experts, `expert_imbalance` is the load of the fullest
+    expert of a layer over the mean, for the worst layer, and `exchanged_bytes` what all ranks sent to others' experts and back.
     """
 
     step: int
@@ -46,6 +47,8 @@ class StepRecord:
     attempt: int
     samples_hash: str
     grad_noise_scale: float | None = None
+    expert_imbalance: float | None = None
+    exchanged_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict of the fields, in order."""
@@ -59,7 +62,7 @@ class Event:
     Kinds: attempt_started, workers, resumed, first_step, checkpoint_saved, checkpoint_failed, checkpoint_rejected,
     checkpoint_damaged, replica_saved, replica_failed, replica_used, eval, capacity, non_finite, loss_spike, replica_drift,
     gradients, data_stalled, finding, fault, failure, decision, note, histograms,
-    ended. docs/reference/records.md lists the data of each.
+    expert_loads, ended. docs/reference/records.md lists the data of each.
     """
 
     kind: str

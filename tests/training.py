@@ -22,6 +22,7 @@ from raydist.spec import JobSpec
 from raydist.worker import model_transforms
 from raydist.worker.build import build_strategy
 from raydist.worker.distributed import Rank
+from raydist.worker.expert_loads import ExpertLoads
 from raydist.worker.forward_seeds import ForwardSeeds
 from raydist.worker.loss import build as build_loss
 from raydist.worker.loss import call_model
@@ -30,7 +31,7 @@ from raydist.worker.optim import optimizers
 from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.parallel._model_graph import parts_of
 from raydist.worker.parallel._pipeline import Pipeline
-from raydist.worker.parallel._tensor import split_layers
+from raydist.worker.parallel._split import split_layers
 from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep
@@ -121,7 +122,7 @@ def mine(
         if len(ids):
             made.append(MicroBatch(tokens[ids], targets[ids], first=int(ids[0])))
         else:
-            made.append(MicroBatch(tokens[:1], torch.full_like(targets[:1], MASKED)))
+            made.append(MicroBatch(tokens[:1], torch.full_like(targets[:1], MASKED), real=False))
     return made
 
 
@@ -152,21 +153,22 @@ class Trainer:
             with self.precision.autocast():
                 return call_model(module, batch).float().sum() if part else loss(module, batch)
 
-        self.tensor = split_layers(self.model, self.mesh)
+        self.split = split_layers(self.model, self.mesh, spec.parallel.exchange)
         if isinstance(self.strategy, Pipeline):
             self.model = self.strategy.cut(self.model)
         self.strategy.wrap(self.model, example)
         for part in parts_of(self.model):
             model_transforms.prepare(part, spec.train)
         shards = self.strategy.shards()
-        self.shards = shards = self.tensor.shards(shards) if self.tensor is not None else shards
+        self.shards = shards = self.split.shards(shards) if self.split is not None else shards
         self.optimizer: torch.optim.Optimizer
         if spec.offload.optimizer == "none":
             self.optimizer = optimizers.build(shards, spec.optim, rank.device)
         else:
             self.optimizer = offload.build(shards, spec.optim, spec.offload, rank.device, tag=f"rank{rank.rank}")
             told = self.optimizer.gradients_final
-            self.strategy.on_final = told if self.tensor is None else self.tensor.final(told)
+            self.strategy.on_final = told if self.split is None else self.split.final(told)
+        self.loads = ExpertLoads(parts_of(self.model), rank, None, None)
         self.before_update: Callable[[], object] = lambda: None
         self.parameters = gather_parameters(shards, rank)
         self.step = TrainStep(
@@ -175,10 +177,11 @@ class Trainer:
             self.optimizer,
             self.precision,
             parameters=self.parameters,
-            tensor=self.tensor,
+            split=self.split,
             full_tokens=full,
             clip=spec.optim.clip,
             hooks=[
+                *([self.loads] if self.loads.counts else []),
                 ForwardSeeds(parts_of(self.model), 7, rank.device, by_block=spec.train.compile is not True),
                 BeforeUpdate(lambda: self.before_update()),
             ],

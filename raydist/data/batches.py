@@ -131,13 +131,15 @@ class MicroBatch:
     """One forward pass of one rank. numpy arrays, or the result of the loader's `transform`.
 
     tokens [n, T] int64; targets [n, T] int64, -100 where masked; documents [n, T] int32 if documents are
-    packed. `first`: the index of its first sample in the global batch.
+    packed. `first`: the index of its first sample in the global batch. `real`: whether it has samples; a rank without any has one
+    masked row.
     """
 
     tokens: Any
     targets: Any
     documents: Any = None
     first: int = 0
+    real: bool = True
 
 
 @dataclass(slots=True)
@@ -180,7 +182,7 @@ def make_step(
     """The part of global batch `ids` for `rank`, as arrays."""
     micro_batches, tokens, first = [], 0, rank * len(ids) // world
     for part in share(ids, rank, world, micro_batch):
-        made = MicroBatch(*windows.batch(part, pack), first=first)
+        made = MicroBatch(*windows.batch(part, pack), first=first, real=len(part) > 0)
         tokens += int(np.count_nonzero(made.targets != MASKED))
         first += len(part)
         micro_batches.append(made)

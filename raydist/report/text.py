@@ -177,6 +177,8 @@ def _line(what: Event) -> str:
             return str(data["text"])
         case "histograms":
             return f"histograms of step {data['step']}: {len(data['weights'])} parameters"
+        case "expert_loads":
+            return f"step {data['step']}: the fullest expert has {data['imbalance']:.2f} times the mean load"
         case "ended":
             cause = f": {data['cause']}" if data.get("cause") else ""
             return f"{data['status']} at step {data['step']}{cause}"

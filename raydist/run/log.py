@@ -39,9 +39,14 @@ FIELDS: dict[str, tuple[pa.DataType, str]] = {
     "attempt": (pa.int64(), "attempt that trained it"),
     "samples_hash": (pa.string(), "xxh64, in hex, of the global batch's sample ids, in order"),
     "grad_noise_scale": (pa.float64(), "gradient noise scale so far, in sequences; null if unknown"),
+    "expert_imbalance": (
+        pa.float64(),
+        "load of the fullest expert of a layer over the mean, for the worst layer; null without",
+    ),
+    "exchanged_bytes": (pa.int64(), "bytes that all ranks sent to others' experts and back; null without experts"),
 }
 """The columns of a segment: the fields of records.StepRecord, in order."""
-NULLABLE = frozenset({"grad_noise_scale"})
+NULLABLE = frozenset({"grad_noise_scale", "expert_imbalance", "exchanged_bytes"})
 """Columns that may be missing in a record, or in a segment of an earlier version."""
 
 SCHEMA = pa.schema(

@@ -90,6 +90,7 @@ class JobSpec(Part):
             )
         self._tensor_fits()
         self._pipeline_fits()
+        self._experts_fit()
         self._replicas_fit()
         if self.cluster.most // self.parallel.replica > self.train.global_batch:
             what = (
@@ -164,11 +165,31 @@ class JobSpec(Part):
             raise problem("train.compile", True, "compiles the whole model, and with parallel.pipeline no rank has it",
                           "set train.compile: blocks")  # fmt: skip
 
+    def _experts_fit(self) -> None:
+        expert = self.parallel.expert
+        if expert == 1:
+            return
+        count = registry.described("model", self.model.name, "experts")
+        if count is None:
+            raise problem("parallel.expert", expert, f"needs a model with experts, and {self.model.name} has none",
+                          "set 1, or take a model whose file has `experts` (docs/reference/models.md)")  # fmt: skip
+        if count(self.model) % expert:
+            raise problem("parallel.expert", expert, f"does not divide the {count(self.model)} experts of a layer",
+                          near_divisors(count(self.model), expert))  # fmt: skip
+        optimizer = optimizer_plan(self.optim.name)
+        if optimizer is not None and optimizer.whole_matrices:
+            raise problem("parallel.expert", expert, f"needs an optimizer that works element by element, not {self.optim.name}",
+                          "use adamw, or set 1")  # fmt: skip
+
     def _replicas_fit(self) -> None:
         parallel, cluster = self.parallel, self.cluster
         for workers in sorted({cluster.least, cluster.most}):
-            if workers % parallel.replica == 0:
+            if workers % parallel.unit == 0:
                 continue
+            if workers % parallel.replica == 0:
+                raise problem("parallel.expert", parallel.expert,
+                              f"does not divide the {workers // parallel.pipeline} workers of a stage",
+                              f"set cluster.workers to a multiple of {parallel.unit}")  # fmt: skip
             axis = "pipeline" if parallel.pipeline > 1 else "tensor"
             size = getattr(parallel, axis)
             if size == parallel.replica:

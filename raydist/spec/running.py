@@ -5,6 +5,7 @@ Runs anywhere. Each field's description is written here once; see raydist/spec/m
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -15,7 +16,16 @@ from raydist.spec.parts import Extension, Part, PartWithNewFields, problem
 class ParallelSpec(PartWithNewFields):
     """How the work is split over the workers."""
 
-    new_fields = ("options", "tensor", "tensor_across_nodes", "pipeline", "chunks", "pipeline_cut")
+    new_fields = (
+        "options",
+        "tensor",
+        "tensor_across_nodes",
+        "pipeline",
+        "chunks",
+        "pipeline_cut",
+        "expert",
+        "exchange",
+    )
 
     strategy: Annotated[str, Extension("parallel")] = Field(
         "ddp", description="A built-in strategy, or package.module:attribute of your own."
@@ -48,6 +58,16 @@ class ParallelSpec(PartWithNewFields):
         None,
         description="Blocks of each stage, pipeline x chunks numbers; null: such that the slowest stage is as fast as possible.",
     )
+    expert: int = Field(
+        1,
+        ge=1,
+        description="Consecutive ranks of a stage, replicas or tensor parallel ones, that share the experts of each layer (expert "
+        "parallel). Divides the experts and the ranks of a stage.",
+    )
+    exchange: Annotated[str, Extension("exchange")] = Field(
+        "all_to_all",
+        description="How tokens get to the ranks of their experts: a built-in exchange, or package.module:attribute of your own.",
+    )
     bucket_mb: Annotated[float, Field(gt=0)] | Literal["auto"] | None = Field(
         None,
         description="ddp: size of a gradient bucket in MiB; auto: the faster of torch's size and the one that suits the link, "
@@ -69,6 +89,11 @@ class ParallelSpec(PartWithNewFields):
         return self.tensor * self.pipeline
 
     @property
+    def unit(self) -> int:
+        """Ranks whose number divides the workers: whole replicas, which have whole sets of experts."""
+        return self.pipeline * math.lcm(self.tensor, self.expert)
+
+    @property
     def stages(self) -> int:
         """Parts of the model in a pipeline; 1 without."""
         return self.pipeline * self.chunks
@@ -79,8 +104,8 @@ class ParallelSpec(PartWithNewFields):
         return 1 if self.tensor_across_nodes else self.tensor
 
     def whole(self, workers: int) -> int:
-        """As many of these workers as make whole replicas."""
-        return workers - workers % self.replica
+        """As many of these workers as make whole replicas, with whole sets of experts."""
+        return workers - workers % self.unit
 
 
 class OffloadSpec(Part):
@@ -275,6 +300,12 @@ class ObserveSpec(Part):
         None,
         ge=1,
         description="Steps between two histograms of every weight and gradient, for the exporters; null: none.",
+    )
+    expert_loads: int | None = Field(
+        10,
+        ge=1,
+        description="Steps between two records of the tokens and the bias of every expert (event `expert_loads`); null: none. The "
+        "imbalance of each step is recorded anyway.",
     )
     grad_noise: int | None = Field(
         10,

@@ -26,10 +26,11 @@ from raydist.worker.metrics import flops
 from raydist.worker.optim import optimizers
 from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.parallel import Example, ParallelStrategy, ParamShard
+from raydist.worker.parallel._expert import ExpertParallel
 from raydist.worker.parallel._model_graph import initialise, some
 from raydist.worker.parallel._pipeline import Pipeline
+from raydist.worker.parallel._split import LayerSplit
 from raydist.worker.parallel._stages import StageCut
-from raydist.worker.parallel._tensor import TensorParallel
 from raydist.worker.pipeline_schedule import schedule
 
 T = TypeVar("T")
@@ -139,10 +140,13 @@ def settled(
 
 
 def build_strategy(spec: JobSpec, mesh: Mesh) -> ParallelStrategy:
-    """The strategy that the job names; in a pipeline one for each stage of this rank."""
+    """The strategy that the job names; in a pipeline one for each stage of this rank, with experts on several ranks two."""
+
+    def named(spec: JobSpec, mesh: Mesh) -> ParallelStrategy:
+        return cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(spec, mesh))
 
     def make(spec: JobSpec, mesh: Mesh) -> ParallelStrategy:
-        return cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(spec, mesh))
+        return named(spec, mesh) if mesh.expert == 1 else ExpertParallel(spec, mesh, named)
 
     if mesh.pipeline == 1:
         return make(spec, mesh)
@@ -161,14 +165,14 @@ def build_optimizer(
     rank: Rank,
     strategy: ParallelStrategy,
     shards: Mapping[str, ParamShard],
-    tensor: TensorParallel | None = None,
+    split: LayerSplit | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer, with its state on the device of the shards, in host memory, or in a file."""
     device = next(iter(shards.values())).local.device
     if spec.offload.optimizer == "none":
         return optimizers.build(shards, spec.optim, device)
     made = offload.build(shards, spec.optim, spec.offload, device, tag=f"rank{rank.rank}")
-    strategy.on_final = made.gradients_final if tensor is None else tensor.final(made.gradients_final)
+    strategy.on_final = made.gradients_final if split is None else split.final(made.gradients_final)
     if rank.world_size == 1:
         made.watch_backward()
     return made

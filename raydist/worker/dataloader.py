@@ -62,7 +62,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
         return batch
     move: dict[str, Any] = {"device": device, "non_blocking": True}
     documents = None if batch.documents is None else batch.documents.to(**move)
-    return MicroBatch(batch.tokens.to(**move), batch.targets.to(**move), documents, batch.first)
+    return MicroBatch(batch.tokens.to(**move), batch.targets.to(**move), documents, batch.first, batch.real)
 
 
 def _tensors(batch: MicroBatch, pin: bool) -> MicroBatch:
@@ -73,4 +73,4 @@ def _tensors(batch: MicroBatch, pin: bool) -> MicroBatch:
         return tensor.pin_memory() if pin else tensor
 
     documents = None if batch.documents is None else make(batch.documents)
-    return MicroBatch(make(batch.tokens), make(batch.targets), documents, batch.first)
+    return MicroBatch(make(batch.tokens), make(batch.targets), documents, batch.first, batch.real)

@@ -31,6 +31,7 @@ from raydist.worker.checks.replicas import ReplicaCheck
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.dataloader import Feed
 from raydist.worker.distributed import Rank
+from raydist.worker.expert_loads import ExpertLoads
 from raydist.worker.forward_seeds import ForwardSeeds
 from raydist.worker.loss import build as build_loss
 from raydist.worker.loss import call_model
@@ -46,7 +47,7 @@ from raydist.worker.metrics.trace import Tracer
 from raydist.worker.optim.schedule import lr_at, peak_lr
 from raydist.worker.parallel._model_graph import parts_of, plain_name
 from raydist.worker.parallel._pipeline import Pipeline
-from raydist.worker.parallel._tensor import split_layers
+from raydist.worker.parallel._split import split_layers
 from raydist.worker.parameter_table import ParameterTable, gather_parameters
 from raydist.worker.precision import Precision
 from raydist.worker.step import LEFT_OUT, MESSAGES, TrainStep, evaluate
@@ -147,7 +148,7 @@ class _Run:
             reporter.say("capacity", **capacity)
         if self.mesh.data_size == 1 and (plan := strategy_plan(spec.parallel.strategy)) and plan.sharded:
             self._note(f"parallel.strategy: {spec.parallel.strategy} with one replica of the model: nothing is split")
-        self.tensor = split_layers(model, self.mesh)
+        self.split = split_layers(model, self.mesh, spec.parallel.exchange)
         if isinstance(self.strategy, Pipeline):
             model = self.strategy.cut(model)
             if reporter:
@@ -156,10 +157,10 @@ class _Run:
         for part in parts_of(model):
             model_transforms.prepare(part, spec.train)
         seeds = ForwardSeeds(parts_of(model), spec.train.seed, rank.device, by_block=spec.train.compile is not True)
-        shards = self.tensor.shards(self.strategy.shards()) if self.tensor else self.strategy.shards()
+        shards = self.split.shards(self.strategy.shards()) if self.split else self.strategy.shards()
         frozen = {plain_name(n): p for n, p in model.named_parameters() if not p.requires_grad}
         parameters = gather_parameters(shards, rank, frozen)  # every rank: names, shapes and holders of all ranks
-        self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards, self.tensor)
+        self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards, self.split)
         self.peak_lr = peak_lr(spec.optim, spec.train.global_batch)
         self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages)
         self.bad_steps = BadStepCheck(spec, self.mesh, job.run, job.attempt, model, reporter)
@@ -197,10 +198,13 @@ class _Run:
         every = spec.train.check_gradients
         self.gradients = GradientCheck(rank, parameters, every, reporter) if every else None
         every, say = spec.observe.histograms, reporter.say if reporter else None
+        experts = ExpertLoads(parts_of(model), rank, spec.observe.expert_loads, say)
+        self.experts = experts if experts.counts else None
         histograms = Histograms(rank, parameters, every, say) if every else None
         hooks: list[StepHook | None] = [
             telemetry,
             seeds,
+            self.experts,
             self.noise,
             self.gradients,
             self.bad_steps,
@@ -215,7 +219,7 @@ class _Run:
             self.optimizer,
             self.precision,
             parameters=parameters,
-            tensor=self.tensor,
+            split=self.split,
             full_tokens=spec.train.global_batch * spec.model.context,
             clip=spec.optim.clip,
             hooks=[hook for hook in hooks if hook is not None],
@@ -316,7 +320,8 @@ class _Run:
 
     def _messages(self) -> list[tuple[str, int, str]]:
         """The collectives of a step that have a name: (kind, elements, name)."""
-        return [*MESSAGES, *getattr(self.strategy, "messages", list)()]
+        loads = [self.experts.message] if self.experts else []
+        return [*MESSAGES, *loads, *getattr(self.strategy, "messages", list)()]
 
     def _stalled(self, stall: Stall) -> None:
         """Reports that the loader gives no batch, while the stall lasts: on rank 0 as an event, on others through `tell`."""
@@ -349,6 +354,8 @@ class _Run:
                     attempt=self.job.attempt,
                     samples_hash=batch.samples_hash,
                     grad_noise_scale=self.noise.scale if self.noise else None,
+                    expert_imbalance=self.experts.imbalance if self.experts else None,
+                    exchanged_bytes=self.experts.exchanged if self.experts else None,
                 )
             )
 
@@ -366,8 +373,13 @@ class _Run:
         every, batch = self.spec.observe.grad_noise, self.spec.train.global_batch
         if every is None:
             return None
+        if self.mesh.expert > 1:
+            self._note(
+                "observe.grad_noise: not measured with parallel.expert: a gradient of an expert has several ranks' samples"
+            )
+            return None
         module, factor = self.strategy.module, self.strategy.loss_factor
-        return GradientNoise(self.mesh, module, factor, self.tensor, every=every, batch=batch, total=self.total)
+        return GradientNoise(self.mesh, module, factor, self.split, every=every, batch=batch, total=self.total)
 
     def _replica_check(self, model: nn.Module, parameters: ParameterTable) -> ReplicaCheck | None:
         """None if no two ranks hold the same weights."""
@@ -379,7 +391,7 @@ class _Run:
             model,
             self.optimizer,
             parameters,
-            tensor=self.tensor,
+            split=self.split,
             due=lambda step: _due(step, every, self._checkpoint_due(step, step == self.last)),
             before_write=self._before_repair,
             reporter=self.reporter,

@@ -9,7 +9,7 @@ Runs in: each train worker. Torch, never ray. Coordinates are computed alike on 
 Ranks that differ only in `tensor`, `context` or `pipeline` together hold one replica of the model and read the same samples.
 Code that divides samples among ranks uses `data_rank` and `data_size`, never the world's.
 Strategies split the state along `data` alone. `tensor` is the work of worker/parallel/_tensor.py, `pipeline` of _pipeline.py there;
-`context` is 1.
+`context` is 1. `expert` is no axis of its own: consecutive ranks of a stage share the experts (_expert.py).
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Mesh:
     pipeline: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
+    _experts: Mesh | None = field(default=None, init=False, repr=False, compare=False)
     _devices: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -46,12 +48,19 @@ class Mesh:
                 f"context {self.context} x tensor {self.tensor}), which does not divide them",
                 f"set cluster.workers to a multiple of {self.replica_size}",
             )
+        if (self.rank.world_size // self.pipeline) % self.expert:
+            raise UserError(
+                f"{self.rank.world_size} workers: parallel.expert: {self.expert} does not divide the "
+                f"{self.rank.world_size // self.pipeline} of a pipeline stage",
+                f"set cluster.workers to a multiple of {self.pipeline * self.expert}",
+            )
 
     @classmethod
     def of(cls, spec: JobSpec, rank: Rank) -> Mesh:
         """The mesh of a job, connected. A collective if a replica has several ranks. Raises UserError if a tensor group is on
         several nodes and must not be."""
-        made = cls(rank, pipeline=spec.parallel.pipeline, tensor=spec.parallel.tensor)
+        parallel = spec.parallel
+        made = cls(rank, pipeline=parallel.pipeline, tensor=parallel.tensor, expert=parallel.expert)
         if spec.parallel.together > 1:
             made.refuse_split_nodes()
         made.connect()
@@ -74,6 +83,15 @@ class Mesh:
         if self.replica_size > 1:
             axes = {name: size for name, size in self.sizes.items() if size > 1}
             self._devices = init_device_mesh(self.rank.device.type, (*axes.values(),), mesh_dim_names=(*axes,))
+        if self.expert > 1:
+            self._experts = Mesh(self.rank, pipeline=self.pipeline, tensor=self.expert)
+            self._experts.connect()
+
+    @property
+    def experts(self) -> Mesh:
+        """The mesh of the experts: along its axis `tensor` are the ranks that share them, along `data` those with the same ones."""
+        assert self._experts is not None, "connect() comes first, and expert is above 1"
+        return self._experts
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one in `axis` only; None if it is the only one."""

@@ -26,7 +26,7 @@ from raydist.worker.optim.hooks import hooks_of
 from raydist.worker.parallel import ParallelStrategy, run_passes
 from raydist.worker.parallel._grad_norm import GradNorm
 from raydist.worker.parallel._model_graph import watch_gradients
-from raydist.worker.parallel._tensor import TensorParallel
+from raydist.worker.parallel._split import LayerSplit
 from raydist.worker.parameter_table import ParameterTable
 from raydist.worker.precision import Precision
 from raydist.worker.step_hooks import Bad, Step, StepHook
@@ -63,7 +63,7 @@ LEFT_OUT = StepReport(float("nan"), float("nan"), 0, stop=False, skipped=True)
 
 
 class TrainStep:
-    """One optimizer step. `full_tokens`: of a full global batch; `clip`: largest norm of the gradient (0: no limit); `tensor`: the
+    """One optimizer step. `full_tokens`: of a full global batch; `clip`: largest norm of the gradient (0: no limit); `split`: the
     layers of the model, if they are split."""
 
     def __init__(
@@ -76,7 +76,7 @@ class TrainStep:
         parameters: ParameterTable,
         full_tokens: int,
         clip: float,
-        tensor: TensorParallel | None = None,
+        split: LayerSplit | None = None,
         hooks: Sequence[StepHook] = (),
         heartbeat: Heartbeat | None = None,
         loss: Loss = loss_sum,
@@ -84,7 +84,7 @@ class TrainStep:
         self.loss = loss
         self.mesh, self.strategy, self.optimizer, self.precision = mesh, strategy, optimizer, precision
         self.full_tokens, self._clip, self.hooks = full_tokens, clip, hooks
-        self._tensor, self._grad_norm = tensor, GradNorm(parameters, mesh.rank)
+        self._split, self._grad_norm = split, GradNorm(parameters, mesh.rank)
         self.optimizer_hooks = hooks_of(optimizer, strategy.scale_grads)
         self.heartbeat = heartbeat or Heartbeat()
 
@@ -107,7 +107,9 @@ class TrainStep:
         """
         mine = [0.0, tokens if self.mesh.counts else 0, want_stop, vote, *trace]
         while True:
-            step = Step(number, micro_batches, samples)
+            step = Step(
+                number, micro_batches, samples, self.precision.loss_scale * self.strategy.loss_factor / self.full_tokens
+            )
             total_loss, all_tokens, stops, votes, *asked = self._passes(step, mine)
             step.tokens = int(all_tokens)
             step.loss = total_loss / max(step.tokens, 1)
@@ -149,8 +151,8 @@ class TrainStep:
         run_passes(self.strategy, step.micro_batches, work)
         sums = work.summed()
         self.strategy.finish_grads()
-        if self._tensor is not None:
-            self._tensor.sum_gradients()
+        if self._split is not None:
+            self._split.sum_gradients()
         norm = self._grad_norm()  # enqueued before the host waits for the device, once
         found: list[float] = sums.tolist()
         step.grad_norm = float(norm)

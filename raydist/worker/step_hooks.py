@@ -30,12 +30,14 @@ class Step:
 
     `samples`: sequences of the global batch. `loss`: mean over the global batch's `tokens`, in nats. `grad_norm`: of
     the gradient of that mean, before clipping. `factor`: what turns the gradients as they are now into the gradient of that mean.
+    `loss_factor`: what the loss of a micro-batch is multiplied by before its backward pass.
     `pending_factor`: what the optimizer will yet multiply the gradients by (see `OptimizerHooks`), known in `before_update`.
     """
 
     number: int
     micro_batches: Sequence[MicroBatch]
     samples: int = 0
+    loss_factor: float = 1.0
     loss: float = field(default=float("nan"), init=False)
     grad_norm: float = field(default=float("nan"), init=False)
     tokens: int = field(default=0, init=False)

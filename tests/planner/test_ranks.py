@@ -34,7 +34,7 @@ from raydist.worker.optim import optimizers
 from raydist.worker.parallel import run_passes
 from raydist.worker.parallel._model_graph import parts_of
 from raydist.worker.parallel._pipeline import Pipeline
-from raydist.worker.parallel._tensor import split_layers
+from raydist.worker.parallel._split import split_layers
 from raydist.worker.precision import Precision
 from raydist.worker.step import loss_sum
 from tests.planner.jobs import SMALL, VOCAB, job
@@ -82,7 +82,7 @@ class OneStep:
         self.model: nn.Module = registry.load("model", spec.model.name)(spec.model, VOCAB)
         self.mesh = Mesh.of(spec, rank)
         self.strategy = build_strategy(spec, self.mesh)
-        self.tensor = split_layers(self.model, self.mesh)
+        self.split = split_layers(self.model, self.mesh)
         if isinstance(self.strategy, Pipeline):
             self.model = self.strategy.cut(self.model)
         self.precision = Precision(spec.precision, rank.device)
@@ -94,7 +94,7 @@ class OneStep:
         for part in parts_of(self.model):
             compute.prepare(part, spec.train)
         shards = self.strategy.shards()
-        self.shards = shards if self.tensor is None else self.tensor.shards(shards)
+        self.shards = shards if self.split is None else self.split.shards(shards)
         self.optimizer = optimizers.build(self.shards, spec.optim, rank.device)
         self()
 
@@ -118,8 +118,8 @@ class OneStep:
         """The passes of a step and an update. `looked` is called after each backward pass, and before the update."""
         run_passes(self.strategy, self.batches, self)
         self.strategy.finish_grads()
-        if self.tensor is not None:
-            self.tensor.sum_gradients()
+        if self.split is not None:
+            self.split.sum_gradients()
         self.looked()
         self.optimizer.step()
         self.strategy.zero_grad()

@@ -25,7 +25,16 @@ from raydist.spec.parts import Part
 
 FILE = "mlflow.json"
 EXPERIMENT = "raydist"
-_TAGS = ("loss", "lr", "grad_norm", "seconds", "data_seconds", "grad_noise_scale")
+_TAGS = (
+    "loss",
+    "lr",
+    "grad_norm",
+    "seconds",
+    "data_seconds",
+    "grad_noise_scale",
+    "expert_imbalance",
+    "exchanged_bytes",
+)
 _BATCH = 1000
 """Metrics per request, MLflow's limit. Its limits for params: 100, of 6000 characters."""
 _PARAMS, LENGTH = 100, 6000

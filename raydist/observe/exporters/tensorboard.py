@@ -27,7 +27,16 @@ _FILE = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
 _ROLL_BYTES = 1 << 20
 _KEPT_FILES = 32
 _UPLOAD_EVERY_S = 15.0
-_TAGS = ("loss", "lr", "grad_norm", "seconds", "data_seconds", "grad_noise_scale")
+_TAGS = (
+    "loss",
+    "lr",
+    "grad_norm",
+    "seconds",
+    "data_seconds",
+    "grad_noise_scale",
+    "expert_imbalance",
+    "exchanged_bytes",
+)
 
 
 class Options(Part):

@@ -66,6 +66,10 @@ def charts(report: Report) -> Markup | list[Markup]:
         beside = [Series("global batch", x[[0, -1]], np.full(2, float(batch)), "faint")] if batch else []
         scale = Series("noise scale", x[known], noise[known])
         drawn.append(curve("Gradient noise scale", [scale, *beside], "sequences", lines.wants_log(noise[known])))
+    imbalance = steps["expert_imbalance"].cast("float64").to_numpy()
+    if (known := np.isfinite(imbalance)).any():
+        about = "fullest expert over the mean, worst layer"
+        drawn.append(curve("Imbalance of experts", [Series("", x[known], imbalance[known])], about))
     thinned = len(x) > lines.COLUMNS
     words = (
         "For steps that were trained twice, the last time counts. "

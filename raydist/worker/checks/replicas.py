@@ -32,7 +32,7 @@ from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.reporter import Reporter
 from raydist.worker.parallel._model_graph import plain_name
-from raydist.worker.parallel._tensor import TensorParallel
+from raydist.worker.parallel._split import LayerSplit
 from raydist.worker.parameter_table import ParameterTable, Ranks
 from raydist.worker.step_hooks import Step, StepHook
 
@@ -70,14 +70,14 @@ class ReplicaCheck(StepHook):
         optimizer: torch.optim.Optimizer,
         parameters: ParameterTable,
         *,
-        tensor: TensorParallel | None = None,
+        split: LayerSplit | None = None,
         due: Callable[[int], bool],
         before_write: Callable[[], None],
         reporter: Reporter | None,
     ) -> None:
         self._rank, self._run, self._attempt, self._reporter = rank, run, attempt, reporter
         self._model, self._optimizer, self._parameters = model, optimizer, parameters
-        self._due, self._before_write, self._tensor = due, before_write, tensor
+        self._due, self._before_write, self._layers = due, before_write, split
         weights = {n for n, _ in model.named_parameters(remove_duplicate=False)}
         self._buffers = [b for n, b in model.state_dict(keep_vars=True).items() if n not in weights]
         self._named = {name: p for n, p in model.named_parameters() if (name := plain_name(n)) in parameters}
@@ -109,12 +109,12 @@ class ReplicaCheck(StepHook):
         self._mend(step, saved=True)
 
     def _groups(self, name: str) -> tuple[Ranks, ...]:
-        """The ranks in groups whose module has the same bits of a parameter. zero1 and zero2 have it whole (or the tensor parallel
-        part of it), whatever rows a rank updates; the module of zero3 and hsdp has the rows that the rank updates."""
+        """The ranks in groups whose module has the same bits of a parameter. zero1 and zero2 have it whole (or the part that
+        the layer has of it), whatever rows a rank updates; the module of zero3 and hsdp has the rows that the rank updates."""
         row = self._parameters[name]
         if name in self._split:
             return row.holders
-        return (row.ranks,) if self._tensor is None else self._tensor.same(name, row.ranks)
+        return (row.ranks,) if self._layers is None else self._layers.same(name, row.ranks)
 
     def _held(self, saved: bool) -> dict[str, tuple[Tensor, Ranks]]:
         """Local tensors that other ranks hold too, and all these ranks. `saved`: of parameters only the part that this rank

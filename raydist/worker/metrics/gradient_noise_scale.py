@@ -30,7 +30,7 @@ from raydist.data.batches import MASKED, MicroBatch
 from raydist.records import Finding, batch_far_beyond_noise
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel._model_graph import each_gradient
-from raydist.worker.parallel._tensor import TensorParallel
+from raydist.worker.parallel._split import LayerSplit
 from raydist.worker.step_hooks import Step, StepHook
 
 LEAST = 10
@@ -44,8 +44,8 @@ DECAY = 4
 class Small:
     """The small gradients of one step: `listening` around the first micro-batch, `send` after the last backward, then `sums`."""
 
-    def __init__(self, mesh: Mesh, module: nn.Module, batch: MicroBatch, tensor: TensorParallel | None) -> None:
-        self._mesh, self._module, self._batch, self._tensor = mesh, module, batch, tensor
+    def __init__(self, mesh: Mesh, module: nn.Module, batch: MicroBatch, split: LayerSplit | None) -> None:
+        self._mesh, self._module, self._batch, self._split = mesh, module, batch, split
         self.in_first = False
         """Whether the backward pass that runs now is the first micro-batch's; in a pipeline others may come before its last one."""
         self._norms: list[Tensor] = []
@@ -62,7 +62,7 @@ class Small:
         if not self.in_first:
             return
         # Keep no reference to the gradient: autograd copies a gradient that others refer to, and moves one that it alone holds.
-        if self._tensor is not None and name in self._tensor.partial:
+        if self._split is not None and name in self._split.partial:
             self._parts.append(grad.flatten().float().clone())
             return
         dtype = torch.promote_types(grad.dtype, torch.float32)
@@ -74,9 +74,9 @@ class Small:
         # No norms if a user's own strategy never makes a parameter whole.
         norms = self._norms or [torch.zeros((), device=self._mesh.rank.device)]
         square = torch.stack(norms).double().square().sum()
-        if self._tensor is not None and self._parts:
+        if self._split is not None and self._parts:
             whole = torch.cat(self._parts)
-            dist.all_reduce(whole, group=self._tensor.group)
+            dist.all_reduce(whole, group=self._split.group)
             square += whole.double().square().sum() if self._mesh.counts else 0.0
         if not self._mesh.counts:
             tokens = torch.zeros_like(tokens)
@@ -103,13 +103,13 @@ class GradientNoise(StepHook):
         mesh: Mesh,
         module: nn.Module,
         loss_factor: float,
-        tensor: TensorParallel | None = None,
+        split: LayerSplit | None = None,
         *,
         every: int,
         batch: int,
         total: int,
     ) -> None:
-        self._mesh, self._module, self._loss_factor, self._tensor = mesh, module, loss_factor, tensor
+        self._mesh, self._module, self._loss_factor, self._split = mesh, module, loss_factor, split
         self._every, self._batch, self._total = every, batch, total
         self.average = Average()
         self._small: Small | None = None
@@ -123,7 +123,7 @@ class GradientNoise(StepHook):
     def begin(self, step: Step) -> None:
         """Starts a measurement if one is due. A step with only one gradient has no smaller one, and cannot be measured."""
         measures = step.number % self._every == 0 and self._mesh.data_size * len(step.micro_batches) > 1
-        self._small = Small(self._mesh, self._module, step.micro_batches[0], self._tensor) if measures else None
+        self._small = Small(self._mesh, self._module, step.micro_batches[0], self._split) if measures else None
 
     @contextmanager
     def around_micro_batch(self, step: Step, index: int) -> Iterator[None]:

@@ -22,8 +22,7 @@ of this file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -31,16 +30,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as TensorShard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from raydist.errors import UserError
 from raydist.worker.comm.collectives import sum_flat
 from raydist.worker.mesh import Mesh
 from raydist.worker.model._chunked_cross_entropy import head_loss
 from raydist.worker.parallel import ParamShard
+from raydist.worker.parallel._cut import Cut, Cuts
 from raydist.worker.parallel._model_graph import plain_name
 from raydist.worker.parallel._tensor_ops import (
     VocabularyShard,
@@ -54,23 +50,10 @@ from raydist.worker.parallel._tensor_ops import (
 KINDS = ("gather", "column", "row", "vocabulary")
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How a parameter is split: along dimension `dim` of its whole `shape`, in parts as those of torch.chunk."""
-
-    dim: int
-    shape: torch.Size
-
-    def sizes(self, ranks: int) -> list[int]:
-        """How much of the dimension each rank has."""
-        each = -(-self.shape[self.dim] // ranks)
-        return [max(min(each, self.shape[self.dim] - rank * each), 0) for rank in range(ranks)]
-
-
 class TensorParallel:
     """The layers of one model, split over the tensor group of `mesh`. Every rank has one.
 
-    `partial`: names of the parameters that are whole on every rank, once `shards` was called. A rank's gradient of these is a part
+    `partial`: names of the parameters that are whole on every rank, once `place` was called. A rank's gradient of these is a part
     of the sum, until `sum_gradients`.
     """
 
@@ -78,16 +61,14 @@ class TensorParallel:
         group = mesh.group("tensor")
         assert group is not None, "a group of several ranks"
         self.group, self._mesh = group, mesh
-        self._rank, self._size = mesh.tensor_rank, mesh.tensor
-        self._cuts: dict[str, Cut] = {}
-        self._shards: dict[str, ParamShard] = {}
+        self.cuts = Cuts(mesh, "tensor")
+        self._shards: Mapping[str, ParamShard] = {}
         self.partial: frozenset[str] = frozenset()
 
     def split(self, model: nn.Module) -> None:
         """Splits the weights, and lets the layers send. Before `strategy.wrap`. Sends nothing.
 
-        A model on the meta device is split while it is initialised: each weight is drawn whole and then cut, so that the first
-        values are those of one process. Raises UserError if the model has no rules, or rules that do not fit it.
+        Raises UserError if the model has no rules, or rules that do not fit it.
         """
         kinds = _kinds(model)
         names = {id(p): plain_name(n) for n, p in model.named_parameters()}
@@ -95,10 +76,10 @@ class TensorParallel:
             for key, p in module.named_parameters(recurse=False) if kind != "gather" else ():
                 if kind == "row" and key != "weight":
                     continue
-                self._add(names[id(p)], Cut(1 if kind == "row" else 0, p.shape), p.requires_grad)
+                self.cuts.add(names[id(p)], Cut(1 if kind == "row" else 0, p.shape), p.requires_grad)
         for module, kind in kinds.items():
             if kind == "vocabulary":
-                self._let_send(module, kind, self._cuts[names[id(module.weight)]])
+                self._let_send(module, kind, self.cuts[names[id(module.weight)]])
             else:
                 self._let_send(module, kind)
         inside = {inner for module, kind in kinds.items() if kind == "gather" for inner in module.modules()}
@@ -107,45 +88,12 @@ class TensorParallel:
                 continue
             if module in inside:
                 raise UserError(
-                    f"parallel.tensor: {self._size}: {name} would draw other numbers than one process: it is inside a layer whose "
-                    "output is split",
+                    f"parallel.tensor: {self.cuts.size}: {name} would draw other numbers than one process: it is inside a layer "
+                    "whose output is split",
                     "set its probability to 0, or move it behind the layer",
                 )
-            module.forward = partial(_dropout, module, self._rank, self._size)  # type: ignore[method-assign]
-        if any(p.is_meta for p in model.parameters()):
-            own = model.init_module
-
-            def init_module(name: str, module: nn.Module) -> None:
-                own(name, module)  # type: ignore[operator]
-                self._split_own(name, module)
-
-            model.init_module = init_module  # type: ignore[assignment]
-        else:
-            for name, module in model.named_modules():
-                self._split_own(name, module)
-
-    def _add(self, name: str, cut: Cut, trained: bool) -> None:
-        if self._cuts.setdefault(name, cut) != cut:
-            raise UserError(
-                f"{name}: tensor_rules split it in two ways: it is one parameter of several layers",
-                "give layers with tied weights the same rule",
-            )
-        if not trained:
-            raise UserError(
-                f"{name}: parallel.tensor: {self._size} splits this parameter, which is not trained",
-                "train it, or set parallel.tensor: 1",
-            )
-        if 0 in cut.sizes(self._size):
-            raise UserError(
-                f"{name}: parallel.tensor: {self._size} leaves a rank none of its {cut.shape[cut.dim]} parts",
-                "set parallel.tensor lower",
-            )
-
-    def _split_own(self, name: str, module: nn.Module) -> None:
-        for key, p in module.named_parameters(name, recurse=False):
-            cut = self._cuts.get(plain_name(key))  # a tied weight has its rule under its first name
-            if cut is not None:
-                p.data = torch.split(p.data, cut.sizes(self._size)[0], cut.dim)[self._rank].clone()
+            module.forward = partial(_dropout, module, self.cuts.rank, self.cuts.size)  # type: ignore[method-assign]
+        self.cuts.apply(model)
 
     def _let_send(self, module: nn.Module, kind: str, cut: Cut | None = None) -> None:
         group = self.group
@@ -155,39 +103,16 @@ class TensorParallel:
             assert isinstance(module, nn.Linear)
             module.forward = partial(_row, module, group)  # type: ignore[method-assign]
         elif cut is not None:
-            sizes = cut.sizes(self._size)
-            shard = VocabularyShard(group, sum(sizes[: self._rank]), max(sizes))
+            sizes = cut.sizes(self.cuts.size)
+            shard = VocabularyShard(group, sum(sizes[: self.cuts.rank]), max(sizes))
             forward = _embedding if isinstance(module, nn.Embedding) else partial(_head, sizes)
             module.forward = partial(forward, module, shard)  # type: ignore[arg-type]
 
-    def shards(self, of_strategy: Mapping[str, ParamShard]) -> dict[str, ParamShard]:
-        """The strategy's shards with their places in the whole model. Their `local` are the same objects."""
-        peers = [self._mesh.rank.rank - self._rank + r for r in range(self._size)]
-        meshes: dict[int, DeviceMesh] = {}
-
-        def placed(name: str, shard: ParamShard) -> ParamShard:
-            cut = self._cuts.get(name)
-            if cut is None:
-                return shard
-            of_data = shard.like.device_mesh if shard.like is not None else None
-            if id(of_data) not in meshes:
-                meshes[id(of_data)] = _with_tensor(self._mesh.rank.device.type, of_data, self._rank, peers)
-            placements = (TensorShard(cut.dim), *(shard.like.placements if shard.like is not None else ()))
-            meta = TensorMeta(cut.shape, torch.empty(cut.shape, device="meta").stride(), shard.local.dtype)
-            spec = DTensorSpec(meshes[id(of_data)], placements, tensor_meta=meta)
-            like = DTensor(shard.local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
-            return ParamShard(shard.local, like)
-
-        self._shards = {name: placed(name, shard) for name, shard in of_strategy.items()}
-        self.partial = frozenset(self._shards.keys() - self._cuts.keys())
-        return self._shards
-
-    def same(self, name: str, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Those `ranks` in groups that have the same part of a parameter, as far as this file splits it."""
-        if name not in self._cuts:
-            return (ranks,)
-        by_part = [tuple(r for r in ranks if self._mesh.coordinate(r)[3] == part) for part in range(self._size)]
-        return tuple(group for group in by_part if group)
+    def place(self, shards: dict[str, ParamShard], complete: Container[str] = ()) -> None:
+        """See `Cuts.place`. `complete`: names of parameters whose gradients need no sum over the tensor group."""
+        self.cuts.place(shards)
+        self._shards = shards
+        self.partial = frozenset(name for name in shards if name not in self.cuts and name not in complete)
 
     def final(self, told: Callable[[Sequence[Tensor]], None]) -> Callable[[Sequence[Tensor]], None]:
         """For `strategy.on_final`: `told` without the parameters whose gradients are not summed over the tensor group yet."""
@@ -198,15 +123,6 @@ class TensorParallel:
         """Adds up the ranks' parts of the gradients of `partial`. Once a step, when the strategy has summed them over `data`."""
         grads = [shard.local.grad for name, shard in self._shards.items() if name in self.partial]
         sum_flat(grads, self.group, self._mesh.rank.device)
-
-
-def split_layers(model: nn.Module, mesh: Mesh) -> TensorParallel | None:
-    """Splits a model over the tensor group of the mesh: see `TensorParallel.split`. None where one rank has whole layers."""
-    if mesh.tensor == 1:
-        return None
-    made = TensorParallel(mesh)
-    made.split(model)
-    return made
 
 
 def _kinds(model: nn.Module) -> dict[nn.Module, str]:
@@ -238,15 +154,6 @@ def _kinds(model: nn.Module) -> dict[nn.Module, str]:
                 )
             found[module] = kind
     return found
-
-
-def _with_tensor(device: str, of_data: DeviceMesh | None, rank: int, peers: list[int]) -> DeviceMesh:
-    """The mesh of a strategy, and in front of it the dimension `tensor`; without groups, because nothing is sent along it."""
-    if of_data is None:
-        return DeviceMesh(device, peers, mesh_dim_names=("tensor",), _init_backend=False)
-    ranks = torch.stack([of_data.mesh - peers[rank] + peer for peer in peers])
-    names = ("tensor", *(of_data.mesh_dim_names or ()))
-    return DeviceMesh(device, ranks, mesh_dim_names=names, _init_backend=False)
 
 
 def _row(module: nn.Linear, group: dist.ProcessGroup, x_BTF: Tensor) -> Tensor:

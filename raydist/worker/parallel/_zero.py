@@ -177,7 +177,7 @@ class ZeroStrategy:
             )
             for n, p in self._parameters.items()
         }
-        largest = max(u.size for u in self._units)
+        largest = max((u.size for u in self._units), default=0)
         reduce = DTYPES[self._spec.precision.reduce]
         self._group = mesh.get_group()
         direct = gloo_p2p.direct(self._group)

@@ -42,6 +42,9 @@ class Strategy:
     def __init__(self, spec: JobSpec, mesh: Mesh) -> None:
         self._spec, self._mesh, self._rank = spec, mesh, mesh.rank
         self.loss_factor = float(mesh.data_size)  # DDP's all-reduce averages
+        # Whether passes call the model itself: in a pipeline in another order than DDP's, with expert parallel under two of them.
+        self._direct = spec.parallel.pipeline > 1 or spec.parallel.expert > 1
+        self._ddp: DistributedDataParallel | None = None
 
     def wrap(self, model: nn.Module, example: Example) -> nn.Module:
         """See `ParallelStrategy.wrap`. Runs `example` twice: for the graph check, and for DDP's buckets."""
@@ -51,7 +54,7 @@ class Strategy:
         check_graph(model, lambda: example(model), self._mesh)
         self.zero_grad()
         self.module = model
-        if self._mesh.data_size > 1:
+        if self._mesh.data_size > 1 and self._parameters:
             persistent = model.state_dict().keys() - {n for n, _ in model.named_parameters(remove_duplicate=False)}
             # Buffers that are not persistent (rotary tables) are the same on all ranks; running statistics are not.
             sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: bool(persistent)}
@@ -80,7 +83,7 @@ class Strategy:
         # uninterrupted run. This backward rebuilds the buckets before the first step.
         example(ddp).backward()  # type: ignore[no-untyped-call]
         ddp.zero_grad(set_to_none=True)
-        if self._mesh.pipeline > 1:
+        if self._direct:
             ddp.reducer._rebuild_buckets()  # otherwise the next forward pass through `ddp` does
 
     def _sum(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -112,12 +115,12 @@ class Strategy:
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """See `ParallelStrategy.accumulate`: gradients are summed over the ranks in the last micro-batch only.
 
-        In a pipeline forward passes do not go through DDP, so its reducer waits for gradients only from here on, as in
+        Where forward passes do not go through DDP, its reducer waits for gradients only from here on, as in
         torch.distributed.pipelining.
         """
-        if self._mesh.data_size == 1:
+        if self._ddp is None:
             return nullcontext()
-        if self._mesh.pipeline > 1:
+        if self._direct:
             if last:
                 self._ddp.reducer.prepare_for_backward([])
             return nullcontext()
@@ -142,7 +145,7 @@ class Strategy:
 
     def messages(self) -> list[tuple[str, int, str]]:
         """For traces: the buckets, in the order in which backward sends them."""
-        if self._mesh.data_size == 1:
+        if self._ddp is None:
             return []
         names = list(self._parameters)
         log = self._ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]

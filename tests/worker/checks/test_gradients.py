@@ -62,7 +62,7 @@ class Checked:
         self.check = check
         self.step = TrainStep(
             trainer.mesh, trainer.strategy, trainer.optimizer, trainer.precision, parameters=trainer.parameters,
-            full_tokens=6 * CONTEXT, clip=0.5, tensor=trainer.tensor, hooks=[check],
+            full_tokens=6 * CONTEXT, clip=0.5, split=trainer.split, hooks=[check],
         )  # fmt: skip
 
     def run(self, number: int) -> float:

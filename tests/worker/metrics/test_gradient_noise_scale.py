@@ -66,12 +66,12 @@ class Measured:
     ) -> None:
         self.trainer = made = Trainer(rank, spec, full, model)
         self.noise = GradientNoise(
-            made.mesh, made.strategy.module, made.strategy.loss_factor, every=1, batch=6, total=100, tensor=made.tensor
+            made.mesh, made.strategy.module, made.strategy.loss_factor, every=1, batch=6, total=100, split=made.split
         )
         self.noise.average = self.kept = Kept()
         self.step = TrainStep(
             made.mesh, made.strategy, made.optimizer, made.precision, parameters=made.parameters, full_tokens=full,
-            clip=spec.optim.clip, tensor=made.tensor, hooks=[self.noise] if measures else [],
+            clip=spec.optim.clip, split=made.split, hooks=[self.noise] if measures else [],
         )  # fmt: skip
 
     def run(self, number: int, batches: list[MicroBatch], count: int, lr: float = 1e-2) -> StepReport:
