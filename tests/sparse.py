@@ -59,6 +59,8 @@ class Sparse(Decoder):
         if isinstance(module, _moe.Experts):
             for p in module.parameters(recurse=False):
                 nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+        if isinstance(module, _moe.Router):
+            module.bias[:2] += Options(**self.spec.options).skew
 
 
 def build(spec: ModelSpec, vocab_size: int) -> Sparse:
@@ -68,7 +70,6 @@ def build(spec: ModelSpec, vocab_size: int) -> Sparse:
         blocks = [dense_block(spec, EPS) for _ in range(spec.layers)]
         for block in blocks[1:]:
             block.mlp = _moe.MixtureOfExperts(spec.width, shape(spec))
-            block.mlp.router.bias[:2] += Options(**spec.options).skew
         return Sparse(spec, vocab_size, blocks, eps=EPS, rotary=spec.width // spec.heads)
 
     return built(make)
