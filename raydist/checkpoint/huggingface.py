@@ -92,9 +92,9 @@ def check(
     found, problems = tensors_of(folder), list[str]()
     left = {name for name in found if not any(fnmatchcase(name, pattern) for pattern in format.ignored)}
     if spec.tie_embeddings:
-        left -= {piece.name for piece in format.pieces("head.weight")}
+        left -= {piece.name for piece in format.pieces("head.weight", ())}
     for parameter, shape in shapes.items():
-        for piece in format.pieces(parameter):
+        for piece in format.pieces(parameter, shape):
             left.discard(piece.name)
             tensor, wanted = found.get(piece.name), part_shape(piece, shape)
             if tensor is None:

@@ -5,10 +5,25 @@ Runs anywhere. Imports no torch, see raydist/spec/decoder.py.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import Field
+
+from raydist.spec.decoder import DecoderOptions
 from raydist.spec.parts import near_divisors, problem
+
+
+class SparseOptions(DecoderOptions):
+    """The options that decoders with experts share, with the names of config.json where it has them."""
+
+    num_experts_per_tok: int = Field(2, ge=1, description="Experts that a token takes.")
+    balance_loss: float = Field(
+        0.0,
+        ge=0,
+        description="Factor of the sequence-wise balance loss, which is added to the loss of a token; 0: none.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +66,15 @@ class Experts:
         if self.shared_gate:
             made["shared_gate.weight"] = (1, width)
         return made
+
+
+def with_experts(
+    shapes: Mapping[str, tuple[int, ...]], width: int, experts: Experts, layers: Collection[int]
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of a decoder's parameters, with experts in place of the feed-forward layer of these blocks."""
+    places = tuple(f"blocks.{i}.mlp." for i in layers)
+    made = {name: shape for name, shape in shapes.items() if not name.startswith(places)}
+    return made | {place + name: shape for place in places for name, shape in experts.shapes(width).items()}
 
 
 def check_experts(experts: Experts, *, count: str, chosen: str, groups: str = "", top_groups: str = "") -> None:

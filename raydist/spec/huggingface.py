@@ -76,13 +76,31 @@ class Piece:
     at: tuple[int | slice, ...] = ()
 
 
-def dense_pieces(parameter: str) -> list[Piece]:
+Pieces = Callable[[str, tuple[int, ...]], list[Piece]]
+"""Name and shape of one of our parameters -> the tensors in files that make it."""
+
+
+def dense_pieces(parameter: str, shape: tuple[int, ...] = ()) -> list[Piece]:
     """The tensors of `transformers` that make a parameter of a decoder of dense blocks. Raises KeyError for other names."""
     module, _, leaf = parameter.rpartition(".")
     if not module.startswith("blocks."):
         return [Piece(f"{_TOP[module]}.{leaf}")]
     _, layer, inner = module.split(".", 2)
     return [Piece(f"model.layers.{layer}.{_BLOCK[inner]}.{leaf}")]
+
+
+def sparse_pieces(moe: Mapping[str, str]) -> Pieces:
+    """`pieces` of a decoder that has blocks with experts. `moe`: of parameters in such a block the names here -> in files, with {}
+    for the number of an expert, which has a tensor of its own there."""
+
+    def pieces(parameter: str, shape: tuple[int, ...]) -> list[Piece]:
+        layer, _, inner = parameter.removeprefix("blocks.").partition(".")
+        if inner not in moe:
+            return dense_pieces(parameter)
+        name = f"model.layers.{layer}.{moe[inner]}"
+        return [Piece(name.format(n), (n,)) for n in range(shape[0])] if "{}" in name else [Piece(name)]
+
+    return pieces
 
 
 _BLOCK = {
@@ -111,7 +129,7 @@ class HuggingFace:
     fields   config.json -> the fields of `model` besides its name; raises UserError for what the model cannot compute
     config   the model -> the keys of config.json that describe it, `model_type` among them
     shapes   the model and the rows of its embedding -> the shape of each parameter and persistent buffer here; a tied one once
-    pieces   one of our parameters -> the tensors in files that make it
+    pieces   name and shape of one of our parameters -> the tensors in files that make it
     ignored  patterns of names in files that are no parameters
     reads    whether config.json of these types is read as this model; otherwise it is only written
     """
@@ -120,7 +138,7 @@ class HuggingFace:
     fields: Callable[[Config], dict[str, Any]]
     config: Callable[[ModelSpec], dict[str, Any]]
     shapes: Callable[[ModelSpec, int], dict[str, tuple[int, ...]]]
-    pieces: Callable[[str], list[Piece]] = dense_pieces
+    pieces: Pieces = dense_pieces
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     reads: bool = True
 

@@ -55,7 +55,7 @@ def load(spec: ModelSpec, model: nn.Module, shards: Mapping[str, ParamShard], vo
     with ExitStack() as stack:
         opened: dict[str, Any] = {}
         for name, local, offset, size in parts:
-            for piece in format.pieces(name):
+            for piece in format.pieces(name, shapes[name]):
                 common = overlap(piece, shapes[name], offset, size)
                 if common is None:
                     continue

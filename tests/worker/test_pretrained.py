@@ -29,7 +29,7 @@ from raydist.worker.build import build_model
 from raydist.worker.distributed import Rank
 from raydist.worker.loop import train
 from tests.training import GROUPED, SHARDS_PARAMETERS, VARIANTS, Trainer, run
-from tests.worker.model.families import renamed, theirs
+from tests.worker.model.families import renamed, theirs, weights
 
 IDS = 257
 
@@ -81,11 +81,22 @@ def test_each_rank_reads_its_part(ranks: Any, tmp_path: Path, world: int, parall
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     spec = job(tmp_path, parallel=parallel, cluster={"workers": world})
     found = run(ranks, loaded, world, spec)
-    right = renamed(dict(peer.named_parameters()), build_model(spec, IDS))
-    for weights, read, own in found:
+    right = renamed(weights(peer), build_model(spec, IDS))
+    for values, read, own in found:
         assert read == own
-        assert weights.keys() == right.keys()
-        assert [name for name, value in right.items() if not torch.equal(weights[name], value)] == []
+        assert values.keys() == right.keys()
+        assert [name for name, value in right.items() if not torch.equal(values[name], value)] == []
+
+
+@pytest.mark.parametrize("parallel", [{"strategy": "zero3"}, {"strategy": "ddp", "expert": 2}], ids=str)
+def test_experts(ranks: Any, tmp_path: Path, parallel: dict[str, Any]) -> None:
+    """Files have a tensor for each expert: they make the stacked parameters of a layer, of which a rank has some experts."""
+    peer = saved(tmp_path, "qwen2_moe", shard="20KB")
+    spec = job(tmp_path, parallel=parallel, cluster={"workers": 2})
+    right = renamed(weights(peer), build_model(spec, IDS))
+    for values, read, own in run(ranks, loaded, 2, spec):
+        assert read == own
+        assert [name for name, value in right.items() if not torch.equal(values[name], value)] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -97,11 +108,11 @@ def test_formats_of_16_bits(tmp_path: Path, dtype: torch.dtype) -> None:
         {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors"
     )
     spec = job(tmp_path)
-    (weights, read, own), *_ = run(None, loaded, 1, spec)
+    (values, read, own), *_ = run(None, loaded, 1, spec)
     assert read == own / 2
-    for name, value in renamed(dict(peer.named_parameters()), build_model(spec, IDS)).items():
-        assert weights[name].dtype is torch.float32
-        assert torch.equal(weights[name], value)
+    for name, value in renamed(weights(peer), build_model(spec, IDS)).items():
+        assert values[name].dtype is torch.float32
+        assert torch.equal(values[name], value)
 
 
 def trained(rank: Rank, spec: JobSpec, root: str, until: int) -> list[float]:

@@ -104,7 +104,7 @@ def hf_weights(weights: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tens
         piece.name: w.detach()[piece.at].cpu().contiguous()
         for name, w in weights.items()
         if not (spec.tie_embeddings and name == "head.weight")
-        for piece in format.pieces(name)
+        for piece in format.pieces(name, tuple(w.shape))
     }
 
 

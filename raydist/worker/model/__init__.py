@@ -45,6 +45,8 @@ Optional, at the top level of the file, without torch (raydist/registry.py, `des
 
 - `Options`: a pydantic model that checks `model.options`.
 - `check_spec(spec: ModelSpec)`: raises `raydist.spec.parts.problem(...)` for values that cannot be combined.
+- `experts(spec: ModelSpec) -> int`: how many experts each layer with experts has (raydist/worker/model/_moe.py). A model with such
+  layers must have it for `parallel.expert`.
 - `check_tensor(spec: ModelSpec, ranks: int)`: raises the same if `ranks` tensor parallel ranks cannot share the model. A model with
   `tensor_rules` must have it.
 

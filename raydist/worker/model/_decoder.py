@@ -68,24 +68,29 @@ def dense_block(
     return Block(spec.width, attention, mlp, eps, spec.dropout)
 
 
+def dense_blocks(spec: ModelSpec, dense: Dense) -> list[Block]:
+    """The blocks of a dense decoder."""
+    return [
+        dense_block(
+            spec,
+            dense.eps,
+            head=dense.head,
+            qk_norm=dense.qk_norm,
+            window=window,
+            qkv_bias=dense.qkv_bias,
+            out_bias=dense.out_bias,
+            mlp_bias=dense.mlp_bias,
+        )
+        for window in dense.windows
+    ]
+
+
 def dense_decoder(spec: ModelSpec, vocab_size: int, dense: Dense, kind: type[Decoder] | None = None) -> Decoder:
     """For `build`: a decoder of dense blocks. `kind`: a subclass of Decoder."""
 
     def make() -> Decoder:
-        blocks = [
-            dense_block(
-                spec,
-                dense.eps,
-                head=dense.head,
-                qk_norm=dense.qk_norm,
-                window=window,
-                qkv_bias=dense.qkv_bias,
-                out_bias=dense.out_bias,
-                mlp_bias=dense.mlp_bias,
-            )
-            for window in dense.windows
-        ]
         made = Decoder if kind is None else kind
+        blocks = dense_blocks(spec, dense)
         return made(spec, vocab_size, blocks, eps=dense.eps, rotary=dense.head, scaling=dense.scaling)
 
     return built(make)

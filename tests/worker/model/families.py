@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from raydist import registry
 from raydist.spec import ModelSpec
@@ -21,6 +22,7 @@ TINY = {
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 12}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 6}
+MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rms_norm_eps": 1e-5},
     "llama, tied, heads of another size": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 12},
@@ -50,13 +52,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "rope_parameters": {**YARN, "truncate": False, "beta_fast": 4.0},
     },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral, window": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5},
+    "qwen2_moe": {"model_type": "qwen2_moe", **MOE, "shared_expert_intermediate_size": 28, "decoder_sparse_step": 2},
+    "qwen3_moe": {"model_type": "qwen3_moe", **MOE, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
 }
+SPARSE = [name for name in FAMILIES if "moe" in name or "mixtral" in name]
+"""Those with experts."""
+
+
+def of_config(config: dict[str, Any]) -> transformers.PreTrainedModel:
+    """The model of `transformers` for a config.json, with its plainest experts."""
+    made = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config), experts_implementation="eager"
+    )
+    return made.eval()  # type: ignore[no-any-return]
 
 
 def theirs(name: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
     """A model of `transformers` whose weights are all random: gains and biases, too. `changes`: of its config."""
-    config = transformers.AutoConfig.for_model(**{**TINY, **FAMILIES[name], **changes})
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = of_config({**TINY, **FAMILIES[name], **changes})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter, p in model.named_parameters():
@@ -64,7 +79,7 @@ def theirs(name: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedM
                 p.uniform_(0.5, 1.5, generator=generator)
             else:
                 p.normal_(0.0, 0.1, generator=generator)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def spec_of(config: dict[str, Any]) -> tuple[ModelSpec, HuggingFace]:
@@ -77,23 +92,43 @@ def ours(model: transformers.PreTrainedModel) -> nn.Module:
     """The same model here, from its config.json and its tensors."""
     spec, _ = spec_of(model.config.to_dict())
     made: nn.Module = registry.load("model", spec.name)(spec, VOCAB).eval()
-    tensors = renamed(dict(model.named_parameters()), made)
     with torch.no_grad():
-        for name, p in made.named_parameters():
-            p.copy_(tensors[name])
+        tensors, held = renamed(weights(model), made), persistent(made)
+        for name, tensor in tensors.items():
+            held[name].copy_(tensor)
     return made
 
 
+def persistent(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, a tied one once."""
+    kept = model.state_dict()
+    return {**dict(model.named_parameters()), **{name: b for name, b in model.named_buffers() if name in kept}}
+
+
+def weights(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
+    """Its tensors as it would write them to files."""
+    return revert_weight_conversion(model, {name: t.detach() for name, t in persistent(model).items()})
+
+
+def gradients(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
+    """Its gradients, under the names of the parameters in files."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return revert_weight_conversion(model, found)
+
+
 def renamed(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of `transformers` under our names. All must be used."""
+    """Tensors, or gradients, by their names in files, under our names. All must be used."""
     format = format_of(model.spec.name)  # type: ignore[union-attr, arg-type]
     assert format is not None
     made, left = {}, set(tensors)
-    for name, p in model.named_parameters():
+    for name, p in persistent(model).items():
         whole = torch.empty_like(p)
-        for piece in format.pieces(name):
+        for piece in format.pieces(name, tuple(p.shape)):
+            if piece.name not in left:
+                break
             whole[piece.at] = tensors[piece.name]
             left.remove(piece.name)
-        made[name] = whole
+        else:
+            made[name] = whole
     assert not left, left
     return made

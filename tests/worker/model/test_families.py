@@ -7,26 +7,58 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor
 
 from raydist.errors import UserError
 from raydist.spec.huggingface import reader_of
-from raydist.worker.model import _layers
-from tests.worker.model.families import CONTEXT, FAMILIES, TINY, VOCAB, ours, renamed, spec_of, theirs
+from raydist.worker.model import _layers, _moe
+from tests.worker.model.families import (
+    CONTEXT,
+    FAMILIES,
+    MOE,
+    TINY,
+    VOCAB,
+    gradients,
+    of_config,
+    ours,
+    renamed,
+    spec_of,
+    theirs,
+)
 
 
 def tokens(seed: int = 1) -> Tensor:
     return torch.randint(0, VOCAB, (3, CONTEXT), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(params=[False, True], ids=["as it is", "their rotation"])
+class InOrderOfExperts:
+    """In place of `_moe._Gather`: transformers adds up the rows of a token in the order of their experts."""
+
+    @staticmethod
+    def apply(rows_RD: Tensor, weights_NK: Tensor, order_R: Tensor, factor: float) -> Tensor:
+        rows_RD = rows_RD * weights_NK.flatten()[order_R, None]
+        return rows_RD.new_zeros(len(weights_NK), rows_RD.shape[1]).index_add_(
+            0, order_R // weights_NK.shape[1], rows_RD
+        )
+
+
+def of_experts(self: _moe.Experts, rows_RD: Tensor, counts_L: Tensor) -> Tensor:
+    """In place of `_moe.Experts.forward`: transformers has gate and up in one matrix."""
+    parts = zip(rows_RD.split(counts_L.tolist()), self.gate, self.up, self.down, strict=True)
+    both = [(F.linear(rows, torch.cat((gate, up))).chunk(2, -1), down) for rows, gate, up, down in parts]
+    return torch.cat([F.linear(F.silu(gate) * up, down) for (gate, up), down in both])
+
+
+@pytest.fixture(params=[False, True], ids=["as it is", "their operations"])
 def far(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
-    """The allowed distance, relative to the largest logit. The rotation here is one fused operation, which rounds once less; with
-    their two operations in its place, the bits are equal."""
+    """The allowed distance, relative to the largest logit. The rotation here is one fused operation, which rounds once less, and
+    experts are computed in other products and added up in another order; with their operations in place of these, the bits are
+    equal."""
     if not request.param:
         return 2e-6
     monkeypatch.setattr(_layers, "rotate", lambda x, cos, sin: x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin)
+    monkeypatch.setattr(_moe, "_Gather", InOrderOfExperts)
+    monkeypatch.setattr(_moe.Experts, "forward", of_experts)
     return 0.0
 
 
@@ -58,7 +90,7 @@ def test_gradients(name: str) -> None:
     model = ours(peer)
     model(tokens(), targets=tokens(2)).backward()
     F.cross_entropy(peer(tokens()).logits.flatten(0, 1), tokens(2).flatten(), reduction="sum").backward()
-    right = renamed({n: p.grad for n, p in peer.named_parameters() if p.grad is not None}, model)
+    right = renamed(gradients(peer), model)
     for parameter, p in model.named_parameters():
         assert distance(p.grad, right[parameter]) <= 1e-5, parameter  # type: ignore[arg-type]
 
@@ -72,8 +104,7 @@ def test_the_config_goes_there_and_back(name: str) -> None:
     written = format.config(spec)
     assert spec_of(written)[0] == spec
     assert format.types[written["model_type"]] in format.types.values()
-    config = transformers.AutoConfig.for_model(**written, vocab_size=VOCAB)
-    again = transformers.AutoModelForCausalLM.from_config(config).eval()
+    again = of_config({**written, "vocab_size": VOCAB})
     again.load_state_dict(peer.state_dict())
     assert torch.equal(again(tokens()).logits, peer(tokens()).logits)
 
@@ -88,7 +119,7 @@ def test_a_window_with_a_cache(name: str) -> None:
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens()), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama 3", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama 3", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"])
 def test_fifty_steps_beside_a_plain_loop(name: str) -> None:
     """AdamW on the same batches from the same weights: each loss within 1e-4 of transformers' own."""
     peer = theirs(name).train()
@@ -118,6 +149,11 @@ def test_fifty_steps_beside_a_plain_loop(name: str) -> None:
         ({**TINY, "model_type": "llama", "quantization_config": {"bits": 4}}, "quantization_config: {'bits': 4}"),
         ({**TINY, "model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
          "partial_rotary_factor"),
+        ({**TINY, "model_type": "mixtral", "num_experts_per_tok": 2}, "num_local_experts: is missing"),
+        ({**TINY, "model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise: 0.1 is not computed here"),
+        ({**TINY, "model_type": "qwen2_moe", **MOE, "shared_expert_intermediate_size": 8, "use_sliding_window": True},
+         "layer_types: [] with use_sliding_window is not computed here"),
+        ({**TINY, "model_type": "qwen2_moe", **MOE, "qkv_bias": False}, "qkv_bias: False is not computed here"),
         ({**TINY, "model_type": "qwen3", "attention_bias": True}, "attention_bias: True is not computed here"),
         ({**TINY, "model_type": "qwen2", "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
          "layer_types"),
@@ -129,7 +165,7 @@ def test_what_is_not_computed_is_refused(config: dict[str, Any], says: str) -> N
         reader_of(config)[1].fields(config)
     assert says in str(caught.value)
     if "there are" in says:
-        assert "llama, mistral, qwen2, qwen3" in caught.value.hint
+        assert "llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe" in caught.value.hint
 
 
 def test_an_old_config_names_its_rotation_as_transformers_4_did() -> None:
