@@ -131,7 +131,7 @@ def _add_options(made: dict[str, Any], root: type[BaseModel], own: list[tuple[st
         if definition is None or "options" not in section.model_fields:
             continue
         for field, info in section.model_fields.items():
-            for mark in (m for m in info.metadata if isinstance(m, Extension)):
+            for mark in (m for m in info.metadata if isinstance(m, Extension) and not m.bare):
                 names = mark.names() + [name for kind, name in own if kind == mark.kind]
                 with_options = {name: found for name in names if (found := options_model(mark.kind, name))}
                 none = [name for name in mark.names() if name not in with_options]

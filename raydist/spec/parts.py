@@ -66,12 +66,14 @@ class PartWithNewFields(Part):
 class Extension:
     """Marks a field of type str that names an extension of `kind`; the field `options` beside it has its options.
 
+    `bare`: extensions of this kind have no options; a field `options` beside it belongs to another.
     `also`: other values that the field takes. `flat`: the options of built-in ones are fields of the section, which checks them.
     """
 
     kind: str
     also: tuple[str, ...] = ()
     flat: bool = False
+    bare: bool = False
 
     def names(self) -> list[str]:
         """The built-in values of the field."""

@@ -64,7 +64,7 @@ class ParallelSpec(PartWithNewFields):
         description="Consecutive ranks of a stage, replicas or tensor parallel ones, that share the experts of each layer (expert "
         "parallel). Divides the experts and the ranks of a stage.",
     )
-    exchange: Annotated[str, Extension("exchange")] = Field(
+    exchange: Annotated[str, Extension("exchange", bare=True)] = Field(
         "all_to_all",
         description="How tokens get to the ranks of their experts: a built-in exchange, or package.module:attribute of your own.",
     )
@@ -280,8 +280,10 @@ class ExporterSpec(Part):
     )
 
 
-class ObserveSpec(Part):
+class ObserveSpec(PartWithNewFields):
     """What is measured besides the steps."""
+
+    new_fields = ("expert_loads",)
 
     interval_s: float | None = Field(
         1.0, ge=0.1, description="Seconds between measurements of memory, communication, GPUs and hosts; null: none."

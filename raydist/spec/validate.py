@@ -194,7 +194,7 @@ def extensions(root: type[BaseModel], tree: Mapping[str, Any], origin: Mapping[s
             told = f'unknown "{each.name}": {what}' if what else f'unknown "{each.name}"'
             problems.append(f"{where(each.field, origin, source)}: {each.field}: {told}; {error.hint}")
             continue
-        if each.mark.flat and not registry.is_own(each.name):
+        if each.mark.bare or (each.mark.flat and not registry.is_own(each.name)):
             continue
         if options is not None:
             problems += validate(options, each.options, origin, source, "docs/extending.md", f"{each.inside}.")[1]
@@ -218,7 +218,7 @@ def named(root: type[BaseModel], tree: Mapping[str, Any], prefix: str = "") -> I
         value = tree.get(field)
         if (mark := next((m for m in info.metadata if isinstance(m, Extension)), None)) is not None:
             value = tree.get(field, info.default)
-            options = tree.get("options")
+            options = None if mark.bare else tree.get("options")
             if isinstance(value, str):
                 inside = f"{prefix}options"
                 told = options if isinstance(options, Mapping) else {}

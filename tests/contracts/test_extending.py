@@ -32,7 +32,15 @@ from raydist.spec import load, parse
 from raydist.spec.load import read_yaml
 from raydist.spec.sweep import load_sweep
 from raydist.worker.distributed import Rank
-from tests.contracts import test_exporters, test_losses, test_models, test_optimizers, test_schedulers, test_strategies
+from tests.contracts import (
+    test_exchanges,
+    test_exporters,
+    test_losses,
+    test_models,
+    test_optimizers,
+    test_schedulers,
+    test_strategies,
+)
 from tests.training import MODEL, job, run
 
 PAGE = next((Path(__file__).parents[2] / "docs").rglob("extending.md"))
@@ -193,6 +201,21 @@ def test_the_strategy_computes_as_one_process(ranks: Any, folder: Path, flat: bo
     assert strategy_plan(named("parallel")) is not None
     for got in run(ranks, trained_with, 3, str(folder), {"flat": flat}):
         test_strategies.compare(got, test_strategies.reference(7, True, "fp32"))
+
+
+def exchanged_with(rank: Rank, name: str, folder: str) -> Any:
+    """The contract's rows, by the example exchange."""
+    sys.path.insert(0, folder)
+    try:
+        return test_exchanges.exchanged(rank, name)
+    finally:
+        sys.path.remove(folder)
+
+
+def test_the_exchange_keeps_its_contract(ranks: Any, folder: Path) -> None:
+    """It sends half of the bytes, and its numbers are those of bf16, which rounds each row four times by up to 0.4%."""
+    half = test_exchanges.check(ranks, named("exchange"), 2e-2, exchanged_with, str(folder))
+    assert [2 * sent for sent in half] == test_exchanges.check(ranks, "all_to_all")
 
 
 def test_the_optimizer_keeps_its_contract() -> None:
