@@ -41,7 +41,7 @@ FIELDS: dict[str, tuple[pa.DataType, str]] = {
     "grad_noise_scale": (pa.float64(), "gradient noise scale so far, in sequences; null if unknown"),
     "expert_imbalance": (
         pa.float64(),
-        "load of the fullest expert of a layer over the mean, for the worst layer; null without",
+        "tokens of the fullest expert of a layer over the mean, for the worst layer; null without experts",
     ),
     "exchanged_bytes": (pa.int64(), "bytes that all ranks sent to others' experts and back; null without experts"),
 }
