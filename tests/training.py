@@ -220,7 +220,7 @@ def gathered(
     parts = [
         part for part in (*every, mine) if part is not None
     ]  # replicas may differ in a test: this rank's part last
-    whole = torch.full(shape or tensor.shape, torch.nan, dtype=parts[0][1].dtype)  # type: ignore[union-attr]
+    whole = torch.full(tensor.shape if shape is None else shape, torch.nan, dtype=parts[0][1].dtype)  # type: ignore[union-attr]
     for at, part in parts:
         whole[tuple(slice(first, first + size) for first, size in zip(at, part.shape, strict=True))] = part
     return whole

@@ -19,6 +19,7 @@ from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.save import Saver
 from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.distributed import Rank
+from raydist.worker.parameter_table import gather_tensors
 from tests.training import (
     CONTEXT,
     GROUPED,
@@ -40,13 +41,16 @@ Whole = dict[str, torch.Tensor]
 
 def step(trainer: Trainer, number: int) -> float:
     """One step on the samples of its number; returns its loss."""
-    batches = mine(trainer.rank, *samples(N, seed=number), MICRO, trainer.spec.parallel.tensor)
+    parallel = trainer.spec.parallel
+    batches = mine(trainer.rank, *samples(N, seed=number), MICRO, parallel.tensor, parallel.pipeline)
     return trainer.step(number, batches, counted(batches), 1e-2, want_stop=False).loss
 
 
 def whole(tensors: dict[str, torch.Tensor], rank: Rank) -> Whole:
     """Model and optimizer, entry by entry, gathered from all ranks."""
-    return {n: gathered(t.detach(), rank) for n, t in tensors.items()}
+    table = gather_tensors(tensors, rank.rank, rank.control)
+    parts = {n: t.detach() for n, t in tensors.items()}
+    return {n: gathered(parts.get(n), rank, row.shape, table.held_by_all(n)) for n, row in table.items()}
 
 
 def saved(rank: Rank, spec: JobSpec, folder: str) -> tuple[Whole, float]:
@@ -144,4 +148,43 @@ def test_every_mesh_goes_on_from_every_other(
                 assert state.keys() == expected.keys()
                 assert all(torch.equal(tensor, state[name]) for name, tensor in expected.items())
                 same = (spec.parallel.strategy, spec.parallel.tensor, size) == (strategy, tensor, world)
+                assert next_loss == pytest.approx(loss, rel=0 if same else 1e-5)
+
+
+SPARSE = {"name": "tests.sparse:build", "layers": 3, "width": 16, "heads": 2, "context": CONTEXT, "tie_embeddings": False,
+          "options": {"bias_rate": 0.01}}  # fmt: skip
+WITH_EXPERTS = [
+    ("ddp", {}, 1),
+    ("zero2", {"expert": 2}, 2),
+    ("zero3", {"expert": 4}, 4),
+    ("ddp", {"expert": 2, "pipeline": 2}, 4),
+    ("zero1", {"tensor": 2, "expert": 4}, 4),
+    ("zero2", {"tensor": 2}, 4),
+]
+"""(strategy, fields of `parallel`, ranks) that load."""
+
+
+def sparse(strategy: str, fields: dict[str, int]) -> JobSpec:
+    """A job of the model with experts."""
+    return mesh_job(strategy, fields.get("tensor", 1), SPARSE, {k: v for k, v in fields.items() if k != "tensor"})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fields", "world"),
+    [("zero3", {"expert": 2}, 4), ("zero1", {"tensor": 2, "expert": 4}, 4), ("ddp", {"expert": 2, "pipeline": 2}, 4)],
+)
+def test_experts_go_on_at_every_mesh(
+    ranks: Any, tmp_path: Path, strategy: str, fields: dict[str, int], world: int
+) -> None:
+    """Experts on two or four ranks or on one: weights, moments and the routers' biases bit for bit, the next loss to 1e-5, and to
+    the bit on the mesh that saved."""
+    expected, loss = run(ranks, saved, world, sparse(strategy, fields), str(tmp_path))[0]
+    assert expected["model/blocks.1.mlp.router.bias"].any()
+    for size in sorted({size for *_, size in WITH_EXPERTS}):
+        specs = [sparse(name, other) for name, other, ranks_of in WITH_EXPERTS if ranks_of == size]
+        for results in run(ranks, loaded, size, specs, str(tmp_path)):
+            for spec, (state, next_loss) in zip(specs, results, strict=True):
+                assert state.keys() == expected.keys()
+                assert [n for n, tensor in state.items() if not torch.equal(expected[n], tensor)] == []
+                same = (spec, size) == (sparse(strategy, fields), world)
                 assert next_loss == pytest.approx(loss, rel=0 if same else 1e-5)

@@ -129,6 +129,17 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
         ("parallel.pipeline=2 & parallel.pipeline_cut=[1,9]", "has 10 blocks in all, and the model has"),
         ("parallel.chunks=2", "parallel.chunks: 2 needs stages on several ranks"),
         ("parallel.pipeline=2 & train.compile=true", "compiles the whole model"),
+        ("parallel.expert=2", "parallel.expert: 2 needs a model with experts, and gpt has none"),
+        ("model.name=mixtral & parallel.expert=3", "parallel.expert: 3 does not divide the 8 experts of a layer"),
+        (
+            "model.name=mixtral & parallel.expert=4",
+            "parallel.expert: 4 does not divide the 2 workers of a stage; set cluster.workers to a multiple of 4",
+        ),
+        (
+            "model.name=mixtral & parallel.expert=2 & optim.name=muon",
+            "needs an optimizer that works element by element",
+        ),
+        ("parallel.exchange=alltoall", 'unknown "alltoall"; did you mean "all_to_all"?'),
         ("parallel.tensor=0", "parallel.tensor: 0: input should be greater than or equal to 1"),
         ("parallel.strategy=fsdp", 'unknown "fsdp"; fully sharded is zero3 here, or hsdp, which'),
         ("parallel.strategy=FSDP2", "fully sharded is zero3 here, or hsdp, which"),

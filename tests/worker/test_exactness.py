@@ -65,6 +65,10 @@ def spec(
     )
 
 
+EXPERTS = {"name": "tests.sparse:build", "options": {"bias_rate": 0.01, "balance": 0.05}}
+"""Fields of `model`: routers with a bias that moves each step."""
+
+
 def die_in_fsync(root: str, number: int) -> None:
     """SIGKILL of this process at its n-th fsync of a regular file, which belongs to a checkpoint; once: the file `root`/died
     marks it."""
@@ -236,17 +240,22 @@ def test_another_world_size_trains_the_same_samples(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "mesh"),
-    [("zero1", {"tensor": 2}), ("zero3", {"pipeline": 2}), ("ddp", {"tensor": 2, "pipeline": 2})],
+    ("strategy", "mesh", "model"),
+    [
+        ("zero1", {"tensor": 2}, {}),
+        ("zero3", {"pipeline": 2}, {}),
+        ("ddp", {"tensor": 2, "pipeline": 2}, {}),
+        ("zero2", {"expert": 4}, EXPERTS),
+    ],
 )
 def test_each_rank_of_a_mesh_may_be_killed(
-    ranks: Any, dataset: str, tmp_path: Path, strategy: str, mesh: dict[str, int]
+    ranks: Any, dataset: str, tmp_path: Path, strategy: str, mesh: dict[str, int], model: dict[str, Any]
 ) -> None:
-    """On dp 2 x tensor 2, dp 2 x pipeline 2 and tensor 2 x pipeline 2: each of the four ranks is killed in turn, and the run ends
-    with the bits of an undisturbed one."""
-    undisturbed = Run(ranks, dataset, tmp_path / "undisturbed", strategy, **mesh)
+    """On dp 2 x tensor 2, dp 2 x pipeline 2, tensor 2 x pipeline 2 and dp 4 with expert 4: each of the four ranks is killed in
+    turn, and the run ends with the bits of an undisturbed one."""
+    undisturbed = Run(ranks, dataset, tmp_path / "undisturbed", strategy, model, **mesh)
     assert undisturbed.train(4) == "finished"
-    killed = Run(ranks, dataset, tmp_path / "killed", strategy, **mesh)
+    killed = Run(ranks, dataset, tmp_path / "killed", strategy, model, **mesh)
     for rank, phase in enumerate(("update", "forward", "backward", "update")):
         killed.die([Kill(rank=rank, step=2 + 3 * rank, phase=phase).model_dump(mode="json")], guilty=rank, world=4)
     assert killed.train(4) == "finished"
