@@ -90,7 +90,8 @@ def check(
     `shapes`: those of the model's parameters, by our names.
     """
     found, problems = tensors_of(folder), list[str]()
-    left = {name for name in found if not any(fnmatchcase(name, pattern) for pattern in format.ignored)}
+    ignored = [pattern.format(layers=spec.layers) for pattern in format.ignored]
+    left = {name for name in found if not any(fnmatchcase(name, pattern) for pattern in ignored)}
     if spec.tie_embeddings:
         left -= {piece.name for piece in format.pieces("head.weight", ())}
     for parameter, shape in shapes.items():

@@ -11,11 +11,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from raydist.spec.decoder import DecoderOptions
-from raydist.spec.parts import near_divisors, problem
+from raydist.spec.parts import Part, near_divisors, problem
 
 
-class SparseOptions(DecoderOptions):
+class SparseOptions(Part):
     """The options that decoders with experts share, with the names of config.json where it has them."""
 
     num_experts_per_tok: int = Field(2, ge=1, description="Experts that a token takes.")

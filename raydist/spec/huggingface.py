@@ -130,7 +130,7 @@ class HuggingFace:
     config   the model -> the keys of config.json that describe it, `model_type` among them
     shapes   the model and the rows of its embedding -> the shape of each parameter and persistent buffer here; a tied one once
     pieces   name and shape of one of our parameters -> the tensors in files that make it
-    ignored  patterns of names in files that are no parameters
+    ignored  patterns of names in files that may be there without a parameter; {layers} is the number of blocks
     reads    whether config.json of these types is read as this model; otherwise it is only written
     """
 

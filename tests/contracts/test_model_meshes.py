@@ -24,6 +24,12 @@ SPLIT = [
 ]
 
 
+def shared_experts(name: str) -> bool:
+    """Whether two ranks can share the experts of its layers."""
+    count = registry.described("model", MODELS[name]["name"], "experts")
+    return count is not None and count(ModelSpec(**model(name))) % 2 == 0
+
+
 def model(name: str) -> dict[str, Any]:
     return {**SMALL, **MODELS[name]}
 
@@ -57,11 +63,21 @@ def test_tensor(ranks: Any, name: str) -> None:
         near(got, reference(name), 3e-6)
 
 
+@pytest.mark.parametrize("name", [name for name in SPLIT if shared_experts(name)])
+def test_expert(ranks: Any, name: str) -> None:
+    """Two replicas share the experts of each layer."""
+    for got in run(ranks, train, 2, mesh_job("ddp", 1, model(name), {"expert": 2})):
+        near(got, reference(name), 3e-6)
+
+
 @pytest.mark.parametrize("name", SPLIT)
 def test_pipeline(ranks: Any, name: str) -> None:
-    """Two stages: the same bits."""
+    """Two stages: the same bits, unless both have the embedding, whose gradient is then summed in another order."""
     for got in run(ranks, train, 2, mesh_job("ddp", 1, model(name), TWO, **UNCLIPPED)):
-        same_bits(got, reference(name, clip=0))
+        if "num_nextn_predict_layers" in model(name).get("options", {}):
+            near(got, reference(name, clip=0), 3e-6)
+        else:
+            same_bits(got, reference(name, clip=0))
 
 
 @pytest.mark.parametrize("name", SPLIT)

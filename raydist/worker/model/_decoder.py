@@ -118,6 +118,8 @@ class Decoder(nn.Module):
     }
     residual: ClassVar[tuple[str, ...]] = (".attention.out", ".mlp.down")
     """How the names of the linear layers end that write to the residual stream."""
+    after_blocks: ClassVar[tuple[str, ...]] = ("norm", "head")
+    """Children of the last stage of a pipeline alone."""
 
     def __init__(
         self,
@@ -162,11 +164,16 @@ class Decoder(nn.Module):
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
 
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the last stage of a pipeline needs the embedding, too."""
+        return self.spec.tie_embeddings
+
     def stage(self, first: int, last: int) -> Self:
         """The part with blocks `first` to `last` - 1: see the contract in __init__.py."""
         ends = last == len(self.windows)
-        before = ("dropout",) if ends and self.spec.tie_embeddings else ("embedding", "dropout")
-        return part_of(self, first, last, blocks="blocks", before=before, after=("norm", "head"))
+        before = ("dropout",) if ends and self.shares_embedding else ("embedding", "dropout")
+        return part_of(self, first, last, blocks="blocks", before=before, after=self.after_blocks)
 
     def forward(
         self,
@@ -187,7 +194,13 @@ class Decoder(nn.Module):
         x_BTD = self.run_blocks(x_BTD, tokens_BT, documents, caches)
         if self._modules["head"] is None:  # a stage that others follow
             return x_BTD
-        out: Tensor = self.head(self.norm(x_BTD), targets)
+        return self.outputs(self.norm(x_BTD), tokens_BT, documents, targets)
+
+    def outputs(
+        self, x_BTD: Tensor, tokens_BT: Tensor, documents_BT: Tensor | None, targets_BT: Tensor | None
+    ) -> Tensor:
+        """What `forward` gives, from the normalised stream after the last block."""
+        out: Tensor = self.head(x_BTD, targets_BT)
         return out
 
     def run_blocks(

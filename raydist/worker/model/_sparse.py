@@ -27,14 +27,22 @@ class SparseDecoder(Decoder):
     """A decoder in which the feed-forward layer of some blocks has experts."""
 
     residual = (*Decoder.residual, ".mlp.shared.down")
+    attention_rules: Mapping[str, str] = {
+        "*.attention": "gather",
+        "*.attention.[qkv]": "column",
+        "*.attention.out": "row",
+    }
+    """The tensor rules of an attention layer."""
 
     @property
     def tensor_rules(self) -> Mapping[str, str]:  # type: ignore[override]
-        """Those of a dense decoder, without a feed-forward layer that has experts."""
-        rules = dict(Decoder.tensor_rules)
-        inner = {name.removeprefix("blocks.*."): rules.pop(name) for name in Decoder.tensor_rules if ".mlp" in name}
-        dense = [n for n, m in self.named_modules() if isinstance(m, Block) and isinstance(m.mlp, SwiGLU)]
-        return rules | {f"{block}.{name}": kind for block in dense for name, kind in inner.items()}
+        """Those of a dense decoder, without the feed-forward layers that have experts."""
+        rules = {"embedding": "vocabulary", "head": "vocabulary", **self.attention_rules}
+        for name, module in self.named_modules():
+            if isinstance(module, Block) and isinstance(module.mlp, SwiGLU):
+                rules |= {f"{name}.mlp": "gather", f"{name}.mlp.gate": "column", f"{name}.mlp.up": "column"}
+                rules[f"{name}.mlp.down"] = "row"
+        return rules
 
     def init_module(self, name: str, module: nn.Module) -> None:
         """See Decoder: each matrix of each expert as that of a linear layer."""

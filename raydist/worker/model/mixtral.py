@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from raydist.errors import UserError
-from raydist.spec.decoder import Dense, check_heads, check_ranks, default_hidden
+from raydist.spec.decoder import DecoderOptions, Dense, check_heads, check_ranks, default_hidden
 from raydist.spec.experts import Experts, SparseOptions, check_experts, with_experts
 from raydist.spec.huggingface import Config, HuggingFace, decoder_config, decoder_fields, need, sparse_pieces
 from raydist.spec.parts import problem
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from raydist.spec import ModelSpec
 
 
-class Options(SparseOptions):
+class Options(SparseOptions, DecoderOptions):
     """The options of mixtral."""
 
     num_local_experts: int = Field(8, ge=1, description="Experts of a layer.")

@@ -23,6 +23,11 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_f
           "original_max_position_embeddings": 12}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 6}
 MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+DEEPSEEK = {
+    "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rms_norm_eps": 1e-5},
     "llama, tied, heads of another size": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 12},
@@ -56,8 +61,36 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral, window": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5},
     "qwen2_moe": {"model_type": "qwen2_moe", **MOE, "shared_expert_intermediate_size": 28, "decoder_sparse_step": 2},
     "qwen3_moe": {"model_type": "qwen3_moe", **MOE, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "deepseek_v3": {
+        **DEEPSEEK,
+        "model_type": "deepseek_v3",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+    },
+    "deepseek_v3, yarn, no latent of queries": {
+        **DEEPSEEK,
+        "model_type": "deepseek_v3",
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": None,
+        "norm_topk_prob": False,
+        "rope_interleave": False,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
+    },
+    "deepseek_v2": {**DEEPSEEK, "model_type": "deepseek_v2", "q_lora_rank": None, "n_shared_experts": 2},
+    "deepseek_v2, groups, yarn": {
+        **DEEPSEEK,
+        "model_type": "deepseek_v2",
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 16.0,
+        "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
 }
-SPARSE = [name for name in FAMILIES if "moe" in name or "mixtral" in name]
+SPARSE = [name for name, fields in FAMILIES.items() if "num_experts_per_tok" in fields]
 """Those with experts."""
 
 
@@ -79,6 +112,9 @@ def theirs(name: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedM
                 p.uniform_(0.5, 1.5, generator=generator)
             else:
                 p.normal_(0.0, 0.1, generator=generator)
+        for buffer, b in model.named_buffers():
+            if "correction" in buffer:
+                b.normal_(0.0, 0.1, generator=generator)
     return model
 
 

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from raydist.errors import UserError
 from raydist.spec.huggingface import reader_of
-from raydist.worker.model import _layers, _moe
+from raydist.worker.model import _latent_attention, _layers, _moe
 from tests.worker.model.families import (
     CONTEXT,
     FAMILIES,
     MOE,
+    SPARSE,
     TINY,
     VOCAB,
     gradients,
@@ -56,7 +57,8 @@ def far(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> floa
     equal."""
     if not request.param:
         return 2e-6
-    monkeypatch.setattr(_layers, "rotate", lambda x, cos, sin: x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin)
+    for module in (_layers, _latent_attention):
+        monkeypatch.setattr(module, "rotate", lambda x, cos, sin: x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin)
     monkeypatch.setattr(_moe, "_Gather", InOrderOfExperts)
     monkeypatch.setattr(_moe.Experts, "forward", of_experts)
     return 0.0
@@ -71,6 +73,8 @@ def distance(got: Tensor, right: Tensor) -> float:
 @torch.no_grad()
 def test_logits(name: str, far: float) -> None:
     """Whole sequences, packed documents, and rows with padding on the left, which here is a document of its own."""
+    if "deepseek_v2" in name:
+        far = 2e-6  # it leaves rotated pairs as neighbours, and adds up the products of queries and keys in that order
     peer = theirs(name)
     model = ours(peer)
     assert distance(model(tokens()), peer(tokens()).logits) <= far
@@ -80,6 +84,8 @@ def test_logits(name: str, far: float) -> None:
     real_BT = at_BT >= torch.tensor([[0], [4], [9]])
     positions_BT = (real_BT.cumsum(1) - 1).clamp(min=0)
     padded = peer(tokens(), attention_mask=real_BT.long(), position_ids=positions_BT).logits
+    if name in SPARSE:
+        far = 2e-6  # padding is not computed alike, so an expert may multiply another number of rows, which rounds in another way
     assert distance(model(tokens(), documents=real_BT.long())[real_BT], padded[real_BT]) <= far
 
 
@@ -119,7 +125,9 @@ def test_a_window_with_a_cache(name: str) -> None:
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens()), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama 3", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", ["llama 3", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
+)
 def test_fifty_steps_beside_a_plain_loop(name: str) -> None:
     """AdamW on the same batches from the same weights: each loss within 1e-4 of transformers' own."""
     peer = theirs(name).train()
@@ -165,7 +173,9 @@ def test_what_is_not_computed_is_refused(config: dict[str, Any], says: str) -> N
         reader_of(config)[1].fields(config)
     assert says in str(caught.value)
     if "there are" in says:
-        assert "llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe" in caught.value.hint
+        assert (
+            "deepseek_v2, deepseek_v3, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe" in caught.value.hint
+        )
 
 
 def test_an_old_config_names_its_rotation_as_transformers_4_did() -> None:
