@@ -53,6 +53,19 @@ def device_name() -> str | None:
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
 
 
+class _GroupedProduct(torch.autograd.Function):
+    """The shapes of F.grouped_mm, [R, I] x [L, I, O] -> [R, O], and what it keeps: torch knows them for bf16 alone."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        return rows.new_empty(rows.shape[0], weights.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(torch.empty_like(kept) for kept in ctx.saved_tensors)  # type: ignore[return-value]
+
+
 class OnTarget(TorchFunctionMode):
     """Function mode around forward and loss, under CPU autocast. `cuda`: emulate CUDA. `attends`: whether attention was called."""
 
@@ -67,6 +80,9 @@ class OnTarget(TorchFunctionMode):
             self.attends = True
             if self._cuda:
                 return self._attend(*args, **kwargs)
+        if func is torch._grouped_mm:
+            made: Tensor = _GroupedProduct.apply(*args[:2])  # type: ignore[no-untyped-call]
+            return made
         if self._cuda and torch.is_autocast_enabled("cpu"):
             name = getattr(func, "__name__", "").replace("__rpow__", "pow")
             if name in wide_on_cuda() or (name in _WIDEST and _formats(args, kwargs) > {torch.float32}):
