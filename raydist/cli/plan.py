@@ -290,7 +290,11 @@ def _rank(found: Estimate, machine: Machine, job: JobSpec) -> dict[str, Any]:
     from dataclasses import asdict
 
     values = asdict(found)
-    for name, size in (("tensor_sent", job.parallel.tensor), ("pipeline_sent", job.parallel.pipeline)):
+    for name, size in (
+        ("tensor_sent", job.parallel.tensor),
+        ("pipeline_sent", job.parallel.pipeline),
+        ("exchanged", job.parallel.expert),
+    ):
         if size == 1:
             del values[name]
     on_node = min(machine.ranks, machine.per_node)

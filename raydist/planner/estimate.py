@@ -183,6 +183,7 @@ def _estimate(
         host=host,
         disk=disk,
         copy=sum(_copy("parameters" in sharded, spec, machine, model, shard) for model, _ in stages),
+        exchanged=batches(spec, machine.ranks)[1] * sum(passes.exchanged for _, passes in stages),
         sent=sum(sum(astuple(traffic(strategy, spec, machine, model))) for model, _ in stages),
         tensor_sent=sum(tensor_traffic(strategy, spec, machine, model, passes) for model, passes in stages),
     )
@@ -204,9 +205,11 @@ def _copy(sharded: bool, spec: JobSpec, machine: Machine, model: Model, shard: i
     """One rank's share of the state: its rows where parameters are sharded, else an equal part of the whole."""
     if spec.snapshot_every is None:
         return 0
-    optimizer = sum(optimizer_bytes(p, spec.optim) for p in model.params if p.trained)
-    whole = _FP32 * model.size() + model.buffers + optimizer
-    return -(-whole // (shard if sharded else replicas(spec, machine)))
+    made = 0
+    for part, over in model.by_replicas(shard if sharded else replicas(spec, machine)):
+        optimizer = sum(optimizer_bytes(p, spec.optim) for p in part.params if p.trained)
+        made += -(-(_FP32 * part.size() + part.buffers + optimizer) // over)
+    return made
 
 
 def optimizer_bytes(param: Param, optim: OptimSpec, ranks: int = 1) -> int:
@@ -227,7 +230,11 @@ def _units(model: Model, ranks: int, trained: bool = False) -> dict[int, int]:
 
 def _replicated_in_flight(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model) -> int:
     """Buffers of a strategy that keeps parameters whole; they are kept for the whole run."""
-    ranks = replicas(spec, machine)
+    apart = model.by_replicas(replicas(spec, machine))
+    return sum(_replicated_part(plan, spec, machine, part, over) for part, over in apart)
+
+
+def _replicated_part(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, ranks: int) -> int:
     if ranks == 1:
         return 0
     reduce = _BYTES[spec.precision.reduce]
@@ -257,11 +264,14 @@ def _stays_gathered(strategy: str, spec: JobSpec, machine: Machine, model: Model
     if "parameters" not in plan.sharded or replicas(spec, machine) == 1 or plan.in_flight is not None:
         return 0
     shard = shard_of(strategy, spec, machine)
-    each = _BYTES[spec.precision.params] * shard
-    parts = _units(model, shard)
-    root = each * parts.pop(ROOT, 0)
-    blocks = [each * parts[i] for i in sorted(parts)]
-    return root + {True: 0, False: sum(blocks), "auto": (blocks or [0])[-1]}[spec.parallel.reshard_after_forward]
+    stays = 0
+    for part, over in model.by_replicas(shard):
+        each, parts = _BYTES[spec.precision.params] * over, _units(part, over)
+        root = each * parts.pop(ROOT, 0)
+        blocks = [each * parts[i] for i in sorted(parts)]
+        kept = {True: 0, False: sum(blocks), "auto": (blocks or [0])[-1]}
+        stays += root + kept[spec.parallel.reshard_after_forward]
+    return stays
 
 
 def _fully_sharded(
@@ -271,6 +281,20 @@ def _fully_sharded(
 
     A collective has its own flat buffer, besides the tensors used for computation.
     """
+    moments, buffers = list[Moment](), 0
+    for part, over in model.by_replicas(shard):
+        of_part, of_all = _fully_sharded_part(spec, machine, part, over, peaks)
+        buffers += of_all
+        both = zip(moments, of_part, strict=True)
+        moments = [
+            replace(a, gathered=a.gathered + b.gathered, in_flight=a.in_flight + b.in_flight) for a, b in both
+        ] if moments else of_part  # fmt: skip
+    return moments, buffers
+
+
+def _fully_sharded_part(
+    spec: JobSpec, machine: Machine, model: Model, shard: int, peaks: Sequence[Peak]
+) -> tuple[list[Moment], int]:
     compute, reduce = _BYTES[spec.precision.params], _BYTES[spec.precision.reduce]
     ahead, reshard = spec.parallel.prefetch, spec.parallel.reshard_after_forward
     parts, sums = _units(model, shard), _units(model, shard, trained=True)
@@ -302,12 +326,22 @@ def _fully_sharded(
 def traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> Traffic:
     """Bytes that one rank sends to other replicas in one step, by ring algorithms, without the few bytes of the norm and the
     loss."""
-    ranks, count = replicas(spec, machine), batches(spec, machine.ranks)[1]
+    ranks, shard = replicas(spec, machine), shard_of(strategy, spec, machine)
+    plan = plan_of(strategy)
+    if plan.traffic is not None and ranks > 1:
+        return Traffic(*plan.traffic(spec, machine, model))
+    made = Traffic(0, 0, 0)
+    for (part, over), (_, over_shard) in zip(model.by_replicas(ranks), model.by_replicas(shard), strict=True):
+        one = _traffic(plan, spec, machine, part, over, over_shard)
+        made = Traffic(made.gathers + one.gathers, made.sums + one.sums, made.across + one.across)
+    return made
+
+
+def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, ranks: int, shard: int) -> Traffic:
+    """Of parameters that so many ranks hold, `shard` of them one copy of the sharded state."""
     if ranks == 1:
         return Traffic(0, 0, 0)
-    plan, shard = plan_of(strategy), shard_of(strategy, spec, machine)
-    if plan.traffic is not None:
-        return Traffic(*plan.traffic(spec, machine, model))
+    count = batches(spec, machine.ranks)[1]
     compute, reduce = _BYTES[spec.precision.params], _BYTES[spec.precision.reduce]
     if not plan.sharded:
         return Traffic(0, round(2 * (ranks - 1) / ranks * model.size(trained=True) * reduce), 0)

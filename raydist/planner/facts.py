@@ -6,7 +6,9 @@ Runs anywhere. Plain python: no torch, no ray.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Literal
 
 ROOT = -1
@@ -17,7 +19,8 @@ ROOT = -1
 class Param:
     """One parameter, as a rank has it. `unit`: the number of its block, or ROOT.
 
-    `whole`: its shape in the model, if tensor parallel ranks have parts of it; None: they have all of it.
+    `whole`: its shape in the model, if tensor parallel ranks have parts of it; None: they have all of it. `replicas`: how many
+    times as many ranks hold it as hold parameters of no expert: tensor / expert for experts on several ranks.
     """
 
     name: str
@@ -25,6 +28,7 @@ class Param:
     trained: bool
     unit: int
     whole: tuple[int, ...] | None = None
+    replicas: Fraction = Fraction(1)
 
     def part(self, ranks: int) -> int:
         """Elements of the largest shard over `ranks` ranks: whole rows, split like torch.chunk."""
@@ -32,7 +36,8 @@ class Param:
 
     def rows(self, ranks: int) -> tuple[int, ...]:
         """Shape of that shard."""
-        return (-(-self.shape[0] // ranks), *self.shape[1:]) if self.shape else ()
+        over = 1 if ranks == 1 else max(int(ranks * self.replicas), 1)
+        return (-(-self.shape[0] // over), *self.shape[1:]) if self.shape else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,13 @@ class Model:
         if not self.stages:
             return self.size(trained=True)
         return max(sum(s.model.size(trained=True) for s in self.stages[rank::ranks]) for rank in range(ranks))
+
+    def by_replicas(self, ranks: int) -> Iterator[tuple[Model, int]]:
+        """Its experts on several ranks and its other parameters, each as a model of its own, with the replicas of it, where there
+        are `ranks` of the latter: a strategy of its own works on each."""
+        for each in dict.fromkeys(p.replicas for p in self.params):
+            own = tuple(replace(p, replicas=Fraction(1)) for p in self.params if p.replicas == each)
+            yield Model(own, self.buffers if each == 1 else 0), max(int(ranks * each), 1)
 
     @property
     def blocks(self) -> int:
@@ -119,7 +131,8 @@ class Activations:
     """One measured micro-batch. `saved`: bytes kept from forward for backward, without weights and their copies; `copied`: copies
     of weights that are kept, too.
 
-    `tensor_sent`: bytes that a rank sends to its tensor group. `passed_on`: bytes of the output that goes to the next stage.
+    `tensor_sent`: bytes that a rank sends to its tensor group; `exchanged`: to the ranks of experts, if all get as many tokens.
+    `passed_on`: bytes of the output that goes to the next stage.
     """
 
     saved: int
@@ -127,6 +140,7 @@ class Activations:
     tensor_sent: int = 0
     copied: int = 0
     passed_on: int = 0
+    exchanged: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +206,7 @@ class Estimate:
     sent         by one rank in one step, to other replicas
     tensor_sent  the same, to its tensor group
     pipeline_sent  the same, to other stages
+    exchanged    the same, to the ranks of experts, if all experts get as many tokens
     """
 
     strategy: str
@@ -211,6 +226,7 @@ class Estimate:
     sent: int
     tensor_sent: int
     pipeline_sent: int = 0
+    exchanged: int = 0
 
     @property
     def state(self) -> int:

@@ -7,7 +7,8 @@ operator's output is counted when it is allocated and when it is freed. The meta
 there, and attention takes another path. They are fake *CPU* tensors, because a torch without CUDA has no autocast or autograd for
 fake CUDA tensors; for GPU jobs, target.py emulates the differences.
 
-With `parallel.tensor` the model is split as on the first rank of a tensor group, whose collectives send nothing, but are counted.
+With `parallel.tensor` the model is split as on the first rank of a tensor group, whose collectives send nothing, but are counted;
+with `parallel.expert` as on the first of the ranks that share the experts, each of which gets as many tokens as any other.
 Such a model is built for each measurement, because it belongs to its process group.
 
 With `parallel.pipeline` the stages are cut as in a run, and each is measured with an input like the output of the stage before.
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -36,16 +38,17 @@ from raydist.errors import RaydistError, UserError
 from raydist.planner.facts import ROOT, Activations, Model, Param, Pass, Peak, Stage
 from raydist.planner.live import LiveBytes
 from raydist.planner.target import KERNELS, OnTarget
-from raydist.planner.tensor import first_of
+from raydist.planner.tensor import EvenExchange, first_of
 from raydist.worker import model_transforms
 from raydist.worker.loss import build as build_loss
 from raydist.worker.loss import call_model
 from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.flops import flops_per_token
+from raydist.worker.model._moe import layers_of
 from raydist.worker.parallel._model_graph import blocks_of
 from raydist.worker.parallel._pipeline import BoundStage
+from raydist.worker.parallel._split import LayerSplit, split_layers
 from raydist.worker.parallel._stages import cut_model
-from raydist.worker.parallel._tensor import TensorParallel
 from raydist.worker.precision import DTYPES
 
 if TYPE_CHECKING:
@@ -82,7 +85,7 @@ class Planner:
         self._models: dict[bool, list[_Fake]] = {}
         self._known: dict[Pass, Activations] = {}
         self._shorter = {} if shorter is None else shorter
-        """Planners of the same model with fewer blocks, by (tensor, blocks of each stage)."""
+        """Planners of the same model with fewer blocks, by (tensor, expert, blocks of each stage)."""
         self._blocks: tuple[int, ...] = ()
         """Of each stage, once the model was built; and whether all are equal."""
         self._alike = False
@@ -145,7 +148,7 @@ class Planner:
     def _with_blocks(self, count: int, how: Pass) -> Activations:
         """The same pass, if its stage had `count` blocks."""
         cut = self._cut_around(count, how)
-        key = (self._spec.parallel.tensor, *cut)
+        key = (self._spec.parallel.tensor, self._spec.parallel.expert, *cut)
         if key not in self._shorter:
             model = self._spec.model.model_copy(update={"layers": sum(cut)})
             fields = {"pipeline": len(cut), "chunks": 1, "pipeline_cut": [*cut] if len(cut) > 1 else None}
@@ -170,16 +173,28 @@ class Planner:
             whole = {name: p.shape for name, p in module.named_parameters()}
             with self._fake:
                 cuts = cut_model(module, self._spec) if self._spec.parallel.pipeline > 1 else None
-                if self._mesh is not None:
-                    TensorParallel(self._mesh).split(module)
+                split = self._split(module)
+                experts = Fraction(self._spec.parallel.tensor, self._spec.parallel.expert)
+                replicas = dict.fromkeys(split.experts or (), experts) if split is not None else {}
                 if cast:
                     _cast(module, DTYPES[self._spec.precision.params])
                 self._shares = cuts.shares if cuts is not None else None
-                parts = [_Fake(part, whole) for part in (cuts.parts(module) if cuts else [module])]
+                parts = [_Fake(part, whole, replicas) for part in (cuts.parts(module) if cuts else [module])]
                 self._models[cast] = parts
             self._blocks = tuple(part.blocks for part in parts)
             self._alike = self._spec.model.name in registry.names("model") and _alike(parts)
         return self._models[cast]
+
+    def _split(self, module: nn.Module) -> LayerSplit | None:
+        if self._mesh is None:
+            return None
+        split = split_layers(module, self._mesh)
+        if split is not None and split.experts is not None:
+            group = self._mesh.experts.group("tensor")
+            assert group is not None
+            for _, layer in layers_of(module):
+                layer.exchange = EvenExchange(group)
+        return split
 
     def _batch(self, micro_batch: int) -> MicroBatch:
         shape = (micro_batch, self._spec.model.context)
@@ -215,6 +230,8 @@ class Planner:
                 inputs = [t for t in (batch.tokens, batch.targets, batch.documents) if t is not None]
                 with LiveBytes([*made.module.parameters(), *made.module.buffers(), *inputs]) as live:
                     made.watch(live, how.hold)
+                    exchanges = [layer.exchange for _, layer in layers_of(made.module) if layer.exchange is not None]
+                    exchanged = -sum(exchange.sent for exchange in exchanges)
                     entered = None
                     if entry is not None:
                         entered = torch.empty((how.micro_batch, *entry[0]), dtype=entry[1], requires_grad=True)
@@ -237,15 +254,17 @@ class Planner:
         if on_target.attends:
             self.attention = " and ".join(sorted(KERNELS[n] for n in live.operators & KERNELS.keys())) or "math"
         peaks = tuple(Peak(phase, **worst, block=block) for (phase, block), worst in live.peaks.items())
-        return Activations(saved, peaks, round(live.sent), copied, passed_on)
+        exchanged += sum(exchange.sent for exchange in exchanges)
+        return Activations(saved, peaks, max(round(live.sent) - exchanged, 0), copied, passed_on, exchanged)
 
     @contextmanager
     def _in_group(self) -> Iterator[None]:
-        """As the first rank of a tensor group, if there is one."""
-        if self._spec.parallel.tensor == 1:
+        """As the first of the ranks that share layers or experts, if there are any."""
+        parallel = self._spec.parallel
+        if parallel.tensor == parallel.expert == 1:
             yield
             return
-        with first_of(self._spec.parallel.tensor) as self._mesh:
+        with first_of(parallel.tensor, parallel.expert) as self._mesh:
             try:
                 yield
             finally:
@@ -293,6 +312,7 @@ def _extrapolated(few: Activations, more: Activations, further: int) -> Activati
         tensor_sent=at(few.tensor_sent, more.tensor_sent),
         copied=at(few.copied, more.copied),
         passed_on=more.passed_on,
+        exchanged=at(few.exchanged, more.exchanged),
     )
 
 
@@ -309,8 +329,8 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
 class _Fake:
     """A module on fake tensors, with hooks that report phases and gradients to a `LiveBytes`."""
 
-    def __init__(self, module: nn.Module, whole: Mapping[str, torch.Size]) -> None:
-        """`whole`: the shapes of its parameters before it was split."""
+    def __init__(self, module: nn.Module, whole: Mapping[str, torch.Size], replicas: Mapping[str, Fraction]) -> None:
+        """`whole`: the shapes of its parameters before it was split; `replicas`: of experts, see `Param`."""
         self.module = module
         self.of_blocks = [block for _, block in blocks_of(module)]
         self.blocks = len(self.of_blocks)
@@ -323,6 +343,7 @@ class _Fake:
                     p.requires_grad,
                     units.get(id(p), ROOT),
                     None if p.shape == whole[name] else tuple(whole[name]),
+                    replicas.get(name, Fraction(1)),
                 )
                 for name, p in module.named_parameters()
             ),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import ValidationError
 
+from raydist import registry
 from raydist.planner.advice import changed, divisors, listed, value
 from raydist.planner.estimate import estimates, measured, planned, refusal
 from raydist.planner.facts import Activations, Estimate, Machine, Model, Pass, Peak
@@ -75,9 +76,9 @@ class _Tried:
     speed: Speed
 
     @property
-    def mesh(self) -> tuple[int, int, int]:
+    def mesh(self) -> tuple[int, ...]:
         parallel = self.spec.parallel
-        return parallel.tensor, parallel.pipeline, parallel.chunks
+        return parallel.tensor, parallel.pipeline, parallel.chunks, parallel.expert
 
 
 def search(
@@ -124,8 +125,8 @@ def search(
 def _fitting(spec: JobSpec, machine: Machine, tried: list[_Tried], refused: Counter[str], best: int) -> Found:
     assert machine.usable is not None
     too_large: Counter[str] = Counter()
-    beaten: dict[tuple[int, int, int], dict[str, None]] = {}
-    found: dict[tuple[int, int, int], Candidate] = {}
+    beaten: dict[tuple[int, ...], dict[str, None]] = {}
+    found: dict[tuple[int, ...], Candidate] = {}
     for one in tried:
         if len(found) == best:
             break
@@ -137,7 +138,7 @@ def _fitting(spec: JobSpec, machine: Machine, tried: list[_Tried], refused: Coun
             too_large["parameters, gradients and optimizer" if state else "activations, loss and buffers"] += 1
             beaten.setdefault(one.mesh, {})[one.strategy] = None
             continue
-        fields = ("tensor", "pipeline", "chunks", "strategy")
+        fields = ("tensor", "pipeline", "chunks", "expert", "strategy")
         changes = {f"parallel.{f}": getattr(one.spec.parallel, f) for f in fields}
         changes["train.micro_batch"] = one.spec.train.micro_batch
         changes = {name: new for name, new in changes.items() if value(spec, name) != new}
@@ -163,19 +164,22 @@ def _because(one: _Tried, beaten: list[str]) -> str:
 
 def _meshes(spec: JobSpec, machine: Machine, blocks: int, refused: Counter[str]) -> Iterator[JobSpec]:
     """The job with each mesh that its fields allow. A tensor group stays on a node."""
+    count = registry.described("model", spec.model.name, "experts")
+    experts = count(spec.model) if count is not None else 1
     for tensor in divisors(math.gcd(machine.ranks, machine.per_node)):
         for pipeline in divisors(machine.ranks // tensor):
             for chunks in _CHUNKS if pipeline > 1 else (1,):
-                fields = {"tensor": tensor, "pipeline": pipeline, "chunks": chunks, "pipeline_cut": None}
                 if pipeline * chunks > blocks:
                     refused["more stages than blocks"] += 1
                     continue
-                data = spec.model_dump()
-                data["parallel"].update(fields)
-                try:
-                    yield type(spec).model_validate(data)
-                except ValidationError as error:
-                    refused[error.errors()[0]["msg"].removeprefix("Value error, ")] += 1
+                for expert in divisors(math.gcd(experts, machine.ranks // pipeline)):
+                    fields = {"tensor": tensor, "pipeline": pipeline, "chunks": chunks, "pipeline_cut": None}
+                    data = spec.model_dump()
+                    data["parallel"].update({**fields, "expert": expert})
+                    try:
+                        yield type(spec).model_validate(data)
+                    except ValidationError as error:
+                        refused[error.errors()[0]["msg"].removeprefix("Value error, ")] += 1
 
 
 def _micro_batches(global_batch: int, replicas: int) -> list[int]:
@@ -209,4 +213,5 @@ class _Between:
             tensor_sent=at(few.tensor_sent, many.tensor_sent),
             copied=at(few.copied, many.copied),
             passed_on=at(few.passed_on, many.passed_on),
+            exchanged=at(few.exchanged, many.exchanged),
         )

@@ -197,15 +197,17 @@ def speed(
     peak = device.fp32 if spec.precision.params == "fp32" else device.half
     each = flops_per_token * micro * spec.model.context / (tensor * peak * device.efficiency)
     tensor_link = _tensor_link(tensor, machine, device)
+    expert_link = _tensor_link(parallel.expert, machine, device)
     forward, backward, in_group = [], [], []
     for n, stage in enumerate(stages):
         once = each * (model.stages[n].share if model.stages else 1.0)
         once = max(once, _LAUNCH_S * (1 + stage.blocks))
-        sent = passes[n].tensor_sent / tensor_link if passes else 0.0
+        sent = passes[n].tensor_sent / tensor_link + passes[n].exchanged / expert_link if passes else 0.0
         # Backward takes twice the forward; activation checkpointing recomputes blocks once, and sends again.
         forward.append((once / 3, sent / (3 if again else 2)))
         backward.append((once * (2 / 3 + (1 / 3 if again else 0.0)), sent - forward[-1][1]))
-        in_group.append(tensor_traffic(strategy, spec, machine, stage, passes[n]) / tensor_link if passes else 0.0)
+        group = tensor_traffic(strategy, spec, machine, stage, passes[n]) / tensor_link if passes else 0.0
+        in_group.append(group + count * passes[n].exchanged / expert_link if passes else 0.0)
     apart = machine.ranks // ranks
     ways = [
         passes[n].passed_on / _transfer_link(n % ranks, (n + 1) % ranks, apart, machine, device) if passes else 0.0

@@ -1,23 +1,26 @@
-"""A tensor group of which this process is the first rank, and which sends nothing: to split a model as a real rank does.
+"""Ranks of which this process is the first, and which send nothing: to split layers and experts as a real rank does.
 
 Runs in: the user's shell (`raydist plan`). Torch, never ray.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from raydist.worker.distributed import Rank
+from raydist.worker.exchange.all_to_all import AllToAll
 from raydist.worker.mesh import Mesh
 
 
 @contextmanager
-def first_of(ranks: int) -> Iterator[Mesh]:
-    """The mesh of rank 0 of a tensor group, which has the most of a dimension that `ranks` do not divide.
+def first_of(tensor: int, expert: int = 1) -> Iterator[Mesh]:
+    """The mesh of rank 0, which has the most of a dimension that its tensor group does not divide; as few ranks as make it.
 
     torch's own fake process group is the default one within the block, and destroyed after it. Raises ValueError if the process has
     another, which stays as it is.
@@ -25,10 +28,22 @@ def first_of(ranks: int) -> Iterator[Mesh]:
     # Imported here, because it registers a backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    ranks = math.lcm(tensor, expert)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        mesh = Mesh(Rank(0, ranks, 0, torch.device("cpu"), "fake", "127.0.0.1", None, ()), tensor=ranks)
+        rank = Rank(0, ranks, 0, torch.device("cpu"), "fake", "127.0.0.1", None, ())
+        mesh = Mesh(rank, tensor=tensor, expert=expert)
         mesh.connect()
         yield mesh
     finally:
         dist.destroy_process_group()
+
+
+class EvenExchange(AllToAll):
+    """The exchange of tokens of which every rank sends the same number to every other: sizes without values."""
+
+    def sizes(self, rows_RD: Tensor, counts_E: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        """See `AllToAll.sizes`."""
+        each = [len(rows_RD) // self._ranks] * self._ranks
+        each[0] += len(rows_RD) - sum(each)
+        return counts_E, each, each

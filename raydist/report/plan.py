@@ -22,12 +22,13 @@ _COLUMNS = {
     "sent": ("sent",),
     "sent in group": ("tensor_sent",),
     "to stages": ("pipeline_sent",),
+    "to experts": ("exchanged",),
     "host/node": ("host_per_node",),
     "disk/node": ("disk_per_node",),
     "copies/node": ("copies_per_node",),
 }
 """Heading -> keys whose values are summed under it."""
-_OPTIONAL = ("sent in group", "to stages", "host/node", "disk/node", "copies/node")
+_OPTIONAL = ("sent in group", "to stages", "to experts", "host/node", "disk/node", "copies/node")
 _FITS = {True: ("yes", "green"), False: ("no", "red"), None: ("-", "")}
 
 

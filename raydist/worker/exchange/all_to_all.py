@@ -32,10 +32,8 @@ class AllToAll:
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes are known to the host alone
     def __call__(self, rows_RD: Tensor, counts_E: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """See the contract in __init__.py."""
-        theirs_E = torch.empty_like(counts_E)  # of each rank, for each expert here
-        dist.all_to_all_single(theirs_E, counts_E, group=self._group)
-        counts_WL, theirs_WL = counts_E.view(self._ranks, -1), theirs_E.view(self._ranks, -1)
-        out, into = torch.stack([counts_WL.sum(1), theirs_WL.sum(1)]).tolist()
+        theirs_E, out, into = self.sizes(rows_RD, counts_E)
+        theirs_WL = theirs_E.view(self._ranks, -1)
         came_QD: Tensor = _Send.apply(rows_RD, out, into, self)  # type: ignore[no-untyped-call]
         # They came by rank, then expert; the experts take them by expert, then rank.
         experts_L = torch.arange(theirs_WL.shape[1], device=rows_RD.device)
@@ -47,6 +45,14 @@ class AllToAll:
         back_QD: Tensor = _Reorder.apply(made_QD, back_Q)  # type: ignore[no-untyped-call]
         back_RD: Tensor = _Send.apply(back_QD, into, out, self)  # type: ignore[no-untyped-call]
         return back_RD
+
+    def sizes(self, rows_RD: Tensor, counts_E: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        """(rows from each rank for each expert here, rows for each rank, rows from each rank)."""
+        theirs_E = torch.empty_like(counts_E)
+        dist.all_to_all_single(theirs_E, counts_E, group=self._group)
+        sums = torch.stack([counts_E.view(self._ranks, -1).sum(1), theirs_E.view(self._ranks, -1).sum(1)])
+        out, into = sums.tolist()
+        return theirs_E, out, into
 
     def send(self, rows: Tensor, out: list[int], into: list[int]) -> Tensor:
         """`out[r]` rows to rank r; the result has `into[r]` rows from rank r."""
