@@ -197,7 +197,8 @@ def speed(
     peak = device.fp32 if spec.precision.params == "fp32" else device.half
     each = flops_per_token * micro * spec.model.context / (tensor * peak * device.efficiency)
     tensor_link = _tensor_link(tensor, machine, device)
-    expert_link = _tensor_link(parallel.expert, machine, device)
+    # An all-to-all over nodes is limited by what leaves a node.
+    expert_link = device.node if parallel.expert <= machine.per_node else min(device.node, device.network or 0.0)
     forward, backward, in_group = [], [], []
     for n, stage in enumerate(stages):
         once = each * (model.stages[n].share if model.stages else 1.0)

@@ -106,7 +106,8 @@ class OnTarget(TorchFunctionMode):
             query, key, value = query.to(few), key.to(few), value.to(few)
         aten = torch.ops.aten
         few_bits = query.dtype in (torch.float16, torch.bfloat16)
-        if query.dim() == 4 and attn_mask is None and few_bits and query.shape[-1] <= 256:
+        same_size = value.shape[-1] == query.shape[-1]  # not in latent attention
+        if query.dim() == 4 and attn_mask is None and few_bits and query.shape[-1] <= 256 and same_size:
             room = -query.shape[-1] % 8  # the kernel needs head dimensions that are multiples of 8
             wide = [F.pad(t, (0, room)) if room else t for t in (query, key, value)]
             out: Tensor = aten._scaled_dot_product_flash_attention(*wide, dropout_p, is_causal, scale=scale)[0]

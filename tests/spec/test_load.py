@@ -109,7 +109,7 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
             "parallel.strategy=raydist.worker.parallel._zero:Nosuch",
             'raydist.worker.parallel._zero has no "Nosuch"; check the name after',
         ),
-        ("model.name=zzz", 'unknown "zzz"; there are: gpt, '),
+        ("model.name=zzz", 'unknown "zzz"; there are: deepseek, gpt, '),
         (
             "parallel.tensor=3",
             "model.heads: 4 cannot be shared by parallel.tensor: 3 ranks; try parallel.tensor: 1 or 2 or 4",
