@@ -288,7 +288,7 @@ HUGGINGFACE = HuggingFace(
 )  # fmt: skip
 
 
-def block(spec: ModelSpec, sparse: bool) -> Block:
+def latent_block(spec: ModelSpec, sparse: bool) -> Block:
     """One layer. `sparse`: with experts."""
     options, attention = Options(**spec.options), latent(spec)
     scale, scaling = (attention.nope + attention.rope) ** -0.5, options.rope_scaling
@@ -312,7 +312,7 @@ class FurtherToken(nn.Module):
         eps = Options(**spec.options).rms_norm_eps
         self.embedding_norm, self.hidden_norm = RMSNorm(spec.width, eps), RMSNorm(spec.width, eps)
         self.project = nn.Linear(2 * spec.width, spec.width, bias=False)
-        self.block = block(spec, sparse=True)
+        self.block = latent_block(spec, sparse=True)
         self.norm = RMSNorm(spec.width, eps)
 
     def forward(self, x_BTD: Tensor, embedded_BTD: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
@@ -329,7 +329,7 @@ class DeepSeek(SparseDecoder):
 
     def __init__(self, spec: ModelSpec, vocab_size: int) -> None:
         options = Options(**spec.options)
-        blocks = [block(spec, sparse=i >= options.first_k_dense_replace) for i in range(spec.layers)]
+        blocks = [latent_block(spec, sparse=i >= options.first_k_dense_replace) for i in range(spec.layers)]
         rotary = latent(spec).rope
         super().__init__(
             spec, vocab_size, blocks, eps=options.rms_norm_eps, rotary=rotary, scaling=options.rope_scaling
