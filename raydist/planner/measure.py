@@ -133,8 +133,11 @@ class Planner:
                 with self._guard("run"):
                     parts = self._parts(how.cast)
                     again = "nothing" if how.checkpoint == "none" else how.checkpoint
-                    self._measuring(f"micro-batch {how.micro_batch} in {blocks} blocks, {again} computed again")
-                    self._known[how] = self._measure(parts, how)
+                    # Of blocks that differ every stage is needed, and a model in a group is built for each measurement.
+                    for stage in [how.stage] if self._alike else range(len(parts)):
+                        count, one = self._blocks[stage], replace(how, stage=stage)
+                        self._measuring(f"micro-batch {how.micro_batch} in {count} blocks, {again} computed again")
+                        self._known[one] = self._measure(parts, one)
         return self._known[how]
 
     def of(self, spec: JobSpec) -> Planner:

@@ -430,6 +430,16 @@ def test_the_gradients_of_the_rank_with_the_most() -> None:
     assert cut.most_trained(2) == max(sizes) < sum(sizes)
 
 
+def test_stages_cost_the_experts_that_a_token_takes() -> None:
+    """A block with 32 experts, of which a token takes 2 beside a shared one, each a third as wide, costs as much as a dense one."""
+    options = {"n_routed_experts": 32, "moe_intermediate_size": 128, "first_k_dense_replace": 2}
+    fields = {"name": "deepseek", "hidden": 384, "options": options}
+    spec = job(model={**SMALL, **fields}, parallel={"pipeline": 2}, cluster={"workers": 2})
+    stages = Planner(spec, 300, "cpu").model().stages
+    assert [stage.blocks for stage in stages] == [2, 2]
+    assert stages[1].share == pytest.approx(0.52, abs=0.02)  # and it has the head
+
+
 def test_a_plan_leaves_no_process_group() -> None:
     """The group of the measured passes is destroyed, also after an error. Another one of this process is left as it is."""
     planner = Planner(job(**IN_PAIRS), VOCAB, "cpu")

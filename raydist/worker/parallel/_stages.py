@@ -15,6 +15,7 @@ from torch import nn
 from raydist.errors import UserError
 from raydist.spec import JobSpec
 from raydist.worker.model import part_of
+from raydist.worker.model._moe import layers_of
 from raydist.worker.parallel._model_graph import blocks_of
 from raydist.worker.pipeline_schedule import cut
 
@@ -75,14 +76,16 @@ def _part_maker(model: nn.Module) -> tuple[int, Callable[[int, int], nn.Module]]
 def _costs(model: nn.Module, blocks: Sequence[nn.Module], context: int) -> tuple[list[float], list[int]]:
     """Of the model's blocks, with what belongs to the first and the last stage: multiplications for a token, and elements.
 
-    A matrix costs its elements; an embedding only looks up. What the model's `flops_per_token` counts beyond that (attention) is
-    the same in all blocks.
+    A matrix costs its elements, of experts those that a token takes; an embedding only looks up. What the model's
+    `flops_per_token` counts beyond that (attention) is the same in all blocks.
     """
 
-    def multiplications(module: nn.Module) -> Iterator[int]:
+    def multiplications(module: nn.Module) -> Iterator[float]:
         for m in module.modules():
             if not isinstance(m, nn.Embedding):
                 yield from (p.numel() for p in m.parameters(recurse=False) if p.ndim >= 2)
+        for _, layer in layers_of(module):  # a token takes some of the experts, of which this rank may have a part
+            yield from (p.numel() * (layer.shape.chosen / len(p) - 1) for p in layer.experts.parameters())
 
     costs = [float(sum(multiplications(block))) for block in blocks]
     of_model = getattr(model, "flops_per_token", None)
