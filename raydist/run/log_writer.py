@@ -31,7 +31,6 @@ SEGMENT_ROWS = 10_000
 _CASTS: dict[str, Callable[[Any], Any]] = {
     name: operator.index if kind == pa.int64() else float if kind == pa.float64() else str
     for name, (kind, _) in FIELDS.items()
-    if name not in NULLABLE
 }
 _HEARD = 10_000
 
@@ -240,8 +239,10 @@ class RunLog:
 
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record as a row; each value has its column's type."""
-    row = {name: cast(record[name]) for name, cast in _CASTS.items()}
-    return row | {name: None if record.get(name) is None else float(record[name]) for name in NULLABLE}
+    return {
+        name: None if name in NULLABLE and record.get(name) is None else cast(record[name])
+        for name, cast in _CASTS.items()
+    }
 
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:

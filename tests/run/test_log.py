@@ -112,6 +112,15 @@ def test_what_is_not_known_is_null(run: RunDir) -> None:
     assert read_steps(run).schema.equals(SCHEMA)
 
 
+def test_figures_of_experts(run: RunDir) -> None:
+    """Each in its column's type; null in steps without experts."""
+    log = RunLog(run)
+    log.steps([record(1), record(2, expert_imbalance=1.5, exchanged_bytes=2**53 + 1), record(3, exchanged_bytes=0)])
+    log.close()
+    assert read_steps(run)["expert_imbalance"].to_pylist() == [None, 1.5, None]
+    assert read_steps(run)["exchanged_bytes"].to_pylist() == [None, 2**53 + 1, 0]
+
+
 def test_a_new_run_has_nothing(run: RunDir) -> None:
     """A run without files gives empty results with the right schema."""
     assert read_steps(run).schema.equals(SCHEMA)
