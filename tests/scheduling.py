@@ -1,4 +1,4 @@
-"""Scheduling with `-n 2`: two files at a time; tests that must run alone come last."""
+"""Scheduling with `-n`: a file stays together; tests that must run alone come last."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALONE = " alone"
 
 
 class Scheduling(LoadScopeScheduling):
-    """A file stays in one process. The first process takes files from the front of the list, the other from its end, so that
+    """A file stays in one process. The first process takes files from the front of the list, the others from its end, so that
     compute-bound tests run beside tests that wait for Ray. ALONE runs after everything else, in the last process."""
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
