@@ -269,6 +269,10 @@ def test_a_file_that_says_all_in_raydist_s_words_warns_of_nothing() -> None:
         ({"fp32_allreduce": True}, {"precision.reduce": "fp32"}),
         ({"activation_checkpointing": {"partition_activations": False}}, {}),
         ({"activation_checkpointing": {"number_checkpoints": 4}}, {"train.checkpoint_activations": "full"}),
+        ({"pipeline": {"activation_checkpoint_interval": 1}}, {"train.checkpoint_activations": "full"}),
+        ({"pipeline": {"stages": 2, "partition": "best"}}, {"parallel.pipeline": 2}),
+        ({"tensor_parallel": {"autotp_size": 2}}, {"parallel.tensor": 2}),
+        ({"tensor_parallel": {"autotp_size": 0}, "pipeline": {"stages": 1}}, {}),
     ],
 )  # fmt: skip
 def test_one_field_at_a_time(config: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -303,6 +307,20 @@ def test_two_of_the_batch_numbers_give_the_third(numbers: Any, workers: int | No
     config = {k: v for k, v in zip(BATCH, numbers, strict=True) if v is not None}
     made = of(config, {"cluster": {"workers": workers}} if workers else {})
     assert (flatten(made.tree), made.problems) == (expected, [])
+
+
+def test_a_batch_is_divided_over_replicas() -> None:
+    """Micro 4 x accumulation 4 x the replicas that 8 workers make: of 4 ranks each, of 8 by a nearer field, of 4 by the spec; and
+    two replicas of two ranks need 4 workers."""
+    numbers = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
+    both = {**numbers, "tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 2}}
+    eight = {"cluster": {"workers": 8}}
+    nearer = {**eight, "parallel": {"pipeline": 4}}
+    assert of(both, eight).tree["train"]["global_batch"] == 32
+    assert of(both, nearer, ("parallel.pipeline",)).tree["train"]["global_batch"] == 16
+    assert of(numbers, {**eight, "parallel": {"tensor": 4}}).tree["train"]["global_batch"] == 32
+    made = of({**numbers, "train_batch_size": 32, "tensor_parallel": {"autotp_size": 2}}, {})
+    assert (made.tree["cluster"]["workers"], made.problems) == (4, [])
 
 
 def test_a_batch_without_workers_says_so() -> None:

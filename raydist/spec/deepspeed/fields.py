@@ -34,6 +34,15 @@ def _in(section: str, names: str, made: Field) -> dict[str, Field]:
 
 
 FIELDS: dict[str, Field] = {
+    # Ranks of a replica, which the batch needs
+    "tensor_parallel.autotp_size": takes(whole(0), rules.replica),
+    **_in("tensor_parallel", "dtype tp_overlap_comm keep_module_on_host replace_with_kernel_inject", OWN),
+    **_in("tensor_parallel", "tensor_parallel injection_policy_tuple", lost("the model's own tensor_rules say it")),
+    "pipeline.stages": takes(whole(0), rules.replica),
+    **_in("pipeline", "pipe_partitioned grad_partitioned use_reentrant", OWN),
+    "pipeline.partition": lost("stages are cut by cost; parallel.pipeline_cut gives the blocks of each", off="best"),
+    "pipeline.seed_layers": lost("each block has a seed of its own anyway", off=False),
+    "pipeline.activation_checkpoint_interval": takes(whole(0), rules.activations),
     # The batch
     "train_batch_size": takes(whole(1), rules.batch),
     "train_micro_batch_size_per_gpu": takes(whole(1), rules.batch),
@@ -169,6 +178,7 @@ FIELDS: dict[str, Field] = {
     # The rest
     **_in("", "steps_per_print log_level checkpoint vocabulary_size", OWN),
     "compile": lost("see train.compile"),
+    "expert_parallel": lost("the model says its experts (model.name), parallel.expert over how many ranks"),
     "sequence_parallel_size": lost(off=1),
     **_in(
         "",
@@ -180,7 +190,7 @@ FIELDS: dict[str, Field] = {
         "",
         "flops_profiler tensorboard wandb csv_monitor comet comms_logger timers autotuning elasticity data_efficiency "
         "curriculum_learning compression_training quantize_training weight_quantization sparse_attention "
-        "progressive_layer_drop eigenvalue hybrid_engine pipeline tensor_parallel expert_parallel nebula datastates_ckpt "
+        "progressive_layer_drop eigenvalue hybrid_engine nebula datastates_ckpt "
         "checkpoint_writer seq_parallel_communication_data_type seq_parallel_comm_data_type",
         lost(),
     ),

@@ -11,41 +11,61 @@ from raydist.spec.models import OptimSpec, TrainSpec
 TOTAL, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
-def batch(r: Reading) -> None:
-    """total = micro x accumulation x workers: two of the file's three numbers and the spec's workers give the third.
+def replica(r: Reading) -> None:
+    """Ranks that share a layer, and stages of a pipeline; 0 and 1 are none."""
+    size = r.get("tensor_parallel.autotp_size")
+    if size is not None and size > 1:
+        r.put("parallel.tensor", size, "tensor_parallel.autotp_size")
+    stages = r.get("pipeline.stages")
+    if stages is not None and stages > 1:
+        r.put("parallel.pipeline", stages, "pipeline.stages")
 
-    With fewer than two, DeepSpeed's own rule: an absent accumulation is 1. One that is "auto" leaves the rest to the spec.
+
+def _ranks(r: Reading) -> int:
+    """Ranks of a replica, by the fields that count in the end."""
+    found = 1
+    for name in ("parallel.tensor", "parallel.pipeline"):
+        value = r.spec.get(name) if name in r.nearer else r.whole(name)
+        found *= value if isinstance(value, int) and value > 0 else 1
+    return found
+
+
+def batch(r: Reading) -> None:
+    """total = micro x accumulation x replicas: two of the file's three numbers and the spec's workers give the third.
+
+    A replica is one worker, or those of a tensor group and a pipeline. With fewer than two, DeepSpeed's own rule: an absent
+    accumulation is 1. One that is "auto" leaves the rest to the spec.
     """
     total, micro, steps = r.get(TOTAL), r.get(MICRO), r.get(ACCUMULATION)
-    said = r.whole("cluster.workers")
-    workers = said or 1
+    said, each = r.whole("cluster.workers"), _ranks(r)
+    workers = max((said or 1) // each, 1)
+    of = "cluster.workers" if each == 1 else f"(cluster.workers / {each} ranks of a replica)"
     alone = r.absent(ACCUMULATION) and (r.absent(TOTAL) or r.absent(MICRO))
     if total and micro and steps:
         if said is None and total % (micro * steps) == 0:
-            r.put("cluster.workers", total // (micro * steps), f"{TOTAL} / ({MICRO} x {ACCUMULATION})")
+            made = f"{TOTAL} / ({MICRO} x {ACCUMULATION})" + (f" x {each} ranks of a replica" if each > 1 else "")
+            r.put("cluster.workers", total // (micro * steps) * each, made)
         elif total != micro * steps * workers:
-            _contradiction(r, f"{MICRO} {micro} x {ACCUMULATION} {steps} x cluster.workers {workers}")
+            _contradiction(r, f"{MICRO} {micro} x {ACCUMULATION} {steps} x {of} {workers}")
     elif total and micro and total % micro:
         _contradiction(r, f"a multiple of {MICRO} {micro}")
     elif total and steps and not micro:
         if total % (steps * workers):
-            _contradiction(r, f"a multiple of {ACCUMULATION} {steps} x cluster.workers {workers}")
+            _contradiction(r, f"a multiple of {ACCUMULATION} {steps} x {of} {workers}")
         else:
-            _derive(r, "train.micro_batch", total // (steps * workers), f"{TOTAL} / ({ACCUMULATION} x cluster.workers)")
+            _derive(r, "train.micro_batch", total // (steps * workers), f"{TOTAL} / ({ACCUMULATION} x {of})")
     elif micro and steps:
-        _derive(r, "train.global_batch", micro * steps * workers, f"{MICRO} x {ACCUMULATION} x cluster.workers")
+        _derive(r, "train.global_batch", micro * steps * workers, f"{MICRO} x {ACCUMULATION} x {of}")
     elif total and alone:
         if total % workers:
-            _contradiction(r, f"a multiple of cluster.workers {workers}")
+            _contradiction(r, f"a multiple of {of} {workers}")
         else:
-            _derive(r, "train.micro_batch", total // workers, f"{TOTAL} / cluster.workers")
+            _derive(r, "train.micro_batch", total // workers, f"{TOTAL} / {of}")
     elif micro and alone:
-        _derive(r, "train.global_batch", micro * workers, f"{MICRO} x cluster.workers")
+        _derive(r, "train.global_batch", micro * workers, f"{MICRO} x {of}")
     elif steps:
-        each = r.whole("train.micro_batch") or TrainSpec.model_fields["micro_batch"].default
-        _derive(
-            r, "train.global_batch", each * steps * workers, f"{ACCUMULATION} x train.micro_batch x cluster.workers"
-        )
+        size = r.whole("train.micro_batch") or TrainSpec.model_fields["micro_batch"].default
+        _derive(r, "train.global_batch", size * steps * workers, f"{ACCUMULATION} x train.micro_batch x {of}")
     for name, value, source in (("train.global_batch", total, TOTAL), ("train.micro_batch", micro, MICRO)):
         if value:
             r.put(name, value, source)
@@ -186,9 +206,10 @@ def clipping(r: Reading) -> None:
 def activations(r: Reading) -> None:
     """A section that asks for anything means that the model computes its activations again."""
     section = "activation_checkpointing"
-    asked = [name for name in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
-                               "number_checkpoints") if r.get(f"{section}.{name}")]  # fmt: skip
+    fields = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "number_checkpoints")
+    names = (*(f"{section}.{field}" for field in fields), "pipeline.activation_checkpoint_interval")
+    asked = [name for name in names if r.get(name)]
     for name in asked:
-        r.lose(f"{section}.{name}", "every block is computed again")
+        r.lose(name, "every block is computed again")
     if asked:
-        r.put("train.checkpoint_activations", "full", f"{section}.{asked[0]}")
+        r.put("train.checkpoint_activations", "full", asked[0])
