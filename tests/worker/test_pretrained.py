@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from raydist import registry
-from raydist.checkpoint.huggingface import INDEX, overlap, part_shape
+from raydist.checkpoint.huggingface import INDEX, check, format_for, overlap, part_shape
 from raydist.cluster import preflight
 from raydist.data.batches import Batches
 from raydist.data.dataset import TokenDataset, Windows
@@ -128,12 +128,27 @@ def trained(rank: Rank, spec: JobSpec, root: str, until: int) -> list[float]:
     return losses
 
 
-def test_training_starts_from_the_weights(ranks: Any, tmp_path: Path) -> None:
+def test_layers_for_further_tokens(tmp_path: Path) -> None:
+    """They are read if the job wants them; others in the files are left out."""
+    saved(tmp_path, "deepseek_v3")
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "model.layers.3.enorm.weight": torch.ones(32)}, tmp_path / "model.safetensors")
+    plain = job(tmp_path).model
+    format = format_for(plain)
+    check(tmp_path, plain, format, format.shapes(plain, IDS))
+    fields = {"hf": str(tmp_path), "context": 8, "options": {"num_nextn_predict_layers": 1}}
+    wanted = job(tmp_path, model=fields).model
+    with pytest.raises(UserError, match=r"model\.layers\.3\.input_layernorm\.weight: is missing"):
+        check(tmp_path, wanted, format, format.shapes(wanted, IDS))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "deepseek_v3"])
+def test_training_starts_from_the_weights(ranks: Any, tmp_path: Path, name: str) -> None:
     """The first loss is that of transformers on the same samples, and a later attempt goes on from its checkpoint."""
     choose = random.Random(3)
     (tmp_path / "a.txt").write_text("".join(choose.choices("abcdefgh ", k=2000)))
     prepare([str(tmp_path / "a.txt")], str(tmp_path / "tokens"), eval_fraction=0.2)
-    peer = saved(tmp_path / "hf", "qwen2")
+    peer = saved(tmp_path / "hf", name)
     spec = job(tmp_path / "hf", data={"path": str(tmp_path / "tokens")}, parallel={"strategy": "zero3"},
                cluster={"workers": 2}, checkpoint={"every": 2, "asynchronous": False})  # fmt: skip
     dataset = TokenDataset(str(tmp_path / "tokens"))
