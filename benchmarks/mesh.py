@@ -1,6 +1,6 @@
 """Time of a training step on a mesh, beside torch doing the same, in one interleaved run.
 
-    python benchmarks/mesh.py [tensor | pipeline] [--rounds 12]
+    python benchmarks/mesh.py [tensor | pipeline | expert] [--rounds 12]
 
 Two gloo ranks of one thread each train the same GPT on the same samples, with fused AdamW. They run all variants alternately, in a
 new order each round: one warm-up step, then two measured ones. raydist's is raydist.worker.step.TrainStep. The losses of the first
@@ -10,6 +10,9 @@ tensor: sequence parallel layers, a loss over a split vocabulary, and clipping; 
 tutorial, loss_parallel and clip_grad_norm_.
 pipeline: eight micro-batches in two stages (1F1B) or four (interleaved), cut alike; torch's is torch.distributed.pipelining, whose
 last stage computes cross_entropy of all logits. raydist also sums the gradient norm over the ranks, and torch's variant does not.
+expert: 8 experts a layer, of which a token takes 2, on two replicas that share them; torch's is a layer by hand with
+all_to_all_single_autograd and grouped_mm, in DistributedDataParallel, which leaves the experts out. raydist also sums the gradient
+norm and the loads of the experts, and torch's variant does neither.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +33,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from common import write
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -40,14 +45,17 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from raydist.data.batches import MicroBatch
 from raydist.spec import JobSpec
 from raydist.worker.build import build_strategy
 from raydist.worker.distributed import Rank
+from raydist.worker.expert_loads import ExpertLoads
 from raydist.worker.loss import call_model
 from raydist.worker.mesh import Mesh
-from raydist.worker.model import gpt
+from raydist.worker.model import gpt, mixtral
+from raydist.worker.model._moe import MixtureOfExperts, layers_of
 from raydist.worker.optim import optimizers
 from raydist.worker.parallel._pipeline import Pipeline
 from raydist.worker.parallel._split import split_layers
@@ -142,6 +150,97 @@ def staged_job(chunks: int) -> JobSpec:
     })  # fmt: skip
 
 
+SPARSE = {**MODEL, "name": "mixtral", "layers": 4, "hidden": 512}
+
+
+def sparse_job() -> JobSpec:
+    """The job of two replicas that share the experts."""
+    sections = {"data": {"source": "any"}, "train": {"steps": 1}, "model": SPARSE}
+    return JobSpec.model_validate(sections | {"parallel": {"expert": WORLD}, "cluster": {"workers": WORLD}})
+
+
+class OurExperts:
+    """raydist's step, each rank with its sequences."""
+
+    def __init__(self, rank: Rank, tokens: Tensor) -> None:
+        spec = sparse_job()
+        own = tokens.chunk(WORLD)[rank.rank]
+        self.batch = MicroBatch(own[:, :-1], own[:, 1:].contiguous())
+        mesh = Mesh.of(spec, rank)
+        torch.manual_seed(1)
+        model = mixtral.build(spec.model, VOCAB)
+        split = split_layers(model, mesh)
+        assert split is not None
+        strategy = build_strategy(spec, mesh)
+        strategy.wrap(model, lambda module, **_: loss_sum(module, self.batch))
+        shards = split.shards(strategy.shards())
+        self.step = TrainStep(
+            mesh, strategy, optimizers.build(shards, spec.optim, rank.device), Precision(spec.precision, rank.device),
+            parameters=gather_parameters(shards, rank), split=split, full_tokens=TOKENS, clip=0.0,
+            hooks=[ExpertLoads([model], rank, None, None)],
+        )  # fmt: skip
+
+    def __call__(self) -> float:
+        """One step; its loss."""
+        return self.step(1, [self.batch], TOKENS // WORLD, LR, want_stop=False).loss
+
+
+def by_hand(layer: MixtureOfExperts, x_BTD: Tensor) -> Tensor:
+    """A layer with experts on all ranks, with torch's own all-to-all."""
+    x, experts, chosen = x_BTD.flatten(0, 1), layer.experts, layer.shape.chosen
+    scores, ids = F.linear(x, layer.router.weight).softmax(-1).topk(chosen, dim=-1)
+    weights = scores / scores.sum(-1, keepdim=True)
+    order = ids.flatten().argsort(stable=True)
+    counts = torch.bincount(ids.flatten(), minlength=layer.shape.count)
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts)
+    out, into = counts.view(WORLD, -1).sum(1).tolist(), theirs.view(WORLD, -1).sum(1).tolist()
+    rows = all_to_all_single_autograd(x[order // chosen], into, out, dist.group.WORLD)
+    expert = torch.arange(layer.shape.count // WORLD).repeat(WORLD).repeat_interleave(theirs)
+    by_expert = expert.argsort(stable=True)
+    ends = theirs.view(WORLD, -1).sum(0).cumsum(0).to(torch.int32)
+
+    def product(rows: Tensor, weights: Tensor) -> Tensor:
+        return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+
+    mine = rows[by_expert]
+    made = product(F.silu(product(mine, experts.gate)) * product(mine, experts.up), experts.down)
+    back = torch.zeros_like(made).index_copy(0, by_expert, made)
+    back = all_to_all_single_autograd(back, out, into, dist.group.WORLD)
+    return torch.zeros_like(x).index_add(0, order // chosen, back * weights.flatten()[order, None]).view_as(x_BTD)
+
+
+class TorchExperts:
+    """DistributedDataParallel of all but the experts, and `by_hand`."""
+
+    def __init__(self, rank: Rank, tokens: Tensor) -> None:
+        own = tokens.chunk(WORLD)[rank.rank]
+        self.x, self.y = own[:, :-1].contiguous(), own[:, 1:].contiguous()
+        torch.manual_seed(1)
+        model = mixtral.build(sparse_job().model, VOCAB)
+        names = []
+        for name, layer in layers_of(model):
+            for key, p in layer.experts.named_parameters():
+                p.data = p.data.chunk(WORLD)[rank.rank].clone()
+                names.append(f"{name}.experts.{key}")
+            layer.forward = partial(by_hand, layer)
+        self.experts = [p for name, p in model.named_parameters() if name in names]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+    def __call__(self) -> float:
+        """One step; its loss."""
+        loss = self.model(self.x, targets=self.y) / self.y.numel()
+        loss.backward()
+        torch._foreach_mul_([p.grad for p in self.experts], 1 / WORLD)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        mean = loss.detach() / WORLD
+        dist.all_reduce(mean)
+        return float(mean)
+
+
 class OurPipeline:
     """raydist's step, with micro-batches of one sequence."""
 
@@ -226,11 +325,13 @@ def main(number: int, port: int, rounds: int, what: str) -> None:
     dist.init_process_group("gloo", rank=number, world_size=WORLD)
     control = dist.new_group(backend="gloo")
     rank = Rank(number, WORLD, number, torch.device("cpu"), "gloo", "127.0.0.1", control, ())
-    count = BATCH if what == "tensor" else MICRO_BATCHES
+    count = MICRO_BATCHES if what == "pipeline" else BATCH
     tokens = torch.randint(VOCAB, (count, MODEL["context"] + 1), generator=torch.Generator().manual_seed(3))
     pairs: dict[str, tuple[Callable[[], float], Callable[[], float]]]
     if what == "tensor":
         pairs = {"": (Ours(rank, tokens), Torchs(tokens))}
+    elif what == "expert":
+        pairs = {"": (OurExperts(rank, tokens), TorchExperts(rank, tokens))}
     else:
         chunks = {"1f1b_": 1, "interleaved_": 2}
         pairs = {name: (OurPipeline(rank, tokens, n), TorchPipeline(rank, tokens, n)) for name, n in chunks.items()}
@@ -257,7 +358,7 @@ def main(number: int, port: int, rounds: int, what: str) -> None:
             dist.barrier()
             wall[name].append((time.perf_counter() - begun) / 2)
     if number == 0:
-        model = MODEL if what == "tensor" else STAGED
+        model = {"tensor": MODEL, "pipeline": STAGED, "expert": SPARSE}[what]
         result: dict[str, Any] = {"rounds": rounds, "load_average": os.getloadavg()[1], what: WORLD, "model": model}
         compared = [(name, f"{name}torch", f"{name}raydist") for name in pairs]
         if what == "pipeline":
@@ -275,14 +376,14 @@ def main(number: int, port: int, rounds: int, what: str) -> None:
             name: round(tokens[:, 1:].numel() / statistics.median(times), 1) for name, times in wall.items()
         }
         print(result)
-        print(write("mesh" if what == "tensor" else "mesh_pipeline", result))
+        print(write("mesh" if what == "tensor" else f"mesh_{what}", result))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", nargs="?", default="tensor", choices=("tensor", "pipeline"))
+    parser.add_argument("what", nargs="?", default="tensor", choices=("tensor", "pipeline", "expert"))
     parser.add_argument("--rounds", type=int, default=12)
     asked = parser.parse_args()
     with socket.socket() as probe:

@@ -135,6 +135,8 @@ class Trainer:
     """Model, strategy, optimizer and step of one rank."""
 
     def __init__(self, rank: Rank, spec: JobSpec, full: int, model: nn.Module | None = None) -> None:
+        if spec.train.compile:
+            torch.compiler.reset()  # a rank that was used before would compile for the shapes that it saw then
         self.rank, self.spec, self.mesh = rank, spec, Mesh.of(spec, rank)
         self.strategy = build_strategy(spec, self.mesh)
         build = registry.load("model", spec.model.name)

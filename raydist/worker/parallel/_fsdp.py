@@ -149,7 +149,8 @@ class FullyShardedStrategy(ABC):
 
     def scale_grads(self, factor: float) -> None:
         """See `ParallelStrategy.scale_grads`."""
-        torch._foreach_mul_([s.local.grad for s in self._shards.values() if s.local.grad is not None], factor)
+        if grads := [s.local.grad for s in self._shards.values() if s.local.grad is not None]:
+            torch._foreach_mul_(grads, factor)
 
     def zero_grad(self) -> None:
         """See `ParallelStrategy.zero_grad`."""

@@ -133,7 +133,8 @@ class Strategy:
 
     def scale_grads(self, factor: float) -> None:
         """See `ParallelStrategy.scale_grads`."""
-        torch._foreach_mul_(self._grads(), factor)
+        if grads := self._grads():  # a stage may have no experts
+            torch._foreach_mul_(grads, factor)
 
     def zero_grad(self) -> None:
         """See `ParallelStrategy.zero_grad`."""
