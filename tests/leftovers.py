@@ -66,9 +66,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.workeroutput["leftovers"] = ports  # type: ignore[attr-defined]
         return
     deadline = time.monotonic() + WAIT_S
-    if not before.within:
-        _clear_after_killed_drivers()
     while (found := _found(before)) and time.monotonic() < deadline:
+        if not before.within:
+            _clear_after_killed_drivers()  # again and again: a board may have a writer that is about to exit
         time.sleep(0.1)  # they exit by themselves
     before.reported += [*ports, *found]
     if before.reported and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
