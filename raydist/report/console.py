@@ -36,7 +36,7 @@ _STYLES = {
     "decision": "yellow",
     "ended": "bold",
 }
-_SILENT = {"workers", "replica_saved"}
+_SILENT = {"workers", "replica_saved", "expert_loads"}
 """Kinds of events that the display shows in another way or that are too frequent; `raydist show` has them."""
 
 
