@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from common import write
 
-from raydist.cluster.sweep.sampler import Sampler, Told
+from raydist.cluster.sweep.sampler import PointResult, Sampler
 from raydist.spec.sweep import Axis, Point
 from raydist.spec.sweep.models import SearchSpec
 from raydist.spec.sweep.space import draw
@@ -52,17 +52,17 @@ def reached(name: Literal["optuna", "bayes"] | None, seed: int, points: int, f: 
     """Distance to the minimum of the point with the best noisy value. `name`: None draws random points."""
     noise = random.Random(seed)
     made = None if name is None else Sampler(AXES, SearchSpec(name=name, seed=seed), "min")
-    told: list[Told] = []
+    told: list[PointResult] = []
     for number in range(points):
         point = draw(AXES, seed, number) if made is None else made.ask(told)
         assert point is not None
-        told.append(Told(point, "finished", f(point) + noise.gauss(0, NOISE)))
+        told.append(PointResult(point, "finished", f(point) + noise.gauss(0, NOISE)))
     return f(min(told, key=lambda one: one.value or 0.0).point)
 
 
 def seconds(name: Literal["optuna", "bayes"], told: int, rounds: int = 3) -> float:
     """Median seconds of one `ask`, after `told` points."""
-    known = [Told(draw(AXES, 1, i), "finished", bowl(draw(AXES, 1, i))) for i in range(told)]
+    known = [PointResult(draw(AXES, 1, i), "finished", bowl(draw(AXES, 1, i))) for i in range(told)]
     made, took = Sampler(AXES, SearchSpec(name=name), "min"), []
     made.ask(known[:12])  # imports
     for _ in range(rounds):

@@ -112,7 +112,7 @@ class Sweep:
         self.own = {cell: {"optim.lr": 1e-3} for cell in ids}
         self.cells, self.chance, self.memory = cells, random.Random(1), memory
         self.log, self.runner, self.controller = SweepLog(SweepDir(folder)), _FakeTrialRunner(), _Controller()
-        self.queue = ray_tune.CellQueue(ids, at_once, "10.0.0.1")
+        self.queue = ray_tune.TrialQueue(ids, at_once, "10.0.0.1")
         self.queue.add_configurations([SimpleNamespace(spec={"run": "x", "storage": None, "checkpoint_config": None})])
         rule = schedulers.make(spec, [RATE], TOKENS, self.own.__getitem__)
         self.decisions = ray_tune.Decisions(rule, "min", cast(TrialRunner, self.runner), self.log, self.queue)

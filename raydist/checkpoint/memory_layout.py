@@ -167,9 +167,9 @@ def sent(folder: Path) -> tuple[tuple[int, int], float] | None:
     import psutil
 
     with contextlib.suppress(OSError, psutil.Error):
-        told = json.loads((folder / SENT).read_text())
-        times = psutil.Process(told["pid"]).cpu_times()
-        step, attempt = told["snapshot"]
+        sent = json.loads((folder / SENT).read_text())
+        times = psutil.Process(sent["pid"]).cpu_times()
+        step, attempt = sent["snapshot"]
         return (step, attempt), times.user + times.system
     return None
 

@@ -45,4 +45,4 @@ def report(
     figures = run_metrics.report(place)
     home.write(name, pages.render(figures))
     where = home.at(name).uri
-    print(json.dumps({**figures.told, "report": where}, allow_nan=False) if as_json else where)
+    print(json.dumps({**figures.facts, "report": where}, allow_nan=False) if as_json else where)

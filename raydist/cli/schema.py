@@ -140,9 +140,9 @@ def _add_options(made: dict[str, Any], root: type[BaseModel], own: list[tuple[st
                 )
                 for name, model in with_options.items():
                     title = f"{mark.kind.capitalize()}{name.partition(':')[0].capitalize()}Options"
-                    told = model.model_json_schema(ref_template="#/$defs/{model}")
-                    made["$defs"] |= told.pop("$defs", {})
-                    made["$defs"][title] = {**told, "title": title}
+                    schema = model.model_json_schema(ref_template="#/$defs/{model}")
+                    made["$defs"] |= schema.pop("$defs", {})
+                    made["$defs"][title] = {**schema, "title": title}
                     rules.append(({"const": name}, {"$ref": f"#/$defs/{title}"}))
                 definition["allOf"] = [
                     {

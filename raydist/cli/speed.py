@@ -18,7 +18,7 @@ from raydist.registry import did_you_mean
 if TYPE_CHECKING:
     from raydist.planner.facts import Activations, Model
     from raydist.planner.measure import Planner
-    from raydist.report.sweep.forecast import Pace, Reckon
+    from raydist.report.sweep.forecast import EstimateSpeed, Pace
     from raydist.spec import JobSpec
 
 NO_GPU = "it trains on CPUs"
@@ -123,17 +123,17 @@ def of_host() -> Device | str:
     return by_name(name)
 
 
-def reckon(gpu: str | None, cluster: Mapping[str, float] | None) -> Reckon | None:
+def estimate_speed(gpu: str | None, cluster: Mapping[str, float] | None) -> EstimateSpeed | None:
     """A speed estimate for `gpu`, else the slowest GPU of a cluster with these resources, else this machine's GPU, if any."""
     device = named(gpu) if gpu is not None else slowest(cluster) if cluster is not None else of_host()
     if isinstance(device, Device):
-        return Reckoner(device)
+        return SpeedEstimator(device)
     why = device if cluster is not None and cluster.get("GPU") else NO_GPU
     return None if cluster is None else lambda job: why
 
 
-class Reckoner:
-    """`reckoner(job)`: the job's estimated tokens/s on this GPU, under its own strategy, or why there is no estimate."""
+class SpeedEstimator:
+    """`estimator(job)`: the job's estimated tokens/s on this GPU, under its own strategy, or why there is no estimate."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -142,7 +142,7 @@ class Reckoner:
         """Results by the fields that affect speed: most cells of a sweep differ only in others, such as the learning rate."""
 
     def __call__(self, job: JobSpec) -> Pace | str:
-        """See `raydist.report.sweep.forecast.Reckon`."""
+        """See `raydist.report.sweep.forecast.EstimateSpeed`."""
         from raydist.report.sweep.forecast import Pace, kind
 
         train = job.train.model_dump(mode="json", include={"global_batch", "micro_batch", "checkpoint_activations"})

@@ -240,7 +240,7 @@ def _submit(
     with tempfile.TemporaryDirectory(prefix="raydist-package-") as folder:
         archive = Path(folder) / "package.zip"
         size = chosen.write(archive, package.JOBS_LIMIT)
-        print(chosen.told(size), file=sys.stderr)
+        print(chosen.describe(size), file=sys.stderr)
         _drive(url, words, archive, once=once, no_wait=no_wait, retries=retries)
 
 

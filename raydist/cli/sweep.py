@@ -74,11 +74,11 @@ def run(
     known = forecast.paces(Storage(storage or default_storage()), sweep, cells)
     address = place.where(address)
     nodes = place.look(address) if device is None or address != "local" else None  # None: it will run on other machines
-    reckon = speed.reckon(device, None if nodes is None or address == "local" else nodes.resources)
+    estimate_speed = speed.estimate_speed(device, None if nodes is None or address == "local" else nodes.resources)
     able = sweep.scouts() if sweep.spec.search.chooses else cells
     jobs = [cell.spec for cell in able if cell.spec is not None]
     here = None if nodes is None else nodes.place(jobs, sweep.spec.array.concurrent)
-    estimate = forecast.tell(sweep, cells, known, reckon, here)
+    estimate = forecast.tell(sweep, cells, known, estimate_speed, here)
     if as_json:
         print(json.dumps(estimate, allow_nan=False))
     else:

@@ -63,9 +63,9 @@ def train_cells(
     )
     standing = Standing(sweep.spec.objective.metric, sweep.spec.objective.better)
 
-    def heard(event: Event) -> None:
-        rows.heard(event)
-        standing.heard(event)
+    def on_event(event: Event) -> None:
+        rows.add(event)
+        standing.add(event)
 
     with DriverLease(RunDir(folder.storage), wait_s=wait_for_driver) as lease, closing(rows):
         store(folder, sweep, cells)
@@ -110,7 +110,7 @@ def train_cells(
                     keep=plans.add,
                     lost=lease.lost,
                     asked=lease.asked_to_stop,
-                    heard=heard,
+                    on_event=on_event,
                 ).run()
     if ended.status == "paused":
         print(f"paused: {ended.because}; the same command resumes it", file=sys.stderr)

@@ -22,14 +22,14 @@ class HeadMonitor:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._heard = time.monotonic()
+        self._last_answer = time.monotonic()
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="raydist-head", daemon=True).start()
 
     @property
     def silent_s(self) -> float:
         """Seconds since the head last answered."""
-        return time.monotonic() - self._heard
+        return time.monotonic() - self._last_answer
 
     def close(self) -> None:
         """Stops the checks."""
@@ -39,7 +39,7 @@ class HeadMonitor:
         while not self._closed.wait(_LOOK_S):
             asked = time.monotonic()
             if answers(self.address):
-                self._heard = asked
+                self._last_answer = asked
 
 
 def answers(address: str) -> bool:

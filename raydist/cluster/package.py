@@ -60,7 +60,7 @@ class Package:
             text += f"; by folder: {', '.join(f'{n} {mib(s)}' for n, s in folders.most_common(_LARGEST))}"
         return text
 
-    def told(self, packed: int) -> str:
+    def describe(self, packed: int) -> str:
         """A line for the user: what is shipped, and which raydist output is left out. `packed`: bytes of the archive."""
         text = f"ships {len(self.files)} files of {self.root}: {mib(self.size)}, {mib(packed)} packed"
         if packed >= _LARGE:

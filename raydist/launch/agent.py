@@ -100,13 +100,13 @@ class _Agent:
 
     def beat(self) -> None:
         """Sends a heartbeat to the coordinator every second. If it is disconnected or replaced, the agent and its rank exit."""
-        heard = time.monotonic()
+        last_message = time.monotonic()
         while not self._left.wait(_BEAT_S):
             ours = True
             with contextlib.suppress(RayError, TimeoutError):
                 ours = ray.get(self._coordinator.beat.remote(self._group, self._number), timeout=_DISCONNECTED_S)
-                heard = time.monotonic()
-            if not ours or time.monotonic() - heard > _DISCONNECTED_S:
+                last_message = time.monotonic()
+            if not ours or time.monotonic() - last_message > _DISCONNECTED_S:
                 self.server.close()
                 os._exit(1)
 

@@ -219,7 +219,7 @@ class RunMonitor:
     def _take(self, event: Event) -> None:
         if event.kind not in EXPORTED_ONLY:  # those are numbers, and many of them
             event = Event(event.kind, event.at, redact(event.data))
-        if self._log.heard(event):
+        if self._log.is_duplicate(event):
             return
         self._show(event)  # first: it raises for a malformed event, before the log has it
         self._log.event(event)

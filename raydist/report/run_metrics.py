@@ -30,9 +30,9 @@ from raydist.run.telemetry_schema import OPS
 
 @dataclass(frozen=True)
 class Report:
-    """`told`: plain data for strict JSON. The rest is data for charts: one row per step, evaluations by step, and grids."""
+    """`facts`: plain data for strict JSON. The rest is data for charts: one row per step, evaluations by step, and grids."""
 
-    told: dict[str, Any]
+    facts: dict[str, Any]
     spec: str
     steps: pa.Table
     evals: Mapping[int, float]
@@ -58,7 +58,7 @@ def report(run: RunDir) -> Report:
     divided = goodput.divided(spans, events, segments, readings)
     pace, capacity = about["tokens_per_second"], next((e.data for e in reversed(events) if e.kind == "capacity"), None)
     memory = heatmap_data.memory(readings, start, end)
-    told = {
+    facts = {
         "run": about["run"],
         "path": about["path"],
         "status": about["status"],
@@ -85,7 +85,7 @@ def report(run: RunDir) -> Report:
         "incidents": incidents.found(events, _trained(segments), slow),
         "not_read": None if readings.tracks else _why(spec, about["status"]),
     }
-    return Report(told, text, steps, _evals(events, about["steps"]), spans, memory, slowness)
+    return Report(facts, text, steps, _evals(events, about["steps"]), spans, memory, slowness)
 
 
 def _spec(run: RunDir) -> str:

@@ -32,7 +32,7 @@ _CASTS: dict[str, Callable[[Any], Any]] = {
     name: operator.index if kind == pa.int64() else float if kind == pa.float64() else str
     for name, (kind, _) in FIELDS.items()
 }
-_HEARD = 10_000
+_SEEN = 10_000
 
 
 @dataclass
@@ -74,7 +74,7 @@ class RunLog:
         self._last = 0
         self._segments: list[_OpenSegment] = []
         self._events: list[bytes] = []
-        self._heard: dict[bytes, None] = {}
+        self._seen: dict[bytes, None] = {}
         """Hashes of the newest lines, in order."""
         self._stored_events = self._repair_events()
         self._lock = threading.Lock()
@@ -122,7 +122,7 @@ class RunLog:
         return new
 
     def event(self, event: Event) -> None:
-        """Adds one line to events.jsonl, except for kinds that are only exported, and for events already `heard`."""
+        """Adds one line to events.jsonl, except for kinds that are only exported, and for duplicates (`is_duplicate`)."""
         if event.kind in EXPORTED_ONLY:
             return
         line = json_line(event.to_dict())
@@ -130,9 +130,9 @@ class RunLog:
             if self._remember(line):
                 self._events.append(line)
 
-    def heard(self, event: Event) -> bool:
+    def is_duplicate(self, event: Event) -> bool:
         """Whether this event was received before, as far as remembered; a sender without an answer sends it again."""
-        return event.kind not in EXPORTED_ONLY and xxhash.xxh3_128_digest(json_line(event.to_dict())) in self._heard
+        return event.kind not in EXPORTED_ONLY and xxhash.xxh3_128_digest(json_line(event.to_dict())) in self._seen
 
     def recall(self, events: Iterable[Event]) -> None:
         """Takes over events that an earlier writer received: writes those that it has not stored. Raises StorageError."""
@@ -170,11 +170,11 @@ class RunLog:
     def _remember(self, line: bytes) -> bool:
         """Remembers a line; returns whether it is new."""
         key = xxhash.xxh3_128_digest(line)
-        if key in self._heard:
+        if key in self._seen:
             return False
-        self._heard[key] = None
-        if len(self._heard) > _HEARD:
-            del self._heard[next(iter(self._heard))]
+        self._seen[key] = None
+        if len(self._seen) > _SEEN:
+            del self._seen[next(iter(self._seen))]
         return True
 
     def _begin(self, number: int, after_step: int) -> None:

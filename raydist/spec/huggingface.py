@@ -221,14 +221,14 @@ def need(config: Config, key: str) -> Any:
 
 def _rotary(config: Config) -> tuple[float, dict[str, Any] | None]:
     """Base and scaling of rotary frequencies, as `transformers` 5 and 4 write them."""
-    told = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    base = float(told.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0)
-    kind = told.pop("rope_type", None) or told.pop("type", None) or "default"
-    told.pop("type", None)
-    if told.pop("partial_rotary_factor", 1.0) != 1.0:
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    base = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0)
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rope.pop("type", None)
+    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
         raise UserError("partial_rotary_factor: is not computed here", "only 1.0 is")
     if kind == "default":
         return base, None
-    if kind in ("llama3", "yarn") and "original_max_position_embeddings" not in told:
-        told["original_max_position_embeddings"] = need(config, "max_position_embeddings")
-    return base, {"rope_type": kind, **{key: value for key, value in told.items() if value is not None}}
+    if kind in ("llama3", "yarn") and "original_max_position_embeddings" not in rope:
+        rope["original_max_position_embeddings"] = need(config, "max_position_embeddings")
+    return base, {"rope_type": kind, **{key: value for key, value in rope.items() if value is not None}}

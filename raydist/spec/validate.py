@@ -191,8 +191,8 @@ def extensions(root: type[BaseModel], tree: Mapping[str, Any], origin: Mapping[s
             options = options_model(each.kind, each.name)
         except ExtensionNotFound as error:
             what = error.message.partition(": ")[2] if ":" in each.name else ""
-            told = f'unknown "{each.name}": {what}' if what else f'unknown "{each.name}"'
-            problems.append(f"{where(each.field, origin, source)}: {each.field}: {told}; {error.hint}")
+            problem = f'unknown "{each.name}": {what}' if what else f'unknown "{each.name}"'
+            problems.append(f"{where(each.field, origin, source)}: {each.field}: {problem}; {error.hint}")
             continue
         if each.mark.bare or (each.mark.flat and not registry.is_own(each.name)):
             continue
@@ -221,8 +221,8 @@ def named(root: type[BaseModel], tree: Mapping[str, Any], prefix: str = "") -> I
             options = None if mark.bare else tree.get("options")
             if isinstance(value, str):
                 inside = f"{prefix}options"
-                told = options if isinstance(options, Mapping) else {}
-                yield Named(prefix + field, mark.kind, value, told, inside, mark)
+                given = options if isinstance(options, Mapping) else {}
+                yield Named(prefix + field, mark.kind, value, given, inside, mark)
         elif (section := _section(info.annotation)) is not None:
             several = value if isinstance(value, list) else [value]
             for i, one in enumerate(several):

@@ -264,7 +264,7 @@ class _Run:
                             lr,
                             want_stop=bool(self.reporter and self.reporter.command == "stop"),
                             vote=self.checkpoints.vote(self._checkpoint_due(at.step, ending)),
-                            trace=self.tracer.asks(self.reporter.traces) if self.reporter else (0, 0),
+                            trace=self.tracer.requested(self.reporter.traces) if self.reporter else (0, 0),
                             samples=len(batch.ids),
                         )
                     at.cursor, stop = batch.after, report.stop
@@ -280,8 +280,8 @@ class _Run:
                     if at.step == first:
                         self.startup.done("first_step")
                         if self.reporter:
-                            told = self.startup.told(first - 1)
-                            self.reporter.say("first_step", attempt=self.job.attempt, step=first, **told)
+                            data = self.startup.first_step_data(first - 1)
+                            self.reporter.say("first_step", attempt=self.job.attempt, step=first, **data)
                         self.checkpoints.prepare()  # every rank: memory for copies
                         unusual = True
                         # The objects of torch and the model stay: without `freeze` a full collection scans them for 0.2 s.

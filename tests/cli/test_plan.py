@@ -248,7 +248,7 @@ def test_a_tensor_group(small: Path) -> None:
     assert " sent in group " not in call(small, *asked)
     job = load(small, ["cluster.workers=4", "parallel.tensor=2"])
     device = speed.named("h100")
-    pace = speed.Reckoner(device)(job)
+    pace = speed.SpeedEstimator(device)(job)
     assert not isinstance(pace, str)
     eight = told(small, "--gpus", "4", "--device", "h100", "--set", "parallel.tensor=2")
     assert pace.tokens_per_second == pytest.approx(row(eight, "ddp")["speed"]["tokens_per_second"])
@@ -286,7 +286,7 @@ def test_a_pipeline(small: Path) -> None:
     assert [line.split()[:2] for line in out[at + 2 : at + 4]] == [["0", "4"], ["1", "2"]]
     assert "ranks wait" in out[-1]
     job = load(small, ["cluster.workers=2", "model.layers=6", "model.tie_embeddings=false", *two[1::2]])
-    pace = speed.Reckoner(speed.named("h100"))(job)
+    pace = speed.SpeedEstimator(speed.named("h100"))(job)
     assert not isinstance(pace, str)
     assert pace.tokens_per_second == pytest.approx(found["tokens_per_second"])
 

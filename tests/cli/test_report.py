@@ -82,7 +82,7 @@ def test_json_is_one_object(run: RunDir) -> None:
     assert told.count("\n") == 1
     found = json.loads(told, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert list(found) == KEYS
-    expected = json.loads(json.dumps(report(run).told))
+    expected = json.loads(json.dumps(report(run).facts))
     assert {key: value for key, value in found.items() if key not in ("made_at", "report")} == {
         key: value for key, value in expected.items() if key != "made_at"
     }

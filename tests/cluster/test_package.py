@@ -69,7 +69,10 @@ def test_what_is_shipped(folder: Path, by_git: bool) -> None:
     assert found.left_out == {
         "old": "a run", "grid": "a sweep", "corpus": "prepared data", "results": "a storage of runs",
     }  # fmt: skip
-    assert "left out: corpus (prepared data), grid (a sweep), old (a run), results (a storage of runs)" in found.told(9)
+    assert (
+        "left out: corpus (prepared data), grid (a sweep), old (a run), results (a storage of runs)"
+        in found.describe(9)
+    )
 
 
 @pytest.mark.parametrize("by_git", [True, False])

@@ -225,7 +225,7 @@ def expected(sweeps: Sweeps, name: str) -> list[Any]:
     history, found = History(sweep.spec.objective.metric), []
     for event in sweeps.folder(name).events():
         if event.kind == "added":
-            found.append(sampler.ask(history.told(1)))
+            found.append(sampler.ask(history.results(1)))
         history.note(event)
     return found
 

@@ -9,12 +9,12 @@ from typing import Any
 from raydist.observe.exporters import BaseExporter, Facts
 
 SEEN: list[str] = []
-"""The calls that `Told` has received, over all tests of a process."""
+"""The calls that `PointResult` has received, over all tests of a process."""
 LET_GO = threading.Event()
 """While it is not set, `Hangs` blocks."""
 
 
-class Told(BaseExporter):
+class PointResult(BaseExporter):
     def attempt(self, number: int, resume_step: int, at: float) -> None:
         SEEN.append(f"attempt {number} from {resume_step}")
 

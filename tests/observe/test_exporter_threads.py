@@ -41,7 +41,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_everything_comes_in_order(run: RunDir, rows: Rows) -> None:
     """Attempts, steps, events and samples arrive in order, then a flush; at the end `ended`, a flush and `close`."""
-    watch = RunMonitor(run.uri, interval_s=60.0, exporters=chosen("Told"))
+    watch = RunMonitor(run.uri, interval_s=60.0, exporters=chosen("PointResult"))
     watch.begin_attempt(1, 2, 0)
     watch.push(rows(range(1, 3)), [])
     watch.observe([SAMPLE])
@@ -78,7 +78,7 @@ def test_one_that_hangs_holds_up_nobody(run: RunDir, rows: Rows, monkeypatch: py
     """Pushes, flushes, the heartbeat and the end of the run are not delayed, another exporter gets all rows; a note names the
     exporter that hangs."""
     monkeypatch.setattr(exporter_threads, "STUCK_S", 0.05)
-    watch = RunMonitor(run.uri, interval_s=0.01, exporters=chosen("Hangs", "Told"))
+    watch = RunMonitor(run.uri, interval_s=0.01, exporters=chosen("Hangs", "PointResult"))
     watch.push(rows(range(1, 3)), [])
     until(lambda: any("Hangs" in e.get("text", "") for e in watch.snapshot()["events"]))
     watch.push(rows(range(3, 5)), [])
@@ -113,7 +113,7 @@ def test_what_waits_is_bounded(run: RunDir, rows: Rows, monkeypatch: pytest.Monk
 
 def test_a_large_event_is_not_kept(run: RunDir, rows: Rows) -> None:
     """Histograms go to the exporter, but not to events.jsonl or the live view."""
-    watch = RunMonitor(run.uri, interval_s=60.0, exporters=chosen("Told"))
+    watch = RunMonitor(run.uri, interval_s=60.0, exporters=chosen("PointResult"))
     watch.push([], [{"v": 1, "kind": "histograms", "at": 1.0, "step": 1, "weights": {}, "gradients": {}}])
     assert watch.snapshot()["events"] == []
     watch.end("finished")

@@ -95,7 +95,7 @@ def test_a_slow_rank_is_seen_and_named(tmp_path: Path) -> None:
     inside = found.slowness.values[:, 1:-1]
     assert inside[0] == pytest.approx(1.0)
     assert inside[1] == pytest.approx(0.8 / 0.6)
-    (slow,) = found.told["slow"]
+    (slow,) = found.facts["slow"]
     assert (slow["rank"], slow["factor"], slow["last_step"]) == (1, pytest.approx(0.8 / 0.6), 200)
 
 

@@ -89,10 +89,10 @@ def test_stages_add_up_to_the_wait() -> None:
     for stage in ("schedule", "import", "rendezvous", "build", "load", "first_step"):
         startup.done(stage)
     assert told == ["import", "rendezvous", "build", "load", "first_step"]
-    event = startup.told(0)
+    event = startup.first_step_data(0)
     assert event["before"] == {"job": 1.25, "data": 2.0, "ray": 4.0}
     assert event["seconds"] == pytest.approx(sum(event["stages"].values())) == pytest.approx(3, abs=0.5)
-    assert "before" not in Startup(time.time(), {"over": time.time(), "last_step": 3}).told(0)
+    assert "before" not in Startup(time.time(), {"over": time.time(), "last_step": 3}).first_step_data(0)
 
 
 def test_on_a_terminal_the_spinner_gives_way(tmp_path: Path) -> None:

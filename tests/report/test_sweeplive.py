@@ -38,8 +38,8 @@ def standing(cells: int = 6, seeds: int = 1, mode: str = "min") -> Standing:
 def end(standing: Standing, number: int, value: float | None, kind: str = "finished", **data: Any) -> None:
     """A cell trained for 200 s, and has ended."""
     figures = {"steps": 40, "loss": 2.75, "eval_loss": value, "tokens_per_second": 1234.0}
-    standing.heard(Event("started", 100.0, {"cell": f"cell{number}", "workers": 2, "gpus": 0.0}))
-    standing.heard(Event(kind, 300.0, {"cell": f"cell{number}", "figures": figures, **data}))
+    standing.add(Event("started", 100.0, {"cell": f"cell{number}", "workers": 2, "gpus": 0.0}))
+    standing.add(Event(kind, 300.0, {"cell": f"cell{number}", "figures": figures, **data}))
 
 
 class Terminal(io.StringIO):
@@ -159,7 +159,7 @@ def test_the_best_is_that_of_the_results() -> None:
 def test_the_best_under_pbt_has_the_values_that_it_took_on() -> None:
     """An exploited cell has other values than at its start."""
     known = standing()
-    known.heard(Event("exploited", 1.0, {"cell": "cell0", "source": "cell1", "changes": {"optim.lr": [0.5, 0.6]}}))
+    known.add(Event("exploited", 1.0, {"cell": "cell0", "source": "cell1", "changes": {"optim.lr": [0.5, 0.6]}}))
     end(known, 0, 2.0)
     assert known.best is not None
     assert known.best.parameters == {"optim.lr": 0.6}

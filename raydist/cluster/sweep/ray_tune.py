@@ -83,7 +83,7 @@ class CellTrial(tune.Trainable):
         """Ray Tune's: nothing to do, see `save_checkpoint`."""
 
 
-class CellQueue(_Unsaved, SearchAlgorithm):
+class TrialQueue(_Unsaved, SearchAlgorithm):
     """Gives Ray Tune the trials in their order, at most `at_once` at a time, then those that `search` chooses.
 
     Each Ray Tune trial has the same id, and is created only when it may start.
@@ -181,7 +181,7 @@ class Decisions(_Unsaved, TrialScheduler):
         better: Literal["min", "max"],
         trial_runner: TrialRunner,
         log: SweepLog,
-        queue: CellQueue,
+        queue: TrialQueue,
     ) -> None:
         super().__init__()
         self._rule, self._better, self._trial_runner, self._log, self._queue = rule, better, trial_runner, log, queue
@@ -297,7 +297,7 @@ class _Follow(_Unsaved, tune.Callback):
         self._decisions.forget(trials)
 
 
-def fit(queue: CellQueue, decisions: Decisions, trial_runner: TrialRunner, scratch: Path) -> None:
+def fit(queue: TrialQueue, decisions: Decisions, trial_runner: TrialRunner, scratch: Path) -> None:
     """Runs all trials; returns when Ray Tune has no more of them. `scratch`: a folder for Ray Tune's files, which are not used.
 
     Call it in a thread whose name begins with "ray_": what Ray Tune prints then goes to the log.

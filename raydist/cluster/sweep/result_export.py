@@ -2,7 +2,7 @@
 
 Runs in: the driver; each destination has a thread. Imports neither ray nor torch.
 
-    the sweep's log --heard--> ResultExport --a trial has ended for good--> queue per destination --thread--> write, if missing
+    the sweep's log --on_event--> ResultExport --a trial has ended for good--> queue per destination --thread--> write, if missing
 
 Only the end of the sweep waits for it, for a limited time. A failed write is retried; missing rows are reported once, at the end.
 Rows that a driver did not write are written by the next one: they are made from the sweep's events, so they are the same.
@@ -62,9 +62,9 @@ class ResultExport:
         """Starts from the events of earlier drivers: ended trials without a row get one."""
         self._notes = {note.id: note for note in trials}
         for event in events:
-            self.heard(event)
+            self.add(event)
 
-    def heard(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         """One more event. Thread-safe; returns at once."""
         if not self._writers or event.kind in _OF_NO_ROW:
             return

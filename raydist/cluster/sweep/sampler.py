@@ -29,7 +29,7 @@ _STARTUP = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class PointResult:
     """A point that was chosen, and its result. `value`: the objective; for a stopped point, the one after `tokens`."""
 
     point: Mapping[str, Any]
@@ -48,26 +48,26 @@ class Sampler:
         self._space = list(axes)
         self._gaussian, self._seed, self._better = search.name == "bayes", search.seed, better
 
-    def ask(self, told: Sequence[Told]) -> Point | None:
-        """The next point, different from those of `told` (all earlier points, in order). None if no point is left."""
-        places = [self._place(one.point) for one in told]
+    def ask(self, results: Sequence[PointResult]) -> Point | None:
+        """The next point, different from those of `results` (all earlier points, in order). None if no point is left."""
+        places = [self._place(one.point) for one in results]
         taken = {place for place in places if place is not None}
         count = size(self._space)
         if count is not None and len(taken) >= count:
             return None
         if not self._axes:
-            return None if told else dict(self._fixed)
-        known = [(place, one) for place, one in zip(places, told, strict=True) if place is not None]
+            return None if results else dict(self._fixed)
+        known = [(place, one) for place, one in zip(places, results, strict=True) if place is not None]
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore"
             )  # about experimental features of optuna: constraints.txt has the tested version
-            for place in itertools.chain(self._asked(known, len(told)), self._left(taken, len(told), count)):
+            for place in itertools.chain(self._asked(known, len(results)), self._left(taken, len(results), count)):
                 if place not in taken:
                     return self._point(place)
         return None
 
-    def _asked(self, known: Sequence[tuple[tuple[Any, ...], Told]], number: int) -> Iterator[tuple[Any, ...]]:
+    def _asked(self, known: Sequence[tuple[tuple[Any, ...], PointResult]], number: int) -> Iterator[tuple[Any, ...]]:
         """Suggestions of optuna. The study counts its earlier suggestions as running points."""
         import optuna
 
@@ -91,7 +91,9 @@ class Sampler:
             seed=seed, n_startup_trials=_STARTUP, multivariate=True, constant_liar=True, warn_independent_sampling=False
         )
 
-    def _fit_to_tell(self, known: Sequence[tuple[tuple[Any, ...], Told]]) -> Iterator[tuple[tuple[Any, ...], Told]]:
+    def _fit_to_tell(
+        self, known: Sequence[tuple[tuple[Any, ...], PointResult]]
+    ) -> Iterator[tuple[tuple[Any, ...], PointResult]]:
         """For the Gaussian process, turns stopped points into finished ones: optuna would ignore stopped points.
 
         The value of a stopped point is limited to the worst finished one.
@@ -106,7 +108,7 @@ class Sampler:
             yield place, one
 
     @staticmethod
-    def _trial(place: tuple[Any, ...], one: Told, distributions: Mapping[str, Any]) -> Any:
+    def _trial(place: tuple[Any, ...], one: PointResult, distributions: Mapping[str, Any]) -> Any:
         from optuna.trial import TrialState, create_trial
 
         states = {

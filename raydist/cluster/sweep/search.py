@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from importlib.util import find_spec
 from typing import Any
 
-from raydist.cluster.sweep.sampler import Told
+from raydist.cluster.sweep.sampler import PointResult
 from raydist.errors import RaydistError, SpecError, StorageError, TrainingStopped, UserError
 from raydist.records import Event
 from raydist.run.sweep_directory import CellNote, SweepLog
@@ -28,7 +28,7 @@ _PATIENCE_S = 5.0
 """Longest single wait of Ray Tune's thread for a trial to end."""
 _NEEDS = {"optuna": ("optuna",), "bayes": ("optuna", "scipy")}
 
-Ask = Callable[[Sequence[Told]], "Future[Point | None]"]
+Ask = Callable[[Sequence[PointResult]], "Future[Point | None]"]
 """`Sampler.ask` in another process."""
 
 
@@ -48,7 +48,7 @@ class History:
         self._metric = metric
         self.notes: list[CellNote] = []
         """The notes of the added trials, in order."""
-        self._ended: dict[str, Told] = {}
+        self._ended: dict[str, PointResult] = {}
         """Trial -> how it ended, without its point."""
 
     def note(self, event: Event) -> None:
@@ -61,26 +61,26 @@ class History:
                 figures = data.get("figures") or {}
                 value = figures.get(self._metric)
                 known = value if value is not None and math.isfinite(value) else None
-                self._ended[data["cell"]] = Told({}, event.kind, known, int(figures.get("tokens") or 0))
+                self._ended[data["cell"]] = PointResult({}, event.kind, known, int(figures.get("tokens") or 0))
             case "failed" if data.get("final"):
-                self._ended[data["cell"]] = Told({}, "failed")
+                self._ended[data["cell"]] = PointResult({}, "failed")
 
     def ended(self) -> set[str]:
         """Ids of the trials that have ended for good."""
         return set(self._ended)
 
-    def told(self, seeds: int) -> list[Told]:
+    def results(self, seeds: int) -> list[PointResult]:
         """Every point in order, for the sampler. A point is done when its trials of all `seeds` are."""
         trials: dict[int, list[CellNote]] = {}
         for added in self.notes:
             trials.setdefault(added.point, []).append(added)
         return [self._point(trials[number], seeds) for number in sorted(trials)]
 
-    def _point(self, trials: Sequence[CellNote], seeds: int) -> Told:
+    def _point(self, trials: Sequence[CellNote], seeds: int) -> PointResult:
         point = dict(trials[0].parameters)
         ended = [self._ended[trial.id] for trial in trials if trial.id in self._ended]
         if len(ended) < seeds:
-            return Told(point)
+            return PointResult(point)
         # If one seed was stopped, the point counts as stopped: the scheduler has judged it.
         for state in ("stopped", "finished"):
             those = [one for one in ended if one.state == state]
@@ -89,8 +89,8 @@ class History:
                 mean = math.fsum(values) / len(values)
                 return dataclasses.replace(those[0], point=point, value=mean, tokens=max(one.tokens for one in those))
             if those and state == "stopped":
-                return Told(point, "stopped")
-        return Told(point, "failed")
+                return PointResult(point, "stopped")
+        return PointResult(point, "failed")
 
 
 class Search:
@@ -224,8 +224,8 @@ class Search:
             with self._changed:
                 if not self._changed.wait_for(lambda: not self._leaving, _PATIENCE_S if wait else 0):
                     return False
-                told = self._history.told(self._seeds)
-            self._answer = self._ask(told)
+                results = self._history.results(self._seeds)
+            self._answer = self._ask(results)
         if not wait and not self._answer.done():
             return False
         answer, self._answer = self._answer, None
@@ -271,8 +271,8 @@ class Search:
 def asker(handle: Any) -> Ask:
     """`ask` for `Search.begin`: calls the actor of `start_sampler`."""
 
-    def ask(told: Sequence[Told]) -> Future[Point | None]:
-        answer: Future[Point | None] = handle.ask.remote(list(told)).future()
+    def ask(results: Sequence[PointResult]) -> Future[Point | None]:
+        answer: Future[Point | None] = handle.ask.remote(list(results)).future()
         return answer
 
     return ask

@@ -66,7 +66,7 @@ class SweepRun:
 
     `trials`: id -> parameters of all trials, in order; `plan` prepares one of them, see `TrialRunner`; `tokens`: of the longest
     trial. `at_once`: how many train at a time; `room`: see `WorkerGroupPool`. `search` chooses more trials after those; `keep`
-    gets each of them. `lost` and `asked`: see `DriverLease.lost` and `asked_to_stop`. `heard`: see `SweepLog`.
+    gets each of them. `lost` and `asked`: see `DriverLease.lost` and `asked_to_stop`. `on_event`: see `SweepLog`.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class SweepRun:
         keep: Callable[[Cell], None] = lambda trial: None,
         lost: Callable[[], BaseException | None] = lambda: None,
         asked: Callable[[], str | None] = lambda: None,
-        heard: Callable[[Event], None] = lambda event: None,
+        on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self._spec, self._axes, self._folder, self._trials, self._plan = spec, axes, folder, trials, plan
         self._session, self._view, self._tokens = session, view, tokens
         self._at_once, self._room = at_once, room
-        self._search, self._keep, self._lost, self._asked, self._heard = search, keep, lost, asked, heard
+        self._search, self._keep, self._lost, self._asked, self._on_event = search, keep, lost, asked, on_event
         self._signals: list[int] = []
         self._error: BaseException | None = None
         self._gone = False
@@ -117,7 +117,7 @@ class SweepRun:
         to_come = search.left if search is not None else 0
         if not waiting and not to_come:
             return Ended("finished")
-        log = SweepLog(self._folder, self._heard, *([search.note] if search is not None else []))
+        log = SweepLog(self._folder, self._on_event, *([search.note] if search is not None else []))
         log.event("began", driver=self._session.node_ip, cells=len(self._trials) + to_come)
         log.flush()
         if search is not None:
@@ -148,7 +148,7 @@ class SweepRun:
             with suppress(RaydistError):  # a trial that cannot train is reported when it starts
                 pool.warm(self._plan(trial, {}))  # while Ray Tune starts
         scratch = self._session.temp_dir / f"tune-{self._session.job_id}"
-        queue = ray_tune.CellQueue(waiting, self._at_once, self._session.node_ip, search)
+        queue = ray_tune.TrialQueue(waiting, self._at_once, self._session.node_ip, search)
         rule = schedulers.make(self._spec, self._axes, self._tokens, self._trials.__getitem__)
         decisions = ray_tune.Decisions(rule, self._spec.objective.better, trial_runner, log, queue)
 

@@ -89,7 +89,7 @@ class SlotPool(Protocol):
         ...
 
 
-class CellRun:
+class TrialRun:
     """The training of one trial; starts at once.
 
     `post` gets its reports: tokens, step, loss, eval_loss, done, and the objective if it is known; `last`: the report of the last
@@ -109,7 +109,7 @@ class CellRun:
         *,
         failures: int = 0,
         allowed: int = 0,
-        before: CellRun | None = None,
+        before: TrialRun | None = None,
         fits: MicroBatches | None = None,
         micro_batch: int | None = None,
         prepare: Callable[[], None] = lambda: None,
@@ -186,7 +186,7 @@ class CellRun:
         self._progress |= {"tokens": self.plan.tokens(step), "step": step, **figures}
         if value is not None:
             self._progress["objective"] = value
-            # No report after `end` has returned: the next one belongs to the trial's next CellRun.
+            # No report after `end` has returned: the next one belongs to the trial's next TrialRun.
             with self._lock:
                 if self.end_request is None:
                     self._post({**self._progress, "done": False, "last": step >= self.plan.total})

@@ -13,14 +13,14 @@ from typing import Any
 
 from raydist.cluster.session import Session
 from raydist.cluster.sweep.micro_batch_memory import MicroBatches
-from raydist.cluster.sweep.trial import CellRun, EndRequest, Live, Plan
+from raydist.cluster.sweep.trial import EndRequest, Live, Plan, TrialRun
 from raydist.cluster.sweep.worker_group_pool import WorkerGroupPool
 from raydist.errors import RaydistError
 from raydist.run.sweep_directory import SweepLog
 from raydist.run.sweep_state import CellState
 
 
-def _hours(run: CellRun) -> tuple[float, float]:
+def _hours(run: TrialRun) -> tuple[float, float]:
     """Its GPU-hours and worker-hours so far."""
     workers = run.plan.workers
     return run.hours * workers * run.plan.request.gpus, run.hours * workers
@@ -29,7 +29,7 @@ def _hours(run: CellRun) -> tuple[float, float]:
 class TrialRunner:
     """`plan(trial, changes)` prepares the trial of that id, with these values of fields in place of its own.
 
-    `states`: of the trials, from earlier drivers. `post(trial, report)`: see `CellRun`; `forget(trial)` drops the reports posted
+    `states`: of the trials, from earlier drivers. `post(trial, report)`: see `TrialRun`; `forget(trial)` drops the reports posted
     so far. `metric`: of the objective; `allowed`: failures of a trial that are retried. `over(trial, status)` is called when a
     trial has ended.
     """
@@ -55,7 +55,7 @@ class TrialRunner:
         self._gpu_hours = self._worker_hours = 0.0
         self._gone: str | None = None
         self._lock = threading.Lock()
-        self._trials: dict[str, CellRun] = {}
+        self._trials: dict[str, TrialRun] = {}
         """Trials that are running or ending."""
         self._closed: EndRequest | None = None
         self._changes = {
@@ -74,7 +74,7 @@ class TrialRunner:
             before = self._trials.get(trial)
             if before is not None and before.end_request is None and before.status is None:
                 return
-            self._forget_reports(trial)  # of an earlier CellRun of the trial
+            self._forget_reports(trial)  # of an earlier TrialRun of the trial
             state = self._states.get(trial, CellState())
             try:
                 plan = self._plan(trial, self._changes.get(trial, {}))
@@ -84,7 +84,7 @@ class TrialRunner:
                 self._post(trial, {"tokens": 0, "done": True})
                 return
             source = self._sources.pop(trial, None)
-            run = CellRun(
+            run = TrialRun(
                 plan,
                 self._session,
                 self._pool,

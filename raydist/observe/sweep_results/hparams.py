@@ -45,7 +45,7 @@ class Rows:
             _set(start.hparams[name], value)
         status = api_pb2.Status.Value(_STATUS.get(row.status, "STATUS_UNKNOWN"))
         end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=row.at)
-        told = {
+        facts = {
             metadata.SESSION_START_INFO_TAG: plugin_data_pb2.HParamsPluginData(session_start_info=start),
             metadata.SESSION_END_INFO_TAG: plugin_data_pb2.HParamsPluginData(session_end_info=end),
         }
@@ -53,7 +53,7 @@ class Rows:
             summary_pb2.Summary.Value(
                 tag=tag, metadata=metadata.create_summary_metadata(data), tensor=metadata.NULL_TENSOR
             )
-            for tag, data in told.items()
+            for tag, data in facts.items()
         ]
         values += [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in row.values.items()]
         events = [

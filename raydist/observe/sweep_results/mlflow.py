@@ -58,7 +58,7 @@ class Rows:
         ]
         # The same timestamp for every driver: MLflow merges a point that is sent twice.
         metrics = [Metric(name, value, at, row.step) for name, value in row.values.items() if math.isfinite(value)]
-        told = {
+        facts = {
             "raydist.sweep": self._folder.name,
             "raydist.cell": row.cell,
             "raydist.point": row.point,
@@ -66,9 +66,9 @@ class Rows:
             _DONE: row.status,
         }
         if row.cause:
-            told["raydist.cause"] = row.cause[:LENGTH]
+            facts["raydist.cause"] = row.cause[:LENGTH]
         self._client.set_terminated(run_id, status=_STATUS[row.status], end_time=at)
-        tags = [RunTag(name, str(value)) for name, value in told.items()]
+        tags = [RunTag(name, str(value)) for name, value in facts.items()]
         self._client.log_batch(run_id, metrics=metrics, params=params, tags=tags)
 
     def _run_of(self, row: Row) -> str:

@@ -62,7 +62,7 @@ def charts(report: Report) -> Markup | list[Markup]:
     ]
     noise = steps["grad_noise_scale"].cast("float64").to_numpy()
     if (known := np.isfinite(noise)).any():
-        batch = report.told["global_batch"]
+        batch = report.facts["global_batch"]
         beside = [Series("global batch", x[[0, -1]], np.full(2, float(batch)), "faint")] if batch else []
         scale = Series("noise scale", x[known], noise[known])
         drawn.append(curve("Gradient noise scale", [scale, *beside], "sequences", lines.wants_log(noise[known])))
@@ -81,13 +81,13 @@ def charts(report: Report) -> Markup | list[Markup]:
 
 
 def _marks(report: Report) -> list[Mark]:
-    attempts = report.told["attempts"]
+    attempts = report.facts["attempts"]
     found = [
         Mark(row["first_step"] - 0.5, f"attempt {row['number']}")
         for row in attempts[1:]
         if row["first_step"] is not None
     ]
-    failed = {one["attempt"]: one["step"] for one in report.told["incidents"] if one["severity"] == "critical"}
+    failed = {one["attempt"]: one["step"] for one in report.facts["incidents"] if one["severity"] == "critical"}
     return found + [Mark(step + 0.5, "", "bad") for step in failed.values() if step is not None]
 
 

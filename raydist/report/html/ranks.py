@@ -31,7 +31,7 @@ _LISTED = 64
 
 def memory(report: Report) -> Markup | list[Markup | None]:
     """The heat map rank x time, and the figures of each rank."""
-    facts = report.told
+    facts = report.facts
     if report.memory is None:
         return missing(
             facts["not_read"]
@@ -79,7 +79,7 @@ def memory(report: Report) -> Markup | list[Markup | None]:
 
 def slowness(report: Report) -> Markup | list[Markup | None]:
     """The heat map rank x step, and the ranks that were slow for some time."""
-    facts = report.told
+    facts = report.facts
     if facts["not_read"]:
         return missing(facts["not_read"])
     if report.slowness is None:

@@ -40,7 +40,7 @@ _PARTS = {
 
 def render(report: Report) -> bytes:
     """The page, in UTF-8. Keys in URIs (`s3://KEY:SECRET@bucket`) are removed, because pages are shared."""
-    facts = report.told
+    facts = report.facts
     made = _date(facts["made_at"])
     heading = tag(
         "h1", facts["run"], tag("span", facts["status"], class_=f"status {_STATUS.get(facts['status'], 'fair')}")
@@ -97,7 +97,7 @@ def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _goodput(report: Report) -> list[Markup | None]:
-    facts = report.told
+    facts = report.facts
     if not facts["wall_seconds"]:
         return [missing("No attempt of this run has begun: there is no time to divide.")]
     parts = [

@@ -57,8 +57,8 @@ class Place:
     gpus: Callable[[JobSpec], float]
 
 
-Reckon = Callable[[JobSpec], Pace | str]
-"""The estimated pace of a job, or why there is no estimate: `raydist.cli.speed.Reckoner`."""
+EstimateSpeed = Callable[[JobSpec], Pace | str]
+"""The estimated pace of a job, or why there is no estimate: `raydist.cli.speed.SpeedEstimator`."""
 
 
 def kind(job: JobSpec) -> str:
@@ -93,24 +93,24 @@ def tell(
     sweep: Sweep,
     cells: Sequence[Cell],
     known: Sequence[Pace],
-    reckon: Reckon | None = None,
+    estimate_speed: EstimateSpeed | None = None,
     place: Place | None = None,
 ) -> dict[str, Any]:
     """{"v", "sweep", "source", "base", "where", "cells", "totals", "limits", "over", "notes"}, plain data: docs/how-to/sweeps.md.
 
-    `reckon` estimates the cells that have no pace in `known`. Without a `place`, the nodes are unknown.
+    `estimate_speed` estimates the cells that have no pace in `known`. Without a `place`, the nodes are unknown.
     """
     speeds = {pace.kind: pace for pace in known}
     rate = sweep.spec.limits.cost_per_gpu_hour
     gpus = _gpus if place is None else place.gpus
-    rows = [_row(cell, speeds, rate, reckon, gpus) for cell in cells]
+    rows = [_row(cell, speeds, rate, estimate_speed, gpus) for cell in cells]
     points = len({cell.point for cell in cells})
     at_once = sweep.spec.array.concurrent if place is None else place.at_once
     scouts: list[Cell] = []
     taken = able = rows
     if sweep.spec.search.chooses:  # the cells at the ends of the space represent the others
         scouts, points = sweep.scouts(), sweep.most()
-        able = [_row(cell, speeds, rate, reckon, gpus) for cell in scouts if not cell.problems]
+        able = [_row(cell, speeds, rate, estimate_speed, gpus) for cell in scouts if not cell.problems]
         taken = [search_forecast.longest(able, ("tokens", "gpu_hours", "hours", "cost"))] * (
             points * sweep.spec.array.seeds
         )
@@ -143,7 +143,7 @@ def _row(
     cell: Cell,
     speeds: dict[str, Pace],
     rate: float | None,
-    reckon: Reckon | None,
+    estimate_speed: EstimateSpeed | None,
     gpus: Callable[[JobSpec], float],
 ) -> dict[str, Any]:
     job = cell.spec
@@ -163,8 +163,8 @@ def _row(
         pace = speeds.get(kind(job)) if speeds else None
         if pace is not None:
             by = f"measured in {pace.where}"
-        elif reckon is not None:
-            estimate = reckon(job)
+        elif estimate_speed is not None:
+            estimate = estimate_speed(job)
             by = f"{UNKNOWN}{estimate}" if isinstance(estimate, str) else f"{RECKONED}for {estimate.where}"
             pace = None if isinstance(estimate, str) else estimate
         if pace is not None and cell.tokens is not None:

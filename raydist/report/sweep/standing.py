@@ -68,9 +68,9 @@ class Standing:
         with self._lock:
             self._notes |= {note.id: note for note in cells}
         for event in events:
-            self.heard(event)
+            self.add(event)
 
-    def heard(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         """Takes one event; returns at once."""
         with self._lock:
             self._fold(event)

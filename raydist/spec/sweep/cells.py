@@ -138,8 +138,8 @@ def cell_id(sweep: str, point: space.Point, seed: int, repeats: bool) -> str:
     parts = [names.label(name) + _short(value) for name, value in point.items()]
     prefix = "-".join([*parts, f"seed{seed}"] if repeats else parts)
     prefix = re.sub(r"[^A-Za-z0-9._]+", "-", prefix.replace("+", "")).strip("-._")[:_PREFIX].strip("-._")
-    told = repr([sweep, sorted((name, _canonical(value)) for name, value in point.items()), seed])
-    digest = hashlib.blake2b(told.encode(), digest_size=5).digest()
+    identity = repr([sweep, sorted((name, _canonical(value)) for name, value in point.items()), seed])
+    digest = hashlib.blake2b(identity.encode(), digest_size=5).digest()
     return f"{prefix or 'cell'}-{base64.b32encode(digest).decode().lower()}"
 
 

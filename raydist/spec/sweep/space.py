@@ -108,8 +108,8 @@ def axes(spec: SweepSpec) -> tuple[list[Axis], list[str]]:
             found.append(axis)
     lengths = {axis.name: len(axis.values) for axis in found if not axis.fixed}
     if spec.array.type == "zip" and len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} {count}" for name, count in lengths.items())
-        problems.append(f"array.parameters: lists of different lengths cannot be zipped ({told}); make them equal")
+        shown = ", ".join(f"{name} {count}" for name, count in lengths.items())
+        problems.append(f"array.parameters: lists of different lengths cannot be zipped ({shown}); make them equal")
     if spec.array.type == "parameter_sweep" and spec.array.samples is None and not problems:
         count = math.prod(len(axis.values) for axis in found) * spec.array.seeds
         if count > MOST_CELLS:

@@ -40,8 +40,8 @@ def store(folder: SweepDir, sweep: Sweep, cells: Sequence[Cell]) -> None:
                 f"{sweep.source}: sweep {sweep.name} in {folder.uri} was started otherwise:\n" + "\n".join(changed),
                 "go on with it as it was, or give it another name to start anew",
             )
-    told = sweep.spec.model_dump(mode="json", exclude_defaults=True) | {"name": sweep.name, "base": BASE}
-    text = redact(yaml.safe_dump(told, sort_keys=False, allow_unicode=True))
+    data = sweep.spec.model_dump(mode="json", exclude_defaults=True) | {"name": sweep.name, "base": BASE}
+    text = redact(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
     folder.write(text, stored(sweep.base), map(note, cells))
 
 
@@ -58,7 +58,7 @@ def read_stored(folder: SweepDir) -> tuple[SweepSpec, JobSpec]:
 
 def _changed(spec: SweepSpec, base: JobSpec, sweep: Sweep) -> list[str]:
     """What makes a cell another one, beside what its id tells."""
-    before, now = _told(spec, base), _told(sweep.spec, sweep.base)
+    before, now = _compared(spec, base), _compared(sweep.spec, sweep.base)
     return [
         f"{name}: {before.get(name)!r} then, {now.get(name)!r} now"
         for name in before | now
@@ -66,6 +66,6 @@ def _changed(spec: SweepSpec, base: JobSpec, sweep: Sweep) -> list[str]:
     ]
 
 
-def _told(spec: SweepSpec, base: JobSpec) -> dict[str, Any]:
+def _compared(spec: SweepSpec, base: JobSpec) -> dict[str, Any]:
     # Evaluation leaves a cell's weights alone, but not what it is compared by.
     return {"equal": spec.equal, **base.numbers(""), "eval.batches": base.eval.batches}

@@ -186,7 +186,7 @@ class CheckpointManager:
         every, resumed = job.spec.snapshot_every, self._progress.step
         if job.memory_store is not None and every is not None:
             # A restart from memory must find the records of the steps before it.
-            before_commit = reporter.told if reporter else None
+            before_commit = reporter.require_flush if reporter else None
             on_event = reporter.event if reporter else lambda event: None
             self._memory_store = MemoryCheckpointer(
                 job.memory_store, every, resumed=resumed, before_commit=before_commit, on_event=on_event, **common

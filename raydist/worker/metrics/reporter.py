@@ -74,7 +74,7 @@ class Reporter:
         threading.Thread(target=send, name="raydist-flush", daemon=True).start()
         return done.wait(timeout_s)
 
-    def told(self, timeout_s: float = 5.0) -> None:
+    def require_flush(self, timeout_s: float = 5.0) -> None:
         """`flush`. Raises TimeoutError if it gives False."""
         if not self.flush(timeout_s):
             raise TimeoutError(f"the run's monitor does not answer in {timeout_s:g} s")

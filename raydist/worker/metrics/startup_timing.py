@@ -52,7 +52,7 @@ class Startup:
             self._tell(following[0])
         self.doing = _AFTER.get(stage, "")
 
-    def told(self, resumed: int) -> dict[str, Any]:
+    def first_step_data(self, resumed: int) -> dict[str, Any]:
         """The data of the event `first_step`: seconds in total and by stage, and repeated steps after step `resumed`."""
         seconds = {stage: round(max(s, 0.0), 3) for stage, s in self._stages.items()}
         repeated = max(self._incident["last_step"] - resumed, 0) if self._incident else 0

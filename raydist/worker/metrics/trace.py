@@ -121,7 +121,7 @@ class Tracer:
         self._newest = 0
         self._writing: list[threading.Thread] = []
 
-    def asks(self, waiting: Sequence[Sequence[int]]) -> tuple[int, int]:
+    def requested(self, waiting: Sequence[Sequence[int]]) -> tuple[int, int]:
         """Rank 0, before a step: (number, steps) of the oldest trace that has not begun, for a sum over the ranks; else (0, 0)."""
         if self._trace is not None:
             return 0, 0
@@ -129,7 +129,7 @@ class Tracer:
 
     def step(self, number: int, asked: tuple[int, int], *, ends: bool) -> None:
         """Between two steps, every rank. `number`: the next step, also if training ends here. `asked`: the sum over the ranks of
-        `asks`, so that all ranks start and stop at the same step.
+        `requested`, so that all ranks start and stop at the same step.
         """
         try:
             if self._trace is None:

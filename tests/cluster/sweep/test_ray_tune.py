@@ -12,7 +12,7 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
 
 from raydist.cluster.sweep.paused_trials import PausedTrials
-from raydist.cluster.sweep.ray_tune import METRIC, TIME, CellQueue, CellTrial, Decisions
+from raydist.cluster.sweep.ray_tune import METRIC, TIME, CellTrial, Decisions, TrialQueue
 from raydist.cluster.sweep.schedulers import GO, STOP, TURN, Copy, Decision, Rule
 from raydist.cluster.sweep.search import Search
 from raydist.cluster.sweep.trial import EndRequest
@@ -52,7 +52,7 @@ class Noted:
             yield self.copies.pop()
 
 
-class Told(Rule):
+class PointResult(Rule):
     """Makes a given decision, once for each trial, and records its calls."""
 
     name = "told"
@@ -77,7 +77,7 @@ class Sweep:
 
     def __init__(self, folder: Path, rule: Rule | None, left: int = 0, room: int = 0) -> None:
         self.folder, self.trial_runner, self.log = SweepDir(folder), Noted(), SweepLog(SweepDir(folder))
-        self.queue = CellQueue([f"new-{n}" for n in range(left)], room, "10.0.0.1")
+        self.queue = TrialQueue([f"new-{n}" for n in range(left)], room, "10.0.0.1")
         self.decisions = Decisions(rule, "min", cast(TrialRunner, self.trial_runner), self.log, self.queue)
 
     def report(self, name: str, tokens: int, value: float | None = None) -> str:
@@ -104,7 +104,7 @@ class SimpleNamespaceWithHash(SimpleNamespace):
 def test_cells_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two at a time, each created when there is room, by its id. One that has ended or is paused makes room; the queue knows how
     many are left."""
-    queue = CellQueue(["a", "b", "c", "d", "e"], 2, "10.0.0.1")
+    queue = TrialQueue(["a", "b", "c", "d", "e"], 2, "10.0.0.1")
     made: list[str] = []
     monkeypatch.setattr(
         "raydist.cluster.sweep.ray_tune.Trial", lambda *_, **told: made.append(told["trial_id"]) or told
@@ -170,7 +170,7 @@ def test_cells_of_a_search_come_after_the_others(monkeypatch: pytest.MonkeyPatch
             self.gone.append(cell)
 
     monkeypatch.setattr("raydist.cluster.sweep.ray_tune.Trial", lambda *_, **told: told["trial_id"])
-    queue = CellQueue(["a"], 2, "10.0.0.1", search=cast(Search, Chosen()))
+    queue = TrialQueue(["a"], 2, "10.0.0.1", search=cast(Search, Chosen()))
     queue.add_configurations([SimpleNamespace(spec={"run": "x", "storage": None, "checkpoint_config": None})])
     assert queue.total_samples == 3
     assert [queue.next_trial() for _ in range(4)] == ["a", None, "b", None]
@@ -186,7 +186,7 @@ def test_cells_of_a_search_come_after_the_others(monkeypatch: pytest.MonkeyPatch
 
 def test_a_stop_is_carried_out_and_written_down(tmp_path: Path) -> None:
     """The trial is ended at once, for good. Every report is in the log, and the rule gets its score, for which more is better."""
-    rule = Told(bad=STOP)
+    rule = PointResult(bad=STOP)
     sweep = Sweep(tmp_path, rule)
     assert [sweep.report("good", 1100, 1.0), sweep.report("bad", 1200, 2.0)] == [CONTINUE, TrialScheduler.STOP]
     assert sweep.trial_runner.stop_request == [("bad", EndRequest("stopped", "told at 1,200 tokens", at_once=True))]
@@ -201,7 +201,7 @@ def test_without_a_rule(tmp_path: Path) -> None:
     sweep.decisions.replay([Event("report", 0.0, {"cell": "a", "tokens": 1, "value": 1.0})])
     assert sweep.report("a", 100, 1.0) == CONTINUE
     sweep.decisions.on_trial_complete(None, trial("a"), {})
-    rule = Told(a=STOP)
+    rule = PointResult(a=STOP)
     assert Sweep(tmp_path, rule).report("a", 100) == CONTINUE
     assert (sweep.events(), rule.heard) == ([], [])
 
@@ -210,11 +210,11 @@ def test_turns_are_taken_where_others_wait(tmp_path: Path) -> None:
     """A trial yields its workers, after a checkpoint, to one that has not started or that waits; not while there is room for
     all."""
     for left, room, expected in ((0, 0, CONTINUE), (1, 0, PAUSE), (1, 1, CONTINUE), (2, 1, PAUSE)):
-        sweep = Sweep(tmp_path, Told(a=TURN), left=left, room=room)
+        sweep = Sweep(tmp_path, PointResult(a=TURN), left=left, room=room)
         assert sweep.report("a", 100, 1.0) == expected, (left, room)
         yields = [("a", EndRequest("yielded", "told at 100 tokens", at_once=False))]
         assert sweep.trial_runner.stop_request == (yields if expected == PAUSE else [])
-    sweep = Sweep(tmp_path, Told(a=TURN, b=TURN, c=TURN), left=1)
+    sweep = Sweep(tmp_path, PointResult(a=TURN, b=TURN, c=TURN), left=1)
     cells = {name: trial(name) for name in "abc"}
     for name, tokens in (("a", 200), ("b", 100)):
         sweep.decisions.on_trial_result(None, cells[name], {TIME: tokens, METRIC: 1.0, "step": 1})
@@ -242,7 +242,7 @@ def test_turns_are_taken_where_others_wait(tmp_path: Path) -> None:
 def test_a_copy(tmp_path: Path) -> None:
     """The trial runner continues the trial from the other one's checkpoint; the rule is informed after the copy, before the next
     report."""
-    rule = Told(worse=Copy("better", CHANGES))
+    rule = PointResult(worse=Copy("better", CHANGES))
     sweep = Sweep(tmp_path, rule, room=1)
     assert sweep.report("worse", 100, 9.0) == PAUSE
     assert sweep.trial_runner.exploited == [("worse", "better", CHANGES)]
@@ -255,7 +255,7 @@ def test_a_copy(tmp_path: Path) -> None:
 def test_the_last_report_decides_nothing(tmp_path: Path) -> None:
     """A trial that ends by itself is not stopped, paused, or restarted from another checkpoint; the rule still gets the
     report."""
-    rule = Told(a=STOP, b=TURN, c=Copy("a", CHANGES))
+    rule = PointResult(a=STOP, b=TURN, c=Copy("a", CHANGES))
     sweep = Sweep(tmp_path, rule, left=1)
     for name in "abc":
         told = {TIME: 100, METRIC: 1.0, "step": 1, "last": True}
@@ -268,7 +268,7 @@ def test_the_last_report_decides_nothing(tmp_path: Path) -> None:
 def test_a_copy_of_nothing(tmp_path: Path) -> None:
     """If the source has no checkpoint yet, the trial continues unchanged, or yields its workers."""
     for left, expected in ((0, CONTINUE), (1, PAUSE)):
-        sweep = Sweep(tmp_path, Told(worse=Copy("better", CHANGES)), left=left)
+        sweep = Sweep(tmp_path, PointResult(worse=Copy("better", CHANGES)), left=left)
         sweep.trial_runner.without.add("better")
         assert sweep.report("worse", 100, 9.0) == expected
         assert sweep.trial_runner.exploited == []
@@ -276,7 +276,7 @@ def test_a_copy_of_nothing(tmp_path: Path) -> None:
 
 def test_a_cell_that_is_over(tmp_path: Path) -> None:
     """The rule is informed of its end, whether or not it had an objective."""
-    rule = Told()
+    rule = PointResult()
     sweep = Sweep(tmp_path, rule)
     sweep.decisions.on_trial_complete(None, trial("a"), {})
     assert rule.heard == [("over", "a")]
@@ -284,7 +284,7 @@ def test_a_cell_that_is_over(tmp_path: Path) -> None:
 
 def test_a_driver_that_takes_over(tmp_path: Path) -> None:
     """The rule gets the log: reports, copies, and last which trials have ended."""
-    rule = Told()
+    rule = PointResult()
     events = [
         Event("finished", 0.0, {"cell": "a"}),
         Event("report", 0.0, {"cell": "a", "tokens": 100, "value": None}),

@@ -61,7 +61,7 @@ def book(tmp_path: Path) -> Callable[..., tuple[ResultExport, SweepLog, list[str
         made = ResultExport(folder, places, "loss", retry_s, told.append)
         events = folder.events()
         made.begin(folder.cells(events), events)
-        return made, SweepLog(folder, made.heard), told
+        return made, SweepLog(folder, made.add), told
 
     return make
 
@@ -164,5 +164,5 @@ def test_no_place_no_thread(book: Any) -> None:
     made, log, _ = book()
     finish(log, "a")
     assert threading.active_count() == before
-    made.heard(Event("finished", 1.0, {"cell": "b"}))
+    made.add(Event("finished", 1.0, {"cell": "b"}))
     made.close()

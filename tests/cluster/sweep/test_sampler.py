@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from raydist.cluster.sweep.sampler import Sampler, Told
+from raydist.cluster.sweep.sampler import PointResult, Sampler
 from raydist.spec.sweep import Axis, Point
 from raydist.spec.sweep.models import SearchSpec
 from raydist.spec.sweep.space import draw
@@ -35,17 +35,17 @@ def bowl(point: Point) -> float:
     return (math.log10(point["optim.lr"]) + 3) ** 2 + 4 * (point["optim.weight_decay"] - 0.3) ** 2
 
 
-def go(made: Sampler, count: int, f: Callable[[Point], float] = bowl) -> list[Told]:
+def go(made: Sampler, count: int, f: Callable[[Point], float] = bowl) -> list[PointResult]:
     """This number of points, one after another."""
-    told: list[Told] = []
+    told: list[PointResult] = []
     for _ in range(count):
         point = made.ask(told)
         assert point is not None
-        told.append(Told(point, "finished", f(point)))
+        told.append(PointResult(point, "finished", f(point)))
     return told
 
 
-def best(told: list[Told]) -> float:
+def best(told: list[PointResult]) -> float:
     """The lowest value."""
     return min(one.value for one in told if one.value is not None)
 
@@ -58,11 +58,11 @@ def test_choosing_beats_drawing(name: str, seeds: int) -> None:
     chosen = [best(go(sampler(axes, name, seed), 24)) for seed in range(seeds)]
     drawn = [min(bowl(draw(axes, seed, i)) for i in range(24)) for seed in range(40)]
     assert statistics.median(chosen) < 0.5 * statistics.median(drawn)
-    told: list[Told] = []
+    told: list[PointResult] = []
     for _ in range(12):
         point = sampler(axes, name, 0, "max").ask(told)
         assert point is not None
-        told.append(Told(point, "finished", -bowl(point)))
+        told.append(PointResult(point, "finished", -bowl(point)))
     assert [one.point for one in told] == [one.point for one in go(sampler(axes, name, 0), 12)]
 
 
@@ -83,7 +83,7 @@ def test_points_that_are_tried_now_count(name: str) -> None:
     """With running trials near the best point so far, the next point is not the one without them."""
     told = go(sampler([RATE, DECAY], name), 14)
     place = min(told, key=lambda one: one.value or 0.0).point
-    near = [Told({**place, "optim.weight_decay": place["optim.weight_decay"] + 1e-3 * i}) for i in (1, 2)]
+    near = [PointResult({**place, "optim.weight_decay": place["optim.weight_decay"] + 1e-3 * i}) for i in (1, 2)]
     gone = [replace(one, state="failed") for one in near]
     made = sampler([RATE, DECAY], name)
     assert made.ask([*told, *near]) != made.ask([*told, *gone])
@@ -95,14 +95,14 @@ def test_what_was_stopped_or_failed(name: str) -> None:
     points that failed or stopped without a loss are accepted."""
     told = []
     for i in range(12):
-        low = Told({"optim.lr": 1e-5 * 2**i, "optim.weight_decay": 0.05 * i}, "finished", 2.0 + 0.01 * i, 6400)
-        high = Told({"optim.lr": 2e-2 * 1.1**i, "optim.weight_decay": 0.05 * i}, "stopped", 4.0, 400)
+        low = PointResult({"optim.lr": 1e-5 * 2**i, "optim.weight_decay": 0.05 * i}, "finished", 2.0 + 0.01 * i, 6400)
+        high = PointResult({"optim.lr": 2e-2 * 1.1**i, "optim.weight_decay": 0.05 * i}, "stopped", 4.0, 400)
         told += [low, high]
-    told.append(Told({"optim.lr": 1e-3, "optim.weight_decay": 0.9}, "stopped"))
-    told.append(Told({"optim.lr": 3e-3, "optim.weight_decay": 0.9}, "failed"))
+    told.append(PointResult({"optim.lr": 1e-3, "optim.weight_decay": 0.9}, "stopped"))
+    told.append(PointResult({"optim.lr": 3e-3, "optim.weight_decay": 0.9}, "failed"))
     asked = [sampler([RATE, DECAY], name, seed).ask(told) for seed in range(5)]
     assert all(point is not None and point["optim.lr"] < 2e-2 for point in asked)
-    lost = [Told(draw([RATE, DECAY], 0, i), "failed") for i in range(30)]
+    lost = [PointResult(draw([RATE, DECAY], 0, i), "failed") for i in range(30)]
     assert sampler([RATE, DECAY], name).ask(lost) is not None
 
 
@@ -118,16 +118,16 @@ def test_a_grid_is_gone_through_once(name: str) -> None:
         assert point not in [one.point for one in told]
         assert (point["train.global_batch"] in BATCH.values, point["optim.clip"]) == (True, 1.5)
         assert type(point["model.layers"]) is int
-        told.append(Told(point, "finished", float(point["model.layers"])))
+        told.append(PointResult(point, "finished", float(point["model.layers"])))
     assert made.ask(told) is None
     assert sampler([FIXED], name).ask([]) == {"optim.clip": 1.5}
-    assert sampler([FIXED], name).ask([Told({"optim.clip": 1.5})]) is None
+    assert sampler([FIXED], name).ask([PointResult({"optim.clip": 1.5})]) is None
 
 
 def test_a_range_with_few_values_ends() -> None:
     """Rounded to five digits, a range may have no new value: then the answer is None, without a wait."""
     axis = Axis("lr", "optim.lr", "uniform", low=1.0, high=1.0001)
-    told = [Told({"optim.lr": float(f"1.000{i}")}) for i in (0, 1)]
+    told = [PointResult({"optim.lr": float(f"1.000{i}")}) for i in (0, 1)]
     assert sampler([axis], "optuna").ask(told) is None
 
 
@@ -141,9 +141,9 @@ def test_five_digits_within_the_range() -> None:
 def test_points_of_another_space_are_left_out() -> None:
     """After a change of the file, points in the new ranges are used, and the others are ignored."""
     told = [
-        Told({"optim.lr": 0.5}, "finished", 1.0),
-        Told({"optim.lr": 1e-3}, "finished", 2.0),
-        Told({"clip": 3}, "finished", 0.0),
+        PointResult({"optim.lr": 0.5}, "finished", 1.0),
+        PointResult({"optim.lr": 1e-3}, "finished", 2.0),
+        PointResult({"clip": 3}, "finished", 0.0),
     ]
     point = sampler([RATE], "optuna").ask(told)
     assert point is not None
@@ -154,6 +154,6 @@ def test_numbers_in_a_list_are_neighbours() -> None:
     """A list of numbers is an ordered axis, not a set of categories: values next to good ones are preferred to distant ones."""
     values = tuple(2**n for n in range(12))
     axis = Axis("batch", "train.global_batch", "values", values)
-    told = [Told({"train.global_batch": 2**n}, "finished", float(n)) for n in (1, 2, 3, 8, 9, 10, 11, 7, 6, 5)]
+    told = [PointResult({"train.global_batch": 2**n}, "finished", float(n)) for n in (1, 2, 3, 8, 9, 10, 11, 7, 6, 5)]
     asked = [sampler([axis], "bayes", seed).ask(told) for seed in range(4)]
     assert all(point == {"train.global_batch": 1} for point in asked)

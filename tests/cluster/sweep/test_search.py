@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from raydist.cluster.sweep import search as module
-from raydist.cluster.sweep.sampler import Sampler, Told
+from raydist.cluster.sweep.sampler import PointResult, Sampler
 from raydist.cluster.sweep.search import Search, require
 from raydist.errors import SpecError, StorageError, TrainingStopped, UserError
 from raydist.records import Event
@@ -26,7 +26,7 @@ from raydist.spec.sweep.models import SearchSpec
 
 QUICKSTART = Path(__file__).parents[3] / "jobs/quickstart.yaml"
 RATES = {"learning_rate": {"log_uniform": [1e-4, 1e-1]}}
-Answers = Callable[[Sequence[Told]], "Point | None"]
+Answers = Callable[[Sequence[PointResult]], "Point | None"]
 
 
 def sweep(
@@ -39,7 +39,7 @@ def sweep(
     return load_sweep(path)
 
 
-def rate(told: Sequence[Told]) -> Point:
+def rate(told: Sequence[PointResult]) -> Point:
     """A learning rate that depends on all results so far."""
     digest = hashlib.sha256(repr(told).encode()).digest()
     return {"optim.lr": float(f"{1e-3 * (1 + digest[0] / 256 + len(told)):.5g}")}
@@ -48,7 +48,7 @@ def rate(told: Sequence[Told]) -> Point:
 def completed(answers: Answers) -> Any:
     """A sampler that answers at once."""
 
-    def ask(told: Sequence[Told]) -> Future[Point | None]:
+    def ask(told: Sequence[PointResult]) -> Future[Point | None]:
         future: Future[Point | None] = Future()
         try:
             future.set_result(answers(told))
@@ -146,7 +146,7 @@ def test_a_real_sampler_goes_on_alike(tmp_path: Path) -> None:
     """The same with optuna: a study that is rebuilt from the log returns the same next point as an uninterrupted one."""
     asked = sweep(tmp_path, samples=14)
 
-    def answers(told: Sequence[Told]) -> Point | None:
+    def answers(told: Sequence[PointResult]) -> Point | None:
         return Sampler(asked.axes, asked.spec.search, "min").ask(told)
 
     whole = Driver(asked, started(tmp_path / "whole"), answers)
@@ -159,9 +159,9 @@ def test_a_real_sampler_goes_on_alike(tmp_path: Path) -> None:
 def test_what_the_sampler_is_told(tmp_path: Path) -> None:
     """The sampler gets all points in order: their status, once all seeds have ended, and the mean of the finished seeds. A point
     with a stopped seed counts as stopped, with that seed's loss and tokens. A trial that will be retried has not ended."""
-    questions: list[Sequence[Told]] = []
+    questions: list[Sequence[PointResult]] = []
 
-    def answers(told: Sequence[Told]) -> Point:
+    def answers(told: Sequence[PointResult]) -> Point:
         questions.append(told)
         return rate(told)
 
@@ -178,13 +178,13 @@ def test_what_the_sampler_is_told(tmp_path: Path) -> None:
     driver.next()
     points = [note.parameters for note in driver.folder.cells()][::2]
     assert questions[-1] == [
-        Told(points[0], "finished", 3.0, 640),
-        Told(points[1], "stopped", 7.0, 640),
-        Told(points[2], "finished", 1.0, 640),
-        Told(points[3], "running"),
+        PointResult(points[0], "finished", 3.0, 640),
+        PointResult(points[1], "stopped", 7.0, 640),
+        PointResult(points[2], "finished", 1.0, 640),
+        PointResult(points[3], "running"),
     ]
     driver.log.event("failed", cells[6], cause="x", final=True)
-    assert driver.search._history.told(2)[3] == Told(points[3], "failed")
+    assert driver.search._history.results(2)[3] == PointResult(points[3], "failed")
 
 
 def test_a_cell_that_is_no_job(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_nobody_waits_while_others_train(tmp_path: Path) -> None:
     """The sampler is asked once; until it answers there is no trial, but the search is not over."""
     pending: list[Future[Point | None]] = []
 
-    def ask(told: Sequence[Told]) -> Future[Point | None]:
+    def ask(told: Sequence[PointResult]) -> Future[Point | None]:
         pending.append(Future())
         return pending[-1]
 
@@ -308,7 +308,7 @@ def test_the_file_may_change(tmp_path: Path) -> None:
 def test_a_sampler_that_fails(tmp_path: Path) -> None:
     """The sweep ends with the sampler's error, and can be resumed."""
 
-    def broken(told: Sequence[Told]) -> Point:
+    def broken(told: Sequence[PointResult]) -> Point:
         raise RuntimeError("out of memory")
 
     driver = Driver(sweep(tmp_path), started(tmp_path / "s"), broken)

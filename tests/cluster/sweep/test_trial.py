@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from raydist.cluster.session import Session
-from raydist.cluster.sweep.trial import CellRun, EndRequest, Plan
+from raydist.cluster.sweep.trial import EndRequest, Plan, TrialRun
 from raydist.run.directory import RunDir
 from raydist.run.sweep_directory import SweepDir, SweepLog
 from raydist.run.sweep_state import fold
@@ -38,7 +38,7 @@ class NoCrews:
 
 
 @pytest.fixture
-def waiting(tmp_path: Path) -> tuple[CellRun, SweepLog, list[tuple[dict[str, Any], bool]]]:
+def waiting(tmp_path: Path) -> tuple[TrialRun, SweepLog, list[tuple[dict[str, Any], bool]]]:
     """A trial that waits for workers, the sweep's log, and its reports, each with whether `end` had to wait for that report."""
     posted: list[tuple[dict[str, Any], bool]] = []
     plan = SimpleNamespace(
@@ -49,7 +49,7 @@ def waiting(tmp_path: Path) -> tuple[CellRun, SweepLog, list[tuple[dict[str, Any
         tokens=lambda step: 100 * step,
     )
     log = SweepLog(SweepDir(tmp_path))
-    run = CellRun(
+    run = TrialRun(
         cast(Plan, plan), cast(Session, None), NoCrews(), log,
         lambda report: posted.append((report, run._lock.locked())), "loss",
     )  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 
 from raydist.cluster.session import Session
 from raydist.cluster.sweep.budget import Spent
-from raydist.cluster.sweep.ray_tune import CellQueue
+from raydist.cluster.sweep.ray_tune import TrialQueue
 from raydist.cluster.sweep.sweep import Ended, SweepRun
 from raydist.cluster.sweep.trial import EndRequest
 from raydist.cluster.sweep.trial_runner import TrialRunner
@@ -113,7 +113,7 @@ def test_a_limit_is_reached(tmp_path: Path, limits: Any, earlier: Spent, gpus: f
     """By the half hour of two workers, or by 1.5 hours of wall time, both with the hours of earlier drivers: the trial is to save
     a checkpoint and end, the others wait."""
     spec = SweepSpec.model_validate({"base": "b.yaml", "array": {"parameters": [{"lr": [1, 2]}]}, "limits": limits})
-    cell, view, queue = Training("cell", 2, gpus), Noted(), CellQueue(["waits"], 1, "10.0.0.1")
+    cell, view, queue = Training("cell", 2, gpus), Noted(), TrialQueue(["waits"], 1, "10.0.0.1")
     trial_runner, log = trial_runner_of(tmp_path, cell)
     run = SweepRun(
         spec, [], SweepDir(tmp_path), {"cell": {}, "waits": {}}, cast(Any, None), cast(Session, None), view,
@@ -133,7 +133,7 @@ def test_a_limit_is_reached(tmp_path: Path, limits: Any, earlier: Spent, gpus: f
 def test_raydist_stop(tmp_path: Path) -> None:
     """Requested from another shell: it acts as one SIGINT, with no second one while the request exists."""
     spec = SweepSpec.model_validate({"base": "b.yaml", "array": {"parameters": [{"lr": [1, 2]}]}})
-    cell, view, queue = Training("cell", 2, 0.0), Noted(), CellQueue(["waits"], 1, "10.0.0.1")
+    cell, view, queue = Training("cell", 2, 0.0), Noted(), TrialQueue(["waits"], 1, "10.0.0.1")
     trial_runner, log = trial_runner_of(tmp_path, cell)
     run = SweepRun(
         spec, [], SweepDir(tmp_path), {"cell": {}, "waits": {}}, cast(Any, None), cast(Session, None), view,

@@ -264,7 +264,7 @@ NUMBERS = {
 
 def told(run: RunDir) -> dict[str, Any]:
     """The figures after a round trip through strict JSON."""
-    return dict(json.loads(json.dumps(report(run).told, allow_nan=False)))
+    return dict(json.loads(json.dumps(report(run).facts, allow_nan=False)))
 
 
 def test_figures_are_plain(tmp_path: Path) -> None:

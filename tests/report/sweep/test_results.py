@@ -370,11 +370,11 @@ def test_the_forecast(swept: Make, tmp_path: Path) -> None:
                  "limits: {gpu_hours: 0.1, hours: 100, cost_per_gpu_hour: 2}")  # fmt: skip
     storage = Storage(tmp_path / "storage")
 
-    def tell_it(reckon: forecast.Reckon | None = None) -> dict[str, Any]:
+    def tell_it(estimate_speed: forecast.EstimateSpeed | None = None) -> dict[str, Any]:
         known = forecast.paces(storage, made.sweep, made.cells)
-        return dict(strict(forecast.tell(made.sweep, made.cells, known, reckon)))
+        return dict(strict(forecast.tell(made.sweep, made.cells, known, estimate_speed)))
 
-    def reckon(job: JobSpec) -> forecast.Pace | str:
+    def estimate_speed(job: JobSpec) -> forecast.Pace | str:
         return "its model is new" if job.train.global_batch == 64 else forecast.Pace("any", 8192.0, "H100 at 40%")
 
     told = tell_it()
@@ -390,7 +390,7 @@ def test_the_forecast(swept: Make, tmp_path: Path) -> None:
     told = tell_it()
     assert [cell["hours"] for cell in told["cells"]] == [pytest.approx(819.2 / 3600)] * 2 + [None] * 2
     assert told["totals"]["gpu_hours"] is None
-    told = tell_it(reckon)
+    told = tell_it(estimate_speed)
     assert [cell["hours"] for cell in told["cells"]] == [pytest.approx(819.2 / 3600)] * 2 + [
         pytest.approx(100 / 3600),
         None,

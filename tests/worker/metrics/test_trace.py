@@ -220,11 +220,11 @@ def test_several_requests_come_one_after_the_other(tmp_path: Path) -> None:
     made, waiting = tracer(tmp_path, events), [(1, 2), (2, 3)]
     asked = []
     for number in range(2, 8):
-        asked.append(made.asks(waiting))
+        asked.append(made.requested(waiting))
         made.step(number, asked[-1], ends=number == 7)
     made.close()
     assert asked == [(1, 2), (0, 0), (0, 0), (2, 3), (0, 0), (0, 0)]
-    assert made.asks(waiting) == (0, 0)
+    assert made.requested(waiting) == (0, 0)
     place = RunDir(tmp_path)
     told = [merge(place, requests.parts(place, n)[0])[1] for n in (1, 2)]
     assert [(t["first_step"], t["last_step"]) for t in told] == [(2, 3), (5, 6)]
