@@ -340,7 +340,10 @@ class RunMonitor:
                     "heartbeat_at": time.time(),
                     "driver": self._driver,
                     **{name: view[name] for name in names},
-                    "loss": view["record"]["loss"] if view["record"] else None,
+                    **{
+                        name: (view["record"] or {}).get(name)
+                        for name in ("loss", "expert_imbalance", "exchanged_bytes")
+                    },
                     "storage_error": self._storage_error,
                 }
             if state["step"] and state["eval_loss"] is None:

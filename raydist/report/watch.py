@@ -49,6 +49,8 @@ def view(run: RunDir) -> dict[str, Any]:
         "loss": state.get("loss"),
         "eval_loss": state.get("eval_loss"),
         "tokens_per_second": pace,
+        "expert_imbalance": state.get("expert_imbalance"),
+        "exchanged_bytes": state.get("exchanged_bytes"),
         "ranks": [
             _rank(rank, own[-1], spent[rank], nodes, gpus) | {"slowest": rank == last}
             for (rank,), own in sorted(ranks.items())
@@ -89,6 +91,10 @@ def line(seen: dict[str, Any]) -> str:
     """A view in one line, for output that is not a terminal."""
     parts = [f"{seen['run']} {seen['status']}", text.progress(seen["step"], seen["steps"])]
     parts += [f"loss {text.loss(seen['loss'])}", f"tokens/s {text.rate(seen['tokens_per_second'])}"]
+    if seen["expert_imbalance"] is not None:
+        parts.append(f"experts' imbalance {seen['expert_imbalance']:.2f}")
+    if seen["exchanged_bytes"]:
+        parts.append(f"exchanged {text.size(seen['exchanged_bytes'])}/step")
     known = [row for row in seen["ranks"] if row["compute"] is not None]
     for name in ("exposed", "data"):
         if known:

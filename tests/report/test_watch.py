@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from raydist.cli import watch as command
 from raydist.errors import RunNotFound
 from raydist.observe.run_monitor import RunMonitor
+from raydist.records import StepRecord
 from raydist.report import time_breakdown, watch
 from raydist.run.directory import SPEC, RunDir
 
@@ -62,6 +64,21 @@ def test_a_view(monitor: RunMonitor, tmp_path: Path) -> None:
     one, two = seen["nodes"]
     assert (one["nic_in_bytes_per_second"], one["nic_out_bytes_per_second"]) == pytest.approx((500, 1000))
     assert two["nic_in_bytes_per_second"] is None, "one reading makes no rate"
+    monitor.end("finished")
+
+
+def test_experts(monitor: RunMonitor, tmp_path: Path) -> None:
+    """The last step's imbalance and exchanged bytes are shown for a model with experts alone."""
+    seen = watch.view(RunDir(tmp_path / "a-run"))
+    assert (seen["expert_imbalance"], seen["exchanged_bytes"]) == (None, None)
+    assert "imbalance" not in watch.line(seen)
+    assert "exchanged" not in watch.line(seen)
+    step = StepRecord(1, 3.0, 1e-3, 1.0, 10, 2.0, 0.1, 2, 1, "0" * 16)
+    monitor.push([replace(step, expert_imbalance=1.25, exchanged_bytes=3 << 20).to_dict()], [])
+    monitor._store_state()
+    seen = watch.view(RunDir(tmp_path / "a-run"))
+    assert (seen["expert_imbalance"], seen["exchanged_bytes"]) == (1.25, 3 << 20)
+    assert "experts' imbalance 1.25  exchanged 3.0 MiB/step" in watch.line(seen)
     monitor.end("finished")
 
 
