@@ -197,9 +197,10 @@ def test_a_node_on_which_ranks_die_again_and_again_is_left(
 
 
 def test_a_run_shrinks_and_grows_again(start: Any, cluster: Cluster, undisturbed: dict[str, Any]) -> None:
-    """Three workers, two after a node is killed, three again when it is back: each step once, with its samples."""
-    plain = ["--set", "cluster.workers=[1,3]", "--set", "train.steps=24", "--set", "model.dropout=0"]
-    run = start("shrinks", *plain)
+    """Three replicas of two tensor parallel ranks, two after a node is killed, three again when it is back: each step once, with
+    its samples."""
+    mesh = ["--set", "parallel={strategy: zero1, tensor: 2}", "--set", "cluster.cpus_per_worker=0.5"]
+    run = start("shrinks", "--set", "cluster.workers=[2,6]", "--set", "train.steps=24", "--set", "model.dropout=0", *mesh)
     run.until_held(1)
     victim = run.victim()
     cluster.kill_node(victim)
@@ -212,10 +213,13 @@ def test_a_run_shrinks_and_grows_again(start: Any, cluster: Cluster, undisturbed
     steps = run.finish()
     assert [row["step"] for row in steps] == list(range(1, 25))
     sizes = [row["world_size"] for row in steps]
-    assert [size for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]] == [3, 2, 3]
+    assert [size for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]] == [6, 4, 6]
     assert [row["samples_hash"] for row in steps][:12] == [row["samples_hash"] for row in undisturbed["rows"]]
     assert len(run.events("failure")) == 1
     assert run.events("first_step")[-1]["repeated_steps"] == 0
+    for event in run.events("workers"):
+        hosts = [worker["host"] for worker in event["workers"]]
+        assert hosts[::2] == hosts[1::2], "the ranks of a replica are on one node"
 
 
 def test_who_is_cut_off_commits_nothing(start: Any, cluster: Cluster, undisturbed: dict[str, Any]) -> None:
