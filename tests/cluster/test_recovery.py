@@ -319,7 +319,7 @@ def test_a_smaller_micro_batch_at_least_halves_the_largest_pass(numbers: tuple[i
     split = Split(*numbers)
     assert (split.largest_pass, split.smaller()) == SPLITS[numbers]
     if (smaller := split.smaller()) is not None:
-        assert Split(split.global_batch, smaller, split.workers).largest_pass <= split.largest_pass / 2
+        assert Split(split.global_batch, smaller, split.replicas).largest_pass <= split.largest_pass / 2
         assert split.global_batch % smaller == 0
 
 

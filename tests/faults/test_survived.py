@@ -176,7 +176,7 @@ NUMBERS: list[Fault] = [
     FlipBit(rank=2, step=2),
     BadNumber(rank=1, step=4, where="loss"),
     BadNumber(rank=0, step=6, value="inf"),
-    LossSpike(rank=2, step=8),
+    LossSpike(rank=5, step=8),
     SkipCollective(rank=1, step=9),
     OutOfMemory(rank=0, step=10),
     MemoryHog(rank=2, step=11, limit_mb=100),
@@ -185,21 +185,22 @@ NUMBERS: list[Fault] = [
 
 
 def test_bad_numbers_lack_of_memory_and_a_crash_loop(project: Any) -> None:
-    """Faults that change the numbers or end the run, on three ranks: a replica that differs is repaired; bad steps are skipped,
-    and the event names the rank; a rank that skips a collective is named as the cause of the hang; each lack of memory halves the
+    """Faults that change the numbers or end the run, on three replicas of two pipeline stages (the embedding is tied, so both
+    stages have it): a replica that differs is repaired; bad steps are skipped, and the event names the ranks; a rank that skips a collective is named as the cause of the hang; each lack of memory halves the
     micro-batch; a bug that is raised three times in a row stops the run, with exit code 3."""
     policy = ["recovery.on_nan=skip", "recovery.spike.factor=3", "recovery.spike.window=3", "recovery.step_timeout=2"]
-    fields = [*policy, "train.check_replicas=1", "cluster.workers=3", "train.global_batch=12", "train.micro_batch=4"]
+    fields = [*policy, "train.check_replicas=1", "cluster.workers=6", "train.global_batch=12", "train.micro_batch=4",
+              "parallel.pipeline=2", "model.layers=2", "cluster.cpus_per_worker=0.3"]  # fmt: skip
     command = [word for field in fields for word in ("--set", field)]
     done = project.warm("train", "job.yaml", "--name", "numbers", *GPT, *command, *write(project, "numbers", NUMBERS))
     assert done.returncode == 3, done.stderr
     bad = project.events("numbers", "non_finite")
     assert [(e["step"], e["action"], [r["rank"] for r in e["ranks"]]) for e in bad] == [
-        (4, "skip", [1]),
+        (4, "skip", [1, 4]),
         (6, "skip", [0]),
     ]
     (drift,) = project.events("numbers", "replica_drift")
-    assert (drift["step"], drift["ranks"], drift["majority"], drift["action"]) == (3, [2], [0, 1], "repair")
+    assert (drift["step"], drift["ranks"], drift["majority"], drift["action"]) == (3, [2], [0, 1, 3, 4, 5], "repair")
     (spike,) = project.events("numbers", "loss_spike")
     assert (spike["step"], spike["action"]) == (8, "skip")
     failures = project.events("numbers", "failure")
@@ -213,4 +214,4 @@ def test_bad_numbers_lack_of_memory_and_a_crash_loop(project: Any) -> None:
     micro = [e.get("micro_batch") for e in project.events("numbers", "decision")]
     assert micro == [None, 2, 1, None, None, None]
     assert "the same cause 3 times" in done.stderr
-    assert [f["rank"] for f in project.show("numbers")["faults"]] == [2, 1, 0, 2, 1, 0, 2, 1, 1, 1]
+    assert [f["rank"] for f in project.show("numbers")["faults"]] == [2, 1, 0, 5, 1, 0, 2, 1, 1, 1]

@@ -48,16 +48,16 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the failed attempt split its global batch: over `workers`, in passes of at most `micro_batch` sequences."""
+    """How the failed attempt split its global batch: over `replicas` of the model, in passes of at most `micro_batch` sequences."""
 
     global_batch: int
     micro_batch: int
-    workers: int
+    replicas: int
 
     @property
     def largest_pass(self) -> int:
-        """Sequences of the largest forward pass: a rank's share may be smaller than a micro-batch (`data.batches.share`)."""
-        share = -(-self.global_batch // self.workers)
+        """Sequences of the largest forward pass: a replica's share may be smaller than a micro-batch (`data.batches.share`)."""
+        share = -(-self.global_batch // self.replicas)
         return -(-share // -(-share // self.micro_batch))
 
     def smaller(self) -> int | None:
