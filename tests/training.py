@@ -21,6 +21,7 @@ from raydist.planner.facts import Machine
 from raydist.spec import JobSpec
 from raydist.worker import model_transforms
 from raydist.worker.build import build_strategy
+from raydist.worker.dataloader import own_tokens
 from raydist.worker.distributed import Rank
 from raydist.worker.expert_loads import ExpertLoads
 from raydist.worker.forward_seeds import ForwardSeeds
@@ -114,16 +115,22 @@ def samples(n: int, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mine(
-    rank: Rank, tokens: torch.Tensor, targets: torch.Tensor, micro: int, tensor: int = 1, pipeline: int = 1
+    rank: Rank,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    micro: int,
+    tensor: int = 1,
+    pipeline: int = 1,
+    context: int = 1,
 ) -> list[MicroBatch]:
     """This rank's part, as the loader splits the batch over the replicas of a mesh."""
-    mesh, made = Mesh(rank, pipeline=pipeline, tensor=tensor), []
+    mesh, made = Mesh(rank, pipeline=pipeline, context=context, tensor=tensor), []
     for ids in share(np.arange(len(tokens)), mesh.data_rank, mesh.data_size, micro):
         if len(ids):
             made.append(MicroBatch(tokens[ids], targets[ids], first=int(ids[0])))
         else:
             made.append(MicroBatch(tokens[:1], torch.full_like(targets[:1], MASKED), real=False))
-    return made
+    return [own_tokens(batch, mesh) for batch in made]
 
 
 def counted(batches: list[MicroBatch]) -> int:
@@ -151,7 +158,7 @@ class Trainer:
         loss = build_loss(spec)
 
         def example(module: nn.Module, samples: int = 1, part: bool = False) -> torch.Tensor:
-            batch = MicroBatch(tokens, targets)
+            batch = own_tokens(MicroBatch(tokens, targets), self.mesh)
             with self.precision.autocast():
                 return call_model(module, batch).float().sum() if part else loss(module, batch)
 

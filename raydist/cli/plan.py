@@ -216,7 +216,7 @@ def tell(
         "model": _about(job, model),
         "machine": {
             **_machine(machine, because),
-            **({"tensor": job.parallel.tensor} if job.parallel.tensor > 1 else {}),
+            **{axis: n for axis in ("tensor", "context") if (n := getattr(job.parallel, axis)) > 1},
             **({"pipeline": _pipeline(job, model)} if model.stages else {}),
         },
         "batch": {
@@ -291,7 +291,7 @@ def _rank(found: Estimate, machine: Machine, job: JobSpec) -> dict[str, Any]:
 
     values = asdict(found)
     for name, size in (
-        ("tensor_sent", job.parallel.tensor),
+        ("tensor_sent", job.parallel.tensor * job.parallel.context),
         ("pipeline_sent", job.parallel.pipeline),
         ("exchanged", job.parallel.expert),
     ):

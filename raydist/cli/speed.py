@@ -182,7 +182,8 @@ class SpeedEstimator:
         from raydist.planner.measure import Planner
 
         vocab = vocabulary(job.data)
-        mesh = job.parallel.tensor, job.parallel.pipeline, job.parallel.chunks, job.parallel.pipeline_cut
+        of = job.parallel
+        mesh = of.tensor, of.context, of.pipeline, of.chunks, of.pipeline_cut
         key = f"{vocab} {mesh} {job.model.model_dump_json()}"
         if key not in self._models:
             planner = Planner(job, vocab, "cuda")

@@ -44,8 +44,9 @@ def batches(spec: JobSpec, ranks: int) -> tuple[int, int]:
 
 
 def replicas(spec: JobSpec, machine: Machine) -> int:
-    """Replicas of the model, over which strategies split the state."""
-    return machine.ranks // spec.parallel.replica
+    """Copies of the weights, over which strategies split the state: replicas of the model, and in them the ranks that share
+    sequences."""
+    return machine.ranks * spec.parallel.context // spec.parallel.replica
 
 
 def planned(spec: JobSpec) -> tuple[str, ...]:
@@ -366,8 +367,8 @@ def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, 
 
 
 def tensor_traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model, activations: Activations) -> int:
-    """Bytes that one rank sends to its tensor group in one step: those of the passes, as measured, and the sum of its gradients of
-    parameters that are whole on every rank, of which it has the rows that the strategy gives it."""
+    """Bytes that one rank sends to its tensor and context groups in one step: those of the passes, as measured, and the sum over
+    the tensor group of its gradients of parameters that are whole there, of which it has the rows that the strategy gives it."""
     ranks = spec.parallel.tensor
     shard = shard_of(strategy, spec, machine)
     whole = sum(p.part(shard) for p in model.params if p.trained and p.whole is None) if ranks > 1 else 0

@@ -131,8 +131,8 @@ class Activations:
     """One measured micro-batch. `saved`: bytes kept from forward for backward, without weights and their copies; `copied`: copies
     of weights that are kept, too.
 
-    `tensor_sent`: bytes that a rank sends to its tensor group; `exchanged`: to the ranks of experts, if all get as many tokens.
-    `passed_on`: bytes of the output that goes to the next stage.
+    `tensor_sent`: bytes that a rank sends to its tensor and context groups; `exchanged`: to the ranks of experts, if all get as
+    many tokens. `passed_on`: bytes of the output that goes to the next stage.
     """
 
     saved: int
@@ -204,7 +204,7 @@ class Estimate:
     host, disk   offloaded, of one rank
     copy         of one rank's state, in host memory, for recovery.snapshot_every; 0 without memory checkpoints
     sent         by one rank in one step, to other replicas
-    tensor_sent  the same, to its tensor group
+    tensor_sent  the same, to its tensor and context groups
     pipeline_sent  the same, to other stages
     exchanged    the same, to the ranks of experts, if all experts get as many tokens
     """

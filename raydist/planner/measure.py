@@ -8,6 +8,7 @@ there, and attention takes another path. They are fake *CPU* tensors, because a 
 fake CUDA tensors; for GPU jobs, target.py emulates the differences.
 
 With `parallel.tensor` the model is split as on the first rank of a tensor group, whose collectives send nothing, but are counted;
+with `parallel.context` as on the first of the ranks that share a sequence, with its part of the tokens;
 with `parallel.expert` as on the first of the ranks that share the experts, each of which gets as many tokens as any other.
 Such a model is built for each measurement, because it belongs to its process group.
 
@@ -40,6 +41,7 @@ from raydist.planner.live import LiveBytes
 from raydist.planner.target import KERNELS, OnTarget
 from raydist.planner.tensor import EvenExchange, first_of
 from raydist.worker import model_transforms
+from raydist.worker.dataloader import own_tokens
 from raydist.worker.loss import build as build_loss
 from raydist.worker.loss import call_model
 from raydist.worker.mesh import Mesh
@@ -85,7 +87,7 @@ class Planner:
         self._models: dict[bool, list[_Fake]] = {}
         self._known: dict[Pass, Activations] = {}
         self._shorter = {} if shorter is None else shorter
-        """Planners of the same model with fewer blocks, by (tensor, expert, blocks of each stage)."""
+        """Planners of the same model with fewer blocks, by (tensor, context, expert, blocks of each stage)."""
         self._blocks: tuple[int, ...] = ()
         """Of each stage, once the model was built; and whether all are equal."""
         self._alike = False
@@ -151,12 +153,12 @@ class Planner:
     def _with_blocks(self, count: int, how: Pass) -> Activations:
         """The same pass, if its stage had `count` blocks."""
         cut = self._cut_around(count, how)
-        key = (self._spec.parallel.tensor, self._spec.parallel.expert, *cut)
+        parallel = self._spec.parallel
+        key = (parallel.tensor, parallel.context, parallel.expert, *cut)
         if key not in self._shorter:
             model = self._spec.model.model_copy(update={"layers": sum(cut)})
             fields = {"pipeline": len(cut), "chunks": 1, "pipeline_cut": [*cut] if len(cut) > 1 else None}
-            parallel = self._spec.parallel.model_copy(update=fields)
-            spec = self._spec.model_copy(update={"model": model, "parallel": parallel})
+            spec = self._spec.model_copy(update={"model": model, "parallel": parallel.model_copy(update=fields)})
             self._shorter[key] = Planner(spec, self._vocab, self._target, self._measuring)
         shorter = self._shorter[key]
         found = shorter._by_block(replace(how, stage=int(how.stage > 0)))
@@ -203,7 +205,8 @@ class Planner:
         shape = (micro_batch, self._spec.model.context)
         tokens = torch.zeros(shape, dtype=torch.int64)
         documents = torch.zeros(shape, dtype=torch.int32) if self._spec.data.pack else None
-        return MicroBatch(tokens, torch.zeros_like(tokens), documents)
+        batch = MicroBatch(tokens, torch.zeros_like(tokens), documents)
+        return batch if self._mesh is None else own_tokens(batch, self._mesh)
 
     def _autocast(self) -> AbstractContextManager[object]:
         dtype = DTYPES[self._spec.precision.params]
@@ -264,10 +267,10 @@ class Planner:
     def _in_group(self) -> Iterator[None]:
         """As the first of the ranks that share layers or experts, if there are any."""
         parallel = self._spec.parallel
-        if parallel.tensor == parallel.expert == 1:
+        if parallel.tensor == parallel.expert == parallel.context == 1:
             yield
             return
-        with first_of(parallel.tensor, parallel.expert) as self._mesh:
+        with first_of(parallel.tensor, parallel.expert, parallel.context) as self._mesh:
             try:
                 yield
             finally:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from raydist import registry
 from raydist.planner.advice import changed, divisors, listed, value
-from raydist.planner.estimate import estimates, measured, planned, refusal
+from raydist.planner.estimate import estimates, measured, planned, refusal, replicas
 from raydist.planner.facts import Activations, Estimate, Machine, Model, Pass, Peak
 from raydist.planner.speed import Device, Speed, speed
 
@@ -97,7 +97,7 @@ def search(
         of_mesh = planner(job)
         model, measure = of_mesh.model(), _Between(of_mesh.measure)
         count = machine.ranks // job.parallel.replica
-        strategies = planned(job) if count > 1 else (job.parallel.strategy,)
+        strategies = planned(job) if replicas(job, machine) > 1 else (job.parallel.strategy,)
         for strategy in strategies:
             if (why := refusal(strategy, job, machine, model)) is not None:
                 refused[f"{strategy}: {why}"] += 1
@@ -182,9 +182,9 @@ def _meshes(spec: JobSpec, machine: Machine, blocks: int, refused: Counter[str])
                         refused[error.errors()[0]["msg"].removeprefix("Value error, ")] += 1
 
 
-def _micro_batches(global_batch: int, replicas: int) -> list[int]:
+def _micro_batches(global_batch: int, count: int) -> list[int]:
     """Powers of two, for which all micro-batches of a replica are full."""
-    share = -(-global_batch // replicas)
+    share = -(-global_batch // count)
     return [size for size in (2**n for n in range(_MOST.bit_length())) if size == 1 or share % size == 0]
 
 

@@ -195,8 +195,8 @@ def speed(
     stages = [stage.model for stage in model.stages] or [model]
     again = spec.train.checkpoint_activations == "full"
     peak = device.fp32 if spec.precision.params == "fp32" else device.half
-    each = flops_per_token * micro * spec.model.context / (tensor * peak * device.efficiency)
-    tensor_link = _tensor_link(tensor, machine, device)
+    each = flops_per_token * micro * spec.model.context / (tensor * parallel.context * peak * device.efficiency)
+    tensor_link = _tensor_link(tensor * parallel.context, machine, device)
     # An all-to-all over nodes is limited by what leaves a node.
     expert_link = device.node if parallel.expert <= machine.per_node else min(device.node, device.network or 0.0)
     forward, backward, in_group = [], [], []

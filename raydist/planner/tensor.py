@@ -19,7 +19,7 @@ from raydist.worker.mesh import Mesh
 
 
 @contextmanager
-def first_of(tensor: int, expert: int = 1) -> Iterator[Mesh]:
+def first_of(tensor: int, expert: int = 1, context: int = 1) -> Iterator[Mesh]:
     """The mesh of rank 0, which has the most of a dimension that its tensor group does not divide; as few ranks as make it.
 
     torch's own fake process group is the default one within the block, and destroyed after it. Raises ValueError if the process has
@@ -28,11 +28,11 @@ def first_of(tensor: int, expert: int = 1) -> Iterator[Mesh]:
     # Imported here, because it registers a backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    ranks = math.lcm(tensor, expert)
+    ranks = math.lcm(tensor * context, expert)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         rank = Rank(0, ranks, 0, torch.device("cpu"), "fake", "127.0.0.1", None, ())
-        mesh = Mesh(rank, tensor=tensor, expert=expert)
+        mesh = Mesh(rank, context=context, tensor=tensor, expert=expert)
         mesh.connect()
         yield mesh
     finally:

@@ -151,16 +151,20 @@ def _head(plan: dict[str, Any]) -> list[str]:
     model, machine, batch = plan["model"], plan["machine"], plan["batch"]
     device = {"cuda": "GPU", "cpu": "CPU worker"}[machine["device"]]
     nodes = f", {machine['per_node']} per node" if machine["nodes"] > 1 else ""
-    tensor, pipeline = machine.get("tensor", 1), machine.get("pipeline")
+    tensor, context, pipeline = machine.get("tensor", 1), machine.get("context", 1), machine.get("pipeline")
     groups = f" in {_plural(machine['ranks'] // tensor, 'tensor group')} of {tensor}" if tensor > 1 else ""
+    if context > 1:
+        groups += f", {context} to a sequence"
     if pipeline:
         stages = pipeline["ranks"] * pipeline["chunks"]
-        groups += f", {_plural(machine['ranks'] // tensor // pipeline['ranks'], 'pipeline')} of {stages} stages"
+        groups += (
+            f", {_plural(machine['ranks'] // tensor // context // pipeline['ranks'], 'pipeline')} of {stages} stages"
+        )
     memory = ""
     if machine["memory"] is not None:
         memory = f"; {machine['memory'] / 2**30:.1f} GiB each, {machine['usable'] / 2**30:.1f} usable"
     frozen = model["parameters"] - model["trained"]
-    each = "pipeline" if pipeline else "rank" if tensor == 1 else "group"
+    each = "pipeline" if pipeline else "rank" if tensor == context == 1 else "group"
     settings = (
         f"{_plural(batch['accumulation'], 'micro-batch')} of {batch['micro']} x {batch['context']} tokens per step and {each}",
         plan["precision"],

@@ -107,6 +107,17 @@ def check_ranks(spec: ModelSpec, ranks: int) -> None:
         raise problem("hidden", hidden, f"is less than parallel.tensor: {ranks}", "set parallel.tensor lower")
 
 
+def check_sequence_ranks(spec: ModelSpec, tensor: int, context: int) -> None:
+    """For `check_context`. Raises SpecValueError if `context` ranks cannot exchange the heads that a tensor parallel rank has.
+
+    Key and value heads that they do not divide are sent to several ranks, so these need not be divided.
+    """
+    if (spec.heads // tensor) % context:
+        of = f"parallel.context: {context} ranks" + (f" x parallel.tensor: {tensor}" if tensor > 1 else "")
+        raise problem("heads", spec.heads, f"cannot be shared by {of}",
+                      near_divisors(spec.heads // tensor, context, "parallel.context:"))  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Dense:
     """What a decoder of dense blocks has besides the fields of `ModelSpec`.

@@ -89,6 +89,7 @@ class JobSpec(Part):
                 "write a fraction, such as 0.1",
             )
         self._tensor_fits()
+        self._context_fits()
         self._pipeline_fits()
         self._experts_fit()
         self._replicas_fit()
@@ -140,6 +141,24 @@ class JobSpec(Part):
             raise problem("parallel.tensor", tensor, f"splits matrices, and optim.name: {self.optim.name} needs whole ones",
                           "use adamw, or set 1")  # fmt: skip
 
+    def _context_fits(self) -> None:
+        parallel = self.parallel
+        context, ranks = parallel.context, parallel.context * parallel.tensor
+        if context == 1:
+            return
+        check = registry.described("model", self.model.name, "check_context")
+        if check is None:
+            raise problem("parallel.context", context, f"needs a model that shares sequences; {self.model.name} does not say so",
+                          "add check_context to the model (docs/reference/models.md), or set 1")  # fmt: skip
+        try:
+            check(self.model, parallel.tensor, context)
+        except SpecValueError as error:  # its field is relative to the model
+            raise problem(f"model.{error.field}", error.value, error.what, error.remedy) from None
+        if self.model.context % ranks:
+            times = f"times tensor: {parallel.tensor} " if parallel.tensor > 1 else ""
+            raise problem("parallel.context", context, f"{times}does not divide model.context {self.model.context}",
+                          f"set model.context to a multiple of {ranks}, or take fewer ranks")  # fmt: skip
+
     def _pipeline_fits(self) -> None:
         parallel = self.parallel
         pipeline, stages, cut = parallel.pipeline, parallel.stages, parallel.pipeline_cut
@@ -190,12 +209,14 @@ class JobSpec(Part):
                 raise problem("parallel.expert", parallel.expert,
                               f"does not divide the {workers // parallel.pipeline} workers of a stage",
                               f"set cluster.workers to a multiple of {parallel.unit}")  # fmt: skip
-            axis = "pipeline" if parallel.pipeline > 1 else "tensor"
+            axes = [axis for axis in ("pipeline", "context", "tensor") if getattr(parallel, axis) > 1]
+            axis, *others = axes
             size = getattr(parallel, axis)
-            if size == parallel.replica:
+            if not others:
                 what, remedy = f"does not divide the {workers} workers", near_divisors(workers, size)
             else:
-                what = f"times tensor: {parallel.tensor} does not divide the {workers} workers"
+                times = " ".join(f"times {other}: {getattr(parallel, other)}" for other in others)
+                what = f"{times} does not divide the {workers} workers"
                 remedy = f"set cluster.workers to a multiple of {parallel.replica}"
             raise problem(f"parallel.{axis}", size, what, remedy)
 

@@ -25,6 +25,7 @@ class ParallelSpec(PartWithNewFields):
         "pipeline_cut",
         "expert",
         "exchange",
+        "context",
     )
 
     strategy: Annotated[str, Extension("parallel")] = Field(
@@ -68,6 +69,12 @@ class ParallelSpec(PartWithNewFields):
         "all_to_all",
         description="How tokens get to the ranks of their experts: a built-in exchange, or package.module:attribute of your own.",
     )
+    context: int = Field(
+        1,
+        ge=1,
+        description="Ranks that share each sequence, with whole weights (context parallel, by exchange of heads); the strategy "
+        "splits over them, too. Divides the workers, model.context and the query heads of a tensor parallel rank.",
+    )
     bucket_mb: Annotated[float, Field(gt=0)] | Literal["auto"] | None = Field(
         None,
         description="ddp: size of a gradient bucket in MiB; auto: the faster of torch's size and the one that suits the link, "
@@ -86,12 +93,12 @@ class ParallelSpec(PartWithNewFields):
     @property
     def replica(self) -> int:
         """Ranks that together hold one replica of the model."""
-        return self.tensor * self.pipeline
+        return self.tensor * self.context * self.pipeline
 
     @property
     def unit(self) -> int:
         """Ranks whose number divides the workers: whole replicas, which have whole sets of experts."""
-        return self.pipeline * math.lcm(self.tensor, self.expert)
+        return self.pipeline * math.lcm(self.tensor * self.context, self.expert)
 
     @property
     def stages(self) -> int:

@@ -129,7 +129,8 @@ def settled(
     if parallel.bucket_mb != "auto" or not buckets(parallel.strategy) or rank.world_size == 1:
         return spec
     if parallel.replica > 1:
-        why = f"torch's: with parallel.{'tensor' if parallel.tensor > 1 else 'pipeline'} there are no trial passes"
+        axis = next(axis for axis in ("tensor", "context", "pipeline") if getattr(parallel, axis) > 1)
+        why = f"torch's: with parallel.{axis} there are no trial passes"
         say(f"parallel.bucket_mb: auto: {why}")
         return spec
     from raydist.worker.comm.buckets import choose
@@ -141,6 +142,8 @@ def settled(
 
 def build_strategy(spec: JobSpec, mesh: Mesh) -> ParallelStrategy:
     """The strategy that the job names; in a pipeline one for each stage of this rank, with experts on several ranks two."""
+
+    mesh = mesh.of_state
 
     def named(spec: JobSpec, mesh: Mesh) -> ParallelStrategy:
         return cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(spec, mesh))

@@ -5,14 +5,15 @@ Runs in: each train worker. Torch, never ray.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from raydist.data.batches import MicroBatch, StepBatch, eval_batches, share
+from raydist.data.batches import MASKED, MicroBatch, StepBatch, eval_batches, share
 from raydist.data.dataset import TokenDataset, Windows
-from raydist.errors import DataError
+from raydist.errors import DataError, UserError
 from raydist.spec import JobSpec
 from raydist.worker.mesh import Mesh
 
@@ -26,8 +27,11 @@ class Feed:
         self.windows = Windows(dataset.split("train"), spec.model.context)
 
     def to_torch(self, batch: StepBatch) -> StepBatch:
-        """Converts every micro-batch to tensors, in pinned memory for CUDA. Called in the loader's thread."""
-        batch.micro_batches = [_tensors(m, pin=self._device.type == "cuda") for m in batch.micro_batches]
+        """Converts this rank's tokens of every micro-batch to tensors, in pinned memory for CUDA. Called in the loader's thread."""
+        own = [own_tokens(m, self._mesh) for m in batch.micro_batches]
+        if self._mesh.context > 1:
+            batch.tokens = sum(int(np.count_nonzero(m.targets != MASKED)) for m in own)
+        batch.micro_batches = [_tensors(m, pin=self._device.type == "cuda") for m in own]
         return batch
 
     def to_device(self, batch: MicroBatch) -> MicroBatch:
@@ -53,7 +57,27 @@ class Feed:
         ]
 
     def _made(self, windows: Windows, ids: Any) -> MicroBatch:
-        return self.to_device(_tensors(MicroBatch(*windows.batch(ids, self._spec.data.pack)), pin=False))
+        made = own_tokens(MicroBatch(*windows.batch(ids, self._spec.data.pack)), self._mesh)
+        return self.to_device(_tensors(made, pin=False))
+
+
+def own_tokens(batch: MicroBatch, mesh: Mesh) -> MicroBatch:
+    """Along `context` this rank's tokens and targets of each sequence; the documents are those of the whole sequence.
+
+    Raises UserError for a sequence that the ranks cannot share.
+    """
+    if mesh.context == 1:
+        return batch
+    time = batch.tokens.shape[1]
+    if time % (mesh.context * mesh.tensor):
+        times = f" times tensor: {mesh.tensor}" if mesh.tensor > 1 else ""
+        raise UserError(
+            f"parallel.context: {mesh.context}{times} does not divide a sequence of {time} tokens",
+            "make sequences of a length that it divides, or set parallel.context: 1",
+        )
+    each = time // mesh.context
+    own = slice(mesh.context_rank * each, (mesh.context_rank + 1) * each)
+    return replace(batch, tokens=batch.tokens[:, own], targets=batch.targets[:, own])
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:

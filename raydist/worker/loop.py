@@ -146,7 +146,7 @@ class _Run:
         capacity = build.capacity(spec, rank, model)
         if reporter and capacity:
             reporter.say("capacity", **capacity)
-        if self.mesh.data_size == 1 and (plan := strategy_plan(spec.parallel.strategy)) and plan.sharded:
+        if self.mesh.of_state.data_size == 1 and (plan := strategy_plan(spec.parallel.strategy)) and plan.sharded:
             self._note(f"parallel.strategy: {spec.parallel.strategy} with one replica of the model: nothing is split")
         self.split = split_layers(model, self.mesh, spec.parallel.exchange)
         if isinstance(self.strategy, Pipeline):
@@ -373,11 +373,13 @@ class _Run:
         every, batch = self.spec.observe.grad_noise, self.spec.train.global_batch
         if every is None:
             return None
-        if self.mesh.expert > 1:
-            self._note(
-                "observe.grad_noise: not measured with parallel.expert: a gradient of an expert has several ranks' samples"
-            )
-            return None
+        for axis, why in (
+            ("expert", "a gradient of an expert has several ranks' samples"),
+            ("context", "a rank's gradient has parts of samples"),
+        ):
+            if getattr(self.mesh, axis) > 1:
+                self._note(f"observe.grad_noise: not measured with parallel.{axis}: {why}")
+                return None
         module, factor = self.strategy.module, self.strategy.loss_factor
         return GradientNoise(self.mesh, module, factor, self.split, every=every, batch=batch, total=self.total)
 

@@ -8,8 +8,11 @@ Runs in: each train worker. Torch, never ray. Coordinates are computed alike on 
 
 Ranks that differ only in `tensor`, `context` or `pipeline` together hold one replica of the model and read the same samples.
 Code that divides samples among ranks uses `data_rank` and `data_size`, never the world's.
-Strategies split the state along `data` alone. `tensor` is the work of worker/parallel/_tensor.py, `pipeline` of _pipeline.py there;
-`context` is 1. `expert` is no axis of its own: consecutive ranks of a stage share the experts (_expert.py).
+Strategies split the state along `data` alone. `tensor` is the work of worker/parallel/_tensor.py, `pipeline` of _pipeline.py there.
+`expert` is no axis of its own: consecutive ranks of a stage share the experts (_expert.py).
+
+Ranks along `context` have the same weights, and parts of each sequence (_context.py). To a strategy they are replicas, whose
+gradients are parts of one sum: it gets the mesh `of_state`, in which `context` is folded into `data`.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ class Mesh:
     tensor: int = 1
     expert: int = 1
     _experts: Mesh | None = field(default=None, init=False, repr=False, compare=False)
+    _of_state: Mesh | None = field(default=None, init=False, repr=False, compare=False)
     _devices: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +64,13 @@ class Mesh:
         """The mesh of a job, connected. A collective if a replica has several ranks. Raises UserError if a tensor group is on
         several nodes and must not be."""
         parallel = spec.parallel
-        made = cls(rank, pipeline=parallel.pipeline, tensor=parallel.tensor, expert=parallel.expert)
+        made = cls(
+            rank,
+            pipeline=parallel.pipeline,
+            context=parallel.context,
+            tensor=parallel.tensor,
+            expert=parallel.expert,
+        )
         if spec.parallel.together > 1:
             made.refuse_split_nodes()
         made.connect()
@@ -83,15 +93,27 @@ class Mesh:
         if self.replica_size > 1:
             axes = {name: size for name, size in self.sizes.items() if size > 1}
             self._devices = init_device_mesh(self.rank.device.type, (*axes.values(),), mesh_dim_names=(*axes,))
-        if self.expert > 1:
+        if self.context > 1:
+            self._of_state = Mesh(self.rank, pipeline=self.pipeline, tensor=self.tensor, expert=self.expert)
+            self._of_state.connect()
+        elif self.expert > 1:
             self._experts = Mesh(self.rank, pipeline=self.pipeline, tensor=self.expert)
             self._experts.connect()
 
     @property
     def experts(self) -> Mesh:
         """The mesh of the experts: along its axis `tensor` are the ranks that share them, along `data` those with the same ones."""
-        assert self._experts is not None, "connect() comes first, and expert is above 1"
-        return self._experts
+        experts = self.of_state._experts
+        assert experts is not None, "connect() comes first, and expert is above 1"
+        return experts
+
+    @property
+    def of_state(self) -> Mesh:
+        """The mesh along whose `data` axis a strategy splits the state: this one, with `context` folded into `data`."""
+        if self.context == 1:
+            return self
+        assert self._of_state is not None, "connect() comes first"
+        return self._of_state
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one in `axis` only; None if it is the only one."""
@@ -147,6 +169,11 @@ class Mesh:
         return self.coordinate(self.rank.rank)[1]
 
     @property
+    def context_rank(self) -> int:
+        """Which part of each sequence this rank has."""
+        return self.coordinate(self.rank.rank)[2]
+
+    @property
     def pipeline_rank(self) -> int:
         """The first of this rank's stages."""
         return self.coordinate(self.rank.rank)[0]
@@ -158,7 +185,8 @@ class Mesh:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank adds its loss and tokens to the step's sums: of the ranks that compute the same loss, one does."""
+        """Whether this rank adds its loss and tokens to the step's sums: of the ranks that compute the same loss, one does. Those
+        along `context` compute parts of it, of their own tokens."""
         pipeline, _, _, tensor = self.coordinate(self.rank.rank)
         return tensor == 0 and pipeline == self.pipeline - 1
 

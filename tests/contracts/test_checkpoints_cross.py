@@ -42,7 +42,8 @@ Whole = dict[str, torch.Tensor]
 def step(trainer: Trainer, number: int) -> float:
     """One step on the samples of its number; returns its loss."""
     parallel = trainer.spec.parallel
-    batches = mine(trainer.rank, *samples(N, seed=number), MICRO, parallel.tensor, parallel.pipeline)
+    mesh = parallel.tensor, parallel.pipeline, parallel.context
+    batches = mine(trainer.rank, *samples(N, seed=number), MICRO, *mesh)
     return trainer.step(number, batches, counted(batches), 1e-2, want_stop=False).loss
 
 
@@ -160,6 +161,8 @@ WITH_EXPERTS = [
     ("ddp", {"expert": 2, "pipeline": 2}, 4),
     ("zero1", {"tensor": 2, "expert": 4}, 4),
     ("zero2", {"tensor": 2}, 4),
+    ("zero3", {"context": 2}, 2),
+    ("zero2", {"context": 2, "expert": 4}, 4),
 ]
 """(strategy, fields of `parallel`, ranks) that load."""
 
@@ -171,13 +174,18 @@ def sparse(strategy: str, fields: dict[str, int]) -> JobSpec:
 
 @pytest.mark.parametrize(
     ("strategy", "fields", "world"),
-    [("zero3", {"expert": 2}, 4), ("zero1", {"tensor": 2, "expert": 4}, 4), ("ddp", {"expert": 2, "pipeline": 2}, 4)],
+    [
+        ("zero3", {"expert": 2}, 4),
+        ("zero1", {"tensor": 2, "expert": 4}, 4),
+        ("ddp", {"expert": 2, "pipeline": 2}, 4),
+        ("zero1", {"context": 2}, 4),
+    ],
 )
-def test_experts_go_on_at_every_mesh(
+def test_experts_and_context_go_on_at_every_mesh(
     ranks: Any, tmp_path: Path, strategy: str, fields: dict[str, int], world: int
 ) -> None:
-    """Experts on two or four ranks or on one: weights, moments and the routers' biases bit for bit, the next loss to 1e-5, and to
-    the bit on the mesh that saved."""
+    """Experts on two or four ranks or on one, sequences on one or two: weights, moments and the routers' biases bit for bit, the
+    next loss to 1e-5, and to the bit on the mesh that saved."""
     expected, loss = run(ranks, saved, world, sparse(strategy, fields), str(tmp_path))[0]
     assert expected["model/blocks.1.mlp.router.bias"].any()
     for size in sorted({size for *_, size in WITH_EXPERTS}):

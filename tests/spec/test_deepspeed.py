@@ -272,6 +272,7 @@ def test_a_file_that_says_all_in_raydist_s_words_warns_of_nothing() -> None:
         ({"pipeline": {"activation_checkpoint_interval": 1}}, {"train.checkpoint_activations": "full"}),
         ({"pipeline": {"stages": 2, "partition": "best"}}, {"parallel.pipeline": 2}),
         ({"tensor_parallel": {"autotp_size": 2}}, {"parallel.tensor": 2}),
+        ({"sequence_parallel_size": 2}, {"parallel.context": 2}),
         ({"tensor_parallel": {"autotp_size": 0}, "pipeline": {"stages": 1}}, {}),
     ],
 )  # fmt: skip

@@ -116,6 +116,31 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
         ),
         ("parallel.tensor=4", "parallel.tensor: 4 does not divide the 2 workers"),
         ("parallel.tensor=2 & cluster.spares=1", "cluster.spares: 1 is no multiple of parallel.tensor: 2"),
+        ("parallel.context=4 & cluster.workers=2", "parallel.context: 4 does not divide the 2 workers; try 1 or 2"),
+        (
+            "parallel.context=3 & cluster.workers=3",
+            "model.heads: 4 cannot be shared by parallel.context: 3 ranks; try parallel.context: 1 or 2 or 4",
+        ),
+        (
+            "parallel.context=2 & parallel.tensor=4 & cluster.workers=8",
+            "model.heads: 4 cannot be shared by parallel.context: 2 ranks x parallel.tensor: 4; try parallel.context: 1",
+        ),
+        (
+            "parallel.context=2 & model.context=9",
+            "parallel.context: 2 does not divide model.context 9; set model.context to a",
+        ),
+        (
+            "parallel.context=2 & model.name=mlp",
+            "parallel.context: 2 needs a model that shares sequences; mlp does not say so",
+        ),
+        (
+            "parallel.context=2 & model.name=deepseek & model.options.num_nextn_predict_layers=1",
+            "model.options.num_nextn_predict_layers: 1 reads tokens of the rank after",
+        ),
+        (
+            "parallel.context=2 & parallel.tensor=2",
+            "parallel.context: 2 times tensor: 2 does not divide the 2 workers; set cluster.workers to a multiple of 4",
+        ),
         ("parallel.pipeline=4", "parallel.pipeline: 4 does not divide the 2 workers"),
         (
             "parallel.tensor=2 & parallel.pipeline=2",

@@ -246,13 +246,14 @@ def test_another_world_size_trains_the_same_samples(
         ("zero3", {"pipeline": 2}, {}),
         ("ddp", {"tensor": 2, "pipeline": 2}, {}),
         ("zero2", {"expert": 4}, EXPERTS),
+        ("zero3", {"context": 2}, {}),
     ],
 )
 def test_each_rank_of_a_mesh_may_be_killed(
     ranks: Any, dataset: str, tmp_path: Path, strategy: str, mesh: dict[str, int], model: dict[str, Any]
 ) -> None:
-    """On dp 2 x tensor 2, dp 2 x pipeline 2, tensor 2 x pipeline 2 and dp 4 with expert 4: each of the four ranks is killed in
-    turn, and the run ends with the bits of an undisturbed one."""
+    """On dp 2 x tensor 2, dp 2 x pipeline 2, tensor 2 x pipeline 2, dp 4 with expert 4 and dp 2 x context 2: each of the four ranks
+    is killed in turn, and the run ends with the bits of an undisturbed one."""
     undisturbed = Run(ranks, dataset, tmp_path / "undisturbed", strategy, model, **mesh)
     assert undisturbed.train(4) == "finished"
     killed = Run(ranks, dataset, tmp_path / "killed", strategy, model, **mesh)
@@ -264,8 +265,8 @@ def test_each_rank_of_a_mesh_may_be_killed(
 
 
 def test_from_mesh_to_mesh(ranks: Any, dataset: str, tmp_path: Path) -> None:
-    """dp 2, pipeline 2, tensor 2, dp 2 x pipeline 2, dp 2 x tensor 2, tensor 2 x pipeline 2, then one process: samples, losses and
-    dropout masks of an uninterrupted run on dp 2; losses within 1e-4 relative."""
+    """dp 2, pipeline 2, tensor 2, context 2, dp 2 x pipeline 2, dp 2 x tensor 2, tensor 2 x pipeline 2, then one process: samples,
+    losses and dropout masks of an uninterrupted run on dp 2; losses within 1e-4 relative."""
     two = Run(ranks, dataset, tmp_path / "two", "zero1")
     two.train()
     other = Run(ranks, dataset, tmp_path / "other", "zero1")
@@ -274,6 +275,7 @@ def test_from_mesh_to_mesh(ranks: Any, dataset: str, tmp_path: Path) -> None:
         (2, 2, {}),
         (2, 4, {"pipeline": 2}),
         (2, 6, {"tensor": 2}),
+        (2, 7, {"context": 2}),
         (4, 8, {"pipeline": 2}),
         (4, 9, {"tensor": 2}),
         (4, 10, {"tensor": 2, "pipeline": 2}),
@@ -281,7 +283,7 @@ def test_from_mesh_to_mesh(ranks: Any, dataset: str, tmp_path: Path) -> None:
     ]
     for world, until, other.mesh in meshes:
         statuses.append(other.train(world, until))
-    assert statuses == ["paused"] * 6 + ["finished"]
+    assert statuses == ["paused"] * 7 + ["finished"]
     rows, expected = other.rows(), two.rows()
     assert [r["samples_hash"] for r in rows] == [r["samples_hash"] for r in expected]
     assert [r["tokens"] for r in rows] == [r["tokens"] for r in expected]

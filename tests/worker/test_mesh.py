@@ -38,6 +38,25 @@ def test_the_ranks_of_a_replica() -> None:
     assert [rank for rank, made in enumerate(meshes) if made.counts] == [4, 6]
 
 
+def test_context_is_data_to_a_strategy() -> None:
+    """dp 2 x context 2 x tensor 2: two replicas read samples, a strategy splits over four, and each counts its tokens once."""
+    meshes = [mesh(rank, 8, context=2, tensor=2) for rank in range(8)]
+    assert [(made.data_rank, made.context_rank) for made in meshes[::2]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [rank for rank, made in enumerate(meshes) if made.counts] == [0, 2, 4, 6]
+
+
+def folded(rank: Rank) -> tuple[int, int]:
+    """The place along `data` that a strategy sees, and the number of these."""
+    made = Mesh(rank, context=2)
+    made.connect()
+    return made.of_state.data_rank, made.of_state.data_size
+
+
+def test_a_strategy_splits_over_replicas_and_context(ranks: Any) -> None:
+    """On dp 2 x context 2: four places."""
+    assert run(ranks, folded, 4) == [(rank, 4) for rank in range(4)]
+
+
 def straddling(rank: Rank, across: bool) -> str:
     """The error of a mesh whose second tensor group is on two nodes."""
     spec = mesh_job("ddp", 2, MODEL)

@@ -39,6 +39,7 @@ FIELDS: dict[str, Field] = {
     **_in("tensor_parallel", "dtype tp_overlap_comm keep_module_on_host replace_with_kernel_inject", OWN),
     **_in("tensor_parallel", "tensor_parallel injection_policy_tuple", lost("the model's own tensor_rules say it")),
     "pipeline.stages": takes(whole(0), rules.replica),
+    "sequence_parallel_size": takes(whole(0), rules.replica),
     **_in("pipeline", "pipe_partitioned grad_partitioned use_reentrant", OWN),
     "pipeline.partition": lost("stages are cut by cost; parallel.pipeline_cut gives the blocks of each", off="best"),
     "pipeline.seed_layers": lost("each block has a seed of its own anyway", off=False),
@@ -179,7 +180,6 @@ FIELDS: dict[str, Field] = {
     **_in("", "steps_per_print log_level checkpoint vocabulary_size", OWN),
     "compile": lost("see train.compile"),
     "expert_parallel": lost("the model says its experts (model.name), parallel.expert over how many ranks"),
-    "sequence_parallel_size": lost(off=1),
     **_in(
         "",
         "wall_clock_breakdown memory_breakdown dump_state graph_harvesting disable_python_gc "

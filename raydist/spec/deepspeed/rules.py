@@ -12,19 +12,21 @@ TOTAL, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu
 
 
 def replica(r: Reading) -> None:
-    """Ranks that share a layer, and stages of a pipeline; 0 and 1 are none."""
-    size = r.get("tensor_parallel.autotp_size")
-    if size is not None and size > 1:
-        r.put("parallel.tensor", size, "tensor_parallel.autotp_size")
-    stages = r.get("pipeline.stages")
-    if stages is not None and stages > 1:
-        r.put("parallel.pipeline", stages, "pipeline.stages")
+    """Ranks that share a layer or a sequence, and stages of a pipeline; 0 and 1 are none."""
+    for name, field in (
+        ("tensor_parallel.autotp_size", "tensor"),
+        ("sequence_parallel_size", "context"),
+        ("pipeline.stages", "pipeline"),
+    ):
+        size = r.get(name)
+        if size is not None and size > 1:
+            r.put(f"parallel.{field}", size, name)
 
 
 def _ranks(r: Reading) -> int:
     """Ranks of a replica, by the fields that count in the end."""
     found = 1
-    for name in ("parallel.tensor", "parallel.pipeline"):
+    for name in ("parallel.tensor", "parallel.context", "parallel.pipeline"):
         value = r.spec.get(name) if name in r.nearer else r.whole(name)
         found *= value if isinstance(value, int) and value > 0 else 1
     return found
@@ -33,8 +35,8 @@ def _ranks(r: Reading) -> int:
 def batch(r: Reading) -> None:
     """total = micro x accumulation x replicas: two of the file's three numbers and the spec's workers give the third.
 
-    A replica is one worker, or those of a tensor group and a pipeline. With fewer than two, DeepSpeed's own rule: an absent
-    accumulation is 1. One that is "auto" leaves the rest to the spec.
+    A replica is one worker, or those of a tensor group, a context group and a pipeline. With fewer than two, DeepSpeed's own rule:
+    an absent accumulation is 1. One that is "auto" leaves the rest to the spec.
     """
     total, micro, steps = r.get(TOTAL), r.get(MICRO), r.get(ACCUMULATION)
     said, each = r.whole("cluster.workers"), _ranks(r)

@@ -47,6 +47,9 @@ Optional, at the top level of the file, without torch (raydist/registry.py, `des
 - `check_spec(spec: ModelSpec)`: raises `raydist.spec.parts.problem(...)` for values that cannot be combined.
 - `experts(spec: ModelSpec) -> int`: how many experts each layer with experts has (raydist/worker/model/_moe.py). A model with such
   layers must have it for `parallel.expert`.
+- `check_context(spec: ModelSpec, tensor: int, context: int)`: raises the same if `context` ranks, each of `tensor` tensor parallel
+  ones, cannot share sequences. A model must have it for `parallel.context`, be built from Decoder and SelfAttention (_decoder.py,
+  _layers.py), and look across positions in attention alone.
 - `check_tensor(spec: ModelSpec, ranks: int)`: raises the same if `ranks` tensor parallel ranks cannot share the model. A model with
   `tensor_rules` must have it.
 

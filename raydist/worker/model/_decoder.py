@@ -24,6 +24,7 @@ from raydist.worker.parallel._model_graph import initialise
 
 if TYPE_CHECKING:
     from raydist.spec import ModelSpec
+    from raydist.worker.parallel._context import SharedSequence
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -100,10 +101,12 @@ class Decoder(nn.Module):
     """Embedding, blocks, norm, head. `model.dropout` applies to the embedding and to the output of each sub-layer.
 
     `eps`: of the last norm. `rotary`: the size of the part of a head that is rotated; `scaling`: of its frequencies.
+    `shared`: see `SelfAttention`.
     """
 
     cos: Tensor
     sin: Tensor
+    shared: SharedSequence | None = None
     gives_loss = True
     tensor_rules: ClassVar[Mapping[str, str]] = {
         "embedding": "vocabulary",
@@ -216,8 +219,15 @@ class Decoder(nn.Module):
     def positions(
         self, tokens_BT: Tensor, documents_BT: Tensor | None, start: int = 0
     ) -> tuple[Tensor, Tensor, dict[int | None, Tensor | None]]:
-        """(cos, sin, window -> mask) of these tokens, which follow `start` cached ones. The mask None: the kernel's causal one."""
+        """(cos, sin, window -> mask) of these tokens, which follow `start` cached ones. The mask None: the kernel's causal one.
+
+        Of a shared sequence cos and sin are of this rank's tokens, and masks of all, whose documents `documents_BT` has.
+        """
         time, device = tokens_BT.shape[1], tokens_BT.device
+        own = slice(start, start + time)
+        if self.shared is not None:
+            assert not start, "a shared sequence has no cache"
+            own, time = self.shared.own(time), time * self.shared.size
         if start + time > self.spec.context:
             raise UserError(
                 f"{start + time} tokens are longer than model.context {self.spec.context}", "raise model.context"
@@ -225,10 +235,12 @@ class Decoder(nn.Module):
         masks: dict[int | None, Tensor | None]
         if documents_BT is None:
             masks = {window: causal_mask(start, time, window, device) for window in dict.fromkeys(self.windows)}
-            return self.cos[start : start + time, None], self.sin[start : start + time, None], masks
+            return self.cos[own, None], self.sin[own, None], masks
         assert not start, "packed documents have no cache"
         positions_BT, run_BT = packed_positions(documents_BT)
         masks = {window: packed_mask(run_BT, window) for window in dict.fromkeys(self.windows)}
+        if self.shared is not None:
+            positions_BT = positions_BT[:, own]
         return self.cos[positions_BT, None], self.sin[positions_BT, None], masks
 
     def flops_per_token(self, context: int) -> float:

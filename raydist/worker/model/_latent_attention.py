@@ -10,7 +10,6 @@ rotated part, K = N + R, W size of a head's value, L size of the latent.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raydist.spec.latent_attention import LatentShape
@@ -53,19 +52,8 @@ class LatentAttention(SelfAttention):
         # The rotation computes in fp32, the products in v's format (fp32, or autocast's).
         q_BTHR = self._rotated(q_BTHR, cos, sin).to(v_BTHW.dtype)
         k_BTHR = self._rotated(k_BTR[:, :, None], cos, sin).to(v_BTHW.dtype).expand(-1, -1, k_BTHN.shape[2], -1)
-        k_BHSK = torch.cat((k_BTHN, k_BTHR), -1).transpose(1, 2)
-        v_BHSW = v_BTHW.transpose(1, 2)
-        if cache is not None:
-            k_BHSK, v_BHSW = cache.append(k_BHSK, v_BHSW)
-        y_BHTW = F.scaled_dot_product_attention(
-            torch.cat((q_BTHN, q_BTHR), -1).transpose(1, 2),
-            k_BHSK,
-            v_BHSW,
-            attn_mask=mask,
-            is_causal=mask is None and time > 1,
-            scale=self.scale,
-        )
-        out: Tensor = self.out(y_BHTW.transpose(1, 2).reshape(batch, time, -1))
+        q_BTHK, k_BTHK = torch.cat((q_BTHN, q_BTHR), -1), torch.cat((k_BTHN, k_BTHR), -1)
+        out: Tensor = self.out(self.attend(q_BTHK, k_BTHK, v_BTHW, mask, cache, self.scale))
         return out
 
     def _rotated(self, x_BTHR: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ value heads, K size of a head, F feed-forward width, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from torch import Tensor, nn
 from raydist.worker.metrics.flops import attention_flops
 from raydist.worker.model._chunked_cross_entropy import head_loss
 from raydist.worker.model._rotary import rotate
+
+if TYPE_CHECKING:
+    from raydist.worker.parallel._context import SharedSequence
 
 
 class RMSNorm(nn.RMSNorm):
@@ -52,9 +56,13 @@ class Cache:
 
 
 class SelfAttention(nn.Module, ABC):
-    """The attention of a block. `window`: how many tokens one attends to, itself included; None: all before it."""
+    """The attention of a block. `window`: how many tokens one attends to, itself included; None: all before it.
+
+    `shared`: the ranks that share each sequence, set by raydist/worker/parallel/_context.py; None: this rank has whole ones.
+    """
 
     window: int | None = None
+    shared: SharedSequence | None = None
 
     @abstractmethod
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
@@ -63,6 +71,36 @@ class SelfAttention(nn.Module, ABC):
     @abstractmethod
     def flops(self, context: int) -> float:
         """Training FLOPs of one token in the products of queries, keys and values: see worker/metrics/flops.py."""
+
+    def attend(
+        self,
+        q_BTHK: Tensor,
+        k_BTGK: Tensor,
+        v_BTGW: Tensor,
+        mask: Tensor | None,
+        cache: Cache | None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """The heads' outputs side by side, BT(HW), by the kernel. W: size of a head's value; `scale`: of the products."""
+        if self.shared is not None:
+            q_BTHK, k_BTGK, v_BTGW = self.shared.to_heads(q_BTHK, k_BTGK, v_BTGW)
+        k_BGSK, v_BGSW = k_BTGK.transpose(1, 2), v_BTGW.transpose(1, 2)
+        if cache is not None:
+            k_BGSK, v_BGSW = cache.append(k_BGSK, v_BGSW)
+        y_BHTW = F.scaled_dot_product_attention(
+            q_BTHK.transpose(1, 2),
+            k_BGSK,
+            v_BGSW,
+            attn_mask=mask,
+            # A single token attends to all tokens so far, so it needs no mask.
+            is_causal=mask is None and q_BTHK.shape[1] > 1,
+            scale=scale,
+            enable_gqa=k_BTGK.shape[2] != q_BTHK.shape[2],
+        )
+        y_BTHW = y_BHTW.transpose(1, 2)
+        if self.shared is not None:
+            y_BTHW = self.shared.to_tokens(y_BTHW)
+        return y_BTHW.flatten(2)
 
 
 class Attention(SelfAttention):
@@ -101,19 +139,7 @@ class Attention(SelfAttention):
         # Norms and rotation compute in fp32, the products in v's format (fp32, or autocast's).
         q_BTHK = rotate(self.q_norm(self.q(x_BTD).view(batch, time, -1, self.head)), cos, sin).to(v_BTGK.dtype)
         k_BTGK = rotate(self.k_norm(self.k(x_BTD).view(batch, time, -1, self.head)), cos, sin).to(v_BTGK.dtype)
-        k_BGSK, v_BGSK = k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2)
-        if cache is not None:
-            k_BGSK, v_BGSK = cache.append(k_BGSK, v_BGSK)
-        y_BHTK = F.scaled_dot_product_attention(
-            q_BTHK.transpose(1, 2),
-            k_BGSK,
-            v_BGSK,
-            attn_mask=mask,
-            # A single token attends to all tokens so far, so it needs no mask.
-            is_causal=mask is None and time > 1,
-            enable_gqa=self.kv_heads != self.heads,
-        )
-        out: Tensor = self.out(y_BHTK.transpose(1, 2).reshape(batch, time, -1))
+        out: Tensor = self.out(self.attend(q_BTHK, k_BTGK, v_BTGK, mask, cache))
         return out
 
     def flops(self, context: int) -> float:

@@ -98,7 +98,7 @@ class MixtureOfExperts(nn.Module):
     """The feed-forward layer of a block. Set before training, by raydist/worker/parallel/_expert.py and worker/expert_loads.py:
 
     exchange        sends rows to the ranks of their experts; None: all experts are here
-    sequence_group  the ranks that share each sequence (tensor parallel); None: this rank has whole ones
+    sequence_groups along each the ranks share each sequence (tensor and context parallel); (): this rank has whole ones
     gradient_factor what the gradient of the experts' weights is multiplied by
     loss_factor     what the loss of a micro-batch is multiplied by before its backward pass
     real            whether the micro-batch has samples: a rank without any computes a masked row, which belongs to no load
@@ -114,7 +114,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = SwiGLU(width, shape.shared) if shape.shared else None
         self.shared_gate = nn.Linear(width, 1, bias=False) if shape.shared_gate else None
         self.exchange: Exchange | None = None
-        self.sequence_group: dist.ProcessGroup | None = None
+        self.sequence_groups: tuple[dist.ProcessGroup, ...] = ()
         self.gradient_factor = 1.0
         self.loss_factor = 1.0
         self.real, self.records = True, False
@@ -165,9 +165,9 @@ class MixtureOfExperts(nn.Module):
         chosen = scores_BTE.detach().topk(self.shape.chosen, dim=-1).indices
         best_BE = torch.zeros_like(scores_BTE).scatter_(-1, chosen, 1.0).sum(1)
         tokens = scores_BTE.shape[1]
-        if self.sequence_group is not None:
-            dist.all_reduce(best_BE, group=self.sequence_group)
-            tokens *= dist.get_world_size(self.sequence_group)
+        for group in self.sequence_groups:
+            dist.all_reduce(best_BE, group=group)
+            tokens *= dist.get_world_size(group)
         f_BE = best_BE * (self.shape.count / (self.shape.chosen * tokens))
         shares_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
         return (shares_BTE.sum(1) * f_BE).sum()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from raydist.data.batches import MASKED
 from raydist.errors import UserError
-from raydist.spec.decoder import DecoderOptions, Dense, RopeScaling, check_ranks, default_hidden
+from raydist.spec.decoder import DecoderOptions, Dense, RopeScaling, check_ranks, check_sequence_ranks, default_hidden
 from raydist.spec.experts import Experts, SparseOptions, check_experts, with_experts
 from raydist.spec.huggingface import Config, HuggingFace, Piece, decoder_config, decoder_fields, need, sparse_pieces
 from raydist.spec.latent_attention import LatentShape
@@ -105,6 +105,16 @@ VARIANTS = {
 """Fields of `model` that the contract's tests run, besides the defaults."""
 
 check_tensor = check_ranks
+
+
+def check_context(spec: ModelSpec, tensor: int, context: int) -> None:
+    """See the contract in __init__.py."""
+    check_sequence_ranks(spec, tensor, context)
+    ahead = Options(**spec.options).num_nextn_predict_layers
+    if ahead:
+        raise problem("options.num_nextn_predict_layers", ahead,
+                      "reads tokens of the rank after, which parallel.context does not send",
+                      "set it to 0, or parallel.context: 1")  # fmt: skip
 
 
 def check_spec(spec: ModelSpec) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from raydist.errors import UserError
-from raydist.spec.decoder import DecoderOptions, Dense, check_heads, check_ranks
+from raydist.spec.decoder import DecoderOptions, Dense, check_heads, check_ranks, check_sequence_ranks
 from raydist.spec.huggingface import HuggingFace, decoder_config
 from raydist.worker.model._decoder import Decoder, dense_decoder
 
@@ -21,6 +21,7 @@ NORM_EPS = 1e-5
 
 check_spec = check_heads
 check_tensor = check_ranks
+check_context = check_sequence_ranks
 
 
 def dense(spec: ModelSpec) -> Dense:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from raydist.spec.decoder import DecoderOptions, Dense, check_heads, check_ranks
+from raydist.spec.decoder import DecoderOptions, Dense, check_heads, check_ranks, check_sequence_ranks
 from raydist.spec.huggingface import Config, HuggingFace, decoder_config, decoder_fields
 from raydist.spec.parts import problem
 from raydist.worker.model._decoder import Decoder, dense_decoder
@@ -34,6 +34,7 @@ VARIANTS = {
 """Fields of `model` that the contract's tests run, besides the defaults."""
 
 check_tensor = check_ranks
+check_context = check_sequence_ranks
 
 
 def check_spec(spec: ModelSpec) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from raydist.errors import UserError
-from raydist.spec.decoder import DecoderOptions, Dense, check_heads, check_ranks, default_hidden
+from raydist.spec.decoder import DecoderOptions, Dense, check_heads, check_ranks, check_sequence_ranks, default_hidden
 from raydist.spec.experts import Experts, SparseOptions, check_experts, with_experts
 from raydist.spec.huggingface import Config, HuggingFace, decoder_config, decoder_fields, need, sparse_pieces
 from raydist.spec.parts import problem
@@ -57,6 +57,7 @@ VARIANTS = {
 """Fields of `model` that the contract's tests run, besides the defaults."""
 
 check_tensor = check_ranks
+check_context = check_sequence_ranks
 
 
 def check_spec(spec: ModelSpec) -> None:

@@ -42,7 +42,8 @@ def split_experts(model: nn.Module, mesh: Mesh, name: str) -> Cuts | None:
     """
     layers = dict(layers_of(model))
     for layer in layers.values():
-        layer.sequence_group = mesh.group("tensor")
+        groups = (mesh.group("tensor"), mesh.group("context"))
+        layer.sequence_groups = tuple(group for group in groups if group is not None)
     if mesh.expert == 1:
         return None
     if not layers:

@@ -1,4 +1,5 @@
-"""The layers of a model, split over the ranks of a replica: tensor parallel layers and experts, and what both have together.
+"""The layers of a model, split over the ranks of a replica: tensor parallel layers and experts, and what both have together; and
+the sequences between them.
 
 Runs in: each train worker. Torch, never ray.
 """
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import ParamShard
+from raydist.worker.parallel._context import share_sequences, whole_masks
 from raydist.worker.parallel._cut import Cuts
 from raydist.worker.parallel._expert import split_experts
 from raydist.worker.parallel._tensor import TensorParallel
@@ -70,5 +72,8 @@ def split_layers(model: nn.Module, mesh: Mesh, exchange: str = "all_to_all") -> 
     if mesh.tensor > 1:
         tensor = TensorParallel(mesh)
         tensor.split(model)
+    if mesh.context > 1:
+        share_sequences(model, mesh)
+    whole_masks(model, mesh)
     experts = split_experts(model, mesh, exchange)
     return LayerSplit(tensor, experts) if tensor is not None or experts is not None else None

@@ -40,7 +40,6 @@ from raydist.worker.parallel._cut import Cut, Cuts
 from raydist.worker.parallel._model_graph import plain_name
 from raydist.worker.parallel._tensor_ops import (
     VocabularyShard,
-    dropout_sequence,
     gather_sequence,
     gather_vocabulary,
     sum_sequence,
@@ -92,7 +91,6 @@ class TensorParallel:
                     "whose output is split",
                     "set its probability to 0, or move it behind the layer",
                 )
-            module.forward = partial(_dropout, module, self.cuts.rank, self.cuts.size)  # type: ignore[method-assign]
         self.cuts.apply(model)
 
     def _let_send(self, module: nn.Module, kind: str, cut: Cut | None = None) -> None:
@@ -187,7 +185,3 @@ def _head(
     if targets_BT is not None:
         return vocabulary_loss(logits_BTV.flatten(0, 1), targets_BT.flatten(), shard)
     return gather_vocabulary(logits_BTV, sizes, shard.group)
-
-
-def _dropout(module: nn.Dropout, rank: int, size: int, x: Tensor) -> Tensor:
-    return dropout_sequence(x, module.p, rank, size) if module.training else x

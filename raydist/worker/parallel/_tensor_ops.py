@@ -57,13 +57,6 @@ def gather_vocabulary(logits_BTV: Tensor, sizes: list[int], group: dist.ProcessG
     return made
 
 
-def dropout_sequence(x_BSD: Tensor, p: float, rank: int, size: int) -> Tensor:
-    """Dropout of this rank's tokens with the mask that one process would draw for the whole sequence."""
-    batch, tokens, *rest = x_BSD.shape
-    scale_BTD = F.dropout(torch.ones(batch, tokens * size, *rest, dtype=x_BSD.dtype, device=x_BSD.device), p)
-    return x_BSD * scale_BTD[:, rank * tokens : (rank + 1) * tokens]
-
-
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
     """The part of a vocabulary whose logits this rank computes: from `first` on. `most`: of any rank's part."""
