@@ -200,7 +200,9 @@ def test_a_run_shrinks_and_grows_again(start: Any, cluster: Cluster, undisturbed
     """Three replicas of two tensor parallel ranks, two after a node is killed, three again when it is back: each step once, with
     its samples."""
     mesh = ["--set", "parallel={strategy: zero1, tensor: 2}", "--set", "cluster.cpus_per_worker=0.5"]
-    run = start("shrinks", "--set", "cluster.workers=[2,6]", "--set", "train.steps=24", "--set", "model.dropout=0", *mesh)
+    run = start(
+        "shrinks", "--set", "cluster.workers=[2,6]", "--set", "train.steps=24", "--set", "model.dropout=0", *mesh
+    )
     run.until_held(1)
     victim = run.victim()
     cluster.kill_node(victim)

@@ -157,7 +157,9 @@ class RestartLoop:
             echoes=failure.echoes,
         )
         spec = self._spec
-        split = Split(spec.train.global_batch, spec.train.micro_batch, self._elasticity.workers // spec.parallel.replica)
+        split = Split(
+            spec.train.global_batch, spec.train.micro_batch, self._elasticity.workers // spec.parallel.replica
+        )
         known = not self._private and failure.node is not None
         elsewhere = known and self._elasticity.room(without=failure.node) >= spec.cluster.least
         match decide(failure, history, spec.recovery, split, elsewhere=elsewhere):
