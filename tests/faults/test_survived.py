@@ -185,8 +185,8 @@ NUMBERS: list[Fault] = [
 
 
 def test_bad_numbers_lack_of_memory_and_a_crash_loop(project: Any) -> None:
-    """Faults that change the numbers or end the run, on three replicas of two pipeline stages (the embedding is tied, so both stages
-    have it): a replica that differs is repaired; bad steps are skipped, and the event names the ranks; a rank that skips a
+    """Faults that change the numbers or end the run, on three replicas of two pipeline stages (the embedding is tied, so both
+    stages have it): a replica that differs is repaired; bad steps are skipped, and the event names the ranks; a rank that skips a
     collective is named as the cause of the hang; each lack of memory halves the micro-batch; a bug that is raised three times in a
     row stops the run, with exit code 3."""
     policy = ["recovery.on_nan=skip", "recovery.spike.factor=3", "recovery.spike.window=3", "recovery.step_timeout=2"]
