@@ -2,7 +2,7 @@
 undisturbed one; its events name the rank, although the others of its replica wait for it. Replicas that differ, bad numbers and
 lack of memory: tests/faults/test_survived.py. Lost nodes: tests/end_to_end/test_nodes.py.
 
-Over a minute: 14 attempts of four ranks.
+Over a minute: 15 attempts of four ranks.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ def test_faults_of_each_rank_of_a_mesh(project: Any) -> None:
     assert [(e["rank"], e["cause"].rpartition(": ")[2]) for e in failed] == list(zip((1, 2, 3), why, strict=True))
     (rejected,) = project.events("mesh-faults", "checkpoint_rejected")
     assert rejected["step"] == DAMAGED
-    assert len({e["note"] for e in project.events("mesh-faults", "fault")}) == len(DEATHS) + len(REST)
+    noted = len({e["note"] for e in project.events("mesh-faults", "fault")})
+    assert noted == len(DEATHS) + len(REST) + 3, "slow storage has one on each of four ranks"
     assert exact(project.steps("mesh-faults")) == exact(project.steps("mesh-no-fault"))
     assert project.weights("mesh-faults", STEPS) == project.weights("mesh-no-fault", STEPS)
