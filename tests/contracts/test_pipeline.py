@@ -1,4 +1,7 @@
-"""Pipelines of every strategy: the bits of one process, whatever the schedule; with tensor parallel layers its gradients."""
+"""Pipelines of every strategy: the bits of one process, whatever the schedule; with tensor parallel layers its gradients.
+
+Over a minute: every strategy and schedule on two and four ranks.
+"""
 
 from __future__ import annotations
 
