@@ -17,7 +17,7 @@ from tests.report.story import T, begun, event, failed, first, reading, steps
 
 def test_every_second_is_in_one_part(tmp_path: Path) -> None:
     """A run with a fault, repeated steps, an evaluation and a checkpoint."""
-    told = report(story.story(RunDir(tmp_path / "a"))).told
+    told = report(story.story(RunDir(tmp_path / "a"))).facts
     assert told["parts"] == pytest.approx(story.PARTS)
     assert told["wall_seconds"] == pytest.approx(253.0) == sum(story.PARTS.values())
     assert told["goodput"] == pytest.approx(200 / 253)
@@ -31,7 +31,7 @@ def divided(
     status: str = "finished",
 ) -> dict[str, float]:
     """The parts that are not 0, and `paused`."""
-    found = report(story.write(RunDir(tmp_path / "a"), told, attempts, rows, status)).told
+    found = report(story.write(RunDir(tmp_path / "a"), told, attempts, rows, status)).facts
     parts = {name: round(seconds, 6) for name, seconds in found["parts"].items() if seconds}
     return parts | ({"paused": found["paused_seconds"]} if found["paused_seconds"] else {})
 
