@@ -119,6 +119,13 @@ def count(op: str, nbytes: int, ranks: int, seconds: float, exposed_seconds: flo
         log._safely(log._add, op, nbytes, ranks, seconds, exposed_seconds)
 
 
+def expose(op: str, seconds: float) -> None:
+    """Adds time that the training thread waited for collectives of a kind that another thread has counted."""
+    log = _installed
+    if log is not None:
+        log._safely(log._expose, op, seconds)
+
+
 class CollectiveCounters:
     """Counts from `install` until `close`, in the whole process; one at a time. `device`: the device that this rank trains on.
 

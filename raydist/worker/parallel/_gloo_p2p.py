@@ -3,8 +3,8 @@
 Runs in: each train worker. Torch, never ray.
 
 gloo's reduce-scatter is an all-reduce that discards all but this rank's part: twice the bytes. Its all-gather uses a buffer of its
-own, which is then copied. Here, on gloo, a reduce-scatter is an all-to-all of parts, which each rank sums in the order of ranks. An
-all-gather is a send to and a receive from every other rank, in place (docs/adr/0005).
+own, which is then copied. Here, on gloo, a reduce-scatter is an exchange of parts, which each rank sums in the order of ranks. An
+exchange and an all-gather are a send to and a receive from every other rank, in place (docs/adr/0005).
 
 Counters, timers and traces see each of them as one collective.
 """
@@ -70,9 +70,32 @@ def reduce_scatter(mine: Tensor, whole: Tensor, parts: Tensor | None, group: Pro
         for row in rows[1:]:
             total = torch.add(total, row, out=mine)
 
-    return _Exchange(
-        "reduce_scatter", whole, group, lambda: [dist.all_to_all_single(parts, whole, group=group, async_op=True)], add
-    )
+    return _exchange(parts, whole, group, add)
+
+
+def exchange(into: Tensor, rows: Tensor, group: ProcessGroup) -> Work:
+    """Row r of `rows`, [W * S], goes to rank r; row r of `into` comes from it. It counts as a reduce-scatter."""
+    if not direct(group):
+        work = dist.all_to_all_single(into, rows, group=group, async_op=True)
+        assert work is not None
+        return work
+    return _exchange(into, rows, group)
+
+
+def _exchange(into: Tensor, rows: Tensor, group: ProcessGroup, then: Callable[[], None] = lambda: None) -> Work:
+    # Receives are posted before sends: gloo says that a receive is ready behind what it sends on the same connection, so that an
+    # all-to-all, which sends first, uses a link one way at a time.
+    theirs, mine = into.view(group.size(), -1), rows.view(group.size(), -1)
+    rank, world = group.rank(), group.size()
+
+    def send() -> list[Work]:
+        others = [(rank + i) % world for i in range(1, world)]
+        works: list[Work] = [group.recv([theirs[other]], other, _TAG + 1) for other in reversed(others)]
+        works += [group.send([mine[other]], other, _TAG + 1) for other in others]
+        theirs[rank].copy_(mine[rank])
+        return works
+
+    return _Exchange("reduce_scatter", rows, group, send, then)
 
 
 def all_gather(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work:
@@ -146,7 +169,7 @@ class _Allocates:
 
 
 class DirectReduceScatter(_Allocates):
-    """For FSDP2's `set_custom_reduce_scatter`, if `direct`. All modules can share one: its buffer is free after each call."""
+    """For FSDP2's `set_custom_reduce_scatter`. All modules can share one: its buffer is free after each call."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0)
@@ -155,6 +178,9 @@ class DirectReduceScatter(_Allocates):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Returns once the result has arrived: FSDP2 would wait for gloo anyway."""
+        if not direct(group):
+            collectives.reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+            return
         assert op in (ReduceOp.SUM, ReduceOp.AVG), op
         if self._buffer.numel() < input_tensor.numel() or self._buffer.dtype is not input_tensor.dtype:
             self._buffer = torch.empty_like(input_tensor)
