@@ -244,7 +244,7 @@ class CollectiveCounters:
             total = self._totals.setdefault(op, Total())
             total.count += 1
             total.bytes += nbytes
-            total.wire_bytes += nbytes * _ring(ranks)
+            total.wire_bytes += nbytes * _ring(ranks) * (2 if op == "all_reduce" else 1)
             total.seconds += seconds
             total.exposed_seconds += exposed_seconds if self._training() else 0.0
 

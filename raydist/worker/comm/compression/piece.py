@@ -56,6 +56,16 @@ class Piece:
         """The view without padding: [numel] of a flat piece, [W, row] of a packed one."""
         return rows_WS[:, : self.row] if self.packed else rows_WS.view(-1)[: self.numel]
 
+    def clear_padding(self, rows_WS: Tensor) -> None:
+        """Makes it zeros: after an overflow it is not finite, and ZeRO's buffers have there what they held before."""
+        if not self.packed:
+            rows_WS.view(-1)[self.numel :].zero_()
+            return
+        rows_WS[:, self.row :].zero_()
+        for _, shape, at, length in self.places():
+            for row in range(shape.numel() // max(length, 1), self.world):  # the last ranks may get fewer rows, or none
+                rows_WS[row, at + max(shape.numel() - row * length, 0) : at + length].zero_()
+
     def like(self, gradients: Tensor) -> Tensor:
         """The strategy's gradients in the shape of `body`."""
         return gradients.view(self.world, self.row) if self.packed else gradients.view(-1)

@@ -214,6 +214,7 @@ class _Call:
             assert piece.kept is not None
             values = piece.made
             torch.add(piece.body(piece.kept), self._gradients, alpha=factor, out=piece.body(values))
+        piece.clear_padding(values)
         piece.used = piece.made is not None
         self._sent.given = torch.linalg.vector_norm(values).square()
         return values
