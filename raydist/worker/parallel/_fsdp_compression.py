@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from raydist.worker.comm import gloo_p2p
 from raydist.worker.comm.compression.piece import Piece
 from raydist.worker.comm.compression.reducer import Reducer
-from raydist.worker.parallel import _gloo_p2p as gloo_p2p
 
 
 def units(model: nn.Module) -> Iterator[tuple[Any, dict[str, DTensor]]]:

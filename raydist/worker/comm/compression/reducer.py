@@ -28,13 +28,12 @@ from torch.futures import Future
 
 from raydist.errors import UserError
 from raydist.spec import CommSpec
-from raydist.worker.comm import compressors
+from raydist.worker.comm import compressors, gloo_p2p
 from raydist.worker.comm.compression import piece as pieces
 from raydist.worker.comm.compression.lane import Lane
 from raydist.worker.comm.compression.piece import Piece
 from raydist.worker.comm.compressors import Rows, Sums
 from raydist.worker.metrics import collective_counters
-from raydist.worker.parallel import _gloo_p2p as gloo_p2p
 
 
 @dataclass(slots=True)
@@ -153,7 +152,7 @@ class Reducer:
     def finish(self) -> None:
         """After the last backward of a step, when all has arrived: counts the time in which the caller had nothing left to do."""
         if self.device.type == "cpu":
-            collective_counters.expose("reduce_scatter", max(0.0, self._done_at - self._put_at))
+            collective_counters.expose("all_to_all", max(0.0, self._done_at - self._put_at))
 
     def all_reduce(self, piece: Piece, gradients: Tensor) -> Future[Tensor]:
         """`gradients` of a flat piece become their sum over the ranks, divided by `factor`. Leave them alone until it is done."""
@@ -263,7 +262,7 @@ class _Call:
         compressor.encode(values, sent)
         self._sent.lost = torch.linalg.vector_norm(values).square()
         self._sent.nbytes += each * (owner.world - 1)
-        self._work = gloo_p2p.exchange(came.view(-1), sent.view(-1), owner._groups[0])
+        self._work = gloo_p2p.all_to_all(came, sent, owner._groups[0])
         owner._lanes[1].put(self.guarded(self.add))
 
     def add(self) -> None:
