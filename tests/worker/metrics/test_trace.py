@@ -138,7 +138,9 @@ def test_compressed_gradients_are_in_a_trace(ranks: Any, dataset: str, tmp_path:
     for rank in (0, 1):
         sent = [e["name"] for e in made if e["pid"] == rank and e.get("cat") == "collective"]
         found = Counter(name for name in sent if name.startswith(("all_to_all", "all_gather")) and "KiB" in name)
-        assert found == {"all_to_all (7.0 KiB)": 3, "all_gather (7.0 KiB)": 3}, "half of 12,000 gradients, padded, to the other rank"
+        assert found == {"all_to_all (7.0 KiB)": 3, "all_gather (7.0 KiB)": 3}, (
+            "half of 12,000 gradients, padded, to the other rank"
+        )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
