@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING
 
-from raydist.extension_plans import StrategyPlan, optimizer_plan, strategies, strategy_plan
+from raydist.extension_plans import StrategyPlan, buckets, optimizer_plan, strategies, strategy_plan
 from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Moment, Param, Pass, Peak, Traffic
 from raydist.planner.pipeline import StageBytes, heaviest_moment
 
@@ -29,6 +29,7 @@ Measure = Callable[[Pass], Activations]
 _FP32 = 4
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _DDP_BUCKET_MB = 25.0  # torch's default
+_FIRST_BUCKET = 2**20  # dist._DEFAULT_FIRST_BUCKET_BYTES
 _IN_FLIGHT = 2  # zero1, zero2: units in flight at a time; worker/parallel/_zero.py's IN_FLIGHT
 _SWAP_BUFFERS = 4  # nvme: chunks in memory; worker/optim/offload/moments.py's BUFFERS, and hostcopy.py's WINDOW
 
@@ -245,8 +246,7 @@ def _replicated_part(plan: StrategyPlan, spec: JobSpec, machine: Machine, model:
         beside = _FP32 * trained if batches(spec, machine.ranks)[1] > 1 else 0
         if reduce == _FP32:
             return beside
-        asked = spec.parallel.bucket_mb
-        bucket = (_DDP_BUCKET_MB if asked is None or asked == "auto" else asked) * 2**20 / _FP32
+        bucket = _ddp_bucket(spec) / _FP32
         return beside + int(reduce * min(max(bucket, *(p.part(1) for p in model.params)), trained))
     largest = max(_units(model, ranks, trained=True).values(), default=0)
     slots = _IN_FLIGHT * (ranks + 1) * largest
@@ -364,6 +364,27 @@ def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, 
     across = 2 * (copies - 1) / copies * grads * reduce
     each = (shard - 1) * count
     return Traffic(each * gathers * compute, each * grads * reduce, round(across))
+
+
+def last_share(strategy: str, spec: JobSpec, model: Model) -> float:
+    """Share of a step's sums that is sent after the last backward pass, and of its gathers before the first forward pass: what no
+    computation overlaps. The last bucket of ddp; else the parameters of no block, or where every one is in a block, one block."""
+    whole = model.size(trained=True)
+    if not whole:
+        return 0.0
+    if buckets(strategy):
+        # torch's first bucket has 1 MiB, so that sums begin early.
+        rest = whole - _FIRST_BUCKET / _FP32
+        bucket = _ddp_bucket(spec) / _FP32
+        return 1.0 if rest <= 0 else min(rest % bucket or bucket, whole) / whole
+    units = _units(model, 1, trained=True)
+    return units.get(ROOT, 0) / whole or max(units.values()) / whole
+
+
+def _ddp_bucket(spec: JobSpec) -> float:
+    """Bytes of a bucket in fp32."""
+    asked = spec.parallel.bucket_mb
+    return (_DDP_BUCKET_MB if asked is None or asked == "auto" else asked) * 2**20
 
 
 def tensor_traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model, activations: Activations) -> int:
