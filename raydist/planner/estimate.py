@@ -18,7 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING
 
-from raydist.extension_plans import StrategyPlan, buckets, optimizer_plan, strategies, strategy_plan
+from raydist.extension_plans import (
+    StrategyPlan,
+    buckets,
+    compressor_plan,
+    optimizer_plan,
+    strategies,
+    strategy_plan,
+)
 from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Moment, Param, Pass, Peak, Traffic
 from raydist.planner.pipeline import StageBytes, heaviest_moment
 
@@ -195,12 +202,14 @@ def _moments(
     strategy: str, spec: JobSpec, machine: Machine, model: Model, activations: Activations
 ) -> tuple[list[Moment], int]:
     """(moments of the passes of one micro-batch, bytes of buffers that are allocated for the whole run)."""
-    plan, peaks = plan_of(strategy), activations.peaks
+    plan, peaks, shard = plan_of(strategy), activations.peaks, shard_of(strategy, spec, machine)
+    kept = _compression(plan, spec, machine, model, shard)
     if "parameters" in plan.sharded and replicas(spec, machine) > 1 and plan.in_flight is None:
-        return _fully_sharded(spec, machine, model, shard_of(strategy, spec, machine), peaks)
+        moments, waiting = _fully_sharded(spec, machine, model, shard, peaks)
+        return moments, waiting + kept
     own = plan.in_flight
     waiting = own(spec, machine, model) if own else _replicated_in_flight(plan, spec, machine, model)
-    return [Moment(p.phase, p.whole, 0, p.activations, p.loss) for p in peaks], waiting
+    return [Moment(p.phase, p.whole, 0, p.activations, p.loss) for p in peaks], waiting + kept
 
 
 def _copy(sharded: bool, spec: JobSpec, machine: Machine, model: Model, shard: int) -> int:
@@ -343,13 +352,13 @@ def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, 
     if ranks == 1:
         return Traffic(0, 0, 0)
     count = batches(spec, machine.ranks)[1]
-    compute, reduce = _BYTES[spec.precision.params], _BYTES[spec.precision.reduce]
+    compute, reduce = _BYTES[spec.precision.params], _sent_bytes(spec)
     if not plan.sharded:
         return Traffic(0, round(2 * (ranks - 1) / ranks * model.size(trained=True) * reduce), 0)
     grads = sum(_units(model, shard, trained=True).values())
     if "parameters" not in plan.sharded:
         each = (ranks - 1) * grads
-        return Traffic(each * _FP32, each * reduce * (count if "gradients" in plan.sharded else 1), 0)
+        return Traffic(each * _FP32, round(each * reduce * (count if "gradients" in plan.sharded else 1)), 0)
     parts = _units(model, shard)
     once = parts.pop(ROOT, 0)
     blocks = [parts[i] for i in sorted(parts)]
@@ -363,7 +372,27 @@ def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, 
     copies = ranks // shard
     across = 2 * (copies - 1) / copies * grads * reduce
     each = (shard - 1) * count
-    return Traffic(each * gathers * compute, each * grads * reduce, round(across))
+    # Of several copies only what goes between them is compressed.
+    within = reduce if copies == 1 else _BYTES[spec.precision.reduce]
+    return Traffic(each * gathers * compute, round(each * grads * within), round(across))
+
+
+def _sent_bytes(spec: JobSpec) -> float:
+    """Of one gradient, as it is sent to be summed. An own compressor without a PLAN counts as fp32."""
+    if not spec.comm.compresses:
+        return _BYTES[spec.precision.reduce]
+    plan = compressor_plan(spec.comm.compress)
+    return plan.bits / 8 if plan is not None else _FP32
+
+
+def _compression(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, shard: int) -> int:
+    """Bytes that compression keeps: of each gradient that a rank sends what is left, before and after a step, and encoded ones."""
+    ranks = replicas(spec, machine)
+    if not spec.comm.compresses or ranks == 1 or not plan.compresses:
+        return 0
+    over = shard if "parameters" in plan.sharded and shard < ranks else 1
+    each = 2 * _sent_bytes(spec) + (2 * _FP32 if spec.comm.feedback else _FP32)
+    return round(each * sum(p.part(over) for p in model.params if p.trained))
 
 
 def last_share(strategy: str, spec: JobSpec, model: Model) -> float:

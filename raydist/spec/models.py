@@ -12,7 +12,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from raydist import registry
 from raydist.extension_plans import optimizer_plan, strategies, strategy_plan
-from raydist.spec.parts import Part, SpecValueError, check_spec, near_divisors, problem
+from raydist.spec.comm import CommSpec
+from raydist.spec.parts import Part, PartWithNewFields, SpecValueError, check_spec, near_divisors, problem
 from raydist.spec.running import (
     CheckpointSpec,
     ClusterSpec,
@@ -37,8 +38,10 @@ from raydist.spec.training import (
 )
 
 
-class JobSpec(Part):
+class JobSpec(PartWithNewFields):
     """One training job."""
+
+    new_fields = ("comm",)
 
     numbers_exclude: ClassVar[tuple[str, ...]] = (
         "name", "train.micro_batch", "train.compile", "train.checkpoint_activations", "train.check_replicas",
@@ -63,6 +66,9 @@ class JobSpec(Part):
     )
     parallel: ParallelSpec = Field(
         default_factory=lambda: ParallelSpec(), description="How the work is split over the workers."
+    )
+    comm: CommSpec = Field(
+        default_factory=lambda: CommSpec(), description="What is sent between the ranks; docs/how-to/communication.md."
     )
     offload: OffloadSpec = Field(
         default_factory=lambda: OffloadSpec(), description="State that is kept outside the device's memory."
@@ -104,6 +110,7 @@ class JobSpec(Part):
                           "raise train.global_batch or take fewer workers")  # fmt: skip
         strategy, plan = self.parallel.strategy, strategy_plan(self.parallel.strategy)
         check_spec("parallel", strategy, self)
+        self._compression_fits()
         if self.offload.parameters == "cpu" and plan is not None and "parameters" not in plan.sharded:
             sharding = [s for s in strategies() if "parameters" in getattr(strategy_plan(s), "sharded", ())]
             raise problem("offload.parameters", "cpu", f"needs sharded parameters, and {strategy} keeps them whole",
@@ -117,6 +124,23 @@ class JobSpec(Part):
                           "would read the optimizer's whole state back from offload.optimizer: nvme",
                           "set it to null, or offload.optimizer: cpu")  # fmt: skip
         return self
+
+    def _compression_fits(self) -> None:
+        comm, strategy = self.comm, self.parallel.strategy
+        if not comm.compresses:
+            return
+        plan = strategy_plan(strategy)
+        if plan is None or not plan.compresses:
+            those = [s for s in strategies() if getattr(strategy_plan(s), "compresses", False)]
+            raise problem("comm.compress", comm.compress, f"has no effect with parallel.strategy: {strategy}, which sends "
+                          "gradients its own way", f"take {' or '.join(those)}, or leave comm out")  # fmt: skip
+        if self.precision.reduce != "fp32":
+            raise problem("precision.reduce", self.precision.reduce, f"and comm.compress: {comm.compress} both say how gradients "
+                          "are sent", "leave one of them out")  # fmt: skip
+        if self.parallel.expert > 1:
+            raise problem("comm.compress", comm.compress, f"does not go with parallel.expert: {self.parallel.expert}: ranks with "
+                          "the same experts are others than those that share all else", "leave comm out, or set parallel.expert: 1"
+                          )  # fmt: skip
 
     def _tensor_fits(self) -> None:
         tensor = self.parallel.tensor
@@ -252,6 +276,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 __all__ = [
     "CheckpointSpec",
     "ClusterSpec",
+    "CommSpec",
     "DataSpec",
     "EvalSpec",
     "ExporterSpec",

@@ -28,6 +28,9 @@ from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.checks.bad_steps import BadStepCheck
 from raydist.worker.checks.gradients import GradientCheck
 from raydist.worker.checks.replicas import ReplicaCheck
+from raydist.worker.comm.compression.reducer import reducers_of
+from raydist.worker.comm.compression.state import NAME as COMPRESSION
+from raydist.worker.comm.compression.state import Compression
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.dataloader import Feed
 from raydist.worker.distributed import Rank
@@ -182,6 +185,9 @@ class _Run:
             parameters=parameters,
             mesh=self.mesh,
         )
+        self.compression = self._compression()  # every rank: what would be sent is compared
+        if self.compression:
+            self.checkpoints.register(COMPRESSION, self.compression)
         startup.done("build")
         if self.checkpoints.resume():
             self.strategy.updated()
@@ -204,6 +210,7 @@ class _Run:
         hooks: list[StepHook | None] = [
             telemetry,
             seeds,
+            self.compression,
             self.experts,
             self.noise,
             self.gradients,
@@ -272,9 +279,10 @@ class _Run:
                     ended = time.perf_counter()
                     self.heartbeat.stepped(ended - begun - batch.wait_seconds)
                     self._record(batch, lr, report.loss, report.grad_norm, report.tokens, ended - begun)
-                    found = self.noise.verdict(at.step) if self.noise else None
-                    if found and self.reporter:
-                        self.reporter.event(found.event(time.time()))
+                    for measure in (self.noise, self.compression):
+                        found = measure.verdict(at.step) if measure else None
+                        if found and self.reporter:
+                            self.reporter.event(found.event(time.time()))
                     self.checkpoints.stepped(ended - before, unusual)
                     before, unusual = ended, False
                     if at.step == first:
@@ -340,7 +348,8 @@ class _Run:
         return _due(step, self.spec.checkpoint.every, ending)
 
     def _record(self, batch: StepBatch, lr: float, loss: float, norm: float, tokens: int, seconds: float) -> None:
-        if self.reporter:  # rank 0: the values are the same on every rank
+        if self.reporter:  # rank 0: the values are the same on every rank, but for those of compression
+            sent = self.compression.last if self.compression else None
             self.reporter.step(
                 StepRecord(
                     step=self.at.step,
@@ -356,6 +365,10 @@ class _Run:
                     grad_noise_scale=self.noise.scale if self.noise else None,
                     expert_imbalance=self.experts.imbalance if self.experts else None,
                     exchanged_bytes=self.experts.exchanged if self.experts else None,
+                    residual_norm=sent.residual_norm if sent else None,
+                    compression_error=sent.compression_error if sent else None,
+                    sent_bytes=sent.sent_bytes if sent else None,
+                    saved_bytes=sent.saved_bytes if sent else None,
                 )
             )
 
@@ -368,6 +381,17 @@ class _Run:
         self.at.best_eval = self.at.eval_loss if best else self.at.best_eval
         if self.reporter:
             self.reporter.say("eval", step=self.at.step, loss=self.at.eval_loss, tokens=tokens, best=best)
+
+    def _compression(self) -> Compression | None:
+        """None if no gradients are compressed on any rank."""
+        reducers = reducers_of(self.strategy)
+        if not self.spec.comm.compresses or not any(gather_json(len(reducers), self.rank.control)):
+            if self.spec.comm.compresses:
+                self._note(
+                    f"comm.compress: {self.spec.comm.compress}: there is one replica of the state, and nothing is sent"
+                )
+            return None
+        return Compression(reducers, self.precision, self.rank)
 
     def _noise(self) -> GradientNoise | None:
         every, batch = self.spec.observe.grad_noise, self.spec.train.global_batch

@@ -74,7 +74,7 @@ FIELDS: dict[str, Field] = {
     ),
     **_in(
         "zero_optimization",
-        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients "
+        "zero_quantized_weights zero_quantized_nontrainable_weights "
         "mics_hierarchical_params_gather stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params "
         "stage3_allgather_sequential allgather_sequential save_muon_momentum_buffer_in_memory",
         lost(off=False),
@@ -120,6 +120,7 @@ FIELDS: dict[str, Field] = {
     "bf16.bf16_optimizer_states": lost("they are fp32", off=False),
     **_in("fp16", "auto_cast fused_mode", OWN),
     **_in("bf16", "auto_cast immediate_grad_update check_grad_overflow", OWN),
+    "zero_optimization.zero_quantized_gradients": takes(flag, rules.reduction),
     "communication_data_type": takes(one_of("fp32", "fp16", "bf16"), rules.reduction),
     "fp32_allreduce": takes(flag, rules.reduction),
     "data_types.grad_accum_dtype": lost("gradients are accumulated in fp32", off="fp32"),

@@ -185,9 +185,19 @@ def loss_scale(r: Reading) -> None:
 
 
 def reduction(r: Reading) -> None:
-    """In which format gradients are summed over the ranks."""
-    if (dtype := r.get("communication_data_type")) is not None:
+    """In which format gradients are sent to be summed. Experts on several ranks have no compression, but sums in 16 bits."""
+    quantized, dtype = f"{ZERO}.zero_quantized_gradients", r.get("communication_data_type")
+    experts = (r.whole("parallel.expert") or 1) > 1
+    if r.get(quantized) and experts:
+        r.lose(quantized, "there is no compression with parallel.expert")
+    elif r.get(quantized):
+        r.put("comm.compress", "int8", quantized)
+        r.put("comm.error_feedback", False, quantized)
+        return
+    if dtype is not None and (dtype == "fp32" or experts or "precision.reduce" in r.nearer):
         r.put("precision.reduce", dtype, "communication_data_type")
+    elif dtype is not None:
+        r.put("comm.compress", dtype, "communication_data_type")
     elif r.get("fp32_allreduce"):
         r.put("precision.reduce", "fp32", "fp32_allreduce")
 

@@ -169,7 +169,7 @@ class _Allocates:
 
 
 class DirectReduceScatter(_Allocates):
-    """For FSDP2's `set_custom_reduce_scatter`, if `direct`. All modules can share one: its buffer is free after each call."""
+    """For FSDP2's `set_custom_reduce_scatter`. All modules can share one: its buffer is free after each call."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0)
@@ -178,6 +178,9 @@ class DirectReduceScatter(_Allocates):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Returns once the result has arrived: FSDP2 would wait for gloo anyway."""
+        if not direct(group):
+            collectives.reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+            return
         assert op in (ReduceOp.SUM, ReduceOp.AVG), op
         if self._buffer.numel() < input_tensor.numel() or self._buffer.dtype is not input_tensor.dtype:
             self._buffer = torch.empty_like(input_tensor)

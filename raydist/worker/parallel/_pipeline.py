@@ -29,6 +29,7 @@ from raydist.data.batches import MicroBatch
 from raydist.errors import UserError
 from raydist.spec import JobSpec
 from raydist.worker.comm.collectives import sum_flat
+from raydist.worker.comm.compression.reducer import Reducer, reducers_of
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import Example, ParallelStrategy, ParamShard, Work
 from raydist.worker.parallel._model_graph import initialise, plain_name, some
@@ -217,6 +218,10 @@ class Pipeline:
         """See `ParallelStrategy.updated`."""
         for stage in self.stages:
             stage.strategy.updated()
+
+    def reducers(self) -> list[Reducer]:
+        """See `ParallelStrategy`: those of the stages."""
+        return [r for stage in self.stages for r in reducers_of(stage.strategy)]
 
     def messages(self) -> list[tuple[str, int, str]]:
         """For traces: the collectives of the stages, the last one's first, as backward does."""
