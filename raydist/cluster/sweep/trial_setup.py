@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from raydist.checkpoint import hub
 from raydist.cluster import nodes, preflight
 from raydist.cluster.run.request import Request
 from raydist.cluster.session import Session
@@ -34,7 +35,7 @@ class Datasets:
     """
 
     def __init__(self, home: str, progress: Callable[[], AbstractContextManager[Callable[[Progress], None]]]) -> None:
-        self._home, self._progress = home, progress
+        self.home, self._progress = home, progress
         self._open: dict[str, TokenDataset] = {}
 
     def of(self, job: JobSpec) -> TokenDataset:
@@ -42,7 +43,7 @@ class Datasets:
         key = job.data.model_dump_json()
         if key not in self._open:
             with self._progress() as report:
-                uri = open_or_prepare(job.data, self._home, report)
+                uri = open_or_prepare(job.data, self.home, report)
             self._open[key] = TokenDataset(uri)
         return self._open[key]
 
@@ -113,16 +114,17 @@ class TrialSetup:
         return asked(job, self._gpus(job), self._nodes)
 
     def _fitted(self, job: JobSpec) -> JobSpec:
-        """The job with a fixed number of workers, and no spares: a trial that grows would take another's workers."""
+        """The job with a fixed number of workers, and no spares: a trial that grows would take another's workers. Its weights are in a
+        folder."""
         cluster = job.cluster.model_copy(update={"workers": self._asked(job).workers, "spares": 0})
-        return job.model_copy(update={"cluster": cluster})
+        return hub.local(job.model_copy(update={"cluster": cluster}), self._datasets.home)
 
 
 def _looked_at(job: JobSpec) -> str:
     """Key of all settings that a preflight checks except resources: one check is enough for jobs with equal keys."""
     settings: Mapping[str, Any] = {
         "data": job.data.model_dump(mode="json"),
-        "model": job.model.name,
+        "model": [job.model.name, job.model.hf],
         "strategy": job.parallel.strategy,
         "offload": job.offload.path,
         "snapshots": job.snapshot_every,
