@@ -217,7 +217,9 @@ def look_around(
     except RaydistError as error:
         problems.append(f"{error.message}; put the dataset on storage that every node can read")
     if weights is not None and not (Path(weights) / "config.json").exists():
-        problems.append(f"model.hf: {weights} was not found; put it on shared storage, under the same path on every node")
+        problems.append(
+            f"model.hf: {weights} was not found; put it on shared storage, under the same path on every node"
+        )
     problems += [
         f"no module {m!r}; run from the folder that holds it, or install it there"
         for m in modules

@@ -106,8 +106,8 @@ def written(folder: Path, name: str) -> None:
 
 
 def test_two_runs_download_a_model_once(tmp_path: Path, endpoint: str) -> None:
-    """Both get the same folder in the storage of the runs, of the revision that the name means now; without the hub it stays usable.
-    Other files than weights and config are left out."""
+    """Both get the same folder in the storage of the runs, of the revision that the name means now; it stays usable without
+    the hub. Other files than weights and config are left out."""
     written(tmp_path, "hf://me/tiny")
     command, env = [sys.executable, "-c", FETCH, "runs"], environment(tmp_path, endpoint)
 

@@ -114,8 +114,7 @@ class TrialSetup:
         return asked(job, self._gpus(job), self._nodes)
 
     def _fitted(self, job: JobSpec) -> JobSpec:
-        """The job with a fixed number of workers, and no spares: a trial that grows would take another's workers. Its weights are in a
-        folder."""
+        """The job with a fixed number of workers, and no spares: a trial that grows would take another's workers."""
         cluster = job.cluster.model_copy(update={"workers": self._asked(job).workers, "spares": 0})
         return hub.local(job.model_copy(update={"cluster": cluster}), self._datasets.home)
 
