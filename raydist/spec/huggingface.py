@@ -38,6 +38,11 @@ def read_folder(name: str) -> tuple[str, dict[str, Any]]:
     if name.startswith(HUB):
         folder = download(name, ["config.json"])
         name = f"{name.partition('@')[0]}@{folder.name}"  # so that the weights are those of this config.json
+    return name, fields_of(read_config(folder), f"{folder}/config.json")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The values of the config.json in a folder. Raises UserError."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except OSError as error:
@@ -50,11 +55,16 @@ def read_folder(name: str) -> tuple[str, dict[str, Any]]:
         raise UserError(
             f"{folder}/config.json: holds {type(config).__name__}, not the config of a model", "download it again"
         )
+    return config
+
+
+def fields_of(config: Config, place: str) -> dict[str, Any]:
+    """The fields of `model`, its name among them, of a config.json. `place`: of the file. Raises UserError."""
     try:
         model, format = reader_of(config)
-        return name, {"name": model, "vocab_size": need(config, "vocab_size"), **format.fields(config)}
+        return {"name": model, "vocab_size": need(config, "vocab_size"), **format.fields(config)}
     except UserError as error:
-        raise UserError(f"{folder}/config.json: {error.message}", error.hint) from None
+        raise UserError(f"{place}: {error.message}", error.hint) from None
 
 
 def download(name: str, patterns: Sequence[str], cache: Path | None = None, *, present: bool = False) -> Path:
