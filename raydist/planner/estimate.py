@@ -255,7 +255,7 @@ def _replicated_part(plan: StrategyPlan, spec: JobSpec, machine: Machine, model:
 
 
 def _direct(machine: Machine) -> bool:
-    """Whether received parts of a sum need buffers beside the sent ones: with gloo (raydist/worker/parallel/_gloo_p2p.py)."""
+    """Whether received parts of a sum need buffers beside the sent ones: with gloo (raydist/worker/comm/gloo_p2p.py)."""
     return machine.device == "cpu"
 
 

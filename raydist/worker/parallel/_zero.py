@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Rows
 
 from raydist.spec import JobSpec
+from raydist.worker.comm import gloo_p2p
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import Example, ParamShard
-from raydist.worker.parallel import _gloo_p2p as gloo_p2p
 from raydist.worker.parallel._model_graph import blocks_of, check_graph, refuse_scalars, tied_across, weakly
 from raydist.worker.precision import DTYPES
 
