@@ -144,6 +144,12 @@ def export(
             min=0.0, help="With --quantize: nats by which the held-out loss may rise; else nothing is written."
         ),
     ] = 0.05,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16; default: as saved, which is fp32.", show_default=False)
+    ] = None,
+    file_mb: Annotated[
+        float, typer.Option(min=0.001, help="Size of a file of weights in MB; more go to further files.")
+    ] = 5000.0,
     storage: options.Storage = None,
 ) -> None:
     """Write a checkpoint's weights for other libraries. Default: the newest valid checkpoint."""
@@ -153,8 +159,9 @@ def export(
             raise UsageError(f"--quantize {quantize}: cannot be written", "there is: int8")
         from raydist.worker.checkpoint.export_int8 import export_int8
 
-        print("\n".join([*export_int8(folder, step, out, dataset, max_loss_increase).lines(), str(out)]))
+        written = {"dtype": dtype, "file_bytes": int(file_mb * 1e6)}
+        print("\n".join([*export_int8(folder, step, out, dataset, max_loss_increase, **written).lines(), str(out)]))
         return
     from raydist.worker.checkpoint.export import export as write
 
-    print(write(folder, step, out, file_format, dataset))
+    print(write(folder, step, out, file_format, dataset, dtype=dtype, file_bytes=int(file_mb * 1e6)))

@@ -42,6 +42,11 @@ class Exported:
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}", "export the model again") from None
 
+    def step(self) -> int:
+        """The step of the checkpoint that it was exported from. Raises KeyError for other folders."""
+        with safe_open(self.folder / weight_files(self.folder)[0], framework="pt") as opened:
+            return int((opened.metadata() or {})["raydist_step"])
+
     @property
     def nbytes(self) -> int:
         """Bytes of its weights' files."""

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from raydist.checkpoint import hub
+from raydist.checkpoint.source import pinned
 from raydist.cluster import nodes, preflight
 from raydist.cluster.run.request import Request
 from raydist.cluster.session import Session
@@ -73,6 +74,7 @@ class TrialSetup:
         for trial in trials:
             checked.setdefault(_looked_at(trial.job), trial.job)
         for job in checked.values():
+            pinned(job, folder.run("none"), datasets.home)
             preflight.check(self._fitted(job), session, folder.full_uri, datasets.of(job).storage.full_uri)
         self.tokens = max(self._tokens(trial.job) for trial in trials)
 
@@ -88,6 +90,7 @@ class TrialSetup:
             for field, value in changes.items():
                 raw = merge(raw, nest(field, value))
             job = parse(raw, source=trial)
+        job = pinned(job, run, self._datasets.home)
         exporters = resolve(of_sweep([e.model_dump() for e in job.observe.exporters], self._folder), run)
         dataset, gpus = self._datasets.of(job).storage.full_uri, self._gpus(job)
         request = Request(job, run, dataset, gpus, allow_spec_change=bool(changes), exporters=exporters)

@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 
+from raydist.checkpoint import manifest
 from raydist.data.dataset import TokenDataset
 from raydist.errors import QuantizationRefused, UsageError
 from raydist.redact import beside
 from raydist.run.directory import SPEC, RunDir
 from raydist.spec import parse
 from raydist.worker import int8
-from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.export import export
 from raydist.worker.evaluate import Evaluation, batches_of, evaluate
 from raydist.worker.exported import open_folder
@@ -71,11 +71,10 @@ def export_int8(
         plain, made = Path(scratch) / "plain", Path(scratch) / "int8"
         export(run, step, plain, "huggingface", dataset, **options)
         job = parse(yaml.safe_load(run.storage.read(SPEC)), source=f"{run.uri}/{SPEC}")
-        manifest = restore.choose(run, step=step)
-        assert manifest is not None, "it was exported"
-        held_out = TokenDataset(dataset or beside(str(manifest.plain["dataset"]), run.full_uri))
-        batches, loss = batches_of(job, held_out), build_loss(job)
         exported = open_folder(plain, job.model.context)
+        found = manifest.read(run, exported.step())
+        held_out = TokenDataset(dataset or beside(str(found.plain["dataset"]), run.full_uri))
+        batches, loss = batches_of(job, held_out), build_loss(job)
         size, tensors = exported.nbytes, int8.linear_tensors(exported.model, exported.format)
         before = evaluate(exported.model, batches, loss)
         del exported  # two models would need twice the memory
