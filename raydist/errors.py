@@ -17,6 +17,7 @@ Runs anywhere. Imports nothing of raydist except the function that removes secre
     │   │   └── CheckpointTooNew      the manifest's version is newer than this raydist knows
     │   ├── CheckpointNotFound        no committed checkpoint can be read (also a LookupError)
     │   └── SpecChanged               2: a resumed run would give other results than the original
+    ├── QuantizationRefused           3: quantised weights lose more than was allowed
     ├── TraceFailed                   3: a running job returned no trace, or only a part
     ├── StopFailed                    3: a run did not stop in time, or its driver died
     ├── Rollback                      3: the attempt ended in order to resume from a checkpoint
@@ -117,6 +118,10 @@ class SpecChanged(CheckpointError):
     """The spec differs from the checkpoint's in fields that change the results."""
 
     exit_code = 2
+
+
+class QuantizationRefused(RaydistError):
+    """Quantised weights have a held-out loss above the bound; nothing was written."""
 
 
 class TraceFailed(RaydistError):

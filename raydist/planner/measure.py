@@ -187,7 +187,9 @@ class Planner:
                 parts = [_Fake(part, whole, replicas) for part in (cuts.parts(module) if cuts else [module])]
                 self._models[cast] = parts
             self._blocks = tuple(part.blocks for part in parts)
-            self._alike = self._spec.model.name in registry.names("model") and _alike(parts)
+            name = self._spec.model.name
+            by_layers = name in registry.names("model") and registry.described("model", name, "BY_LAYERS") is not False
+            self._alike = by_layers and _alike(parts)
         return self._models[cast]
 
     def _split(self, module: nn.Module) -> LayerSplit | None:

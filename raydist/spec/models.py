@@ -41,12 +41,13 @@ from raydist.spec.training import (
 class JobSpec(PartWithNewFields):
     """One training job."""
 
-    new_fields = ("comm",)
+    new_fields = ("comm", "init_from")
 
     numbers_exclude: ClassVar[tuple[str, ...]] = (
         "name", "train.micro_batch", "train.compile", "train.checkpoint_activations", "train.check_replicas",
         "train.check_gradients", "parallel", "offload", "checkpoint", "eval", "recovery", "observe", "cluster", "data.prefetch",
         "data.source", "data.path", "optim.fused", "deepspeed", "model.hf",
+        "init_from",
     )  # fmt: skip
     """Fields that do not change the numbers, or only within float tolerance. The data is compared by its fingerprint."""
 
@@ -58,6 +59,11 @@ class JobSpec(PartWithNewFields):
         description="A DeepSpeed JSON file, relative to this one. Fields of this file win; docs/how-to/deepspeed.md.",
     )
     model: ModelSpec = Field(default_factory=ModelSpec, description="The model.")
+    init_from: str | None = Field(
+        None,
+        description="Start from the weights of another run: its name, folder or URI, or RUN/checkpoints/step-N; neither its "
+        "optimizer nor its step; docs/how-to/pretrained.md.",
+    )
     data: DataSpec = Field(description="The training data.")
     train: TrainSpec = Field(description="Length, batches, loss, and how the passes are computed.")
     optim: OptimSpec = Field(default_factory=lambda: OptimSpec(), description="The optimizer and its learning rate.")
@@ -94,6 +100,8 @@ class JobSpec(PartWithNewFields):
                 f"is longer than the run of {steps} steps",
                 "write a fraction, such as 0.1",
             )
+        if (check := registry.described("model", self.model.name, "check_job")) is not None:
+            check(self)
         self._tensor_fits()
         self._context_fits()
         self._pipeline_fits()

@@ -191,6 +191,9 @@ class _Run:
         startup.done("build")
         if self.checkpoints.resume():
             self.strategy.updated()
+        elif spec.init_from is not None:
+            self.checkpoints.start_from(spec.init_from)
+            self.strategy.updated()
         elif spec.model.hf is not None:
             read = pretrained.load(spec.model, model, shards, dataset.vocab_size)
             self._note(f"model.hf: rank 0 read {read / 2**20:,.0f} MiB of {spec.model.hf}")
