@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from raydist.data.batches import MASKED, MicroBatch, StepBatch, eval_batches, share
-from raydist.data.dataset import TokenDataset, Windows
+from raydist.data.batches import MASKED, MicroBatch, Samples, StepBatch, eval_batches
+from raydist.data.dataset import TokenDataset
+from raydist.data.samples import batches_of, divide_of, held_out_samples, training_samples
+from raydist.data.sequences import Sequences
 from raydist.errors import DataError, UserError
 from raydist.spec import JobSpec
 from raydist.worker.mesh import Mesh
@@ -24,7 +26,18 @@ class Feed:
     def __init__(self, spec: JobSpec, mesh: Mesh, dataset: TokenDataset) -> None:
         self._spec, self._mesh, self._dataset = spec, mesh, dataset
         self._device = mesh.rank.device
-        self.windows = Windows(dataset.split("train"), spec.model.context)
+        self.samples = training_samples(spec, dataset)
+        self.batches = batches_of(spec, self.samples, dataset.fingerprint)
+        self.divide = divide_of(spec, self.samples)
+
+    @property
+    def shapes(self) -> int:
+        """How many shapes micro-batches have; 1 if that is not limited, too."""
+        return len(self.samples.shapes.all()) or 1 if isinstance(self.samples, Sequences) else 1
+
+    def notes(self) -> list[str]:
+        """What a user should know about how the data is divided; each a line."""
+        return self.samples.notes() if isinstance(self.samples, Sequences) else []
 
     def to_torch(self, batch: StepBatch) -> StepBatch:
         """Converts this rank's tokens of every micro-batch to tensors, in pinned memory for CUDA. Called in the loader's thread."""
@@ -39,25 +52,25 @@ class Feed:
         return to_device(batch, self._device)
 
     def example(self, samples: int = 1) -> MicroBatch:
-        """The first sample, `samples` times, with which a strategy checks the graph."""
-        return self._made(self.windows, np.zeros(samples, np.int64))
+        """One sample, `samples` times, with which a strategy checks the graph."""
+        return self._made(self.samples, self.samples.example(samples))
 
     def eval_set(self) -> list[MicroBatch]:
         """This rank's part of the eval batches, the same at each evaluation. Raises DataError if the eval split is empty."""
-        windows, train = Windows(self._dataset.split("eval"), self._spec.model.context), self._spec.train
-        if not len(windows):
+        samples = held_out_samples(self._spec, self._dataset, self.samples)
+        if not len(samples):
             raise DataError(
                 f"{self._dataset.uri}: the eval split is empty, but eval.every is {self._spec.eval.every}",
                 "prepare with a larger eval_fraction, or set eval.every: null",
             )
         return [
-            self._made(windows, part)
-            for ids in eval_batches(len(windows), self._spec.eval.batches, train.global_batch)
-            for part in share(ids, self._mesh.data_rank, self._mesh.data_size, train.micro_batch)
+            self._made(samples, ids[part])
+            for ids in eval_batches(len(samples), self._spec.eval.batches, self.batches.global_batch)
+            for part in divide_of(self._spec, samples)(ids, self._mesh.data_rank, self._mesh.data_size)
         ]
 
-    def _made(self, windows: Windows, ids: Any) -> MicroBatch:
-        made = own_tokens(MicroBatch(*windows.batch(ids, self._spec.data.pack)), self._mesh)
+    def _made(self, samples: Samples, ids: Any) -> MicroBatch:
+        made = own_tokens(MicroBatch(*samples.batch(ids, self._spec.data.pack)), self._mesh)
         return self.to_device(_tensors(made, pin=False))
 
 
