@@ -69,6 +69,9 @@ class Folded:
     def __init__(self, windows: Windows) -> None:
         self.windows = windows
 
+    def row_lengths(self, ids: IntArray) -> None:
+        """As Windows.row_lengths."""
+
     def batch(self, ids: IntArray, pack: bool = False) -> Any:
         """As Windows.batch."""
         return self.windows.batch(ids % len(self.windows), pack)

@@ -155,7 +155,8 @@ class MicroBatch:
 
     tokens [n, T] int64; targets [n, T] int64, -100 where masked; documents [n, T] int32 if documents are
     packed. `first`: the index of its first sample in the global batch, by which dropout is seeded. `real`: whether it has samples;
-    a rank without any has masked rows only.
+    a rank without any has masked rows only. lengths [n] int64: tokens of each row, after which there is padding; None if nobody
+    needs to know.
     """
 
     tokens: Any
@@ -163,6 +164,7 @@ class MicroBatch:
     documents: Any = None
     first: int = 0
     real: bool = True
+    lengths: Any = None
 
 
 @dataclass(slots=True)
@@ -190,6 +192,9 @@ class Samples(Protocol):
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int32] | None]:
         """tokens, targets and documents of these samples; one fully masked row if `ids` is empty."""
 
+    def row_lengths(self, ids: IntArray) -> IntArray | None:
+        """Tokens of each row of their `batch`, int64; None if its rows are full, or need not be told from full ones."""
+
 
 def make_step(
     windows: Samples,
@@ -206,7 +211,8 @@ def make_step(
     micro_batches, tokens = [], 0
     for part in divide(ids, rank, world):
         first = int(part[0]) if len(part) else len(ids)
-        made = MicroBatch(*windows.batch(ids[part], pack), first=first, real=len(part) > 0)
+        lengths = windows.row_lengths(ids[part])
+        made = MicroBatch(*windows.batch(ids[part], pack), first=first, real=len(part) > 0, lengths=lengths)
         tokens += int(np.count_nonzero(made.targets != MASKED))
         micro_batches.append(made)
     return StepBatch(cursor, after, ids, samples_hash(ids), micro_batches, tokens)

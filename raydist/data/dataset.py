@@ -239,6 +239,9 @@ class Windows:
         """Paths or URIs of the shards that contain these samples; opens none."""
         return self.split.files(ids * self.context, self.context + 1)
 
+    def row_lengths(self, ids: IntArray) -> None:
+        """Rows are full, but for the last sample's."""
+
     def example(self, samples: int) -> IntArray:
         """Ids with which a strategy checks the graph: the first sample, `samples` times."""
         return np.zeros(samples, dtype=np.int64)

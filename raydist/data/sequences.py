@@ -118,6 +118,13 @@ class Sequences:
             targets[row, : last - first] = read[1:]
         return tokens, targets, None
 
+    def row_lengths(self, ids: IntArray) -> IntArray:
+        """Tokens of each row of `batch`, int64; 0 of a row without a sample."""
+        start, stop = self._places(ids)
+        made = np.zeros(self.shapes.shape(np.maximum(stop - start, 1))[0], dtype=np.int64)
+        made[: len(start)] = np.maximum(stop - start, 1)
+        return made
+
     def notes(self) -> list[str]:
         """What was done about documents longer than `longest`, and how many shapes there are; each a line."""
         notes = []

@@ -5,6 +5,7 @@ Runs in: each train worker. Torch, never ray.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -98,8 +99,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     if device.type == "cpu":
         return batch
     move: dict[str, Any] = {"device": device, "non_blocking": True}
-    documents = None if batch.documents is None else batch.documents.to(**move)
-    return MicroBatch(batch.tokens.to(**move), batch.targets.to(**move), documents, batch.first, batch.real)
+    return _each(batch, lambda tensor: tensor.to(**move))
 
 
 def _tensors(batch: MicroBatch, pin: bool) -> MicroBatch:
@@ -109,5 +109,11 @@ def _tensors(batch: MicroBatch, pin: bool) -> MicroBatch:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if pin else tensor
 
-    documents = None if batch.documents is None else make(batch.documents)
-    return MicroBatch(make(batch.tokens), make(batch.targets), documents, batch.first, batch.real)
+    return _each(batch, make)
+
+
+def _each(batch: MicroBatch, make: Callable[[Any], torch.Tensor]) -> MicroBatch:
+    """The same batch with another tensor in place of each."""
+    names = ("tokens", "targets", "documents", "lengths")
+    made: dict[str, Any] = {name: make(old) for name in names if (old := getattr(batch, name)) is not None}
+    return replace(batch, **made)

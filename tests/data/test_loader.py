@@ -81,6 +81,9 @@ class _Counting:
         self.fail_at = fail_at
         self.asked = threading.Semaphore(0)
 
+    def row_lengths(self, ids: IntArray) -> None:
+        """All rows are full."""
+
     def batch(self, ids: IntArray, pack: bool = False) -> tuple[IntArray, IntArray, None]:
         if self.made == self.fail_at:
             raise OSError("the disk is gone")
@@ -140,6 +143,9 @@ class _Blocking:
         os.mkfifo(fifo)
         self.fifo, self.stuck, self.left = fifo, stuck, times
         self.freed = threading.Semaphore(0)
+
+    def row_lengths(self, ids: IntArray) -> None:
+        """All rows are full."""
 
     def batch(self, ids: IntArray, pack: bool = False) -> tuple[IntArray, IntArray, None]:
         if self.stuck in ids and self.left:
