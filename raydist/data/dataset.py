@@ -136,7 +136,7 @@ class TokenSplit:
         if self._ends is None:
             raise DataError(
                 f"{self._storage.uri}: the ends of its documents are not stored: an older version of raydist prepared it",
-                "prepare it again, into another folder",
+                "prepare it again, into another folder, or leave data.batching out",
             )
         if not self._ends.bytes:
             return np.empty(0, dtype=np.int64)

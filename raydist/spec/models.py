@@ -274,6 +274,26 @@ class JobSpec(Part):
         ranks = self.parallel.tensor * self.parallel.context
         return min(self.model.context, batching.max_tokens // batching.min) // ranks * ranks
 
+    def with_max_tokens(self, max_tokens: int) -> JobSpec:
+        """The job with another data.batching.max_tokens, at least `longest`, and the same samples."""
+        assert self.data.batching is not None
+        fields = {"max_tokens": max_tokens, "longest": self.longest, "min": 1}
+        data = self.data.model_copy(update={"batching": self.data.batching.model_copy(update=fields)})
+        return self.model_copy(update={"data": data})
+
+    @property
+    def largest_pass(self) -> tuple[int, int]:
+        """(rows, tokens of a row) of the micro-batch that needs the most memory; with data.batching the longest rows or, where one
+        more row of shorter ones makes more tokens, these."""
+        batching, length = self.data.batching, self.longest
+        if batching is None:
+            return self.train.micro_batch, length
+        most = batching.max or batching.max_tokens
+        rows = min(max(batching.max_tokens // length, 1), most)
+        more = min(rows + 1, most)
+        shorter = batching.max_tokens // more // self.row_multiple * self.row_multiple
+        return max((rows, length), (more, min(shorter, length)), key=lambda shape: shape[0] * shape[1])
+
     @property
     def row_multiple(self) -> int:
         """With data.batching, of what padded lengths are multiples, except `longest`."""
