@@ -2,12 +2,12 @@
 
     python benchmarks/batching.py [--rounds 8] [--contexts 2048 8192] [--max-tokens 16384] [--padding-only]
 
-The documents are the functions and classes of Python's standard library, as bytes. `padding` is counted exactly, without timing, for
-each context: the share of padding in all tokens that are computed, over the first 50 global batches of an epoch or all of it, by the
-micro-batches that a replica has of a global batch. `fixed` has as many random documents a micro-batch as fit if all have the longest
-length, padded to the longest of them or to the context; `by tokens` is data.batching, with any padded length or with 8. `waits` is
-the part of the replicas' time, if it is in proportion to padded tokens, in which they wait for the fullest one. Packing has no
-padding; `cut` is the share of documents that lie in several windows.
+The documents are the functions and classes of Python's standard library, as bytes. `padding` is counted exactly, without timing,
+for each context: the share of padding in all tokens that are computed, over the first 50 global batches of an epoch or all of it,
+by the micro-batches that a replica has of a global batch. `fixed` has as many random documents a micro-batch as fit if all have the
+longest length, padded to the longest of them or to the context; `by tokens` is data.batching, with any padded length or with 8.
+`waits` is the part of the replicas' time, if it is in proportion to padded tokens, in which they wait for the fullest one. Packing
+has no padding; `cut` is the share of documents that lie in several windows.
 
 `speed`, with the first context: one process trains a small GPT with AdamW, on a GPU in bf16 if there is one, else on one thread in
 fp32. Each round runs one global batch of each way, in a new order; tokens are those that count in the loss. `over_fixed`: median of
