@@ -125,15 +125,15 @@ def _print(shown: dict[str, Any], dataset: TokenDataset) -> None:
 def _data(job: JobSpec, home: str, starting: Starting) -> tuple[TokenDataset, int]:
     """The dataset, prepared if necessary, and the number of optimizer steps of the whole run."""
     from raydist.data import open_or_prepare
-    from raydist.data.batches import Batches
-    from raydist.data.dataset import TokenDataset, Windows
+    from raydist.data.dataset import TokenDataset
+    from raydist.data.samples import batches_of, training_samples
     from raydist.report.preparing import data_progress
 
     with data_progress(starting.hide) as report:
         dataset = TokenDataset(open_or_prepare(job.data, home, report))
     job.model.rows(dataset.vocab_size)
-    windows = Windows(dataset.split("train"), job.model.context)
-    return dataset, job.train.total(Batches(len(windows), job.train.global_batch, 0, "").steps_per_epoch)
+    batches = batches_of(job, training_samples(job, dataset), dataset.fingerprint)
+    return dataset, job.train.total(batches.steps_per_epoch)
 
 
 def _already(

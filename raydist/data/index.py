@@ -6,6 +6,8 @@ Runs anywhere. Plain python.
                 tokenizer.json              the tokenizer, to encode and decode text later
                 train-000000-000.arrow      Arrow IPC: one column, "tokens"; the numbers are the block and its shard
                 eval-000000-000.arrow
+                train-ends.bin              the position of each document's end token in the split, as little-endian int64
+                eval-ends.bin
 """
 
 from __future__ import annotations
@@ -36,13 +38,26 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class Ends:
+    """The file of the documents' ends: its name, size in bytes (8 a document), and xxh3-128 in hex."""
+
+    file: str
+    bytes: int
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
 class SplitIndex:
-    """One split: tokens (end tokens included), documents, bytes of their text, and the shards in order."""
+    """One split: tokens (end tokens included), documents, bytes of their text, and the shards in order.
+
+    `ends`: None if a version of raydist prepared the dataset that stored no ends of documents.
+    """
 
     tokens: int
     documents: int
     bytes: int
     shards: tuple[Shard, ...]
+    ends: Ends | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +97,18 @@ class DatasetIndex:
         """The split of that name."""
         return self.train if name == "train" else self.eval
 
-    def shards(self) -> tuple[Shard, ...]:
-        """All shards, train before eval."""
-        return self.train.shards + self.eval.shards
+    def files(self) -> tuple[Shard | Ends, ...]:
+        """All files but the tokenizer and the index: shards, train before eval, then the ends."""
+        ends = (split.ends for split in (self.train, self.eval) if split.ends is not None)
+        return (*self.train.shards, *self.eval.shards, *ends)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        """Plain values for JSON; without `ends` where there are none, so that the hash of an older index stays."""
+        made = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        for name in SPLITS:
+            if made[name]["ends"] is None:
+                del made[name]["ends"]
+        return made
 
     def to_bytes(self) -> bytes:
         """The only serialisation of an index: verify compares it byte for byte."""
@@ -104,7 +124,9 @@ class DatasetIndex:
         fields = {k: v for k, v in raw.items() if k not in ("format", "version", "hash")}
         for name in SPLITS:
             split = dict(fields[name])
-            fields[name] = SplitIndex(**{**split, "shards": tuple(Shard(**s) for s in split["shards"])})
+            ends = Ends(**split["ends"]) if "ends" in split else None
+            shards = tuple(Shard(**s) for s in split["shards"])
+            fields[name] = SplitIndex(**{**split, "shards": shards, "ends": ends})
         fields["tokenizer"] = TokenizerIndex(**fields["tokenizer"])
         return cls(**{**fields, "sources": tuple(fields["sources"])})
 

@@ -44,9 +44,14 @@ _SWAP_BUFFERS = 4  # nvme: chunks in memory; worker/optim/offload/moments.py's B
 def batches(spec: JobSpec, ranks: int) -> tuple[int, int]:
     """(sequences per micro-batch, micro-batches per step) on the replica with the most, as data/batches.py distributes them.
 
-    `ranks`: of the whole run.
+    `ranks`: of the whole run. With data.batching of the largest micro-batch, as if all were: documents are not known here.
     """
-    most = -(-spec.train.global_batch // (ranks // spec.parallel.replica))
+    batching, replicas = spec.data.batching, ranks // spec.parallel.replica
+    if batching is not None:
+        rows, length = spec.largest_pass
+        step = -(-batching.global_tokens // length) if batching.global_tokens is not None else spec.train.global_batch
+        return rows, -(-step // (replicas * rows))
+    most = -(-spec.train.global_batch // replicas)
     count = -(-most // spec.train.micro_batch)
     return -(-most // count), count
 

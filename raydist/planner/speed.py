@@ -196,7 +196,7 @@ def speed(
     stages = [stage.model for stage in model.stages] or [model]
     again = spec.train.checkpoint_activations == "full"
     peak = device.fp32 if spec.precision.params == "fp32" else device.half
-    each = flops_per_token * micro * spec.model.context / (tensor * parallel.context * peak * device.efficiency)
+    each = flops_per_token * micro * spec.largest_pass[1] / (tensor * parallel.context * peak * device.efficiency)
     tensor_link = _tensor_link(tensor * parallel.context, machine, device)
     # An all-to-all over nodes is limited by what leaves a node.
     expert_link = device.node if parallel.expert <= machine.per_node else min(device.node, device.network or 0.0)
@@ -235,7 +235,11 @@ def speed(
         waits = line.ends[rank] - line.busy[rank]
         found.append(Speed(compute, communication + group, exposed + group, waits, offload, 0.0, line.bubble))
     slowest = max(found, key=lambda speed: speed.seconds)
-    return replace(slowest, tokens_per_second=spec.train.global_batch * spec.model.context / slowest.seconds)
+    batching = spec.data.batching
+    tokens = spec.train.global_batch * spec.largest_pass[1]
+    if batching is not None and batching.global_tokens is not None:
+        tokens = batching.global_tokens
+    return replace(slowest, tokens_per_second=tokens / slowest.seconds)
 
 
 def _exposed(

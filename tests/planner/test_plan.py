@@ -344,6 +344,20 @@ def test_micro_batches_are_as_the_loader_deals_them(
 # --- activations
 
 
+def test_the_largest_micro_batch_counts() -> None:
+    """With data.batching a pass has as many rows of the longest length as fit; the others are as many as the global batch needs."""
+    batching = {"max_tokens": 64, "global_tokens": 300}
+    by_tokens = job(data={"source": "x", "batching": batching}, model={"context": 8}, train={"steps": 1})
+    assert batches(by_tokens, 3) == (8, 2)
+    in_sequences = job(data={"source": "x", "batching": {"max_tokens": 64, "max": 3}}, model={"context": 8})
+    assert batches(in_sequences, 2) == (3, 6)
+    planner = Planner(job(data={"source": "x", "batching": {"max_tokens": 24}}, model={"context": 8}), VOCAB, "cpu")
+    assert (
+        planner.measure(Pass(3, "none")).saved
+        == Planner(job(model={"context": 8}), VOCAB, "cpu").measure(Pass(3, "none")).saved
+    )
+
+
 def allocated_peak(work: Callable[[], None]) -> int:
     """The peak of torch's CPU allocator above its value at the start, from the profiler's memory events."""
     gc.collect()

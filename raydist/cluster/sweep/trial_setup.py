@@ -18,9 +18,9 @@ from raydist.cluster.session import Session
 from raydist.cluster.sweep.capacity import Shape, asked, at_once, room
 from raydist.cluster.sweep.trial import Plan
 from raydist.data import open_or_prepare
-from raydist.data.batches import Batches
-from raydist.data.dataset import TokenDataset, Windows
+from raydist.data.dataset import TokenDataset
 from raydist.data.prepare import Progress
+from raydist.data.samples import batches_of, training_samples
 from raydist.observe.exporters import resolve
 from raydist.observe.sweep_results import of_sweep
 from raydist.run.sweep_directory import SweepDir
@@ -52,8 +52,8 @@ class Datasets:
         """Optimizer steps of the whole job."""
         if job.train.steps is not None:
             return job.train.steps
-        windows = Windows(self.of(job).split("train"), job.model.context)
-        return job.train.total(Batches(len(windows), job.train.global_batch, 0, "").steps_per_epoch)
+        dataset = self.of(job)
+        return job.train.total(batches_of(job, training_samples(job, dataset), dataset.fingerprint).steps_per_epoch)
 
 
 class TrialSetup:
