@@ -19,6 +19,7 @@ Runs anywhere. Imports nothing of raydist except the function that removes secre
     │   └── SpecChanged               2: a resumed run would give other results than the original
     ├── TraceFailed                   3: a running job returned no trace, or only a part
     ├── StopFailed                    3: a run did not stop in time, or its driver died
+    ├── RankRefused                   3: a process that is not of this attempt has taken a rank's place
     ├── Rollback                      3: the attempt ended in order to resume from a checkpoint
     └── TrainingStopped               3: the run ended before its last step, and a restart would not help
         ├── NonFinite                 NaN or Inf in the loss or in the gradients (also an ArithmeticError)
@@ -125,6 +126,10 @@ class TraceFailed(RaydistError):
 
 class StopFailed(RaydistError):
     """A run or a sweep did not stop in time after a request, or its driver died first."""
+
+
+class RankRefused(RaydistError):
+    """A process that this run's driver has not started has taken the place of a rank; nothing that it sent was used."""
 
 
 class Rollback(RaydistError):

@@ -32,6 +32,7 @@ from raydist.errors import (
 from raydist.records import Event
 from raydist.redact import redact
 from raydist.run.directory import Lineage, RunDir, manifest_name
+from raydist.worker.checkpoint.agreement import RankFailure, first_failure, none_failed
 from raydist.worker.checkpoint.dcp_storage import ShardReader, TensorPlanner
 from raydist.worker.checkpoint.extra_state import EXTRA, owner, tensor_name
 from raydist.worker.checkpoint.save_plan import rank_name
@@ -264,20 +265,17 @@ def load(
     anew = {name: why for of_rank in reversed(every) for name, why in of_rank.items() if why is not None}
     read = {n: t for n, t in tensors.items() if owner(n) not in anew}
     read |= {n: t for n, t in own.items() if owner(n.removeprefix(rank_name(rank, ""))) not in anew}
-    if group is None:
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # expected with one rank
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # by `no_dist`
+    failure: BaseException | None = None
     try:
-        dcp_load(
-            read,
-            storage_reader=ShardReader(run, found),
-            planner=TensorPlanner(),
-            process_group=group,
-            no_dist=group is None,
-        )
-    except CheckpointException as error:
-        at, (inner, _) = min(error.failures.items())
-        text = getattr(inner, "message", None) or f"{type(inner).__name__}: {inner}"
-        raise CheckpointError(f"{run.uri}: rank {at} could not read step {found.step}: {text}") from error
+        dcp_load(read, storage_reader=ShardReader(run, found), planner=TensorPlanner(), no_dist=True)
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        _, failure = first_failure(error, rank)
+    try:
+        none_failed(failure, group)
+    except RankFailure as failed:
+        text = f"rank {failed.rank} could not read step {found.step}: {failed.error.message}"
+        raise CheckpointError(f"{run.uri}: {text}") from failure
     finally:
         _release(run, found.step)
     return Loaded(frozenset(extra) - anew.keys(), anew)
