@@ -148,7 +148,7 @@ class TokenSplit:
 
     def _map(self, i: int) -> Tokens:
         shard = self.shards[i]
-        path = self._storage.local / shard.file if self._storage.local else self._cached(shard)
+        path = Path(self._storage.path(shard.file)) if self._storage.local else self._cached(shard)
         try:
             if path.stat().st_size != shard.bytes:
                 raise DataError(

@@ -11,7 +11,6 @@ equal documents are always in the same split.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,7 +22,17 @@ import numpy as np
 from raydist import registry, remote_filesystem
 from raydist.data import index as indexes
 from raydist.data import shards, tokenizers
-from raydist.data.index import INDEX, SPLITS, TOKENIZER, DatasetIndex, Shard, Split, SplitIndex, TokenizerIndex
+from raydist.data.index import (
+    INDEX,
+    SHARD_NAME,
+    SPLITS,
+    TOKENIZER,
+    DatasetIndex,
+    Shard,
+    Split,
+    SplitIndex,
+    TokenizerIndex,
+)
 from raydist.data.locks import locked
 from raydist.data.prepare_plan import SHARD_TOKENS, Plan, as_json, hash_of, plan_of, request_key
 from raydist.data.shards import JOURNAL, Job, Made
@@ -34,7 +43,6 @@ from raydist.storage import Storage
 _BPE_SAMPLE = 256 << 20
 _BPE_BLOCKS = 256
 _ALL = 1 << 64
-_SHARD_NAME = r"(train|eval)-\d{6}-\d{3,}\.arrow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +282,7 @@ def _check_visible(storage: Storage, wanted: Iterable[Shard]) -> None:
 def _remove_leftovers(storage: Storage, keep: set[str]) -> None:
     """Removes the files of earlier tries: shards of other input, and unfinished files."""
     for name in storage.files():
-        if re.fullmatch(_SHARD_NAME, name) and name not in keep:
+        if SHARD_NAME.fullmatch(name) and name not in keep:
             storage.delete(name)
     if storage.local is not None:
         for part in storage.local.glob(".tmp-*"):

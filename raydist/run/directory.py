@@ -139,8 +139,7 @@ class RunDir(Folder):
     @property
     def home(self) -> Storage:
         """The folder that contains all runs, including this one."""
-        place, mark, rest = self.full_uri.partition("?")
-        return Storage(f"{place.rpartition('/')[0]}{mark}{rest}")
+        return self.storage.above()
 
     def exists(self) -> bool:
         """Whether a run was started here."""

@@ -208,9 +208,9 @@ def _run_or_sweep(storage: Storage) -> RunDir | SweepDir | None:
 
 def sweep_of(run: RunDir) -> SweepDir | None:
     """The sweep of which that run is a trial; None if it is not one."""
-    place, mark, rest = run.full_uri.partition("?")
-    above, _, runs = place.rpartition("/")[0].rpartition("/")
-    if runs != RUNS or not above or above.endswith(":/"):
+    runs = Folder(run.home)
+    place = runs.full_uri.partition("?")[0].rpartition("/")[0]
+    if runs.name != RUNS or not place or place.endswith(":/"):
         return None
-    sweep = SweepDir(f"{above}{mark}{rest}")
+    sweep = SweepDir(runs.storage.above())
     return sweep if sweep.exists() else None
