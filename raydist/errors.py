@@ -1,6 +1,6 @@
 """All errors that users see, in one tree. Each says what is wrong, and how to fix it.
 
-Runs anywhere. Imports nothing of raydist except the function that removes secrets from a message.
+Runs anywhere. Imports nothing of raydist except what removes secrets and control characters from a message.
 
     RaydistError                      message, hint; `exit_code` of the command
     ├── UserError (ValueError)        2: the request cannot be carried out
@@ -39,16 +39,19 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from raydist.printable import printable
 from raydist.redact import redact
 
 
 class RaydistError(Exception):
-    """The base class. `message` says what and where; `hint` how to fix it (may be empty). Secrets of URIs are removed from both."""
+    """The base class. `message` says what and where; `hint` how to fix it (may be empty). Secrets of URIs and control
+    characters are removed from both.
+    """
 
     exit_code: ClassVar[int] = 3
 
     def __init__(self, message: str, hint: str = "") -> None:
-        message, hint = redact(message), redact(hint)
+        message, hint = printable(redact(message)), printable(redact(hint))
         super().__init__(message, hint)
         self.message = message
         self.hint = hint

@@ -11,6 +11,7 @@ import typer
 
 from raydist.cli import options
 from raydist.errors import CheckpointNotFound, UserError
+from raydist.printable import printable
 from raydist.redact import beside
 from raydist.run.directory import SPEC, resolve
 
@@ -59,4 +60,4 @@ def sample(
     tokens_BT = torch.tensor([list(map(int, ids)) or [dataset.end]])
     generator = torch.Generator().manual_seed(seed)
     output_BT = model.generate(tokens_BT, tokens, temperature=temperature, top_k=top_k, generator=generator)
-    print(dataset.tokenizer.decode(output_BT[0].tolist()))
+    print(printable(dataset.tokenizer.decode(output_BT[0].tolist())))

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from raydist.printable import printable
 from raydist.records import Event
 from raydist.run.directory import SWEEP_CELLS, Folder, RunDir, check_name, elsewhere, not_found
 from raydist.run.log import events_in, json_line
@@ -64,6 +65,7 @@ class CellNote:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> CellNote:
         """The inverse of `to_dict`; keys of later versions are dropped."""
+        raw = printable(dict(raw))
         known = {f.name: raw[f.name] for f in dataclasses.fields(cls) if f.name in raw}
         return cls(**{**known, "notes": tuple(raw.get("notes", ()))})
 
