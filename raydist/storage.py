@@ -58,6 +58,8 @@ class Storage:
         self._type = pafs.FileType
         text = os.fspath(uri)
         self.local: Path | None = None
+        self.private = False
+        """Whether this folder itself, if it is local and is created, is for its user alone (mode 0700)."""
         try:
             if "://" in text and not text.startswith("file://"):
                 self.fs, self.root = remote_filesystem.open_uri(text)
@@ -157,6 +159,8 @@ class Storage:
         """The temporary name of a file until it is complete. Creates its folder, durably."""
         made = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
+        if self.private and self.local in made:
+            self.local.chmod(0o700)
         for folder in made:
             _sync_folder(folder.parent)
         return path.with_name(f"{_TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")

@@ -32,6 +32,7 @@ def sample(
     top_k: Annotated[int, typer.Option(min=1, help="Sample from this many most likely tokens.")] = 50,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; default: the newest.")] = None,
+    trust: options.Trust = False,
 ) -> None:
     """Print text that a trained model generates."""
     import yaml
@@ -44,6 +45,7 @@ def sample(
     from raydist.spec import parse
     from raydist.worker.checkpoint import restore
 
+    registry.trust(trust)
     spec = parse(yaml.safe_load(folder.storage.read(SPEC)), source=f"{folder.uri}/{SPEC}")
     manifest = restore.choose(folder, step=step)
     if manifest is None:
