@@ -12,6 +12,7 @@ import typer
 
 from raydist.cli import options
 from raydist.errors import CheckpointNotFound, UserError
+from raydist.printable import printable
 from raydist.redact import beside
 from raydist.run.directory import SPEC, resolve
 
@@ -37,6 +38,7 @@ def sample(
     top_k: Annotated[int, typer.Option(min=1, help="Sample from this many most likely tokens.")] = 50,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; default: the newest.")] = None,
+    trust: options.Trust = False,
 ) -> None:
     """Print text that a trained model generates."""
     if Path(run, "config.json").is_file() and not Path(run, SPEC).exists():
@@ -55,6 +57,7 @@ def sample(
     from raydist.spec import parse
     from raydist.worker.checkpoint import restore
 
+    registry.trust(trust)
     spec = parse(yaml.safe_load(folder.storage.read(SPEC)), source=f"{folder.uri}/{SPEC}")
     manifest = restore.choose(folder, step=step)
     if manifest is None:
@@ -80,4 +83,4 @@ def _print(
     tokens_BT = torch.tensor([list(map(int, ids)) or [end]])
     generator = torch.Generator().manual_seed(seed)
     output_BT = model.generate(tokens_BT, tokens, temperature=temperature, top_k=top_k, generator=generator)
-    print(tokenizer.decode(output_BT[0].tolist()))
+    print(printable(tokenizer.decode(output_BT[0].tolist())))

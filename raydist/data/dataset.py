@@ -183,7 +183,7 @@ class TokenSplit:
         return tokens
 
     def _local(self, file: Shard | Ends) -> Path:
-        return self._storage.local / file.file if self._storage.local else self._cached(file)
+        return Path(self._storage.path(file.file)) if self._storage.local else self._cached(file)
 
     def _cached(self, shard: Shard | Ends) -> Path:
         cache = Storage(cache_folder()).at(f"data/{self._fingerprint}")

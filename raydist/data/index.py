@@ -13,6 +13,7 @@ Runs anywhere. Plain python.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ INDEX, TOKENIZER = "index.json", "tokenizer.json"
 SPLITS: tuple[Split, Split] = ("train", "eval")
 Split = Literal["train", "eval"]
 _FORMAT, _VERSION = "raydist-tokens", 1
+FILE_NAME = re.compile(r"(train|eval)-(\d{6}-\d{3,9}\.arrow|ends\.bin)")
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,19 @@ class DatasetIndex:
             shards = tuple(Shard(**s) for s in split["shards"])
             fields[name] = SplitIndex(**{**split, "shards": shards, "ends": ends})
         fields["tokenizer"] = TokenizerIndex(**fields["tokenizer"])
-        return cls(**{**fields, "sources": tuple(fields["sources"])})
+        made = cls(**{**fields, "sources": tuple(fields["sources"])})
+        made._check_names()
+        return made
+
+    def _check_names(self) -> None:
+        """The cache has a folder named by the fingerprint, with files named as the shards. Raises ValueError."""
+        if not _FINGERPRINT.fullmatch(self.fingerprint):
+            raise ValueError(f"the fingerprint {self.fingerprint!r} is not 32 hexadecimal digits")
+        if self.fingerprint != fingerprint(self.train, self.eval, self.tokenizer):
+            raise ValueError("the fingerprint is not that of its shards and tokenizer")
+        for one in self.files():
+            if not FILE_NAME.fullmatch(one.file):
+                raise ValueError(f"the name of a file is {one.file!r}")
 
 
 def fingerprint(train: SplitIndex, evaluation: SplitIndex, tokenizer: TokenizerIndex) -> str:

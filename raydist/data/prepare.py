@@ -11,7 +11,6 @@ equal documents are always in the same split.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,7 +23,18 @@ import xxhash
 from raydist import registry, remote_filesystem
 from raydist.data import index as indexes
 from raydist.data import shards, tokenizers
-from raydist.data.index import INDEX, SPLITS, TOKENIZER, DatasetIndex, Ends, Shard, Split, SplitIndex, TokenizerIndex
+from raydist.data.index import (
+    FILE_NAME,
+    INDEX,
+    SPLITS,
+    TOKENIZER,
+    DatasetIndex,
+    Ends,
+    Shard,
+    Split,
+    SplitIndex,
+    TokenizerIndex,
+)
 from raydist.data.locks import locked
 from raydist.data.prepare_plan import SHARD_TOKENS, Plan, as_json, hash_of, plan_of, request_key
 from raydist.data.shards import JOURNAL, Job, Made
@@ -35,7 +45,6 @@ from raydist.storage import Storage
 _BPE_SAMPLE = 256 << 20
 _BPE_BLOCKS = 256
 _ALL = 1 << 64
-_SHARD_NAME = r"(train|eval)-(\d{6}-\d{3,}\.arrow|ends\.bin)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +300,7 @@ def _check_visible(storage: Storage, wanted: Iterable[Shard]) -> None:
 def _remove_leftovers(storage: Storage, keep: set[str]) -> None:
     """Removes the files of earlier tries: shards of other input, and unfinished files."""
     for name in storage.files():
-        if re.fullmatch(_SHARD_NAME, name) and name not in keep:
+        if FILE_NAME.fullmatch(name) and name not in keep:
             storage.delete(name)
     if storage.local is not None:
         for part in storage.local.glob(".tmp-*"):

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from raydist.errors import SpecError, UserError
-from raydist.redact import redact
+from raydist.redact import redact, remember
 from raydist.spec.deepspeed import Converted, convert
 from raydist.spec.huggingface import read_folder
 from raydist.spec.models import JobSpec, flatten
@@ -189,6 +189,7 @@ def parse(tree: Mapping[str, Any], origin: Mapping[str, str] | None = None, sour
     problems += [*wrong, *extensions(JobSpec, tree, origin or {}, source)]
     if problems or spec is None:
         raise SpecError("\n".join(dict.fromkeys(problems)))
+    remember(spec.cluster.env)
     return spec
 
 
@@ -270,12 +271,18 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def dump(spec: JobSpec) -> str:
     """The resolved spec as YAML; `load` reads an equal one from it."""
-    return yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return _yaml(spec.model_dump(mode="json"))
+
+
+def _yaml(tree: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def stored(spec: JobSpec) -> str:
-    """`dump` for a file that others may read: without the secrets in URIs. The user's command has to give these again."""
-    return redact(dump(spec))
+    """`dump` for a file that others may read: without secrets, in URIs and in variables. The user's command has to give these
+    again.
+    """
+    return _yaml(redact(spec.model_dump(mode="json")))
 
 
 def spec_hash(spec: JobSpec) -> str:
