@@ -9,6 +9,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from raydist.printable import printable
+
 VERSION = 1
 
 EXPORTED_ONLY = frozenset({"histograms"})
@@ -65,7 +67,7 @@ class StepRecord:
 class Event:
     """An event of a run: `kind` names it, `data` holds plain values, `at` is Unix time in seconds.
 
-    Kinds: attempt_started, workers, resumed, first_step, checkpoint_saved, checkpoint_failed, checkpoint_rejected,
+    Kinds: attempt_started, workers, resumed, weights_loaded, first_step, checkpoint_saved, checkpoint_failed, checkpoint_rejected,
     checkpoint_damaged, replica_saved, replica_failed, replica_used, eval, capacity, non_finite, loss_spike, replica_drift,
     gradients, data_stalled, finding, fault, failure, decision, note, histograms,
     expert_loads, ended. docs/reference/records.md lists the data of each.
@@ -79,6 +81,7 @@ class Event:
         assert self.data.keys().isdisjoint(("v", "kind", "at")), (
             f"{self.kind}: data must not contain the keys v, kind, at"
         )
+        object.__setattr__(self, "data", printable(self.data))  # from a rank or a file, and shown on terminals
 
     def to_dict(self) -> dict[str, Any]:
         """One line of events.jsonl."""
@@ -88,7 +91,7 @@ class Event:
     def from_dict(cls, raw: dict[str, Any]) -> Event:
         """The inverse of `to_dict`; keys of later versions are kept in `data`."""
         rest = {k: v for k, v in raw.items() if k not in ("v", "kind", "at")}
-        return cls(str(raw["kind"]), float(raw["at"]), rest)
+        return cls(printable(str(raw["kind"])), float(raw["at"]), rest)
 
 
 Severity = Literal["info", "warning", "critical"]

@@ -18,7 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING
 
-from raydist.extension_plans import StrategyPlan, compressor_plan, optimizer_plan, strategies, strategy_plan
+from raydist.extension_plans import (
+    StrategyPlan,
+    buckets,
+    compressor_plan,
+    optimizer_plan,
+    strategies,
+    strategy_plan,
+)
 from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Moment, Param, Pass, Peak, Traffic
 from raydist.planner.pipeline import StageBytes, heaviest_moment
 
@@ -29,6 +36,7 @@ Measure = Callable[[Pass], Activations]
 _FP32 = 4
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _DDP_BUCKET_MB = 25.0  # torch's default
+_FIRST_BUCKET = 2**20  # dist._DEFAULT_FIRST_BUCKET_BYTES
 _IN_FLIGHT = 2  # zero1, zero2: units in flight at a time; worker/parallel/_zero.py's IN_FLIGHT
 _SWAP_BUFFERS = 4  # nvme: chunks in memory; worker/optim/offload/moments.py's BUFFERS, and hostcopy.py's WINDOW
 
@@ -36,9 +44,14 @@ _SWAP_BUFFERS = 4  # nvme: chunks in memory; worker/optim/offload/moments.py's B
 def batches(spec: JobSpec, ranks: int) -> tuple[int, int]:
     """(sequences per micro-batch, micro-batches per step) on the replica with the most, as data/batches.py distributes them.
 
-    `ranks`: of the whole run.
+    `ranks`: of the whole run. With data.batching of the largest micro-batch, as if all were: documents are not known here.
     """
-    most = -(-spec.train.global_batch // (ranks // spec.parallel.replica))
+    batching, replicas = spec.data.batching, ranks // spec.parallel.replica
+    if batching is not None:
+        rows, length = spec.largest_pass
+        step = -(-batching.global_tokens // length) if batching.global_tokens is not None else spec.train.global_batch
+        return rows, -(-step // (replicas * rows))
+    most = -(-spec.train.global_batch // replicas)
     count = -(-most // spec.train.micro_batch)
     return -(-most // count), count
 
@@ -247,8 +260,7 @@ def _replicated_part(plan: StrategyPlan, spec: JobSpec, machine: Machine, model:
         beside = _FP32 * trained if batches(spec, machine.ranks)[1] > 1 else 0
         if reduce == _FP32:
             return beside
-        asked = spec.parallel.bucket_mb
-        bucket = (_DDP_BUCKET_MB if asked is None or asked == "auto" else asked) * 2**20 / _FP32
+        bucket = _ddp_bucket(spec) / _FP32
         return beside + int(reduce * min(max(bucket, *(p.part(1) for p in model.params)), trained))
     largest = max(_units(model, ranks, trained=True).values(), default=0)
     slots = _IN_FLIGHT * (ranks + 1) * largest
@@ -365,9 +377,8 @@ def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, 
     copies = ranks // shard
     across = 2 * (copies - 1) / copies * grads * reduce
     each = (shard - 1) * count
-    within = (
-        reduce if copies == 1 else _BYTES[spec.precision.reduce]
-    )  # of several copies only what goes between is compressed
+    # Of several copies only what goes between them is compressed.
+    within = reduce if copies == 1 else _BYTES[spec.precision.reduce]
     return Traffic(each * gathers * compute, round(each * grads * within), round(across))
 
 
@@ -387,6 +398,27 @@ def _compression(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Mod
     over = shard if "parameters" in plan.sharded and shard < ranks else 1
     each = 2 * _sent_bytes(spec) + (2 * _FP32 if spec.comm.feedback else _FP32)
     return round(each * sum(p.part(over) for p in model.params if p.trained))
+
+
+def last_share(strategy: str, spec: JobSpec, model: Model) -> float:
+    """Share of a step's sums that is sent after the last backward pass, and of its gathers before the first forward pass: what no
+    computation overlaps. The last bucket of ddp; else the parameters of no block, or where every one is in a block, one block."""
+    whole = model.size(trained=True)
+    if not whole:
+        return 0.0
+    if buckets(strategy):
+        # torch's first bucket has 1 MiB, so that sums begin early.
+        rest = whole - _FIRST_BUCKET / _FP32
+        bucket = _ddp_bucket(spec) / _FP32
+        return 1.0 if rest <= 0 else min(rest % bucket or bucket, whole) / whole
+    units = _units(model, 1, trained=True)
+    return units.get(ROOT, 0) / whole or max(units.values()) / whole
+
+
+def _ddp_bucket(spec: JobSpec) -> float:
+    """Bytes of a bucket in fp32."""
+    asked = spec.parallel.bucket_mb
+    return (_DDP_BUCKET_MB if asked is None or asked == "auto" else asked) * 2**20
 
 
 def tensor_traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model, activations: Activations) -> int:

@@ -154,7 +154,15 @@ def events_in(data: bytes, where: str) -> list[Event]:
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
             events.append(Event.from_dict(json.loads(line)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+            AssertionError,
+        ) as error:
             raise StorageError(f"{where}: line {number} is not an event: {error}", "remove that line") from error
     return events
 

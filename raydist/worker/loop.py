@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from raydist.data.batches import Batches, Loader, Stall, StepBatch
+from raydist.data.batches import Loader, Stall, StepBatch
 from raydist.data.dataset import TokenDataset
+from raydist.data.samples import full_tokens
 from raydist.extension_plans import strategy_plan
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.records import Event, StepRecord
@@ -129,7 +130,9 @@ class _Run:
         dataset = TokenDataset(job.dataset)
         self.mesh = Mesh.of(spec, rank)  # every rank, if a replica has several
         self.feed = Feed(spec, self.mesh, dataset)
-        self.batches = Batches(len(self.feed.windows), spec.train.global_batch, spec.train.seed, dataset.fingerprint)
+        self.batches = self.feed.batches
+        for line in self.feed.notes():
+            self._note(line)
         self.total = spec.train.total(self.batches.steps_per_epoch)
         self.eval_set = self.feed.eval_set() if spec.eval.every else []
         # Model, strategy, optimizer: the same on every rank, from the same seed.
@@ -158,7 +161,7 @@ class _Run:
                 reporter.say("pipeline", **build.pipeline_schedule(spec, self.mesh, self.strategy.cuts))
         self.strategy.wrap(model, self._example)
         for part in parts_of(model):
-            model_transforms.prepare(part, spec.train)
+            model_transforms.prepare(part, spec.train, self.feed.shapes)
         seeds = ForwardSeeds(parts_of(model), spec.train.seed, rank.device, by_block=spec.train.compile is not True)
         shards = self.split.shards(self.strategy.shards()) if self.split else self.strategy.shards()
         frozen = {plain_name(n): p for n, p in model.named_parameters() if not p.requires_grad}
@@ -166,7 +169,7 @@ class _Run:
         self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards, self.split)
         self.peak_lr = peak_lr(spec.optim, spec.train.global_batch)
         self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages, spec.comm.compresses)
-        self.bad_steps = BadStepCheck(spec, self.mesh, job.run, job.attempt, model, reporter)
+        self.bad_steps = BadStepCheck(spec, self.mesh, job.run, job.attempt, model, reporter, self.feed.divide)
         self.noise = self._noise()
         # State: from the newest good checkpoint, the same on all ranks.
         self.at = Progress()
@@ -190,6 +193,9 @@ class _Run:
             self.checkpoints.register(COMPRESSION, self.compression)
         startup.done("build")
         if self.checkpoints.resume():
+            self.strategy.updated()
+        elif spec.init_from is not None:
+            self.checkpoints.start_from(spec.init_from)
             self.strategy.updated()
         elif spec.model.hf is not None:
             read = pretrained.load(spec.model, model, shards, dataset.vocab_size)
@@ -227,7 +233,7 @@ class _Run:
             self.precision,
             parameters=parameters,
             split=self.split,
-            full_tokens=spec.train.global_batch * spec.model.context,
+            full_tokens=full_tokens(self.batches, self.feed.samples),
             clip=spec.optim.clip,
             hooks=[hook for hook in hooks if hook is not None],
             heartbeat=heartbeat,
@@ -239,12 +245,12 @@ class _Run:
         at = self.at
         first, stop = at.step + 1, False
         loader = Loader(
-            self.feed.windows,
+            self.feed.samples,
             self.batches,
             at.cursor,
             rank=self.mesh.data_rank,
             world=self.mesh.data_size,
-            micro_batch=self.spec.train.micro_batch,
+            divide=self.feed.divide,
             pack=self.spec.data.pack,
             prefetch=self.spec.data.prefetch,
             steps=max(self.last - at.step, 0),
@@ -337,7 +343,7 @@ class _Run:
             "step": self.at.step + 1,
             "rank": self.rank.rank,
             "seconds": round(stall.seconds, 3),
-            "files": self.feed.windows.files(stall.ids),
+            "files": self.feed.samples.files(stall.ids),
             "where": stall.at,
             "restarts": stall.restarts,
             "final": stall.final,
@@ -394,7 +400,7 @@ class _Run:
         return Compression(reducers, self.precision, self.rank)
 
     def _noise(self) -> GradientNoise | None:
-        every, batch = self.spec.observe.grad_noise, self.spec.train.global_batch
+        every, batch = self.spec.observe.grad_noise, self.batches.global_batch
         if every is None:
             return None
         for axis, why in (

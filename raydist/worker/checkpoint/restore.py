@@ -33,6 +33,7 @@ from raydist.errors import (
 from raydist.records import Event
 from raydist.redact import redact
 from raydist.run.directory import Lineage, RunDir, manifest_name
+from raydist.worker.checkpoint.agreement import RankFailure, first_failure, none_failed
 from raydist.worker.checkpoint.dcp_storage import ShardReader, TensorPlanner
 from raydist.worker.checkpoint.extra_state import EXTRA, owner, tensor_name
 from raydist.worker.checkpoint.save_plan import rank_name
@@ -127,7 +128,7 @@ def choose_from(
             raise found
         passed.add(candidate)
         if rank == 0:
-            _release(_place(run, replicas, where), at)
+            release(_place(run, replicas, where), at)
         if problems:
             rejected += problems
             file, _, cause = problems[0].partition(": ")
@@ -204,7 +205,8 @@ def _claim(run: RunDir, step: int, name: str | None) -> Manifest | CheckpointErr
         return CheckpointCorrupt(error.message, error.hint)
 
 
-def _release(run: RunDir, step: int) -> None:
+def release(run: RunDir, step: int) -> None:
+    """Lets a chosen checkpoint that is not loaded be pruned."""
     lease = _leases.pop((run.uri, step), None)
     if lease is not None:
         lease.release()
@@ -271,28 +273,25 @@ def load(
     anew = {name: why for of_rank in reversed(every) for name, why in of_rank.items() if why is not None}
     read = {n: t for n, t in tensors.items() if owner(n) not in anew}
     read |= {n: t for n, t in own.items() if owner(n.removeprefix(rank_name(rank, ""))) not in {*anew, *joined}}
-    if group is None:
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # expected with one rank
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # by `no_dist`
 
     def fill(these: dict[str, Tensor]) -> None:
-        dcp_load(
-            these,
-            storage_reader=ShardReader(run, found),
-            planner=TensorPlanner(),
-            process_group=group,
-            no_dist=group is None,
-        )
+        dcp_load(these, storage_reader=ShardReader(run, found), planner=TensorPlanner(), no_dist=True)
 
+    failure: BaseException | None = None
     try:
         fill(read)
         if joined.keys() - anew.keys():
             _read_joined(found, {n: t for n, t in rank_tensors.items() if owner(n) not in anew}, joined, fill)
-    except CheckpointException as error:
-        at, (inner, _) = min(error.failures.items())
-        text = getattr(inner, "message", None) or f"{type(inner).__name__}: {inner}"
-        raise CheckpointError(f"{run.uri}: rank {at} could not read step {found.step}: {text}") from error
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        _, failure = first_failure(error, rank)
+    try:
+        none_failed(failure, group)
+    except RankFailure as failed:
+        text = f"rank {failed.rank} could not read step {found.step}: {failed.error.message}"
+        raise CheckpointError(f"{run.uri}: {text}") from failure
     finally:
-        _release(run, found.step)
+        release(run, found.step)
     return Loaded(frozenset(extra) - anew.keys(), anew)
 
 
@@ -341,14 +340,15 @@ def _held(found: Manifest, name: str, tensor: Tensor) -> list[int]:
 def _read_joined(
     found: Manifest, own: Mapping[str, Tensor], joins: Mapping[str, Join], fill: Callable[[dict[str, Tensor]], None]
 ) -> None:
-    """Reads what each rank saved of its own, one rank after another, so that one copy is in memory at a time. A collective."""
+    """Reads what each rank saved of its own, one rank after another, so that one copy is in memory at a time."""
     mine = {n: t for n, t in own.items() if owner(n) in joins}
     held = {n: _held(found, n, t) for n, t in mine.items()}
     for tensor in mine.values():
         tensor.zero_()
     for rank in range(found.world_size):
         theirs = {n: torch.empty_like(t) for n, t in mine.items() if rank in held[n]}
-        fill({rank_name(rank, n): t for n, t in theirs.items()})
+        if theirs:
+            fill({rank_name(rank, n): t for n, t in theirs.items()})
         for name, tensor in theirs.items():
             state = owner(name)
             assert state is not None
