@@ -317,7 +317,8 @@ def disagreement(every: Sequence[object], ranks: Sequence[int]) -> UserError | N
     odd = [rank for rank, theirs in zip(ranks, every, strict=True) if theirs != every[0]]
     if not odd:
         return None
+    which = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
     return UserError(
-        f"comm.compress: rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} would send other gradients than rank {ranks[0]}",
+        f"comm.compress: {which} would send other gradients than rank {ranks[0]}",
         "install the same version of raydist, and of the compressor if it is your own, on every node",
     )
