@@ -4,7 +4,8 @@ Runs anywhere. Plain python.
 
         DATASET/index.json                  this file
                 tokenizer.json              the tokenizer, to encode and decode text later
-                train-000000-000.arrow      Arrow IPC: one column, "tokens"; the numbers are the block and its shard
+                train-000000-000.arrow      Arrow IPC: a column "tokens", for conversations one "flags" too; the numbers are
+                                            the block and its shard
                 eval-000000-000.arrow
 """
 
@@ -16,12 +17,17 @@ from typing import Any, Literal
 
 import xxhash
 
+from raydist.data.chat_template import ChatFormat
 from raydist.errors import DataError
 from raydist.storage import Storage
 
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
 SPLITS: tuple[Split, Split] = ("train", "eval")
 Split = Literal["train", "eval"]
+COLUMN, FLAGS = "tokens", "flags"
+"""The columns of a shard; only conversations have flags."""
+COUNTS, LAST = 1, 2
+"""Bits of a token's flags: it counts in the loss, where it is a target; it is the last of its document."""
 _FORMAT, _VERSION = "raydist-tokens", 1
 
 
@@ -63,6 +69,7 @@ class DatasetIndex:
     dtype           "uint16" or "uint32": type of a token in a shard
     unigram_nats    entropy of the eval split's bytes: the loss of a model that knows only their frequencies
     sources         as requested; `source_fingerprint` is a hash of their documents' content
+    chat            how conversations became text, if it has any: then each token has flags
     request         a hash of the request: sources (names and sizes), tokenizer, fractions, shard size
     """
 
@@ -77,6 +84,7 @@ class DatasetIndex:
     request: str
     eval_fraction: float
     column: str
+    chat: ChatFormat | None = None
 
     def split(self, name: Split) -> SplitIndex:
         """The split of that name."""
@@ -88,7 +96,10 @@ class DatasetIndex:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        made = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        if self.chat is None:  # as older versions wrote it
+            del made["chat"]
+        return made
 
     def to_bytes(self) -> bytes:
         """The only serialisation of an index: verify compares it byte for byte."""
@@ -106,6 +117,8 @@ class DatasetIndex:
             split = dict(fields[name])
             fields[name] = SplitIndex(**{**split, "shards": tuple(Shard(**s) for s in split["shards"])})
         fields["tokenizer"] = TokenizerIndex(**fields["tokenizer"])
+        if "chat" in fields:
+            fields["chat"] = ChatFormat(**fields["chat"])
         return cls(**{**fields, "sources": tuple(fields["sources"])})
 
 

@@ -61,8 +61,10 @@ class ModelSpec(PartWithNewFields):
         return self.vocab_size or tokenizer
 
 
-class DataSpec(Part):
+class DataSpec(PartWithNewFields):
     """The training data: `source` is prepared before the first run, `path` is a dataset that exists."""
+
+    new_fields: ClassVar[tuple[str, ...]] = ("format", "chat_template", "loss_on")
 
     source: str | None = Field(
         None,
@@ -77,6 +79,20 @@ class DataSpec(Part):
     )
     column: str = Field(
         "text", description="For `source`: the field of JSON lines or the column of Parquet that holds the text."
+    )
+    format: Literal["text", "chat"] = Field(
+        "text",
+        description="For `source`: chat: rows of JSON lines or Parquet are conversations, with `messages`, or `prompt` and "
+        "`completion`; docs/how-to/fine-tuning.md.",
+    )
+    chat_template: str | None = Field(
+        None,
+        description="For `format: chat`: chatml, llama3, plain, or the path of a template; default: the one beside the "
+        "tokenizer.json.",
+    )
+    loss_on: Literal["completions", "all"] = Field(
+        "completions",
+        description="For `format: chat`: count the loss of what the assistant says alone, or of all tokens.",
     )
     eval_fraction: float = Field(
         0.01, gt=0, lt=1, description="For `source`: share of documents held out for evaluation."
@@ -93,6 +109,9 @@ class DataSpec(Part):
             raise problem(
                 "source", self.source, "and data.path: exactly one of them is needed", "set data.source or data.path"
             )
+        for name in ("chat_template", "loss_on"):
+            if self.format == "text" and getattr(self, name) != type(self).model_fields[name].default:
+                raise problem(name, getattr(self, name), "has no effect on text", "set data.format: chat")
         return self
 
 
