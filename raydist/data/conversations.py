@@ -71,9 +71,10 @@ class Conversations:
         if not isinstance(given, list) or not given:
             what = "is empty" if given == [] else f"has type {type(given).__name__}"
             raise DataError(f"{where()}: {name}: {what}", 'give a list of {"role": ..., "content": ...}')
-        return [self._message(each, where, f"{name}[{i}]") for i, each in enumerate(given)]
+        return [self.message(each, where, f"{name}[{i}]") for i, each in enumerate(given)]
 
-    def _message(self, given: Any, where: Where, name: str) -> dict[str, Any]:
+    def message(self, given: Any, where: Where, name: str) -> dict[str, Any]:
+        """A message without nulls. Raises DataError, which names the place and the field."""
         if not isinstance(given, Mapping):
             raise DataError(f"{where()}: {name}: has type {type(given).__name__}", 'give {"role": ..., "content": ...}')
         message = {key: value for key, value in given.items() if value is not None}  # Parquet fills in nulls
