@@ -59,7 +59,7 @@ class StepRecord:
 class Event:
     """An event of a run: `kind` names it, `data` holds plain values, `at` is Unix time in seconds.
 
-    Kinds: attempt_started, workers, resumed, first_step, checkpoint_saved, checkpoint_failed, checkpoint_rejected,
+    Kinds: attempt_started, workers, resumed, weights_loaded, first_step, checkpoint_saved, checkpoint_failed, checkpoint_rejected,
     checkpoint_damaged, replica_saved, replica_failed, replica_used, eval, capacity, non_finite, loss_spike, replica_drift,
     gradients, data_stalled, finding, fault, failure, decision, note, histograms,
     expert_loads, ended. docs/reference/records.md lists the data of each.

@@ -131,10 +131,16 @@ def export(
             help="The run's prepared data, if it has moved; its tokenizer is exported too.", show_default=False
         ),
     ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16; default: as saved, which is fp32.", show_default=False)
+    ] = None,
+    file_mb: Annotated[
+        float, typer.Option(min=0.001, help="Size of a file of weights in MB; more go to further files.")
+    ] = 5000.0,
     storage: options.Storage = None,
 ) -> None:
     """Write a checkpoint's weights for other libraries. Default: the newest valid checkpoint."""
     folder = resolve(run, storage)
     from raydist.worker.checkpoint.export import export as write
 
-    print(write(folder, step, out, file_format, dataset))
+    print(write(folder, step, out, file_format, dataset, dtype=dtype, file_bytes=int(file_mb * 1e6)))

@@ -62,6 +62,7 @@ def train(
 
     with Starting() as starting:
         starting.stage("job")  # before the imports that follow, which take seconds
+        from raydist.checkpoint import source
         from raydist.cluster import preflight
         from raydist.observe.exporters import resolve
         from raydist.run.lease import DriverLease
@@ -83,6 +84,7 @@ def train(
         with DriverLease(run, wait_s=wait_for_driver) as lease:
             if fresh and run.exists():
                 start_anew(run)
+            job = source.pinned(job, run, home)
             if message := _already(run, job, dataset.fingerprint, total, until, allow_spec_change):
                 starting.note(message)
             else:

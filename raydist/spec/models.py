@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from raydist import registry
 from raydist.extension_plans import optimizer_plan, strategies, strategy_plan
-from raydist.spec.parts import Part, SpecValueError, check_spec, near_divisors, problem
+from raydist.spec.parts import Part, PartWithNewFields, SpecValueError, check_spec, near_divisors, problem
 from raydist.spec.running import (
     CheckpointSpec,
     ClusterSpec,
@@ -37,13 +37,15 @@ from raydist.spec.training import (
 )
 
 
-class JobSpec(Part):
+class JobSpec(PartWithNewFields):
     """One training job."""
 
+    new_fields = ("init_from",)
     numbers_exclude: ClassVar[tuple[str, ...]] = (
         "name", "train.micro_batch", "train.compile", "train.checkpoint_activations", "train.check_replicas",
         "train.check_gradients", "parallel", "offload", "checkpoint", "eval", "recovery", "observe", "cluster", "data.prefetch",
         "data.source", "data.path", "optim.fused", "deepspeed", "model.hf",
+        "init_from",
     )  # fmt: skip
     """Fields that do not change the numbers, or only within float tolerance. The data is compared by its fingerprint."""
 
@@ -55,6 +57,11 @@ class JobSpec(Part):
         description="A DeepSpeed JSON file, relative to this one. Fields of this file win; docs/how-to/deepspeed.md.",
     )
     model: ModelSpec = Field(default_factory=ModelSpec, description="The model.")
+    init_from: str | None = Field(
+        None,
+        description="Start from the weights of another run: its name, folder or URI, or RUN/checkpoints/step-N; neither its "
+        "optimizer nor its step; docs/how-to/pretrained.md.",
+    )
     data: DataSpec = Field(description="The training data.")
     train: TrainSpec = Field(description="Length, batches, loss, and how the passes are computed.")
     optim: OptimSpec = Field(default_factory=lambda: OptimSpec(), description="The optimizer and its learning rate.")

@@ -197,6 +197,9 @@ class _Run:
             self._load_pretrained(model, {**shards, **frozen}, dataset.vocab_size)
         if self.checkpoints.resume():
             self.strategy.updated()
+        elif spec.init_from is not None:
+            self.checkpoints.start_from(spec.init_from)
+            self.strategy.updated()
         elif spec.model.hf is not None and not has_base:
             self._load_pretrained(model, shards, dataset.vocab_size)
             self.strategy.updated()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from raydist.checkpoint.source import pinned
 from raydist.cluster import nodes, preflight
 from raydist.cluster.run.request import Request
 from raydist.cluster.session import Session
@@ -34,7 +35,7 @@ class Datasets:
     """
 
     def __init__(self, home: str, progress: Callable[[], AbstractContextManager[Callable[[Progress], None]]]) -> None:
-        self._home, self._progress = home, progress
+        self.home, self._progress = home, progress
         self._open: dict[str, TokenDataset] = {}
 
     def of(self, job: JobSpec) -> TokenDataset:
@@ -42,7 +43,7 @@ class Datasets:
         key = job.data.model_dump_json()
         if key not in self._open:
             with self._progress() as report:
-                uri = open_or_prepare(job.data, self._home, report)
+                uri = open_or_prepare(job.data, self.home, report)
             self._open[key] = TokenDataset(uri)
         return self._open[key]
 
@@ -72,6 +73,7 @@ class TrialSetup:
         for trial in trials:
             checked.setdefault(_looked_at(trial.job), trial.job)
         for job in checked.values():
+            pinned(job, folder.run("none"), datasets.home)
             preflight.check(self._fitted(job), session, folder.full_uri, datasets.of(job).storage.full_uri)
         self.tokens = max(self._tokens(trial.job) for trial in trials)
 
@@ -87,6 +89,7 @@ class TrialSetup:
             for field, value in changes.items():
                 raw = merge(raw, nest(field, value))
             job = parse(raw, source=trial)
+        job = pinned(job, run, self._datasets.home)
         exporters = resolve(of_sweep([e.model_dump() for e in job.observe.exporters], self._folder), run)
         dataset, gpus = self._datasets.of(job).storage.full_uri, self._gpus(job)
         request = Request(job, run, dataset, gpus, allow_spec_change=bool(changes), exporters=exporters)

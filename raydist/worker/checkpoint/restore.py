@@ -124,7 +124,7 @@ def choose_from(
             raise found
         passed.add(candidate)
         if rank == 0:
-            _release(_place(run, replicas, where), at)
+            release(_place(run, replicas, where), at)
         if problems:
             rejected += problems
             file, _, cause = problems[0].partition(": ")
@@ -201,7 +201,8 @@ def _claim(run: RunDir, step: int, name: str | None) -> Manifest | CheckpointErr
         return CheckpointCorrupt(error.message, error.hint)
 
 
-def _release(run: RunDir, step: int) -> None:
+def release(run: RunDir, step: int) -> None:
+    """Lets a chosen checkpoint that is not loaded be pruned."""
     lease = _leases.pop((run.uri, step), None)
     if lease is not None:
         lease.release()
@@ -279,7 +280,7 @@ def load(
         text = getattr(inner, "message", None) or f"{type(inner).__name__}: {inner}"
         raise CheckpointError(f"{run.uri}: rank {at} could not read step {found.step}: {text}") from error
     finally:
-        _release(run, found.step)
+        release(run, found.step)
     return Loaded(frozenset(extra) - anew.keys(), anew)
 
 
