@@ -75,6 +75,11 @@ class Library:
             for e in inner.encode_batch(list(texts), add_special_tokens=False)
         ]
 
+    def token_id(self, text: str) -> int | None:
+        """The id of a token; None if there is none."""
+        found: int | None = self._inner.token_to_id(text)
+        return found
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of these ids."""
         return str(self._inner.decode([int(i) for i in ids if int(i) != self.end], skip_special_tokens=False))
