@@ -6,7 +6,6 @@ Runs in: commands that export weights, in one process. Torch, never ray. One ten
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +64,18 @@ class MergedWeights(WeightsReader):
         """adapter_config.json and adapter_model.safetensors. Raises UserError if a layer has no counterpart there."""
         tensors: dict[str, Tensor] = {}
         targets = []
+        has_experts = any(".experts." in name for name in self.shapes)
         for layer in layers_of(self.adapters):
             pieces = self._format.pieces(f"{layer}.weight", self.shapes[f"{layer}.weight"])
             if len(pieces) != 1 or pieces[0].at:
                 raise UserError(
                     f"{layer}: is no layer of its own in transformers, so peft has no adapter for it",
                     "export it merged: --format huggingface",
+                )
+            if has_experts and ".mlp." in layer:
+                raise UserError(
+                    f"{layer}: peft takes an adapter of such a layer for one of the experts, which have the same names",
+                    "export it merged (--format huggingface), or train with model.lora.targets: ['attention.*']",
                 )
             targets.append(pieces[0].name.removesuffix(".weight"))
             for key in (A, B):
@@ -82,10 +87,7 @@ class MergedWeights(WeightsReader):
             "r": self._lora.rank,
             "lora_alpha": self._lora.alpha,
             "lora_dropout": self._lora.dropout,
-            # By a list peft would add adapters to stacked experts, too, which have projections of the same names.
-            "target_modules": "|".join(map(re.escape, targets))
-            if any(".experts." in n for n in self.shapes)
-            else targets,
+            "target_modules": targets,
             "bias": "none",
             "inference_mode": True,
         }

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from raydist.data.chat_template import chat_format
 from raydist.data.dataset import TokenDataset
 from raydist.data.prepare import prepare
-from raydist.errors import CheckpointError, UsageError
+from raydist.errors import CheckpointError, UsageError, UserError
 from raydist.run.directory import SPEC, RunDir
 from raydist.spec import dump, load
 from raydist.worker.attempt import Job
@@ -27,7 +27,10 @@ from raydist.worker.loop import train
 from tests.training import alone
 from tests.worker.model.families import theirs
 
-NAMES = ["qwen3", "qwen2", "qwen3_moe", "deepseek_v3"]
+EVERY: dict[str, list[str] | None] = {
+    "qwen3": None, "qwen2": ["attention.q", "mlp.*"], "qwen3_moe": ["attention.*"], "deepseek_v3": ["attention.*"],
+}  # fmt: skip
+"""Family -> the layers that get adapters."""
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +52,11 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "tokens")
 
 
-def trained(folder: Path, name: str, tokens: str) -> RunDir:
+def trained(folder: Path, name: str, tokens: str, **lora: Any) -> RunDir:
     """Adapters on a model of `transformers`, after three steps."""
     theirs(name, vocab_size=260, num_hidden_layers=2).save_pretrained(folder / "base", max_shard_size="20KB")
     tree = {
-        "model": {"hf": str(folder / "base"), "context": 24, "lora": {"rank": 3, "alpha": 5.0}},
+        "model": {"hf": str(folder / "base"), "context": 24, "lora": {"rank": 3, "alpha": 5.0, **lora}},
         "data": {"path": tokens, "pack": True},
         "train": {"steps": 3, "global_batch": 4, "micro_batch": 4},
         "optim": {"lr": 0.05, "schedule": "constant"},
@@ -77,11 +80,10 @@ def logits(run: RunDir, tokens: str, ids_BT: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks transformers
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")  # of experts
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_same_logits_in_peft_and_transformers(tmp_path: Path, tokens: str, name: str) -> None:
     """Within 1e-5, by the folder of peft on the base, and by the merged folder; both differ from the base alone."""
-    run = trained(tmp_path, name, tokens)
+    run = trained(tmp_path, name, tokens, targets=EVERY[name])
     ids_BT = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(0))
     adapters = export(run, None, tmp_path / "adapters", "peft")
     assert not list(adapters.glob("model*"))
@@ -111,7 +113,12 @@ def test_the_tokenizer_has_the_template(tmp_path: Path, tokens: str) -> None:
 
 
 def test_what_cannot_be_exported(tmp_path: Path, tokens: str) -> None:
-    """A base that has changed, and adapters in another format."""
+    """A base that has changed, adapters in another format, and those that peft would take for others."""
+    (tmp_path / "moe").mkdir()
+    with pytest.raises(
+        UserError, match=r"blocks.1.mlp.\w+: peft takes an adapter of such a layer for one of the experts"
+    ):
+        export(trained(tmp_path / "moe", "qwen3_moe", tokens), None, tmp_path / "d", "peft")
     run = trained(tmp_path, "qwen2", tokens)
     with pytest.raises(UsageError, match="--dtype bf16: adapters are written as they are saved"):
         export(run, None, tmp_path / "a", "peft", dtype="bf16")
