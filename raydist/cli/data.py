@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from raydist.errors import UsageError
+from raydist.errors import UsageError, UserError
+from raydist.printable import printable
 from raydist.redact import redact
 from raydist.registry import did_you_mean
 
 if TYPE_CHECKING:
     from raydist.data.chat_template import LossOn
     from raydist.data.index import DatasetIndex, Split
+    from raydist.data.padding import Padding
 
 app = typer.Typer(help="Prepare corpora as datasets, check them, show their contents.", no_args_is_help=True)
 
@@ -106,6 +110,14 @@ def verify(
 @app.command()
 def show(
     dataset: Annotated[str, typer.Argument(metavar="DIR", help="Folder or URI of a dataset.", show_default=False)],
+    job: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="JOB.yaml",
+            help="Count the padding of the micro-batches that this job with data.batching makes of it.",
+            show_default=False,
+        ),
+    ] = None,
     document: Annotated[
         int | None,
         typer.Option(
@@ -115,7 +127,8 @@ def show(
     split: Annotated[str, typer.Option(help="train or eval: the split that the document is in.")] = "train",
     as_json: _Json = False,
 ) -> None:
-    """Show the contents of a dataset. Of a printed document what does not count in the loss is dimmed."""
+    """Show the contents of a dataset; with --job how its documents become micro-batches. Of a printed document what does not count
+    in the loss is dimmed."""
     from raydist.data import index
     from raydist.storage import Storage
 
@@ -124,7 +137,8 @@ def show(
     if document is None and found.chat is not None:
         document = 0
     parts = _document(dataset, cast("Split", split), document) if document is not None else None
-    _print(dataset, found, as_json, parts)
+    counted = _padding(dataset, job) if job is not None else None
+    _print(dataset, found, as_json, counted, parts)
 
 
 def _choice(option: str, value: str, known: tuple[str, ...]) -> None:
@@ -137,7 +151,6 @@ def _document(uri: str, name: Split, number: int) -> list[tuple[str, bool]]:
     import numpy as np
 
     from raydist.data.dataset import TokenDataset
-    from raydist.data.index import COUNTS
 
     dataset = TokenDataset(uri)
     split = dataset.split(name)
@@ -146,10 +159,10 @@ def _document(uri: str, name: Split, number: int) -> list[tuple[str, bool]]:
     except IndexError as error:
         raise UsageError(f"--document {number}: {error}", "numbers begin with 0") from None
     tokens = split.read(start, stop)
-    counts = np.ones(len(tokens), bool) if split.flags is None else split.flags.read(start, stop) & COUNTS != 0
+    counts = np.ones(len(tokens), bool) if split.counts is None else split.counts.read(start, stop) != 0
     pieces = np.split(tokens, np.flatnonzero(np.diff(counts)) + 1)
     first = bool(counts[0])
-    return [(dataset.tokenizer.decode(p), first == (i % 2 == 0)) for i, p in enumerate(pieces)]
+    return [(printable(dataset.tokenizer.decode(p)), first == (i % 2 == 0)) for i, p in enumerate(pieces)]
 
 
 def _show_document(parts: list[tuple[str, bool]]) -> None:
@@ -164,7 +177,32 @@ def _show_document(parts: list[tuple[str, bool]]) -> None:
     console.print(shown)
 
 
-def _print(uri: str, index: DatasetIndex, as_json: bool, document: list[tuple[str, bool]] | None = None) -> None:
+_STEPS = 100
+
+
+def _padding(dataset: str, path: Path) -> tuple[Padding, list[str]]:
+    """The padding of the first global batches, and the notes of a run. Raises UserError."""
+    from raydist.data.dataset import TokenDataset
+    from raydist.data.padding import padding
+    from raydist.data.samples import batches_of, training_samples
+    from raydist.data.sequences import Sequences
+    from raydist.spec import load
+
+    job = load(path)
+    samples = training_samples(job, opened := TokenDataset(dataset))
+    if not isinstance(samples, Sequences):
+        raise UserError(f"{path}: has no data.batching: its micro-batches have no padding", "leave --job out")
+    batches = batches_of(job, samples, opened.fingerprint)
+    return padding(samples, batches, job.cluster.most // job.parallel.replica, _STEPS), samples.notes()
+
+
+def _print(
+    uri: str,
+    index: DatasetIndex,
+    as_json: bool,
+    counted: tuple[Padding, list[str]] | None = None,
+    document: list[tuple[str, bool]] | None = None,
+) -> None:
     path = redact(uri)
     facts: dict[str, Any] = {
         "path": path,
@@ -182,8 +220,11 @@ def _print(uri: str, index: DatasetIndex, as_json: bool, document: list[tuple[st
     }
     if index.chat is not None:
         facts["chat"] = index.chat.to_dict()
-    if as_json and document is not None:
+    if document is not None:
         facts["document"] = [{"text": text, "counts": counts} for text, counts in document]
+    if counted is not None:
+        found, notes = counted
+        facts["padding"] = {"share": found.share, "notes": notes, **asdict(found)}
     if as_json:
         print(json.dumps(facts))
         return
@@ -198,6 +239,19 @@ def _print(uri: str, index: DatasetIndex, as_json: bool, document: list[tuple[st
     print(f"  unigram    {index.unigram_nats:.3f} nats per byte, on the eval split")
     if index.chat is not None:
         print(f"  loss on    {'what the assistant says' if index.chat.loss_on == 'completions' else 'all tokens'}")
+    if counted is not None:
+        _print_padding(*counted)
     if document is not None:
         print()
         _show_document(document)
+
+
+def _print_padding(found: Padding, notes: list[str]) -> None:
+    print(f"  padding    {found.share:.1%} of {found.padded:,} tokens in {found.steps} steps; {found.waits:.1%} more waits for the "
+          f"fullest of {found.replicas} replicas")  # fmt: skip
+    print(f"  {'length':>9}  {'micro-batches':>13}  {'sequences':>11}  {'tokens':>13}  padding")
+    for length, part in found.by_length.items():
+        print(f"  {length:>9,}  {part.micro_batches:>13,}  {part.sequences:>11,}  {part.tokens:>13,}  "
+              f"{1 - part.tokens / part.padded:7.1%}")  # fmt: skip
+    for note in notes:
+        print(f"  {note}")

@@ -22,7 +22,7 @@ import xxhash
 from raydist.data import index as indexes
 from raydist.data import tokenizers
 from raydist.data.batches import MASKED
-from raydist.data.index import COLUMN, COUNTS, FLAGS, LAST, DatasetIndex, Shard, Split
+from raydist.data.index import COLUMN, COUNTS, DatasetIndex, Ends, Shard, Split
 from raydist.data.locks import locked
 from raydist.data.order import IntArray
 from raydist.errors import DataError
@@ -84,14 +84,15 @@ class TokenDataset:
 class TokenSplit:
     """All tokens of one split as one array, document after document, with an end token after each.
 
-    `flags`: the flags of the tokens (raydist/data/index.py), read like them; None: the dataset has no conversations.
+    `counts`: whether each token counts in the loss, read like the tokens; None: the dataset has no conversations, and all do.
     """
 
     def __init__(self, storage: Storage, index: DatasetIndex, name: Split, column: str = COLUMN) -> None:
         self.name = name
         self.end = index.tokenizer.end
         self.shards = index.split(name).shards
-        self.flags = TokenSplit(storage, index, name, FLAGS) if index.chat is not None and column == COLUMN else None
+        self._ends = index.split(name).ends
+        self.counts = TokenSplit(storage, index, name, COUNTS) if index.chat is not None and column == COLUMN else None
         self.dtype = np.dtype(index.dtype if column == COLUMN else np.uint8)
         self._column = column
         self._storage, self._fingerprint = storage, index.fingerprint
@@ -136,19 +137,36 @@ class TokenSplit:
         return rows
 
     def document(self, number: int) -> tuple[int, int]:
-        """[first, last + 1) of the tokens of a document, its end included. Reads all shards before it. Raises IndexError."""
-        first, before = 0, 0
-        for i in range(len(self.shards)):
-            low = int(self._bounds[i])
-            last = self._open(i) == self.end if self.flags is None else self.flags._open(i) & LAST != 0
-            ends = np.flatnonzero(last) + low + 1
-            if number < before + len(ends):
-                at = number - before
-                return (int(ends[at - 1]) if at else first), int(ends[at])
-            before, first = before + len(ends), int(ends[-1]) if len(ends) else first
-        raise IndexError(f"document {number} of {self.name}, which has {before}")
+        """[first, last + 1) of the tokens of a document, its end included. Raises IndexError, and DataError as `ends`."""
+        ends = self.ends()
+        if number >= len(ends):
+            raise IndexError(f"document {number} of {self.name}, which has {len(ends)}")
+        return int(ends[number - 1]) + 1 if number else 0, int(ends[number]) + 1
 
-    def files(self, starts: IntArray, length: int) -> list[str]:
+    def are_ends(self, starts: IntArray, length: int) -> npt.NDArray[np.bool_]:
+        """[len(starts), length]: whether each token from each of `starts` on ends a document. Raises DataError as `ends`."""
+        ends = self.ends()
+        made = np.zeros((len(starts), length), dtype=np.bool_)
+        for row, start in enumerate(starts.tolist()):
+            first, last = np.searchsorted(ends, (start, start + length))
+            made[row, np.asarray(ends[first:last]) - start] = True
+        return made
+
+    def ends(self) -> IntArray:
+        """The positions of the documents' end tokens, ascending: memory-mapped, 8 bytes a document on disk. Raises DataError."""
+        if self._ends is None:
+            raise DataError(
+                f"{self._storage.uri}: the ends of its documents are not stored: an older version of raydist prepared it",
+                "prepare it again, into another folder, or leave data.batching out",
+            )
+        if not self._ends.bytes:
+            return np.empty(0, dtype=np.int64)
+        path = self._local(self._ends)
+        if path.stat().st_size != self._ends.bytes:
+            raise DataError(f"{path}: not {self._ends.bytes} bytes", "delete the dataset and prepare it again")
+        return np.memmap(path, dtype="<i8", mode="r")
+
+    def files(self, starts: IntArray, length: int | IntArray) -> list[str]:
         """Paths or URIs of the shards that contain the `length` tokens from each of `starts` on."""
         last = np.minimum(starts + length, len(self)) - 1
         ends = (np.searchsorted(self._bounds, x, side="right") - 1 for x in (starts, last))
@@ -166,7 +184,7 @@ class TokenSplit:
 
     def _map(self, i: int) -> Tokens:
         shard = self.shards[i]
-        path = self._storage.local / shard.file if self._storage.local else self._cached(shard)
+        path = self._local(shard)
         try:
             if path.stat().st_size != shard.bytes:
                 raise DataError(
@@ -185,7 +203,10 @@ class TokenSplit:
         )
         return tokens
 
-    def _cached(self, shard: Shard) -> Path:
+    def _local(self, file: Shard | Ends) -> Path:
+        return Path(self._storage.path(file.file)) if self._storage.local else self._cached(file)
+
+    def _cached(self, shard: Shard | Ends) -> Path:
         cache = Storage(cache_folder()).at(f"data/{self._fingerprint}")
         assert cache.local is not None
         path = cache.local / shard.file
@@ -239,6 +260,13 @@ class Windows:
         """Paths or URIs of the shards that contain these samples; opens none."""
         return self.split.files(ids * self.context, self.context + 1)
 
+    def row_lengths(self, ids: IntArray) -> None:
+        """Rows are full, but for the last sample's."""
+
+    def example(self, samples: int) -> IntArray:
+        """Ids with which a strategy checks the graph: the first sample, `samples` times."""
+        return np.zeros(samples, dtype=np.int64)
+
     def batch(
         self, ids: IntArray, pack: bool = False
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int32] | None]:
@@ -258,14 +286,13 @@ class Windows:
             targets[:] = MASKED
         elif (left := len(self.split) - ids * self.context).min() <= self.context:  # tokens up to the end of the split
             targets[np.arange(1, self.context + 1) >= left[:, None]] = MASKED
-        if self.split.flags is None:
-            ends = tokens == self.split.end
-        else:
-            flags = self._rows(self.split.flags, ids, 0)
-            targets[flags[:, 1:] & COUNTS == 0] = MASKED
-            ends = flags[:, :-1] & LAST != 0
+        if self.split.counts is not None:
+            targets[self._rows(self.split.counts, ids, 0)[:, 1:] == 0] = MASKED
         if not pack:
             return tokens, targets, None
+        # A template may write the end token within a conversation.
+        conversations = self.split.counts is not None and ids.size > 0
+        ends = self.split.are_ends(ids * self.context, self.context) if conversations else tokens == self.split.end
         targets[ends] = MASKED
         return tokens, targets, (np.cumsum(ends, axis=1, dtype=np.int32) - ends).astype(np.int32, copy=False)
 

@@ -8,6 +8,7 @@ The result depends only on the block and the job: the bytes are the same in any 
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -23,7 +24,7 @@ from raydist.data import documents, sources, tokenizers
 from raydist.data.chat_template import ChatFormat, Rendered
 from raydist.data.conversations import Conversations
 from raydist.data.documents import Document
-from raydist.data.index import COLUMN, COUNTS, FLAGS, LAST, SPLITS, Shard, Split
+from raydist.data.index import COLUMN, COUNTS, SPLITS, Shard, Split
 from raydist.data.sources import Block
 from raydist.errors import DataError
 from raydist.storage import Storage
@@ -109,6 +110,12 @@ def journal_file(block: int) -> str:
     return f"{JOURNAL}/block-{block:06d}.json"
 
 
+def ends_file(block: int) -> str:
+    """The journal's file with the ends of a block's documents, little-endian int64: those of train, then those of eval, each
+    counted from the first token that the block has of that split."""
+    return f"{JOURNAL}/block-{block:06d}.ends"
+
+
 def document_hash(document: Document) -> int:
     """A 64-bit hash of a document's content, which decides between train and eval: equal documents go to the same split."""
     return xxhash.xxh64_intdigest(documents.raw(document), seed=_SPLIT_KEY)
@@ -131,11 +138,11 @@ def documents_of(
 
 
 def make(job: Job, block: Block) -> Made:
-    """Writes the shards of a block, then its journal entry. Raises DataError, StorageError."""
+    """Writes the shards of a block and the ends of its documents, then its journal entry. Raises DataError, StorageError."""
     tokenizer = tokenizers.from_bytes(job.tokenizer_name, job.tokenizer_file)
     storage = Storage(job.out)
     writers = {
-        name: _Writer(storage, f"{name}-{block.number:06d}", job.shard_tokens, tokenizer, flags=job.chat is not None)
+        name: _Writer(storage, f"{name}-{block.number:06d}", job.shard_tokens, tokenizer, counts=job.chat is not None)
         for name in SPLITS
     }
     special = getattr(tokenizer, "special", ())
@@ -161,6 +168,7 @@ def make(job: Job, block: Block) -> Made:
         low=low,
         high=high,
     )
+    storage.write(ends_file(block.number), b"".join(writers[name].ends() for name in SPLITS))
     storage.write(journal_file(block.number), made.to_json().encode())
     return made
 
@@ -173,18 +181,20 @@ def _text(document: Document) -> bytes:
 
 
 class _Writer:
-    """Writes documents to shards of at most `limit` tokens. `flags`: they are conversations, and each token has flags."""
+    """Writes documents to shards of at most `limit` tokens. `counts`: of conversations; each token says whether it counts."""
 
     def __init__(
-        self, storage: Storage, stem: str, limit: int, tokenizer: tokenizers.Tokenizer, flags: bool = False
+        self, storage: Storage, stem: str, limit: int, tokenizer: tokenizers.Tokenizer, counts: bool = False
     ) -> None:
         self._storage, self._stem, self._limit, self._tokenizer = storage, stem, limit, tokenizer
-        self._flags: list[npt.NDArray[np.uint8]] | None = [] if flags else None
+        self._counts: list[npt.NDArray[np.uint8]] | None = [] if counts else None
         self._dtype = token_type(tokenizer.vocab_size)
         self._waiting: list[Document] = []
         self._waiting_bytes = 0
         self._buffered: list[npt.NDArray[Any]] = []
         self._count = 0
+        self._position = 0
+        self._ends = array("q")
         self._part = Part()
 
     def add(self, document: Document) -> None:
@@ -204,26 +214,27 @@ class _Writer:
             self._write(self._count)
         return self._part
 
+    def ends(self) -> bytes:
+        """The positions of the documents' end tokens, as little-endian int64. After `finish`."""
+        return np.array(self._ends, dtype="<i8").tobytes()
+
     def _encode(self) -> None:
-        if self._flags is not None:
-            self._encode_conversations(self._flags)
+        if self._counts is not None:
+            self._encode_conversations(self._counts)
         else:
             self._encode_texts()
         self._waiting, self._waiting_bytes = [], 0
         while self._count >= self._limit:
             self._write(self._limit)
 
-    def _encode_conversations(self, flags: list[npt.NDArray[np.uint8]]) -> None:
+    def _encode_conversations(self, counts: list[npt.NDArray[np.uint8]]) -> None:
         """With an end after each, unless the template has written it. It counts if the last token before it does."""
         waiting = [d for d in self._waiting if isinstance(d, Rendered)]
-        for rendered, (ids, counts) in zip(waiting, tokenizers.encode_spans(self._tokenizer, waiting), strict=True):
+        for rendered, (ids, each) in zip(waiting, tokenizers.encode_spans(self._tokenizer, waiting), strict=True):
             if not len(ids) or int(ids[-1]) != self._tokenizer.end:
-                ids, counts = np.append(ids, self._tokenizer.end), np.append(counts, rendered.to_the_end)
-            of_each = counts.astype(np.uint8) * COUNTS
-            of_each[-1] |= LAST
-            self._buffered.append(ids.astype(self._dtype))
-            flags.append(of_each)
-            self._count += len(ids)
+                ids, each = np.append(ids, self._tokenizer.end), np.append(each, rendered.to_the_end)
+            counts.append(each.astype(np.uint8))
+            self._append(ids.astype(self._dtype))
 
     def _encode_texts(self) -> None:
         end = np.array([self._tokenizer.end], dtype=self._dtype)
@@ -231,8 +242,15 @@ class _Writer:
         for document in self._waiting:
             assert not isinstance(document, Rendered)
             ids = next(encoded) if isinstance(document, bytes) else self._checked(document)
-            self._buffered += [ids.astype(self._dtype, copy=False), end]
-            self._count += len(ids) + 1
+            self._append(ids.astype(self._dtype, copy=False), end)
+
+    def _append(self, *parts: npt.NDArray[Any]) -> None:
+        """The tokens of a document, the last one its end."""
+        self._buffered += parts
+        length = sum(map(len, parts))
+        self._count += length
+        self._position += length
+        self._ends.append(self._position - 1)
 
     def _checked(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         if int(ids.min()) < 0 or int(ids.max()) >= self._tokenizer.vocab_size:
@@ -250,10 +268,10 @@ class _Writer:
         self._count -= count
         name = f"{self._stem}-{len(self._part.shards):03d}.arrow"
         columns = {COLUMN: tokens[:count]}
-        if self._flags is not None:
-            flags = np.concatenate(self._flags)
-            self._flags[:] = [flags[count:]]
-            columns[FLAGS] = flags[:count]
+        if self._counts is not None:
+            counts = np.concatenate(self._counts)
+            self._counts[:] = [counts[count:]]
+            columns[COUNTS] = counts[:count]
         raw = arrow_file(columns)
         self._storage.write(name, memoryview(raw))  # type: ignore[arg-type]  # any buffer works
         self._part.shards.append(Shard(name, count, raw.size, xxhash.xxh3_128_hexdigest(memoryview(raw))))

@@ -22,8 +22,8 @@ from raydist.data import sources
 from raydist.data.batches import MASKED, MicroBatch
 from raydist.data.chat_template import BUILT_IN, chat_format
 from raydist.data.dataset import TokenDataset, Windows
-from raydist.data.index import COUNTS, LAST
 from raydist.data.prepare import prepare
+from raydist.data.sequences import Sequences
 from raydist.errors import DataError, SpecError
 from raydist.spec import ModelSpec, parse
 from raydist.worker.loss.cross_entropy import loss_sum
@@ -93,13 +93,12 @@ def made(
 def documents(dataset: TokenDataset) -> list[tuple[list[int], list[bool]]]:
     """Of each document the tokens, and whether each counts."""
     split = dataset.split("train")
-    assert split.flags is not None
+    assert split.counts is not None
     found = []
     for number in range(dataset.index.train.documents):
         start, stop = split.document(number)
-        flags = split.flags.read(start, stop)
-        assert (flags & LAST != 0).tolist() == [False] * (stop - start - 1) + [True]
-        found.append((split.read(start, stop).tolist(), (flags & COUNTS != 0).tolist()))
+        assert split.are_ends(np.array([start]), stop - start)[0].tolist() == [False] * (stop - start - 1) + [True]
+        found.append((split.read(start, stop).tolist(), (split.counts.read(start, stop) != 0).tolist()))
     return found
 
 
@@ -208,6 +207,16 @@ def test_packing_keeps_conversations_apart(folder: Path, tmp_path: Path) -> None
     assert loss(*packed[:2], np.zeros_like(packed[2])).item() != pytest.approx(alone.item(), rel=1e-4)
 
 
+def test_documents_of_like_length(tmp_path: Path) -> None:
+    """With data.batching a row is a conversation, of which only what the assistant says is a target."""
+    dataset = made(tmp_path, [{"messages": talk} for talk in TALKS])
+    tokens, targets, _ = Sequences(dataset.split("train"), 512).batch(np.array([1]))
+    ids, counts = documents(dataset)[1]
+    assert tokens[0, : len(ids) - 1].tolist() == ids[:-1]
+    assert targets[0, : len(ids) - 1].tolist() == np.where(counts[1:], ids[1:], MASKED).tolist()
+    assert (targets[0, len(ids) - 1 :] == MASKED).all()
+
+
 def test_parquet_and_lines_make_the_same_dataset(tmp_path: Path) -> None:
     """Also in several blocks and shards; nulls that Parquet fills in are no fields."""
     rows = [{"messages": talk} for talk in TALKS * 20]
@@ -223,8 +232,8 @@ def test_parquet_and_lines_make_the_same_dataset(tmp_path: Path) -> None:
     assert one.fingerprint == two.fingerprint
     assert len(one.train.shards) > 5
     split = TokenDataset(tmp_path / "one").split("train")
-    assert split.flags is not None
-    assert len(split.flags) == len(split)
+    assert split.counts is not None
+    assert len(split.counts) == len(split)
     start, stop = split.document(31)
     assert TokenDataset(tmp_path / "one").tokenizer.decode(split.read(start, stop)) == (
         "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhello yourself<|im_end|>\n"
