@@ -122,7 +122,8 @@ def export(
         str,
         typer.Option(
             "--format",
-            help="huggingface, or safetensors, which is the same: weights, config and tokenizer for transformers.",
+            help="huggingface, or safetensors, which is the same: weights, config and tokenizer for transformers; adapters are "
+            "added to the weights. peft: the adapters alone.",
         ),
     ] = "huggingface",
     dataset: Annotated[
