@@ -28,6 +28,7 @@ from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.step import StepReport, evaluate, loss_sum
 from tests.training import (
     CONTEXT,
+    GROUPED,
     MODEL,
     SHARDS_PARAMETERS,
     VARIANTS,
@@ -108,19 +109,24 @@ def test_steps_match_one_process(ranks: Any, variant: str, world: int, n: int, m
         compare(got, reference(n, tie, "fp32"))
 
 
-@pytest.mark.parametrize(
-    "precision",
-    [{"params": "bf16"}, {"params": "fp16", "loss_scale": {"initial": 1024}}, {"params": "fp32", "reduce": "bf16"}],
-    ids=["bf16", "fp16", "reduced in bf16"],
-)
-@pytest.mark.parametrize("variant", registry.names("parallel"))
-def test_low_precision_stays_near_one_process(ranks: Any, variant: str, precision: Any) -> None:
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"params": "bf16"},
+    "reduced in bf16": {"params": "fp32", "reduce": "bf16"},
+    "fp16": {"params": "fp16", "loss_scale": {"initial": 1024}},
+}
+FORMATS = [(v, p) for v in registry.names("parallel") for p in PRECISIONS if p != "fp16" or v in ("ddp", "zero3")]
+"""fp16 under every strategy: test_an_overflow_on_one_rank_skips_the_step_on_all."""
+
+
+@pytest.mark.parametrize(("variant", "format"), FORMATS)
+def test_low_precision_stays_near_one_process(ranks: Any, variant: str, format: str) -> None:
     """The same in lower precision, on 3 ranks: losses within 0.5% of one process in that format, the first gradient's norm within
     2%.
 
     bf16 and fp16 round by up to 0.4% and 0.05%; FSDP also casts norms' gains, which autocast leaves in fp32, and accumulates a
     tied embedding's gradient in bf16: 1.4% here. Weights stay fp32.
     """
+    precision = PRECISIONS[format]
     expected = reference(7, True, precision["params"])
     for reports, _, weights, eval_loss in run(ranks, train, 3, job(variant, precision=precision), 7, 2):
         assert [r.loss for r in reports] == pytest.approx([r.loss for r in expected[0]], rel=5e-3)
@@ -136,8 +142,13 @@ def test_parameters_in_host_memory_compute_the_same(ranks: Any, variant: str) ->
         compare(got, reference(6, True, "fp32"))
 
 
-@pytest.mark.parametrize("where", ["cpu", "nvme"])
-@pytest.mark.parametrize("variant", registry.names("parallel"))
+EXAMPLES = ("ddp", "zero3")
+"""Strategies for a second kind of a feature whose first kind is tested under each of them: whole, and sharded."""
+
+
+@pytest.mark.parametrize(
+    ("variant", "where"), [*((v, "cpu") for v in registry.names("parallel")), *((v, "nvme") for v in EXAMPLES)]
+)
 def test_offloaded_state_changes_no_bit(ranks: Any, tmp_path: Path, variant: str, where: str) -> None:
     """The optimizer in host memory or in a file, on 3 ranks, with clipping: the same losses, gradients and weights, bit for bit.
 
@@ -185,8 +196,9 @@ def test_gradients_that_are_said_to_be_final_are(ranks: Any, variant: str) -> No
         assert all(torch.equal(early[name], gradient) for name, gradient in late.items())
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
-@pytest.mark.parametrize("variant", registry.names("parallel"))
+@pytest.mark.parametrize(
+    ("variant", "kind"), [*((v, "full") for v in registry.names("parallel")), *((v, "selective") for v in EXAMPLES)]
+)
 def test_activations_computed_again_change_no_bit(ranks: Any, variant: str, kind: str) -> None:
     """With dropout and accumulation, on 2 ranks: the same losses, gradients and weights, bit for bit."""
     model = {**MODEL, "dropout": 0.2}
@@ -392,7 +404,7 @@ def flip(model: nn.Module) -> None:
     local.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 22)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*registry.names("parallel"), *GROUPED.values()])
 def test_a_drifted_replica_is_mended(ranks: Any, tmp_path: Path, variant: str) -> None:
     """A bit changes on one of 3 ranks within a step: it is repaired, and the weights after the step have the bits of an
     undisturbed run. Two pairs of copies have no majority: the ranks that differ are named. zero3 has no copies."""

@@ -90,7 +90,7 @@ def test_each_gradient_is_that_of_one_process(ranks: Any, model: str, world: int
         (GROUPED.get(name, name), model)
         for name in registry.names("parallel")
         for model in ("tied", "qk_norm")
-        if name != "ddp" and (name not in GROUPED or model == "tied")
+        if name != "ddp" and (name == "zero3" or model == "tied")
     ],
 )
 def test_each_strategy_splits_what_a_tensor_rank_has(ranks: Any, strategy: str, model: str) -> None:
@@ -124,8 +124,10 @@ def test_dropout_draws_the_masks_of_one_process(ranks: Any, world: int) -> None:
         compare(got, right)
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-@pytest.mark.parametrize("precision", ["bf16", {"params": "fp16", "loss_scale": {"initial": 1024}}])
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [("zero2", "bf16"), ("zero3", "bf16"), ("zero3", {"params": "fp16", "loss_scale": {"initial": 1024}})],
+)
 def test_low_precision_stays_near_one_process(ranks: Any, strategy: str, precision: Any) -> None:
     """Losses within 0.5% of one process in that format, the norm within 2%: bf16 rounds by up to 0.4%."""
     right = train(alone(), job("ddp", WIDE, precision=precision))
