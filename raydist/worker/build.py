@@ -54,7 +54,7 @@ def build_model(spec: JobSpec, vocab_size: int, meta: bool = False) -> nn.Module
                 f"model.name: {name}: takes_meta is set, and {type(model).__name__} has no init_module to make weights with",
                 "add init_module(name, module), or take takes_meta away (docs/reference/models.md)",
             )
-        if spec.model.hf is not None:
+        if spec.model.hf is not None or spec.init_from is not None:
             pretrained.leave_empty(model)
         distributed.seed_all(spec.train.seed, "init")  # weights must not depend on the numbers that build has drawn
         if not meta:

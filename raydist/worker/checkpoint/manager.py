@@ -17,7 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from raydist.checkpoint.mirrors import Mirrors
+from raydist.checkpoint.source import MODEL, differences, others, split, untied, weights_of
 from raydist.data.batches import Cursor
+from raydist.errors import UserError
 from raydist.records import Event
 from raydist.redact import redact
 from raydist.run.directory import RunDir, resume_attempt, step_folder
@@ -35,7 +37,7 @@ from raydist.worker.distributed import Rank
 from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.gradient_noise_scale import GradientNoise
 from raydist.worker.metrics.reporter import Reporter
-from raydist.worker.parameter_table import ParameterTable
+from raydist.worker.parameter_table import ParameterTable, gather_tensors
 from raydist.worker.precision import Precision
 
 
@@ -123,7 +125,14 @@ class CheckpointManager:
         numbers.check(run.name, manifest, self._numbers, self._total, job.allow_spec_change)
         tensors, rank_tensors, _ = self._state.capture()
         loaded = restore.load(
-            place, manifest, tensors, rank_tensors, group=rank.control, mesh=self._mesh.sizes, extra=self._state.extra
+            place,
+            manifest,
+            tensors,
+            rank_tensors,
+            group=rank.control,
+            mesh=self._mesh.sizes,
+            extra=self._state.extra,
+            joins=self._state.joins,
         )
         self._state.restore(tensors, rank_tensors, manifest.plain, restored=loaded.extra)
         self._progress.load(manifest.plain)
@@ -146,6 +155,30 @@ class CheckpointManager:
             for name in sorted(manifest.plain.get(EXTRA, {}).keys() - set(self._state.extra)):
                 self._reporter.say("note", text=f"extra state {name} of the checkpoint is not used by this job")
         return True
+
+    def start_from(self, source: str) -> None:
+        """Loads the weights of another run's checkpoint, on any mesh, and nothing else of it. After `resume` gave False.
+
+        `source`: see `raydist.checkpoint.source.split`. Raises UserError, on every rank, if its tensors are others than the
+        model's; CheckpointCorrupt if a hash is wrong.
+        """
+        rank = self._rank
+        name, step = split(source)
+        run = RunDir(name)
+        found = restore.choose(run, step=step, rank=rank.rank, world_size=rank.world_size, group=rank.control)
+        if found is None:
+            raise UserError(
+                f"init_from: {run.uri} has no checkpoint", "train it up to its first one (checkpoint.every)"
+            )
+        weights = self._state.weights()
+        table = gather_tensors(weights, rank.rank, rank.control)
+        wanted = {n.removeprefix(MODEL): row.shape for n, row in table.items()}
+        if problems := differences(weights_of(found), wanted) + untied(found, self._spec):
+            raise others(f"init_from: {run.uri} at step {found.step}", problems)
+        restore.load(run, found, weights, {}, group=rank.control)
+        self._state.take_buffers(weights)
+        if self._reporter:
+            self._reporter.say("weights_loaded", source=redact(source), run=run.name, step=found.step)
 
     def open(self) -> None:
         """Prepares saves, after `resume`."""
