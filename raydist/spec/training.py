@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from raydist import registry
 from raydist.errors import UserError
 from raydist.spec.parts import Extension, Part, PartWithNewFields, check_spec, near_divisors, problem
 
@@ -53,12 +54,15 @@ class ModelSpec(PartWithNewFields):
 
     def rows(self, tokenizer: int) -> int:
         """Rows of the embedding for a tokenizer of so many ids. Raises UserError if it has more than `vocab_size`."""
-        if self.vocab_size is not None and tokenizer > self.vocab_size:
+        size = self.vocab_size
+        if size is None and (given := registry.described("model", self.name, "vocab_size")) is not None:
+            size = given(self)
+        if size is not None and tokenizer > size:
             raise UserError(
-                f"model.vocab_size: {self.vocab_size}: the tokenizer of the data has {tokenizer} ids",
+                f"model.vocab_size: {size}: the tokenizer of the data has {tokenizer} ids",
                 f"set data.tokenizer: {self.hf}/tokenizer.json" if self.hf else "leave it out, or set it higher",
             )
-        return self.vocab_size or tokenizer
+        return size or tokenizer
 
 
 class DataSpec(Part):
