@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -105,15 +105,11 @@ def format_for(spec: ModelSpec) -> HuggingFace:
 
 
 def check(
-    folder: Path,
-    spec: ModelSpec,
-    format: HuggingFace,
-    shapes: Mapping[str, tuple[int, ...]],
-    int8: Container[str] = (),
+    folder: Path, spec: ModelSpec, format: HuggingFace, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, FileTensor]:
     """The tensors in the folder. Raises UserError for missing tensors, for others than the model needs, and for wrong shapes.
 
-    `shapes`: those of the model's parameters, by our names. `int8`: the parameters that are int8 here, with scales beside them.
+    `shapes`: those of the model's parameters, by our names.
     """
     found, problems = tensors_of(folder), list[str]()
     ignored = [pattern.format(layers=spec.layers) for pattern in format.ignored]
@@ -122,21 +118,16 @@ def check(
         left -= {piece.name for piece in format.pieces("head.weight", ())}
     for parameter, shape in shapes.items():
         for piece in format.pieces(parameter, shape):
-            parts: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {piece.name: (part_shape(piece, shape), DTYPES)}
-            if parameter in int8:
-                parts = {
-                    piece.name: (part_shape(piece, shape), ("I8",)),
-                    f"{piece.name}_scale": ((shape[0], 1), ("F32",)),
-                }
-            for name, (wanted, formats) in parts.items():
-                left.discard(name)
-                tensor = found.get(name)
-                if tensor is None:
-                    problems.append(f"{name}: is missing")
-                elif tensor.shape != wanted:
-                    problems.append(f"{name}: {list(tensor.shape)} in {tensor.file}, {list(wanted)} by the job's model")
-                elif tensor.dtype not in formats:
-                    problems.append(f"{name}: {tensor.dtype} in {tensor.file}, not one of {', '.join(formats)}")
+            left.discard(piece.name)
+            tensor, wanted = found.get(piece.name), part_shape(piece, shape)
+            if tensor is None:
+                problems.append(f"{piece.name}: is missing")
+            elif tensor.shape != wanted:
+                problems.append(
+                    f"{piece.name}: {list(tensor.shape)} in {tensor.file}, {list(wanted)} by the job's model"
+                )
+            elif tensor.dtype not in DTYPES:
+                problems.append(f"{piece.name}: {tensor.dtype} in {tensor.file}, not one of {', '.join(DTYPES)}")
     problems += [f"{name}: the model has no such tensor" for name in sorted(left)]
     if problems:
         more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []

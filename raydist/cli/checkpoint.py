@@ -137,29 +137,10 @@ def export(
     file_mb: Annotated[
         float, typer.Option(min=0.001, help="Size of a file of weights in MB; more go to further files.")
     ] = 5000.0,
-    quantize: Annotated[
-        str | None,
-        typer.Option(help="int8: linear layers, for `raydist sample` and `raydist eval`.", show_default=False),
-    ] = None,
-    max_loss_increase: Annotated[
-        float, typer.Option(help="With --quantize: refuse if the eval loss rises by more nats per token than this.")
-    ] = 0.02,
     storage: options.Storage = None,
 ) -> None:
     """Write a checkpoint's weights for other libraries. Default: the newest valid checkpoint."""
     folder = resolve(run, storage)
     from raydist.worker.checkpoint.export import export as write
 
-    written = write(
-        folder,
-        step,
-        out,
-        file_format,
-        dataset,
-        dtype=dtype,
-        file_bytes=int(file_mb * 1e6),
-        quantize=quantize,
-        max_loss_increase=max_loss_increase,
-        say=lambda line: print(line, file=sys.stderr),
-    )
-    print(written)
+    print(write(folder, step, out, file_format, dataset, dtype=dtype, file_bytes=int(file_mb * 1e6)))

@@ -20,7 +20,6 @@ from raydist.cli import (
     checkpoint,
     convert,
     data,
-    evaluate,
     faults,
     init,
     logs,
@@ -64,7 +63,6 @@ profile.register(app)
 trace.register(app)
 report.register(app)
 sample.register(app)
-evaluate.register(app)
 schema.register(app)
 plan.register(app)
 faults.register(app)

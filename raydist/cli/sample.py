@@ -1,18 +1,18 @@
-"""`raydist sample`: generates text from a run's checkpoint, by default the newest, or from an exported folder.
+"""`raydist sample`: generates text from a run's checkpoint, by default the newest.
 
 Runs in: the user's shell, in one process without Ray. Imports torch inside the command.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from raydist.cli import options
-from raydist.errors import UserError
-from raydist.run.directory import resolve
+from raydist.errors import CheckpointNotFound, UserError
+from raydist.redact import beside
+from raydist.run.directory import SPEC, resolve
 
 
 def register(app: typer.Typer) -> None:
@@ -22,8 +22,7 @@ def register(app: typer.Typer) -> None:
 
 def sample(
     run: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="A run's name, folder or URI; or an exported folder.", show_default=False),
+        str, typer.Argument(metavar="RUN", help="A run folder's path or URI, or a run's name.", show_default=False)
     ],
     storage: options.Storage = None,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
@@ -34,18 +33,30 @@ def sample(
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; default: the newest.")] = None,
 ) -> None:
     """Print text that a trained model generates."""
-    exported = (Path(run) / "config.json").exists()
-    folder = None if exported else resolve(run, storage)
+    import yaml
+
+    folder = resolve(run, storage)
     import torch
 
-    from raydist.worker import saved_model
+    from raydist import registry
+    from raydist.data.dataset import TokenDataset
+    from raydist.spec import parse
+    from raydist.worker.checkpoint import restore
 
-    saved = saved_model.of_folder(Path(run)) if folder is None else saved_model.of_run(folder, step)[0]
-    model: Any = saved.module
+    spec = parse(yaml.safe_load(folder.storage.read(SPEC)), source=f"{folder.uri}/{SPEC}")
+    manifest = restore.choose(folder, step=step)
+    if manifest is None:
+        raise CheckpointNotFound(
+            f"run {folder.name} has no checkpoint yet", "train it to its first checkpoint (checkpoint.every)"
+        )
+    dataset = TokenDataset(beside(str(manifest.plain["dataset"]), folder.full_uri))
+    model = registry.load("model", spec.model.name)(spec.model, spec.model.rows(dataset.vocab_size))
     if not hasattr(model, "generate"):
-        raise UserError(f'model "{saved.spec.name}" cannot generate text', "give it generate(tokens_BT, max_new, ...)")
-    ids = saved.tokenizer.encode([prompt])[0]
-    tokens_BT = torch.tensor([list(map(int, ids)) or [saved.end]])
+        raise UserError(f'model "{spec.model.name}" cannot generate text', "give it generate(tokens_BT, max_new, ...)")
+    restore.load(folder, manifest, {f"model/{n}": t for n, t in model.state_dict().items()}, {})
+    model.eval()
+    ids = dataset.tokenizer.encode([prompt])[0]
+    tokens_BT = torch.tensor([list(map(int, ids)) or [dataset.end]])
     generator = torch.Generator().manual_seed(seed)
     output_BT = model.generate(tokens_BT, tokens, temperature=temperature, top_k=top_k, generator=generator)
-    print(saved.tokenizer.decode(output_BT[0].tolist()))
+    print(dataset.tokenizer.decode(output_BT[0].tolist()))

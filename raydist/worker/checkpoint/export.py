@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ import torch
 import yaml
 from torch import Tensor
 
-from raydist import registry
 from raydist.checkpoint.huggingface import part_shape
 from raydist.data.dataset import TokenDataset
 from raydist.data.tokenizers import END, Bytes, Library
@@ -28,7 +27,6 @@ from raydist.redact import beside
 from raydist.run.directory import SPEC, RunDir
 from raydist.spec import ModelSpec, parse
 from raydist.spec.huggingface import Piece, format_of
-from raydist.worker import int8, saved_model
 from raydist.worker.checkpoint.safetensors_writer import Output, write_files
 from raydist.worker.checkpoint.weights_reader import Read, WeightsReader, open_weights
 from raydist.worker.precision import DTYPES
@@ -36,8 +34,6 @@ from raydist.worker.precision import DTYPES
 FORMATS = ("huggingface", "safetensors")
 FILE_BYTES = 5 * 10**9
 """The largest file of weights, as `transformers` writes them."""
-MAX_LOSS_INCREASE = 0.02
-"""Nats per token."""
 
 
 def export(
@@ -49,25 +45,18 @@ def export(
     *,
     dtype: str | None = None,
     file_bytes: int = FILE_BYTES,
-    quantize: str | None = None,
-    max_loss_increase: float = MAX_LOSS_INCREASE,
-    say: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Writes the weights of a committed checkpoint to the new folder `out`, whole or not at all; gives `out`.
 
     `step`: None takes the newest good one. `dataset`: the place of the run's prepared data, if it has moved; its tokenizer is
     exported too. `dtype`: of DTYPES; None: as saved. `file_bytes`: see `write_files`; one tensor is in memory at a time.
-    `quantize`: int8: linear layers (raydist/worker/int8.py); the held-out loss is computed before and after, with the whole model
-    in memory, and may rise by `max_loss_increase` nats per token. `say` gets the figures, line by line.
-    Raises UsageError (format, dtype, `out` exists), UserError (a model without `HUGGINGFACE`, values that `dtype` does not have, a
-    loss that rises more), CheckpointNotFound, CheckpointCorrupt, DataError.
+    Raises UsageError (format, dtype, `out` exists), UserError (a model without `HUGGINGFACE`, values that `dtype` does not have),
+    CheckpointNotFound, CheckpointCorrupt, DataError.
     """
     if format not in FORMATS:
         raise UsageError(f"--format {format}: cannot be written", f"there are: {', '.join(FORMATS)}")
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: cannot be written", f"there are: {', '.join(DTYPES)}")
-    if quantize not in (None, "int8"):
-        raise UsageError(f"--quantize {quantize}: cannot be written", "there is: int8")
     if out.exists():
         raise UsageError(f"{out} exists", "give a folder that does not exist yet")
     spec = parse(yaml.safe_load(run.storage.read(SPEC)), source=f"{run.uri}/{SPEC}")
@@ -82,63 +71,15 @@ def export(
         written: torch.dtype = getattr(torch, entry.dtype) if dtype is None else DTYPES[dtype]
         config = hf_config(spec.model, entry.shape[0], data.end, str(written).removeprefix("torch."))
         generation = {"bos_token_id": data.end, "eos_token_id": data.end}
-        if quantize:
-            config["quantization_config"] = int8.CONFIG
         files = {"config.json": _json(config), "generation_config.json": _json(generation)}
         files |= tokenizer_files(data, spec.model.context)
         outputs = outputs_of(weights, spec.model, weights.read, None if dtype is None else DTYPES[dtype])
-        if quantize:
-            outputs = _as_int8(outputs, spec.model, entry.shape[0])
         metadata = {"format": "pt", "raydist_run": run.name, "raydist_step": str(weights.manifest.step)}
         with new_folder(out) as folder:
             for name, content in files.items():
                 (folder / name).write_bytes(content)
             write_files(outputs, folder, file_bytes, metadata)
-            if quantize:
-                _compare(run, weights.manifest.step, dataset, folder, max_loss_increase, say)
     return out
-
-
-def _as_int8(outputs: list[Output], spec: ModelSpec, rows: int) -> list[Output]:
-    """The same tensors, those of linear layers in int8 with their scales. A weight is read twice, to have one in memory."""
-    format = format_of(spec.name)
-    assert format is not None
-    with torch.device("meta"):
-        layers = int8.linear_layers(registry.load("model", spec.name)(spec, rows))
-    names = {format.pieces(f"{name}.weight", tuple(m.weight.shape))[0].name for name, m in layers.items()}
-    made: list[Output] = []
-    for output in outputs:
-        if output.name not in names:
-            made.append(output)
-            continue
-        scales = (output.shape[0], 1)
-        made.append(Output(output.name, output.shape, torch.int8, partial(_quantized, output, 0)))
-        made.append(Output(output.name + int8.SCALE, scales, torch.float32, partial(_quantized, output, 1)))
-    return made
-
-
-def _quantized(output: Output, which: int) -> Tensor:
-    return int8.quantize(output.read())[which]
-
-
-def _compare(
-    run: RunDir, step: int, dataset: str | None, folder: Path, most: float, say: Callable[[str], None]
-) -> None:
-    """Evaluates the checkpoint and the folder. Raises UserError if the loss has risen by more than `most`."""
-    saved, job, data = saved_model.of_run(run, step, dataset)
-    before, size = saved_model.evaluate(saved.module, job, data), saved.nbytes
-    del saved
-    written = saved_model.of_folder(folder)
-    after = saved_model.evaluate(written.module, job, data)
-    rise = after.loss - before.loss
-    say(f"weights   {size / 1e6:,.1f} MB -> {written.nbytes / 1e6:,.1f} MB")
-    say(f"eval loss {before.loss:.4f} -> {after.loss:.4f} ({rise:+.4f}) nats per token, over {after.tokens:,} tokens")
-    say(f"speed     {before.tokens_per_second:,.0f} -> {after.tokens_per_second:,.0f} tokens/s on this CPU")
-    if not rise <= most:  # nan, too
-        raise UserError(
-            f"--quantize int8: the eval loss rises by {rise:.4f} nats per token, more than {most:g}: nothing was written",
-            "export it without --quantize, or allow more with --max-loss-increase",
-        )
 
 
 @contextmanager

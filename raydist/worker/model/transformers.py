@@ -38,9 +38,9 @@ class Options(Part):
 
 VARIANTS = {
     "": {"options": {"config": {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 64,
-                                "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}},
+                                "vocab_size": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}},
     "gpt_neox": {"options": {"config": {"model_type": "gpt_neox", "hidden_size": 16, "num_attention_heads": 2,
-                                        "num_hidden_layers": 2, "intermediate_size": 32}}},
+                                        "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 64}}},
 }  # fmt: skip
 """Fields of `model` that the contract's tests run; "" in place of the defaults."""
 

@@ -19,7 +19,7 @@ from tests.contracts.test_pipeline import near, train
 from tests.training import GROUPED, MODELS, alone, mesh_job, run
 
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 64}
-GPT2 = {**MODELS["transformers"]["options"]["config"], "vocab_size": 64}
+GPT2 = MODELS["transformers"]["options"]["config"]
 PACKS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "gpt_neox": {"model_type": "gpt_neox", **SIZES},
