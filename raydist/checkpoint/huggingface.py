@@ -6,21 +6,16 @@ Runs in: the driver, before any worker starts, and in each rank, which opens the
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raydist.errors import UserError
-from raydist.run.directory import MODELS
-from raydist.spec.huggingface import HUB, HuggingFace, Piece, download, format_of
-from raydist.storage import Storage
+from raydist.spec.huggingface import HuggingFace, Piece, format_of
 
 if TYPE_CHECKING:
-    from raydist.spec import JobSpec
     from raydist.spec.training import ModelSpec
 
 DTYPES = ("F32", "BF16", "F16")
@@ -36,23 +31,6 @@ class FileTensor:
     file: str
     shape: tuple[int, ...]
     dtype: str
-
-
-def fetched(job: JobSpec, storage: str) -> JobSpec:
-    """`job` with a folder in place of a model of a hub in `model.hf`: downloaded once to `.models` in `storage`, which all nodes
-    read, or to the cache of huggingface_hub where HF_HOME or HF_HUB_CACHE is set, or where `storage` is a URI. Raises UserError.
-    """
-    if job.model.hf is None or not job.model.hf.startswith(HUB):
-        return job
-    own = {"HF_HOME", "HF_HUB_CACHE"} & os.environ.keys()
-    place = None if own else Storage(storage).local
-    folder = _fetched(job.model.hf, None if place is None else str(place / MODELS))
-    return job.model_copy(update={"model": job.model.model_copy(update={"hf": str(folder)})})
-
-
-@cache
-def _fetched(name: str, place: str | None) -> Path:
-    return download(name, ("*.json", "*.safetensors"), place)
 
 
 def tensors_of(folder: Path) -> dict[str, FileTensor]:

@@ -84,7 +84,6 @@ def submit(
     else:
         jobs = _check_job(spec, overrides or [], deepspeed, faults)
     needed = _check_files(spec, overrides or [], root, swept, configured=deepspeed is not None)
-    _check_models(spec, overrides or [], swept)
     needed += [inside, *_named_by(jobs, root)]
     command = ["python", "-m", "raydist", "sweep" if swept else "train", str(inside)]
     for text in overrides or []:
@@ -191,20 +190,6 @@ def _named_by(jobs: Iterable[JobSpec], root: Path) -> list[Path]:
                 continue
             found |= dict.fromkeys(_under(root, name, field))
     return list(found)
-
-
-def _check_models(path: Path, overrides: list[str], swept: bool) -> None:
-    """Raises UserError for weights in a relative folder: only a package of limited size is uploaded, to one node at first."""
-    from raydist.spec.load import merged, overriding, read_layers, read_yaml
-
-    path = path.parent / read_yaml(path)["base"] if swept else path
-    model = merged([*read_layers(path), overriding(overrides)])[0].get("model")
-    hf = model.get("hf") if isinstance(model, dict) else None
-    if isinstance(hf, str) and "://" not in hf and not hf.startswith(("/", "~")):
-        raise UserError(
-            f"model.hf: {hf} is a relative path: weights are not uploaded with a job, because every node reads them",
-            "put the folder on storage that all nodes can read and give its absolute path, or give hf://OWNER/NAME",
-        )
 
 
 def _under(root: Path, name: str, field: str) -> list[Path]:

@@ -62,7 +62,7 @@ def train(
 
     with Starting() as starting:
         starting.stage("job")  # before the imports that follow, which take seconds
-        from raydist.checkpoint import huggingface, source
+        from raydist.checkpoint import source
         from raydist.cluster import preflight
         from raydist.observe.exporters import resolve
         from raydist.run.lease import DriverLease
@@ -76,7 +76,6 @@ def train(
             raise RunNotFound(
                 f"nothing to resume at {run.uri}", "leave out --resume to start it, or check --name and --storage"
             )
-        job = huggingface.fetched(job, home)
         preflight.check_early(job, local=where(address) == "local")
         exporters = resolve([e.model_dump() for e in job.observe.exporters], run)
         starting.stage("data")

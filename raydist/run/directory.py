@@ -49,8 +49,6 @@ SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER = (
 )  # fmt: skip
 CHECKPOINTS, ATTEMPTS, DRIVERS, FAULTS, DRIFT = "checkpoints", "attempts", "drivers", "faults", "drift"
 BUCKETS, SAMPLES, REQUESTS, TRACES, REPORT = "buckets", "samples", "requests", "traces", "report.html"
-MODELS = ".models"
-"""In the folder of the runs: models that were downloaded from a hub."""
 DATA = ".data"
 """In the folder of the runs: corpora that raydist prepared automatically."""
 SWEEP_CELLS = "cells.jsonl"

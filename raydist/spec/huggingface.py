@@ -7,7 +7,7 @@ export; that is read without importing the file. Here is what the families share
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,9 @@ Config = Mapping[str, Any]
 
 def read_folder(name: str) -> tuple[Path, dict[str, Any]]:
     """(the folder, the fields of `model`) of a folder in Hugging Face's format, or of a model hf://OWNER/NAME[@REVISION] of a hub,
-    of which only config.json is downloaded. Raises UserError."""
-    folder = download(name, ("config.json",)) if name.startswith(HUB) else Path(name).expanduser().absolute()
-    if "://" in str(name) and not name.startswith(HUB):
+    which is downloaded. Raises UserError."""
+    folder = _download(name) if name.startswith("hf://") else Path(name).expanduser().absolute()
+    if "://" in str(name) and not name.startswith("hf://"):
         raise UserError(
             f"{name}: weights are read from folders", "give a folder that all nodes can read, or hf://OWNER/NAME"
         )
@@ -50,26 +50,17 @@ def read_folder(name: str) -> tuple[Path, dict[str, Any]]:
         raise UserError(f"{folder}/config.json: {error.message}", error.hint) from None
 
 
-HUB = "hf://"
-"""What names of models of a hub begin with."""
-
-
-def download(name: str, patterns: Sequence[str], cache: str | None = None) -> Path:
-    """The folder of a model of a hub, hf://OWNER/NAME[@REVISION], with the files of these patterns. Raises UserError.
-
-    `cache`: a folder; None: that of huggingface_hub. Its locks let one process download a file, while others wait for it; what is
-    there is not downloaded again, and serves without a network.
-    """
+def _download(name: str) -> Path:
+    """The folder of a model of a hub, in the cache of huggingface_hub."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise UserError(
             f"{name}: needs the package huggingface_hub", "install it, or download the model and give its folder"
         ) from None
-    owner, _, revision = name.removeprefix(HUB).partition("@")
+    owner, _, revision = name.removeprefix("hf://").partition("@")
     try:
-        found = snapshot_download(owner, revision=revision or None, allow_patterns=[*patterns], cache_dir=cache)
-        return Path(found).absolute()
+        return Path(snapshot_download(owner, revision=revision or None, allow_patterns=["*.json", "*.safetensors"]))
     except Exception as error:  # of the hub, the network and the cache, in many classes
         raise UserError(
             f"{name}: cannot be downloaded: {type(error).__name__}: {remote_filesystem.reason(error)}",
@@ -167,11 +158,7 @@ def reader_of(config: Config) -> tuple[str, HuggingFace]:
             known |= {kind: (name, format) for kind in format.types}
     kind = config.get("model_type")
     if kind not in known:
-        raise UserError(
-            f"model_type {kind!r}: no model here reads it",
-            f"there are: {', '.join(sorted(known))}; "
-            "model.name: transformers runs any other causal model (docs/reference/models.md#transformers)",
-        )
+        raise UserError(f"model_type {kind!r}: no model here reads it", f"there are: {', '.join(sorted(known))}")
     return known[kind]
 
 

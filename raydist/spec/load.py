@@ -20,7 +20,7 @@ import yaml
 from raydist.errors import SpecError, UserError
 from raydist.redact import redact
 from raydist.spec.deepspeed import Converted, convert
-from raydist.spec.huggingface import HUB, read_folder
+from raydist.spec.huggingface import read_folder
 from raydist.spec.models import JobSpec, flatten
 from raydist.spec.validate import extensions, validate
 
@@ -156,7 +156,7 @@ def _with_pretrained(layers: list[Layer]) -> list[Layer]:
     )
     if named not in (None, fields["name"]):
         raise SpecError(f"{origin}: model.name: {named}: {folder} has a {fields['name']}; leave name out")
-    own = layer if str(hf).startswith(HUB) else layer.with_field("model.hf", str(folder), origin)
+    own = layer.with_field("model.hf", str(folder), origin)
     config = Layer({"model": fields}, dict.fromkeys(_paths({"model": fields}), f"{folder}/config.json"))
     return [*layers[:at], config, Layer(own.tree, layer.origin, layer.folder, layer.extends), *layers[at + 1 :]]
 

@@ -95,8 +95,6 @@ class JobSpec(PartWithNewFields):
                 f"is longer than the run of {steps} steps",
                 "write a fraction, such as 0.1",
             )
-        if (check := registry.described("model", self.model.name, "check_job")) is not None:
-            check(self)
         self._tensor_fits()
         self._context_fits()
         self._pipeline_fits()

@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from raydist import registry
 from raydist.errors import UserError
 from raydist.spec.parts import Extension, Part, PartWithNewFields, check_spec, near_divisors, problem
 
@@ -54,15 +53,12 @@ class ModelSpec(PartWithNewFields):
 
     def rows(self, tokenizer: int) -> int:
         """Rows of the embedding for a tokenizer of so many ids. Raises UserError if it has more than `vocab_size`."""
-        size = self.vocab_size
-        if size is None and (given := registry.described("model", self.name, "vocab_size")) is not None:
-            size = given(self)
-        if size is not None and tokenizer > size:
+        if self.vocab_size is not None and tokenizer > self.vocab_size:
             raise UserError(
-                f"model.vocab_size: {size}: the tokenizer of the data has {tokenizer} ids",
+                f"model.vocab_size: {self.vocab_size}: the tokenizer of the data has {tokenizer} ids",
                 f"set data.tokenizer: {self.hf}/tokenizer.json" if self.hf else "leave it out, or set it higher",
             )
-        return size or tokenizer
+        return self.vocab_size or tokenizer
 
 
 class DataSpec(Part):

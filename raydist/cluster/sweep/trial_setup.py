@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from raydist.checkpoint.huggingface import fetched
 from raydist.checkpoint.source import pinned
 from raydist.cluster import nodes, preflight
 from raydist.cluster.run.request import Request
@@ -74,7 +73,7 @@ class TrialSetup:
         for trial in trials:
             checked.setdefault(_looked_at(trial.job), trial.job)
         for job in checked.values():
-            job = fetched(pinned(job, folder.run("none"), datasets.home), datasets.home)
+            pinned(job, folder.run("none"), datasets.home)
             preflight.check(self._fitted(job), session, folder.full_uri, datasets.of(job).storage.full_uri)
         self.tokens = max(self._tokens(trial.job) for trial in trials)
 
@@ -90,7 +89,7 @@ class TrialSetup:
             for field, value in changes.items():
                 raw = merge(raw, nest(field, value))
             job = parse(raw, source=trial)
-        job = fetched(pinned(job, run, self._datasets.home), self._datasets.home)
+        job = pinned(job, run, self._datasets.home)
         exporters = resolve(of_sweep([e.model_dump() for e in job.observe.exporters], self._folder), run)
         dataset, gpus = self._datasets.of(job).storage.full_uri, self._gpus(job)
         request = Request(job, run, dataset, gpus, allow_spec_change=bool(changes), exporters=exporters)

@@ -45,8 +45,6 @@ Optional, at the top level of the file, without torch (raydist/registry.py, `des
 
 - `Options`: a pydantic model that checks `model.options`.
 - `check_spec(spec: ModelSpec)`: raises `raydist.spec.parts.problem(...)` for values that cannot be combined.
-- `check_job(job: JobSpec)`: the same for values of other sections, such as ways to split that the model does not have.
-- `vocab_size(spec: ModelSpec) -> int | None`: ids that the model has room for, if its options say so and not `model.vocab_size`.
 - `experts(spec: ModelSpec) -> int`: how many experts each layer with experts has (raydist/worker/model/_moe.py). A model with such
   layers must have it for `parallel.expert`.
 - `check_context(spec: ModelSpec, tensor: int, context: int)`: raises the same if `context` ranks, each of `tensor` tensor parallel
