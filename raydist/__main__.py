@@ -1,6 +1,10 @@
-"""`python -m raydist`: the same as the `raydist` command."""
+"""`python -m raydist` is the `raydist` command."""
 
-from raydist.cli.main import main
+import sys
 
 if __name__ == "__main__":
+    # Python has put the working directory first: a file there would be imported in place of an installed package.
+    sys.path.append(sys.path.pop(0))
+    from raydist.cli.main import main
+
     main()

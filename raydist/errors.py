@@ -1,6 +1,6 @@
 """All errors that users see, in one tree. Each says what is wrong, and how to fix it.
 
-Runs anywhere. Imports nothing of raydist except the function that removes secrets from a message.
+Runs anywhere. Imports nothing of raydist except what removes secrets and control characters from a message.
 
     RaydistError                      message, hint; `exit_code` of the command
     ├── UserError (ValueError)        2: the request cannot be carried out
@@ -17,8 +17,10 @@ Runs anywhere. Imports nothing of raydist except the function that removes secre
     │   │   └── CheckpointTooNew      the manifest's version is newer than this raydist knows
     │   ├── CheckpointNotFound        no committed checkpoint can be read (also a LookupError)
     │   └── SpecChanged               2: a resumed run would give other results than the original
+    ├── QuantizationRefused           3: quantised weights lose more than was allowed
     ├── TraceFailed                   3: a running job returned no trace, or only a part
     ├── StopFailed                    3: a run did not stop in time, or its driver died
+    ├── RankRefused                   3: a process that is not of this attempt has taken a rank's place
     ├── Rollback                      3: the attempt ended in order to resume from a checkpoint
     └── TrainingStopped               3: the run ended before its last step, and a restart would not help
         ├── NonFinite                 NaN or Inf in the loss or in the gradients (also an ArithmeticError)
@@ -38,16 +40,19 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from raydist.printable import printable
 from raydist.redact import redact
 
 
 class RaydistError(Exception):
-    """The base class. `message` says what and where; `hint` how to fix it (may be empty). Secrets of URIs are removed from both."""
+    """The base class. `message` says what and where; `hint` how to fix it (may be empty). Secrets of URIs and control
+    characters are removed from both.
+    """
 
     exit_code: ClassVar[int] = 3
 
     def __init__(self, message: str, hint: str = "") -> None:
-        message, hint = redact(message), redact(hint)
+        message, hint = printable(redact(message)), printable(redact(hint))
         super().__init__(message, hint)
         self.message = message
         self.hint = hint
@@ -119,12 +124,20 @@ class SpecChanged(CheckpointError):
     exit_code = 2
 
 
+class QuantizationRefused(RaydistError):
+    """Quantised weights have a held-out loss above the bound; nothing was written."""
+
+
 class TraceFailed(RaydistError):
     """A running job did not return the requested trace; its training continues."""
 
 
 class StopFailed(RaydistError):
     """A run or a sweep did not stop in time after a request, or its driver died first."""
+
+
+class RankRefused(RaydistError):
+    """A process that this run's driver has not started has taken the place of a rank; nothing that it sent was used."""
 
 
 class Rollback(RaydistError):

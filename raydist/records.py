@@ -9,6 +9,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from raydist.printable import printable
+
 VERSION = 1
 
 EXPORTED_ONLY = frozenset({"histograms"})
@@ -34,6 +36,8 @@ class StepRecord:
     global batch's sample ids, in order, as little-endian int64; `grad_noise_scale` the gradient noise scale so far, in
     sequences (docs/explanation/noise.md), None if unknown. Of a model with experts, `expert_imbalance` is the load of the fullest
     expert of a layer over the mean, for the worst layer, and `exchanged_bytes` what all ranks sent to others' experts and back.
+    With compressed gradients, on rank 0: `residual_norm` of what error feedback keeps, None without it; `compression_error`, the
+    norm of what was lost over that of what was compressed; `sent_bytes` for sums of gradients, and `saved_bytes` against fp32.
     """
 
     step: int
@@ -49,6 +53,10 @@ class StepRecord:
     grad_noise_scale: float | None = None
     expert_imbalance: float | None = None
     exchanged_bytes: int | None = None
+    residual_norm: float | None = None
+    compression_error: float | None = None
+    sent_bytes: int | None = None
+    saved_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict of the fields, in order."""
@@ -73,6 +81,7 @@ class Event:
         assert self.data.keys().isdisjoint(("v", "kind", "at")), (
             f"{self.kind}: data must not contain the keys v, kind, at"
         )
+        object.__setattr__(self, "data", printable(self.data))  # from a rank or a file, and shown on terminals
 
     def to_dict(self) -> dict[str, Any]:
         """One line of events.jsonl."""
@@ -82,7 +91,7 @@ class Event:
     def from_dict(cls, raw: dict[str, Any]) -> Event:
         """The inverse of `to_dict`; keys of later versions are kept in `data`."""
         rest = {k: v for k, v in raw.items() if k not in ("v", "kind", "at")}
-        return cls(str(raw["kind"]), float(raw["at"]), rest)
+        return cls(printable(str(raw["kind"])), float(raw["at"]), rest)
 
 
 Severity = Literal["info", "warning", "critical"]

@@ -1,14 +1,17 @@
-"""Removes secrets from texts: `s3://KEY:SECRET@bucket/x?token=T` -> `s3://bucket/x`.
+"""Removes secrets from texts: `s3://KEY:SECRET@bucket/x?token=T` -> `s3://bucket/x`, and values of secret variables.
 
 Runs anywhere. Imports nothing of raydist.
 
 The resulting URI opens with the credentials of the environment. A URI that was given with secrets is kept complete only in memory
-(`Storage.full_uri`): the user's next command must contain it again.
+(`Storage.full_uri`): the user's next command must contain it again. The value of a variable or option whose name says that it is
+secret (HF_TOKEN, api_key) becomes `<secret>`; wherever the same value stands in a text of this process, too.
 """
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -21,18 +24,47 @@ _PASSWORD = re.compile(
 )  # fmt: skip
 _OPTIONS = re.compile(rf"(://[^{_END}?]*)\?([^{_END}#]*)")
 _SECRET = re.compile(r"secret|token|passw|pwd|key|credential|signature|^sig$", re.IGNORECASE)
+# Not TOKENIZERS_PARALLELISM, max_tokens or key: a word of its own, or an unmistakable part.
+_SECRET_NAME = re.compile(
+    r"secret|passw|passphrase|credential|(?:^|[_-])(?:token|pwd|pat)(?:[_-]|$)|(?:api|access|private|signing)[_-]?key|(?:^|[_-])auth$",
+    re.IGNORECASE,
+)
+_HIDDEN = "<secret>"
+_SHORTEST = 8
+"""A shorter value is not looked for in texts: it may stand there by chance."""
+_values: set[str] = set()
+
+
+def remember(variables: Mapping[str, str]) -> None:
+    """From now on `redact` also removes the values of those variables whose names say that they are secret, in this process."""
+    for name, value in variables.items():
+        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST and not os.path.exists(value):
+            _values.add(value)
+
+
+remember(os.environ)
 
 
 def redact(value: T) -> T:
-    """`value` without passwords and secret options in the URIs of its strings; recursive for dicts, lists and tuples."""
+    """`value` without passwords and secret options in the URIs of its strings, and without secret values; recursive for dicts,
+    lists and tuples.
+    """
     return _redacted(value)  # type: ignore[no-any-return]
 
 
 def _redacted(value: Any) -> Any:
     if isinstance(value, str):
+        for secret in _values:
+            if secret in value:
+                value = value.replace(secret, _HIDDEN)
         return _text(value) if "://" in value else value
     if isinstance(value, dict):
-        return {_redacted(key): _redacted(item) for key, item in value.items()}
+        return {
+            _redacted(key): _HIDDEN
+            if isinstance(item, str) and item and isinstance(key, str) and _SECRET_NAME.search(key)
+            else _redacted(item)
+            for key, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
         items = [_redacted(item) for item in value]
         return items if isinstance(value, list) else tuple(items)

@@ -34,8 +34,15 @@ class Sink(Protocol):
         ...
 
 
+def inside(name: str) -> str:
+    """Returns `name`, perhaps read from a file, if it stays within the folder to which it is relative. Raises ValueError."""
+    if name.startswith("/") or "\0" in name or ".." in name.split("/"):
+        raise ValueError(f"the name {name!r} leads out of its folder")
+    return name
+
+
 class Storage:
-    """A folder, by path or URI. Names are relative to it, with `/` between the parts.
+    """A folder, by path or URI. Names are relative to it, with `/` between the parts, and cannot lead out of it: see `inside`.
 
     `uri` can be shown and stored: it contains no secrets. `full_uri` opens the folder again, also in another process: keep it in
     memory only.
@@ -51,6 +58,8 @@ class Storage:
         self._type = pafs.FileType
         text = os.fspath(uri)
         self.local: Path | None = None
+        self.private = False
+        """Whether this folder itself, if it is local and is created, is for its user alone (mode 0700)."""
         try:
             if "://" in text and not text.startswith("file://"):
                 self.fs, self.root = remote_filesystem.open_uri(text)
@@ -72,12 +81,31 @@ class Storage:
 
     def at(self, name: str) -> Storage:
         """The folder `name` inside this one."""
+        self._checked(name)
+        if self.local is not None:
+            return Storage(self.local / name)
         scheme, mark, rest = self.full_uri.partition("?")
         return Storage(f"{scheme}/{name}{mark}{rest}")
 
+    def above(self) -> Storage:
+        """The folder that contains this one."""
+        if self.local is not None:
+            return Storage(self.local.parent)
+        place, mark, rest = self.full_uri.partition("?")
+        return Storage(f"{place.rpartition('/')[0]}{mark}{rest}")
+
     def path(self, name: str = "") -> str:
         """The filesystem's path of `name`."""
-        return str(PurePosixPath(self.root) / name) if name else self.root
+        return str(PurePosixPath(self.root) / self._checked(name)) if name else self.root
+
+    def _checked(self, name: str) -> str:
+        try:
+            return inside(name)
+        except ValueError as error:
+            raise StorageError(f"{self.uri}: {error}") from None
+
+    def _local_path(self, name: str) -> Path:
+        return Path(self.path(name))
 
     @contextmanager
     def create(self, name: str, check: Callable[[], object] | None = None) -> Iterator[Sink]:
@@ -89,7 +117,7 @@ class Storage:
         """
         try:
             if self.local is not None:
-                with self._create_local(self.local / name, check) as sink:
+                with self._create_local(self._local_path(name), check) as sink:
                     yield sink
             else:
                 if check is not None:
@@ -131,6 +159,8 @@ class Storage:
         """The temporary name of a file until it is complete. Creates its folder, durably."""
         made = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
+        if self.private and self.local in made:
+            self.local.chmod(0o700)
         for folder in made:
             _sync_folder(folder.parent)
         return path.with_name(f"{_TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
@@ -151,7 +181,7 @@ class Storage:
                 return False
             self.write(name, data)
             return True
-        path = self.local / name
+        path = self._local_path(name)
         try:
             part = self._part(path)
             try:
@@ -246,7 +276,7 @@ class Storage:
                 self.delete(folder)
             return
         try:
-            os.rmdir(self.local / folder)
+            os.rmdir(self._local_path(folder))
         except FileNotFoundError:
             pass
         except OSError as error:

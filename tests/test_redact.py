@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pickle
 import traceback
+from pathlib import Path
 
 import pytest
+import yaml
 
 from raydist.errors import UsageError, UserError
-from raydist.redact import beside, redact
+from raydist.redact import beside, redact, remember
+from raydist.run.directory import SPEC, RunDir
+from raydist.spec import parse, stored
 from raydist.storage import Storage
 
 
@@ -59,3 +63,45 @@ def test_errors_tell_none() -> None:
     assert "S3CRET" not in "".join(traceback.format_exception(caught.value))
     crossed = pickle.loads(pickle.dumps(UsageError("s3://K:S3CRET@b", "try s3://K:S3CRET@c")))
     assert str(crossed) == "s3://b\n  try s3://c"
+
+
+def test_variables_and_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A secret by its name is hidden, and its value in every text; what only looks like one stays."""
+    monkeypatch.setattr("raydist.redact._values", set())
+    env = {
+        "HF_TOKEN": "hf_abcdefgh",
+        "AWS_SECRET_ACCESS_KEY": "wJalrXUtn",
+        "TOKENIZERS_PARALLELISM": "false",
+        "SHORT_TOKEN": "1",
+    }
+    hidden = {**dict.fromkeys(env, "<secret>"), "TOKENIZERS_PARALLELISM": "false"}
+    remember(env)
+    assert redact({"cluster": {"env": env}, "tokens": 5, "max_tokens": "7"}) == {
+        "cluster": {"env": hidden}, "tokens": 5, "max_tokens": "7",
+    }  # fmt: skip
+    assert redact(["denied for hf_abcdefgh: 1", 3]) == ["denied for <secret>: 1", 3]
+    assert str(UserError("401 for wJalrXUtn", "export wJalrXUtn")) == "401 for <secret>\n  export <secret>"
+
+
+def test_a_stored_job_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """spec.yaml has the names of secret variables without their values, and can be read; the run's folder is private."""
+    monkeypatch.setattr("raydist.redact._values", set())
+    job = parse(
+        {
+            "name": "a",
+            "model": {"name": "gpt"},
+            "data": {"source": "x"},
+            "train": {"steps": 1},
+            "cluster": {"env": {"HF_TOKEN": "hf_abcdefgh", "NCCL_DEBUG": "INFO"}},
+        }
+    )
+    text = stored(job)
+    assert "hf_abcdefgh" not in text
+    assert parse(yaml.safe_load(text)).cluster.env == {"HF_TOKEN": "<secret>", "NCCL_DEBUG": "INFO"}
+    assert job.cluster.env["HF_TOKEN"] == "hf_abcdefgh", "the workers get it"
+    run = RunDir(Storage(tmp_path / "runs").at("a"))
+    run.storage.write(SPEC, text.encode())
+    assert (tmp_path / "runs" / "a").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "runs" / "a").chmod(0o750)
+    RunDir(run.uri).storage.write("x/y", b"")
+    assert (tmp_path / "runs" / "a").stat().st_mode & 0o777 == 0o750, "the user's choice stays"

@@ -120,3 +120,30 @@ def test_extensions_are_found_without_importing_them() -> None:
     for name in ("no_such_module:build", "json:", "json:no_such_thing"):
         with pytest.raises(ExtensionNotFound):
             registry.load("model", name)
+
+
+@pytest.mark.parametrize("name", ["../outside", "a/../../outside", "/etc/outside", "a\0b"])
+def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    """Whatever a file says: it can be neither read, written, listed nor deleted there, locally or at a URI."""
+    (tmp_path / "outside").write_text("secret")
+    remote = Storage(tmp_path / "in")
+    remote.local = None
+    for storage in (Storage(tmp_path / "in"), remote):
+        for call in (
+            storage.read, storage.open, storage.size, storage.delete, storage.files, storage.at, storage.delete_empty,
+            lambda name, storage=storage: storage.write(name, b""),
+            lambda name, storage=storage: storage.write_new(name, b""),
+        ):  # fmt: skip
+            with pytest.raises(StorageError, match="leads out of its folder"):
+                call(name)
+    assert [p.name for p in tmp_path.iterdir()] == ["outside"]
+    assert (tmp_path / "outside").read_text() == "secret"
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    """A question mark begins the parameters of a URI, but not of a path: a run's folder, its parent and its home are found."""
+    run = RunDir(Storage(tmp_path / "what?x=1").at("a run?"))
+    run.storage.write("spec.yaml", b"")
+    assert (tmp_path / "what?x=1" / "a run?" / "spec.yaml").exists()
+    assert run.home.uri == str(tmp_path / "what?x=1")
+    assert directory.resolve(run.uri).uri == run.uri

@@ -21,6 +21,8 @@ from raydist.planner.facts import Machine
 from raydist.spec import JobSpec
 from raydist.worker import model_transforms
 from raydist.worker.build import build_strategy
+from raydist.worker.comm.compression.reducer import reducers_of
+from raydist.worker.comm.compression.state import Compression
 from raydist.worker.dataloader import own_tokens
 from raydist.worker.distributed import Rank
 from raydist.worker.expert_loads import ExpertLoads
@@ -180,6 +182,9 @@ class Trainer:
         self.loads = ExpertLoads(parts_of(self.model), rank, None, None)
         self.before_update: Callable[[], object] = lambda: None
         self.parameters = gather_parameters(shards, rank)
+        self.compression = (
+            Compression(reducers_of(self.strategy), self.precision, rank) if spec.comm.compresses else None
+        )
         self.step = TrainStep(
             self.mesh,
             self.strategy,
@@ -190,6 +195,7 @@ class Trainer:
             full_tokens=full,
             clip=spec.optim.clip,
             hooks=[
+                *([self.compression] if self.compression else []),
                 *([self.loads] if self.loads.counts else []),
                 ForwardSeeds(parts_of(self.model), 7, rank.device, by_block=spec.train.compile is not True),
                 BeforeUpdate(lambda: self.before_update()),

@@ -21,7 +21,7 @@ import xxhash
 
 from raydist.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointTooNew
 from raydist.run.directory import RunDir, manifest_attempt, step_folder
-from raydist.storage import Storage
+from raydist.storage import Storage, inside
 
 VERSION = 2
 """Of the manifests that this raydist writes. It reads all versions up to this one."""
@@ -121,7 +121,7 @@ class Manifest:
                 "use the raydist that wrote it, or newer",
             )
         body.setdefault("mesh", {})
-        body["files"] = {name: FileEntry(*entry) for name, entry in body["files"].items()}
+        body["files"] = {inside(name): FileEntry(*entry) for name, entry in body["files"].items()}
         body["tensors"] = {
             name: TensorEntry(dtype, tuple(shape), tuple(Chunk(tuple(o), tuple(s), *place) for o, s, *place in chunks))
             for name, (dtype, shape, chunks) in body["tensors"].items()

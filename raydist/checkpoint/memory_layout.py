@@ -24,7 +24,6 @@ import re
 import secrets
 import shutil
 import socket
-import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from typing import Any
 import xxhash
 
 from raydist.checkpoint.manifest import Manifest
+from raydist.private_files import is_private_folder, open_private
 
 SHM = Path("/dev/shm")
 LOCK, BELL, BUDDY, SENT = "lock", "bell", "buddy", "sent"
@@ -82,12 +82,13 @@ class Use:
         while True:
             with contextlib.suppress(FileExistsError):
                 self.folder.mkdir(mode=0o700)
-            facts = self.folder.lstat()
-            if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid():
-                raise PermissionError(f"{folder} is not a folder of user {os.geteuid()}")
+            if not is_private_folder(self.folder):
+                if not os.path.lexists(self.folder):
+                    continue  # another process has just removed it
+                raise PermissionError(f"{folder} is not a folder of user {os.geteuid()}, or others may write to it")
             lock = self.folder / LOCK
             try:
-                self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                self._lock = open_private(lock, os.O_RDWR | os.O_CREAT)
             except FileNotFoundError:
                 continue  # another process has just removed it
             fcntl.flock(self._lock, fcntl.LOCK_SH)
@@ -112,7 +113,9 @@ def remove_unused() -> None:
 def remove(folder: Path, wait: bool) -> bool:
     """Removes a memory store once no process uses it, or (`wait` False) only if none does now; whether it is gone."""
     try:
-        with (folder / LOCK).open("a") as lock:
+        if not is_private_folder(folder):
+            return not os.path.lexists(folder)
+        with os.fdopen(open_private(folder / LOCK, os.O_WRONLY | os.O_CREAT), "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             shutil.rmtree(folder, ignore_errors=True)
     except FileNotFoundError:

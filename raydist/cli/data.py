@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from raydist.errors import UserError
 from raydist.redact import redact
 
 if TYPE_CHECKING:
     from raydist.data.index import DatasetIndex
+    from raydist.data.padding import Padding
 
 app = typer.Typer(help="Prepare corpora as datasets, check them, show their contents.", no_args_is_help=True)
 
@@ -87,16 +91,45 @@ def verify(
 @app.command()
 def show(
     dataset: Annotated[str, typer.Argument(metavar="DIR", help="Folder or URI of a dataset.", show_default=False)],
+    job: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="JOB.yaml",
+            help="Count the padding of the micro-batches that this job with data.batching makes of it.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Show the contents of a dataset, from its index."""
+    """Show the contents of a dataset, from its index; with --job how its documents become micro-batches."""
     from raydist.data import index
     from raydist.storage import Storage
 
-    _print(dataset, index.read(Storage(dataset)), as_json)
+    found = index.read(Storage(dataset))
+    counted = _padding(dataset, job) if job is not None else None
+    _print(dataset, found, as_json, counted)
 
 
-def _print(uri: str, index: DatasetIndex, as_json: bool) -> None:
+_STEPS = 100
+
+
+def _padding(dataset: str, path: Path) -> tuple[Padding, list[str]]:
+    """The padding of the first global batches, and the notes of a run. Raises UserError."""
+    from raydist.data.dataset import TokenDataset
+    from raydist.data.padding import padding
+    from raydist.data.samples import batches_of, training_samples
+    from raydist.data.sequences import Sequences
+    from raydist.spec import load
+
+    job = load(path)
+    samples = training_samples(job, opened := TokenDataset(dataset))
+    if not isinstance(samples, Sequences):
+        raise UserError(f"{path}: has no data.batching: its micro-batches have no padding", "leave --job out")
+    batches = batches_of(job, samples, opened.fingerprint)
+    return padding(samples, batches, job.cluster.most // job.parallel.replica, _STEPS), samples.notes()
+
+
+def _print(uri: str, index: DatasetIndex, as_json: bool, counted: tuple[Padding, list[str]] | None = None) -> None:
     path = redact(uri)
     facts: dict[str, Any] = {
         "path": path,
@@ -112,6 +145,9 @@ def _print(uri: str, index: DatasetIndex, as_json: bool) -> None:
         "eval_fraction": index.eval_fraction,
         "column": index.column,
     }
+    if counted is not None:
+        found, notes = counted
+        facts["padding"] = {"share": found.share, "notes": notes, **asdict(found)}
     if as_json:
         print(json.dumps(facts))
         return
@@ -124,3 +160,13 @@ def _print(uri: str, index: DatasetIndex, as_json: bool) -> None:
             f"{len(split.shards)} shards"
         )
     print(f"  unigram    {index.unigram_nats:.3f} nats per byte, on the eval split")
+    if counted is None:
+        return
+    print(f"  padding    {found.share:.1%} of {found.padded:,} tokens in {found.steps} steps; {found.waits:.1%} more waits for the "
+          f"fullest of {found.replicas} replicas")  # fmt: skip
+    print(f"  {'length':>9}  {'micro-batches':>13}  {'sequences':>11}  {'tokens':>13}  padding")
+    for length, part in found.by_length.items():
+        print(f"  {length:>9,}  {part.micro_batches:>13,}  {part.sequences:>11,}  {part.tokens:>13,}  "
+              f"{1 - part.tokens / part.padded:7.1%}")  # fmt: skip
+    for note in notes:
+        print(f"  {note}")

@@ -15,6 +15,7 @@ import typer
 
 from raydist.cli import options
 from raydist.errors import UsageError
+from raydist.printable import printable
 
 if TYPE_CHECKING:
     from raydist.run.directory import RunDir
@@ -86,7 +87,7 @@ class _Printer:
         for rank, line in lines:
             some = self.printed = True
             record = {"attempt": attempt, "rank": rank, "line": line}
-            print(json.dumps(record) if self._as_json else f"[rank {rank}] {line}")
+            print(json.dumps(record) if self._as_json else f"[rank {rank}] {printable(line)}")
         sys.stdout.flush()
         return some
 

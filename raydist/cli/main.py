@@ -14,12 +14,14 @@ from typing import Annotated
 
 import typer
 
-from raydist import __version__
+import raydist
+from raydist import __version__, registry
 from raydist.cli import (
     bench,
     checkpoint,
     convert,
     data,
+    evaluate,
     faults,
     init,
     logs,
@@ -63,6 +65,7 @@ profile.register(app)
 trace.register(app)
 report.register(app)
 sample.register(app)
+evaluate.register(app)
 schema.register(app)
 plan.register(app)
 faults.register(app)
@@ -91,9 +94,7 @@ def _options(
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command and exits with its code. A RaydistError is printed as one message on stderr."""
     try:
-        # Import the user's own modules from the working directory, as `python -m raydist` does.
-        if (here := os.getcwd()) not in sys.path:
-            sys.path.insert(0, here)
+        _set_imports(sys.argv[1:] if arguments is None else arguments)
     except FileNotFoundError:
         print("raydist: the working directory no longer exists\n  change to an existing one: cd", file=sys.stderr)
         sys.exit(2)
@@ -120,6 +121,39 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout = None
         print(f"raydist: stdout cannot be written: {error.strerror}", file=sys.stderr)
         sys.exit(3)
+
+
+_READING = frozenset(
+    [
+        "runs",
+        "show",
+        "logs",
+        "stop",
+        "rm",
+        "watch",
+        "trace",
+        "report",
+        "sample",
+        "checkpoint",
+        "schema",
+        "faults",
+        "init",
+    ]
+)
+"""Commands that run no code of the user: whatever a run's files or the working directory contain."""
+
+
+def _set_imports(arguments: list[str]) -> None:
+    """A command that trains or plans may import the user's modules from the working directory, after the installed packages."""
+    here = os.getcwd()
+    sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != here]
+    command = next((argument for argument in arguments if not argument.startswith("-")), "")
+    trusted = command not in _READING or "--trust" in arguments
+    registry.trust(trusted)
+    if trusted or here == os.path.dirname(
+        raydist.__path__[0]
+    ):  # raydist itself may be imported from here, without being installed
+        sys.path.append(here)
 
 
 def _run(arguments: list[str] | None) -> None:

@@ -46,4 +46,10 @@ WaitForDriver = Annotated[
         help="How long to wait for another driver of the same run or sweep to end, or its lease to expire, before giving up.",
     ),
 ]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust", help="Run the code of your own that the run's spec names, such as its model: package.module:name."
+    ),
+]
 LastJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON on stdout at the end.")]

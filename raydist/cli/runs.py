@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from raydist.cli import options
+from raydist.printable import printable
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +27,7 @@ def runs(
     """List the runs of a storage."""
     from raydist.report import summary
 
-    rows = summary.runs(storage)
+    rows = printable(summary.runs(storage))
     if as_json:
         print(json.dumps(rows, allow_nan=False))
         return
@@ -60,7 +61,7 @@ def show(
 
         tables.steps(rows)
         return
-    facts = summary.show(place)
+    facts = printable(summary.show(place))
     if as_json:
         print(json.dumps(facts, allow_nan=False))
         return

@@ -1,16 +1,18 @@
-"""`raydist sample`: generates text from a run's checkpoint, by default the newest.
+"""`raydist sample`: generates text from a run's checkpoint, by default the newest, or from exported weights.
 
 Runs in: the user's shell, in one process without Ray. Imports torch inside the command.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from raydist.cli import options
 from raydist.errors import CheckpointNotFound, UserError
+from raydist.printable import printable
 from raydist.redact import beside
 from raydist.run.directory import SPEC, resolve
 
@@ -22,7 +24,12 @@ def register(app: typer.Typer) -> None:
 
 def sample(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run folder's path or URI, or a run's name.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="A run folder's path or URI, or a run's name; or a folder that `raydist checkpoint export` wrote.",
+            show_default=False,
+        ),
     ],
     storage: options.Storage = None,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
@@ -31,18 +38,26 @@ def sample(
     top_k: Annotated[int, typer.Option(min=1, help="Sample from this many most likely tokens.")] = 50,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; default: the newest.")] = None,
+    trust: options.Trust = False,
 ) -> None:
     """Print text that a trained model generates."""
+    if Path(run, "config.json").is_file() and not Path(run, SPEC).exists():
+        from raydist.worker.exported import open_folder
+
+        exported = open_folder(Path(run))
+        tokenizer = exported.tokenizer()
+        _print(exported.model, tokenizer, tokenizer.end, prompt, tokens, temperature, top_k, seed)
+        return
     import yaml
 
     folder = resolve(run, storage)
-    import torch
 
     from raydist import registry
     from raydist.data.dataset import TokenDataset
     from raydist.spec import parse
     from raydist.worker.checkpoint import restore
 
+    registry.trust(trust)
     spec = parse(yaml.safe_load(folder.storage.read(SPEC)), source=f"{folder.uri}/{SPEC}")
     manifest = restore.choose(folder, step=step)
     if manifest is None:
@@ -55,8 +70,17 @@ def sample(
         raise UserError(f'model "{spec.model.name}" cannot generate text', "give it generate(tokens_BT, max_new, ...)")
     restore.load(folder, manifest, {f"model/{n}": t for n, t in model.state_dict().items()}, {})
     model.eval()
-    ids = dataset.tokenizer.encode([prompt])[0]
-    tokens_BT = torch.tensor([list(map(int, ids)) or [dataset.end]])
+    _print(model, dataset.tokenizer, dataset.end, prompt, tokens, temperature, top_k, seed)
+
+
+def _print(
+    model: Any, tokenizer: Any, end: int, prompt: str, tokens: int, temperature: float, top_k: int, seed: int
+) -> None:
+    """Prints the prompt and what the model generates after it. `end`: what an empty prompt begins with."""
+    import torch
+
+    ids = tokenizer.encode([prompt])[0]
+    tokens_BT = torch.tensor([list(map(int, ids)) or [end]])
     generator = torch.Generator().manual_seed(seed)
     output_BT = model.generate(tokens_BT, tokens, temperature=temperature, top_k=top_k, generator=generator)
-    print(dataset.tokenizer.decode(output_BT[0].tolist()))
+    print(printable(tokenizer.decode(output_BT[0].tolist())))

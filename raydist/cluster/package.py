@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import zipfile
@@ -31,6 +32,8 @@ HEAD_LIMIT = 512 << 20
 _LARGE = 10 << 20
 _LARGEST = 5
 _CHUNK = 1 << 20
+_SECRETS = re.compile(r"\.env(?!\.(example|sample|template)$)(\..+)?|\.netrc|\.git-credentials")
+"""Files that are never shipped, unless the job names them: a cluster's nodes and its head keep what is shipped."""
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 """Date of every file in the archive: equal files give equal archives, and Ray does not upload an archive that it has."""
 
@@ -170,6 +173,9 @@ class _Walk:
             path = Path(entry.path)
             name = path.relative_to(self.root).as_posix()
             if entry.name in self.never or any(rule(path) for rule in rules):
+                continue
+            if _SECRETS.fullmatch(entry.name):
+                self.left_out[name] = "a file of secrets"
                 continue
             if entry.is_dir():
                 # A submodule, another repository or a symlink to a folder: git lists it, and does not enter it.

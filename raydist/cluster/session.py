@@ -25,10 +25,14 @@ from raydist.cluster import authentication, head_monitor, package
 from raydist.cluster.head_monitor import speaks_grpc
 from raydist.errors import UserError
 from raydist.launch.fork_server import start_zygote
+from raydist.private_files import is_private_folder, open_private
 from raydist.run.directory import default_storage
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
 _TEMP_PREFIX = "raydist-"
+_RAYS = "r"
+"""Ray's temporary folder in the session's."""
+_LONGEST_BASE = 107 - len("/raydist-12345678/r/session_2026-01-02_03-04-05_678901_1234567/sockets/plasma_store")
 _PRIVATE_RAY = {
     # The raylet connects to its object store while the store is still starting. If it is too early (half of the starts
     # here), it sleeps a whole second before it tries again. Same total timeout, in smaller steps.
@@ -138,10 +142,11 @@ def _private(
     no_metrics = _NO_METRICS if metrics_port is None else {}
     variables = {**_PRIVATE_RAY, **no_metrics, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN, **env}
     with contextlib.ExitStack() as stack:
-        temp = stack.enter_context(_temp_dir())
+        own = stack.enter_context(_temp_dir())
+        temp = own / _RAYS
         stack.callback(_keep_logs, temp, log_dir / "ray")
         if ranks is not None:
-            zygote = start_zygote(temp, ranks)  # first, because its imports take longest
+            zygote = start_zygote(own, ranks)  # first, because its imports take longest
             stack.callback(zygote.close)
             variables |= zygote.variables
         stack.callback(authentication.reread)  # runs after os.environ is restored: back to the earlier mode and token
@@ -274,24 +279,33 @@ def _refused(address: str, why: str) -> UserError:
 
 @contextlib.contextmanager
 def _temp_dir() -> Iterator[Path]:
-    """A new directory, locked while in use. Its path is short: paths of the sockets in it may have at most 107 bytes.
+    """A new directory, mode 0700, locked while in use. Its path is short: those of the sockets in it may have at most 107 bytes.
 
+    Ray makes its own temporary folder writable for all users, and its sockets ask for no token: it gets a folder in this one.
     Also deletes the directories of sessions that were killed: their lock is free.
     """
     base = Path(tempfile.gettempdir())
-    base = base if len(str(base)) < 32 else Path("/tmp")
-    for stale in base.glob(f"{_TEMP_PREFIX}*/lock"):
-        with contextlib.suppress(OSError), stale.open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(stale.parent, ignore_errors=True)
+    base = base if len(str(base)) <= _LONGEST_BASE else Path("/tmp")
+    for stale in base.glob(f"{_TEMP_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if is_private_folder(stale):
+                _remove_unused(stale)
     temp = Path(tempfile.mkdtemp(prefix=_TEMP_PREFIX, dir=base))
     with (temp / "lock.new").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (temp / "lock.new").rename(temp / "lock")  # others see the lock file only once it is locked
+        (temp / _RAYS).mkdir()
         try:
             yield temp
         finally:
             shutil.rmtree(temp, ignore_errors=True)
+
+
+def _remove_unused(temp: Path) -> None:
+    """Deletes the directory if its lock is free. Raises OSError if it has none, or it is in use."""
+    with os.fdopen(open_private(temp / "lock", os.O_WRONLY), "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(temp, ignore_errors=True)
 
 
 def _keep_logs(temp: Path, kept: Path) -> None:

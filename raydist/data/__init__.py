@@ -15,6 +15,11 @@ torch or ray.
     dataset.py         a dataset, memory-mapped; its samples are windows of tokens
     order.py           the order of an epoch: a keyed permutation without state
     batches.py         global batches, a rank's share, the thread that prefetches them
+    sequences.py       documents as samples (data.batching)
+    micro_batches.py   which of them are computed together, in which shape and where
+    token_batches.py   global batches of a number of tokens
+    padding.py         counts their padding
+    samples.py         the samples and global batches of a job
     skipped_batches.py the global batches that are left out of training
 
 Tested in tests/data:

@@ -22,7 +22,7 @@ import xxhash
 from raydist.data import index as indexes
 from raydist.data import tokenizers
 from raydist.data.batches import MASKED
-from raydist.data.index import DatasetIndex, Shard, Split
+from raydist.data.index import DatasetIndex, Ends, Shard, Split
 from raydist.data.locks import locked
 from raydist.data.order import IntArray
 from raydist.errors import DataError
@@ -88,6 +88,7 @@ class TokenSplit:
         self.name = name
         self.end = index.tokenizer.end
         self.shards = index.split(name).shards
+        self._ends = index.split(name).ends
         self.dtype = np.dtype(index.dtype)
         self._storage, self._fingerprint = storage, index.fingerprint
         self._bounds = np.cumsum([0] + [s.tokens for s in self.shards], dtype=np.int64)
@@ -130,7 +131,21 @@ class TokenSplit:
             rows[row] = self.read(int(starts[row]), int(starts[row]) + length)
         return rows
 
-    def files(self, starts: IntArray, length: int) -> list[str]:
+    def ends(self) -> IntArray:
+        """The positions of the documents' end tokens, ascending: memory-mapped, 8 bytes a document on disk. Raises DataError."""
+        if self._ends is None:
+            raise DataError(
+                f"{self._storage.uri}: the ends of its documents are not stored: an older version of raydist prepared it",
+                "prepare it again, into another folder, or leave data.batching out",
+            )
+        if not self._ends.bytes:
+            return np.empty(0, dtype=np.int64)
+        path = self._local(self._ends)
+        if path.stat().st_size != self._ends.bytes:
+            raise DataError(f"{path}: not {self._ends.bytes} bytes", "delete the dataset and prepare it again")
+        return np.memmap(path, dtype="<i8", mode="r")
+
+    def files(self, starts: IntArray, length: int | IntArray) -> list[str]:
         """Paths or URIs of the shards that contain the `length` tokens from each of `starts` on."""
         last = np.minimum(starts + length, len(self)) - 1
         ends = (np.searchsorted(self._bounds, x, side="right") - 1 for x in (starts, last))
@@ -148,7 +163,7 @@ class TokenSplit:
 
     def _map(self, i: int) -> Tokens:
         shard = self.shards[i]
-        path = self._storage.local / shard.file if self._storage.local else self._cached(shard)
+        path = self._local(shard)
         try:
             if path.stat().st_size != shard.bytes:
                 raise DataError(
@@ -167,7 +182,10 @@ class TokenSplit:
         )
         return tokens
 
-    def _cached(self, shard: Shard) -> Path:
+    def _local(self, file: Shard | Ends) -> Path:
+        return Path(self._storage.path(file.file)) if self._storage.local else self._cached(file)
+
+    def _cached(self, shard: Shard | Ends) -> Path:
         cache = Storage(cache_folder()).at(f"data/{self._fingerprint}")
         assert cache.local is not None
         path = cache.local / shard.file
@@ -220,6 +238,13 @@ class Windows:
     def files(self, ids: IntArray) -> list[str]:
         """Paths or URIs of the shards that contain these samples; opens none."""
         return self.split.files(ids * self.context, self.context + 1)
+
+    def row_lengths(self, ids: IntArray) -> None:
+        """Rows are full, but for the last sample's."""
+
+    def example(self, samples: int) -> IntArray:
+        """Ids with which a strategy checks the graph: the first sample, `samples` times."""
+        return np.zeros(samples, dtype=np.int64)
 
     def batch(
         self, ids: IntArray, pack: bool = False

@@ -11,7 +11,6 @@ equal documents are always in the same split.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,11 +18,23 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from raydist import registry, remote_filesystem
 from raydist.data import index as indexes
 from raydist.data import shards, tokenizers
-from raydist.data.index import INDEX, SPLITS, TOKENIZER, DatasetIndex, Shard, Split, SplitIndex, TokenizerIndex
+from raydist.data.index import (
+    FILE_NAME,
+    INDEX,
+    SPLITS,
+    TOKENIZER,
+    DatasetIndex,
+    Ends,
+    Shard,
+    Split,
+    SplitIndex,
+    TokenizerIndex,
+)
 from raydist.data.locks import locked
 from raydist.data.prepare_plan import SHARD_TOKENS, Plan, as_json, hash_of, plan_of, request_key
 from raydist.data.shards import JOURNAL, Job, Made
@@ -34,7 +45,6 @@ from raydist.storage import Storage
 _BPE_SAMPLE = 256 << 20
 _BPE_BLOCKS = 256
 _ALL = 1 << 64
-_SHARD_NAME = r"(train|eval)-\d{6}-\d{3,}\.arrow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +179,7 @@ def _make_all(
     if not any(m.part(name).documents for m in made_all for name in SPLITS):
         for block in plan.blocks:
             storage.delete(shards.journal_file(block.number))
+            storage.delete(shards.ends_file(block.number))
         raise DataError(
             f"source {', '.join(plan.names)} is empty: it has no documents", "give sources with text in them"
         )
@@ -193,6 +204,7 @@ def _journal(storage: Storage, job: Job, blocks: Sequence[Block]) -> dict[int, M
         except (ValueError, KeyError, TypeError, FileNotFoundError):
             continue
         there = all(sizes.get(s.file) == s.bytes for n in SPLITS for s in made.part(n).shards)
+        there = there and shards.ends_file(block.number) in entries
         if made.key == job.key(block) and there:
             done[block.number] = made
     return done
@@ -227,7 +239,7 @@ def _sample(plan: Plan, threshold: int) -> Iterator[str]:
 def _commit(storage: Storage, plan: Plan, made: Sequence[Made], tokenizer: tokenizers.Tokenizer) -> DatasetIndex:
     raw = tokenizer.to_bytes()
     token = TokenizerIndex(plan.tokenizer, tokenizer.vocab_size, tokenizer.end, hash_of(raw))
-    splits = {name: _joined(made, name) for name in SPLITS}
+    splits = {name: _joined(storage, made, name) for name in SPLITS}
     _check_visible(storage, [s for split in splits.values() for s in split.shards])
     histogram = np.sum([m.histogram for m in made], axis=0)
     share = histogram[histogram > 0] / max(int(histogram.sum()), 1)
@@ -246,17 +258,31 @@ def _commit(storage: Storage, plan: Plan, made: Sequence[Made], tokenizer: token
     )
     storage.write(TOKENIZER, raw)
     storage.write(INDEX, index.to_bytes())
-    _remove_leftovers(storage, {s.file for s in index.shards()})
+    _remove_leftovers(storage, {s.file for s in index.files()})
     return index
 
 
-def _joined(made: Sequence[Made], name: Split) -> SplitIndex:
+def _joined(storage: Storage, made: Sequence[Made], name: Split) -> SplitIndex:
+    """A split of all blocks. Writes the ends of its documents, block by block."""
     parts = [m.part(name) for m in made]
+    file, digest, before = f"{name}-ends.bin", xxhash.xxh3_128(), 0
+    with storage.create(file) as sink:
+        for block, part in zip(made, parts, strict=True):
+            raw = storage.read(shards.ends_file(block.block))
+            size = 8 * part.documents
+            own = np.frombuffer(raw[:size] if name == "train" else raw[len(raw) - size :], dtype="<i8") + before
+            rest = memoryview(own.tobytes())
+            digest.update(rest)
+            while rest:
+                rest = rest[sink.write(rest) or len(rest) :]
+            before += part.tokens
+    ends = Ends(file, 8 * sum(p.documents for p in parts), digest.hexdigest())
     return SplitIndex(
         sum(p.tokens for p in parts),
         sum(p.documents for p in parts),
         sum(p.bytes for p in parts),
         tuple(s for p in parts for s in p.shards),
+        ends,
     )
 
 
@@ -274,7 +300,7 @@ def _check_visible(storage: Storage, wanted: Iterable[Shard]) -> None:
 def _remove_leftovers(storage: Storage, keep: set[str]) -> None:
     """Removes the files of earlier tries: shards of other input, and unfinished files."""
     for name in storage.files():
-        if re.fullmatch(_SHARD_NAME, name) and name not in keep:
+        if FILE_NAME.fullmatch(name) and name not in keep:
             storage.delete(name)
     if storage.local is not None:
         for part in storage.local.glob(".tmp-*"):

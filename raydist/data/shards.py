@@ -8,6 +8,7 @@ The result depends only on the block and the job: the bytes are the same in any 
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -104,6 +105,12 @@ def journal_file(block: int) -> str:
     return f"{JOURNAL}/block-{block:06d}.json"
 
 
+def ends_file(block: int) -> str:
+    """The journal's file with the ends of a block's documents, little-endian int64: those of train, then those of eval, each
+    counted from the first token that the block has of that split."""
+    return f"{JOURNAL}/block-{block:06d}.ends"
+
+
 def document_hash(document: Document) -> int:
     """A 64-bit hash of a document's content, which decides between train and eval: equal documents go to the same split."""
     raw = document if isinstance(document, bytes) else document.astype("<i8").tobytes()
@@ -122,7 +129,7 @@ def documents_of(block: Block, column: str) -> Iterator[Document]:
 
 
 def make(job: Job, block: Block) -> Made:
-    """Writes the shards of a block, then its journal entry. Raises DataError, StorageError."""
+    """Writes the shards of a block and the ends of its documents, then its journal entry. Raises DataError, StorageError."""
     tokenizer = tokenizers.from_bytes(job.tokenizer_name, job.tokenizer_file)
     storage = Storage(job.out)
     writers = {name: _Writer(storage, f"{name}-{block.number:06d}", job.shard_tokens, tokenizer) for name in SPLITS}
@@ -148,6 +155,7 @@ def make(job: Job, block: Block) -> Made:
         low=low,
         high=high,
     )
+    storage.write(ends_file(block.number), b"".join(writers[name].ends() for name in SPLITS))
     storage.write(journal_file(block.number), made.to_json().encode())
     return made
 
@@ -162,6 +170,8 @@ class _Writer:
         self._waiting_bytes = 0
         self._buffered: list[npt.NDArray[Any]] = []
         self._count = 0
+        self._position = 0
+        self._ends = array("q")
         self._part = Part()
 
     def add(self, document: Document) -> None:
@@ -181,6 +191,10 @@ class _Writer:
             self._write(self._count)
         return self._part
 
+    def ends(self) -> bytes:
+        """The positions of the documents' end tokens, as little-endian int64. After `finish`."""
+        return np.array(self._ends, dtype="<i8").tobytes()
+
     def _encode(self) -> None:
         end = np.array([self._tokenizer.end], dtype=self._dtype)
         encoded = iter(self._tokenizer.encode([d for d in self._waiting if isinstance(d, bytes)]))
@@ -188,6 +202,8 @@ class _Writer:
             ids = next(encoded) if isinstance(document, bytes) else self._checked(document)
             self._buffered += [ids.astype(self._dtype, copy=False), end]
             self._count += len(ids) + 1
+            self._ends.append(self._position + len(ids))
+            self._position += len(ids) + 1
         self._waiting, self._waiting_bytes = [], 0
         while self._count >= self._limit:
             self._write(self._limit)

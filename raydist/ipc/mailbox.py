@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+
+from raydist.private_files import is_private_folder, make_private_folder
 
 SHM = Path("/dev/shm")
 STALE_S = 600.0
@@ -40,11 +41,6 @@ def _prefix() -> str:
     return f"raydist-{os.getuid()}-board-"
 
 
-def _is_ours(found: os.stat_result) -> bool:
-    """Whether it is a folder of this user: its name can be guessed, and all users can write to SHM."""
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-
-
 class Mailbox:
     """The rank's side. `node`: the IP address of its node in the cluster."""
 
@@ -54,10 +50,7 @@ class Mailbox:
         self._make()
 
     def _make(self) -> None:
-        place = self._path.parent
-        place.mkdir(mode=0o700, exist_ok=True)
-        if not _is_ours(place.lstat()):
-            raise OSError(f"{place} is not this user's folder")
+        make_private_folder(self._path.parent)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Replaces the rank's row. `row`: columns of raydist.run.telemetry_schema, at least `at` and `rank`, and `pid` of PRIVATE.
@@ -81,7 +74,8 @@ class Mailbox:
 
 def read(run_uri: str, node: str) -> Iterator[dict[str, Any]]:
     """The newest row of each rank of this run on that node. Files that are being created or deleted are skipped."""
-    for path in sorted(folder(run_uri).glob(f"{node}-*.json")):
+    place = folder(run_uri)
+    for path in sorted(place.glob(f"{node}-*.json")) if is_private_folder(place) else ():
         with suppress(OSError, ValueError):
             yield json.loads(path.read_text())
 
@@ -89,6 +83,8 @@ def read(run_uri: str, node: str) -> Iterator[dict[str, Any]]:
 def clear(run_uri: str, node: str) -> None:
     """Deletes the files of this run's ranks on that node, including killed ones."""
     place = folder(run_uri)
+    if not is_private_folder(place):
+        return
     for path in [*place.glob(f"{node}-*.json"), *place.glob(f"{node}-*.tmp")]:
         with suppress(OSError):
             path.unlink()
@@ -103,8 +99,7 @@ def clear_stale() -> None:
     """
     for place in _root().glob(f"{_prefix()}*"):
         with suppress(OSError):
-            found = place.lstat()
-            if not _is_ours(found) or time.time() - found.st_mtime <= STALE_S:
+            if not is_private_folder(place) or time.time() - place.lstat().st_mtime <= STALE_S:
                 continue
             paths = list(place.iterdir())
             if not any(map(_is_written, paths)):

@@ -64,7 +64,7 @@ class _Agent:
         self._node = ray.get_runtime_context().get_node_id()
         self._zygote = self._shared_zygote(config["env"])
         self.server = ForkServer()
-        self._port = hold_port()
+        self._port = hold_port(self.node_ip)
         self._attempt: _Attempt | None = None
 
     def _shared_zygote(self, env: dict[str, str]) -> Zygote | None:
@@ -116,7 +116,7 @@ class _Agent:
 
     def take_port(self) -> socket.socket:
         """The port that was offered last; holds a new one for the next offer."""
-        port, self._port = self._port, hold_port()
+        port, self._port = self._port, hold_port(self.node_ip)
         return port
 
     def _offer(self) -> dict[str, Any]:

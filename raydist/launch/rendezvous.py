@@ -1,27 +1,29 @@
-"""Reserves a port for torch's store.
+"""Where an attempt's ranks will meet: a reserved port for torch's store, and the secret by which they know each other.
 
-Runs in: rank 0's agent, or worker. Neither torch nor ray.
+Runs in: rank 0's agent or worker, and the coordinator. Neither torch nor ray.
 """
 
 from __future__ import annotations
 
+import secrets
 import socket
 
 
-def hold_port() -> socket.socket:
-    """A socket that reserves a port of this host, on all its addresses, for torch's store in another process.
+def new_secret() -> str:
+    """256 random bits as text. Each attempt has its own."""
+    return secrets.token_hex(32)
 
-    Torch's store listens on all addresses. A connection that uses the port on any of them, loopback too, would block it, and Ray
-    opens many. So this binds the port on all addresses: Linux then assigns it to no other socket, but a socket that asks for its
-    number can listen on it if both have SO_REUSEADDR, as the store does.
+
+def hold_port(host: str) -> socket.socket:
+    """A socket that reserves a port of that address of this host, for torch's store in another process.
+
+    The store listens on that address only. Linux assigns a bound port to no other socket, but a socket that asks for its number
+    can listen on it if both have SO_REUSEADDR, as the store's has (raydist/worker/comm/rendezvous.py).
     """
-    if socket.has_dualstack_ipv6():
-        sock = socket.socket(socket.AF_INET6)
-        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    else:
-        sock = socket.socket(socket.AF_INET)
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, kind, protocol)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind(("", 0))
+    sock.bind(address)
     return sock
 
 

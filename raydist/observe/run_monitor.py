@@ -27,7 +27,7 @@ from raydist.observe.exporter_threads import ExporterThreads
 from raydist.observe.summary import LiveView
 from raydist.observe.write_ahead_log import WriteAheadLog
 from raydist.records import EXPORTED_ONLY, Event, Status
-from raydist.redact import redact
+from raydist.redact import redact, remember
 from raydist.run import requests
 from raydist.run.directory import RunDir
 from raydist.run.log_writer import RunLog
@@ -94,6 +94,7 @@ class RunMonitor:
         self._storing = threading.Lock()
         """Only one thread writes state.json at a time, so that an old state never replaces a newer one."""
         self._store_state()
+        remember((spec or {}).get("cluster", {}).get("env", {}))
         self._exporters = ExporterThreads(self._run, exporters, redact(dict(spec or {})), self._note)
         self._recall(entries)
         if no_journal:

@@ -22,6 +22,7 @@ from typing import Any
 
 import xxhash
 
+from raydist.private_files import open_private
 from raydist.run.status import gone
 
 SHM = Path("/dev/shm")
@@ -48,11 +49,11 @@ class WriteAheadLog:
         """The open descriptor; empty once closed. A list, because the finalizer needs the newest descriptor."""
         self._drop = weakref.finalize(self, _drop, self._files, self._path)
         # Cut off a torn last line, else the next line would be appended to it. Its sender got no answer, and sends it again.
-        os.ftruncate(self._files[0], self._path.read_bytes().rfind(b"\n") + 1)
+        os.ftruncate(self._files[0], _read(self._files[0]).rfind(b"\n") + 1)
 
     def left(self) -> list[dict[str, Any]]:
         """The entries in the file, in order."""
-        return [json.loads(line) for line in self._path.read_bytes()[len(self._head) :].splitlines()]
+        return [json.loads(line) for line in _read(self._files[0])[len(self._head) :].splitlines()]
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Appends an entry of plain values. Call it after the run log has the entry: see `stored`."""
@@ -91,12 +92,8 @@ class WriteAheadLog:
             self._drop()
 
     def _open(self, path: Path) -> int:
-        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        facts = os.fstat(file)
-        if facts.st_uid != os.getuid():
-            os.close(file)
-            raise OSError(f"{path} is another user's")
-        if not facts.st_size:
+        file = open_private(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        if not os.fstat(file).st_size:
             _write(file, self._head)
         return file
 
@@ -116,10 +113,14 @@ def _write(file: int, data: bytes) -> None:
         rest = rest[os.write(file, rest) :]
 
 
+def _read(file: int) -> bytes:
+    return os.pread(file, os.fstat(file).st_size, 0)
+
+
 def _remove_unused(path: Path) -> None:
     """Deletes the file, unless its driver may be alive."""
-    with suppress(OSError, ValueError, KeyError):
-        with path.open("rb") as file:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        with os.fdopen(open_private(path), "rb") as file:
             driver = json.loads(file.readline())["driver"]
         if gone(driver):
             path.unlink()

@@ -3,7 +3,7 @@
 Runs in: the user's shell. Plain python.
 
 gloo: kineto records the work of its threads as `gloo:all_reduce`, with the input shapes. A collective that
-raydist/worker/parallel/_gloo_p2p.py sends in several operations counts as one, from the start of the first to the end of the last.
+raydist/worker/comm/gloo_p2p.py sends in several operations counts as one, from the start of the first to the end of the last.
 NCCL: its kernels, from start to end on the device; torch adds elements, dtype, group and sequence number.
 """
 
@@ -36,7 +36,7 @@ _BYTES = {
 }  # fmt: skip
 _FSDP = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((.*)\))?")
 _ONE = re.compile(r"raydist::(reduce_scatter|all_gather)")
-"""All operations launched within such a range are one collective (raydist/worker/parallel/_gloo_p2p.py)."""
+"""All operations launched within such a range are one collective (raydist/worker/comm/gloo_p2p.py)."""
 
 Event = dict[str, Any]
 

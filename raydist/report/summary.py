@@ -5,12 +5,14 @@ Runs anywhere. Must not import torch or ray. docs/reference/records.md is the in
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from raydist.checkpoint import manifest
+from raydist.errors import StorageError
 from raydist.faults import read_notes
 from raydist.observe.summary import WINDOW, rates
 from raydist.records import Event
@@ -50,7 +52,8 @@ def show(run: RunDir) -> dict[str, Any]:
 def runs(storage: str | None = None) -> list[dict[str, Any]]:
     """The runs in a folder or at a URI, by name: {"run", "path", "status", "steps", "loss", "eval_loss", "tokens_per_second"}.
 
-    Reads one small file per run; if its driver was killed, the file is as old as its last heartbeat (2 s). Raises StorageError.
+    Reads one small file per run; if its driver was killed, the file is as old as its last heartbeat (2 s). A run
+    whose files cannot be read is "damaged", with the reason on stderr. Raises StorageError.
     """
     home = Storage(storage or default_storage())
     found = []
@@ -58,11 +61,15 @@ def runs(storage: str | None = None) -> list[dict[str, Any]]:
         run = RunDir(home.at(name))
         if name.startswith(".") or home.size(f"{name}/{SPEC}") is None:
             continue
-        state = read_state(run)
-        if "step" not in state:
-            # Trained without a monitor (launch.standalone): read its records.
-            facts = show(run)
-            state = {**facts, "step": facts["steps"]}
+        try:
+            state = read_state(run)
+            if "step" not in state:
+                # Trained without a monitor (launch.standalone): read its records.
+                facts = show(run)
+                state = {**facts, "step": facts["steps"]}
+        except StorageError as error:  # one run's file must not hide the others
+            print(f"raydist: {error}", file=sys.stderr)
+            state = {"status": "damaged", "step": None}
         found.append(
             {
                 "run": run.name,

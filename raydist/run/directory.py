@@ -112,10 +112,15 @@ class Lineage:
 
 
 class Folder:
-    """A folder by path or URI. Opening it neither creates nor checks anything."""
+    """A folder of a run or of a sweep, by path or URI. Opening it neither creates nor checks anything.
+
+    A local folder is created with mode 0700: its files have texts of the training data and the environment. To share it, change
+    its mode; raydist does not change it again.
+    """
 
     def __init__(self, uri: str | os.PathLike[str] | Storage) -> None:
         self.storage = uri if isinstance(uri, Storage) else Storage(uri)
+        self.storage.private = True
 
     @property
     def uri(self) -> str:
@@ -139,8 +144,7 @@ class RunDir(Folder):
     @property
     def home(self) -> Storage:
         """The folder that contains all runs, including this one."""
-        place, mark, rest = self.full_uri.partition("?")
-        return Storage(f"{place.rpartition('/')[0]}{mark}{rest}")
+        return self.storage.above()
 
     def exists(self) -> bool:
         """Whether a run was started here."""

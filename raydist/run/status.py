@@ -11,9 +11,10 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from raydist.errors import StorageError
+from raydist.printable import printable
 from raydist.records import Status
 from raydist.redact import redact
 from raydist.run.directory import SPEC, STATE, RunDir
@@ -41,19 +42,26 @@ def write_state(run: RunDir, state: dict[str, Any]) -> None:
 def last_word(run: RunDir) -> dict[str, Any] | None:
     """The content of state.json, which may be outdated; None if no monitor has written it. Raises StorageError."""
     try:
-        state = json.loads(run.storage.read(STATE))
-        return {
-            **state,
-            "status": state["status"],
+        state = printable(json.loads(run.storage.read(STATE)))
+        driver = state["driver"]
+        facts = {
+            "status": _known_status(state["status"]),
             "heartbeat_at": float(state["heartbeat_at"]),
-            "driver": state["driver"],
+            "driver": {**driver, "host": str(driver["host"]), "pid": int(driver["pid"])},
         }
+        return {**state, **facts, **({"step": int(state["step"])} if "step" in state else {})}
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise StorageError(
             f"{run.uri}/{STATE} is damaged: {error}", "remove the file: the next start writes it"
         ) from error
+
+
+def _known_status(status: str) -> str:
+    if status not in get_args(Status):
+        raise ValueError(f"no status {status!r:.40}")
+    return status
 
 
 def read_state(run: RunDir, now: float | None = None) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from raydist.printable import printable
 from raydist.records import Event
 from raydist.run.directory import SWEEP_CELLS, Folder, RunDir, check_name, elsewhere, not_found
 from raydist.run.log import events_in, json_line
@@ -64,6 +65,7 @@ class CellNote:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> CellNote:
         """The inverse of `to_dict`; keys of later versions are dropped."""
+        raw = printable(dict(raw))
         known = {f.name: raw[f.name] for f in dataclasses.fields(cls) if f.name in raw}
         return cls(**{**known, "notes": tuple(raw.get("notes", ()))})
 
@@ -208,9 +210,9 @@ def _run_or_sweep(storage: Storage) -> RunDir | SweepDir | None:
 
 def sweep_of(run: RunDir) -> SweepDir | None:
     """The sweep of which that run is a trial; None if it is not one."""
-    place, mark, rest = run.full_uri.partition("?")
-    above, _, runs = place.rpartition("/")[0].rpartition("/")
-    if runs != RUNS or not above or above.endswith(":/"):
+    runs = Folder(run.home)
+    place = runs.full_uri.partition("?")[0].rpartition("/")[0]
+    if runs.name != RUNS or not place or place.endswith(":/"):
         return None
-    sweep = SweepDir(f"{above}{mark}{rest}")
+    sweep = SweepDir(runs.storage.above())
     return sweep if sweep.exists() else None

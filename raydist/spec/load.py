@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from raydist.errors import SpecError, UserError
-from raydist.redact import redact
+from raydist.redact import redact, remember
 from raydist.spec.deepspeed import Converted, convert
 from raydist.spec.huggingface import read_folder
 from raydist.spec.models import JobSpec, flatten
@@ -148,16 +148,16 @@ def _with_pretrained(layers: list[Layer]) -> list[Layer]:
     layer = layers[at]
     hf, origin = layer.tree["model"]["hf"], layer.origin.get("model.hf", "model")
     try:
-        folder, fields = read_folder(str(hf))
+        name, fields = read_folder(str(hf))
     except UserError as error:
         raise SpecError(f"{origin}: model.hf: {error.message}; {error.hint}") from None
     named = next(
         (m for x in reversed(layers[at:]) if (m := x.tree["model"].get("name") if "model" in x.tree else None)), None
     )
     if named not in (None, fields["name"]):
-        raise SpecError(f"{origin}: model.name: {named}: {folder} has a {fields['name']}; leave name out")
-    own = layer.with_field("model.hf", str(folder), origin)
-    config = Layer({"model": fields}, dict.fromkeys(_paths({"model": fields}), f"{folder}/config.json"))
+        raise SpecError(f"{origin}: model.name: {named}: {name} has a {fields['name']}; leave name out")
+    own = layer.with_field("model.hf", name, origin)
+    config = Layer({"model": fields}, dict.fromkeys(_paths({"model": fields}), f"{name}/config.json"))
     return [*layers[:at], config, Layer(own.tree, layer.origin, layer.folder, layer.extends), *layers[at + 1 :]]
 
 
@@ -189,6 +189,7 @@ def parse(tree: Mapping[str, Any], origin: Mapping[str, str] | None = None, sour
     problems += [*wrong, *extensions(JobSpec, tree, origin or {}, source)]
     if problems or spec is None:
         raise SpecError("\n".join(dict.fromkeys(problems)))
+    remember(spec.cluster.env)
     return spec
 
 
@@ -270,12 +271,18 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def dump(spec: JobSpec) -> str:
     """The resolved spec as YAML; `load` reads an equal one from it."""
-    return yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return _yaml(spec.model_dump(mode="json"))
+
+
+def _yaml(tree: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def stored(spec: JobSpec) -> str:
-    """`dump` for a file that others may read: without the secrets in URIs. The user's command has to give these again."""
-    return redact(dump(spec))
+    """`dump` for a file that others may read: without secrets, in URIs and in variables. The user's command has to give these
+    again.
+    """
+    return _yaml(redact(spec.model_dump(mode="json")))
 
 
 def spec_hash(spec: JobSpec) -> str:

@@ -10,8 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from raydist import registry
 from raydist.errors import UserError
-from raydist.spec.parts import Extension, Part, PartWithNewFields, check_spec, near_divisors, problem
+from raydist.spec.parts import Extension, Part, PartWithNewFields, Tokens, check_spec, near_divisors, problem
 
 
 class ModelSpec(PartWithNewFields):
@@ -52,17 +53,68 @@ class ModelSpec(PartWithNewFields):
         return self
 
     def rows(self, tokenizer: int) -> int:
-        """Rows of the embedding for a tokenizer of so many ids. Raises UserError if it has more than `vocab_size`."""
-        if self.vocab_size is not None and tokenizer > self.vocab_size:
+        """Rows of the embedding for a tokenizer of so many ids. Raises UserError if it has more than `vocab_size`, or than the
+        config in the model's options has."""
+        own = registry.described("model", self.name, "vocabulary")
+        size = self.vocab_size or (own(self) if own is not None else None)
+        if size is not None and tokenizer > size:
+            field = "model.vocab_size" if self.vocab_size else "model.options: vocab_size of the config"
             raise UserError(
-                f"model.vocab_size: {self.vocab_size}: the tokenizer of the data has {tokenizer} ids",
+                f"{field}: {size}: the tokenizer of the data has {tokenizer} ids",
                 f"set data.tokenizer: {self.hf}/tokenizer.json" if self.hf else "leave it out, or set it higher",
             )
-        return self.vocab_size or tokenizer
+        return size or tokenizer
 
 
-class DataSpec(Part):
+class BatchingSpec(Part):
+    """Micro-batches of documents of like length, one in a row, up to a number of tokens. docs/how-to/batching.md."""
+
+    max_tokens: Tokens = Field(description="Rows times padded length of a micro-batch, at most.")
+    min: int = Field(
+        1,
+        ge=1,
+        description="Sequences for which a full micro-batch always has room: none is longer than max_tokens / min tokens.",
+    )
+    max: int | None = Field(None, ge=1, description="Sequences of a micro-batch, at most; default: as many as fit.")
+    longest: Tokens | None = Field(
+        None, description="Tokens of the longest sequence; default: the smaller of model.context and max_tokens / min."
+    )
+    longer: Literal["split", "cut", "error"] = Field(
+        "split",
+        description="A document of more than `longest` tokens is split into several sequences, is cut off after so many tokens, "
+        "or is an error before the run starts.",
+    )
+    global_tokens: Tokens | None = Field(
+        None,
+        description="Tokens of one optimizer step, on average, over all workers; default: train.global_batch sequences.",
+    )
+    multiple: int = Field(8, ge=1, le=1024, description="Sequences are padded to multiples of so many tokens.")
+    lengths: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="Number of different padded lengths, for which micro-batches then have few shapes. They are chosen so that the "
+        "corpus has the least padding. Default: 8 with train.compile, else any multiple.",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> BatchingSpec:
+        if self.max is not None and self.min > self.max:
+            raise problem("min", self.min, f"is above max: {self.max}", "set min to at most max")
+        if self.max_tokens < self.min:
+            raise problem("max_tokens", self.max_tokens, f"has no room for min: {self.min} sequences of one token",
+                          "raise max_tokens or lower min")  # fmt: skip
+        if self.longest is not None and self.longest > self.max_tokens // self.min:
+            most = self.max_tokens // self.min
+            raise problem("longest", self.longest, f"is above the {most} tokens that max_tokens: {self.max_tokens} has for each of "
+                          f"min: {self.min} sequences", f"set longest to at most {most}, or raise max_tokens")  # fmt: skip
+        return self
+
+
+class DataSpec(PartWithNewFields):
     """The training data: `source` is prepared before the first run, `path` is a dataset that exists."""
+
+    new_fields = ("batching",)
 
     source: str | None = Field(
         None,
@@ -86,6 +138,10 @@ class DataSpec(Part):
         description="Separate the documents of a sample: block-diagonal attention, positions that start at 0 in each.",
     )
     prefetch: int = Field(2, ge=1, le=1000, description="Batches that the loader's thread makes in advance.")
+    batching: BatchingSpec | None = Field(
+        None,
+        description="Micro-batches of documents of like length, up to a number of tokens; default: windows of model.context.",
+    )
 
     @model_validator(mode="after")
     def _one(self) -> DataSpec:

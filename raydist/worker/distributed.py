@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from raydist.errors import UserError
 from raydist.ipc.network_interface import interface_of
+from raydist.worker.comm import rendezvous
 
 T = TypeVar("T")
 
@@ -94,8 +95,10 @@ def choose_interface(node_ip: str) -> Choice[str] | None:
 def start(*, gpus: float | None, threads: int | None, timeout_s: float, node_ip: str | None = None) -> Rank:
     """Makes this process a rank of the group that its environment describes, or a single rank if it describes none.
 
-    `threads`: of torch, on the CPU. `timeout_s`: limit of each collective.
+    `threads`: of torch, on the CPU. `timeout_s`: limit of each collective. If the environment has the attempt's secret, each rank
+    proves that it knows it: see comm/rendezvous.py. Raises RankRefused if one does not.
     """
+    secret = rendezvous.take_secret()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = choose_device(local_rank, gpus)
@@ -111,14 +114,19 @@ def start(*, gpus: float | None, threads: int | None, timeout_s: float, node_ip:
         notes.append(f"backend {backend.value}: {backend.because}")
         if interface := choose_interface(node_ip):
             notes.append(f"interface {interface.value}: {interface.because}")
+        timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
             backend.value,
+            store=rendezvous.meet(rank, world, timeout, secret),
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timeout,
             device_id=device.value if device.value.type == "cuda" else None,
         )
-        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        if secret:
+            rendezvous.prove(control, secret)
+            rendezvous.prove(dist.distributed_c10d._get_default_group(), secret)
     return Rank(rank, world, local_rank, device.value, backend.value, node_ip, control, tuple(notes))
 
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from raydist.data.batches import Batches, Loader, Stall, StepBatch
+from raydist.data.batches import Loader, Stall, StepBatch
 from raydist.data.dataset import TokenDataset
+from raydist.data.samples import full_tokens
 from raydist.extension_plans import strategy_plan
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.records import Event, StepRecord
@@ -28,6 +29,9 @@ from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.checks.bad_steps import BadStepCheck
 from raydist.worker.checks.gradients import GradientCheck
 from raydist.worker.checks.replicas import ReplicaCheck
+from raydist.worker.comm.compression.reducer import reducers_of
+from raydist.worker.comm.compression.state import NAME as COMPRESSION
+from raydist.worker.comm.compression.state import Compression
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.dataloader import Feed
 from raydist.worker.distributed import Rank
@@ -126,7 +130,9 @@ class _Run:
         dataset = TokenDataset(job.dataset)
         self.mesh = Mesh.of(spec, rank)  # every rank, if a replica has several
         self.feed = Feed(spec, self.mesh, dataset)
-        self.batches = Batches(len(self.feed.windows), spec.train.global_batch, spec.train.seed, dataset.fingerprint)
+        self.batches = self.feed.batches
+        for line in self.feed.notes():
+            self._note(line)
         self.total = spec.train.total(self.batches.steps_per_epoch)
         self.eval_set = self.feed.eval_set() if spec.eval.every else []
         # Model, strategy, optimizer: the same on every rank, from the same seed.
@@ -155,7 +161,7 @@ class _Run:
                 reporter.say("pipeline", **build.pipeline_schedule(spec, self.mesh, self.strategy.cuts))
         self.strategy.wrap(model, self._example)
         for part in parts_of(model):
-            model_transforms.prepare(part, spec.train)
+            model_transforms.prepare(part, spec.train, self.feed.shapes)
         seeds = ForwardSeeds(parts_of(model), spec.train.seed, rank.device, by_block=spec.train.compile is not True)
         shards = self.split.shards(self.strategy.shards()) if self.split else self.strategy.shards()
         frozen = {plain_name(n): p for n, p in model.named_parameters() if not p.requires_grad}
@@ -163,7 +169,7 @@ class _Run:
         self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards, self.split)
         self.peak_lr = peak_lr(spec.optim, spec.train.global_batch)
         self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages)
-        self.bad_steps = BadStepCheck(spec, self.mesh, job.run, job.attempt, model, reporter)
+        self.bad_steps = BadStepCheck(spec, self.mesh, job.run, job.attempt, model, reporter, self.feed.divide)
         self.noise = self._noise()
         # State: from the newest good checkpoint, the same on all ranks.
         self.at = Progress()
@@ -182,6 +188,9 @@ class _Run:
             parameters=parameters,
             mesh=self.mesh,
         )
+        self.compression = self._compression()  # every rank: what would be sent is compared
+        if self.compression:
+            self.checkpoints.register(COMPRESSION, self.compression)
         startup.done("build")
         if self.checkpoints.resume():
             self.strategy.updated()
@@ -207,6 +216,7 @@ class _Run:
         hooks: list[StepHook | None] = [
             telemetry,
             seeds,
+            self.compression,
             self.experts,
             self.noise,
             self.gradients,
@@ -223,7 +233,7 @@ class _Run:
             self.precision,
             parameters=parameters,
             split=self.split,
-            full_tokens=spec.train.global_batch * spec.model.context,
+            full_tokens=full_tokens(self.batches, self.feed.samples),
             clip=spec.optim.clip,
             hooks=[hook for hook in hooks if hook is not None],
             heartbeat=heartbeat,
@@ -235,12 +245,12 @@ class _Run:
         at = self.at
         first, stop = at.step + 1, False
         loader = Loader(
-            self.feed.windows,
+            self.feed.samples,
             self.batches,
             at.cursor,
             rank=self.mesh.data_rank,
             world=self.mesh.data_size,
-            micro_batch=self.spec.train.micro_batch,
+            divide=self.feed.divide,
             pack=self.spec.data.pack,
             prefetch=self.spec.data.prefetch,
             steps=max(self.last - at.step, 0),
@@ -275,9 +285,10 @@ class _Run:
                     ended = time.perf_counter()
                     self.heartbeat.stepped(ended - begun - batch.wait_seconds)
                     self._record(batch, lr, report.loss, report.grad_norm, report.tokens, ended - begun)
-                    found = self.noise.verdict(at.step) if self.noise else None
-                    if found and self.reporter:
-                        self.reporter.event(found.event(time.time()))
+                    for measure in (self.noise, self.compression):
+                        found = measure.verdict(at.step) if measure else None
+                        if found and self.reporter:
+                            self.reporter.event(found.event(time.time()))
                     self.checkpoints.stepped(ended - before, unusual)
                     before, unusual = ended, False
                     if at.step == first:
@@ -332,7 +343,7 @@ class _Run:
             "step": self.at.step + 1,
             "rank": self.rank.rank,
             "seconds": round(stall.seconds, 3),
-            "files": self.feed.windows.files(stall.ids),
+            "files": self.feed.samples.files(stall.ids),
             "where": stall.at,
             "restarts": stall.restarts,
             "final": stall.final,
@@ -343,7 +354,8 @@ class _Run:
         return _due(step, self.spec.checkpoint.every, ending)
 
     def _record(self, batch: StepBatch, lr: float, loss: float, norm: float, tokens: int, seconds: float) -> None:
-        if self.reporter:  # rank 0: the values are the same on every rank
+        if self.reporter:  # rank 0: the values are the same on every rank, but for those of compression
+            sent = self.compression.last if self.compression else None
             self.reporter.step(
                 StepRecord(
                     step=self.at.step,
@@ -359,6 +371,10 @@ class _Run:
                     grad_noise_scale=self.noise.scale if self.noise else None,
                     expert_imbalance=self.experts.imbalance if self.experts else None,
                     exchanged_bytes=self.experts.exchanged if self.experts else None,
+                    residual_norm=sent.residual_norm if sent else None,
+                    compression_error=sent.compression_error if sent else None,
+                    sent_bytes=sent.sent_bytes if sent else None,
+                    saved_bytes=sent.saved_bytes if sent else None,
                 )
             )
 
@@ -372,8 +388,19 @@ class _Run:
         if self.reporter:
             self.reporter.say("eval", step=self.at.step, loss=self.at.eval_loss, tokens=tokens, best=best)
 
+    def _compression(self) -> Compression | None:
+        """None if no gradients are compressed on any rank."""
+        reducers = reducers_of(self.strategy)
+        if not self.spec.comm.compresses or not any(gather_json(len(reducers), self.rank.control)):
+            if self.spec.comm.compresses:
+                self._note(
+                    f"comm.compress: {self.spec.comm.compress}: there is one replica of the state, and nothing is sent"
+                )
+            return None
+        return Compression(reducers, self.precision, self.rank)
+
     def _noise(self) -> GradientNoise | None:
-        every, batch = self.spec.observe.grad_noise, self.spec.train.global_batch
+        every, batch = self.spec.observe.grad_noise, self.batches.global_batch
         if every is None:
             return None
         for axis, why in (

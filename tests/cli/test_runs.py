@@ -149,3 +149,51 @@ def test_show_loads_neither_ray_nor_torch(run: RunDir) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     told = subprocess.run([sys.executable, "-c", script, run.uri], capture_output=True, text=True, check=True, env=env)
     assert told.stdout.splitlines()[-1] == "[] []"
+
+
+ESCAPE = "\x1b]0;owned\x07\x1b[31mred\x1b[0m\x9b5mblink\x08\u202egnp"
+
+
+def test_text_of_a_run_cannot_control_the_terminal(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """Escape sequences and control characters of events, of the state, of names and of what ranks printed are not shown."""
+    with open(run.storage.path("events.jsonl"), "a") as events:
+        for kind, data in (
+            ("attempt_started", {"attempt": 2, "world_size": 2, "resume_step": 0}),
+            ("failure", {"attempt": 2, "rank": 1, "cause": f"it {ESCAPE}failed", "step": 1}),
+        ):
+            events.write(json.dumps({"v": 1, "kind": kind, "at": 1.0, **data}) + "\n")
+    state = json.loads(run.storage.read("state.json"))
+    worker = {
+        "rank": 0,
+        "host": f"host{ESCAPE}",
+        "node_ip": "1",
+        "pid": 1,
+        "device": "cpu",
+        "python": "3",
+        "torch": "2",
+    }
+    run.storage.write("state.json", json.dumps({**state, "workers": [worker]}).encode())
+    odd = run.home.at(f"odd{ESCAPE.replace('/', '')}")
+    odd.write(SPEC, b"name: odd\n")
+    odd.write("state.json", f'{{"status": "{chr(92)}u001b]0;x"}}'.encode())
+    shown = call("show", run.uri) + call("runs", "--storage", run.home.uri) + capsys.readouterr().err
+    assert "it redblinkgnpfailed" in shown, shown
+    assert not set(shown) & {chr(n) for n in (*range(9), *range(11, 32), *range(127, 160), 0x202E)}
+    error = RunNotFound(f"no run {ESCAPE}", f"hint\n{ESCAPE}\there")
+    assert str(error) == "no run redblinkgnp\n  hint\nredblinkgnp\there"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '{"status": "running", "heartbeat_at": 1, "driver": 3}', "[" * 100_000, '{"status": ["a"]}'],
+)
+def test_one_damaged_state_hides_no_other_run(run: RunDir, content: str) -> None:
+    """It is listed as damaged; the others are listed as always."""
+    other = RunDir(run.home.at("b-run"))
+    other.storage.write(SPEC, b"name: b-run\n")
+    other.storage.write("state.json", content.encode())
+    rows = strict(call("runs", "--json", "--storage", run.home.uri))
+    assert [(row["run"], row["status"], row["steps"]) for row in rows] == [
+        ("a-run", "finished", 3),
+        ("b-run", "damaged", None),
+    ]

@@ -8,6 +8,7 @@ from typing import Any
 
 from raydist.cluster.run import coordinator
 from raydist.cluster.run.coordinator import Coordinator, rank_error
+from raydist.ipc import RENDEZVOUS_SECRET
 
 OUTCOME = {"outcome": {"status": "finished"}, "at": 1.0}
 DIED = {"died": {"pid": 7, "node_ip": "10.0.0.1", "how": "SIGKILL", "starved": ""}, "at": 2.0}
@@ -64,7 +65,11 @@ def test_an_attempt_that_ends_well() -> None:
         await gathered
         await made.begin(5, {"a": 1}, 2, "m")
         env = {"MASTER_ADDR": "h0", "MASTER_PORT": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        for rank, order in enumerate([await first, await second]):
+        orders = [await first, await second]
+        secrets = {order["env"].pop(RENDEZVOUS_SECRET) for order in orders}
+        assert len(secrets) == 1
+        assert len(secrets.pop()) == 64
+        for rank, order in enumerate(orders):
             mine = env | {"RANK": str(rank), "NODE_RANK": str(rank)}
             assert order == {"number": 2, "do": "train", "attempt": 5, "job": {"a": 1}, "env": mine, "monitor": "m"}
         result = asyncio.create_task(made.result(5))

@@ -198,11 +198,13 @@ def test_the_rendezvous_port_is_kept_for_torchs_store(monkeypatch: pytest.Monkey
     """After rank 0 has chosen the port, no other socket can bind it; only torch's store, which names it, can."""
     from torch.distributed import TCPStore
 
+    from raydist.worker.comm.rendezvous import _listener
+
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     host, port = ray_train_adapter._rendezvous()
-    for address in ("127.0.0.1", "127.0.0.2", "0.0.0.0"):  # torch's store listens on all of them
+    for address in ("127.0.0.1", "0.0.0.0"):
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind((address, port))
-    store = TCPStore(host, port, 1, is_master=True, wait_for_workers=False)
+    store = TCPStore(host, port, 1, is_master=True, wait_for_workers=False, master_listen_fd=_listener(host, port))
     store.set("key", "value")
     assert store.get("key") == b"value"

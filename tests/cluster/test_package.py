@@ -39,6 +39,8 @@ def folder(tmp_path: Path) -> Path:
         "own/made.txt": "x",
         ".rayignore": "secret.txt",
         "secret.txt": "x",
+        ".env": "HF_TOKEN=x",
+        "own/.env.local": "x",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -194,3 +196,35 @@ def test_a_remote_dataset_is_cached_once_and_checked(
     with pytest.raises(DataError, match=f"{third} is missing"):
         again.read(away.shards[0].tokens + away.shards[1].tokens, len(away) - 1)
     assert [p.name for p in cache.glob("*.arrow")] == [first]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fingerprint": "../../elsewhere"},
+        {"fingerprint": "0" * 32},
+        {"shard": "../evil.pth"},
+        {"shard": "/tmp/evil.pth"},
+        {"shard": "evil.pth"},
+    ],
+    ids=str,
+)
+def test_an_index_names_no_file_outside_its_folder(
+    dataset: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, str]
+) -> None:
+    """Of a dataset that somebody else has made, with a valid hash: nothing is read or written in a place of its choice."""
+    folder, cache = tmp_path / "foreign", tmp_path / "cache"
+    shutil.copytree(dataset.uri, folder)
+    monkeypatch.setenv("RAYDIST_CACHE", str(cache))
+    index = dataset.index
+    if "shard" in change:
+        first, *rest = index.train.shards
+        train = dataclasses.replace(index.train, shards=(dataclasses.replace(first, file=change["shard"]), *rest))
+        index = dataclasses.replace(index, train=train)
+    else:
+        index = dataclasses.replace(index, **change)
+    (folder / "index.json").write_bytes(index.to_bytes())
+    with pytest.raises(DataError, match="is damaged: the (fingerprint|name)"):
+        TokenDataset(remote(folder)).split("train").read(0, 1)
+    assert not cache.exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["foreign"]

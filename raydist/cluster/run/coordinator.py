@@ -22,6 +22,8 @@ from typing import Any
 
 from raydist.cluster.run.hang_detection import RankView, judge
 from raydist.cluster.run.root_cause import RankError, is_echo
+from raydist.ipc import RENDEZVOUS_SECRET
+from raydist.launch.rendezvous import new_secret
 
 CAUSE_S = 2.0
 """How long to wait for the cause when ranks have only reported lost peers. The rank that caused it ends in that time, or hangs."""
@@ -93,7 +95,7 @@ class Coordinator:
             self._reports = {0: {"lost": {**why, "rank": None, "at": time.time()}, "at": time.time(), "silent_s": 0.0}}
             return
         first = self._agents[chosen[0]].offer
-        meet = {"MASTER_ADDR": first["host"], "MASTER_PORT": str(first["port"])}
+        meet = {"MASTER_ADDR": first["host"], "MASTER_PORT": str(first["port"]), RENDEZVOUS_SECRET: new_secret()}
         await self._command("train", attempt=attempt, job=dict(job), env=meet, monitor=monitor)
 
     async def result(self, attempt: int) -> dict[int, dict[str, Any]]:

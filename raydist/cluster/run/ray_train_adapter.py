@@ -35,7 +35,8 @@ from raydist.cluster.ray_private import (
     WorkingDirectorySetupCallback,
 )
 from raydist.cluster.run.ray_errors import rank_error
-from raydist.launch.rendezvous import hold_port, port_of
+from raydist.ipc import RENDEZVOUS_SECRET
+from raydist.launch.rendezvous import hold_port, new_secret, port_of
 
 # Ray's default is 2 s. An attempt ends at the next poll after its last step, and a dead worker is detected then.
 _POLL_S = "1.0"
@@ -80,6 +81,7 @@ class _TorchEnvironmentBackend(Backend):
             **backend_config.env,
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
+            RENDEZVOUS_SECRET: new_secret(),
             "WORLD_SIZE": str(len(worker_group)),
         }
         pending = []
@@ -107,10 +109,11 @@ def _set_environment(variables: dict[str, str]) -> None:
 
 def _rendezvous() -> tuple[str, int]:
     """This node's IP, and a port that stays bound for rank 0 as long as this process lives."""
-    held = hold_port()
+    host = ray.util.get_node_ip_address()
+    held = hold_port(host)
     port = port_of(held)
     held.detach()
-    return ray.util.get_node_ip_address(), port
+    return host, port
 
 
 class _QuietScalingPolicy(FixedScalingPolicy):

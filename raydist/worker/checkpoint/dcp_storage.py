@@ -2,8 +2,9 @@
 
 Runs in: each train worker. Torch, never ray.
 
-DCP merges the ranks' plans, gathers the results, and sends one rank's failure to all. Its Metadata, which it would pickle, is JSON
-in the manifest instead; values that are not tensors are refused.
+Each rank calls DCP as if it were alone (`no_dist`), because DCP pickles what it sends to other ranks. The planner and the writer
+send plans, results and failures as JSON (agreement.py); rank 0 merges the plans with DCP's functions. DCP's Metadata, which it
+would pickle too, is JSON in the manifest; values that are not tensors are refused.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import io
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -27,7 +28,6 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -44,11 +44,12 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from raydist.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, path
-from raydist.errors import CheckpointError, RaydistError
+from raydist.errors import CheckpointError
 from raydist.run.directory import RunDir
 from raydist.storage import Sink
+from raydist.worker.checkpoint.agreement import on_first, plain_errors
 from raydist.worker.checkpoint.commit import check_coverage
-from raydist.worker.checkpoint.save_plan import Part, aligned
+from raydist.worker.checkpoint.save_plan import Part, aligned, write_item
 
 Commit = Callable[[dict[str, FileEntry], dict[str, TensorEntry]], None]
 """Commits a checkpoint of these files and tensors; on rank 0."""
@@ -68,50 +69,31 @@ class Written:
     file_xxh3: str
 
 
-def written(name: str, file: FileEntry, placed: Sequence[tuple[WriteItem, int, Part]]) -> Future[list[WriteResult]]:
+def written(name: str, file: FileEntry, placed: Sequence[tuple[WriteItem, int, Part]]) -> list[WriteResult]:
     """DCP's result of a written shard. `placed`: each item with its first byte and its part."""
-    done: Future[list[WriteResult]] = Future()
-    done.set_result(
-        [
-            WriteResult(item.index, part.length, Written(name, start, part.length, file.bytes, file.xxh3))
-            for item, start, part in placed
-        ]
-    )
-    return done
-
-
-@contextmanager
-def plain_errors() -> Iterator[None]:
-    """Turns foreign exceptions into a CheckpointError of text, which can be sent to every rank."""
-    try:
-        yield
-    except RaydistError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{type(error).__name__}: {error}") from error
+    return [
+        WriteResult(item.index, part.length, Written(name, start, part.length, file.bytes, file.xxh3))
+        for item, start, part in placed
+    ]
 
 
 class PartsPlanner(DefaultSavePlanner):
     """Plans exactly the parts that this rank has staged.
 
-    `failure`: the error that prevented staging on this rank; raised where DCP sends it to all ranks. `wanted`: name -> shape of
-    what all ranks together must save; rank 0 refuses plans that do not cover it, before anything is written.
+    `failure`: the error that prevented staging on this rank; all ranks learn of it. `wanted`: name -> shape of what all ranks
+    together must save; rank 0 refuses plans that do not cover it, before anything is written. `group`: a gloo group of all ranks.
     """
 
     def __init__(
-        self, parts: Sequence[Part], failure: BaseException | None, wanted: Mapping[str, tuple[int, ...]]
+        self,
+        parts: Sequence[Part],
+        failure: BaseException | None,
+        wanted: Mapping[str, tuple[int, ...]],
+        group: dist.ProcessGroup | None,
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.parts, self.failure, self.wanted = parts, failure, wanted
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Called on every rank, before anything is written."""
-        with plain_errors():
-            if self.failure is not None:
-                raise self.failure
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.parts, self.failure, self.wanted, self.group = parts, failure, wanted, group
+        self._merged = Metadata({})
 
     def create_local_plan(self) -> SavePlan:
         """The staged parts."""
@@ -119,29 +101,49 @@ class PartsPlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Rank 0: DCP's, of plans that cover all that is wanted. Several ranks may plan the same box, of which DCP drops all but
-        one.
+        """This rank's plan without the boxes that another rank writes; DCP's Metadata of all ranks' plans on rank 0, else empty.
+
+        A collective, also if staging failed. Raises RankFailure on every rank.
         """
+        boxes = [[p.name, str(p.source.dtype), p.shape, p.offsets, [*p.source.shape]] for p in self.parts]
+        dropped = on_first(boxes, self.failure, self._merge, self.group)
+        drop = {*dropped[dist.get_rank(self.group) if self.group is not None else 0]}
+        (plan,) = all_plans
+        return [SavePlan([item for i, item in enumerate(plan.items) if i not in drop])], self._merged
+
+    def _merge(self, boxes_of_ranks: list[list[Any]]) -> list[list[int]]:
+        """Rank 0: the positions of each rank's boxes that other ranks write. Several ranks may plan the same box."""
+        plans = [
+            SavePlan([write_item(name, _dtype(dtype), *box) for name, dtype, *box in boxes]) for boxes in boxes_of_ranks
+        ]
         saved: dict[str, tuple[tuple[int, ...], set[Any]]] = {}
-        with plain_errors():
-            for item in (item for plan in all_plans for item in plan.items):
-                data = item.tensor_data
-                assert data is not None, "create_local_plan has tensors only"
-                boxes = saved.setdefault(item.index.fqn, (tuple(data.size), set()))[1]
-                boxes.add((tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
-            check_coverage(self.wanted, {name: (shape, list(boxes)) for name, (shape, boxes) in saved.items()})
-        return super().create_global_plan(all_plans)
+        for name, _, shape, offsets, sizes in (box for boxes in boxes_of_ranks for box in boxes):
+            saved.setdefault(name, (tuple(shape), set()))[1].add((tuple(offsets), tuple(sizes)))
+        check_coverage(self.wanted, {name: (shape, list(boxes)) for name, (shape, boxes) in saved.items()})
+        merged, self._merged = super().create_global_plan(plans)
+        kept = [{item.index for item in plan.items} for plan in merged]
+        return [
+            [i for i, item in enumerate(plan.items) if item.index not in kept[rank]] for rank, plan in enumerate(plans)
+        ]
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """Never called: the writer has the staged bytes."""
         raise AssertionError("the shard is written from the staging buffer")
 
 
+def _dtype(name: str) -> torch.dtype:
+    """The dtype of a name that another rank sent."""
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"a rank plans to save a tensor of dtype {name!r}, which torch does not have")
+    return found
+
+
 class ShardWriter(StorageWriter):
     """Writes one shard a rank, and hashes it meanwhile; on rank 0 it then calls `commit` with all files and tensors.
 
     `memory`: the staging buffer, laid out by `parts`. `name`: the shard's. No other save has used it: a committed file is never
-    written again.
+    written again. `group`: a gloo group of all ranks.
     """
 
     def __init__(
@@ -152,8 +154,10 @@ class ShardWriter(StorageWriter):
         parts: Sequence[Part],
         memory: memoryview,
         commit: Commit,
+        group: dist.ProcessGroup | None,
     ) -> None:
-        self._run, self._step, self._name = run, step, name
+        self._run, self._step, self._name, self._group = run, step, name, group
+        self._failure: BaseException | None = None
         self._parts = {(p.name, p.offsets): p for p in parts}
         self._memory, self._commit = memory, commit
         self.busy = True
@@ -174,16 +178,26 @@ class ShardWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes and hashes the shard; durable on return. A part that another rank writes too (a replica) is not in `plan`."""
-        with plain_errors():
-            placed: list[tuple[WriteItem, int, Part]] = []
-            position = 0
-            for item in plan.items:
-                part = self._parts[item.index.fqn, tuple(item.index.offset or ())]
-                placed.append((item, position, part))
-                position = aligned(position + part.length)
-            file = self._write([p for _, _, p in placed]) if placed else FileEntry(0, "")
-        self.busy = False
+        """Writes and hashes the shard; durable on return. A failure is kept until `finish`, where all ranks learn of it."""
+        done: Future[list[WriteResult]] = Future()
+        try:
+            with plain_errors():
+                results = self._write_plan(plan)
+            self.busy = False
+        except Exception as error:
+            self._failure, results = error, []
+        done.set_result(results)
+        return done
+
+    def _write_plan(self, plan: SavePlan) -> list[WriteResult]:
+        """A part that another rank writes too (a replica) is not in `plan`."""
+        placed: list[tuple[WriteItem, int, Part]] = []
+        position = 0
+        for item in plan.items:
+            part = self._parts[item.index.fqn, tuple(item.index.offset or ())]
+            placed.append((item, position, part))
+            position = aligned(position + part.length)
+        file = self._write([p for _, _, p in placed]) if placed else FileEntry(0, "")
         return written(self._name, file, placed)
 
     def _write(self, parts: Sequence[Part]) -> FileEntry:
@@ -200,29 +214,31 @@ class ShardWriter(StorageWriter):
         return FileEntry(size, hasher.hexdigest())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Rank 0, once every rank's shard is durable: commits."""
+        """Waits until every rank's shard is durable; rank 0 then commits. A collective. Raises RankFailure on every rank."""
+        rows = [[r.index.fqn, [*(r.index.offset or ())], astuple(r.storage_data)] for r in results[0]]
+        on_first(rows, self._failure, lambda rows_of_ranks: self._commit_all(metadata, rows_of_ranks), self._group)
+
+    def _commit_all(self, metadata: Metadata, rows_of_ranks: list[list[Any]]) -> None:
         self.busy = True
-        with plain_errors():
-            files: dict[str, FileEntry] = {}
-            chunks: dict[str, list[Chunk]] = defaultdict(list)
-            sizes = {
-                MetadataIndex(name, chunk.offsets): tuple(chunk.sizes)
-                for name, entry in metadata.state_dict_metadata.items()
-                if isinstance(entry, TensorStorageMetadata)
-                for chunk in entry.chunks
-            }
-            for result in (r for of_rank in results for r in of_rank):
-                at: Written = result.storage_data
-                files[at.file] = FileEntry(at.file_bytes, at.file_xxh3)
-                offsets = tuple(result.index.offset or ())
-                chunks[result.index.fqn].append(Chunk(offsets, sizes[result.index], at.file, at.start, at.length))
-            tensors = {}
-            for name, entry in metadata.state_dict_metadata.items():
-                if not isinstance(entry, TensorStorageMetadata):
-                    raise CheckpointError(f"{name}: not a tensor, and only tensors are saved")
-                dtype = str(entry.properties.dtype).removeprefix("torch.")
-                tensors[name] = TensorEntry(dtype, tuple(entry.size), tuple(chunks[name]))
-            self._commit(files, tensors)
+        files: dict[str, FileEntry] = {}
+        chunks: dict[str, list[Chunk]] = defaultdict(list)
+        sizes = {
+            (name, tuple(chunk.offsets)): tuple(chunk.sizes)
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+            for chunk in entry.chunks
+        }
+        for name, offsets, place in (row for rows in rows_of_ranks for row in rows):
+            at = Written(*place)
+            files[at.file] = FileEntry(at.file_bytes, at.file_xxh3)
+            chunks[name].append(Chunk(tuple(offsets), sizes[name, tuple(offsets)], at.file, at.start, at.length))
+        tensors = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise CheckpointError(f"{name}: not a tensor, and only tensors are saved")
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            tensors[name] = TensorEntry(dtype, tuple(entry.size), tuple(chunks[name]))
+        self._commit(files, tensors)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

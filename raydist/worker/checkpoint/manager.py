@@ -125,7 +125,14 @@ class CheckpointManager:
         numbers.check(run.name, manifest, self._numbers, self._total, job.allow_spec_change)
         tensors, rank_tensors, _ = self._state.capture()
         loaded = restore.load(
-            place, manifest, tensors, rank_tensors, group=rank.control, mesh=self._mesh.sizes, extra=self._state.extra
+            place,
+            manifest,
+            tensors,
+            rank_tensors,
+            group=rank.control,
+            mesh=self._mesh.sizes,
+            extra=self._state.extra,
+            joins=self._state.joins,
         )
         self._state.restore(tensors, rank_tensors, manifest.plain, restored=loaded.extra)
         self._progress.load(manifest.plain)

@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from raydist.checkpoint import manifest, memory_layout
 from raydist.checkpoint.manifest import FileEntry
 from raydist.checkpoint.memory_layout import PEERS, SHARED, Shard
 from raydist.run.directory import CHECKPOINTS, RunDir, manifest_name
 from raydist.worker.checkpoint import save_plan
-from raydist.worker.checkpoint.dcp_storage import WRITE_BYTES, Commit, ShardWriter, plain_errors, written
+from raydist.worker.checkpoint.dcp_storage import WRITE_BYTES, Commit, ShardWriter, written
 from raydist.worker.checkpoint.save import Saver
 from raydist.worker.checkpoint.save_in_flight import SaveResult
 from raydist.worker.checkpoint.save_plan import Part
@@ -113,23 +113,28 @@ class SlotWriter(ShardWriter):
     """Makes a slot a shard: hashes the bytes, which are there already. `publish(hash)` renames the file, and gives the name."""
 
     def __init__(
-        self, run: RunDir, step: int, publish: Callable[[str], str], slot: Slot, parts: Sequence[Part], commit: Commit
+        self,
+        run: RunDir,
+        step: int,
+        publish: Callable[[str], str],
+        slot: Slot,
+        parts: Sequence[Part],
+        commit: Commit,
+        group: dist.ProcessGroup | None,
     ) -> None:
-        super().__init__(run, step, "", parts, slot.memory, commit)
+        super().__init__(run, step, "", parts, slot.memory, commit, group)
         self._publish = publish
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def _write_plan(self, plan: SavePlan) -> list[WriteResult]:
         """A part that another rank writes too (a replica) stays in the file, and is in no plan."""
         placed: list[tuple[WriteItem, int, Part]] = []
-        with plain_errors():
-            for item in plan.items:
-                part = self._parts[item.index.fqn, tuple(item.index.offset or ())]
-                placed.append((item, part.start, part))
-            hasher = xxhash.xxh3_128()
-            for first in range(0, len(self._memory), WRITE_BYTES):
-                hasher.update(self._memory[first : first + WRITE_BYTES])
-            name = self._publish(hasher.hexdigest())
-        self.busy = False
+        for item in plan.items:
+            part = self._parts[item.index.fqn, tuple(item.index.offset or ())]
+            placed.append((item, part.start, part))
+        hasher = xxhash.xxh3_128()
+        for first in range(0, len(self._memory), WRITE_BYTES):
+            hasher.update(self._memory[first : first + WRITE_BYTES])
+        name = self._publish(hasher.hexdigest())
         return written(name, FileEntry(len(self._memory), hasher.hexdigest()), placed)
 
 
@@ -221,7 +226,7 @@ class MemorySaver(Saver):
             memory_layout.ring(self._folder, step=step, name=self._shard, kept=self._kept[0] if self._kept else None)
             return self._shard
 
-        return SlotWriter(self._run, step, publish, stage, parts, commit)
+        return SlotWriter(self._run, step, publish, stage, parts, commit, self._group)
 
     def _report(self, result: SaveResult) -> None:
         """On every rank, in the side thread."""

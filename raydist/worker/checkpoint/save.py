@@ -39,6 +39,7 @@ from raydist.errors import CheckpointError, Fenced, SavesFailed
 from raydist.records import Event
 from raydist.run.directory import RunDir
 from raydist.worker.checkpoint import save_plan
+from raydist.worker.checkpoint.agreement import first_failure
 from raydist.worker.checkpoint.commit import Committer, Facts
 from raydist.worker.checkpoint.dcp_storage import Commit, PartsPlanner, ShardWriter
 from raydist.worker.checkpoint.save_in_flight import (
@@ -48,7 +49,6 @@ from raydist.worker.checkpoint.save_in_flight import (
     WRITING,
     Save,
     SaveResult,
-    first_failure,
 )
 from raydist.worker.checkpoint.save_plan import Part
 from raydist.worker.checkpoint.staging import Stage, device_of
@@ -327,15 +327,13 @@ class Saver:
             tensors = tensors | {n: tensors[row.alias] for n, row in table.items() if row.alias in tensors}
             save.bytes = self.committer.commit(save.step, files, tensors, save.plain, wanted)
 
-        if self._group is None:
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # expected with one rank
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # by `no_dist`
         save.writer = self._writer(save.step, save.parts, stage, commit)
         dcp_save(
             {},
             storage_writer=save.writer,
-            planner=PartsPlanner(save.parts, failure, in_shards),
-            process_group=self._group,
-            no_dist=self._group is None,
+            planner=PartsPlanner(save.parts, failure, in_shards, self._group),
+            no_dist=True,  # the planner and the writer send JSON; DCP would send pickles
         )
 
     # --- replaced by MemorySaver
@@ -352,7 +350,7 @@ class Saver:
         # Every save has new names: a committed file is never written again, also if the same step is saved once more.
         place = f"{self._rank:05d}-of-{self._world_size:05d}"
         name = f"shard-{place}-{self._attempt:04d}-{uuid.uuid4().hex[:8]}.bin"
-        return ShardWriter(self._run, step, name, parts, stage.memory, commit)
+        return ShardWriter(self._run, step, name, parts, stage.memory, commit, self._group)
 
     def _report(self, result: SaveResult) -> None:
         if result.committed:

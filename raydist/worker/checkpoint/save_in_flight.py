@@ -9,8 +9,6 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from raydist.worker.checkpoint.dcp_storage import ShardWriter
 from raydist.worker.checkpoint.save_plan import Part
 from raydist.worker.parameter_table import TensorTable
@@ -61,10 +59,3 @@ class Save:
         if self.done.is_set():
             return SAVED if self.result else FAILED
         return WRITING if self.writer is None or self.writer.busy else WAITING
-
-
-def first_failure(error: BaseException, rank: int) -> tuple[int, BaseException]:
-    """(rank, error) of the first failure of a save."""
-    if isinstance(error, CheckpointException):
-        rank, (error, _) = min(error.failures.items(), key=lambda failure: failure[0])
-    return rank, error

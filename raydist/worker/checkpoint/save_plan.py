@@ -48,16 +48,22 @@ class Part:
 
     def write_item(self) -> WriteItem:
         """The same for torch.distributed.checkpoint."""
-        offsets = torch.Size(self.offsets)
-        return WriteItem(
-            index=MetadataIndex(self.name, offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=ChunkStorageMetadata(offsets, self.source.shape),
-                properties=TensorProperties(dtype=self.source.dtype),
-                size=torch.Size(self.shape),
-            ),
-        )
+        return write_item(self.name, self.source.dtype, self.shape, self.offsets, self.source.shape)
+
+
+def write_item(
+    name: str, dtype: torch.dtype, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+) -> WriteItem:
+    """torch.distributed.checkpoint's name for a box of a tensor. `shape`: the whole tensor's."""
+    return WriteItem(
+        index=MetadataIndex(name, torch.Size(offsets)),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
+            properties=TensorProperties(dtype=dtype),
+            size=torch.Size(shape),
+        ),
+    )
 
 
 def aligned(n: int) -> int:

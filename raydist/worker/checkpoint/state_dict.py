@@ -12,7 +12,7 @@ The tensors are references: a save copies them, a load writes into them.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from raydist.errors import CheckpointError
-from raydist.worker.checkpoint.extra_state import ExtraState, tensor_name
+from raydist.worker.checkpoint.extra_state import ExtraState, Joins, tensor_name
 from raydist.worker.parallel import ParamShard
 from raydist.worker.parallel._model_graph import plain_name
 
@@ -135,6 +135,11 @@ class TrainState:
                     n.removeprefix(prefix): t for n, t in {**tensors, **rank_tensors}.items() if n.startswith(prefix)
                 }
                 state.load_state(of_state, plain["extra"][name])
+
+    @property
+    def joins(self) -> dict[str, Callable[[str, Tensor, Tensor, bool], None]]:
+        """Of the extra states that another mesh takes up, how: see `Joins`."""
+        return {name: state.join for name, state in self._extra.items() if isinstance(state, Joins)}
 
     @property
     def extra(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Communication between ranks: the size of DDP's buckets, and plain values gathered as JSON.
+"""Communication between ranks: the rendezvous, plain values gathered as JSON, and the size of DDP's buckets.
 
 Runs in: each train worker. Torch, never ray.
 """

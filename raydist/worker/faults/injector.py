@@ -83,7 +83,7 @@ class Injector:
         """Wraps `made`, which the loader's thread calls, with faults: it may sleep, or block forever."""
 
         def slowly(batch: StepBatch) -> StepBatch:
-            step = batch.cursor.epoch * batches.steps_per_epoch + batch.cursor.offset // batches.global_batch + 1
+            step = batches.number(batch.cursor)
             for name, fault in self._due:
                 if fault.step == step and isinstance(fault, faults.SlowData | faults.StuckData):
                     if not self._claim(name, fault):

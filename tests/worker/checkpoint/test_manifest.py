@@ -121,3 +121,10 @@ def test_needs_no_torch() -> None:
     """The driver and the command line read manifests and prune without importing torch."""
     code = "import sys; from raydist.checkpoint import manifest, retention; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/etc/evil", "a/../../../evil"])
+def test_a_file_outside_the_folder_is_none(name: str) -> None:
+    """A manifest that somebody else has written, with a valid hash, names no file elsewhere."""
+    with pytest.raises(ValueError, match="leads out of its folder"):
+        Manifest.loads(replace(SMALL, files={**SMALL.files, name: FileEntry(1, "0")}).dumps())

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import nn
 
@@ -27,14 +26,14 @@ from raydist.ipc.network_interface import interface_of
 from raydist.run.directory import BUCKETS, TUNED, RunDir
 from raydist.spec import JobSpec
 from raydist.worker.comm.buckets.measure import Passes, all_reduce_line, passes
-from raydist.worker.comm.buckets.model import WORTH, suggest
-from raydist.worker.comm.json_gather import gather_json
+from raydist.worker.comm.buckets.model import WORTH, Suggestion, suggest
+from raydist.worker.comm.json_gather import broadcast_json, gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.parallel import Example
 from raydist.worker.precision import DTYPES
 
 Build = Callable[[], nn.Module]
-T = TypeVar("T")
+T = TypeVar("T", "Chosen", Suggestion)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +51,14 @@ def settle(spec: JobSpec, rank: Rank, run: RunDir, vocab_size: int, build: Build
     `build` builds a model like the run's own, `example` returns the loss of a number of samples.
     """
     name, key = f"{BUCKETS}/world-{rank.world_size:05d}.json", _key(spec, rank, vocab_size)
-    known = _from_first(rank, (_read(run, name) or _taken_over(run, key)) if rank.first else None)
+    known = _from_first(rank, Chosen, (_read(run, name) or _taken_over(run, key)) if rank.first else None)
     chosen = known or tried(spec, rank, build, example)
     if rank.first:
         chosen = _keep(run, name, chosen)
         if known is None:
             with suppress(StorageError):  # the next run then measures again
                 run.home.write(f"{TUNED}/{key}.json", _to_json(chosen))
-    made = _from_first(rank, chosen if rank.first else None)
+    made = _from_first(rank, Chosen, chosen if rank.first else None)
     assert made is not None
     return made
 
@@ -76,7 +75,7 @@ def tried(spec: JobSpec, rank: Rank, build: Build, example: Example) -> Chosen:
     share = DTYPES[spec.precision.reduce].itemsize / 4
     # Arrivals differ between ranks: rank 0 decides.
     own = suggest(torchs.arrivals, torchs.pass_s, torchs.backward_s, line, share) if rank.first else None
-    suggestion = _from_first(rank, own)
+    suggestion = _from_first(rank, Suggestion, own)
     assert suggestion is not None
     measured = {"line": asdict(line), "torchs": _figures(torchs), "suggestion": asdict(suggestion)}
     if suggestion.bucket_mb is None:
@@ -153,8 +152,7 @@ def _key(spec: JobSpec, rank: Rank, vocab_size: int) -> str:
     return f"buckets-{xxhash.xxh64_hexdigest(json.dumps(what, sort_keys=True).encode())}"
 
 
-def _from_first(rank: Rank, value: T) -> T:
-    """Rank 0's value, on every rank."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=rank.control)
-    return box[0]
+def _from_first(rank: Rank, made: type[T], value: T | None) -> T | None:
+    """Rank 0's value, of the dataclass `made`, on every rank."""
+    fields = broadcast_json(asdict(value) if value is not None else None, rank.control)
+    return None if fields is None else made(**fields)

@@ -1,0 +1,95 @@
+"""What ranks tell each other while they save and load: plain values and errors, as JSON.
+
+Runs in: each train worker. Torch, never ray.
+
+torch.distributed.checkpoint would send its plans, its results and its exceptions between ranks as pickles, which run code. So each
+rank calls it as if it were alone (`no_dist`), and its planner and its writer exchange values here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from raydist import errors
+from raydist.errors import CheckpointError, RaydistError
+from raydist.worker.comm.json_gather import broadcast_json, gather_json, gather_json_on_first
+
+
+class RankFailure(Exception):
+    """The first rank that failed, and its error; raised on every rank."""
+
+    def __init__(self, rank: int, error: RaydistError) -> None:
+        super().__init__(rank, error)
+        self.rank, self.error = rank, error
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Turns foreign exceptions into a CheckpointError of text."""
+    try:
+        yield
+    except RaydistError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{type(error).__name__}: {error}") from error
+
+
+def on_first(
+    value: Any, failure: BaseException | None, merge: Callable[[list[Any]], Any], group: dist.ProcessGroup | None
+) -> Any:
+    """Rank 0's `merge(values)` of all ranks' `value`, on every rank. A collective.
+
+    `failure`: why this rank has no value. Raises RankFailure on every rank if one failed, or `merge` did.
+    """
+    every = gather_json_on_first({"value": value} if failure is None else {"failed": _facts(failure)}, group)
+    answer: dict[str, Any] = {}
+    if every is not None:
+        failed = next(((rank, sent["failed"]) for rank, sent in enumerate(every) if "failed" in sent), None)
+        if failed is None:
+            try:
+                answer = {"value": merge([sent["value"] for sent in every])}
+            except Exception as error:
+                failed = (0, _facts(error))
+        if failed is not None:
+            answer = {"failed": failed}
+    answer = broadcast_json(answer, group)
+    if "failed" in answer:
+        rank, facts = answer["failed"]
+        raise RankFailure(rank, _error(facts))
+    return answer["value"]
+
+
+def none_failed(failure: BaseException | None, group: dist.ProcessGroup | None) -> None:
+    """Raises RankFailure on every rank if one has a `failure`. A collective."""
+    every = gather_json(None if failure is None else _facts(failure), group)
+    for rank, facts in enumerate(every):
+        if facts is not None:
+            raise RankFailure(rank, _error(facts))
+
+
+def first_failure(error: BaseException, rank: int) -> tuple[int, BaseException]:
+    """(rank, error) of the first failure of a save or a load. DCP wraps what its planners and writers raise."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return (error.rank, error.error) if isinstance(error, RankFailure) else (rank, error)
+
+
+def _facts(error: BaseException) -> list[str]:
+    """Class, message and hint."""
+    if isinstance(error, RaydistError):
+        return [type(error).__name__, error.message, error.hint]
+    return ["CheckpointError", f"{type(error).__name__}: {error}", ""]
+
+
+def _error(facts: list[str]) -> RaydistError:
+    """The same error on another rank. A class that raydist.errors lacks, or that is no RaydistError, becomes a CheckpointError."""
+    name, message, hint = facts
+    known = getattr(errors, name, None)
+    if isinstance(known, type) and issubclass(known, RaydistError):
+        return known(message, hint)
+    return CheckpointError(message, hint)

@@ -1,0 +1,80 @@
+"""What a command imports: installed packages before the working directory, and a run's own code only where it is trusted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raydist import registry
+from raydist.errors import ExtensionNotFound
+from raydist.run.directory import SPEC, RunDir
+from raydist.spec import parse
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in that folder, as `python -m raydist`."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "raydist", *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """A folder whose modules leave a mark when they are imported: in the names of installed packages, and as a model's package."""
+    source = "import pathlib\npathlib.Path(__file__).with_suffix('.mark').touch()\n"
+    for name in ("pyarrow", "typer", "yaml", "rich", "own", "torch"):
+        (tmp_path / f"{name}.py").write_text(source)
+    run = RunDir(tmp_path / "foreign")
+    job: dict[str, Any] = {
+        "name": "foreign",
+        "model": {"name": "own:Model"},
+        "data": {"source": "x"},
+        "train": {"steps": 1},
+    }
+    run.storage.write(SPEC, yaml.safe_dump(job).encode())
+    return tmp_path
+
+
+@pytest.mark.parametrize("arguments", [["show"], ["sample"], ["report"], ["checkpoint", "list"]], ids=" ".join)
+def test_a_reading_command_runs_nothing_of_the_folder_or_the_run(planted: Path, arguments: list[str]) -> None:
+    """Neither a module in the working directory nor the code that the run's spec names."""
+    done = run(planted, *arguments, str(planted / "foreign"))
+    assert "Traceback" not in done.stderr
+    assert list(planted.glob("*.mark")) == []
+
+
+def test_a_job_imports_the_users_code_after_the_installed_packages(planted: Path) -> None:
+    """`plan` looks into the module of a model of the user's; a file with the name of an installed package is not imported."""
+    done = run(planted, "plan", str(planted / "foreign" / SPEC), "--json")
+    assert "Traceback" not in done.stderr
+    assert "no module" not in done.stderr
+    assert [mark.name for mark in planted.glob("*.mark")] in ([], ["own.mark"])
+
+
+def test_trust(monkeypatch: pytest.MonkeyPatch, planted: Path) -> None:
+    """Without it the spec of a run with a model of its own is read, and the model is refused; with it, it is imported."""
+    monkeypatch.chdir(planted)
+    monkeypatch.syspath_prepend(str(planted))
+    tree = yaml.safe_load((planted / "foreign" / SPEC).read_text())
+    try:
+        registry.trust(False)
+        assert parse(tree).model.name == "own:Model"
+        with pytest.raises(ExtensionNotFound, match="repeat the command with --trust|runs none of it"):
+            registry.load("model", "own:Model")
+        assert not (planted / "own.mark").exists()
+        registry.trust(True)
+        with pytest.raises(ExtensionNotFound):
+            registry.load("model", "own:Nothing")
+    finally:
+        registry.trust(True)
+        sys.modules.pop("own", None)
+    assert json.dumps(tree)
