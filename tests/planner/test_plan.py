@@ -350,11 +350,11 @@ def test_the_largest_micro_batch_counts() -> None:
     by_tokens = job(data={"source": "x", "batching": batching}, model={"context": 8}, train={"steps": 1})
     assert batches(by_tokens, 3) == (8, 2)
     in_sequences = job(data={"source": "x", "batching": {"max_tokens": 64, "max": 3}}, model={"context": 8})
-    assert batches(in_sequences, 2) == (3, 6)
+    assert batches(in_sequences, 2) == (3, 2)
     planner = Planner(job(data={"source": "x", "batching": {"max_tokens": 24}}, model={"context": 8}), VOCAB, "cpu")
     assert (
-        planner.measure(Pass(3, "none")).saved
-        == Planner(job(model={"context": 8}), VOCAB, "cpu").measure(Pass(3, "none")).saved
+        planner.measure(Pass(3, "none", False, False)).saved
+        == Planner(job(model={"context": 8}), VOCAB, "cpu").measure(Pass(3, "none", False, False)).saved
     )
 
 
