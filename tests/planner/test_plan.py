@@ -23,7 +23,7 @@ from raydist.data.batches import MicroBatch
 from raydist.errors import UserError
 from raydist.planner import measure as measure_module
 from raydist.planner.advice import advise
-from raydist.planner.estimate import batches, estimate, last_share, measured_pass, shard_of
+from raydist.planner.estimate import batches, estimate, last_share, measured_pass, shard_of, traffic
 from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Moment, Param, Pass, Peak
 from raydist.planner.live import LiveBytes
 from raydist.planner.measure import Planner
@@ -225,6 +225,23 @@ def test_what_is_sent_after_the_last_pass(strategy: str, asked: float | None, sh
     mib = 2**18  # values
     model = Model((Param("head", (1, mib), True, ROOT), *(Param(f"{n}", (4, mib), True, n) for n in range(15))), 0)
     assert last_share(strategy, job(parallel={"bucket_mb": asked}), model) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(("strategy", "share"), [("ddp", 1.0), ("zero1", 0.5), ("zero2", 0.5)])
+def test_compressed_gradients(strategy: str, share: float) -> None:
+    """int8 sends a quarter of the gradients' bytes, and gathers parameters as before; what is left of them is held twice."""
+    model = Model((Param("head", (1024, 1024), True, ROOT),), 0)
+    plain, machine = job(), Machine(2, 1, "cpu")
+    int8 = job(comm={"compress": "int8"})
+    before, after = traffic(strategy, plain, machine, model), traffic(strategy, int8, machine, model)
+    assert (after.gathers, after.across) == (before.gathers, before.across)
+    assert after.sums == pytest.approx(before.sums * (8 + 32 / 1024) / 32)
+    assert before.sums == pytest.approx(4 * 2**20 * share)
+
+    def held(spec: JobSpec) -> int:
+        return estimate(strategy, spec, machine, model, Activations(0, (Peak("forward", 0, 0, 0),))).in_flight
+
+    assert held(int8) - held(plain) == pytest.approx((8 + 2 * (1 + 4 / 1024)) * 2**20, rel=1e-4)
 
 
 @pytest.mark.parametrize(
