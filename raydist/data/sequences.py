@@ -104,9 +104,9 @@ class Sequences:
     def batch(
         self, ids: IntArray, pack: bool = False
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int32] | None]:
-        """tokens [n, T] int64, targets [n, T] int64 (-100 where masked) and None, in a shape of `shapes`. Each sample begins a row; the
-        rest of the row, and rows without a sample, are end tokens and masked. Of conversations only what counts is a target. Raises
-        IndexError for an id that is out of range.
+        """tokens [n, T] int64, targets [n, T] int64 (-100 where masked) and None, in a shape of `shapes`. Each sample begins a row;
+        the rest of the row, and rows without a sample, are end tokens and masked. Of conversations only what counts is a target.
+        Raises IndexError for an id that is out of range.
         """
         assert not pack, "a row has one document"
         start, stop = self._places(ids)
