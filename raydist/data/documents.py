@@ -25,6 +25,8 @@ from raydist.errors import DataError
 Document = bytes | npt.NDArray[np.int64] | Rendered
 """UTF-8 text (or raw bytes of a user's own source), token ids, or a conversation."""
 
+LONGEST_LINE = 1 << 30
+"""Bytes of a line of JSON: one without an end would fill the memory."""
 _CHUNK = 4 << 20
 _ROWS = 1024
 
@@ -169,13 +171,22 @@ def _json_lines(piece: Piece, column: str) -> Iterator[Document]:
 
 def _json_rows(piece: Piece) -> Iterator[tuple[Where, Any]]:
     """The values of the lines that are not empty, each with its place for errors."""
-    rest, count = b"", 0
+    parts: list[bytes] = []  # of the line whose end is not read yet: joined once, however many chunks it has
+    held, count = 0, 0
     for chunk in _lines(piece):
-        *whole, rest = (rest + chunk).split(b"\n")
-        for line in whole:
+        first, *others = chunk.split(b"\n")
+        parts.append(first)
+        held += len(first)
+        for line in others:
             count += 1
-            yield from _json_line(line, piece, count)
-    yield from _json_line(rest, piece, count + 1)
+            yield from _json_line(b"".join(parts), piece, count)
+            parts, held = [line], len(line)
+        if held > LONGEST_LINE:
+            raise DataError(
+                f"{_where(piece, count + 1)}: a line of more than {LONGEST_LINE >> 20} MiB",
+                "expected: one object per line",
+            )
+    yield from _json_line(b"".join(parts), piece, count + 1)
 
 
 def _json_line(line: bytes, piece: Piece, number: int) -> Iterator[tuple[Where, Any]]:

@@ -177,7 +177,7 @@ class _Run:
         )  # every rank: names, shapes and holders of all ranks
         self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards, self.split)
         self.peak_lr = peak_lr(spec.optim, spec.train.global_batch)
-        self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages)
+        self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages, spec.comm.compresses)
         self.bad_steps = BadStepCheck(spec, self.mesh, job.run, job.attempt, model, reporter, self.feed.divide)
         self.noise = self._noise()
         # State: from the newest good checkpoint, the same on all ranks.

@@ -171,8 +171,8 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(corpus: Path, tmp_path: Pa
     )
     *killed, last = map(int, ran.stdout.split())
     blocks = len(index.train.shards)
-    # One rename each: the tokenizer (twice), a journal entry per block, the shards, the index.
-    assert killed == [signal.SIGKILL] * (2 + blocks + len(index.shards()) + 1)
+    # One rename each: the tokenizer (twice), per block the ends of its documents and an entry, the files, the index.
+    assert killed == [signal.SIGKILL] * (2 + 2 * blocks + len(index.files()) + 1)
     assert last == 0
     kept: list[int] = []
     for writes in range(len(killed)):
