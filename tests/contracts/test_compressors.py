@@ -65,12 +65,12 @@ def groups_of(variant: str, world: int) -> list[list[int]]:
     return [[*range(first, first + shard)] for first in range(0, world, shard)]
 
 
-def stepped(rank: Rank, variant: str, names: Sequence[str]) -> Any:
+def stepped(rank: Rank, variant: str, names: Sequence[str], **more: Any) -> Any:
     """Of each compressor: the gradients of each step, times what they were divided by; what is left of them on this rank after the
     last one; and the pieces. The weights do not change."""
     found = {}
     for name in names:
-        trainer = Trainer(rank, made(variant, name), full=N * CONTEXT)
+        trainer = Trainer(rank, made(variant, name, **more), full=N * CONTEXT)
         assert trainer.compression is not None
         steps: list[Gradients] = []
         for s in range(1, STEPS + 1):

@@ -152,7 +152,8 @@ class Reducer:
     def finish(self) -> None:
         """After the last backward of a step, when all has arrived: counts the time in which the caller had nothing left to do."""
         if self.device.type == "cpu":
-            collective_counters.expose("all_to_all", max(0.0, self._done_at - self._put_at))
+            kind = "all_reduce" if isinstance(self._compressor, Sums) else "all_to_all"
+            collective_counters.expose(kind, max(0.0, self._done_at - self._put_at))
 
     def all_reduce(self, piece: Piece, gradients: Tensor) -> Future[Tensor]:
         """`gradients` of a flat piece become their sum over the ranks, divided by `factor`. Leave them alone until it is done."""
