@@ -545,7 +545,7 @@ def disagreeing(rank: Rank) -> Any:
 
 def test_nodes_that_disagree(ranks: Any) -> None:
     """One error on every rank, before anything is sent, that names the ranks."""
-    message = "comm.compress: ranks 1 would send other gradients than rank 0"
+    message = "comm.compress: rank 1 would send other gradients than rank 0"
     assert run(ranks, disagreeing, 2) == [message] * 2
 
 
