@@ -2,7 +2,7 @@
 
     python benchmarks/exchange.py [--rounds 15]
 
-2 and 4 ranks of one thread each sum and gather fp32 arrays with raydist.worker.parallel._gloo_p2p and with torch.distributed,
+2 and 4 ranks of one thread each sum and gather fp32 arrays with raydist.worker.comm.gloo_p2p and with torch.distributed,
 alternately. `processor`: rank 0's processor time over torch's, the median of the rounds; `wall`: the same for wall-clock time. If
 four ranks share fewer cores, only the processor time is meaningful.
 """
@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import write
 
-from raydist.worker.parallel import _gloo_p2p as gloo_p2p
+from raydist.worker.comm import gloo_p2p
 
 SIZES = (100_000, 600_000, 7_000_000)
 CALLS = 4

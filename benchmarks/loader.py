@@ -24,7 +24,7 @@ from typing import Any
 from common import write
 
 from raydist.data import sources
-from raydist.data.batches import Batches, Cursor, Loader, make_step
+from raydist.data.batches import Batches, Cursor, Loader, equal_parts, make_step
 from raydist.data.dataset import TokenDataset, Windows
 from raydist.data.order import IntArray
 from raydist.data.prepare import prepare
@@ -55,7 +55,7 @@ def measure(windows: Windows, size: int, pack: bool) -> tuple[float, float]:
         nonlocal cursor
         after = batches.after(cursor)
         ids = batches.ids(cursor)
-        make_step(windows, cursor, after, ids, rank=0, world=1, micro_batch=size, pack=pack)
+        make_step(windows, cursor, after, ids, rank=0, world=1, divide=equal_parts(size), pack=pack)
         cursor = after
 
     batch = windows.batch(batches.ids(Cursor()))[:2]
@@ -69,6 +69,9 @@ class Folded:
     def __init__(self, windows: Windows) -> None:
         self.windows = windows
 
+    def row_lengths(self, ids: IntArray) -> None:
+        """As Windows.row_lengths."""
+
     def batch(self, ids: IntArray, pack: bool = False) -> Any:
         """As Windows.batch."""
         return self.windows.batch(ids % len(self.windows), pack)
@@ -78,7 +81,7 @@ def resume(windows: Windows, sample: int) -> float:
     """Milliseconds from a cursor to the first batch."""
     begun = time.perf_counter()
     batches = Batches(HUGE, 32, 1, "f")
-    with Loader(Folded(windows), batches, Cursor(3, sample), micro_batch=8) as loader:
+    with Loader(Folded(windows), batches, Cursor(3, sample), divide=equal_parts(8)) as loader:
         next(loader)
         return (time.perf_counter() - begun) * 1e3
 

@@ -17,6 +17,7 @@ Runs anywhere. Imports nothing of raydist except what removes secrets and contro
     │   │   └── CheckpointTooNew      the manifest's version is newer than this raydist knows
     │   ├── CheckpointNotFound        no committed checkpoint can be read (also a LookupError)
     │   └── SpecChanged               2: a resumed run would give other results than the original
+    ├── QuantizationRefused           3: quantised weights lose more than was allowed
     ├── TraceFailed                   3: a running job returned no trace, or only a part
     ├── StopFailed                    3: a run did not stop in time, or its driver died
     ├── RankRefused                   3: a process that is not of this attempt has taken a rank's place
@@ -121,6 +122,10 @@ class SpecChanged(CheckpointError):
     """The spec differs from the checkpoint's in fields that change the results."""
 
     exit_code = 2
+
+
+class QuantizationRefused(RaydistError):
+    """Quantised weights have a held-out loss above the bound; nothing was written."""
 
 
 class TraceFailed(RaydistError):

@@ -1,4 +1,4 @@
-"""What a strategy and an optimizer declare about themselves in their files, under the name `PLAN`.
+"""What a strategy, an optimizer and a compressor declare about themselves in their files, under the name `PLAN`.
 
 Runs anywhere: neither torch nor pydantic, so that `raydist --help` stays fast. `raydist plan` computes memory and traffic from a
 PLAN, and the checks of a job use it. It is read with `raydist.registry.described`, without importing the file.
@@ -39,6 +39,7 @@ class StrategyPlan:
     `in_flight(spec, machine, model)` replaces the default buffers: bytes that a rank holds beside the state. `machine` and `model`
     are `Machine` and `Model` of raydist/planner/facts.py: all ranks, and what one rank has of a replica.
     `bucketed`: `parallel.bucket_mb` sets the size of its gradient buckets.
+    `compresses`: it sends gradients as `comm.compress` says.
     """
 
     sharded: tuple[State, ...] = ()
@@ -46,6 +47,7 @@ class StrategyPlan:
     traffic: Callable[[JobSpec, Any, Any], tuple[int, int, int]] | None = None
     in_flight: Callable[[JobSpec, Any, Any], int] | None = None
     bucketed: bool = False
+    compresses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,18 @@ class OptimizerPlan:
     state_bytes: Callable[[str, tuple[int, ...], OptimSpec], int]
     whole_matrices: bool = False
     offload: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorPlan:
+    """What a compressor does by default, and what it sends.
+
+    `feedback`: what it loses of a gradient is added to the next one, unless the job says otherwise. `bits`: that it sends for each
+    gradient with its default options, about.
+    """
+
+    feedback: bool = False
+    bits: float = 32.0
 
 
 def strategy_plan(name: str) -> StrategyPlan | None:
@@ -78,6 +92,12 @@ def optimizer_plan(name: str) -> OptimizerPlan | None:
     """The PLAN of an optimizer; None where its file has none."""
     found = registry.described("optimizer", name, "PLAN")
     return found if isinstance(found, OptimizerPlan) else None
+
+
+def compressor_plan(name: str) -> CompressorPlan | None:
+    """The PLAN of a compressor; None where its file has none."""
+    found = registry.described("compressor", name, "PLAN")
+    return found if isinstance(found, CompressorPlan) else None
 
 
 @cache

@@ -36,6 +36,8 @@ class StepRecord:
     global batch's sample ids, in order, as little-endian int64; `grad_noise_scale` the gradient noise scale so far, in
     sequences (docs/explanation/noise.md), None if unknown. Of a model with experts, `expert_imbalance` is the load of the fullest
     expert of a layer over the mean, for the worst layer, and `exchanged_bytes` what all ranks sent to others' experts and back.
+    With compressed gradients, on rank 0: `residual_norm` of what error feedback keeps, None without it; `compression_error`, the
+    norm of what was lost over that of what was compressed; `sent_bytes` for sums of gradients, and `saved_bytes` against fp32.
     """
 
     step: int
@@ -51,6 +53,10 @@ class StepRecord:
     grad_noise_scale: float | None = None
     expert_imbalance: float | None = None
     exchanged_bytes: int | None = None
+    residual_norm: float | None = None
+    compression_error: float | None = None
+    sent_bytes: int | None = None
+    saved_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict of the fields, in order."""
@@ -61,7 +67,7 @@ class StepRecord:
 class Event:
     """An event of a run: `kind` names it, `data` holds plain values, `at` is Unix time in seconds.
 
-    Kinds: attempt_started, workers, resumed, first_step, checkpoint_saved, checkpoint_failed, checkpoint_rejected,
+    Kinds: attempt_started, workers, resumed, weights_loaded, first_step, checkpoint_saved, checkpoint_failed, checkpoint_rejected,
     checkpoint_damaged, replica_saved, replica_failed, replica_used, eval, capacity, non_finite, loss_spike, replica_drift,
     gradients, data_stalled, finding, fault, failure, decision, note, histograms,
     expert_loads, ended. docs/reference/records.md lists the data of each.

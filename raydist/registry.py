@@ -24,6 +24,7 @@ FOLDERS = {
     "optimizer": ("worker/optim/optimizers", "build"),
     "loss": ("worker/loss", "build"),
     "exchange": ("worker/exchange", "build"),
+    "compressor": ("worker/comm/compressors", "Compressor"),
     "tokenizer": ("data/tokenizers", "Tokenizer"),
     "scheduler": ("cluster/sweep/schedulers", "build"),
     "exporter": ("observe/exporters", "Exporter"),

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 DTYPES = ("F32", "BF16", "F16")
 """The number formats that weights are read from, by safetensors' names."""
 INDEX = "model.safetensors.index.json"
+SCALE = "_scale"
+"""What an int8 tensor's name is followed by in the name of its scales, one for each row."""
 _SHOWN = 8
 
 
@@ -38,7 +40,7 @@ def tensors_of(folder: Path) -> dict[str, FileTensor]:
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, FileTensor] = {}
-    for file in _files(folder):
+    for file in weight_files(folder):
         try:
             with safe_open(folder / file, framework="numpy") as opened:
                 for name in opened.keys():  # noqa: SIM118  # it is no mapping
@@ -49,7 +51,7 @@ def tensors_of(folder: Path) -> dict[str, FileTensor]:
     return found
 
 
-def _files(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
     """The names of the files: those in the index if there is one, else the one file of the model."""
     index = folder / INDEX
     if not index.exists():
@@ -83,11 +85,11 @@ def format_for(spec: ModelSpec) -> HuggingFace:
 
 
 def check(
-    folder: Path, spec: ModelSpec, format: HuggingFace, shapes: Mapping[str, tuple[int, ...]]
+    folder: Path, spec: ModelSpec, format: HuggingFace, shapes: Mapping[str, tuple[int, ...]], *, int8: bool = False
 ) -> dict[str, FileTensor]:
     """The tensors in the folder. Raises UserError for missing tensors, for others than the model needs, and for wrong shapes.
 
-    `shapes`: those of the model's parameters, by our names.
+    `shapes`: those of the model's parameters, by our names. `int8`: a matrix may be int8, with scales beside it.
     """
     found, problems = tensors_of(folder), list[str]()
     ignored = [pattern.format(layers=spec.layers) for pattern in format.ignored]
@@ -104,6 +106,10 @@ def check(
                 problems.append(
                     f"{piece.name}: {list(tensor.shape)} in {tensor.file}, {list(wanted)} by the job's model"
                 )
+            elif int8 and tensor.dtype == "I8" and (scale := found.get(piece.name + SCALE)) is not None:
+                left.discard(piece.name + SCALE)
+                if scale.shape != (wanted[0], 1):
+                    problems.append(f"{piece.name}{SCALE}: {list(scale.shape)} in {scale.file}, not {[wanted[0], 1]}")
             elif tensor.dtype not in DTYPES:
                 problems.append(f"{piece.name}: {tensor.dtype} in {tensor.file}, not one of {', '.join(DTYPES)}")
     problems += [f"{name}: the model has no such tensor" for name in sorted(left)]

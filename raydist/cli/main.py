@@ -21,6 +21,7 @@ from raydist.cli import (
     checkpoint,
     convert,
     data,
+    evaluate,
     faults,
     init,
     logs,
@@ -64,6 +65,7 @@ profile.register(app)
 trace.register(app)
 report.register(app)
 sample.register(app)
+evaluate.register(app)
 schema.register(app)
 plan.register(app)
 faults.register(app)

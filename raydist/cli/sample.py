@@ -1,16 +1,18 @@
-"""`raydist sample`: generates text from a run's checkpoint, by default the newest.
+"""`raydist sample`: generates text from a run's checkpoint, by default the newest, or from exported weights.
 
 Runs in: the user's shell, in one process without Ray. Imports torch inside the command.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from raydist.cli import options
-from raydist.errors import CheckpointNotFound, UserError
+from raydist.cli.chat import Chat, lines
+from raydist.errors import CheckpointNotFound, UsageError, UserError
 from raydist.printable import printable
 from raydist.redact import beside
 from raydist.run.directory import SPEC, resolve
@@ -23,7 +25,12 @@ def register(app: typer.Typer) -> None:
 
 def sample(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run folder's path or URI, or a run's name.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="A run folder's path or URI, or a run's name; or a folder that `raydist checkpoint export` wrote.",
+            show_default=False,
+        ),
     ],
     storage: options.Storage = None,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
@@ -32,18 +39,42 @@ def sample(
     top_k: Annotated[int, typer.Option(min=1, help="Sample from this many most likely tokens.")] = 50,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; default: the newest.")] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Answer messages, by the chat template of the data: one a line of the terminal."),
+    ] = False,
+    message: Annotated[
+        list[str] | None,
+        typer.Option(help="With --chat: answer this message and end; several are asked in turn.", show_default=False),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(help="With --chat: the message of the system.", show_default=False)
+    ] = None,
     trust: options.Trust = False,
 ) -> None:
-    """Print text that a trained model generates."""
+    """Print text that a trained model generates, or chat with it."""
+    if not chat and (message or system):
+        raise UsageError("--message and --system: need --chat", "add --chat, or give the text with --prompt")
+    if Path(run, "config.json").is_file() and not Path(run, SPEC).exists():
+        if chat:
+            raise UsageError(
+                "--chat: needs a run, not exported weights", "transformers chats with these; or name the run"
+            )
+        from raydist.worker.exported import open_folder
+
+        exported = open_folder(Path(run))
+        tokenizer = exported.tokenizer()
+        _print(exported.model, tokenizer, tokenizer.end, prompt, tokens, temperature, top_k, seed)
+        return
     import yaml
 
     folder = resolve(run, storage)
-    import torch
 
     from raydist import registry
     from raydist.data.dataset import TokenDataset
     from raydist.spec import parse
     from raydist.worker.checkpoint import restore
+    from raydist.worker.checkpoint.restored_model import restored_model
 
     registry.trust(trust)
     spec = parse(yaml.safe_load(folder.storage.read(SPEC)), source=f"{folder.uri}/{SPEC}")
@@ -53,13 +84,31 @@ def sample(
             f"run {folder.name} has no checkpoint yet", "train it to its first checkpoint (checkpoint.every)"
         )
     dataset = TokenDataset(beside(str(manifest.plain["dataset"]), folder.full_uri))
-    model = registry.load("model", spec.model.name)(spec.model, spec.model.rows(dataset.vocab_size))
+    model: Any = restored_model(folder, manifest, spec, dataset.vocab_size)
     if not hasattr(model, "generate"):
         raise UserError(f'model "{spec.model.name}" cannot generate text', "give it generate(tokens_BT, max_new, ...)")
-    restore.load(folder, manifest, {f"model/{n}": t for n, t in model.state_dict().items()}, {})
-    model.eval()
-    ids = dataset.tokenizer.encode([prompt])[0]
-    tokens_BT = torch.tensor([list(map(int, ids)) or [dataset.end]])
+    if chat:
+        import torch
+
+        draw = {"temperature": temperature, "top_k": top_k, "generator": torch.Generator().manual_seed(seed)}
+        conversation = Chat(model, dataset, spec.model.context, tokens, draw)
+        if system is not None:
+            conversation.say("system", system)
+        for text in message or lines():
+            conversation.say("user", text)
+            print(printable(conversation.answer()), flush=True)
+        return
+    _print(model, dataset.tokenizer, dataset.end, prompt, tokens, temperature, top_k, seed)
+
+
+def _print(
+    model: Any, tokenizer: Any, end: int, prompt: str, tokens: int, temperature: float, top_k: int, seed: int
+) -> None:
+    """Prints the prompt and what the model generates after it. `end`: what an empty prompt begins with."""
+    import torch
+
+    ids = tokenizer.encode([prompt])[0]
+    tokens_BT = torch.tensor([list(map(int, ids)) or [end]])
     generator = torch.Generator().manual_seed(seed)
     output_BT = model.generate(tokens_BT, tokens, temperature=temperature, top_k=top_k, generator=generator)
-    print(printable(dataset.tokenizer.decode(output_BT[0].tolist())))
+    print(printable(tokenizer.decode(output_BT[0].tolist())))

@@ -166,17 +166,19 @@ def _check_files(path: Path, overrides: list[str], root: Path, swept: bool, conf
 
 
 def _named_by(jobs: Iterable[JobSpec], root: Path) -> list[Path]:
-    """The data and the modules under `root` that jobs refer to; modules may also be installed on the cluster.
+    """The data, weights and modules under `root` that jobs refer to; modules may also be installed on the cluster.
 
-    Raises UserError for data with a relative path that is not under `root`.
+    Raises UserError for data or weights with a relative path that is not under `root`.
     """
+    from raydist.checkpoint.hub import options_with_files
     from raydist.data.sources import STDLIB, is_records
 
     found: dict[Path, None] = {}
     for job in jobs:
         source, tokenizer = job.data.source or STDLIB, job.data.tokenizer
         modules = [job.model.name, job.parallel.strategy, *(e.name for e in job.observe.exporters)]
-        data = {"data.path": job.data.path}
+        data = {"data.path": job.data.path, "model.hf": job.model.hf}
+        data |= {f"model.options.{key}": name for key, name in options_with_files(job).items()}
         if is_records(source):
             modules.append(source)
         elif source != STDLIB:

@@ -62,6 +62,7 @@ def train(
 
     with Starting() as starting:
         starting.stage("job")  # before the imports that follow, which take seconds
+        from raydist.checkpoint import hub, source
         from raydist.cluster import preflight
         from raydist.observe.exporters import resolve
         from raydist.run.lease import DriverLease
@@ -75,6 +76,7 @@ def train(
             raise RunNotFound(
                 f"nothing to resume at {run.uri}", "leave out --resume to start it, or check --name and --storage"
             )
+        job = hub.local(job, home)
         preflight.check_early(job, local=where(address) == "local")
         exporters = resolve([e.model_dump() for e in job.observe.exporters], run)
         starting.stage("data")
@@ -83,6 +85,7 @@ def train(
         with DriverLease(run, wait_s=wait_for_driver) as lease:
             if fresh and run.exists():
                 start_anew(run)
+            job = source.pinned(job, run, home)
             if message := _already(run, job, dataset.fingerprint, total, until, allow_spec_change):
                 starting.note(message)
             else:
@@ -122,15 +125,15 @@ def _print(shown: dict[str, Any], dataset: TokenDataset) -> None:
 def _data(job: JobSpec, home: str, starting: Starting) -> tuple[TokenDataset, int]:
     """The dataset, prepared if necessary, and the number of optimizer steps of the whole run."""
     from raydist.data import open_or_prepare
-    from raydist.data.batches import Batches
-    from raydist.data.dataset import TokenDataset, Windows
+    from raydist.data.dataset import TokenDataset
+    from raydist.data.samples import batches_of, training_samples
     from raydist.report.preparing import data_progress
 
     with data_progress(starting.hide) as report:
         dataset = TokenDataset(open_or_prepare(job.data, home, report))
     job.model.rows(dataset.vocab_size)
-    windows = Windows(dataset.split("train"), job.model.context)
-    return dataset, job.train.total(Batches(len(windows), job.train.global_batch, 0, "").steps_per_epoch)
+    batches = batches_of(job, training_samples(job, dataset), dataset.fingerprint)
+    return dataset, job.train.total(batches.steps_per_epoch)
 
 
 def _already(

@@ -20,7 +20,7 @@ from raydist.checkpoint.memory_layout import SHM
 from raydist.cluster import nodes
 from raydist.cluster.session import Session
 from raydist.errors import PreflightError, RaydistError, UserError
-from raydist.spec import JobSpec
+from raydist.spec import JobSpec, lora
 from raydist.storage import Storage
 from raydist.worker.optim.offload import swap_space
 
@@ -55,7 +55,10 @@ def check_early(spec: JobSpec, *, local: bool) -> None:
         raise PreflightError("\n".join(problems))
     if spec.model.hf is not None:
         format, rows = huggingface.format_for(spec.model), spec.model.rows(0)
-        huggingface.check(Path(spec.model.hf), spec.model, format, format.shapes(spec.model, rows))
+        shapes = format.shapes(spec.model, rows)
+        huggingface.check(Path(spec.model.hf), spec.model, format, shapes)
+        if spec.model.lora is not None:
+            lora.chosen(lora.linear_names(shapes), spec.model.lora.targets)
 
 
 def check_precision(spec: JobSpec, gpus: float) -> list[str]:
@@ -137,7 +140,7 @@ def _check_nodes(spec: JobSpec, alive: Sequence[Mapping[str, Any]], run_uri: str
     pending = {
         n["NodeManagerAddress"]: look.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(n["NodeID"], soft=False)
-        ).remote(run_uri, dataset, modules, spec.offload.path, spec.snapshot_every)
+        ).remote(run_uri, dataset, modules, spec.offload.path, spec.snapshot_every, spec.model.hf)
         for n in alive
     }
     here = versions()
@@ -200,6 +203,7 @@ def look_around(
     modules: Sequence[str],
     offload_path: str | None = None,
     snapshot_every: int | str | None = None,
+    weights: str | None = None,
 ) -> dict[str, Any]:
     """Runs on one node: its versions, and the problems that a worker would have there."""
     problems = check_offload(offload_path) + check_copies(snapshot_every)
@@ -215,6 +219,10 @@ def look_around(
             problems.append(f"the dataset {dataset} was not found; put it on storage that every node can read")
     except RaydistError as error:
         problems.append(f"{error.message}; put the dataset on storage that every node can read")
+    if weights is not None and not (Path(weights) / "config.json").exists():
+        problems.append(
+            f"model.hf: {weights} was not found; put it on shared storage, under the same path on every node"
+        )
     problems += [
         f"no module {m!r}; run from the folder that holds it, or install it there"
         for m in modules

@@ -33,19 +33,24 @@ _AHEAD = 4096
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The position of training: `offset` samples of epoch `epoch` are trained."""
+    """The position of training: `offset` samples of epoch `epoch` are trained.
+
+    `tokens`: of these samples, where global batches are counted in tokens, else 0.
+    """
 
     epoch: int = 0
     offset: int = 0
+    tokens: int = 0
 
     def to_dict(self) -> dict[str, int]:
         """For a checkpoint's manifest."""
-        return {"epoch": self.epoch, "offset": self.offset}
+        counted = {"tokens": self.tokens} if self.tokens else {}
+        return {"epoch": self.epoch, "offset": self.offset, **counted}
 
     @classmethod
     def from_dict(cls, raw: dict[str, int]) -> Cursor:
         """The inverse of `to_dict`."""
-        return cls(int(raw["epoch"]), int(raw["offset"]))
+        return cls(int(raw["epoch"]), int(raw["offset"]), int(raw.get("tokens", 0)))
 
 
 class Batches:
@@ -80,10 +85,14 @@ class Batches:
     def ids(self, cursor: Cursor) -> IntArray:
         """Sample ids of the global batch at `cursor`, int64 [global_batch]; shorter at the end of an
         epoch."""
-        offset, stop = cursor.offset, min(cursor.offset + self.global_batch, self.n_samples)
+        return self.slice(cursor, self.global_batch)
+
+    def slice(self, cursor: Cursor, count: int) -> IntArray:
+        """The next `count` sample ids at `cursor`; fewer at the end of an epoch."""
+        offset, stop = cursor.offset, min(cursor.offset + count, self.n_samples)
         epoch, first, ids = self._ahead
         if epoch != cursor.epoch or offset < first or stop > first + len(ids):
-            last = min(offset + max(self.global_batch, _AHEAD), self.n_samples)
+            last = min(offset + max(count, _AHEAD), self.n_samples)
             ids, first = self.order(cursor.epoch)(np.arange(offset, last, dtype=np.int64)), offset
             self._ahead = (cursor.epoch, first, ids)
         return ids[offset - first : stop - first].copy()
@@ -92,6 +101,10 @@ class Batches:
         """The cursor after the batch at `cursor`."""
         offset = cursor.offset + self.global_batch
         return Cursor(cursor.epoch, offset) if offset < self.n_samples else Cursor(cursor.epoch + 1, 0)
+
+    def number(self, cursor: Cursor) -> int:
+        """The number of the step that trains the batch at `cursor`, from 1."""
+        return cursor.epoch * self.steps_per_epoch + cursor.offset // self.global_batch + 1
 
     def at_step(self, step: int) -> Cursor:
         """The cursor after `step` steps from the beginning of training."""
@@ -117,6 +130,16 @@ def share(ids: IntArray, rank: int, world: int, micro_batch: int) -> list[IntArr
     return [mine[i * len(mine) // count : (i + 1) * len(mine) // count] for i in range(count)]
 
 
+Divide = Callable[[IntArray, int, int], list[IntArray]]
+"""(ids of a global batch, rank, world) -> the micro-batches of that rank, as positions in the global batch. All ranks have equally
+many; some may be empty. A pure function."""
+
+
+def equal_parts(micro_batch: int) -> Divide:
+    """`share`, as a Divide."""
+    return lambda ids, rank, world: share(np.arange(len(ids)), rank, world, micro_batch)
+
+
 def eval_batches(n_samples: int, batches: int, global_batch: int) -> list[IntArray]:
     """Ids of at most `batches` global batches of the eval split: the same every time, spread over the whole split."""
     if n_samples < 1:
@@ -131,8 +154,9 @@ class MicroBatch:
     """One forward pass of one rank. numpy arrays, or the result of the loader's `transform`.
 
     tokens [n, T] int64; targets [n, T] int64, -100 where masked; documents [n, T] int32 if documents are
-    packed. `first`: the index of its first sample in the global batch. `real`: whether it has samples; a rank without any has one
-    masked row.
+    packed. `first`: the index of its first sample in the global batch, by which dropout is seeded. `real`: whether it has samples;
+    a rank without any has masked rows only. lengths [n] int64: tokens of each row, after which there is padding; None if nobody
+    needs to know.
     """
 
     tokens: Any
@@ -140,6 +164,7 @@ class MicroBatch:
     documents: Any = None
     first: int = 0
     real: bool = True
+    lengths: Any = None
 
 
 @dataclass(slots=True)
@@ -167,6 +192,9 @@ class Samples(Protocol):
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int32] | None]:
         """tokens, targets and documents of these samples; one fully masked row if `ids` is empty."""
 
+    def row_lengths(self, ids: IntArray) -> IntArray | None:
+        """Tokens of each row of their `batch`, int64; None if its rows are full, or need not be told from full ones."""
+
 
 def make_step(
     windows: Samples,
@@ -176,15 +204,16 @@ def make_step(
     *,
     rank: int,
     world: int,
-    micro_batch: int,
+    divide: Divide,
     pack: bool,
 ) -> StepBatch:
     """The part of global batch `ids` for `rank`, as arrays."""
-    micro_batches, tokens, first = [], 0, rank * len(ids) // world
-    for part in share(ids, rank, world, micro_batch):
-        made = MicroBatch(*windows.batch(part, pack), first=first, real=len(part) > 0)
+    micro_batches, tokens = [], 0
+    for part in divide(ids, rank, world):
+        first = int(part[0]) if len(part) else len(ids)
+        lengths = windows.row_lengths(ids[part])
+        made = MicroBatch(*windows.batch(ids[part], pack), first=first, real=len(part) > 0, lengths=lengths)
         tokens += int(np.count_nonzero(made.targets != MASKED))
-        first += len(part)
         micro_batches.append(made)
     return StepBatch(cursor, after, ids, samples_hash(ids), micro_batches, tokens)
 
@@ -229,7 +258,7 @@ class Loader:
         *,
         rank: int = 0,
         world: int = 1,
-        micro_batch: int,
+        divide: Divide,
         pack: bool = False,
         prefetch: int = 2,
         steps: int | None = None,
@@ -239,7 +268,7 @@ class Loader:
     ) -> None:
         assert 0 <= rank < world, (rank, world)
         self._windows, self._batches, self._cursor = windows, batches, cursor
-        self._rank, self._world, self._micro_batch, self._pack = rank, world, micro_batch, pack
+        self._rank, self._world, self._divide, self._pack = rank, world, divide, pack
         self._room, self._steps, self._transform = max(prefetch, 1), steps, transform
         self._timeout_s, self._on_stall = timeout_s, on_stall
         self._given = 0
@@ -263,7 +292,7 @@ class Loader:
                 self._batches.ids(cursor),
                 rank=self._rank,
                 world=self._world,
-                micro_batch=self._micro_batch,
+                divide=self._divide,
                 pack=self._pack,
             )
             yield step if self._transform is None else self._transform(step)
@@ -287,7 +316,8 @@ class Loader:
         """Gives up the thread; starts another one, or stores the error for the caller of `next`."""
         at = self._prefetcher.give_up()
         final = self._restarts == RESTARTS
-        ids = np.concatenate(share(self._batches.ids(self._cursor), self._rank, self._world, self._micro_batch))
+        whole = self._batches.ids(self._cursor)
+        ids = whole[np.concatenate(self._divide(whole, self._rank, self._world))]
         self._on_stall(Stall(self._cursor, ids, seconds, at, self._restarts, final))
         if final:
             self._failure = DataError(

@@ -4,8 +4,11 @@ Runs anywhere. Plain python.
 
         DATASET/index.json                  this file
                 tokenizer.json              the tokenizer, to encode and decode text later
-                train-000000-000.arrow      Arrow IPC: one column, "tokens"; the numbers are the block and its shard
+                train-000000-000.arrow      Arrow IPC: a column "tokens", for conversations one "counts" too; the numbers
+                                            are the block and its shard
                 eval-000000-000.arrow
+                train-ends.bin              the position of each document's end token in the split, as little-endian int64
+                eval-ends.bin
 """
 
 from __future__ import annotations
@@ -17,14 +20,17 @@ from typing import Any, Literal
 
 import xxhash
 
+from raydist.data.chat_template import ChatFormat
 from raydist.errors import DataError
 from raydist.storage import Storage
 
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
 SPLITS: tuple[Split, Split] = ("train", "eval")
 Split = Literal["train", "eval"]
+COLUMN, COUNTS = "tokens", "counts"
+"""The columns of a shard. Only conversations have the second one: 1 if a token counts in the loss, where it is a target."""
 _FORMAT, _VERSION = "raydist-tokens", 1
-SHARD_NAME = re.compile(r"(train|eval)-\d{6}-\d{3,9}\.arrow")
+FILE_NAME = re.compile(r"(train|eval)-(\d{6}-\d{3,9}\.arrow|ends\.bin)")
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 
 
@@ -39,13 +45,26 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class Ends:
+    """The file of the documents' ends: its name, size in bytes (8 a document), and xxh3-128 in hex."""
+
+    file: str
+    bytes: int
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
 class SplitIndex:
-    """One split: tokens (end tokens included), documents, bytes of their text, and the shards in order."""
+    """One split: tokens (end tokens included), documents, bytes of their text, and the shards in order.
+
+    `ends`: None if a version of raydist prepared the dataset that stored no ends of documents.
+    """
 
     tokens: int
     documents: int
     bytes: int
     shards: tuple[Shard, ...]
+    ends: Ends | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +85,7 @@ class DatasetIndex:
     dtype           "uint16" or "uint32": type of a token in a shard
     unigram_nats    entropy of the eval split's bytes: the loss of a model that knows only their frequencies
     sources         as requested; `source_fingerprint` is a hash of their documents' content
+    chat            how conversations became text, if it has any: then each token says whether it counts
     request         a hash of the request: sources (names and sizes), tokenizer, fractions, shard size
     """
 
@@ -80,18 +100,26 @@ class DatasetIndex:
     request: str
     eval_fraction: float
     column: str
+    chat: ChatFormat | None = None
 
     def split(self, name: Split) -> SplitIndex:
         """The split of that name."""
         return self.train if name == "train" else self.eval
 
-    def shards(self) -> tuple[Shard, ...]:
-        """All shards, train before eval."""
-        return self.train.shards + self.eval.shards
+    def files(self) -> tuple[Shard | Ends, ...]:
+        """All files but the tokenizer and the index: shards, train before eval, then the ends."""
+        ends = (split.ends for split in (self.train, self.eval) if split.ends is not None)
+        return (*self.train.shards, *self.eval.shards, *ends)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        """Plain values for JSON; without `chat` and `ends` where there are none, so that the hash of an older index stays."""
+        made = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        if self.chat is None:
+            del made["chat"]
+        for name in SPLITS:
+            if made[name]["ends"] is None:
+                del made[name]["ends"]
+        return made
 
     def to_bytes(self) -> bytes:
         """The only serialisation of an index: verify compares it byte for byte."""
@@ -107,8 +135,12 @@ class DatasetIndex:
         fields = {k: v for k, v in raw.items() if k not in ("format", "version", "hash")}
         for name in SPLITS:
             split = dict(fields[name])
-            fields[name] = SplitIndex(**{**split, "shards": tuple(Shard(**s) for s in split["shards"])})
+            ends = Ends(**split["ends"]) if "ends" in split else None
+            shards = tuple(Shard(**s) for s in split["shards"])
+            fields[name] = SplitIndex(**{**split, "shards": shards, "ends": ends})
         fields["tokenizer"] = TokenizerIndex(**fields["tokenizer"])
+        if "chat" in fields:
+            fields["chat"] = ChatFormat(**fields["chat"])
         made = cls(**{**fields, "sources": tuple(fields["sources"])})
         made._check_names()
         return made
@@ -119,9 +151,9 @@ class DatasetIndex:
             raise ValueError(f"the fingerprint {self.fingerprint!r} is not 32 hexadecimal digits")
         if self.fingerprint != fingerprint(self.train, self.eval, self.tokenizer):
             raise ValueError("the fingerprint is not that of its shards and tokenizer")
-        for shard in self.shards():
-            if not SHARD_NAME.fullmatch(shard.file):
-                raise ValueError(f"the name of a shard is {shard.file!r}")
+        for one in self.files():
+            if not FILE_NAME.fullmatch(one.file):
+                raise ValueError(f"the name of a file is {one.file!r}")
 
 
 def fingerprint(train: SplitIndex, evaluation: SplitIndex, tokenizer: TokenizerIndex) -> str:

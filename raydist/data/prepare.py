@@ -18,16 +18,19 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from raydist import registry, remote_filesystem
 from raydist.data import index as indexes
 from raydist.data import shards, tokenizers
+from raydist.data.chat_template import ChatFormat, Rendered, chat_format
 from raydist.data.index import (
+    FILE_NAME,
     INDEX,
-    SHARD_NAME,
     SPLITS,
     TOKENIZER,
     DatasetIndex,
+    Ends,
     Shard,
     Split,
     SplitIndex,
@@ -67,6 +70,7 @@ def prepare(
     *,
     eval_fraction: float = 0.01,
     column: str = "text",
+    chat: ChatFormat | None = None,
     progress: Callable[[Progress], None] | None = None,
     map_files: MapFiles | None = None,
     block_bytes: int | None = None,
@@ -74,10 +78,12 @@ def prepare(
 ) -> DatasetIndex:
     """Creates the dataset `out` (a folder's path or URI) from these sources, or finishes an interrupted one.
 
+    `chat`: the rows are conversations, and become text like that; `column` is then not used.
+
     A finished dataset of the same request is returned unchanged. Raises DataError for errors in the
     input, StorageError for errors of `out`; neither leaves a folder that opens as a dataset.
     """
-    plan = plan_of(names, tokenizer, column, eval_fraction, block_bytes, shard_tokens)
+    plan = plan_of(names, tokenizer, column, eval_fraction, block_bytes, shard_tokens, chat)
     storage = Storage(out)
     fresh = not storage.exists()
     lock = locked(storage.local / JOURNAL / "lock") if storage.local else nullcontext()
@@ -154,7 +160,9 @@ def _make_all(
     map_files: MapFiles | None,
 ) -> tuple[list[Made], tokenizers.Tokenizer]:
     tokenizer = _tokenizer(storage, plan, threshold)
-    job = Job(storage.full_uri, plan.tokenizer, tokenizer.to_bytes(), plan.column, threshold, plan.shard_tokens)
+    job = Job(
+        storage.full_uri, plan.tokenizer, tokenizer.to_bytes(), plan.column, threshold, plan.shard_tokens, plan.chat
+    )
     done = _journal(storage, job, plan.blocks)
     left = [b for b in plan.blocks if b.number not in done]
     # A user's own source is read here: other nodes may not have its module, and it cannot be divided.
@@ -177,6 +185,7 @@ def _make_all(
     if not any(m.part(name).documents for m in made_all for name in SPLITS):
         for block in plan.blocks:
             storage.delete(shards.journal_file(block.number))
+            storage.delete(shards.ends_file(block.number))
         raise DataError(
             f"source {', '.join(plan.names)} is empty: it has no documents", "give sources with text in them"
         )
@@ -201,6 +210,7 @@ def _journal(storage: Storage, job: Job, blocks: Sequence[Block]) -> dict[int, M
         except (ValueError, KeyError, TypeError, FileNotFoundError):
             continue
         there = all(sizes.get(s.file) == s.bytes for n in SPLITS for s in made.part(n).shards)
+        there = there and shards.ends_file(block.number) in entries
         if made.key == job.key(block) and there:
             done[block.number] = made
     return done
@@ -224,10 +234,11 @@ def _sample(plan: Plan, threshold: int) -> Iterator[str]:
     chosen = plan.blocks[:: -(-len(plan.blocks) // _BPE_BLOCKS)]
     for block in chosen:
         taken = 0
-        for document in shards.documents_of(block, plan.column):
-            if isinstance(document, bytes) and shards.document_hash(document) >= threshold:
-                yield document.decode(errors="replace")
-                taken += len(document)
+        for document in shards.documents_of(block, plan.column, plan.chat):
+            if isinstance(document, bytes | Rendered) and shards.document_hash(document) >= threshold:
+                text = document.decode(errors="replace") if isinstance(document, bytes) else document.text
+                yield text
+                taken += len(text)
                 if taken >= _BPE_SAMPLE // len(chosen):
                     break
 
@@ -235,7 +246,7 @@ def _sample(plan: Plan, threshold: int) -> Iterator[str]:
 def _commit(storage: Storage, plan: Plan, made: Sequence[Made], tokenizer: tokenizers.Tokenizer) -> DatasetIndex:
     raw = tokenizer.to_bytes()
     token = TokenizerIndex(plan.tokenizer, tokenizer.vocab_size, tokenizer.end, hash_of(raw))
-    splits = {name: _joined(made, name) for name in SPLITS}
+    splits = {name: _joined(storage, made, name) for name in SPLITS}
     _check_visible(storage, [s for split in splits.values() for s in split.shards])
     histogram = np.sum([m.histogram for m in made], axis=0)
     share = histogram[histogram > 0] / max(int(histogram.sum()), 1)
@@ -251,20 +262,35 @@ def _commit(storage: Storage, plan: Plan, made: Sequence[Made], tokenizer: token
         request=plan.request,
         eval_fraction=plan.eval_fraction,
         column=plan.column,
+        chat=plan.chat,
     )
     storage.write(TOKENIZER, raw)
     storage.write(INDEX, index.to_bytes())
-    _remove_leftovers(storage, {s.file for s in index.shards()})
+    _remove_leftovers(storage, {s.file for s in index.files()})
     return index
 
 
-def _joined(made: Sequence[Made], name: Split) -> SplitIndex:
+def _joined(storage: Storage, made: Sequence[Made], name: Split) -> SplitIndex:
+    """A split of all blocks. Writes the ends of its documents, block by block."""
     parts = [m.part(name) for m in made]
+    file, digest, before = f"{name}-ends.bin", xxhash.xxh3_128(), 0
+    with storage.create(file) as sink:
+        for block, part in zip(made, parts, strict=True):
+            raw = storage.read(shards.ends_file(block.block))
+            size = 8 * part.documents
+            own = np.frombuffer(raw[:size] if name == "train" else raw[len(raw) - size :], dtype="<i8") + before
+            rest = memoryview(own.tobytes())
+            digest.update(rest)
+            while rest:
+                rest = rest[sink.write(rest) or len(rest) :]
+            before += part.tokens
+    ends = Ends(file, 8 * sum(p.documents for p in parts), digest.hexdigest())
     return SplitIndex(
         sum(p.tokens for p in parts),
         sum(p.documents for p in parts),
         sum(p.bytes for p in parts),
         tuple(s for p in parts for s in p.shards),
+        ends,
     )
 
 
@@ -282,7 +308,7 @@ def _check_visible(storage: Storage, wanted: Iterable[Shard]) -> None:
 def _remove_leftovers(storage: Storage, keep: set[str]) -> None:
     """Removes the files of earlier tries: shards of other input, and unfinished files."""
     for name in storage.files():
-        if SHARD_NAME.fullmatch(name) and name not in keep:
+        if FILE_NAME.fullmatch(name) and name not in keep:
             storage.delete(name)
     if storage.local is not None:
         for part in storage.local.glob(".tmp-*"):
@@ -302,7 +328,7 @@ def _clean_up(storage: Storage, fresh: bool) -> None:
 def open_or_prepare(wanted: Any, storage_uri: str, progress: Callable[[Progress], None] | None = None) -> str:
     """The dataset of a job's `data`: its path or URI, including secrets.
 
-    `wanted` has source, path, tokenizer, column and eval_fraction, as the spec's DataSpec. A `path` must contain
+    `wanted` is the spec's DataSpec. A `path` must contain
     a dataset; a `source` is prepared in this process, once per storage, into STORAGE/.data/KEY. KEY depends on the
     request and on the files' sizes and times. If two drivers need it at the same time, one makes it. Raises
     DataError, StorageError.
@@ -320,7 +346,10 @@ def open_or_prepare(wanted: Any, storage_uri: str, progress: Callable[[Progress]
             "data: neither source nor path is given", "data.source: python-stdlib is available on every machine"
         )
     names = [wanted.source]
-    key = request_key(names, wanted.tokenizer, wanted.column, wanted.eval_fraction)
+    chat = None
+    if wanted.format == "chat":
+        chat = chat_format(wanted.chat_template, wanted.tokenizer, wanted.loss_on)
+    key = request_key(names, wanted.tokenizer, wanted.column, wanted.eval_fraction, chat)
     out = Storage(storage_uri).at(f".data/{key}")
     prepare(
         names,
@@ -328,6 +357,7 @@ def open_or_prepare(wanted: Any, storage_uri: str, progress: Callable[[Progress]
         wanted.tokenizer,
         eval_fraction=wanted.eval_fraction,
         column=wanted.column,
+        chat=chat,
         progress=progress,
     )
     return out.full_uri

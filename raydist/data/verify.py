@@ -42,7 +42,7 @@ def verify(uri: str, progress: Callable[[int, int], None] | None = None) -> list
     if storage.read(INDEX) != index.to_bytes():
         # It can be parsed, but its bytes have changed.
         found.append(Damage(INDEX, "its bytes have changed"))
-    wanted = {s.file: (s.hash, s.bytes) for s in index.shards()}
+    wanted = {s.file: (s.hash, s.bytes) for s in index.files()}
     total, done = sum(size for _, size in wanted.values()), 0
     for file, (digest, size) in {TOKENIZER: (index.tokenizer.hash, None), **wanted}.items():
         if reason := _differs(storage, file, digest, size):

@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 from raydist import data
+from raydist.checkpoint import hub
 from raydist.checkpoint.mirrors import newest_attempt
 from raydist.errors import RaydistError, StorageError, TrainingStopped
 from raydist.records import Event
@@ -125,7 +126,9 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
     run = RunDir(Storage(options.storage).at(check_name(options.name or spec.name)))
     lease = None
     if first:
-        # Before the process group starts: the other ranks wait in the rendezvous, then find the dataset and the attempt.
+        # Before the process group starts: the other ranks wait in the rendezvous, then find the weights, the dataset and the
+        # attempt.
+        spec = hub.local(spec, options.storage)
         dataset = data.open_or_prepare(spec.data, options.storage)
         lease = DriverLease(run)  # if it is lost, the next commit raises Fenced
         attempt = max(last_attempt(run), newest_attempt(run, spec.checkpoint.replicas)) + 1
@@ -136,6 +139,7 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
         gpus=gpus, threads=max(1, int(spec.cluster.cpus_per_worker)), timeout_s=spec.recovery.timeout_s
     )
     if not first:
+        spec = hub.local(spec, options.storage, present=True)
         dataset, attempt = data.open_or_prepare(spec.data, options.storage), run.lineage().newest
     log = _Log(run, lease, attempt, rank.world_size, quiet=options.json) if lease else None
     job = Job(spec, run, dataset, attempt, options.until, options.allow_spec_change)

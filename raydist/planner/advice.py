@@ -125,14 +125,12 @@ class _Adviser:
         train, offload = self._spec.train, self._spec.offload
         checkpoints = ["none", "selective", "full"]
         checkpoints = checkpoints[checkpoints.index(train.checkpoint_activations) :] if self._has_blocks() else ["none"]
-        for micro in (
-            train.micro_batch,
-            *reversed(self._micro_batches(below=batches(self._spec, self._machine.ranks)[0])),
-        ):
+        smaller = self._micro_batches(below=batches(self._spec, self._machine.ranks)[0])
+        for micro in ({}, *({self._pass_field: size} for size in reversed(smaller))):
             for checkpoint in checkpoints:
                 for optimizer in ("none", "cpu") if self._can_offload() else (offload.optimizer,):
                     wanted = {
-                        "train.micro_batch": micro,
+                        **micro,
                         "train.checkpoint_activations": checkpoint,
                         "offload.optimizer": optimizer,
                     }
@@ -140,7 +138,7 @@ class _Adviser:
 
     def _lightest(self) -> Estimate | None:
         """The estimate with the least memory of all settings: if it does not fit, nothing does."""
-        changes: dict[str, Any] = {"train.micro_batch": 1}
+        changes: dict[str, Any] = {self._pass_field: self._micro_batches()[0]}
         if self._has_blocks():
             changes["train.checkpoint_activations"] = "full"
         if self._can_offload():
@@ -164,8 +162,23 @@ class _Adviser:
     def _has_blocks(self) -> bool:
         return any(p.unit != ROOT for p in self._model.params)
 
+    @property
+    def _pass_field(self) -> str:
+        """The field that sets the size of a micro-batch."""
+        return "train.micro_batch" if self._spec.data.batching is None else "data.batching.max_tokens"
+
     def _micro_batches(self, below: int | None = None) -> list[int]:
-        """Sizes, ascending, that divide a replica's share of the global batch, so that all micro-batches are full."""
+        """Sizes, ascending, that divide a replica's share of the global batch, so that all micro-batches are full.
+
+        With data.batching in tokens: max_tokens and its halves, but for those that shorten the longest sequence; with `below`
+        without the job's own.
+        """
+        if (batching := self._spec.data.batching) is not None:
+            least = self._spec.longest * batching.min
+            sizes = [batching.max_tokens]
+            while sizes[0] // 2 >= least:
+                sizes.insert(0, sizes[0] // 2)
+            return sizes if below is None else sizes[:-1]
         share, rest = divmod(self._spec.train.global_batch, self._replicas)
         sizes = [n for n in divisors(self._spec.train.global_batch) if n <= share] if rest else divisors(share)
         return [n for n in sizes if below is None or n < below]
@@ -199,13 +212,15 @@ class _Adviser:
             )
         found = pick.estimate
         if found.loss > found.total / 3:
-            yield f"Logits and loss take {_size(found.loss)} of {_size(found.total)}: a smaller train.micro_batch shrinks them."
+            yield f"Logits and loss take {_size(found.loss)} of {_size(found.total)}: a smaller {self._pass_field} shrinks them."
         if found.host:
             each = min(self._machine.ranks, self._machine.per_node)
             yield f"Each node needs {_size(found.host * each)} of free host memory for what is offloaded."
 
     def _micro_batch(self, strategy: str, spec: JobSpec) -> int:
         """The largest micro-batch that fits, by bisection: memory grows with it."""
+        if spec.data.batching is not None:
+            return batches(spec, self._machine.ranks)[0]
         sizes = self._micro_batches()
         low, high = 0, len(sizes)
         while low < high:
@@ -223,8 +238,9 @@ class _Adviser:
             yield "No strategy can train this job at all: see above."
             return
         assert self._machine.usable is not None
+        least = "1" if self._spec.data.batching is None else f"{self._micro_batches()[0]:,} tokens"
         yield (
-            f"Nothing fits: even with all options that save memory and micro-batches of 1, {lightest.strategy} needs "
+            f"Nothing fits: even with all options that save memory and micro-batches of {least}, {lightest.strategy} needs "
             f"{_size(lightest.total)} per device, and {_size(self._machine.usable)} are usable."
         )
         if lightest.state > lightest.total / 2:
@@ -244,9 +260,13 @@ def value(spec: JobSpec, name: str) -> Any:
 def changed(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
     """The job with other values of these fields (section.field)."""
     for name, new in changes.items():
-        section, _, field = name.partition(".")
-        spec = spec.model_copy(update={section: getattr(spec, section).model_copy(update={field: new})})
+        spec = _changed(spec, name.split("."), new)
     return spec
+
+
+def _changed(part: Any, names: list[str], new: Any) -> Any:
+    name, *rest = names
+    return part.model_copy(update={name: _changed(getattr(part, name), rest, new) if rest else new})
 
 
 def divisors(n: int) -> list[int]:

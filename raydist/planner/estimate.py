@@ -18,7 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING
 
-from raydist.extension_plans import StrategyPlan, optimizer_plan, strategies, strategy_plan
+from raydist.extension_plans import (
+    StrategyPlan,
+    buckets,
+    compressor_plan,
+    optimizer_plan,
+    strategies,
+    strategy_plan,
+)
 from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Moment, Param, Pass, Peak, Traffic
 from raydist.planner.pipeline import StageBytes, heaviest_moment
 
@@ -29,6 +36,7 @@ Measure = Callable[[Pass], Activations]
 _FP32 = 4
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _DDP_BUCKET_MB = 25.0  # torch's default
+_FIRST_BUCKET = 2**20  # dist._DEFAULT_FIRST_BUCKET_BYTES
 _IN_FLIGHT = 2  # zero1, zero2: units in flight at a time; worker/parallel/_zero.py's IN_FLIGHT
 _SWAP_BUFFERS = 4  # nvme: chunks in memory; worker/optim/offload/moments.py's BUFFERS, and hostcopy.py's WINDOW
 
@@ -36,9 +44,14 @@ _SWAP_BUFFERS = 4  # nvme: chunks in memory; worker/optim/offload/moments.py's B
 def batches(spec: JobSpec, ranks: int) -> tuple[int, int]:
     """(sequences per micro-batch, micro-batches per step) on the replica with the most, as data/batches.py distributes them.
 
-    `ranks`: of the whole run.
+    `ranks`: of the whole run. With data.batching of the largest micro-batch, as if all were: documents are not known here.
     """
-    most = -(-spec.train.global_batch // (ranks // spec.parallel.replica))
+    batching, replicas = spec.data.batching, ranks // spec.parallel.replica
+    if batching is not None:
+        rows, length = spec.largest_pass
+        step = -(-batching.global_tokens // length) if batching.global_tokens is not None else spec.train.global_batch
+        return rows, -(-step // (replicas * rows))
+    most = -(-spec.train.global_batch // replicas)
     count = -(-most // spec.train.micro_batch)
     return -(-most // count), count
 
@@ -194,12 +207,14 @@ def _moments(
     strategy: str, spec: JobSpec, machine: Machine, model: Model, activations: Activations
 ) -> tuple[list[Moment], int]:
     """(moments of the passes of one micro-batch, bytes of buffers that are allocated for the whole run)."""
-    plan, peaks = plan_of(strategy), activations.peaks
+    plan, peaks, shard = plan_of(strategy), activations.peaks, shard_of(strategy, spec, machine)
+    kept = _compression(plan, spec, machine, model, shard)
     if "parameters" in plan.sharded and replicas(spec, machine) > 1 and plan.in_flight is None:
-        return _fully_sharded(spec, machine, model, shard_of(strategy, spec, machine), peaks)
+        moments, waiting = _fully_sharded(spec, machine, model, shard, peaks)
+        return moments, waiting + kept
     own = plan.in_flight
     waiting = own(spec, machine, model) if own else _replicated_in_flight(plan, spec, machine, model)
-    return [Moment(p.phase, p.whole, 0, p.activations, p.loss) for p in peaks], waiting
+    return [Moment(p.phase, p.whole, 0, p.activations, p.loss) for p in peaks], waiting + kept
 
 
 def _copy(sharded: bool, spec: JobSpec, machine: Machine, model: Model, shard: int) -> int:
@@ -245,8 +260,7 @@ def _replicated_part(plan: StrategyPlan, spec: JobSpec, machine: Machine, model:
         beside = _FP32 * trained if batches(spec, machine.ranks)[1] > 1 else 0
         if reduce == _FP32:
             return beside
-        asked = spec.parallel.bucket_mb
-        bucket = (_DDP_BUCKET_MB if asked is None or asked == "auto" else asked) * 2**20 / _FP32
+        bucket = _ddp_bucket(spec) / _FP32
         return beside + int(reduce * min(max(bucket, *(p.part(1) for p in model.params)), trained))
     largest = max(_units(model, ranks, trained=True).values(), default=0)
     slots = _IN_FLIGHT * (ranks + 1) * largest
@@ -255,7 +269,7 @@ def _replicated_part(plan: StrategyPlan, spec: JobSpec, machine: Machine, model:
 
 
 def _direct(machine: Machine) -> bool:
-    """Whether received parts of a sum need buffers beside the sent ones: with gloo (raydist/worker/parallel/_gloo_p2p.py)."""
+    """Whether received parts of a sum need buffers beside the sent ones: with gloo (raydist/worker/comm/gloo_p2p.py)."""
     return machine.device == "cpu"
 
 
@@ -343,13 +357,13 @@ def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, 
     if ranks == 1:
         return Traffic(0, 0, 0)
     count = batches(spec, machine.ranks)[1]
-    compute, reduce = _BYTES[spec.precision.params], _BYTES[spec.precision.reduce]
+    compute, reduce = _BYTES[spec.precision.params], _sent_bytes(spec)
     if not plan.sharded:
         return Traffic(0, round(2 * (ranks - 1) / ranks * model.size(trained=True) * reduce), 0)
     grads = sum(_units(model, shard, trained=True).values())
     if "parameters" not in plan.sharded:
         each = (ranks - 1) * grads
-        return Traffic(each * _FP32, each * reduce * (count if "gradients" in plan.sharded else 1), 0)
+        return Traffic(each * _FP32, round(each * reduce * (count if "gradients" in plan.sharded else 1)), 0)
     parts = _units(model, shard)
     once = parts.pop(ROOT, 0)
     blocks = [parts[i] for i in sorted(parts)]
@@ -363,7 +377,48 @@ def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, 
     copies = ranks // shard
     across = 2 * (copies - 1) / copies * grads * reduce
     each = (shard - 1) * count
-    return Traffic(each * gathers * compute, each * grads * reduce, round(across))
+    # Of several copies only what goes between them is compressed.
+    within = reduce if copies == 1 else _BYTES[spec.precision.reduce]
+    return Traffic(each * gathers * compute, round(each * grads * within), round(across))
+
+
+def _sent_bytes(spec: JobSpec) -> float:
+    """Of one gradient, as it is sent to be summed. An own compressor without a PLAN counts as fp32."""
+    if not spec.comm.compresses:
+        return _BYTES[spec.precision.reduce]
+    plan = compressor_plan(spec.comm.compress)
+    return plan.bits / 8 if plan is not None else _FP32
+
+
+def _compression(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, shard: int) -> int:
+    """Bytes that compression keeps: of each gradient that a rank sends what is left, before and after a step, and encoded ones."""
+    ranks = replicas(spec, machine)
+    if not spec.comm.compresses or ranks == 1 or not plan.compresses:
+        return 0
+    over = shard if "parameters" in plan.sharded and shard < ranks else 1
+    each = 2 * _sent_bytes(spec) + (2 * _FP32 if spec.comm.feedback else _FP32)
+    return round(each * sum(p.part(over) for p in model.params if p.trained))
+
+
+def last_share(strategy: str, spec: JobSpec, model: Model) -> float:
+    """Share of a step's sums that is sent after the last backward pass, and of its gathers before the first forward pass: what no
+    computation overlaps. The last bucket of ddp; else the parameters of no block, or where every one is in a block, one block."""
+    whole = model.size(trained=True)
+    if not whole:
+        return 0.0
+    if buckets(strategy):
+        # torch's first bucket has 1 MiB, so that sums begin early.
+        rest = whole - _FIRST_BUCKET / _FP32
+        bucket = _ddp_bucket(spec) / _FP32
+        return 1.0 if rest <= 0 else min(rest % bucket or bucket, whole) / whole
+    units = _units(model, 1, trained=True)
+    return units.get(ROOT, 0) / whole or max(units.values()) / whole
+
+
+def _ddp_bucket(spec: JobSpec) -> float:
+    """Bytes of a bucket in fp32."""
+    asked = spec.parallel.bucket_mb
+    return (_DDP_BUCKET_MB if asked is None or asked == "auto" else asked) * 2**20
 
 
 def tensor_traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model, activations: Activations) -> int:

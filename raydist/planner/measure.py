@@ -110,7 +110,7 @@ class Planner:
     def flops_per_token(self) -> float:
         """FLOPs per token of training, of all ranks of a tensor group, without recomputation."""
         with self._guard("built"):
-            return flops_per_token(self._whole(), self._spec.model.context)
+            return flops_per_token(self._whole(), self._spec.largest_pass[1])
 
     def measure(self, how: Pass) -> Activations:
         """One micro-batch, forward and backward, with the peak of each phase. Results are cached."""
@@ -187,7 +187,9 @@ class Planner:
                 parts = [_Fake(part, whole, replicas) for part in (cuts.parts(module) if cuts else [module])]
                 self._models[cast] = parts
             self._blocks = tuple(part.blocks for part in parts)
-            self._alike = self._spec.model.name in registry.names("model") and _alike(parts)
+            name = self._spec.model.name
+            by_layers = name in registry.names("model") and registry.described("model", name, "BY_LAYERS") is not False
+            self._alike = by_layers and _alike(parts)
         return self._models[cast]
 
     def _split(self, module: nn.Module) -> LayerSplit | None:
@@ -202,7 +204,7 @@ class Planner:
         return split
 
     def _batch(self, micro_batch: int) -> MicroBatch:
-        shape = (micro_batch, self._spec.model.context)
+        shape = (micro_batch, self._spec.largest_pass[1])
         tokens = torch.zeros(shape, dtype=torch.int64)
         documents = torch.zeros(shape, dtype=torch.int32) if self._spec.data.pack else None
         batch = MicroBatch(tokens, torch.zeros_like(tokens), documents)

@@ -102,7 +102,7 @@ def search(
             if (why := refusal(strategy, job, machine, model)) is not None:
                 refused[f"{strategy}: {why}"] += 1
                 continue
-            for micro in _micro_batches(spec.train.global_batch, count):
+            for micro in _micro_batches(spec, count):
                 one = changed(job, {"train.micro_batch": micro, "parallel.strategy": strategy})
                 passes = measured("ddp", one, machine, model, measure)  # what is sent is that of any strategy
                 tried.append(
@@ -182,9 +182,11 @@ def _meshes(spec: JobSpec, machine: Machine, blocks: int, refused: Counter[str])
                         refused[error.errors()[0]["msg"].removeprefix("Value error, ")] += 1
 
 
-def _micro_batches(global_batch: int, count: int) -> list[int]:
-    """Powers of two, for which all micro-batches of a replica are full."""
-    share = -(-global_batch // count)
+def _micro_batches(spec: JobSpec, count: int) -> list[int]:
+    """Powers of two, for which all micro-batches of a replica are full; with data.batching, which has its own size, the job's."""
+    if spec.data.batching is not None:
+        return [spec.train.micro_batch]
+    share = -(-spec.train.global_batch // count)
     return [size for size in (2**n for n in range(_MOST.bit_length())) if size == 1 or share % size == 0]
 
 

@@ -10,6 +10,7 @@ Runs anywhere. Plain python: no torch, no ray. docs/how-to/plan.md explains the 
                zero2  the sums, beside every backward; the gather as zero1's
                zero3  gathers and sums, beside the whole step
                hsdp   the same within a group; the sum across groups, beside the last micro-batch's backward
+               The last sum, and the gather before the first forward, overlap with nothing. On gloo FSDP2's overlap with nothing.
     waits      of a rank of a pipeline: the schedule's actions in order, each with its stage's time, and the transfers in between
     offload    gradients down beside the last backward; the update on the host and the new values up, not overlapped
 """
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from raydist.planner.estimate import batches, plan_of, replicas, shard_of, tensor_traffic, traffic
+from raydist.planner.estimate import batches, last_share, plan_of, replicas, shard_of, tensor_traffic, traffic
 from raydist.planner.facts import Activations, Machine, Model, Traffic
 from raydist.worker.metrics.flops import PEAK_FLOPS, PEAK_FP32, known_device
 from raydist.worker.pipeline_schedule import timeline
@@ -195,7 +196,7 @@ def speed(
     stages = [stage.model for stage in model.stages] or [model]
     again = spec.train.checkpoint_activations == "full"
     peak = device.fp32 if spec.precision.params == "fp32" else device.half
-    each = flops_per_token * micro * spec.model.context / (tensor * parallel.context * peak * device.efficiency)
+    each = flops_per_token * micro * spec.largest_pass[1] / (tensor * parallel.context * peak * device.efficiency)
     tensor_link = _tensor_link(tensor * parallel.context, machine, device)
     # An all-to-all over nodes is limited by what leaves a node.
     expert_link = device.node if parallel.expert <= machine.per_node else min(device.node, device.network or 0.0)
@@ -222,7 +223,8 @@ def speed(
         ahead, last = sum(forward[n][0] for n in own), sum(backward[n][0] for n in own)
         values = [p for n in own for p in stages[n].params]
         sums = [traffic(strategy, spec, machine, stages[n]) for n in own]
-        communication, exposed = _exposed(strategy, spec, machine, device, sums, compute, ahead, last)
+        alone = max(last_share(strategy, spec, stages[n]) for n in own)
+        communication, exposed = _exposed(strategy, spec, machine, device, sums, alone, compute, ahead, last)
         group = sum(in_group[n] for n in own)
         offload = 0.0
         if spec.offload.optimizer == "cpu":
@@ -233,7 +235,11 @@ def speed(
         waits = line.ends[rank] - line.busy[rank]
         found.append(Speed(compute, communication + group, exposed + group, waits, offload, 0.0, line.bubble))
     slowest = max(found, key=lambda speed: speed.seconds)
-    return replace(slowest, tokens_per_second=spec.train.global_batch * spec.model.context / slowest.seconds)
+    batching = spec.data.batching
+    tokens = spec.train.global_batch * spec.largest_pass[1]
+    if batching is not None and batching.global_tokens is not None:
+        tokens = batching.global_tokens
+    return replace(slowest, tokens_per_second=tokens / slowest.seconds)
 
 
 def _exposed(
@@ -242,12 +248,14 @@ def _exposed(
     machine: Machine,
     device: Device,
     sent: Sequence[Traffic],
+    alone: float,
     compute: float,
     ahead: float,
     last: float,
 ) -> tuple[float, float]:
     """(seconds of the collectives along `data`, those beyond what they overlap with) of a rank that computes `compute` seconds in a
-    step, `ahead` of them in the first forward pass, and `last` in the last backward pass."""
+    step, `ahead` of them in the first forward pass, and `last` in the last backward pass. `alone`: the share of the collectives
+    that nothing overlaps."""
     shard, sharded, count = (
         shard_of(strategy, spec, machine),
         plan_of(strategy).sharded,
@@ -261,10 +269,12 @@ def _exposed(
     gathers, sums = sum(s.gathers for s in sent) / within, sum(s.sums for s in sent) / within
     between = sum(s.across for s in sent) / across
     if "parameters" in sharded:
-        exposed = max(0.0, gathers + sums - compute) + max(0.0, between - last)
+        beside = 0.0 if machine.device == "cpu" else compute
+        exposed = max(alone * (gathers + sums) / count, gathers + sums - beside) + max(0.0, between - last)
     else:  # beside the backward passes of all micro-batches, or of the last one
         beside = last * count if "gradients" in sharded else last
-        exposed = max(0.0, sums - beside) + max(0.0, gathers - ahead)
+        once = sums / count if "gradients" in sharded else sums
+        exposed = max(alone * once, sums - beside) + max(alone * gathers, gathers - ahead)
     return gathers + sums + between, exposed
 
 

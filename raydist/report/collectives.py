@@ -3,7 +3,7 @@
 Runs in: the user's shell. Plain python.
 
 gloo: kineto records the work of its threads as `gloo:all_reduce`, with the input shapes. A collective that
-raydist/worker/parallel/_gloo_p2p.py sends in several operations counts as one, from the start of the first to the end of the last.
+raydist/worker/comm/gloo_p2p.py sends in several operations counts as one, from the start of the first to the end of the last.
 NCCL: its kernels, from start to end on the device; torch adds elements, dtype, group and sequence number.
 """
 
@@ -35,8 +35,8 @@ _BYTES = {
     "short": 2, "char": 1, "byte": 1, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 _FSDP = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((.*)\))?")
-_ONE = re.compile(r"raydist::(reduce_scatter|all_gather)")
-"""All operations launched within such a range are one collective (raydist/worker/parallel/_gloo_p2p.py)."""
+_ONE = re.compile(r"raydist::(reduce_scatter|all_gather|all_to_all)")
+"""All operations launched within such a range are one collective (raydist/worker/comm/gloo_p2p.py)."""
 
 Event = dict[str, Any]
 

@@ -165,8 +165,9 @@ def _head(plan: dict[str, Any]) -> list[str]:
         memory = f"; {machine['memory'] / 2**30:.1f} GiB each, {machine['usable'] / 2**30:.1f} usable"
     frozen = model["parameters"] - model["trained"]
     each = "pipeline" if pipeline else "rank" if tensor == context == 1 else "group"
+    shape = f"{'at most ' if 'max_tokens' in batch else ''}{batch['micro']} x {batch['context']}"
     settings = (
-        f"{_plural(batch['accumulation'], 'micro-batch')} of {batch['micro']} x {batch['context']} tokens per step and {each}",
+        f"{_plural(batch['accumulation'], 'micro-batch')} of {shape} tokens per step and {each}",
         plan["precision"],
         f"checkpoint_activations: {plan['checkpoint_activations']}",
         f"offload: {plan['offload']['optimizer']}",

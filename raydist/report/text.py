@@ -109,6 +109,8 @@ def _line(what: Event) -> str:
             memory = data.get("source") == "memory"
             path = " (a copy in memory)" if memory else f" ({data['path']})" if "path" in data else ""
             return f"resumed from step {data['step']}{path}"
+        case "weights_loaded":
+            return f"started from the weights of run {data['run']} at step {data['step']} ({data['source']})"
         case "first_step":
             seconds, stages = _added_up({**data.get("before", {}), **data["stages"]})
             again = f"; {data['repeated_steps']} steps trained once more" if data["repeated_steps"] else ""

@@ -44,9 +44,29 @@ FIELDS: dict[str, tuple[pa.DataType, str]] = {
         "tokens of the fullest expert of a layer over the mean, for the worst layer; null without experts",
     ),
     "exchanged_bytes": (pa.int64(), "bytes that all ranks sent to others' experts and back; null without experts"),
+    "residual_norm": (pa.float64(), "norm of what error feedback keeps of rank 0's gradients; null without it"),
+    "compression_error": (
+        pa.float64(),
+        "norm of what compression lost on rank 0 over that of what it was given; null without compression",
+    ),
+    "sent_bytes": (pa.int64(), "bytes that rank 0 sent for sums of compressed gradients; null without compression"),
+    "saved_bytes": (
+        pa.int64(),
+        "bytes that a ring would have sent for them in fp32, less these; null without compression",
+    ),
 }
 """The columns of a segment: the fields of records.StepRecord, in order."""
-NULLABLE = frozenset({"grad_noise_scale", "expert_imbalance", "exchanged_bytes"})
+NULLABLE = frozenset(
+    {
+        "grad_noise_scale",
+        "expert_imbalance",
+        "exchanged_bytes",
+        "residual_norm",
+        "compression_error",
+        "sent_bytes",
+        "saved_bytes",
+    }
+)
 """Columns that may be missing in a record, or in a segment of an earlier version."""
 
 SCHEMA = pa.schema(

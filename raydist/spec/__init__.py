@@ -7,6 +7,7 @@ from raydist.spec.load import dump, load, merge, parse, read_tree, spec_hash, st
 from raydist.spec.models import (
     CheckpointSpec,
     ClusterSpec,
+    CommSpec,
     DataSpec,
     EvalSpec,
     JobSpec,
@@ -22,6 +23,7 @@ from raydist.spec.models import (
 __all__ = [
     "CheckpointSpec",
     "ClusterSpec",
+    "CommSpec",
     "DataSpec",
     "EvalSpec",
     "JobSpec",

@@ -7,7 +7,7 @@ export; that is read without importing the file. Here is what the families share
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,14 +23,26 @@ Config = Mapping[str, Any]
 """The values of a config.json."""
 
 
-def read_folder(name: str) -> tuple[Path, dict[str, Any]]:
-    """(the folder, the fields of `model`) of a folder in Hugging Face's format, or of a model hf://OWNER/NAME[@REVISION] of a hub,
-    which is downloaded. Raises UserError."""
-    folder = _download(name) if name.startswith("hf://") else Path(name).expanduser().absolute()
-    if "://" in str(name) and not name.startswith("hf://"):
+HUB = "hf://"
+"""How the name of a model of a hub begins: hf://OWNER/NAME or hf://OWNER/NAME@REVISION."""
+
+
+def read_folder(name: str) -> tuple[str, dict[str, Any]]:
+    """(`name`, the fields of `model`) of a folder in Hugging Face's format, or of a model of a hub, of which config.json alone is
+    downloaded; its name gets the revision that was found. Raises UserError."""
+    if "://" in name and not name.startswith(HUB):
         raise UserError(
             f"{name}: weights are read from folders", "give a folder that all nodes can read, or hf://OWNER/NAME"
         )
+    folder = Path(name).expanduser()
+    if name.startswith(HUB):
+        folder = download(name, ["config.json"])
+        name = f"{name.partition('@')[0]}@{folder.name}"  # so that the weights are those of this config.json
+    return name, fields_of(read_config(folder), f"{folder}/config.json")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The values of the config.json in a folder. Raises UserError."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except OSError as error:
@@ -43,28 +55,42 @@ def read_folder(name: str) -> tuple[Path, dict[str, Any]]:
         raise UserError(
             f"{folder}/config.json: holds {type(config).__name__}, not the config of a model", "download it again"
         )
+    return config
+
+
+def fields_of(config: Config, place: str) -> dict[str, Any]:
+    """The fields of `model`, its name among them, of a config.json. `place`: of the file. Raises UserError."""
     try:
         model, format = reader_of(config)
-        return folder, {"name": model, "vocab_size": need(config, "vocab_size"), **format.fields(config)}
+        return {"name": model, "vocab_size": need(config, "vocab_size"), **format.fields(config)}
     except UserError as error:
-        raise UserError(f"{folder}/config.json: {error.message}", error.hint) from None
+        raise UserError(f"{place}: {error.message}", error.hint) from None
 
 
-def _download(name: str) -> Path:
-    """The folder of a model of a hub, in the cache of huggingface_hub."""
+def download(name: str, patterns: Sequence[str], cache: Path | None = None, *, present: bool = False) -> Path:
+    """The folder of a model of a hub, with its files of these patterns. Raises UserError.
+
+    `cache`: where files are kept; None: huggingface_hub's own folder (HF_HOME). A file that is there is not downloaded again, and
+    of several processes one downloads it while the others wait. `present`: all files must be there.
+    """
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise UserError(
             f"{name}: needs the package huggingface_hub", "install it, or download the model and give its folder"
         ) from None
-    owner, _, revision = name.removeprefix("hf://").partition("@")
+    owner, _, revision = name.removeprefix(HUB).partition("@")
     try:
-        return Path(snapshot_download(owner, revision=revision or None, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(
+            snapshot_download(
+                owner, revision=revision or None, allow_patterns=[*patterns], cache_dir=cache, local_files_only=present
+            )
+        )
     except Exception as error:  # of the hub, the network and the cache, in many classes
         raise UserError(
             f"{name}: cannot be downloaded: {type(error).__name__}: {remote_filesystem.reason(error)}",
-            "check the name and the network (HF_TOKEN for gated models; HF_HOME, on shared storage, is the cache)",
+            "check the name and the network (HF_ENDPOINT, and HF_TOKEN for gated models), or download it elsewhere and give "
+            "its folder",
         ) from error
 
 

@@ -148,16 +148,16 @@ def _with_pretrained(layers: list[Layer]) -> list[Layer]:
     layer = layers[at]
     hf, origin = layer.tree["model"]["hf"], layer.origin.get("model.hf", "model")
     try:
-        folder, fields = read_folder(str(hf))
+        name, fields = read_folder(str(hf))
     except UserError as error:
         raise SpecError(f"{origin}: model.hf: {error.message}; {error.hint}") from None
     named = next(
         (m for x in reversed(layers[at:]) if (m := x.tree["model"].get("name") if "model" in x.tree else None)), None
     )
     if named not in (None, fields["name"]):
-        raise SpecError(f"{origin}: model.name: {named}: {folder} has a {fields['name']}; leave name out")
-    own = layer.with_field("model.hf", str(folder), origin)
-    config = Layer({"model": fields}, dict.fromkeys(_paths({"model": fields}), f"{folder}/config.json"))
+        raise SpecError(f"{origin}: model.name: {named}: {name} has a {fields['name']}; leave name out")
+    own = layer.with_field("model.hf", name, origin)
+    config = Layer({"model": fields}, dict.fromkeys(_paths({"model": fields}), f"{name}/config.json"))
     return [*layers[:at], config, Layer(own.tree, layer.origin, layer.folder, layer.extends), *layers[at + 1 :]]
 
 

@@ -6,13 +6,15 @@ the whole job, and the checks across sections; the sections are in training.py a
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from raydist import registry
 from raydist.extension_plans import optimizer_plan, strategies, strategy_plan
-from raydist.spec.parts import Part, SpecValueError, check_spec, near_divisors, problem
+from raydist.spec.comm import CommSpec
+from raydist.spec.parts import Part, PartWithNewFields, SpecValueError, check_spec, near_divisors, problem
 from raydist.spec.running import (
     CheckpointSpec,
     ClusterSpec,
@@ -24,6 +26,7 @@ from raydist.spec.running import (
     SpikeSpec,
 )
 from raydist.spec.training import (
+    BatchingSpec,
     DataSpec,
     EvalSpec,
     LossScaleSpec,
@@ -36,14 +39,20 @@ from raydist.spec.training import (
     short_precision,
 )
 
+_FEW = 8
+"""Padded lengths of micro-batches, where the model is compiled."""
 
-class JobSpec(Part):
+
+class JobSpec(PartWithNewFields):
     """One training job."""
+
+    new_fields = ("comm", "init_from")
 
     numbers_exclude: ClassVar[tuple[str, ...]] = (
         "name", "train.micro_batch", "train.compile", "train.checkpoint_activations", "train.check_replicas",
         "train.check_gradients", "parallel", "offload", "checkpoint", "eval", "recovery", "observe", "cluster", "data.prefetch",
-        "data.source", "data.path", "optim.fused", "deepspeed", "model.hf",
+        "data.source", "data.path", "optim.fused", "deepspeed", "model.hf", "init_from", "data.batching.max_tokens",
+        "data.batching.min", "data.batching.max", "data.batching.multiple", "data.batching.lengths",
     )  # fmt: skip
     """Fields that do not change the numbers, or only within float tolerance. The data is compared by its fingerprint."""
 
@@ -55,6 +64,11 @@ class JobSpec(Part):
         description="A DeepSpeed JSON file, relative to this one. Fields of this file win; docs/how-to/deepspeed.md.",
     )
     model: ModelSpec = Field(default_factory=ModelSpec, description="The model.")
+    init_from: str | None = Field(
+        None,
+        description="Start from the weights of another run: its name, folder or URI, or RUN/checkpoints/step-N; neither its "
+        "optimizer nor its step; docs/how-to/pretrained.md.",
+    )
     data: DataSpec = Field(description="The training data.")
     train: TrainSpec = Field(description="Length, batches, loss, and how the passes are computed.")
     optim: OptimSpec = Field(default_factory=lambda: OptimSpec(), description="The optimizer and its learning rate.")
@@ -63,6 +77,9 @@ class JobSpec(Part):
     )
     parallel: ParallelSpec = Field(
         default_factory=lambda: ParallelSpec(), description="How the work is split over the workers."
+    )
+    comm: CommSpec = Field(
+        default_factory=lambda: CommSpec(), description="What is sent between the ranks; docs/how-to/communication.md."
     )
     offload: OffloadSpec = Field(
         default_factory=lambda: OffloadSpec(), description="State that is kept outside the device's memory."
@@ -88,12 +105,15 @@ class JobSpec(Part):
                 f"is longer than the run of {steps} steps",
                 "write a fraction, such as 0.1",
             )
+        if (check := registry.described("model", self.model.name, "check_job")) is not None:
+            check(self)
         self._tensor_fits()
         self._context_fits()
         self._pipeline_fits()
         self._experts_fit()
         self._replicas_fit()
-        if self.cluster.most // self.parallel.replica > self.train.global_batch:
+        self._batching_fits()
+        if self._by_tokens is None and self.cluster.most // self.parallel.replica > self.train.global_batch:
             what = (
                 "is more"
                 if self.parallel.replica == 1
@@ -104,6 +124,7 @@ class JobSpec(Part):
                           "raise train.global_batch or take fewer workers")  # fmt: skip
         strategy, plan = self.parallel.strategy, strategy_plan(self.parallel.strategy)
         check_spec("parallel", strategy, self)
+        self._compression_fits()
         if self.offload.parameters == "cpu" and plan is not None and "parameters" not in plan.sharded:
             sharding = [s for s in strategies() if "parameters" in getattr(strategy_plan(s), "sharded", ())]
             raise problem("offload.parameters", "cpu", f"needs sharded parameters, and {strategy} keeps them whole",
@@ -117,6 +138,23 @@ class JobSpec(Part):
                           "would read the optimizer's whole state back from offload.optimizer: nvme",
                           "set it to null, or offload.optimizer: cpu")  # fmt: skip
         return self
+
+    def _compression_fits(self) -> None:
+        comm, strategy = self.comm, self.parallel.strategy
+        if not comm.compresses:
+            return
+        plan = strategy_plan(strategy)
+        if plan is None or not plan.compresses:
+            those = [s for s in strategies() if getattr(strategy_plan(s), "compresses", False)]
+            raise problem("comm.compress", comm.compress, f"has no effect with parallel.strategy: {strategy}, which sends "
+                          "gradients its own way", f"take {' or '.join(those)}, or leave comm out")  # fmt: skip
+        if self.precision.reduce != "fp32":
+            raise problem("precision.reduce", self.precision.reduce, f"and comm.compress: {comm.compress} both say how gradients "
+                          "are sent", "leave one of them out")  # fmt: skip
+        if self.parallel.expert > 1:
+            raise problem("comm.compress", comm.compress, f"does not go with parallel.expert: {self.parallel.expert}: ranks with "
+                          "the same experts are others than those that share all else", "leave comm out, or set parallel.expert: 1"
+                          )  # fmt: skip
 
     def _tensor_fits(self) -> None:
         tensor = self.parallel.tensor
@@ -220,6 +258,85 @@ class JobSpec(Part):
                 remedy = f"set cluster.workers to a multiple of {parallel.replica}"
             raise problem(f"parallel.{axis}", size, what, remedy)
 
+    def _batching_fits(self) -> None:
+        batching = self.data.batching
+        if batching is None:
+            return
+        if self.data.pack:
+            raise problem("data.pack", True, "separates the documents of a row, and with data.batching a row has one",
+                          "leave one of them out")  # fmt: skip
+        ranks = self.parallel.tensor * self.parallel.context
+        if batching.longest is not None and batching.longest > self.model.context:
+            raise problem("data.batching.longest", batching.longest, f"is above model.context: {self.model.context}",
+                          f"set it to at most {self.model.context}, or raise model.context")  # fmt: skip
+        if batching.longest is not None and batching.longest % ranks:
+            raise problem("data.batching.longest", batching.longest,
+                          f"is no multiple of the {ranks} ranks that share a sequence (parallel.context x tensor)",
+                          f"set it to {max(batching.longest // ranks, 1) * ranks}")  # fmt: skip
+        if self.longest < 1:
+            raise problem("data.batching.max_tokens", batching.max_tokens,
+                          f"has {batching.max_tokens // batching.min} tokens for each of min: {batching.min} sequences, fewer "
+                          f"than the {ranks} ranks that share a sequence (parallel.context x tensor)",
+                          f"set it to {batching.min * ranks} or more")  # fmt: skip
+        replicas, size = self.cluster.most // self.parallel.replica, batching.global_tokens
+        if size is not None and size < self.longest:
+            raise problem("data.batching.global_tokens", size, f"is less than the longest sequence has: {self.longest}",
+                          "raise it, or set data.batching.longest")  # fmt: skip
+        if size is not None and size < replicas:
+            raise problem("data.batching.global_tokens", size, f"is less than one token for each of {replicas} replicas",
+                          "raise it, or take fewer workers")  # fmt: skip
+        if size is not None and self.optim.scale_lr != "none":
+            raise problem("optim.scale_lr", self.optim.scale_lr, "scales by sequences, and data.batching.global_tokens has tokens",
+                          "set optim.lr itself, or train.global_batch in place of global_tokens")  # fmt: skip
+
+    @property
+    def _by_tokens(self) -> int | None:
+        """Tokens of a global batch; None if it is counted in sequences."""
+        return self.data.batching.global_tokens if self.data.batching is not None else None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row: with data.batching a multiple of the ranks that share one, else model.context."""
+        batching = self.data.batching
+        if batching is None:
+            return self.model.context
+        if batching.longest is not None:
+            return batching.longest
+        ranks = self.parallel.tensor * self.parallel.context
+        return min(self.model.context, batching.max_tokens // batching.min) // ranks * ranks
+
+    def with_max_tokens(self, max_tokens: int) -> JobSpec:
+        """The job with another data.batching.max_tokens, at least `longest`, and the same samples."""
+        assert self.data.batching is not None
+        fields = {"max_tokens": max_tokens, "longest": self.longest, "min": 1}
+        data = self.data.model_copy(update={"batching": self.data.batching.model_copy(update=fields)})
+        return self.model_copy(update={"data": data})
+
+    @property
+    def largest_pass(self) -> tuple[int, int]:
+        """(rows, tokens of a row) of the micro-batch that needs the most memory; with data.batching the longest rows or, where one
+        more row of shorter ones makes more tokens, these."""
+        batching, length = self.data.batching, self.longest
+        if batching is None:
+            return self.train.micro_batch, length
+        most = batching.max or batching.max_tokens
+        rows = min(max(batching.max_tokens // length, 1), most)
+        more = min(rows + 1, most)
+        shorter = batching.max_tokens // more // self.row_multiple * self.row_multiple
+        return max((rows, length), (more, min(shorter, length)), key=lambda shape: shape[0] * shape[1])
+
+    @property
+    def row_multiple(self) -> int:
+        """With data.batching, of what padded lengths are multiples, except `longest`."""
+        assert self.data.batching is not None
+        return math.lcm(self.data.batching.multiple, self.parallel.tensor * self.parallel.context)
+
+    @property
+    def few_lengths(self) -> int | None:
+        """With data.batching, the number of different padded lengths; None: any multiple."""
+        assert self.data.batching is not None
+        return self.data.batching.lengths or (_FEW if self.train.compile else None)
+
     @property
     def snapshot_every(self) -> int | Literal["auto"] | None:
         """recovery.snapshot_every; with auto there are none where the optimizer's state is on disk, for lack of memory."""
@@ -231,8 +348,9 @@ class JobSpec(Part):
 
         `fingerprint` is the dataset's. It replaces the dataset's source and path.
         """
-        return {"data.fingerprint": fingerprint} | {
-            name: value
+        sequences = {"data.batching.longest": self.longest} if self.data.batching is not None else {}
+        return {"data.fingerprint": fingerprint, **sequences} | {
+            name: sequences.get(name, value)
             for name, value in flatten(self.model_dump(mode="json")).items()
             if not any(name == x or name.startswith(x + ".") for x in self.numbers_exclude)
         }
@@ -250,8 +368,10 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 __all__ = [
+    "BatchingSpec",
     "CheckpointSpec",
     "ClusterSpec",
+    "CommSpec",
     "DataSpec",
     "EvalSpec",
     "ExporterSpec",

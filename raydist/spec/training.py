@@ -10,14 +10,36 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from raydist import registry
 from raydist.errors import UserError
-from raydist.spec.parts import Extension, Part, PartWithNewFields, check_spec, near_divisors, problem
+from raydist.spec.parts import Extension, Part, PartWithNewFields, Tokens, check_spec, near_divisors, problem
+
+
+class LoraSpec(Part):
+    """Adapters of low rank, which are trained instead of the weights of the model."""
+
+    rank: int = Field(8, ge=1, description="Rows of A and columns of B.")
+    alpha: float = Field(16.0, gt=0, description="The adapter's product is multiplied by alpha / rank.")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="Probability of dropping an input of an adapter while training."
+    )
+    targets: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="Linear layers that get an adapter: the ends of their names (attention.q), with * for any text; default: all "
+        "in the blocks.",
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's product."""
+        return self.alpha / self.rank
 
 
 class ModelSpec(PartWithNewFields):
     """The model: a built-in one, or your own."""
 
-    new_fields: ClassVar[tuple[str, ...]] = ("hf", "vocab_size")
+    new_fields: ClassVar[tuple[str, ...]] = ("hf", "vocab_size", "lora")
 
     name: Annotated[str, Extension("model")] = Field(
         "gpt", description="A built-in model, or package.module:attribute of your own."
@@ -45,24 +67,83 @@ class ModelSpec(PartWithNewFields):
     dropout: float = Field(0.0, ge=0, lt=1, description="Probability of dropping an activation while training.")
     rope_base: float = Field(10_000.0, gt=0, description="Base of the rotary position frequencies.")
     options: dict[str, Any] = Field(default_factory=dict, description="The options of that model; docs/extending.md.")
+    lora: LoraSpec | None = Field(
+        None,
+        description="Train adapters alone, on the weights of `hf`, which stay as they are; docs/how-to/fine-tuning.md.",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> ModelSpec:
+        if self.lora is not None and self.hf is None:
+            raise problem(
+                "lora", None, "needs the weights that the adapters are for", "set model.hf, or leave lora out"
+            )
         check_spec("model", self.name, self)
         return self
 
     def rows(self, tokenizer: int) -> int:
-        """Rows of the embedding for a tokenizer of so many ids. Raises UserError if it has more than `vocab_size`."""
-        if self.vocab_size is not None and tokenizer > self.vocab_size:
+        """Rows of the embedding for a tokenizer of so many ids. Raises UserError if it has more than `vocab_size`, or than the
+        config in the model's options has."""
+        own = registry.described("model", self.name, "vocabulary")
+        size = self.vocab_size or (own(self) if own is not None else None)
+        if size is not None and tokenizer > size:
+            field = "model.vocab_size" if self.vocab_size else "model.options: vocab_size of the config"
             raise UserError(
-                f"model.vocab_size: {self.vocab_size}: the tokenizer of the data has {tokenizer} ids",
+                f"{field}: {size}: the tokenizer of the data has {tokenizer} ids",
                 f"set data.tokenizer: {self.hf}/tokenizer.json" if self.hf else "leave it out, or set it higher",
             )
-        return self.vocab_size or tokenizer
+        return size or tokenizer
 
 
-class DataSpec(Part):
+class BatchingSpec(Part):
+    """Micro-batches of documents of like length, one in a row, up to a number of tokens. docs/how-to/batching.md."""
+
+    max_tokens: Tokens = Field(description="Rows times padded length of a micro-batch, at most.")
+    min: int = Field(
+        1,
+        ge=1,
+        description="Sequences for which a full micro-batch always has room: none is longer than max_tokens / min tokens.",
+    )
+    max: int | None = Field(None, ge=1, description="Sequences of a micro-batch, at most; default: as many as fit.")
+    longest: Tokens | None = Field(
+        None, description="Tokens of the longest sequence; default: the smaller of model.context and max_tokens / min."
+    )
+    longer: Literal["split", "cut", "error"] = Field(
+        "split",
+        description="A document of more than `longest` tokens is split into several sequences, is cut off after so many tokens, "
+        "or is an error before the run starts.",
+    )
+    global_tokens: Tokens | None = Field(
+        None,
+        description="Tokens of one optimizer step, on average, over all workers; default: train.global_batch sequences.",
+    )
+    multiple: int = Field(8, ge=1, le=1024, description="Sequences are padded to multiples of so many tokens.")
+    lengths: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="Number of different padded lengths, for which micro-batches then have few shapes. They are chosen so that the "
+        "corpus has the least padding. Default: 8 with train.compile, else any multiple.",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> BatchingSpec:
+        if self.max is not None and self.min > self.max:
+            raise problem("min", self.min, f"is above max: {self.max}", "set min to at most max")
+        if self.max_tokens < self.min:
+            raise problem("max_tokens", self.max_tokens, f"has no room for min: {self.min} sequences of one token",
+                          "raise max_tokens or lower min")  # fmt: skip
+        if self.longest is not None and self.longest > self.max_tokens // self.min:
+            most = self.max_tokens // self.min
+            raise problem("longest", self.longest, f"is above the {most} tokens that max_tokens: {self.max_tokens} has for each of "
+                          f"min: {self.min} sequences", f"set longest to at most {most}, or raise max_tokens")  # fmt: skip
+        return self
+
+
+class DataSpec(PartWithNewFields):
     """The training data: `source` is prepared before the first run, `path` is a dataset that exists."""
+
+    new_fields: ClassVar[tuple[str, ...]] = ("batching", "format", "chat_template", "loss_on")
 
     source: str | None = Field(
         None,
@@ -78,6 +159,20 @@ class DataSpec(Part):
     column: str = Field(
         "text", description="For `source`: the field of JSON lines or the column of Parquet that holds the text."
     )
+    format: Literal["text", "chat"] = Field(
+        "text",
+        description="For `source`: chat: rows of JSON lines or Parquet are conversations, with `messages`, or `prompt` and "
+        "`completion`; docs/how-to/fine-tuning.md.",
+    )
+    chat_template: str | None = Field(
+        None,
+        description="For `format: chat`: chatml, llama3, plain, or the path of a template; default: the one beside the "
+        "tokenizer.json.",
+    )
+    loss_on: Literal["completions", "all"] = Field(
+        "completions",
+        description="For `format: chat`: count the loss of what the assistant says alone, or of all tokens.",
+    )
     eval_fraction: float = Field(
         0.01, gt=0, lt=1, description="For `source`: share of documents held out for evaluation."
     )
@@ -86,6 +181,10 @@ class DataSpec(Part):
         description="Separate the documents of a sample: block-diagonal attention, positions that start at 0 in each.",
     )
     prefetch: int = Field(2, ge=1, le=1000, description="Batches that the loader's thread makes in advance.")
+    batching: BatchingSpec | None = Field(
+        None,
+        description="Micro-batches of documents of like length, up to a number of tokens; default: windows of model.context.",
+    )
 
     @model_validator(mode="after")
     def _one(self) -> DataSpec:
@@ -93,6 +192,9 @@ class DataSpec(Part):
             raise problem(
                 "source", self.source, "and data.path: exactly one of them is needed", "set data.source or data.path"
             )
+        for name in ("chat_template", "loss_on"):
+            if self.format == "text" and getattr(self, name) != type(self).model_fields[name].default:
+                raise problem(name, getattr(self, name), "has no effect on text", "set data.format: chat")
         return self
 
 

@@ -5,14 +5,17 @@ Runs in: each train worker. Torch, never ray.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from raydist.data.batches import MASKED, MicroBatch, StepBatch, eval_batches, share
-from raydist.data.dataset import TokenDataset, Windows
+from raydist.data.batches import MASKED, MicroBatch, Samples, StepBatch, eval_batches
+from raydist.data.dataset import TokenDataset
+from raydist.data.samples import batches_of, divide_of, held_out_samples, training_samples
+from raydist.data.sequences import Sequences
 from raydist.errors import DataError, UserError
 from raydist.spec import JobSpec
 from raydist.worker.mesh import Mesh
@@ -24,7 +27,18 @@ class Feed:
     def __init__(self, spec: JobSpec, mesh: Mesh, dataset: TokenDataset) -> None:
         self._spec, self._mesh, self._dataset = spec, mesh, dataset
         self._device = mesh.rank.device
-        self.windows = Windows(dataset.split("train"), spec.model.context)
+        self.samples = training_samples(spec, dataset)
+        self.batches = batches_of(spec, self.samples, dataset.fingerprint)
+        self.divide = divide_of(spec, self.samples)
+
+    @property
+    def shapes(self) -> int:
+        """How many shapes micro-batches have; 1 if that is not limited, too."""
+        return len(self.samples.shapes.all()) or 1 if isinstance(self.samples, Sequences) else 1
+
+    def notes(self) -> list[str]:
+        """What a user should know about how the data is divided; each a line."""
+        return self.samples.notes() if isinstance(self.samples, Sequences) else []
 
     def to_torch(self, batch: StepBatch) -> StepBatch:
         """Converts this rank's tokens of every micro-batch to tensors, in pinned memory for CUDA. Called in the loader's thread."""
@@ -39,25 +53,25 @@ class Feed:
         return to_device(batch, self._device)
 
     def example(self, samples: int = 1) -> MicroBatch:
-        """The first sample, `samples` times, with which a strategy checks the graph."""
-        return self._made(self.windows, np.zeros(samples, np.int64))
+        """One sample, `samples` times, with which a strategy checks the graph."""
+        return self._made(self.samples, self.samples.example(samples))
 
     def eval_set(self) -> list[MicroBatch]:
         """This rank's part of the eval batches, the same at each evaluation. Raises DataError if the eval split is empty."""
-        windows, train = Windows(self._dataset.split("eval"), self._spec.model.context), self._spec.train
-        if not len(windows):
+        samples = held_out_samples(self._spec, self._dataset, self.samples)
+        if not len(samples):
             raise DataError(
                 f"{self._dataset.uri}: the eval split is empty, but eval.every is {self._spec.eval.every}",
                 "prepare with a larger eval_fraction, or set eval.every: null",
             )
         return [
-            self._made(windows, part)
-            for ids in eval_batches(len(windows), self._spec.eval.batches, train.global_batch)
-            for part in share(ids, self._mesh.data_rank, self._mesh.data_size, train.micro_batch)
+            self._made(samples, ids[part])
+            for ids in eval_batches(len(samples), self._spec.eval.batches, self.batches.global_batch)
+            for part in divide_of(self._spec, samples)(ids, self._mesh.data_rank, self._mesh.data_size)
         ]
 
-    def _made(self, windows: Windows, ids: Any) -> MicroBatch:
-        made = own_tokens(MicroBatch(*windows.batch(ids, self._spec.data.pack)), self._mesh)
+    def _made(self, samples: Samples, ids: Any) -> MicroBatch:
+        made = own_tokens(MicroBatch(*samples.batch(ids, self._spec.data.pack)), self._mesh)
         return self.to_device(_tensors(made, pin=False))
 
 
@@ -85,8 +99,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     if device.type == "cpu":
         return batch
     move: dict[str, Any] = {"device": device, "non_blocking": True}
-    documents = None if batch.documents is None else batch.documents.to(**move)
-    return MicroBatch(batch.tokens.to(**move), batch.targets.to(**move), documents, batch.first, batch.real)
+    return _each(batch, lambda tensor: tensor.to(**move))
 
 
 def _tensors(batch: MicroBatch, pin: bool) -> MicroBatch:
@@ -96,5 +109,11 @@ def _tensors(batch: MicroBatch, pin: bool) -> MicroBatch:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if pin else tensor
 
-    documents = None if batch.documents is None else make(batch.documents)
-    return MicroBatch(make(batch.tokens), make(batch.targets), documents, batch.first, batch.real)
+    return _each(batch, make)
+
+
+def _each(batch: MicroBatch, make: Callable[[Any], torch.Tensor]) -> MicroBatch:
+    """The same batch with another tensor in place of each."""
+    names = ("tokens", "targets", "documents", "lengths")
+    made: dict[str, Any] = {name: make(old) for name in names if (old := getattr(batch, name)) is not None}
+    return replace(batch, **made)

@@ -13,13 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raydist.data.batches import MicroBatch
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
-from raydist.worker.model._moe import layers_of
+from raydist.worker.model._moe import MixtureOfExperts, layers_of
 from raydist.worker.parallel._model_graph import plain_name
 from raydist.worker.step_hooks import Step, StepHook
 
 Say = Callable[..., None]
+
+
+def _tell(layer: MixtureOfExperts, batch: MicroBatch, *, records: bool) -> None:
+    layer.records, layer.real, layer.lengths = records, batch.real, batch.lengths
 
 
 class ExpertLoads(StepHook):
@@ -68,13 +73,13 @@ class ExpertLoads(StepHook):
     def before_forward(self, step: Step, index: int) -> None:
         """See `StepHook.before_forward`."""
         for layer in self._layers.values():
-            layer.records, layer.real = True, step.micro_batches[index].real
+            _tell(layer, step.micro_batches[index], records=True)
 
     @contextmanager
     def around_backward(self, index: int) -> Iterator[None]:
         """A pass that is computed again in backward is of this micro-batch, and was counted."""
         for layer in self._layers.values():
-            layer.records, layer.real = False, self._step.micro_batches[index].real
+            _tell(layer, self._step.micro_batches[index], records=False)
         yield
 
     def gradients_ready(self, step: Step) -> None:

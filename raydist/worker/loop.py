@@ -9,30 +9,36 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from raydist.data.batches import Batches, Loader, Stall, StepBatch
+from raydist.data.batches import Loader, Stall, StepBatch
 from raydist.data.dataset import TokenDataset
+from raydist.data.samples import full_tokens
 from raydist.extension_plans import strategy_plan
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.records import Event, StepRecord
 from raydist.redact import redact
-from raydist.worker import build, distributed, model_transforms, precision, pretrained
+from raydist.worker import base_weights, build, distributed, model_transforms, precision, pretrained
 from raydist.worker.attempt import Job, MonitorChannel, Outcome
 from raydist.worker.checkpoint.manager import CheckpointManager, Progress
 from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.checks.bad_steps import BadStepCheck
 from raydist.worker.checks.gradients import GradientCheck
 from raydist.worker.checks.replicas import ReplicaCheck
+from raydist.worker.comm.compression.reducer import reducers_of
+from raydist.worker.comm.compression.state import NAME as COMPRESSION
+from raydist.worker.comm.compression.state import Compression
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.dataloader import Feed
 from raydist.worker.distributed import Rank
 from raydist.worker.expert_loads import ExpertLoads
 from raydist.worker.forward_seeds import ForwardSeeds
+from raydist.worker.lora import frozen_shards
 from raydist.worker.loss import build as build_loss
 from raydist.worker.loss import call_model
 from raydist.worker.mesh import Mesh
@@ -45,7 +51,8 @@ from raydist.worker.metrics.startup_timing import Startup
 from raydist.worker.metrics.telemetry import Telemetry
 from raydist.worker.metrics.trace import Tracer
 from raydist.worker.optim.schedule import lr_at, peak_lr
-from raydist.worker.parallel._model_graph import parts_of, plain_name
+from raydist.worker.parallel import ParamShard
+from raydist.worker.parallel._model_graph import parts_of
 from raydist.worker.parallel._pipeline import Pipeline
 from raydist.worker.parallel._split import split_layers
 from raydist.worker.parameter_table import ParameterTable, gather_parameters
@@ -126,7 +133,9 @@ class _Run:
         dataset = TokenDataset(job.dataset)
         self.mesh = Mesh.of(spec, rank)  # every rank, if a replica has several
         self.feed = Feed(spec, self.mesh, dataset)
-        self.batches = Batches(len(self.feed.windows), spec.train.global_batch, spec.train.seed, dataset.fingerprint)
+        self.batches = self.feed.batches
+        for line in self.feed.notes():
+            self._note(line)
         self.total = spec.train.total(self.batches.steps_per_epoch)
         self.eval_set = self.feed.eval_set() if spec.eval.every else []
         # Model, strategy, optimizer: the same on every rank, from the same seed.
@@ -155,15 +164,21 @@ class _Run:
                 reporter.say("pipeline", **build.pipeline_schedule(spec, self.mesh, self.strategy.cuts))
         self.strategy.wrap(model, self._example)
         for part in parts_of(model):
-            model_transforms.prepare(part, spec.train)
+            model_transforms.prepare(part, spec.train, self.feed.shapes)
         seeds = ForwardSeeds(parts_of(model), spec.train.seed, rank.device, by_block=spec.train.compile is not True)
         shards = self.split.shards(self.strategy.shards()) if self.split else self.strategy.shards()
-        frozen = {plain_name(n): p for n, p in model.named_parameters() if not p.requires_grad}
-        parameters = gather_parameters(shards, rank, frozen)  # every rank: names, shapes and holders of all ranks
+        frozen = frozen_shards(model)
+        if self.split:
+            self.split.place(frozen)
+        likes = {name: shard.local if shard.like is None else shard.like for name, shard in frozen.items()}
+        has_base = spec.model.lora is not None
+        parameters = gather_parameters(
+            shards, rank, likes, has_base
+        )  # every rank: names, shapes and holders of all ranks
         self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards, self.split)
         self.peak_lr = peak_lr(spec.optim, spec.train.global_batch)
-        self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages)
-        self.bad_steps = BadStepCheck(spec, self.mesh, job.run, job.attempt, model, reporter)
+        self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages, spec.comm.compresses)
+        self.bad_steps = BadStepCheck(spec, self.mesh, job.run, job.attempt, model, reporter, self.feed.divide)
         self.noise = self._noise()
         # State: from the newest good checkpoint, the same on all ranks.
         self.at = Progress()
@@ -172,7 +187,7 @@ class _Run:
             rank,
             reporter,
             self.at,
-            TrainState(model, self.optimizer, shards),
+            TrainState(model, self.optimizer, shards, frozen, frozenset(parameters.base)),
             precision=self.precision,
             bad_steps=self.bad_steps,
             noise=self.noise,
@@ -181,13 +196,21 @@ class _Run:
             steps_per_epoch=self.batches.steps_per_epoch,
             parameters=parameters,
             mesh=self.mesh,
+            base=self._base(parameters) if has_base else None,
         )
+        self.compression = self._compression()  # every rank: what would be sent is compared
+        if self.compression:
+            self.checkpoints.register(COMPRESSION, self.compression)
         startup.done("build")
+        if has_base:  # checkpoints do not hold it
+            self._load_pretrained(model, {**shards, **frozen}, dataset.vocab_size)
         if self.checkpoints.resume():
             self.strategy.updated()
-        elif spec.model.hf is not None:
-            read = pretrained.load(spec.model, model, shards, dataset.vocab_size)
-            self._note(f"model.hf: rank 0 read {read / 2**20:,.0f} MiB of {spec.model.hf}")
+        elif spec.init_from is not None:
+            self.checkpoints.start_from(spec.init_from)
+            self.strategy.updated()
+        elif spec.model.hf is not None and not has_base:
+            self._load_pretrained(model, shards, dataset.vocab_size)
             self.strategy.updated()
         startup.done("load")
         self.checkpoints.open()
@@ -204,6 +227,7 @@ class _Run:
         hooks: list[StepHook | None] = [
             telemetry,
             seeds,
+            self.compression,
             self.experts,
             self.noise,
             self.gradients,
@@ -220,7 +244,7 @@ class _Run:
             self.precision,
             parameters=parameters,
             split=self.split,
-            full_tokens=spec.train.global_batch * spec.model.context,
+            full_tokens=full_tokens(self.batches, self.feed.samples),
             clip=spec.optim.clip,
             hooks=[hook for hook in hooks if hook is not None],
             heartbeat=heartbeat,
@@ -232,12 +256,12 @@ class _Run:
         at = self.at
         first, stop = at.step + 1, False
         loader = Loader(
-            self.feed.windows,
+            self.feed.samples,
             self.batches,
             at.cursor,
             rank=self.mesh.data_rank,
             world=self.mesh.data_size,
-            micro_batch=self.spec.train.micro_batch,
+            divide=self.feed.divide,
             pack=self.spec.data.pack,
             prefetch=self.spec.data.prefetch,
             steps=max(self.last - at.step, 0),
@@ -272,9 +296,10 @@ class _Run:
                     ended = time.perf_counter()
                     self.heartbeat.stepped(ended - begun - batch.wait_seconds)
                     self._record(batch, lr, report.loss, report.grad_norm, report.tokens, ended - begun)
-                    found = self.noise.verdict(at.step) if self.noise else None
-                    if found and self.reporter:
-                        self.reporter.event(found.event(time.time()))
+                    for measure in (self.noise, self.compression):
+                        found = measure.verdict(at.step) if measure else None
+                        if found and self.reporter:
+                            self.reporter.event(found.event(time.time()))
                     self.checkpoints.stepped(ended - before, unusual)
                     before, unusual = ended, False
                     if at.step == first:
@@ -318,6 +343,16 @@ class _Run:
         if self.reporter:
             self.reporter.say("note", text=text)
 
+    def _base(self, parameters: ParameterTable) -> dict[str, Any]:
+        """The weights that adapters are for, as checkpoints name them. Every rank: it reads its share of the files."""
+        hf = str(self.spec.model.hf)
+        found = base_weights.fingerprint(Path(hf), self.rank)
+        return {"hf": hf, "fingerprint": found, "frozen": list(parameters.base)}
+
+    def _load_pretrained(self, model: nn.Module, shards: Mapping[str, ParamShard], vocab_size: int) -> None:
+        read = pretrained.load(self.spec.model, model, shards, vocab_size)
+        self._note(f"model.hf: rank 0 read {read / 2**20:,.0f} MiB of {self.spec.model.hf}")
+
     def _messages(self) -> list[tuple[str, int, str]]:
         """The collectives of a step that have a name: (kind, elements, name)."""
         loads = [self.experts.message] if self.experts else []
@@ -329,7 +364,7 @@ class _Run:
             "step": self.at.step + 1,
             "rank": self.rank.rank,
             "seconds": round(stall.seconds, 3),
-            "files": self.feed.windows.files(stall.ids),
+            "files": self.feed.samples.files(stall.ids),
             "where": stall.at,
             "restarts": stall.restarts,
             "final": stall.final,
@@ -340,7 +375,8 @@ class _Run:
         return _due(step, self.spec.checkpoint.every, ending)
 
     def _record(self, batch: StepBatch, lr: float, loss: float, norm: float, tokens: int, seconds: float) -> None:
-        if self.reporter:  # rank 0: the values are the same on every rank
+        if self.reporter:  # rank 0: the values are the same on every rank, but for those of compression
+            sent = self.compression.last if self.compression else None
             self.reporter.step(
                 StepRecord(
                     step=self.at.step,
@@ -356,6 +392,10 @@ class _Run:
                     grad_noise_scale=self.noise.scale if self.noise else None,
                     expert_imbalance=self.experts.imbalance if self.experts else None,
                     exchanged_bytes=self.experts.exchanged if self.experts else None,
+                    residual_norm=sent.residual_norm if sent else None,
+                    compression_error=sent.compression_error if sent else None,
+                    sent_bytes=sent.sent_bytes if sent else None,
+                    saved_bytes=sent.saved_bytes if sent else None,
                 )
             )
 
@@ -369,8 +409,19 @@ class _Run:
         if self.reporter:
             self.reporter.say("eval", step=self.at.step, loss=self.at.eval_loss, tokens=tokens, best=best)
 
+    def _compression(self) -> Compression | None:
+        """None if no gradients are compressed on any rank."""
+        reducers = reducers_of(self.strategy)
+        if not self.spec.comm.compresses or not any(gather_json(len(reducers), self.rank.control)):
+            if self.spec.comm.compresses:
+                self._note(
+                    f"comm.compress: {self.spec.comm.compress}: there is one replica of the state, and nothing is sent"
+                )
+            return None
+        return Compression(reducers, self.precision, self.rank)
+
     def _noise(self) -> GradientNoise | None:
-        every, batch = self.spec.observe.grad_noise, self.spec.train.global_batch
+        every, batch = self.spec.observe.grad_noise, self.batches.global_batch
         if every is None:
             return None
         for axis, why in (

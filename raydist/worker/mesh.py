@@ -184,6 +184,11 @@ class Mesh:
         return self.coordinate(self.rank.rank)[3]
 
     @property
+    def part(self) -> str:
+        """Which part of each tensor that is, in words; "" where tensors are whole."""
+        return f"tensor-{self.tensor_rank}-of-{self.tensor}" if self.tensor > 1 else ""
+
+    @property
     def counts(self) -> bool:
         """Whether this rank adds its loss and tokens to the step's sums: of the ranks that compute the same loss, one does. Those
         along `context` compute parts of it, of their own tokens."""

@@ -34,8 +34,10 @@ _KEPT = (
 """aten operations whose results selective checkpointing keeps: expensive to compute, and small in relation to that."""
 
 
-def prepare(model: nn.Module, spec: TrainSpec) -> None:
+def prepare(model: nn.Module, spec: TrainSpec, shapes: int = 1) -> None:
     """Applies `train.checkpoint_activations` and `train.compile` to `model`.
+
+    `shapes`: of micro-batches, each of which is compiled for itself; 1: torch's own choice when a second one comes.
 
     Raises UserError if one of them works block by block and the model has no blocks.
     """
@@ -53,12 +55,18 @@ def prepare(model: nn.Module, spec: TrainSpec) -> None:
         for block in blocks:
             _replace(block, _recomputed(block.forward, selective=spec.checkpoint_activations == "selective"))
     if spec.compile:
+        if shapes > 1:  # beyond its limit torch runs a function as it is
+            limits = torch._dynamo.config
+            # Each shape also in evaluation, without gradients.
+            limits.recompile_limit = max(limits.recompile_limit, 2 * shapes + 1)
+            most = limits.recompile_limit * (len(blocks) + 1)  # of all blocks, which are one function
+            limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, most)
         # In a small model the loss takes much of the time, so a head that computes it is compiled, too.
         head = getattr(model, "head", None) if getattr(model, "gives_loss", False) else None
         parts = blocks if head is None else [*blocks, head]
         for module in parts if spec.compile == "blocks" else [model]:
             assert isinstance(module, nn.Module)
-            _replace(module, torch.compile(module.forward))
+            _replace(module, torch.compile(module.forward, dynamic=False if shapes > 1 else None))
 
 
 def on_compile(tell: Callable[[bool], None]) -> None:

@@ -105,16 +105,19 @@ def test_no_gpus_where_none_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_node_says_all_that_it_lacks(tmp_path: Path) -> None:
-    """Storage that cannot be written, a missing dataset, a missing folder and a missing module are reported together."""
+    """Storage that cannot be written, a missing dataset, missing folders and a missing module are reported together."""
     (tmp_path / "file").write_text("in the way")
     found = look_around(
-        str(tmp_path / "file" / "run"), str(tmp_path / "no-data"), ["no_such_module"], str(tmp_path / "no-swap")
-    )
+        str(tmp_path / "file" / "run"), str(tmp_path / "no-data"), ["no_such_module"], str(tmp_path / "no-swap"),
+        weights=str(tmp_path / "no-model"),
+    )  # fmt: skip
     text = "\n".join(found["problems"])
     assert "every node can write to" in text
     assert "no-data was not found" in text
     assert "offload.path" in text
     assert "no-swap does not exist" in text
+    assert "model.hf: " in text
+    assert "no-model was not found" in text
     assert "no module 'no_such_module'" in text
     assert found["versions"] == versions()
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from raydist.cluster.run.recovery import CRASH_LOOP, History, Restart, Split, Stop, decide
+from raydist.cluster.run.recovery import CRASH_LOOP, Budget, History, Restart, Split, Stop, decide
 from raydist.cluster.run.root_cause import Failure, RankError, is_echo, root_cause
+from raydist.spec import JobSpec
 
 RESET = "[../gloo/transport/tcp/pair.cc:553] Connection reset by peer [127.0.0.1]:41"
 
@@ -341,6 +342,26 @@ def test_out_of_memory_ends_after_few_restarts() -> None:
     after = decide(fail(A), history, Policy(), Split(32, 1, 2))
     assert isinstance(after, Restart)
     assert (after.after_s, after.micro_batch) == (0.0, None)
+
+
+def test_out_of_memory_with_batching_halves_the_tokens() -> None:
+    """Down to those that the longest sequence needs, which stays as long as it was, so the samples are the same; then it ends."""
+    no_memory, history = fail("OutOfMemoryError: CUDA", kind="out_of_memory"), History()
+    batching = {"max_tokens": 64, "min": 2, "global_tokens": 128}
+    spec = JobSpec.model_validate(
+        {"data": {"source": "any", "batching": batching}, "model": {"context": 50}, "train": {"steps": 1}}
+    )
+    tried = []
+    while isinstance(
+        found := decide(no_memory, history, Policy(), Budget(spec.data.batching.max_tokens, spec.longest)), Restart
+    ):
+        assert found.max_tokens is not None
+        again = spec.with_max_tokens(found.max_tokens)
+        assert JobSpec.model_validate(again.model_dump()).numbers("f") == spec.numbers("f")
+        spec = again
+        tried.append((found.max_tokens, spec.longest))
+    assert tried == [(32, 32)]
+    assert isinstance(found, Stop)
 
 
 def test_out_of_memory_is_never_tried_again_as_it_was() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -33,6 +34,7 @@ from raydist.spec.load import read_yaml
 from raydist.spec.sweep import load_sweep
 from raydist.worker.distributed import Rank
 from tests.contracts import (
+    test_compressors,
     test_exchanges,
     test_exporters,
     test_losses,
@@ -164,6 +166,7 @@ def test_a_file_in_its_folder_is_all_it_takes(tmp_path: Path) -> None:
     options, settings, planned_too, definitions, of_sweeps = json.loads(done.stdout)
     assert (options, settings, planned_too) == ({"beta": 0.95}, {"at": 10_000, "worst": 5.0}, True)
     assert {
+        "CompressorMineOptions",
         "ModelMineOptions",
         "LossMineOptions",
         "OptimizerMineOptions",
@@ -216,6 +219,23 @@ def test_the_exchange_keeps_its_contract(ranks: Any, folder: Path) -> None:
     """It sends half of the bytes, and its numbers are those of bf16, which rounds each row four times by up to 0.4%."""
     half = test_exchanges.check(ranks, named("exchange"), 2e-2, exchanged_with, str(folder))
     assert [2 * sent for sent in half] == test_exchanges.check(ranks, "all_to_all")
+
+
+def compressed_with(rank: Rank, name: str, folder: str) -> Any:
+    """The contract's steps, with the example compressor, under the example strategy."""
+    sys.path.insert(0, folder)
+    try:
+        return test_compressors.stepped(rank, "ddp", [name], parallel={"strategy": named("parallel")})
+    finally:
+        sys.path.remove(folder)
+
+
+def test_the_compressor_keeps_its_contract(ranks: Any, folder: Path) -> None:
+    """It passes the tests of the built-in compressors, under the example strategy."""
+    name = named("compressor")
+    test_compressors.check(name, "ddp", 2, run(ranks, compressed_with, 2, name, str(folder)))
+    for bad in (math.inf, math.nan):
+        test_compressors.test_what_is_not_finite_stays_so(name, bad)
 
 
 def test_the_optimizer_keeps_its_contract() -> None:

@@ -38,6 +38,29 @@ def test_prepare_show_verify(corpus: Path, tmp_path: Path) -> None:
     assert runner.invoke(data.app, ["verify", out]).exit_code == 0
 
 
+def test_show_counts_the_padding_of_a_job(corpus: Path, tmp_path: Path) -> None:
+    """`show --job` counts padding by length, tokens of an epoch in all, and repeats the notes of a run; a job without batching has
+    none to count."""
+    out, job = str(tmp_path / "out"), tmp_path / "job.yaml"
+    runner.invoke(data.app, ["prepare", str(corpus), "--out", out, "--eval-fraction", "0.2"])
+    lines = "data: {path: x, batching: {max_tokens: 4096, lengths: 2, global_tokens: 8192}}\nmodel: {context: 512}\n"
+    job.write_text(lines + "train: {steps: 1}\n")
+    shown = runner.invoke(data.app, ["show", out, "--job", str(job), "--json"])
+    assert shown.exit_code == 0, shown.output
+    facts = json.loads(shown.stdout)
+    index = TokenDataset(out).index.train
+    counted = facts["padding"]["by_length"]
+    assert sum(part["tokens"] for part in counted.values()) == index.tokens - index.documents
+    assert 0 < facts["padding"]["share"] < 0.5
+    assert len(counted) <= 2
+    assert (
+        "longer than 512 tokens, and are split into" in runner.invoke(data.app, ["show", out, "--job", str(job)]).stdout
+    )
+    job.write_text("data: {path: x}\ntrain: {steps: 1}\n")
+    refused = runner.invoke(data.app, ["show", out, "--job", str(job)])
+    assert "has no data.batching" in str(refused.exception)
+
+
 def test_verify_names_the_file_and_exits_3(corpus: Path, tmp_path: Path) -> None:
     """After a flipped byte verify names the file on stderr, and with --json on stdout too."""
     out = tmp_path / "out"

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raydist.data.batches import MASKED, RESTARTS, Batches, Cursor, Loader, Stall, StepBatch, samples_hash
+from raydist.data.batches import MASKED, RESTARTS, Batches, Cursor, Loader, Stall, StepBatch, equal_parts, samples_hash
 from raydist.data.dataset import TokenDataset, Windows
 from raydist.data.order import IntArray
 from raydist.errors import DataError
@@ -31,7 +31,7 @@ def test_gives_the_ranks_share_of_each_step(windows: Windows) -> None:
     """Cursors continue from the given one; arrays are those of the rank's own samples."""
     batches = batches_of(windows)
     start = batches.at_step(batches.steps_per_epoch - 2)
-    with Loader(windows, batches, start, rank=1, world=2, micro_batch=4, steps=4) as loader:
+    with Loader(windows, batches, start, rank=1, world=2, divide=equal_parts(4), steps=4) as loader:
         steps = list(loader)
     assert len(steps) == 4
     assert [s.cursor.epoch for s in steps] == [0, 0, 1, 1]
@@ -52,7 +52,7 @@ def test_gives_the_ranks_share_of_each_step(windows: Windows) -> None:
 def test_a_rank_without_samples_takes_part(windows: Windows) -> None:
     """A rank without samples gets as many micro-batches as the others, fully masked."""
     batches = Batches(len(windows), 3, 5, "f")
-    with Loader(windows, batches, Cursor(), rank=0, world=4, micro_batch=1, steps=1) as loader:
+    with Loader(windows, batches, Cursor(), rank=0, world=4, divide=equal_parts(1), steps=1) as loader:
         step = next(loader)
     assert len(step.ids) == 3
     assert len(step.micro_batches) == 1
@@ -66,7 +66,9 @@ def test_every_target_is_trained_once_an_epoch(windows: Windows) -> None:
     batches = batches_of(windows)
     total = 0
     for rank in range(3):
-        with Loader(windows, batches, Cursor(), rank=rank, world=3, micro_batch=2, steps=batches.steps_per_epoch) as it:
+        with Loader(
+            windows, batches, Cursor(), rank=rank, world=3, divide=equal_parts(2), steps=batches.steps_per_epoch
+        ) as it:
             total += sum(step.tokens for step in it)
     assert total == len(windows.split) - 1
 
@@ -78,6 +80,9 @@ class _Counting:
         self.made = 0
         self.fail_at = fail_at
         self.asked = threading.Semaphore(0)
+
+    def row_lengths(self, ids: IntArray) -> None:
+        """All rows are full."""
 
     def batch(self, ids: IntArray, pack: bool = False) -> tuple[IntArray, IntArray, None]:
         if self.made == self.fail_at:
@@ -91,7 +96,7 @@ class _Counting:
 def test_the_queue_is_bounded_and_close_ends_it() -> None:
     """Without a consumer `prefetch` batches and one more are made; `close` ends the waiting thread."""
     source = _Counting()
-    loader = Loader(source, Batches(10**9, 4, 0, "f"), Cursor(), micro_batch=4, prefetch=3)
+    loader = Loader(source, Batches(10**9, 4, 0, "f"), Cursor(), divide=equal_parts(4), prefetch=3)
     for _ in range(4):
         assert source.asked.acquire(timeout=30)
     # The fifth batch is not started: the thread waits until the queue has room for the fourth.
@@ -107,7 +112,7 @@ def test_the_queue_is_bounded_and_close_ends_it() -> None:
 
 def test_an_error_in_the_thread_reaches_the_consumer() -> None:
     """Earlier batches are delivered; then every `next` raises the thread's exception."""
-    with Loader(_Counting(fail_at=2), Batches(100, 4, 0, "f"), Cursor(), micro_batch=4) as loader:
+    with Loader(_Counting(fail_at=2), Batches(100, 4, 0, "f"), Cursor(), divide=equal_parts(4)) as loader:
         assert next(loader).cursor == Cursor(0, 0)
         assert next(loader).cursor == Cursor(0, 4)
         for _ in range(2):
@@ -124,7 +129,9 @@ def test_transform_runs_in_the_thread() -> None:
         step.samples_hash = "seen"
         return step
 
-    with Loader(_Counting(), Batches(100, 4, 0, "f"), Cursor(), micro_batch=4, steps=2, transform=mark) as loader:
+    with Loader(
+        _Counting(), Batches(100, 4, 0, "f"), Cursor(), divide=equal_parts(4), steps=2, transform=mark
+    ) as loader:
         assert [s.samples_hash for s in loader] == ["seen", "seen"]
     assert set(names) == {"raydist-loader"}
 
@@ -136,6 +143,9 @@ class _Blocking:
         os.mkfifo(fifo)
         self.fifo, self.stuck, self.left = fifo, stuck, times
         self.freed = threading.Semaphore(0)
+
+    def row_lengths(self, ids: IntArray) -> None:
+        """All rows are full."""
 
     def batch(self, ids: IntArray, pack: bool = False) -> tuple[IntArray, IntArray, None]:
         if self.stuck in ids and self.left:
@@ -162,7 +172,9 @@ def test_a_stuck_thread_is_replaced_at_its_cursor(tmp_path: Path) -> None:
     source = _Blocking(tmp_path / "fifo", int(batches.ids(stuck)[0]), 1)
     told: list[Stall] = []
     expected = np.concatenate([batches.ids(batches.at_step(i)) for i in range(10)])
-    with Loader(source, batches, Cursor(), micro_batch=2, steps=10, timeout_s=0.3, on_stall=told.append) as loader:
+    with Loader(
+        source, batches, Cursor(), divide=equal_parts(2), steps=10, timeout_s=0.3, on_stall=told.append
+    ) as loader:
         steps = [next(loader) for _ in range(5)]
         source.free(1)
         steps += list(loader)
@@ -181,7 +193,7 @@ def test_a_read_that_blocks_for_ever_ends_with_its_cause(tmp_path: Path) -> None
     batches = Batches(40, 4, 0, "f")
     source = _Blocking(tmp_path / "fifo", int(batches.ids(batches.at_step(1))[0]), 9)
     told: list[Stall] = []
-    with Loader(source, batches, Cursor(), micro_batch=4, timeout_s=0.2, on_stall=told.append) as loader:
+    with Loader(source, batches, Cursor(), divide=equal_parts(4), timeout_s=0.2, on_stall=told.append) as loader:
         assert next(loader).cursor == Cursor()
         with pytest.raises(DataError, match=r"epoch 0, sample 4, on rank 0.*\n.*test_loader.py:\d+ in batch"):
             next(loader)

@@ -23,7 +23,7 @@ from raydist.data.batches import MicroBatch
 from raydist.errors import UserError
 from raydist.planner import measure as measure_module
 from raydist.planner.advice import advise
-from raydist.planner.estimate import batches, estimate, measured_pass, shard_of
+from raydist.planner.estimate import batches, estimate, last_share, measured_pass, shard_of
 from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Moment, Param, Pass, Peak
 from raydist.planner.live import LiveBytes
 from raydist.planner.measure import Planner
@@ -177,18 +177,20 @@ CPU_ADAM = {"offload": {"optimizer": "cpu"}}
     ("strategy", "sections", "machine", "compute", "exposed", "offload"),
     [
         # 2 micro-batches x 128 tokens x 6 FLOPs at 50 FLOP/s: 30.72 s, a third of it forward. The last backward is 10.24 s, a
-        # micro-batch's forward 5.12. Sent: 523 bytes / 20 - 10.24; 288 / 20 twice; 576 / 20 - 20.48, and 14.4 - 5.12; 1280 / 20.
-        ("ddp", {}, Machine(3, 8, "cuda"), 30.72, 15.91, 0.0),
-        ("zero1", {}, Machine(3, 8, "cuda"), 30.72, 4.16 + 9.28, 0.0),
+        # micro-batch's forward 5.12. Sent: 523 bytes / 20, all of them the last bucket; 288 / 20 twice, of which the sum of the
+        # root, 50 of 98, overlaps with nothing, and 14.4 - 5.12; 576 / 20 - 20.48, and 14.4 - 5.12; 1280 / 20.
+        ("ddp", {}, Machine(3, 8, "cuda"), 30.72, 26.15, 0.0),
+        ("zero1", {}, Machine(3, 8, "cuda"), 30.72, 14.4 * 50 / 98 + 9.28, 0.0),
         ("zero2", {}, Machine(3, 8, "cuda"), 30.72, 8.32 + 9.28, 0.0),
         ("zero3", {}, Machine(3, 8, "cuda"), 30.72, 64 - 30.72, 0.0),
         # Two ranks per node: each has the network bandwidth of both for the ring.
         ("zero3", {}, Machine(3, 2, "cuda"), 30.72, 128 - 30.72, 0.0),
         ("zero1", {}, Machine(1, 8, "cuda"), 3 * 30.72, 0.0, 0.0),
+        ("zero3", {}, Machine(3, 8, "cpu"), 30.72, 64, 0.0),  # nothing overlaps on gloo
         # Blocks are recomputed in backward: the last one takes 15.36 s.
-        ("ddp", {"train": {"checkpoint_activations": "full"}}, Machine(3, 8, "cuda"), 40.96, 26.15 - 15.36, 0.0),
+        ("zero1", {"train": {"checkpoint_activations": "full"}}, Machine(3, 8, "cuda"), 40.96, 14.4 * 50 / 98 + 9.28, 0.0),
         # 36 of 98 values, fp32: 144 bytes / 48 to the host, during backward, and back again.
-        ("zero1", CPU_ADAM, Machine(3, 8, "cuda"), 30.72, 4.16 + 9.28, 3.0),
+        ("zero1", CPU_ADAM, Machine(3, 8, "cuda"), 30.72, 14.4 * 50 / 98 + 9.28, 3.0),
         # 3072 tokens at 500 FLOP/s; in a group of two 318 bytes, between the groups 196, by one GPU's network.
         ("hsdp", {"precision": "bf16", "parallel": {"shard": 2}, "train": {"global_batch": 8, "micro_batch": 2}},
          Machine(4, 2, "cuda"), 3.072, 318 / 20 - 3.072 + 196 / 5 - 2.048, 0.0),
@@ -208,6 +210,24 @@ def test_the_speed_of_a_tiny_model_by_hand(
 
 
 @pytest.mark.parametrize(
+    ("strategy", "asked", "share"),
+    [
+        # 61 MiB: buckets of 1, 25, 25 and 10 MiB; of 1 and six of 10 MiB.
+        ("ddp", None, 10 / 61),
+        ("ddp", 10.0, 10 / 61),
+        ("ddp", 100.0, 60 / 61),
+        # The root has 1 MiB.
+        ("zero1", None, 1 / 61),
+    ],
+)
+def test_what_is_sent_after_the_last_pass(strategy: str, asked: float | None, share: float) -> None:
+    """ddp's last bucket, or the parameters of no block."""
+    mib = 2**18  # values
+    model = Model((Param("head", (1, mib), True, ROOT), *(Param(f"{n}", (4, mib), True, n) for n in range(15))), 0)
+    assert last_share(strategy, job(parallel={"bucket_mb": asked}), model) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
     ("per_node", "ring", "group"),
     [
         (8, 20.0, 20.0),
@@ -224,7 +244,7 @@ def test_a_tensor_group_waits_for_its_messages(per_node: int, ring: float, group
     # 4 bytes for each of 98 gradients that are whole on both ranks, and two micro-batches of 4.
     found = speed("ddp", spec, machine, TINY, SLOW, 6.0, [Activations(0, (), tensor_sent=4)])
     assert found.compute == pytest.approx(30.72 / 2)
-    assert found.exposed == pytest.approx(523 / ring - 5.12 + 400 / group)
+    assert found.exposed == pytest.approx(523 / ring + 400 / group)
     assert found.communication == pytest.approx(523 / ring + 400 / group)
 
 
@@ -233,7 +253,7 @@ def test_a_small_model_waits_for_its_kernels() -> None:
     fast = find("h100")
     assert fast is not None
     found = speed("ddp", job(train={"global_batch": 6, "micro_batch": 1}), Machine(3, 8, "cuda"), TINY, fast, 6.0)
-    assert (found.compute, found.exposed) == (pytest.approx(6e-3), 0.0)
+    assert (found.compute, found.exposed) == pytest.approx((6e-3, 523 / 450e9))
     assert found.communication == pytest.approx(523 / 450e9)
 
 
@@ -324,6 +344,20 @@ def test_micro_batches_are_as_the_loader_deals_them(
 # --- activations
 
 
+def test_the_largest_micro_batch_counts() -> None:
+    """With data.batching a pass has as many rows of the longest length as fit; the others are as many as the global batch needs."""
+    batching = {"max_tokens": 64, "global_tokens": 300}
+    by_tokens = job(data={"source": "x", "batching": batching}, model={"context": 8}, train={"steps": 1})
+    assert batches(by_tokens, 3) == (8, 2)
+    in_sequences = job(data={"source": "x", "batching": {"max_tokens": 64, "max": 3}}, model={"context": 8})
+    assert batches(in_sequences, 2) == (3, 2)
+    planner = Planner(job(data={"source": "x", "batching": {"max_tokens": 24}}, model={"context": 8}), VOCAB, "cpu")
+    assert (
+        planner.measure(Pass(3, "none", False, False)).saved
+        == Planner(job(model={"context": 8}), VOCAB, "cpu").measure(Pass(3, "none", False, False)).saved
+    )
+
+
 def allocated_peak(work: Callable[[], None]) -> int:
     """The peak of torch's CPU allocator above its value at the start, from the profiler's memory events."""
     gc.collect()
@@ -365,21 +399,26 @@ def allocated_by_a_pass(spec: JobSpec) -> int:
     return allocated_peak(real_pass(spec))
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {},
-        {"precision": "bf16"},
-        {"model": {**SMALL, "kv_heads": 2, "qk_norm": True}},
-        {"data": {"source": "any", "pack": True}, "precision": "bf16"},
-        {"model": {"name": "mlp", "layers": 4, "width": 128, "context": 128}},
-    ],
-    ids=["fp32", "bf16", "grouped", "packed", "mlp"],
-)
-def test_activations_are_what_a_real_pass_takes(sections: dict[str, Any], checkpoint: str) -> None:
+PASSES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"precision": "bf16"},
+    "grouped": {"model": {**SMALL, "kv_heads": 2, "qk_norm": True}},
+    "packed": {"data": {"source": "any", "pack": True}, "precision": "bf16"},
+    "mlp": {"model": {"name": "mlp", "layers": 4, "width": 128, "context": 128}},
+}
+RECOMPUTED = [
+    ("fp32", "full"),
+    ("bf16", "selective"),
+    ("packed", "full"),
+    ("mlp", "selective"),
+    ("grouped", "selective"),
+]
+
+
+@pytest.mark.parametrize(("name", "checkpoint"), [*((name, "none") for name in PASSES), *RECOMPUTED])
+def test_activations_are_what_a_real_pass_takes(name: str, checkpoint: str) -> None:
     """The peak of a pass on fake tensors is within 5% of the allocator's on real tensors (without recomputation: 0.1%)."""
-    spec = job(**sections, train={"checkpoint_activations": checkpoint})
+    spec = job(**PASSES[name], train={"checkpoint_activations": checkpoint})
     measured = Planner(spec, VOCAB, "cpu").measure(measured_pass("ddp", spec, Machine(1, 1, "cpu")))
     planned = max(p.total for p in measured.peaks)
     assert planned == pytest.approx(allocated_by_a_pass(spec), rel=0.001 if checkpoint == "none" else 0.05)
@@ -396,10 +435,19 @@ def test_a_tensor_rank_s_pass_takes_less() -> None:
     assert planned(2) < 0.75 * planned(1)
 
 
+THREE_STAGES = {"pipeline": 3, "pipeline_cut": [1, 5, 1]}
+
+
 @pytest.mark.parametrize(
-    "how", [Pass(2, "none", False, False), Pass(2, "full", True, True), Pass(1, "selective", False, True)]
+    ("mesh", "how"),
+    [
+        ({}, Pass(2, "none", False, False)),
+        ({}, Pass(2, "full", True, True)),
+        ({}, Pass(1, "selective", False, True)),
+        ({"tensor": 2}, Pass(2, "full", True, True)),
+        (THREE_STAGES, Pass(1, "selective", False, True)),
+    ],
 )
-@pytest.mark.parametrize("mesh", [{}, {"tensor": 2}, {"pipeline": 3, "pipeline_cut": [1, 5, 1]}])
 def test_further_blocks_are_as_the_third(monkeypatch: pytest.MonkeyPatch, mesh: dict[str, Any], how: Pass) -> None:
     """A pass of seven equal blocks, measured with two and three, has to the byte the figures of a pass of all."""
     world = mesh.get("tensor", 1) * mesh.get("pipeline", 1)

@@ -265,7 +265,11 @@ def test_a_file_that_says_all_in_raydist_s_words_warns_of_nothing() -> None:
          {"precision.params": "fp16", "precision.loss_scale.initial": 128.0, "precision.loss_scale.floor": 128.0,
           "precision.loss_scale.window": 2**31 - 1}),
         ({"fp16": {"min_loss_scale": 0}}, {}),
-        ({"communication_data_type": "FP16"}, {"precision.reduce": "fp16"}),
+        ({"communication_data_type": "FP16"}, {"comm.compress": "fp16"}),
+        ({"communication_data_type": "fp32"}, {"precision.reduce": "fp32"}),
+        ({"communication_data_type": "bf16", "zero_optimization": {"zero_quantized_gradients": True}},
+         {"comm.compress": "int8", "comm.error_feedback": False}),
+        ({"zero_optimization": {"zero_quantized_gradients": False}}, {}),
         ({"fp32_allreduce": True}, {"precision.reduce": "fp32"}),
         ({"activation_checkpointing": {"partition_activations": False}}, {}),
         ({"activation_checkpointing": {"number_checkpoints": 4}}, {"train.checkpoint_activations": "full"}),
@@ -273,6 +277,10 @@ def test_a_file_that_says_all_in_raydist_s_words_warns_of_nothing() -> None:
         ({"pipeline": {"stages": 2, "partition": "best"}}, {"parallel.pipeline": 2}),
         ({"tensor_parallel": {"autotp_size": 2}}, {"parallel.tensor": 2}),
         ({"sequence_parallel_size": 2}, {"parallel.context": 2}),
+        ({"data_efficiency": {"data_sampling": {"dynamic_batching": {
+            "enabled": True, "max_tokens": 4096, "min_batch_size": 2, "max_batch_size": 64}}}},
+         {"data.batching.max_tokens": 4096, "data.batching.min": 2, "data.batching.max": 64}),
+        ({"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": False, "max_tokens": 4096}}}}, {}),
         ({"tensor_parallel": {"autotp_size": 0}, "pipeline": {"stages": 1}}, {}),
     ],
 )  # fmt: skip
@@ -604,6 +612,9 @@ def test_warnings_go_to_stderr_by_default(capsys: pytest.CaptureFixture[str]) ->
         ({"fp16": True}, "fp16: True is not a section; write its fields in braces"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}},
          "fp16.enabled: True and bf16.enabled exclude one another; set one of them to false"),
+        ({"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True}}}},
+         "data_efficiency.data_sampling.dynamic_batching.enabled: True needs max_tokens; set the tokens of a micro-batch "
+         "beside it"),
         ({"gradient_clipping": "1.0"}, "gradient_clipping: '1.0' is not a number; correct it, or take it out"),
         ({"gradient_clipping": True}, "gradient_clipping: True is not a number; correct it, or take it out"),
         ({"train_batch_size": 2.5},

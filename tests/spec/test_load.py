@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -94,6 +95,38 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
         ("optim.schedule.warmup=1.5", "1.5 is neither a fraction below 1 nor a whole number of steps"),
         ("optim.schedule.warmup=300", "300.0 is longer than the run of 200 steps"),
         ("cluster.workers=64", "64 is more than the 32 sequences of a global batch"),
+        (
+            "data.batching={max_tokens: 64, min: 9, max: 8}",
+            "data.batching.min: 9 is above max: 8; set min to at most max",
+        ),
+        ("data.batching={max_tokens: 8, min: 9}", "max_tokens: 8 has no room for min: 9 sequences of one token; raise"),
+        (
+            "data.batching={max_tokens: 64, min: 8, longest: 9}",
+            "longest: 9 is above the 8 tokens that max_tokens: 64 has for each of min: 8 sequences",
+        ),
+        (
+            "data.batching={max_tokens: 4096, longest: 129}",
+            "longest: 129 is above model.context: 128; set it to at most 128",
+        ),
+        ("data.batching={max_tokens: 256} & data.pack=true", "data.pack: True separates the documents of a row"),
+        (
+            "data.batching={max_tokens: 256, global_tokens: 100}",
+            "global_tokens: 100 is less than the longest sequence has: 128",
+        ),
+        (
+            "data.batching={max_tokens: 256, global_tokens: 512} & optim.scale_lr=sqrt & optim.base_batch=8",
+            "optim.scale_lr: 'sqrt' scales by sequences",
+        ),
+        (
+            "data.batching={max_tokens: 6, min: 2} & parallel={tensor: 4} & cluster.workers=4",
+            "max_tokens: 6 has 3 tokens for each of min: 2 sequences, fewer than the 4 ranks that share a sequence",
+        ),
+        (
+            "data.batching={max_tokens: 64, longest: 6} & parallel={tensor: 4} & cluster.workers=4",
+            "longest: 6 is no multiple of the 4 ranks that share a sequence (parallel.context x tensor); set it to 4",
+        ),
+        ("data.batching={max_tokens: 64, maxx: 2}", 'data.batching.maxx: unknown field; did you mean "max"?'),
+        ("data.batching={min: 4}", "data.batching.max_tokens: is missing; add it"),
         ("model.kv_heads=3", "3 does not divide heads 4"),
         ("model.heads=128", "makes heads of odd size 1"),
         ("optim.scale_lr=sqrt", "is needed by scale_lr: sqrt"),
@@ -295,3 +328,36 @@ def test_spec_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         spec.train.seed = 5  # type: ignore[misc]
     assert isinstance(spec, JobSpec)
+
+
+def test_batching_changes_no_hash_but_its_own() -> None:
+    """A job without data.batching dumps as before; with it, only what changes the samples is among the numbers of a run."""
+    plain = load(JOBS / "quickstart.yaml")
+    assert "batching" not in plain.model_dump()["data"]
+
+    def numbers(**fields: Any) -> dict[str, Any]:
+        data = {**plain.data.model_dump(), "batching": {"max_tokens": 4096, **fields}}
+        return plain.model_validate({**plain.model_dump(), "data": data}).numbers("f")
+
+    same = numbers()
+    assert {name: value for name, value in same.items() if "batching" in name} == {
+        "data.batching.longest": plain.model.context,
+        "data.batching.longer": "split",
+        "data.batching.global_tokens": None,
+    }
+    assert numbers(max_tokens=2048, max=7, multiple=1, lengths=3, longest=plain.model.context) == same
+    assert numbers(min=4096 // 8) != same != numbers(longer="cut")
+
+
+def test_the_largest_pass() -> None:
+    """The shape that needs the most memory: of the longest rows, or of one more row if that makes more tokens."""
+
+    def shape(context: int, **fields: Any) -> tuple[int, int]:
+        batching = {"max_tokens": 16384, **fields}
+        made = {"data": {"source": "x", "batching": batching}, "model": {"context": context}, "train": {"steps": 1}}
+        return JobSpec.model_validate(made).largest_pass
+
+    assert shape(512) == (32, 512)
+    assert shape(10_000) == (2, 8192)
+    assert shape(10_000, max=1) == (1, 10_000)
+    assert shape(2048, min=32, max=256) == (32, 512)

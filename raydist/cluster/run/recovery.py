@@ -66,6 +66,19 @@ class Split:
         return next((n for n in range(half, 0, -1) if self.global_batch % n == 0), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The same with data.batching: passes of at most `max_tokens` tokens, of which the longest sequence needs `longest`."""
+
+    max_tokens: int
+    longest: int
+
+    def smaller(self) -> int | None:
+        """The tokens for the next attempt: half, or as many as the longest sequence needs; None if there are no more now."""
+        half = max(self.max_tokens // 2, self.longest)
+        return half if half < self.max_tokens else None
+
+
 CRASH_LOOP = 3
 """After the same cause this many times, with no step committed in between, another attempt would fail too."""
 SUSPECT = 2
@@ -110,12 +123,14 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start a new attempt after `after_s` seconds, with another `micro_batch` and without the node `exclude`, if given."""
+    """Start a new attempt after `after_s` seconds, with another `micro_batch` or `max_tokens` and without the node `exclude`, if
+    given."""
 
     after_s: float
     because: str
     micro_batch: int | None = None
     exclude: str | None = None
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +142,7 @@ class Stop:
 
 
 def decide(
-    failure: Failure, history: History, policy: Policy, split: Split | None = None, *, elsewhere: bool = False
+    failure: Failure, history: History, policy: Policy, split: Split | Budget | None = None, *, elsewhere: bool = False
 ) -> Restart | Stop:
     """Restart or stop. `history`: the failures before this one, and the newest committed step now.
 
@@ -251,16 +266,22 @@ def resize(least: int, most: int, living: int, room: int, waited_s: float, polic
 _OWN_LIMIT = frozenset(["out_of_memory", "rollback"])
 
 
-def _after_no_memory(failure: Failure, policy: Policy, split: Split | None) -> Restart | Stop:
+def _after_no_memory(failure: Failure, policy: Policy, split: Split | Budget | None) -> Restart | Stop:
     remedy = (
         "more workers with parallel.strategy: zero3, offload.optimizer: cpu, train.checkpoint_activations: full, or a shorter "
         "model.context need less"
     )
     if policy.on_oom == "stop":
-        return Stop(failure.cause, f"recovery.on_oom is stop; a smaller train.micro_batch, {remedy}")
+        field = "data.batching.max_tokens" if isinstance(split, Budget) else "train.micro_batch"
+        return Stop(failure.cause, f"recovery.on_oom is stop; a smaller {field}, {remedy}")
     smaller = split.smaller() if split is not None else None
     if split is None or smaller is None:
         return Stop(failure.cause, f"out of memory, and there is no smaller micro-batch; {remedy}")
+    if isinstance(split, Budget):
+        why = (
+            f"out of memory: data.batching.max_tokens {smaller} (was {split.max_tokens}), and as much more accumulation"
+        )
+        return Restart(0.0, why, max_tokens=smaller)
     return Restart(
         0.0,
         f"out of memory with passes of {split.largest_pass} sequences: train.micro_batch {smaller} (was {split.micro_batch}), and "

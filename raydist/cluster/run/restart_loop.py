@@ -18,7 +18,7 @@ from raydist.cluster.run.head_outage import HeadOutage
 from raydist.cluster.run.memory_checkpoints import MemoryCheckpoints
 from raydist.cluster.run.monitor_client import MonitorClient
 from raydist.cluster.run.node_monitors import NodeMonitors
-from raydist.cluster.run.recovery import History, Restart, Split, Stop, decide
+from raydist.cluster.run.recovery import Budget, History, Restart, Split, Stop, decide
 from raydist.cluster.run.request import Ending, Request, worker_env
 from raydist.cluster.run.root_cause import Failure
 from raydist.cluster.run.stop_request import StopRequest
@@ -181,20 +181,22 @@ class RestartLoop:
             echoes=failure.echoes,
         )
         spec = self._spec
-        split = Split(
-            spec.train.global_batch, spec.train.micro_batch, self._elasticity.workers // spec.parallel.replica
-        )
+        batching, replicas = spec.data.batching, self._elasticity.workers // spec.parallel.replica
+        split = Split(spec.train.global_batch, spec.train.micro_batch, replicas)
+        passes = split if batching is None else Budget(batching.max_tokens, spec.longest)
         known = not self._private and failure.node is not None
         elsewhere = known and self._elasticity.room(without=failure.node) >= spec.cluster.least
-        match decide(failure, history, spec.recovery, split, elsewhere=elsewhere):
-            case Restart(after_s, because, micro_batch, exclude):
-                changes = {"after_s": after_s, "micro_batch": micro_batch, "exclude": exclude}
+        match decide(failure, history, spec.recovery, passes, elsewhere=elsewhere):
+            case Restart(after_s, because, micro_batch, exclude, max_tokens):
+                changes: dict[str, Any] = {"after_s": after_s, "micro_batch": micro_batch, "exclude": exclude}
                 self._monitor.say("decision", action="restart", because=because, **changes)
                 if exclude is not None:
                     self._elasticity.exclude(exclude)
                 if micro_batch is not None:
                     train = spec.train.model_copy(update={"micro_batch": micro_batch})
                     self._spec = spec.model_copy(update={"train": train})
+                if max_tokens is not None:
+                    self._spec = spec.with_max_tokens(max_tokens)
                 if self._stop_request.wait(after_s):
                     return Ending("interrupted", self._request.run.newest_step(), signal=self._stop_request.signals[0])
                 return None

@@ -10,15 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from raydist.checkpoint import hub
+from raydist.checkpoint.source import pinned
 from raydist.cluster import nodes, preflight
 from raydist.cluster.run.request import Request
 from raydist.cluster.session import Session
 from raydist.cluster.sweep.capacity import Shape, asked, at_once, room
 from raydist.cluster.sweep.trial import Plan
 from raydist.data import open_or_prepare
-from raydist.data.batches import Batches
-from raydist.data.dataset import TokenDataset, Windows
+from raydist.data.dataset import TokenDataset
 from raydist.data.prepare import Progress
+from raydist.data.samples import batches_of, training_samples
 from raydist.observe.exporters import resolve
 from raydist.observe.sweep_results import of_sweep
 from raydist.run.sweep_directory import SweepDir
@@ -34,7 +36,7 @@ class Datasets:
     """
 
     def __init__(self, home: str, progress: Callable[[], AbstractContextManager[Callable[[Progress], None]]]) -> None:
-        self._home, self._progress = home, progress
+        self.home, self._progress = home, progress
         self._open: dict[str, TokenDataset] = {}
 
     def of(self, job: JobSpec) -> TokenDataset:
@@ -42,7 +44,7 @@ class Datasets:
         key = job.data.model_dump_json()
         if key not in self._open:
             with self._progress() as report:
-                uri = open_or_prepare(job.data, self._home, report)
+                uri = open_or_prepare(job.data, self.home, report)
             self._open[key] = TokenDataset(uri)
         return self._open[key]
 
@@ -50,8 +52,8 @@ class Datasets:
         """Optimizer steps of the whole job."""
         if job.train.steps is not None:
             return job.train.steps
-        windows = Windows(self.of(job).split("train"), job.model.context)
-        return job.train.total(Batches(len(windows), job.train.global_batch, 0, "").steps_per_epoch)
+        dataset = self.of(job)
+        return job.train.total(batches_of(job, training_samples(job, dataset), dataset.fingerprint).steps_per_epoch)
 
 
 class TrialSetup:
@@ -72,6 +74,7 @@ class TrialSetup:
         for trial in trials:
             checked.setdefault(_looked_at(trial.job), trial.job)
         for job in checked.values():
+            pinned(job, folder.run("none"), datasets.home)
             preflight.check(self._fitted(job), session, folder.full_uri, datasets.of(job).storage.full_uri)
         self.tokens = max(self._tokens(trial.job) for trial in trials)
 
@@ -87,6 +90,7 @@ class TrialSetup:
             for field, value in changes.items():
                 raw = merge(raw, nest(field, value))
             job = parse(raw, source=trial)
+        job = pinned(job, run, self._datasets.home)
         exporters = resolve(of_sweep([e.model_dump() for e in job.observe.exporters], self._folder), run)
         dataset, gpus = self._datasets.of(job).storage.full_uri, self._gpus(job)
         request = Request(job, run, dataset, gpus, allow_spec_change=bool(changes), exporters=exporters)
@@ -115,14 +119,14 @@ class TrialSetup:
     def _fitted(self, job: JobSpec) -> JobSpec:
         """The job with a fixed number of workers, and no spares: a trial that grows would take another's workers."""
         cluster = job.cluster.model_copy(update={"workers": self._asked(job).workers, "spares": 0})
-        return job.model_copy(update={"cluster": cluster})
+        return hub.local(job.model_copy(update={"cluster": cluster}), self._datasets.home)
 
 
 def _looked_at(job: JobSpec) -> str:
     """Key of all settings that a preflight checks except resources: one check is enough for jobs with equal keys."""
     settings: Mapping[str, Any] = {
         "data": job.data.model_dump(mode="json"),
-        "model": job.model.name,
+        "model": [job.model.name, job.model.hf],
         "strategy": job.parallel.strategy,
         "offload": job.offload.path,
         "snapshots": job.snapshot_every,

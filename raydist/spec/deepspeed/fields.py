@@ -50,6 +50,16 @@ FIELDS: dict[str, Field] = {
     "gradient_accumulation_steps": takes(whole(1), rules.batch),
     "managed_gradient_accumulation": OWN,
     "dataloader_drop_last": lost("every sample is trained", off=False),
+    **_in(f"{rules.DYNAMIC}", "max_tokens min_batch_size max_batch_size", takes(whole(1), rules.dynamic_batching)),
+    f"{rules.DYNAMIC}.enabled": takes(flag, rules.dynamic_batching),
+    f"{rules.DYNAMIC}.lr_scaling_method": lost(
+        "the loss is the mean over all tokens of a step, and optim.lr stays", off="none"
+    ),
+    f"{rules.DYNAMIC}.sequence_picking_order": lost("the order is shuffled, like lengths are together", off="random"),
+    **_in(f"{rules.DYNAMIC}", "metrics_path verbose", OWN),
+    **_in("data_efficiency", "enabled seed data_sampling.enabled data_sampling.num_epochs", OWN),
+    **_in("data_efficiency.data_sampling", "num_workers pin_memory", OWN),
+    **_in("data_efficiency", "data_sampling.curriculum_learning data_routing", lost()),
     # ZeRO
     "zero_optimization.stage": takes(whole(0, 3), rules.strategy),
     "zero_optimization.zero_hpz_partition_size": takes(whole(0), rules.strategy),
@@ -74,7 +84,7 @@ FIELDS: dict[str, Field] = {
     ),
     **_in(
         "zero_optimization",
-        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients "
+        "zero_quantized_weights zero_quantized_nontrainable_weights "
         "mics_hierarchical_params_gather stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params "
         "stage3_allgather_sequential allgather_sequential save_muon_momentum_buffer_in_memory",
         lost(off=False),
@@ -120,6 +130,7 @@ FIELDS: dict[str, Field] = {
     "bf16.bf16_optimizer_states": lost("they are fp32", off=False),
     **_in("fp16", "auto_cast fused_mode", OWN),
     **_in("bf16", "auto_cast immediate_grad_update check_grad_overflow", OWN),
+    "zero_optimization.zero_quantized_gradients": takes(flag, rules.reduction),
     "communication_data_type": takes(one_of("fp32", "fp16", "bf16"), rules.reduction),
     "fp32_allreduce": takes(flag, rules.reduction),
     "data_types.grad_accum_dtype": lost("gradients are accumulated in fp32", off="fp32"),
@@ -188,7 +199,7 @@ FIELDS: dict[str, Field] = {
     ),
     **_in(
         "",
-        "flops_profiler tensorboard wandb csv_monitor comet comms_logger timers autotuning elasticity data_efficiency "
+        "flops_profiler tensorboard wandb csv_monitor comet comms_logger timers autotuning elasticity "
         "curriculum_learning compression_training quantize_training weight_quantization sparse_attention "
         "progressive_layer_drop eigenvalue hybrid_engine nebula datastates_ckpt "
         "checkpoint_writer seq_parallel_communication_data_type seq_parallel_comm_data_type",

@@ -89,6 +89,26 @@ def _derive(r: Reading, name: str, value: int, source: str) -> None:
         r.notes.append(f"cluster.workers is not in the spec: {name} {value} is that of 1 worker")
 
 
+DYNAMIC = "data_efficiency.data_sampling.dynamic_batching"
+
+
+def dynamic_batching(r: Reading) -> None:
+    """Micro-batches up to a number of tokens. DeepSpeed's step has a number of them; here it has sequences, or tokens."""
+    names = {"max_tokens": "max_tokens", "min": "min_batch_size", "max": "max_batch_size"}
+    given = {field: r.get(f"{DYNAMIC}.{name}") for field, name in names.items()}
+    if not r.get(f"{DYNAMIC}.enabled"):
+        for field, value in given.items():
+            if value is not None:
+                r.lose(f"{DYNAMIC}.{names[field]}", "dynamic_batching is not enabled")
+        return
+    if given["max_tokens"] is None:
+        r.problem(f"{DYNAMIC}.enabled", True, "needs max_tokens", "set the tokens of a micro-batch beside it")
+    for field, value in given.items():
+        if value is not None:
+            r.put(f"data.batching.{field}", value, f"{DYNAMIC}.{names[field]}")
+    r.notes.append("data.batching: a step has train.global_batch sequences, or data.batching.global_tokens tokens")
+
+
 ZERO = "zero_optimization"
 STRATEGIES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 
@@ -185,9 +205,19 @@ def loss_scale(r: Reading) -> None:
 
 
 def reduction(r: Reading) -> None:
-    """In which format gradients are summed over the ranks."""
-    if (dtype := r.get("communication_data_type")) is not None:
+    """In which format gradients are sent to be summed. Experts on several ranks have no compression, but sums in 16 bits."""
+    quantized, dtype = f"{ZERO}.zero_quantized_gradients", r.get("communication_data_type")
+    experts = (r.whole("parallel.expert") or 1) > 1
+    if r.get(quantized) and experts:
+        r.lose(quantized, "there is no compression with parallel.expert")
+    elif r.get(quantized):
+        r.put("comm.compress", "int8", quantized)
+        r.put("comm.error_feedback", False, quantized)
+        return
+    if dtype is not None and (dtype == "fp32" or experts or "precision.reduce" in r.nearer):
         r.put("precision.reduce", dtype, "communication_data_type")
+    elif dtype is not None:
+        r.put("comm.compress", dtype, "communication_data_type")
     elif r.get("fp32_allreduce"):
         r.put("precision.reduce", "fp32", "fp32_allreduce")
 

@@ -379,10 +379,10 @@ class ShardReader(StorageReader):
             return
         source.seek(start)
         if target.device.type == "cpu" and target.is_contiguous() and sizes == list(item.lengths):
-            _read_all(source, target.reshape(-1).view(torch.uint8).numpy())
+            read_all(source, target.reshape(-1).view(torch.uint8).numpy())
             return
         rows = torch.empty(length, dtype=torch.uint8)
-        _read_all(source, rows.numpy())
+        read_all(source, rows.numpy())
         box = rows.view(target.dtype).view(sizes)
         for dim, (first, n) in enumerate(zip(offsets, item.lengths, strict=True)):
             box = box.narrow(dim, first, n)
@@ -394,7 +394,8 @@ class ShardReader(StorageReader):
         return False
 
 
-def _read_all(source: Any, into: np.ndarray) -> None:
+def read_all(source: Any, into: np.ndarray) -> None:
+    """Fills an array of bytes from a file. Raises EOFError."""
     rest = memoryview(into)  # type: ignore[arg-type]
     while rest:
         n = source.readinto(rest)

@@ -8,41 +8,56 @@ Weights are renamed, not changed: the model's file says how (`HUGGINGFACE`, rayd
 from __future__ import annotations
 
 import json
-import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from safetensors.torch import save_file
 from torch import Tensor
 
-from raydist.checkpoint.manifest import Manifest
+from raydist.checkpoint.huggingface import part_shape
 from raydist.data.dataset import TokenDataset
 from raydist.data.tokenizers import END, Bytes, Library
-from raydist.errors import CheckpointNotFound, DataError, UsageError, UserError
+from raydist.errors import DataError, UsageError, UserError
 from raydist.redact import beside
 from raydist.run.directory import SPEC, RunDir
 from raydist.spec import ModelSpec, parse
-from raydist.spec.huggingface import format_of
-from raydist.worker.checkpoint import restore
+from raydist.spec.huggingface import Piece, format_of
+from raydist.worker.checkpoint.adapters import MergedWeights, refuse_peft
+from raydist.worker.checkpoint.safetensors_writer import Output, write_files
+from raydist.worker.checkpoint.weights_reader import Read, WeightsReader, open_weights
+from raydist.worker.precision import DTYPES
 
-FORMATS = ("huggingface", "safetensors")
-MODEL = "model/"
-"""The prefix of the model's tensors in a checkpoint."""
+FORMATS = ("huggingface", "safetensors", "peft")
+FILE_BYTES = 5 * 10**9
+"""The largest file of weights, as `transformers` writes them."""
 
 
-def export(run: RunDir, step: int | None, out: Path, format: str = "safetensors", dataset: str | None = None) -> Path:
+def export(
+    run: RunDir,
+    step: int | None,
+    out: Path,
+    format: str = "safetensors",
+    dataset: str | None = None,
+    *,
+    dtype: str | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> Path:
     """Writes the weights of a committed checkpoint to the new folder `out`, whole or not at all; gives `out`.
 
     `step`: None takes the newest good one. `dataset`: the place of the run's prepared data, if it has moved; its tokenizer is
-    exported too. Raises UsageError (format, `out` exists), UserError (a model without `HUGGINGFACE`),
+    exported too. `dtype`: of DTYPES; None: as saved. `file_bytes`: see `write_files`; one tensor is in memory at a time.
+    Raises UsageError (format, dtype, `out` exists), UserError (a model without `HUGGINGFACE`, values that `dtype` does not have),
     CheckpointNotFound, CheckpointCorrupt, DataError.
     """
     if format not in FORMATS:
         raise UsageError(f"--format {format}: cannot be written", f"there are: {', '.join(FORMATS)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype}: cannot be written", f"there are: {', '.join(DTYPES)}")
     if out.exists():
         raise UsageError(f"{out} exists", "give a folder that does not exist yet")
     spec = parse(yaml.safe_load(run.storage.read(SPEC)), source=f"{run.uri}/{SPEC}")
@@ -51,42 +66,83 @@ def export(run: RunDir, step: int | None, out: Path, format: str = "safetensors"
             f"model.name: {spec.model.name}: has no counterpart in transformers",
             "read the weights themselves with raydist.worker.checkpoint.restore",
         )
-    manifest = restore.choose(run, step=step)
-    if manifest is None:
-        raise CheckpointNotFound(
-            f"run {run.name} has no checkpoint yet", "train it up to its first one (checkpoint.every)"
-        )
-    weights = _read(run, manifest)
-    dtype = str(weights["embedding.weight"].dtype).removeprefix("torch.")
-    data = _dataset(dataset or beside(str(manifest.plain["dataset"]), run.full_uri))
-    config = hf_config(spec.model, len(weights["embedding.weight"]), data.end, dtype)
-    generation = {"bos_token_id": data.end, "eos_token_id": data.end}
-    files = {"config.json": _json(config), "generation_config.json": _json(generation)}
-    files |= tokenizer_files(data, spec.model.context)
+    if format == "peft":
+        refuse_peft(spec.model, dtype)
+    with _weights(run, step, spec.model) as weights:
+        data = _dataset(dataset or beside(str(weights.manifest.plain["dataset"]), run.full_uri))
+        entry = weights.tensors["embedding.weight"]
+        written: torch.dtype = getattr(torch, entry.dtype) if dtype is None else DTYPES[dtype]
+        config = hf_config(spec.model, entry.shape[0], data.end, str(written).removeprefix("torch."))
+        generation = {"bos_token_id": data.end, "eos_token_id": _ends(data)}
+        files = {"config.json": _json(config), "generation_config.json": _json(generation)}
+        outputs = outputs_of(weights, spec.model, weights.read, None if dtype is None else DTYPES[dtype])
+        if format == "peft":
+            assert isinstance(weights, MergedWeights)
+            files, outputs = weights.peft_files(), []
+        files |= tokenizer_files(data, spec.model.context)
+        metadata = {"format": "pt", "raydist_run": run.name, "raydist_step": str(weights.manifest.step)}
+        with new_folder(out) as folder:
+            for name, content in files.items():
+                (folder / name).write_bytes(content)
+            if outputs:
+                write_files(outputs, folder, file_bytes, metadata)
+    return out
+
+
+@contextmanager
+def _weights(run: RunDir, step: int | None, model: ModelSpec) -> Iterator[WeightsReader]:
+    """The weights of a checkpoint; of adapters those that they are for, with the adapters added."""
+    with open_weights(run, step) as weights:
+        if model.lora is None:
+            yield weights
+            return
+        with closing(MergedWeights(run, weights.manifest, model)) as merged:
+            yield merged
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder that becomes `out` at the end of the block, and is deleted if the block raises."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
         whole = Path(scratch) / "whole"  # not made by tempfile, to have the usual permissions
         whole.mkdir()
-        for name, content in files.items():
-            (whole / name).write_bytes(content)
-        metadata = {"format": "pt", "raydist_run": run.name, "raydist_step": str(manifest.step)}
-        saved = whole / "model.safetensors"
-        save_file(hf_weights(weights, spec.model), saved, metadata)
-        # safetensors creates its file for the owner alone: set the permissions of the other files, which follow the umask.
-        saved.chmod(stat.S_IMODE((whole / "config.json").stat().st_mode))
+        yield whole
         whole.rename(out)
-    return out
 
 
-def _read(run: RunDir, manifest: Manifest) -> dict[str, Tensor]:
-    """The model's tensors by their names, whole, on the CPU, in their saved dtype. Names and shapes come from the manifest."""
-    tensors = {
-        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        for name, entry in manifest.tensors.items()
-        if name.startswith(MODEL)
-    }
-    restore.load(run, manifest, tensors, {})
-    return {name.removeprefix(MODEL): t for name, t in tensors.items()}
+def outputs_of(weights: WeightsReader, spec: ModelSpec, read: Read, dtype: torch.dtype | None) -> list[Output]:
+    """The tensors of `transformers` for a model's parameters. A tied head is left out: there the embedding replaces it.
+
+    `read`: gives the values, `weights.read` or a function around it. `dtype`: of floating-point ones; None: as saved.
+    """
+    format = format_of(spec.name)
+    assert format is not None
+    made: list[Output] = []
+    for name, entry in weights.tensors.items():
+        if spec.tie_embeddings and name == "head.weight":
+            continue
+        saved: torch.dtype = getattr(torch, entry.dtype)
+        as_written = saved if dtype is None or not saved.is_floating_point else dtype
+        made += [
+            Output(
+                piece.name, part_shape(piece, entry.shape), as_written, partial(_values, read, name, piece, as_written)
+            )
+            for piece in format.pieces(name, entry.shape)
+        ]
+    return made
+
+
+def _values(read: Read, name: str, piece: Piece, dtype: torch.dtype) -> Tensor:
+    """A tensor in the format of the file. Raises UserError if that has no such values."""
+    values = read(name, piece)
+    made = values.to(dtype)
+    if dtype is torch.float16 and bool((made.isfinite() != values.isfinite()).any()):
+        raise UserError(
+            f"--dtype fp16: {piece.name} has values up to {values.abs().max().item():.3g}, and fp16 ends at 65504",
+            "use bf16 or fp32",
+        )
+    return made
 
 
 def _dataset(uri: str) -> TokenDataset:
@@ -94,18 +150,6 @@ def _dataset(uri: str) -> TokenDataset:
         return TokenDataset(uri)
     except DataError as error:
         raise DataError(error.message, "its tokenizer belongs to the model: say where the dataset is now") from error
-
-
-def hf_weights(weights: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """A model's parameters by name -> the tensors of `transformers`. A tied head is left out: there the embedding replaces it."""
-    format = format_of(spec.name)
-    assert format is not None
-    return {
-        piece.name: w.detach()[piece.at].cpu().contiguous()
-        for name, w in weights.items()
-        if not (spec.tie_embeddings and name == "head.weight")
-        for piece in format.pieces(name, tuple(w.shape))
-    }
 
 
 def hf_config(spec: ModelSpec, vocab_size: int, end: int | None, dtype: str = "float32") -> dict[str, Any]:
@@ -143,7 +187,19 @@ def tokenizer_files(dataset: TokenDataset, context: int) -> dict[str, bytes]:
         "eos_token": end,
         "clean_up_tokenization_spaces": False,
     }
-    return {"tokenizer.json": raw, "tokenizer_config.json": _json(config)}
+    files = {"tokenizer.json": raw}
+    if (chat := dataset.index.chat) is not None:
+        config |= chat.tokens
+        if chat.template is not None:
+            files["chat_template.jinja"] = chat.template.encode()
+    return {**files, "tokenizer_config.json": _json(config)}
+
+
+def _ends(dataset: TokenDataset) -> int | list[int]:
+    """The ids at which generation stops: that of a document's end, and the one that ends an answer in a chat template."""
+    name = dataset.index.chat.tokens.get("eos_token") if dataset.index.chat is not None else None
+    found = dataset.tokenizer.token_id(name) if name and isinstance(dataset.tokenizer, Library) else None
+    return dataset.end if found in (None, dataset.end) else [found, dataset.end]
 
 
 def byte_tokenizer() -> bytes:

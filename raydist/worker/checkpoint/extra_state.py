@@ -8,14 +8,15 @@ Runs in: each train worker. Torch, never ray.
 
 Restored:
     same mesh             all of it, bit for bit
-    other mesh            DTensors are redistributed, replicated tensors are loaded; state with `per_rank` starts anew, with a note
+    other mesh            DTensors are redistributed, replicated tensors are loaded; state with `per_rank` is joined, if it says how
+                          (`Joins`), else starts anew, with a note
     not in the checkpoint, or with other tensors: starts anew, with a note
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -39,6 +40,18 @@ class ExtraState(Protocol):
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Takes what was loaded into the tensors of `state_tensors`, and the saved values. Not called if the state starts anew."""
+        ...
+
+
+@runtime_checkable
+class Joins(Protocol):
+    """An `ExtraState` with `per_rank` that another mesh takes up, too: it adds up what the ranks had."""
+
+    def join(self, name: str, total: Tensor, of_rank: Tensor, first: bool) -> None:
+        """Takes an old rank's tensor `name` of `state_tensors` into this rank's `total`, zeros at the `first` of these calls.
+
+        Called for each rank that saved one of that name, in their order; all must have this rank's shape and dtype.
+        """
         ...
 
 

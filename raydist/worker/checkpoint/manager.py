@@ -17,12 +17,16 @@ from typing import Any
 from torch import Tensor
 
 from raydist.checkpoint.mirrors import Mirrors
+from raydist.checkpoint.source import MODEL, differences, others, split, untied, weights_of
 from raydist.data.batches import Cursor
+from raydist.errors import UserError
 from raydist.records import Event
 from raydist.redact import redact
 from raydist.run.directory import RunDir, resume_attempt, step_folder
 from raydist.spec import spec_hash
+from raydist.worker import base_weights
 from raydist.worker.attempt import Job
+from raydist.worker.base_weights import BASE
 from raydist.worker.checkpoint import memory_manager as memory_stores
 from raydist.worker.checkpoint import numbers, restore
 from raydist.worker.checkpoint.extra_state import EXTRA, ExtraState
@@ -35,7 +39,7 @@ from raydist.worker.distributed import Rank
 from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.gradient_noise_scale import GradientNoise
 from raydist.worker.metrics.reporter import Reporter
-from raydist.worker.parameter_table import ParameterTable
+from raydist.worker.parameter_table import ParameterTable, gather_tensors
 from raydist.worker.precision import Precision
 
 
@@ -66,7 +70,8 @@ class Progress:
 class CheckpointManager:
     """Saves and restores one attempt. Every rank makes one, and calls `register`, `resume`, `open` and then the others at the same
     steps: they are collectives, unless their docstring says otherwise. `parameters`: a commit without all of them fails. `mesh`:
-    None: all ranks are data parallel. `fingerprint`: the dataset's; `total`: optimizer steps of the whole run.
+    None: all ranks are data parallel. `fingerprint`: the dataset's; `total`: optimizer steps of the whole run. `base`: the weights
+    that adapters are for (BASE), which checkpoints name and do not hold.
     """
 
     def __init__(
@@ -85,12 +90,13 @@ class CheckpointManager:
         steps_per_epoch: int,
         parameters: ParameterTable | None = None,
         mesh: Mesh | None = None,
+        base: dict[str, Any] | None = None,
     ) -> None:
         self._job, self._spec, self._rank, self._reporter = job, job.spec, rank, reporter
         self._progress, self._state, self._numbers = progress, state, job.spec.numbers(fingerprint)
         self._total, self._steps_per_epoch = total, steps_per_epoch
         self._precision, self._bad_steps, self._noise = precision, bad_steps, noise
-        self._parameters, self._mesh = parameters, mesh or Mesh(rank)
+        self._parameters, self._mesh, self._base = parameters, mesh or Mesh(rank), base
         self._saving = False
 
     def register(self, name: str, state: ExtraState) -> None:
@@ -121,9 +127,17 @@ class CheckpointManager:
         if manifest is None:
             return False
         numbers.check(run.name, manifest, self._numbers, self._total, job.allow_spec_change)
+        base_weights.check(manifest.plain.get(BASE), self._base)
         tensors, rank_tensors, _ = self._state.capture()
         loaded = restore.load(
-            place, manifest, tensors, rank_tensors, group=rank.control, mesh=self._mesh.sizes, extra=self._state.extra
+            place,
+            manifest,
+            tensors,
+            rank_tensors,
+            group=rank.control,
+            mesh=self._mesh.sizes,
+            extra=self._state.extra,
+            joins=self._state.joins,
         )
         self._state.restore(tensors, rank_tensors, manifest.plain, restored=loaded.extra)
         self._progress.load(manifest.plain)
@@ -146,6 +160,31 @@ class CheckpointManager:
             for name in sorted(manifest.plain.get(EXTRA, {}).keys() - set(self._state.extra)):
                 self._reporter.say("note", text=f"extra state {name} of the checkpoint is not used by this job")
         return True
+
+    def start_from(self, source: str) -> None:
+        """Loads the weights of another run's checkpoint, on any mesh, and nothing else of it. After `resume` gave False.
+
+        `source`: see `raydist.checkpoint.source.split`. Raises UserError, on every rank, if its tensors are others than the
+        model's; CheckpointCorrupt if a hash is wrong.
+        """
+        rank = self._rank
+        name, step = split(source)
+        run = RunDir(name)
+        found = restore.choose(run, step=step, rank=rank.rank, world_size=rank.world_size, group=rank.control)
+        if found is None:
+            raise UserError(
+                f"init_from: {run.uri} has no checkpoint", "train it up to its first one (checkpoint.every)"
+            )
+        base_weights.check(found.plain.get(BASE), self._base)
+        weights = self._state.weights()
+        table = gather_tensors(weights, rank.rank, rank.control)
+        wanted = {n.removeprefix(MODEL): row.shape for n, row in table.items()}
+        if problems := differences(weights_of(found), wanted) + untied(found, self._spec):
+            raise others(f"init_from: {run.uri} at step {found.step}", problems)
+        restore.load(run, found, weights, {}, group=rank.control)
+        self._state.take_buffers(weights)
+        if self._reporter:
+            self._reporter.say("weights_loaded", source=redact(source), run=run.name, step=found.step)
 
     def open(self) -> None:
         """Prepares saves, after `resume`."""
@@ -264,6 +303,7 @@ class CheckpointManager:
             "dataset": redact(self._job.dataset),
             "noise": self._noise.state() if self._noise else {},
             **self._bad_steps.state(step),
+            **({} if self._base is None else {BASE: self._base}),
         }
         return tensors, rank_tensors, plain
 

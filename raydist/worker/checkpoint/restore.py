@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -40,6 +41,8 @@ from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.parameter_table import dtype_name, gather_tensors
 
 T = TypeVar("T")
+Join = Callable[[str, Tensor, Tensor, bool], None]
+"""See `Joins.join` in extra_state.py."""
 
 _leases: dict[tuple[str, int], Lease] = {}
 """The leases of this process, from `choose` to `load`."""
@@ -125,7 +128,7 @@ def choose_from(
             raise found
         passed.add(candidate)
         if rank == 0:
-            _release(_place(run, replicas, where), at)
+            release(_place(run, replicas, where), at)
         if problems:
             rejected += problems
             file, _, cause = problems[0].partition(": ")
@@ -202,7 +205,8 @@ def _claim(run: RunDir, step: int, name: str | None) -> Manifest | CheckpointErr
         return CheckpointCorrupt(error.message, error.hint)
 
 
-def _release(run: RunDir, step: int) -> None:
+def release(run: RunDir, step: int) -> None:
+    """Lets a chosen checkpoint that is not loaded be pruned."""
     lease = _leases.pop((run.uri, step), None)
     if lease is not None:
         lease.release()
@@ -239,13 +243,14 @@ def load(
     group: dist.ProcessGroup | None = None,
     mesh: Mapping[str, int] | None = None,
     extra: Sequence[str] = (),
+    joins: Mapping[str, Join] = {},
 ) -> Loaded:
     """Reads a chosen checkpoint into these tensors, in place, whatever mesh saved it. A collective.
 
     Ranks may want different names: the union of all ranks' names must be the checkpoint's, for each first part of a name (model,
-    optim). `rank_tensors`, of extra states, are read only on the `mesh` that saved them (None: all ranks data parallel). `extra`:
-    all registered extra states; see extra_state.py for when one is read. Raises CheckpointError that names tensors which are
-    missing, unexpected or of another shape or dtype, on every rank.
+    optim). `rank_tensors`, of extra states, are read only on the `mesh` that saved them (None: all ranks data parallel), unless
+    `joins` says how they take what other ranks had. `extra`: all registered extra states; see extra_state.py for when one is read.
+    Raises CheckpointError that names tensors which are missing, unexpected or of another shape or dtype, on every rank.
     """
     rank = rank if rank is not None else dist.get_rank(group) if group is not None else 0
     world_size = dist.get_world_size(group) if group is not None else 1
@@ -261,14 +266,23 @@ def load(
         )  # fmt: skip
     same_mesh = mesh_of(mesh or {}, world_size) == found.mesh
     own = {rank_name(rank, n): t for n, t in rank_tensors.items()}
-    every = gather_json({name: _why_anew(found, name, wanted, own, rank, same_mesh) for name in extra}, group)
+    joined = {} if same_mesh else joins
+    why = {name: _why_anew(found, name, wanted, own, rank, same_mesh) for name in extra if name not in joined}
+    why |= {name: _why_not_joined(found, name, rank_tensors) for name in joined}
+    every = gather_json(why, group)
     anew = {name: why for of_rank in reversed(every) for name, why in of_rank.items() if why is not None}
     read = {n: t for n, t in tensors.items() if owner(n) not in anew}
-    read |= {n: t for n, t in own.items() if owner(n.removeprefix(rank_name(rank, ""))) not in anew}
+    read |= {n: t for n, t in own.items() if owner(n.removeprefix(rank_name(rank, ""))) not in {*anew, *joined}}
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # by `no_dist`
+
+    def fill(these: dict[str, Tensor]) -> None:
+        dcp_load(these, storage_reader=ShardReader(run, found), planner=TensorPlanner(), no_dist=True)
+
     failure: BaseException | None = None
     try:
-        dcp_load(read, storage_reader=ShardReader(run, found), planner=TensorPlanner(), no_dist=True)
+        fill(read)
+        if joined.keys() - anew.keys():
+            _read_joined(found, {n: t for n, t in rank_tensors.items() if owner(n) not in anew}, joined, fill)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         _, failure = first_failure(error, rank)
     try:
@@ -277,7 +291,7 @@ def load(
         text = f"rank {failed.rank} could not read step {found.step}: {failed.error.message}"
         raise CheckpointError(f"{run.uri}: {text}") from failure
     finally:
-        _release(run, found.step)
+        release(run, found.step)
     return Loaded(frozenset(extra) - anew.keys(), anew)
 
 
@@ -302,6 +316,44 @@ def _why_anew(
     if not same_mesh:
         return f"belongs to ranks, and was saved on the mesh {found.mesh}"
     return "has other tensors than the saved state" if _own_mismatches(found, own, rank, name) else None
+
+
+def _why_not_joined(found: Manifest, name: str, rank_tensors: Mapping[str, Tensor]) -> str | None:
+    """Why this rank cannot take what the ranks of another mesh had of an extra state; None if it can."""
+    if name not in found.plain.get(EXTRA, {}):
+        return "is not in the checkpoint"
+    own = {n: t for n, t in rank_tensors.items() if owner(n) == name}
+    if not own:
+        return "has nothing to keep on this mesh"
+    held = [_held(found, n, t) for n, t in own.items()]
+    return None if all(held) else f"has other tensors than the state that was saved on the mesh {found.mesh}"
+
+
+def _held(found: Manifest, name: str, tensor: Tensor) -> list[int]:
+    """The ranks that saved their own tensor of this name, if all have this shape and dtype."""
+    entries = {r: found.tensors.get(rank_name(r, name)) for r in range(found.world_size)}
+    saved = {r: entry for r, entry in entries.items() if entry is not None}
+    fits = all((e.shape, e.dtype) == (tuple(tensor.shape), dtype_name(tensor.dtype)) for e in saved.values())
+    return list(saved) if fits else []
+
+
+def _read_joined(
+    found: Manifest, own: Mapping[str, Tensor], joins: Mapping[str, Join], fill: Callable[[dict[str, Tensor]], None]
+) -> None:
+    """Reads what each rank saved of its own, one rank after another, so that one copy is in memory at a time."""
+    mine = {n: t for n, t in own.items() if owner(n) in joins}
+    held = {n: _held(found, n, t) for n, t in mine.items()}
+    for tensor in mine.values():
+        tensor.zero_()
+    for rank in range(found.world_size):
+        theirs = {n: torch.empty_like(t) for n, t in mine.items() if rank in held[n]}
+        if theirs:
+            fill({rank_name(rank, n): t for n, t in theirs.items()})
+        for name, tensor in theirs.items():
+            state = owner(name)
+            assert state is not None
+            first = rank == held[name][0]
+            joins[state](name.removeprefix(tensor_name(state, "")), mine[name], tensor, first)
 
 
 def _own_mismatches(found: Manifest, own: Mapping[str, Tensor], rank: int, state: str) -> bool:

@@ -12,7 +12,7 @@ The tensors are references: a save copies them, a load writes into them.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from raydist.errors import CheckpointError
-from raydist.worker.checkpoint.extra_state import ExtraState, tensor_name
+from raydist.worker.checkpoint.extra_state import ExtraState, Joins, tensor_name
 from raydist.worker.parallel import ParamShard
 from raydist.worker.parallel._model_graph import plain_name
 
@@ -30,11 +30,21 @@ PLAIN = (bool, int, float, str, type(None))
 class TrainState:
     """`model` and `optimizer` as the loop has them; names do not contain the prefixes of DDP or torch.compile.
 
-    `shards`: `strategy.shards()`. To be made before the first step, with the optimizer as the spec built it: see `restore`.
+    `shards`: `strategy.shards()`; `frozen`: those of parameters that are not trained; `base`: names of these that are no part of
+    the state, because they are read from `model.hf`. To be made before the first step, with the optimizer as the spec built it: see
+    `restore`.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Mapping[str, ParamShard]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        shards: Mapping[str, ParamShard],
+        frozen: Mapping[str, ParamShard] | None = None,
+        base: Container[str] = (),
+    ) -> None:
         self._model, self._optimizer, self._shards = model, optimizer, shards
+        self._held, self._base = {**(frozen or {}), **shards}, base
         self._names: dict[Tensor, str] = {shard.local: name for name, shard in shards.items()}
         self._built = self._groups()
         self._extra: dict[str, ExtraState] = {}
@@ -52,19 +62,7 @@ class TrainState:
         may change them. Before the first step this creates the optimizer's state, so that a load can write into it.
         """
         self._ensure_optimizer_state()
-        tensors: dict[str, Tensor] = {}
-        names = {id(p): plain_name(n) for n, p in self._model.named_parameters()}
-        # Both names of a tied weight lead to the one shard of it.
-        parameters = {plain_name(n): names[id(p)] for n, p in self._model.named_parameters(remove_duplicate=False)}
-        for name, value in self._model.state_dict().items():
-            name = plain_name(name)
-            if not isinstance(value, Tensor):
-                raise CheckpointError(f"model/{name}: a {type(value).__name__} in the state_dict", _ONLY_TENSORS)
-            if parameters.get(name) in self._shards:
-                # Only the part that this rank updates: other ranks' rows may still be in transfer.
-                shard = self._shards[parameters[name]]
-                value = shard.whole(shard.local.detach())
-            tensors[f"model/{name}"] = value if name in parameters else value.detach().clone()
+        tensors = self.weights()
         slots: dict[str, dict[str, Any]] = {}
         for parameter, state in self._optimizer.state.items():
             name = self._names[parameter]
@@ -85,6 +83,32 @@ class TrainState:
                 (rank_tensors if own else tensors)[tensor_name(name, tensor)] = value
         return tensors, rank_tensors, plain
 
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors of `capture` that are the model's."""
+        tensors: dict[str, Tensor] = {}
+        names = {id(p): plain_name(n) for n, p in self._model.named_parameters()}
+        # Both names of a tied weight lead to the one shard of it.
+        parameters = {plain_name(n): names[id(p)] for n, p in self._model.named_parameters(remove_duplicate=False)}
+        for name, value in self._model.state_dict().items():
+            name = plain_name(name)
+            if not isinstance(value, Tensor):
+                raise CheckpointError(f"model/{name}: a {type(value).__name__} in the state_dict", _ONLY_TENSORS)
+            if parameters.get(name) in self._base:
+                continue
+            if parameters.get(name) in self._held:
+                # Only the part that this rank updates: other ranks' rows may still be in transfer.
+                shard = self._held[parameters[name]]
+                value = shard.whole(shard.local.detach())
+            tensors[f"model/{name}"] = value if name in parameters else value.detach().clone()
+        return tensors
+
+    def take_buffers(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes what was loaded into the buffers of `weights`, which are copies."""
+        with torch.no_grad():
+            for name, buffer in self._model.named_buffers():
+                if f"model/{plain_name(name)}" in tensors:
+                    buffer.copy_(tensors[f"model/{plain_name(name)}"])
+
     def restore(
         self,
         tensors: Mapping[str, Tensor],
@@ -99,11 +123,7 @@ class TrainState:
         value (lr, betas, ...) comes from the checkpoint, unless the spec now builds another value than it did then
         (--allow-spec-change): that one stays.
         """
-        buffers = {plain_name(n): b for n, b in self._model.named_buffers()}
-        with torch.no_grad():
-            for name, buffer in buffers.items():
-                if f"model/{name}" in tensors:
-                    buffer.copy_(tensors[f"model/{name}"])
+        self.take_buffers(tensors)
         saved = self._of_own_groups(plain["optim"])
         if len(saved["groups"]) != len(self._optimizer.param_groups):
             raise CheckpointError(
@@ -127,6 +147,11 @@ class TrainState:
                     n.removeprefix(prefix): t for n, t in {**tensors, **rank_tensors}.items() if n.startswith(prefix)
                 }
                 state.load_state(of_state, plain["extra"][name])
+
+    @property
+    def joins(self) -> dict[str, Callable[[str, Tensor, Tensor, bool], None]]:
+        """Of the extra states that another mesh takes up, how: see `Joins`."""
+        return {name: state.join for name, state in self._extra.items() if isinstance(state, Joins)}
 
     @property
     def extra(self) -> tuple[str, ...]:

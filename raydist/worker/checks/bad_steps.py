@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from raydist.data import skipped_batches
-from raydist.data.batches import StepBatch, share
+from raydist.data.batches import Divide, StepBatch
 from raydist.data.skipped_batches import Entry
 from raydist.errors import LossSpike, NonFinite, Rollback, StorageError, TrainingStopped
 from raydist.run.directory import RunDir
@@ -38,9 +38,16 @@ class BadStepCheck(StepHook):
     """A hook of every step. The loop calls `leaves_out` first, which also names the batch that the step is about to compute."""
 
     def __init__(
-        self, spec: JobSpec, mesh: Mesh, run: RunDir, attempt: int, model: nn.Module, reporter: Reporter | None
+        self,
+        spec: JobSpec,
+        mesh: Mesh,
+        run: RunDir,
+        attempt: int,
+        model: nn.Module,
+        reporter: Reporter | None,
+        divide: Divide,
     ) -> None:
-        self._spec, self._policy, self._mesh, self._run = spec, spec.recovery, mesh, run
+        self._policy, self._mesh, self._run, self._divide = spec.recovery, mesh, run, divide
         self._rank = mesh.rank
         self._attempt, self._model, self._reporter = attempt, model, reporter
         self._losses: deque[float] = deque(maxlen=self._policy.spike.window)
@@ -181,11 +188,11 @@ class BadStepCheck(StepHook):
             return
         assert self._batch is not None
         batch = self._batch
-        micro_batch, parts = self._spec.train.micro_batch, self._mesh.data_size
-        ids = batch.ids.tolist()
+        parts, ids = self._mesh.data_size, batch.ids.tolist()
         if len(ids) > IDS:
             places = [(self._mesh.coordinate(f["rank"])[1], f["micro_batch"]) for f in bad.ranks if "micro_batch" in f]
-            ids = [i for part, at in places for i in share(batch.ids, part, parts, micro_batch)[at].tolist()][:IDS]
+            found = (batch.ids[self._divide(batch.ids, part, parts)[at]] for part, at in places)
+            ids = [i for micro_batch in found for i in micro_batch.tolist()][:IDS]
         where = {
             "epoch": batch.cursor.epoch,
             "offset": batch.cursor.offset,

@@ -119,6 +119,13 @@ def count(op: str, nbytes: int, ranks: int, seconds: float, exposed_seconds: flo
         log._safely(log._add, op, nbytes, ranks, seconds, exposed_seconds)
 
 
+def expose(op: str, seconds: float) -> None:
+    """Adds time that the training thread waited for collectives of a kind that another thread has counted."""
+    log = _installed
+    if log is not None:
+        log._safely(log._expose, op, seconds)
+
+
 class CollectiveCounters:
     """Counts from `install` until `close`, in the whole process; one at a time. `device`: the device that this rank trains on.
 
@@ -237,7 +244,7 @@ class CollectiveCounters:
             total = self._totals.setdefault(op, Total())
             total.count += 1
             total.bytes += nbytes
-            total.wire_bytes += nbytes * _ring(ranks)
+            total.wire_bytes += nbytes * _ring(ranks) * (2 if op == "all_reduce" else 1)
             total.seconds += seconds
             total.exposed_seconds += exposed_seconds if self._training() else 0.0
 

@@ -281,7 +281,7 @@ class Decoder(nn.Module):
                     caches, seen = self.caches(), start
                 logits_BTV = self(tokens_BT[:, seen if use_cache else start :], caches=caches)
                 seen = tokens_BT.shape[1]
-                next_B1 = _draw(logits_BTV[:, -1].float(), temperature, top_k, generator)
+                next_B1 = draw(logits_BTV[:, -1].float(), temperature, top_k, generator)
                 if end is not None:
                     # A prompt that ends in `end` starts a document: only a drawn `end` stops a row.
                     done_B1 = (tokens_BT[:, -1:] == end) & (tokens_BT.shape[1] > prompt)
@@ -298,7 +298,7 @@ class Decoder(nn.Module):
         return [Cache(self.spec.context) for _ in self.blocks]
 
 
-def _draw(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+def draw(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     """Draws one token per row, (B, 1)."""
     if temperature == 0:
         return logits_BV.argmax(dim=-1, keepdim=True)

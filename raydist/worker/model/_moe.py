@@ -102,6 +102,7 @@ class MixtureOfExperts(nn.Module):
     gradient_factor what the gradient of the experts' weights is multiplied by
     loss_factor     what the loss of a micro-batch is multiplied by before its backward pass
     real            whether the micro-batch has samples: a rank without any computes a masked row, which belongs to no load
+    lengths         int64 [B]: tokens of each whole sequence; the rest is padding, and belongs to no load. None: there is none
     records         whether this pass counts `loads`: a repeated one does not
     loads           int64 [E]: rows of each expert, of this rank's tokens, since someone set it to zero
     """
@@ -118,31 +119,41 @@ class MixtureOfExperts(nn.Module):
         self.gradient_factor = 1.0
         self.loss_factor = 1.0
         self.real, self.records = True, False
+        self.lengths: Tensor | None = None
         # Not a buffer: DDP would send rank 0's to the others.
         self.loads = torch.zeros(shape.count, dtype=torch.int64, device="cpu")
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """x_BTD -> BTD."""
-        x_ND = x_BTD.flatten(0, 1)
+        x_ND, counted_BT = x_BTD.flatten(0, 1), self._not_padding(x_BTD)
         weights_NK, experts_NK, scores_NE = self.router(x_ND)
-        y_ND = self._routed(x_ND, weights_NK, experts_NK)
+        y_ND = self._routed(x_ND, weights_NK, experts_NK, counted_BT)
         if self.shared is not None:
             shared_ND = self.shared(x_ND)
             if self.shared_gate is not None:
                 shared_ND = self.shared_gate(x_ND).sigmoid() * shared_ND
             y_ND = y_ND + shared_ND
         if self.shape.balance and self.training and self.real:
-            balance = self.shape.balance * self._imbalance(scores_NE.view(*x_BTD.shape[:2], -1))
+            balance = self.shape.balance * self._imbalance(scores_NE.view(*x_BTD.shape[:2], -1), counted_BT)
             y_ND = _AddLoss.apply(y_ND, balance, self.loss_factor)  # type: ignore[no-untyped-call]
         return y_ND.view_as(x_BTD)
 
-    def _routed(self, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor) -> Tensor:
+    def _not_padding(self, x_BTD: Tensor) -> Tensor | None:
+        """Which of this rank's tokens are none of padding, bool BT; None if all are."""
+        if self.lengths is None:
+            return None
+        place, time = 0, x_BTD.shape[1]
+        for group in reversed(self.sequence_groups):
+            place = place * dist.get_world_size(group) + dist.get_rank(group)
+        return torch.arange(place * time, (place + 1) * time, device=x_BTD.device) < self.lengths[:, None]
+
+    def _routed(self, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor, counted_BT: Tensor | None) -> Tensor:
         count, chosen = self.shape.count, self.shape.chosen
         experts_R = experts_NK.flatten()
         order_R = experts_R.argsort(stable=True)
         counts_E = torch.zeros(count, dtype=torch.int64, device=x_ND.device)
         counts_E.scatter_add_(0, experts_R, torch.ones_like(experts_R))
-        self._record(counts_E)
+        self._record(counts_E, experts_NK, counted_BT)
         device = x_ND.device.type
         if torch.is_autocast_enabled(device):  # in the format in which the experts take them: half the bytes are sent
             x_ND = x_ND.to(torch.get_autocast_dtype(device))
@@ -153,23 +164,33 @@ class MixtureOfExperts(nn.Module):
         return made
 
     @torch.no_grad()
-    def _record(self, counts_E: Tensor) -> None:
-        if self.records and self.real and self.training:
+    def _record(self, counts_E: Tensor, experts_NK: Tensor, counted_BT: Tensor | None) -> None:
+        if not (self.records and self.real and self.training):
+            return
+        if counted_BT is None:
             self.loads += counts_E
+        else:
+            counted_NK = counted_BT.reshape(-1, 1).expand_as(experts_NK)
+            self.loads.scatter_add_(0, experts_NK.flatten(), counted_NK.flatten().to(torch.int64))
 
-    def _imbalance(self, scores_BTE: Tensor) -> Tensor:
+    def _imbalance(self, scores_BTE: Tensor, counted_BT: Tensor | None) -> Tensor:
         """The balance loss of each sequence, times its tokens, summed over this rank's tokens, without the factor.
 
         f_i is the share of tokens that have expert i among their best, times E / K; P_i the mean of i's share of a token's scores.
         """
         chosen = scores_BTE.detach().topk(self.shape.chosen, dim=-1).indices
-        best_BE = torch.zeros_like(scores_BTE).scatter_(-1, chosen, 1.0).sum(1)
-        tokens = scores_BTE.shape[1]
+        best_BTE = torch.zeros_like(scores_BTE).scatter_(-1, chosen, 1.0)
+        shares_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
+        tokens: int | Tensor = scores_BTE.shape[1]
+        if counted_BT is not None:
+            best_BTE, shares_BTE = best_BTE * counted_BT[..., None], shares_BTE * counted_BT[..., None]
+        best_BE = best_BTE.sum(1)
         for group in self.sequence_groups:
             dist.all_reduce(best_BE, group=group)
             tokens *= dist.get_world_size(group)
+        if self.lengths is not None:
+            tokens = self.lengths.clamp(min=1)[:, None]  # a row without tokens has neither best ones nor shares
         f_BE = best_BE * (self.shape.count / (self.shape.chosen * tokens))
-        shares_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
         return (shares_BTE.sum(1) * f_BE).sum()
 
     @torch.no_grad()

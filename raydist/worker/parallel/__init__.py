@@ -17,6 +17,8 @@ A strategy may also have
     passes(micro_batches, work)                    # runs the passes of a step in an order of its own: see `in_turn`
     messages() -> list[(kind, elements, name)]     # the collectives of a step, in the order of the calls, with
                                                    # the input elements of one rank, and their names in `raydist trace`
+    reducers() -> list[Reducer]                    # after `wrap`: what sends its gradients as `comm.compress` says
+                                                   # (worker/comm/compression), with `compresses=True` in its PLAN
 
 At the top level of the file, without torch (raydist/registry.py, `described`), there may be `PLAN: StrategyPlan`
 (raydist/extension_plans.py) for `raydist plan`; `Options`, a pydantic model of `parallel.options`; `check_spec(spec: JobSpec)`,

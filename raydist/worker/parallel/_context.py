@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raydist.errors import UserError
+from raydist.worker.comm import gloo_p2p
 from raydist.worker.mesh import Mesh
 from raydist.worker.model._layers import SelfAttention
 
@@ -77,7 +78,7 @@ class SharedSequence:
         rows = [part.reshape(self.size, -1) for part in parts]
         sent = torch.cat(rows, dim=1) if len(rows) > 1 else rows[0].contiguous()
         came = torch.empty_like(sent)
-        dist.all_to_all_single(came, sent, group=self.group)
+        gloo_p2p.all_to_all(came, sent, self.group).wait()
         split = torch.split(came, [row.shape[1] for row in rows], dim=1)
         return [row.reshape(part.shape) for row, part in zip(split, parts, strict=True)]
 

@@ -17,13 +17,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from raydist.errors import UserError
 from raydist.spec import JobSpec
+from raydist.worker.comm import gloo_p2p
+from raydist.worker.comm.compression.reducer import Reducer
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import Example, ParamShard
-from raydist.worker.parallel import _gloo_p2p as gloo_p2p
+from raydist.worker.parallel._fsdp_compression import CompressedCopies, CompressedReduceScatter, units
 from raydist.worker.parallel._model_graph import blocks_of, check_graph, initialise, refuse_scalars, tied_across, weakly
 from raydist.worker.precision import DTYPES
 
@@ -38,6 +40,8 @@ class FullyShardedStrategy(ABC):
         self._spec, self._mesh, self._rank = spec, mesh, mesh.rank
         self.loss_factor = float(mesh.data_size)  # FSDP's reduction averages
         self.takes_meta = mesh.data_size > 1
+        self._reducer: Reducer | None = None
+        self._copies: list[CompressedCopies] = []
 
     @abstractmethod
     def devices(self) -> DeviceMesh:
@@ -69,7 +73,7 @@ class FullyShardedStrategy(ABC):
             b.copy_(buffers[name])
         named = dict(model.named_parameters())
         self._parameters = {n: named[n] for n in names}
-        self._shards = {n: _shard(p) for n, p in self._parameters.items()}
+        self._shards = {n: _shard(p, self._devices if self._copies else None) for n, p in self._parameters.items()}
         self._last = True
         offload = self._spec.offload
         if offload.optimizer != "none" and offload.parameters == "none":
@@ -92,19 +96,25 @@ class FullyShardedStrategy(ABC):
             cast_forward_inputs=False,
         )
         self._devices = self.devices()
+        copies = self._devices.size(0) if self._devices.ndim > 1 else 1
+        between = self._spec.comm.compresses and copies > 1
+        # FSDP2 has no hook in place of its own all-reduce: it is told of one copy, and the sum over the copies follows in a hook.
+        inner = self._devices["shard"] if between else self._devices
         named = dict(blocks_of(model))
         blocks = list(named.values())
         keep = {"auto": blocks[-1:], True: [], False: blocks}[parallel.reshard_after_forward]
 
         def split(module: nn.Module, stays: bool) -> None:
-            fully_shard(
-                module, mesh=self._devices, reshard_after_forward=not stays, mp_policy=policy, offload_policy=offload
-            )
+            fully_shard(module, mesh=inner, reshard_after_forward=not stays, mp_policy=policy, offload_policy=offload)
 
         for name in _initialised_blocks(model, named):
             split(named[name], any(named[name] is kept for kept in keep))
         split(model, stays=True)
         self._use_direct_collectives(model)
+        if between:
+            self._compress_between(model, copies)
+        elif self._spec.comm.compresses and self._devices.size(self._devices.ndim - 1) > 1 and copies == 1:
+            self._compress(model)
         for i, block in enumerate(blocks):
             assert isinstance(block, FSDPModule)
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + parallel.prefetch])  # type: ignore[arg-type]
@@ -120,6 +130,43 @@ class FullyShardedStrategy(ABC):
                 module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
                 module.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
 
+    def _compress(self, model: nn.Module) -> None:
+        """Gradients are compressed as they are scattered to all ranks."""
+        group = self._devices.get_group(self._devices.ndim - 1)
+        reducer = Reducer(
+            self._spec.comm, group, self._rank.device, factor=self.loss_factor, aside=False, part=self._mesh.part
+        )
+        for module, parameters in units(model):
+            piece = reducer.packed({name: p.shape for name, p in parameters.items()})
+            module.set_custom_reduce_scatter(CompressedReduceScatter(reducer, piece))
+        reducer.refuse()
+        self._reducer = reducer
+
+    def _compress_between(self, model: nn.Module, copies: int) -> None:
+        """Gradients are summed plainly within a copy, and compressed between copies."""
+        group, ranks = self._devices.get_group(0), self._devices.size(1)
+        part = "-".join(filter(None, (self._mesh.part, f"rows-{self._devices.get_local_rank(1)}-of-{ranks}")))
+        reducer = Reducer(
+            self._spec.comm,
+            group,
+            self._rank.device,
+            factor=float(copies),
+            aside=False,
+            part=part,
+        )
+        for module, parameters in units(model):
+            # As FSDP2 pads them: all ranks of a copy have as many rows.
+            shapes = {name: torch.Size([-(-p.shape[0] // ranks), *p.shape[1:]]) for name, p in parameters.items()}
+            hook = CompressedCopies(reducer, shapes, group)
+            module.set_all_reduce_hook(hook)
+            self._copies.append(hook)
+        reducer.refuse()
+        self._reducer = reducer
+
+    def reducers(self) -> list[Reducer]:
+        """See `ParallelStrategy`."""
+        return [self._reducer] if self._reducer is not None else []
+
     def shards(self) -> Mapping[str, ParamShard]:
         """See `ParallelStrategy.shards`: this rank's rows of every parameter."""
         return self._shards
@@ -128,6 +175,8 @@ class FullyShardedStrategy(ABC):
         """See `ParallelStrategy.accumulate`: gradients are reduced to shards in every micro-batch, so a gradient is whole only
         during its block's backward. Only hsdp's all-reduce over the copies waits for the last micro-batch."""
         self._last = last
+        for copies in self._copies:
+            copies.last = last
         if isinstance(self.module, FSDPModule):
             self.module.set_requires_all_reduce(last)
             self.module.set_is_last_backward(last)
@@ -154,6 +203,8 @@ class FullyShardedStrategy(ABC):
 
     def zero_grad(self) -> None:
         """See `ParallelStrategy.zero_grad`."""
+        for copies in self._copies:
+            copies.drop()
         for name, p in self._parameters.items():
             p.grad = None
             self._shards[name].local.grad = None
@@ -178,10 +229,20 @@ def _initialised_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> It
         yield current
 
 
-def _shard(parameter: nn.Parameter) -> ParamShard:
+def _shard(parameter: nn.Parameter, devices: DeviceMesh | None) -> ParamShard:
+    """`devices`: (copies, ranks per copy), if FSDP2 knows of one copy only."""
     if not isinstance(parameter, DTensor):
         return ParamShard(parameter)
     # Shares the shard's memory. A plain tensor, because fused kernels on DTensors cost milliseconds of dispatch per step.
     whole = parameter.detach()
     assert isinstance(whole, DTensor)
+    if devices is not None:
+        whole = DTensor.from_local(
+            whole.to_local(),
+            devices,
+            [Replicate(), *whole.placements],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
     return ParamShard(nn.Parameter(whole.to_local(), requires_grad=True), whole)

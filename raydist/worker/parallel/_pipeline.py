@@ -29,6 +29,7 @@ from raydist.data.batches import MicroBatch
 from raydist.errors import UserError
 from raydist.spec import JobSpec
 from raydist.worker.comm.collectives import sum_flat
+from raydist.worker.comm.compression.reducer import Reducer, reducers_of
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import Example, ParallelStrategy, ParamShard, Work
 from raydist.worker.parallel._model_graph import initialise, plain_name, some
@@ -44,13 +45,27 @@ Entry = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(slots=True)
 class Stage:
-    """One stage on this rank. `number`: of all stages. `entry`, `exit`: its input and its output, once `wrap` has found them."""
+    """One stage on this rank. `number`: of all stages. `entry`, `exit`: its input and its output, once `wrap` has found them, for
+    sequences of `time` tokens of this rank."""
 
     number: int
     module: nn.Module
     strategy: ParallelStrategy
     entry: Entry | None = None
     exit: Entry | None = None
+    time: int = 0
+
+    def passed(self, kind: str, tokens: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of what arrives for a forward or a backward pass of these tokens.
+
+        Where sequences have another length than the example's, the first dimension after the micro-batch is that of the sequence.
+        """
+        passes_on = self.entry if kind == "forward" else self.exit
+        assert passes_on is not None, "wrap has run the example"
+        shape, dtype = passes_on
+        if tokens.shape[1:] and tokens.shape[1] != self.time:
+            shape = (shape[0] * tokens.shape[1] // self.time, *shape[1:])
+        return (len(tokens), *shape), dtype
 
 
 @dataclass(slots=True)
@@ -201,7 +216,8 @@ class Pipeline:
         if self._tie_groups:
             shards = self.shards()
             for ranks, group in self._tie_groups.items():
-                sum_flat([shards[name].local.grad for name in self._tied[ranks]], group, self._mesh.rank.device)
+                trained = [shards[name].local.grad for name in self._tied[ranks] if name in shards]
+                sum_flat(trained, group, self._mesh.rank.device)
 
     def scale_grads(self, factor: float) -> None:
         """See `ParallelStrategy.scale_grads`."""
@@ -217,6 +233,10 @@ class Pipeline:
         """See `ParallelStrategy.updated`."""
         for stage in self.stages:
             stage.strategy.updated()
+
+    def reducers(self) -> list[Reducer]:
+        """See `ParallelStrategy`: those of the stages."""
+        return [r for stage in self.stages for r in reducers_of(stage.strategy)]
 
     def messages(self) -> list[tuple[str, int, str]]:
         """For traces: the collectives of the stages, the last one's first, as backward does."""
@@ -270,6 +290,7 @@ class _ExampleOfStage:
         last = pipeline._is_last(stage)
         bound = BoundStage(module, hidden)
         made = self._example(cast(nn.Module, bound), samples, part=not last)
+        stage.time = bound.time
         if not last and stage.exit is None:
             out = _checked(stage.number, bound.out)
             stage.exit = tuple(out.shape[1:]), out.dtype
@@ -297,8 +318,10 @@ class BoundStage:
     def __init__(self, module: nn.Module, hidden: Tensor | None) -> None:
         self._module, self._hidden = module, hidden
         self.out: Any = None
+        self.time = 0
 
     def __call__(self, tokens: Tensor, **more: Any) -> Tensor:
+        self.time = tokens.shape[1] if tokens.ndim > 1 else 0
         if self._hidden is None:
             self.out = self._module(tokens, **more)
         elif isinstance(self._module, nn.Sequential):
@@ -380,11 +403,8 @@ class _Run:
         source = stage.number - 1 if action.kind == "forward" else stage.number + 1
         if action in self._received or source < 0 or (action.kind == "backward" and pipeline._is_last(stage)):
             return
-        passes_on = stage.entry if action.kind == "forward" else stage.exit
-        assert passes_on is not None, "wrap has run the example"
-        shape, dtype = passes_on
-        rows = len(self.micro_batches[action.index].tokens)
-        into = torch.empty((rows, *shape), dtype=dtype, device=pipeline._mesh.rank.device)
+        shape, dtype = stage.passed(action.kind, self.micro_batches[action.index].tokens)
+        into = torch.empty(shape, dtype=dtype, device=pipeline._mesh.rank.device)
         way = pipeline._way(action.kind, source, stage.number)
         started = dist.irecv(into, pipeline._peer(source), **way) if into.numel() else None
         self._received[action] = into, started

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raydist.data.batches import MASKED
-from raydist.worker.parallel import _gloo_p2p as gloo_p2p
+from raydist.worker.comm import gloo_p2p
 
 Op = TypeVar("Op", bound=Callable[..., Tensor])
 
@@ -161,5 +161,5 @@ def _summed(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     sent_WBSD = x_BTD.view(batch, size, tokens // size, width).transpose(0, 1).contiguous()
     parts_WBSD = torch.empty_like(sent_WBSD)
     # As many bytes as a reduce-scatter, and the sum is in fp32 and in the order of the ranks.
-    dist.all_to_all_single(parts_WBSD, sent_WBSD, group=group)
+    gloo_p2p.all_to_all(parts_WBSD, sent_WBSD, group).wait()
     return parts_WBSD.sum(dim=0, dtype=torch.float32).to(x_BTD.dtype)

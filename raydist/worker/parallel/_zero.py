@@ -24,9 +24,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Rows
 
 from raydist.spec import JobSpec
+from raydist.worker.comm import gloo_p2p
+from raydist.worker.comm.compression.piece import Piece
+from raydist.worker.comm.compression.reducer import Reducer
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import Example, ParamShard
-from raydist.worker.parallel import _gloo_p2p as gloo_p2p
 from raydist.worker.parallel._model_graph import blocks_of, check_graph, refuse_scalars, tied_across, weakly
 from raydist.worker.precision import DTYPES
 
@@ -51,6 +53,8 @@ class Unit:
         """Gradients that this backward pass has not computed yet."""
         self.stale = False
         """Whether other ranks hold newer values of their rows."""
+        self.piece: Piece | None = None
+        """If gradients are compressed."""
 
     def split(self, packed: Tensor) -> Iterator[Tensor]:
         """[..., S] -> a view of it for each parameter."""
@@ -95,9 +99,13 @@ class _Slot:
         """(packed unit, [W, S]; this rank's part, [S])."""
         return self._all[: unit.world * unit.size].view(unit.world, unit.size), self._shard[: unit.size]
 
-    def reduce(self, unit: Unit, group: dist.ProcessGroup) -> None:
+    def reduce(self, unit: Unit, group: dist.ProcessGroup, reducer: Reducer | None) -> None:
         """Starts a reduce-scatter of the packed gradients into this rank's part."""
         packed, shard = self.buffers(unit)
+        if reducer is not None and reducer.active:
+            assert unit.piece is not None
+            self.unit, self.work = unit, reducer.reduce_scatter(unit.piece, packed, shard)
+            return
         parts = self._parts[: packed.numel()] if self._parts is not None else None
         self.unit, self.work = unit, gloo_p2p.reduce_scatter(shard, packed.view(-1), parts, group)
 
@@ -127,6 +135,7 @@ class ZeroStrategy:
     def __init__(self, spec: JobSpec, mesh: Mesh) -> None:
         self._spec, self._mesh, self._rank = spec, mesh, mesh.rank
         self.loss_factor = 1.0
+        self._reducer: Reducer | None = None
 
     def wrap(self, model: nn.Module, example: Example) -> nn.Module:
         """See `ParallelStrategy.wrap`. Runs `example` once, for the graph check."""
@@ -181,6 +190,15 @@ class ZeroStrategy:
         reduce = DTYPES[self._spec.precision.reduce]
         self._group = mesh.get_group()
         direct = gloo_p2p.direct(self._group)
+        if self._spec.comm.compresses:
+            self._reducer = Reducer(
+                self._spec.comm, self._group, device, factor=self.loss_factor, aside=True, part=self._mesh.part
+            )
+            for unit in reversed(self._units):
+                unit.piece = self._reducer.packed(
+                    {n: p.shape for n, p in zip(unit.names, unit.parameters, strict=True)}
+                )
+            self._reducer.refuse()
         self._reducing = [_Slot(world, largest, reduce, device, direct) for _ in range(IN_FLIGHT)]
         # All-gathers happen in the forward pass, when no gradients are sent: both can use the same buffers.
         same = reduce is torch.float32
@@ -224,7 +242,7 @@ class ZeroStrategy:
         if self.reduce_each:
             for p in unit.parameters:
                 p.grad = None
-        slot.reduce(unit, self._group)
+        slot.reduce(unit, self._group, self._reducer)
         slot.last = self._last
 
     def _take_sum(self, slot: _Slot) -> None:
@@ -248,6 +266,12 @@ class ZeroStrategy:
         """See `ParallelStrategy.finish_grads`: takes the last sums."""
         for slot in self._reducing if self._units else []:
             self._take_sum(slot)
+        if self._reducer is not None:
+            self._reducer.finish()
+
+    def reducers(self) -> list[Reducer]:
+        """See `ParallelStrategy`."""
+        return [self._reducer] if self._reducer is not None else []
 
     def scale_grads(self, factor: float) -> None:
         """See `ParallelStrategy.scale_grads`."""

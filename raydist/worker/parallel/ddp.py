@@ -17,12 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raydist.extension_plans import StrategyPlan
 from raydist.spec import JobSpec
+from raydist.worker.comm.compression.piece import Piece
+from raydist.worker.comm.compression.reducer import Reducer
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import Example, ParamShard
 from raydist.worker.parallel._model_graph import check_graph
 from raydist.worker.precision import DTYPES
 
-PLAN = StrategyPlan(bucketed=True)
+PLAN = StrategyPlan(bucketed=True, compresses=True)
 
 # Renamed in torch 2.13.
 _SYNC_BUFFERS = (
@@ -45,6 +47,10 @@ class Strategy:
         # Whether passes call the model itself: in a pipeline in another order than DDP's, with expert parallel under two of them.
         self._direct = spec.parallel.pipeline > 1 or spec.parallel.expert > 1
         self._ddp: DistributedDataParallel | None = None
+        self._reducer: Reducer | None = None
+        self._pieces: list[Piece] = []
+        self._seen: list[list[torch.Tensor]] = []
+        """The parameters of each bucket, in the order of the last backward pass."""
 
     def wrap(self, model: nn.Module, example: Example) -> nn.Module:
         """See `ParallelStrategy.wrap`. Runs `example` twice: for the graph check, and for DDP's buckets."""
@@ -67,7 +73,14 @@ class Strategy:
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=None if bucket_mb == "auto" else bucket_mb,
             )
-            if self._spec.precision.reduce != "fp32" or self._spec.offload.optimizer == "cpu":
+            group = self._mesh.group("data")
+            assert group is not None
+            if self._spec.comm.compresses:
+                self._reducer = Reducer(
+                    self._spec.comm, group, self._rank.device, factor=self.loss_factor, aside=True, part=self._mesh.part
+                )
+            compressed = self._spec.comm.compresses
+            if compressed or self._spec.precision.reduce != "fp32" or self._spec.offload.optimizer == "cpu":
                 # Through a lambda, because torch compares annotations, and those of this module are strings.
                 ddp.register_comm_hook(None, lambda _, bucket: self._sum(bucket))
             self._settle_buckets(ddp, example)
@@ -85,15 +98,26 @@ class Strategy:
         ddp.zero_grad(set_to_none=True)
         if self._direct:
             ddp.reducer._rebuild_buckets()  # otherwise the next forward pass through `ddp` does
+        if self._reducer is not None:
+            self._seen.clear()
+            example(ddp).backward()  # type: ignore[no-untyped-call]  # once more, with the buckets of the steps
+            ddp.zero_grad(set_to_none=True)
+            names = {id(p): n for n, p in self._parameters.items()}
+            for bucket in self._seen:
+                self._pieces.append(self._reducer.flat({names[id(p)]: p.shape for p in bucket}))
+            self._reducer.refuse()
 
     def _sum(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """DDP's communication hook, for a sum in fewer bits, and to report that a bucket is reduced. In fp32 the result is bit for
-        bit that of DDP without a hook.
+        bit that of DDP without a hook. A compressed bucket is not reported.
 
         torch's own compression hook refuses gloo, although gloo supports it. The division comes before the cast, as in torch's
         hook, so that fp16 does not overflow in the sum.
         """
         grads, parameters, dtype = bucket.buffer(), bucket.parameters(), DTYPES[self._spec.precision.reduce]
+        if self._reducer is not None and self._reducer.active:
+            return self._reducer.all_reduce(self._pieces[bucket.index()], grads)
+        self._seen.append(parameters)
         grads.mul_(1 / self._mesh.data_size)
         sent = grads.to(dtype)
 
@@ -130,6 +154,12 @@ class Strategy:
 
     def finish_grads(self) -> None:
         """See `ParallelStrategy.finish_grads`: DDP's last backward has summed them."""
+        if self._reducer is not None:
+            self._reducer.finish()
+
+    def reducers(self) -> list[Reducer]:
+        """See `ParallelStrategy`."""
+        return [self._reducer] if self._reducer is not None else []
 
     def scale_grads(self, factor: float) -> None:
         """See `ParallelStrategy.scale_grads`."""

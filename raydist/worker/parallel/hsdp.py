@@ -23,6 +23,7 @@ from raydist.worker.parallel._fsdp import FullyShardedStrategy
 PLAN = StrategyPlan(
     sharded=("optimizer", "gradients", "parameters"),
     group=lambda spec, ranks, per_node: spec.parallel.shard or min(per_node, ranks),
+    compresses=True,
 )
 
 VARIANTS = {"in pairs": {"shard": 2}}

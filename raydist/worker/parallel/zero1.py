@@ -8,7 +8,7 @@ from __future__ import annotations
 from raydist.extension_plans import StrategyPlan
 from raydist.worker.parallel._zero import ZeroStrategy
 
-PLAN = StrategyPlan(sharded=("optimizer",))
+PLAN = StrategyPlan(sharded=("optimizer",), compresses=True)
 
 
 class Strategy(ZeroStrategy):

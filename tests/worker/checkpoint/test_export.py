@@ -10,19 +10,27 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 
 from raydist import registry
+from raydist.checkpoint.huggingface import INDEX
 from raydist.data.dataset import TokenDataset
 from raydist.data.prepare import prepare
 from raydist.data.tokenizers import Bytes
 from raydist.errors import CheckpointCorrupt, CheckpointNotFound, DataError, UsageError, UserError
 from raydist.run.directory import SPEC, RunDir
 from raydist.spec import JobSpec, dump
-from raydist.spec.huggingface import dense_pieces
+from raydist.spec.huggingface import dense_pieces, format_of
+from raydist.worker.build import build_model
 from raydist.worker.checkpoint import export as exporting
 from raydist.worker.checkpoint.export import byte_tokenizer, export
 from raydist.worker.checkpoint.save import Saver
+from raydist.worker.checkpoint.state_dict import TrainState
+from raydist.worker.distributed import Rank
+from tests.peaks import peak_of
+from tests.training import Trainer
+from tests.training import run as ranks_run
 
 TEXT = "Žluťoučký kůň — 你好, <|endoftext|>\n\tdef f(x):  return x\x00\n"
 
@@ -118,6 +126,104 @@ def test_tokenizer_goes_along(tmp_path, datasets, tokenizer):
     config, generation = (json.loads((out / f"{n}.json").read_text()) for n in ("config", "generation_config"))
     assert config["vocab_size"] == dataset.vocab_size
     assert config["eos_token_id"] == generation["eos_token_id"] == dataset.end
+
+
+def saved_on(rank: Rank, spec: JobSpec, folder: str, vocabulary: int, dataset: str) -> dict[str, torch.Tensor]:
+    """Saves a model from a mesh; returns its weights."""
+    model = build_model(spec, vocabulary, meta=False)
+    trainer = Trainer(rank, spec, full=64, model=model)
+    state = TrainState(trainer.model, trainer.optimizer, trainer.shards)
+    saver = Saver(
+        RunDir(folder), rank=rank.rank, world_size=rank.world_size, group=rank.control, asynchronous=False, keep=1, attempt=1,
+        spec_hash="", numbers={}, on_event=lambda event: None, mesh=trainer.mesh.sizes, parameters=trainer.parameters,
+    )  # fmt: skip
+    tensors, rank_tensors, plain = state.capture()
+    saver.start(3, tensors, rank_tensors, {**plain, "dataset": dataset})
+    assert saver.wait()
+    saver.close()
+    trainer.step.optimizer_hooks.close()
+    return trainer.whole()
+
+
+MOE = {"name": "qwen_moe", "layers": 2, "width": 32, "heads": 4, "context": 16, "tie_embeddings": False,
+       "options": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}}  # fmt: skip
+
+
+@torch.no_grad()
+def test_from_any_mesh_one_tensor_at_a_time(ranks, tmp_path, datasets):
+    """Shards of 4 ranks (zero3 over tensor parallel ranks) become files of the given size with an index, with the saved bits; no
+    more than one tensor and its buffer are in memory, and of stacked experts no more than one."""
+    dataset = datasets["bytes"]
+    fields = {"model": MOE, "data": {"path": dataset.uri}, "train": {"steps": 9},
+              "parallel": {"strategy": "zero3", "tensor": 2}, "cluster": {"workers": 4}}  # fmt: skip
+    spec, moe = JobSpec.model_validate(fields), RunDir(tmp_path / "run")
+    moe.storage.write(SPEC, dump(spec).encode())
+    right = ranks_run(ranks, saved_on, 4, spec, moe.uri, dataset.vocab_size, dataset.uri)[0]
+    largest = max(t[0].nbytes if ".experts." in n else t.nbytes for n, t in right.items())
+    out, peak = peak_of(lambda: export(moe, None, tmp_path / "out", file_bytes=60_000))
+    assert peak <= 2 * largest
+    assert peak < sum(t.nbytes for t in right.values()) / 4
+    files = sorted(file.name for file in out.glob("*.safetensors"))
+    index = json.loads((out / INDEX).read_text())
+    assert len(files) > 4
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert sorted(set(index["weight_map"].values())) == files
+    found: dict[str, torch.Tensor] = {}
+    for file in files:
+        tensors = load_file(out / file)
+        assert sum(t.nbytes for t in tensors.values()) <= 60_000
+        assert {name for name, where in index["weight_map"].items() if where == file} == tensors.keys()
+        found |= tensors
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+    format = format_of("qwen_moe")
+    wanted = {p.name: w[p.at] for name, w in right.items() for p in format.pieces(name, tuple(w.shape))}
+    assert found.keys() == wanted.keys()
+    assert [name for name, t in wanted.items() if not torch.equal(found[name], t)] == []
+    theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(loading.values()), loading
+    ours = build_model(spec, dataset.vocab_size)
+    ours.load_state_dict(right, strict=False)
+    tokens_BT = torch.randint(0, dataset.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(theirs(tokens_BT).logits, ours(tokens_BT), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
+def test_another_format(tmp_path, datasets, dtype, kept):
+    """Weights are rounded once, and config.json says so."""
+    run, dataset = RunDir(tmp_path / "run"), datasets["bytes"]
+    (ours,) = trained(run, job(dataset), dataset)
+    out = export(run, None, tmp_path / "out", dtype=dtype)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert theirs.dtype is kept
+    assert torch.equal(theirs.model.layers[1].mlp.up_proj.weight, ours.blocks[1].mlp.up.weight.to(kept))
+
+
+def test_values_that_a_format_does_not_have(tmp_path, datasets):
+    """A weight beyond the range of fp16 is named, and nothing is left behind; so is another format."""
+    run, dataset = RunDir(tmp_path / "run"), datasets["bytes"]
+    spec = job(dataset)
+    run.storage.write(SPEC, dump(spec).encode())
+    model = registry.load("model", "gpt")(spec.model, dataset.vocab_size)
+    model.blocks[0].mlp.up.weight.data[3, 3] = 7e4
+    save_state(run, model, dataset)
+    with pytest.raises(UserError, match=r"fp16: model\.layers\.0\.mlp\.up_proj\.weight has values up to 7e\+04"):
+        export(run, None, tmp_path / "out", dtype="fp16")
+    with pytest.raises(UsageError, match="--dtype int4"):
+        export(run, None, tmp_path / "out", dtype="int4")
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def save_state(run: RunDir, model: nn.Module, dataset: TokenDataset) -> None:
+    saver = Saver(
+        run, rank=0, world_size=1, group=None, asynchronous=False, keep=9, attempt=1, spec_hash="", numbers={},
+        on_event=lambda event: None, before_commit=None,
+    )  # fmt: skip
+    tensors = {f"model/{n}": t for n, t in model.state_dict().items()}
+    saver.start(3, tensors, {}, {"dataset": dataset.uri})
+    assert saver.wait()
+    saver.close()
 
 
 def test_byte_tokenizer_has_every_byte():
@@ -216,7 +322,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, datasets, monkeypatch):
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(exporting, "save_file", full)
+    monkeypatch.setattr(exporting, "write_files", full)
     with pytest.raises(OSError, match="No space left"):
         export(run, None, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["run"]

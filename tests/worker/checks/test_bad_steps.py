@@ -14,7 +14,7 @@ from raydist.checkpoint import manifest
 from raydist.cluster.run.recovery import History, Restart, Split, decide
 from raydist.cluster.run.root_cause import Failure, RankError, root_cause
 from raydist.data import skipped_batches
-from raydist.data.batches import Batches
+from raydist.data.batches import Batches, equal_parts
 from raydist.data.dataset import TokenDataset, Windows
 from raydist.data.prepare import prepare
 from raydist.errors import LossSpike, NonFinite, Rollback
@@ -195,7 +195,7 @@ def test_weights_that_are_not_finite_are_not_skipped(dataset: str, tmp_path: Pat
 
     spec = spec_of(dataset, "skip")
     model = torch.nn.Linear(2, 2)
-    made = bad_steps.BadStepCheck(spec, Mesh(alone()), RunDir(tmp_path), 1, model, None)
+    made = bad_steps.BadStepCheck(spec, Mesh(alone()), RunDir(tmp_path), 1, model, None, equal_parts(1))
     assert made._weights_problem() == ""
     with torch.no_grad():
         model.bias[1] = float("inf")

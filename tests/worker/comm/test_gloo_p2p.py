@@ -1,4 +1,4 @@
-"""Direct reduce-scatter and all-gather between gloo ranks: their results, and how they are counted."""
+"""Direct reduce-scatter, all-gather and all-to-all between gloo ranks: their results, and how they are counted."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from raydist.worker.comm import gloo_p2p
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.collective_counters import CollectiveCounters
-from raydist.worker.parallel import _gloo_p2p as gloo_p2p
 
 S = 1001
 """Elements of a rank's part: odd, and more than fit into one gloo message."""
@@ -82,3 +82,27 @@ def test_what_arrives(ranks: Any, world: int, dtype: torch.dtype) -> None:
 def test_nobody_waits_for_it(ranks: Any) -> None:
     """A result that is no longer needed may be dropped: the next operation is unaffected."""
     assert ranks.run(dropped, 2) == [[2.0] * S + [3.0] * S] * 2
+
+
+def uneven(rank: Rank, ahead: int) -> Any:
+    """Rank r sends r + s - 1 rows to rank s (at least none), `ahead` exchanges at a time: the rows that came, and the counts."""
+    world, group = rank.world_size, dist.group.WORLD
+    assert group is not None
+    log = CollectiveCounters(rank.device)
+    log.install()
+    out = into = [max(rank.rank + other - 1, 0) for other in range(world)]
+    sent = torch.tensor([[rank.rank, other] for other in range(world) for _ in range(out[other])]).view(-1, 2)
+    came = [torch.empty(sum(into), 2, dtype=torch.int64) for _ in range(ahead)]
+    for work in [gloo_p2p.all_to_all(each, sent, group, into, out) for each in came]:
+        work.wait()
+    log.close()
+    return [each.tolist() for each in came], {op: (t.count, t.bytes) for op, t in log.totals().items()}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_rows_of_uneven_parts(ranks: Any, world: int) -> None:
+    """Each rank has the rows that the others have for it, in the order of the ranks; empty parts send nothing."""
+    for rank, (came, totals) in enumerate(ranks.run(uneven, world, 2)):
+        rows = [[other, rank] for other in range(world) for _ in range(max(rank + other - 1, 0))]
+        assert came == [rows, rows]
+        assert totals == {"all_to_all": (2, 2 * 16 * len(rows))}

@@ -1,10 +1,11 @@
-"""Reduce-scatter and all-gather: torch's own, and on gloo directly from rank to rank.
+"""Reduce-scatter, all-gather and all-to-all: torch's own, and on gloo directly from rank to rank.
 
 Runs in: each train worker. Torch, never ray.
 
 gloo's reduce-scatter is an all-reduce that discards all but this rank's part: twice the bytes. Its all-gather uses a buffer of its
-own, which is then copied. Here, on gloo, a reduce-scatter is an all-to-all of parts, which each rank sums in the order of ranks. An
-all-gather is a send to and a receive from every other rank, in place (docs/adr/0005).
+own, which is then copied. Its all-to-all uses a link in one direction at a time: the message that a receive is ready waits behind
+the data that this rank sends on the same connection. Here, on gloo, each rank posts all receives, then sends. A reduce-scatter is
+an all-to-all of parts, which each rank sums in the order of ranks (docs/adr/0005).
 
 Counters, timers and traces see each of them as one collective.
 """
@@ -70,9 +71,8 @@ def reduce_scatter(mine: Tensor, whole: Tensor, parts: Tensor | None, group: Pro
         for row in rows[1:]:
             total = torch.add(total, row, out=mine)
 
-    return _Exchange(
-        "reduce_scatter", whole, group, lambda: [dist.all_to_all_single(parts, whole, group=group, async_op=True)], add
-    )
+    sent = whole.view(group.size(), -1)
+    return _Exchange("reduce_scatter", whole, group, lambda: _exchange(list(rows), list(sent), group), add)
 
 
 def all_gather(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work:
@@ -80,17 +80,40 @@ def all_gather(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work:
     if not direct(group):
         work: Work = collectives.all_gather(whole, mine, group=group, async_op=True)
         return work
-    rows, rank, world = whole.view(group.size(), -1), group.rank(), group.size()
-    if rows[rank].data_ptr() != mine.data_ptr():
-        rows[rank].copy_(mine.view(-1))
+    rows, own = list(whole.view(group.size(), -1)), mine.view(-1)
+    return _Exchange("all_gather", whole, group, lambda: _exchange(rows, [own] * len(rows), group))
 
-    def send() -> list[Work]:
-        # Each rank starts with another peer, so that not all send to the same one first.
-        others = [(rank + i) % world for i in range(1, world)]
-        works: list[Work] = [group.recv([rows[other]], other, _TAG) for other in reversed(others)]
-        return works + [group.send([rows[rank]], other, _TAG) for other in others]
 
-    return _Exchange("all_gather", whole, group, send)
+def all_to_all(
+    came: Tensor,
+    sent: Tensor,
+    group: ProcessGroup,
+    into: Sequence[int] | None = None,
+    out: Sequence[int] | None = None,
+) -> Work:
+    """Rows of `sent` to all ranks, into rows of `came`, both contiguous: `out[r]` to rank r, and `into[r]` from rank r; None: as
+    many for each. Do not change any of them until they have arrived."""
+    if not direct(group):
+        work: Work = dist.all_to_all_single(
+            came, sent, into and list(into), out and list(out), group=group, async_op=True
+        )
+        return work
+    size = group.size()
+    theirs = torch.split(came, list(into) if into is not None else len(came) // size)
+    ours = torch.split(sent, list(out) if out is not None else len(sent) // size)
+    return _Exchange("all_to_all", sent, group, lambda: _exchange(theirs, ours, group))
+
+
+def _exchange(came: Sequence[Tensor], sent: Sequence[Tensor], group: ProcessGroup) -> list[Work]:
+    """Element r of `sent` to rank r, element r of `came` from rank r; this rank's own is copied."""
+    rank, world = group.rank(), group.size()
+    # Each rank starts with another peer, so that not all send to the same one first.
+    others = [(rank + i) % world for i in range(1, world)]
+    works: list[Work] = [group.recv([came[r]], r, _TAG) for r in reversed(others) if came[r].numel()]
+    works += [group.send([sent[r]], r, _TAG) for r in others if sent[r].numel()]
+    if came[rank].data_ptr() != sent[rank].data_ptr():
+        came[rank].copy_(sent[rank])
+    return works
 
 
 class _Exchange:
@@ -146,7 +169,7 @@ class _Allocates:
 
 
 class DirectReduceScatter(_Allocates):
-    """For FSDP2's `set_custom_reduce_scatter`, if `direct`. All modules can share one: its buffer is free after each call."""
+    """For FSDP2's `set_custom_reduce_scatter`. All modules can share one: its buffer is free after each call."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0)
@@ -155,6 +178,9 @@ class DirectReduceScatter(_Allocates):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Returns once the result has arrived: FSDP2 would wait for gloo anyway."""
+        if not direct(group):
+            collectives.reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+            return
         assert op in (ReduceOp.SUM, ReduceOp.AVG), op
         if self._buffer.numel() < input_tensor.numel() or self._buffer.dtype is not input_tensor.dtype:
             self._buffer = torch.empty_like(input_tensor)

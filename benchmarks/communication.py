@@ -1,0 +1,243 @@
+"""What compressed gradients save on slow links, over fp32 DDP with overlap, in one interleaved run.
+
+    python benchmarks/communication.py [--rounds 12] [--worlds 2 4] [--rates none 1gbit 200mbit] [--models small] [--loss 0]
+
+Ranks of one thread each are on hosts of their own: network namespaces whose links have the rate. They take steps of all variants
+alternately, in a new order each round, with the same samples and fused AdamW; raydist's is raydist.worker.step.TrainStep. Variants:
+
+    no sync        a step without any exchange: the ceiling
+    fp32, no overlap   one bucket: the sum begins when backward has ended
+    fp32           torch's buckets of 25 MiB: the baseline
+    fp32 1 MiB     as `parallel.bucket_mb` would choose them
+    NAME           comm.compress: NAME, in buckets of 1 MiB
+    zero1, zero1 int8; zero2, zero2 int8
+
+`tokens`: tokens/s over the baseline's, the median over the rounds of the ratio within a round. `sent`: MB that leave a rank in a
+step, by its link. `processor`: seconds of processor time of a step on rank 0. With more ranks than cores they compete for them, so
+that only figures of one table compare.
+
+With `--loss STEPS` it trains instead, on Python's standard library, and gives the loss on held-out text after as many steps of
+equal tokens, for three seeds of each variant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+import numpy as np
+import torch
+import torch.distributed as dist
+from common import write
+from torch import Tensor, nn
+
+from raydist import registry
+from raydist.data.batches import MicroBatch
+from raydist.spec import JobSpec
+from raydist.worker.build import build_strategy
+from raydist.worker.comm.compression.reducer import reducers_of
+from raydist.worker.comm.compression.state import Compression
+from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
+from raydist.worker.optim import optimizers
+from raydist.worker.parameter_table import gather_parameters
+from raydist.worker.precision import Precision
+from raydist.worker.step import TrainStep, evaluate, loss_sum
+from tests.hosts import Hosts
+
+VOCAB, BATCH, CONTEXT, BASE = 256, 16, 128, "fp32"
+MODELS = {
+    "small": {"layers": 4, "width": 256, "heads": 4, "context": CONTEXT},
+    "large": {"layers": 6, "width": 384, "heads": 6, "context": CONTEXT},
+}
+"""3.3M and 10.7M parameters."""
+OVERLAP = {"bucket_mb": 1.0}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "no sync": {},
+    "fp32, no overlap": {"parallel": {"bucket_mb": 1e4}},
+    BASE: {},
+    "fp32 1 MiB": {"parallel": OVERLAP},
+    **{name: {"parallel": OVERLAP, "comm": {"compress": name}} for name in registry.names("compressor")},
+    "zero1": {"parallel": {"strategy": "zero1"}},
+    "zero1 int8": {"parallel": {"strategy": "zero1"}, "comm": {"compress": "int8"}},
+    "zero2": {"parallel": {"strategy": "zero2"}},
+    "zero2 int8": {"parallel": {"strategy": "zero2"}, "comm": {"compress": "int8"}},
+}
+SEEDS, HELD_OUT = (1, 2, 3), 256
+
+
+def job(name: str, model: str, world: int) -> JobSpec:
+    """One micro-batch a rank."""
+    sections = {
+        "data": {"source": "any"},
+        "train": {"steps": 1, "global_batch": BATCH, "micro_batch": BATCH // world},
+        "model": MODELS[model],
+        "cluster": {"workers": world},
+    }
+    return JobSpec.model_validate(sections | VARIANTS[name])
+
+
+class Trained:
+    """A variant on this rank; a call is a step."""
+
+    def __init__(self, name: str, model: str, rank: Rank, seed: int = 1) -> None:
+        spec = job(name, model, rank.world_size)
+        # Without exchange the rank is a world of its own.
+        alone = Rank(0, 1, 0, rank.device, "gloo", rank.node_ip, None, ())
+        self.rank = alone if name == "no sync" else rank
+        self.mesh = Mesh.of(spec, self.rank)
+        torch.manual_seed(seed)
+        made: nn.Module = registry.load("model", spec.model.name)(spec.model, VOCAB)
+        self.strategy = build_strategy(spec, self.mesh)
+        first = torch.zeros(1, CONTEXT, dtype=torch.int64)
+
+        def example(module: nn.Module, samples: int = 1, part: bool = False) -> Tensor:
+            batch = MicroBatch(first.expand(samples, -1), first.expand(samples, -1))
+            return loss_sum(module, batch)
+
+        self.strategy.wrap(made, example)
+        shards = self.strategy.shards()
+        self.precision = Precision(spec.precision, rank.device)
+        reducers = reducers_of(self.strategy)
+        hooks = [Compression(reducers, self.precision, self.rank)] if spec.comm.compresses else []
+        self.step = TrainStep(
+            self.mesh, self.strategy, optimizers.build(shards, spec.optim, rank.device), self.precision,
+            parameters=gather_parameters(shards, self.rank), full_tokens=BATCH * CONTEXT, clip=1.0, hooks=hooks,
+        )  # fmt: skip
+
+    def __call__(self, batch: MicroBatch, lr: float = 1e-3, number: int = 1) -> None:
+        """One step."""
+        self.step(number, [batch], batch.targets.numel(), lr, want_stop=False)
+
+
+def corpus() -> Tensor:
+    """Bytes of Python's standard library."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return torch.from_numpy(np.frombuffer(b"".join(f.read_bytes() for f in files), dtype=np.uint8).copy())
+
+
+def batch_of(data: Tensor, rank: Rank, number: int) -> MicroBatch:
+    """This rank's part of a global batch of random windows."""
+    draw, each = torch.Generator().manual_seed(number), BATCH // rank.world_size
+    at = torch.randint(len(data) - CONTEXT - 1, (BATCH,), generator=draw)[rank.rank * each : (rank.rank + 1) * each]
+    rows = torch.stack([data[a : a + CONTEXT + 1] for a in at.tolist()]).long()
+    return MicroBatch(rows[:, :-1], rows[:, 1:].contiguous())
+
+
+def sent_on(interface: str) -> int:
+    """Bytes that left this interface."""
+    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
+
+def speeds(rank: Rank, model: str, rounds: int) -> dict[str, Any]:
+    """{variant: figures}."""
+    steps = {name: Trained(name, model, rank) for name in VARIANTS}
+    data, order = corpus(), random.Random(0)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    sent: dict[str, list[float]] = {name: [] for name in steps}
+    processor: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(-1, rounds):
+        batch = batch_of(data, rank, turn + 1)
+        for name in order.sample(list(steps), len(steps)):
+            dist.barrier()
+            before, busy, begun = sent_on("eth0"), time.process_time(), time.perf_counter()
+            steps[name](batch)
+            took = torch.tensor([time.perf_counter() - begun])
+            worked = time.process_time() - busy
+            dist.barrier()
+            gone = sent_on("eth0") - before
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            if turn >= 0:
+                seconds[name].append(float(took))
+                sent[name].append(gone / 1e6)
+                processor[name].append(worked)
+    found = {}
+    for name in steps:
+        ratios = [base / own for base, own in zip(seconds[BASE], seconds[name], strict=True)]
+        found[name] = {
+            "tokens": round(statistics.median(ratios), 3), "seconds": round(statistics.median(seconds[name]), 4),
+            "sent": round(statistics.median(sent[name]), 2), "processor": round(statistics.median(processor[name]), 4),
+        }  # fmt: skip
+    return found
+
+
+def losses(rank: Rank, model: str, steps: int) -> dict[str, Any]:
+    """{variant: the loss on held-out text, in nats a byte, of each seed}."""
+    data = corpus()
+    held, data = data[-HELD_OUT * (CONTEXT + 1) :].view(HELD_OUT, -1).long(), data[: -HELD_OUT * (CONTEXT + 1)]
+    own = held[rank.rank :: rank.world_size]
+    batch = MicroBatch(own[:, :-1], own[:, 1:].contiguous())
+    found: dict[str, Any] = {}
+    for name in [BASE, *registry.names("compressor")]:
+        found[name] = []
+        for seed in SEEDS:
+            trained = Trained(name, model, rank, seed)
+            for number in range(1, steps + 1):
+                lr = 2e-3 * min(1.0, number / 30) * max(0.1, 1 - 0.9 * number / steps)
+                trained(batch_of(data, rank, 10**6 * seed + number), lr, number)
+            loss, _ = evaluate(trained.mesh, trained.strategy, trained.precision, [batch])
+            found[name].append(round(loss, 4))
+    return found
+
+
+def main(asked: argparse.Namespace) -> None:
+    """One rank. Rank 0 prints the figures."""
+    os.environ.update(MASTER_ADDR=asked.master, MASTER_PORT="29500", GLOO_SOCKET_IFNAME="eth0")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=asked.rank, world_size=asked.worlds[0])
+    control = dist.new_group(backend="gloo")
+    rank = Rank(asked.rank, asked.worlds[0], 0, torch.device("cpu"), "gloo", asked.master, control, ())
+    made = losses(rank, asked.models[0], asked.loss) if asked.loss else speeds(rank, asked.models[0], asked.rounds)
+    if rank.first:
+        print(json.dumps(made), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_hosts(world: int, rate: str, model: str, asked: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one setting."""
+    given = ["--rounds", str(asked.rounds), "--worlds", str(world), "--models", model, "--loss", str(asked.loss)]
+    with Hosts(world, None if rate == "none" else rate) as hosts:
+        command = [sys.executable, __file__, *given, "--master", hosts[0].ip, "--rank"]
+        others = [hosts[i].popen([*command, str(i)]) for i in range(1, world)]
+        done = hosts[0].run([*command, "0"], timeout=7200)
+        for other in others:
+            other.wait(60)
+        if done.returncode:
+            sys.exit(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rates", nargs="+", default=["none", "1gbit", "200mbit"])
+    parser.add_argument("--models", nargs="+", default=["small"], choices=list(MODELS))
+    parser.add_argument("--loss", type=int, default=0, help="steps to train, instead of timing steps")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--master", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        main(options)
+        sys.exit()
+    result: dict[str, Any] = {}
+    for each in options.models:
+        for world in options.worlds:
+            for rate in ["none"] if options.loss else options.rates:
+                key = f"{each}, {world} ranks" + ("" if options.loss else f", {rate}")
+                result[key] = on_hosts(world, rate, each, options)
+                for variant, figures in result[key].items():
+                    print(f"{key}: {variant}: {figures}", flush=True)
+    print(write("communication-loss" if options.loss else "communication", {"rounds": options.rounds, **result}))

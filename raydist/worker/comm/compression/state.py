@@ -1,0 +1,194 @@
+"""What compressed gradients keep between steps, and what a step tells of them.
+
+Runs in: each train worker. Torch, never ray.
+
+A step computes what is left into buffers of its own. They count from the update on: a step that overflows, is left out or is run
+again leaves what was kept before. So the state is constant from one update to the next, as a copy of it needs.
+
+In a checkpoint each rank has its own, by parameter. On the same mesh each gets its own back, to the bit. On another one the sum
+over the ranks is kept: see `Compression.join`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raydist.records import Finding
+from raydist.worker.comm.compression.reducer import Reducer, disagreement
+from raydist.worker.comm.json_gather import gather_json
+from raydist.worker.distributed import Rank
+from raydist.worker.precision import Precision
+from raydist.worker.step_hooks import Step, StepHook
+
+NAME = "comm"
+"""Of the extra state in checkpoints."""
+LEFT, SHARED = "left", "shared"
+"""Tensors of the state: of this rank alone, or equal on the ranks that sum a gradient."""
+WINDOW = 50
+"""Steps of which the mean norms are compared."""
+GROWN = 4.0
+"""A mean norm of what is left, relative to the gradient's, above so many times the smallest one is reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Of one step, on this rank: see `StepRecord`."""
+
+    residual_norm: float | None
+    compression_error: float
+    sent_bytes: int
+    saved_bytes: int
+
+
+class Compression(StepHook):
+    """All reducers of this rank: a hook of the step, and an `ExtraState`.
+
+    Raises UserError, on every rank, if ranks would send different things. A collective of all ranks.
+    """
+
+    per_rank = True
+
+    def __init__(self, reducers: Sequence[Reducer], precision: Precision, rank: Rank) -> None:
+        self._reducers, self._precision = reducers, precision
+        self._feedback = any(reducer.feedback for reducer in reducers)
+        self.last: Report | None = None
+        self.growth = Growth()
+        self._elsewhere: set[str] = set()
+        every = gather_json([[[*reducer.ranks], reducer.described()] for reducer in reducers], rank.control)
+        for peers in {tuple(ranks) for of_rank in every for ranks, _ in of_rank}:
+            those = [[told for ranks, told in every[peer] if ranks == [*peers]] for peer in peers]
+            if (error := disagreement(those, peers)) is not None:
+                raise error
+        self._elsewhere = self._held_before(every)
+
+    def _held_before(self, every: Sequence[Sequence[Any]]) -> set[str]:
+        """The tensors of which another group with a lower rank keeps some too, of a weight that is tied over pipeline stages."""
+        firsts: dict[str, set[int]] = {}
+        for of_rank in every:
+            for ranks, (part, _, lines) in of_rank:
+                for name in (name for names, _ in lines for name in names):
+                    firsts.setdefault(_key(LEFT, name, part), set()).add(ranks[0])
+        own = {_key(LEFT, n, r.part): r.ranks[0] for r in self._reducers for p in r.pieces for n in p.shapes}
+        return {name for name, first in own.items() if min(firsts[name]) != first}
+
+    # --- the step
+
+    def begin(self, step: Step) -> None:
+        """See `StepHook.begin`."""
+        for reducer in self._reducers:
+            reducer.begin(self._precision.loss_scale)
+
+    def updated(self, step: Step) -> None:
+        """What this step left is kept."""
+        for reducer in self._reducers:
+            reducer.commit()
+        if self.last is not None and self.last.residual_norm is not None:
+            self.growth.add(self.last.residual_norm, step.grad_norm)
+
+    def gradients_ready(self, step: Step) -> None:
+        """The figures of the step: the host has waited for its gradients anyway."""
+        sent = [each for reducer in self._reducers for each in reducer.sent]
+        squares = [each.given for each in sent] + [each.lost for each in sent] + [r.left() for r in self._reducers]
+        found = torch.stack(squares).double().tolist() if squares else []
+        given, lost, left = sum(found[: len(sent)]), sum(found[len(sent) : 2 * len(sent)]), sum(found[2 * len(sent) :])
+        nbytes = sum(each.nbytes for each in sent)
+        residual = math.sqrt(left) if self._feedback else None
+        self.last = Report(
+            residual,
+            math.sqrt(lost / given) if given else 0.0,
+            round(nbytes),
+            round(sum(each.plain for each in sent) - nbytes),
+        )
+
+    def verdict(self, step: int) -> Finding | None:
+        """A warning, once, if what is left grows."""
+        return self.growth.verdict(step)
+
+    # --- checkpoints
+
+    def state_tensors(self) -> Mapping[str, Tensor]:
+        """See `ExtraState.state_tensors`."""
+        found: dict[str, Tensor] = {}
+        for reducer in self._reducers:
+            for piece in reducer.pieces:
+                if piece.kept is not None:
+                    left = piece.of_parameters(piece.kept)
+                    found |= {_key(LEFT, name, reducer.part): tensor for name, tensor in left.items()}
+                found |= {_key(SHARED, name, reducer.part): tensor for name, tensor in piece.kept_state.items()}
+        return found
+
+    def state_values(self) -> Mapping[str, Any]:
+        """See `ExtraState.state_values`."""
+        return {}
+
+    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """See `ExtraState.load_state`."""
+        for reducer in self._reducers:
+            for piece in reducer.pieces:
+                if piece.kept is not None:
+                    piece.take(piece.kept, {name: tensors[_key(LEFT, name, reducer.part)] for name in piece.shapes})
+                for name in piece.kept_state:
+                    piece.kept_state[name] = tensors[_key(SHARED, name, reducer.part)].clone()
+
+    def join(self, name: str, total: Tensor, of_rank: Tensor, first: bool) -> None:
+        """Adds an old rank's tensor of `state_tensors` to this rank's `total`, which is zeros at the `first` one.
+
+        Of what is left: on one stretch of it. Each rank has another stretch, so the sum over the ranks is to the bit what it was,
+        however many there are. What all ranks had alike is taken from the first.
+        """
+        if name.startswith(SHARED):
+            if first:
+                total.copy_(of_rank)
+            return
+        if name in self._elsewhere:
+            return
+        reducer = next(
+            r for r in self._reducers if any(name == _key(LEFT, n, r.part) for p in r.pieces for n in p.shapes)
+        )
+        place, ranks = reducer.ranks.index(reducer.me), len(reducer.ranks)
+        total.view(-1).tensor_split(ranks)[place].add_(of_rank.reshape(-1).tensor_split(ranks)[place])
+
+
+def _key(kind: str, name: str, part: str) -> str:
+    """The name of a tensor of the state: of ranks that have the same part of a parameter the same."""
+    return "/".join(filter(None, (kind, name, part)))
+
+
+class Growth:
+    """Whether what is left grows, from its norm over the gradient's in each step."""
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=WINDOW)
+        self._least = math.inf
+        self._reported = False
+
+    def add(self, left: float, gradient: float) -> None:
+        """Of one step."""
+        if gradient > 0:
+            self._ratios.append(left / gradient)
+            if len(self._ratios) == WINDOW:
+                self._least = min(self._least, sum(self._ratios) / WINDOW)
+
+    def verdict(self, step: int) -> Finding | None:
+        """The finding, once: the mean of the last `WINDOW` steps is over `GROWN` times the smallest such mean."""
+        if self._reported or len(self._ratios) < WINDOW:
+            return None
+        mean = sum(self._ratios) / WINDOW
+        if mean <= GROWN * self._least:
+            return None
+        self._reported = True
+        return Finding(
+            rule="compression_error",
+            rank=0,
+            severity="warning",
+            what=f"what compression leaves of the gradient has grown to {mean:.3g} times its norm, from {self._least:.3g}",
+            figures={"step": step, "mean": mean, "least": self._least},
+            remedy="send more of it: comm.compress: int8 or bf16, or a larger ratio or rank",
+        )

@@ -1,0 +1,252 @@
+"""Any causal language model of the library `transformers`, as the library wrote it.
+
+Runs in: each train worker. May not import ray. `transformers` is imported when the model is built.
+
+The library's parameters are under `inner`. `options.config` is the architecture: of the section `model` only `context` and
+`vocab_size` count. Shape suffixes: B sequences, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from raydist import pysource
+from raydist.errors import UserError
+from raydist.spec.parts import Part, problem
+from raydist.worker.model._decoder import draw
+from raydist.worker.model._rotary import packed_mask, packed_positions
+
+if TYPE_CHECKING:
+    from raydist.spec import JobSpec, ModelSpec
+
+VARIANTS = {
+    # The library is asked for a tiny model where the name alone is tested.
+    "": {"options": {"config": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}}},
+    "neox": {"options": {"config": {"model_type": "gpt_neox", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+                                    "num_attention_heads": 2, "max_position_embeddings": 16}}},
+}  # fmt: skip
+FILES = ("config", "weights")
+"""Options that name files: raydist/checkpoint/hub.py makes their paths absolute."""
+BY_LAYERS = False
+"""`model.layers` does not set the number of blocks."""
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
+_PROBED = 8
+"""Tokens with which packing is tried."""
+
+
+class Options(Part):
+    """The options of `model.name: transformers`."""
+
+    config: dict[str, Any] | str | None = Field(
+        None, description="The values of a config.json, `model_type` among them; or the path of one, or of its folder."
+    )
+    weights: str | None = Field(
+        None,
+        description="A folder with config.json and safetensors to start from, or hf://OWNER/NAME. Each rank reads all of them.",
+    )
+
+
+def check_spec(spec: ModelSpec) -> None:
+    """Raises SpecValueError for a config that cannot be read, and for an architecture that the library does not have."""
+    package = find_spec("transformers")
+    if package is None or not package.submodule_search_locations:
+        raise problem("name", "transformers", "needs the package transformers",
+                      "pip install 'raydist[transformers]', on all nodes")  # fmt: skip
+    config = values(spec)
+    if config is None:  # of a hub: read once it is downloaded
+        return
+    auto = Path(package.submodule_search_locations[0]) / "models/auto/modeling_auto.py"
+    known = pysource.pick("transformers.models.auto.modeling_auto", auto, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    kind = config.get("model_type")
+    if kind not in known:
+        near = difflib.get_close_matches(str(kind), known, n=1)
+        hint = f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(sorted(known))}"
+        raise problem("options.config.model_type", kind, "is no causal language model of transformers", hint)
+    for key in _LENGTHS:
+        if isinstance(longest := config.get(key), int) and spec.context > longest:
+            raise problem("context", spec.context, f"is more than {key} of the config", f"set it to {longest} or less")
+
+
+def values(spec: ModelSpec) -> dict[str, Any] | None:
+    """The values of config.json; None if they are at a hub. Raises SpecValueError."""
+    options = Options(**spec.options)
+    config = options.weights if options.config is None else options.config
+    if config is None:
+        raise problem("options.config", None, "is missing, and options.weights, too",
+                      "give the values of a config.json, its path, or a folder with weights")  # fmt: skip
+    if isinstance(config, dict):
+        return config
+    field = "options.weights" if options.config is None else "options.config"
+    if "://" in config:
+        return None
+    path = Path(config).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        read = json.loads(path.read_bytes())
+    except OSError as error:
+        raise problem(field, config, f"{path} cannot be read: {error.strerror}", "check the path") from None
+    except ValueError as error:
+        raise problem(field, config, f"{path} is not JSON: {error}", "download it again") from None
+    if not isinstance(read, dict):
+        raise problem(field, config, f"{path} is not the config of a model", "download it again")
+    return read
+
+
+def vocabulary(spec: ModelSpec) -> int | None:
+    """Rows of the embedding, if the config says so."""
+    size = (values(spec) or {}).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def check_job(job: JobSpec) -> None:
+    """Raises SpecValueError for meshes that the library's code cannot run on."""
+    axes = {axis: getattr(job.parallel, axis) for axis in ("tensor", "pipeline", "context", "expert")}
+    if split := {axis: size for axis, size in axes.items() if size > 1}:
+        first, *others = split
+        also = f" (and parallel.{', parallel.'.join(others)})" if others else ""
+        raise problem(f"parallel.{first}", split[first],
+                      f"cannot be used{also} with model.name: transformers, whose code knows no mesh",
+                      "set 1 and a parallel.strategy (ddp, zero1, zero2, zero3, hsdp), or take a built-in model")  # fmt: skip
+
+
+def build(spec: ModelSpec, vocab_size: int) -> Transformers:
+    """See the contract in __init__.py."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise UserError(
+            f"model.name: transformers: cannot be imported: {error}",
+            "pip install 'raydist[transformers]', on all nodes",
+        ) from None
+    options = Options(**spec.options)
+    try:
+        if options.weights is not None:
+            given = {} if options.config is None else {"config": _config(AutoConfig, spec, vocab_size)}
+            inner = AutoModelForCausalLM.from_pretrained(
+                options.weights, dtype=torch.float32, use_safetensors=True, local_files_only=True, **given
+            )
+        else:
+            inner = AutoModelForCausalLM.from_config(_config(AutoConfig, spec, vocab_size), dtype=torch.float32)
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        OSError,
+        KeyError,
+    ) as error:  # what the library raises for a bad config
+        text = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"model.options: transformers cannot build this model: {type(error).__name__}: {text}",
+            "check options.config and options.weights",
+        ) from error
+    return Transformers(inner, spec, vocab_size)
+
+
+def _config(auto: Any, spec: ModelSpec, vocab_size: int) -> Any:
+    config = values(spec)
+    assert config is not None, "hub.local has made a folder of it"
+    return auto.for_model(**{**config, "vocab_size": vocab_size})
+
+
+class Transformers(nn.Module):
+    """`inner`, a causal model of the library, with raydist's interface of models.
+
+    `cannot_pack`: why it cannot keep packed documents apart; "": it can.
+    """
+
+    def __init__(self, inner: Any, spec: ModelSpec, vocab_size: int) -> None:
+        super().__init__()
+        rows = inner.get_input_embeddings().weight.shape[0]
+        if rows < vocab_size:
+            raise UserError(
+                f"model.options: the model has {rows} ids, and the tokenizer of the data {vocab_size}",
+                "take the model's own tokenizer.json as data.tokenizer",
+            )
+        self.inner, self.spec = inner, spec
+        self.cannot_pack = self._why_not_packed()
+
+    def forward(self, tokens_BT: Tensor, documents: Tensor | None = None) -> Tensor:
+        """tokens_BT (int64) -> logits_BTV. `documents` (int, B x T): see the contract in __init__.py."""
+        if documents is not None and self.cannot_pack:
+            raise UserError(
+                f"data.pack: {type(self.inner).__name__} of transformers cannot keep documents apart: {self.cannot_pack}",
+                "set data.pack: false, or take a built-in model",
+            )
+        return self._logits(tokens_BT, documents)
+
+    def _logits(self, tokens_BT: Tensor, documents: Tensor | None) -> Tensor:
+        more: dict[str, Tensor] = {}
+        if documents is not None:
+            positions_BT, run_BT = packed_positions(documents)
+            mask = packed_mask(run_BT, None)
+            if self.inner.config._attn_implementation != "sdpa":  # the library's own code adds the mask to the products
+                mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, torch.finfo(torch.float32).min)
+            more = {"attention_mask": mask, "position_ids": positions_BT}
+        out: Tensor = self.inner(input_ids=tokens_BT, use_cache=False, **more).logits
+        return out
+
+    @torch.no_grad()
+    def _why_not_packed(self) -> str:
+        """Why packed documents cannot be kept apart, "" if they are: tried on the CPU with two documents of a few tokens."""
+        takes = inspect.signature(self.inner.forward).parameters
+        if missing := [name for name in ("attention_mask", "position_ids") if name not in takes]:
+            return f"it takes no {' and no '.join(missing)}"
+        config = self.inner.config.get_text_config()
+        for key in _WINDOWS:
+            if isinstance(getattr(config, key, None), int) and getattr(config, "use_sliding_window", True):
+                return f"its config has {key}, which a mask of documents replaces"
+        if isinstance(next(self.inner.parameters()), FakeTensor):  # of a plan, which has no values
+            return ""
+        was_training, half = self.inner.training, min(_PROBED, self.spec.context) // 2
+        if not half:
+            return "model.context: 1 leaves no room for two"
+        self.inner.eval()
+        try:
+            tokens_BT = torch.arange(2 * half)[None] % config.vocab_size
+            packed_BTV = self._logits(tokens_BT, (torch.arange(2 * half) >= half).long()[None])
+            alone_BTV = self._logits(tokens_BT[:, half:], None)
+            # Rounding in fp32; a token of another document changes logits by thousands of times as much.
+            apart = torch.allclose(packed_BTV[:, half:], alone_BTV, rtol=1e-4, atol=1e-5)
+        except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
+            return f"it refuses a mask of documents: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        finally:
+            self.inner.train(was_training)
+        return "" if apart else "tokens of one document change the logits of the next"
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens_BT: Tensor,
+        max_new: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+        end: int | None = None,
+    ) -> Tensor:
+        """tokens_BT -> tokens_BS: see `Decoder.generate`. Without a cache: each token is a pass over the last `context` ones."""
+        training, prompt = self.training, tokens_BT.shape[1]
+        self.eval()
+        try:
+            for _ in range(max_new):
+                logits_BTV = self(tokens_BT[:, -self.spec.context :])
+                next_B1 = draw(logits_BTV[:, -1].float(), temperature, top_k, generator)
+                if end is not None:
+                    done_B1 = (tokens_BT[:, -1:] == end) & (tokens_BT.shape[1] > prompt)
+                    next_B1 = torch.where(done_B1, end, next_B1)
+                tokens_BT = torch.cat((tokens_BT, next_B1), dim=1)
+                if end is not None and bool((next_B1 == end).all()):
+                    break
+            return tokens_BT
+        finally:
+            self.train(training)
