@@ -34,10 +34,8 @@ class LoraLinear(nn.Linear):
         self.in_features, self.out_features, self.scale = linear.in_features, linear.out_features, spec.scale
         self.weight, self.bias = linear.weight, linear.bias
         new = linear.weight.new_empty
-        self.lora_A, self.lora_B = (
-            nn.Parameter(new(spec.rank, linear.in_features)),
-            nn.Parameter(new(linear.out_features, spec.rank)),
-        )
+        self.lora_A = nn.Parameter(new(spec.rank, linear.in_features))
+        self.lora_B = nn.Parameter(new(linear.out_features, spec.rank))
         self.lora_dropout = nn.Dropout(spec.dropout)
 
     def delta(self, x: Tensor) -> Tensor:
