@@ -6,9 +6,10 @@ Two gloo ranks, a small GPT, a checkpoint every ten steps, memory checkpoints at
 `--hosts` on a cluster of four hosts in network namespaces: the driver's, and three of which two have a rank. There, nodes are also
 killed and drained (and return at once), and the network of one node is cut for a while. The same run without faults comes first.
 
-Checked: every step has exactly one row, whose samples, loss and norm equal those of the undisturbed run, bit for bit; the weights
-of the last checkpoint have the same bytes; no process and no namespace is left. Printed: goodput (the time of the steps that
-counted, divided by the whole time) and each incident. A killed driver is restarted at once with the same command.
+Checked: every fault that was asked for has happened; every step has exactly one row, whose samples, loss and norm equal those of
+the undisturbed run, bit for bit; the weights of the last checkpoint have the same bytes; no process, namespace, port, or file in
+/dev/shm or /tmp is left. Printed: goodput (the time of the steps that counted, divided by the whole time) and each incident. A
+killed driver is restarted at once with the same command.
 
 Not included: faults after which the numbers differ correctly, by a skipped batch (bad_number, loss_spike) or a halved micro-batch
 (out_of_memory, memory_hog). tests/faults has them.
@@ -226,6 +227,33 @@ def weights(run: RunDir) -> str:
     return digest.hexdigest()
 
 
+def missing(wanted: Sequence[Fault], events: Sequence[Event]) -> list[str]:
+    """The faults that were asked for and have no event of their own."""
+    happened = [event.data["fault"] for event in events if event.kind == "fault"]
+    left: list[str] = []
+    for fault in wanted:
+        if fault.fault in happened:
+            happened.remove(fault.fault)
+        else:
+            left.append(fault.fault)
+    return left
+
+
+def traces() -> set[str]:
+    """What a run may leave on this host besides processes: names in /dev/shm and /tmp, and ports that raydist's processes hold."""
+    names = {str(p) for folder in ("/dev/shm", tempfile.gettempdir()) for p in Path(folder).glob("raydist-*")}
+    ports = {
+        f"port {c.laddr.port}"
+        for c in psutil.net_connections("tcp")
+        if c.status == psutil.CONN_LISTEN and c.pid in _ours()
+    }
+    return names | ports
+
+
+def _ours() -> set[int]:
+    return {p.pid for p in psutil.Process().children(recursive=True)}
+
+
 def incidents(events: list[Event]) -> list[dict[str, Any]]:
     """Each fault and failure in order; if it ended an attempt or a driver, with the seconds to the next first step."""
     found: list[dict[str, Any]] = []
@@ -277,6 +305,7 @@ def main() -> None:
         (folder / "faults.yaml").write_text(
             yaml.safe_dump([f.model_dump(mode="json", exclude_none=True) for f in chosen])
         )
+        before = traces()
         train(place, folder, "calm", steps)
         calm, chaos = RunDir(folder / "calm"), RunDir(folder / "chaos")
         if isinstance(place, Net):
@@ -285,12 +314,16 @@ def main() -> None:
         place.close()
         left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
         _, alive = psutil.wait_procs(left, timeout=20)
+        events = read_events(chaos)
+        absent = missing(chosen, events)
+        happened = count - len(absent) - (len(cuts) - len(place.cut) if isinstance(place, Net) else 0)
         checks = {
+            f"every fault has happened{': not ' + ', '.join(absent) if absent else ''}": 0 < happened == count,
             "every step once, samples and losses as undisturbed": exact(chaos) == exact(calm),
             "weights and optimizer as undisturbed": weights(chaos) == weights(calm),
             "no process left, and no namespace": not alive,
+            "no port, and no file in /dev/shm or /tmp left": traces() <= before,
         }
-        events = read_events(chaos)
         useful = sum(read_steps(chaos)["seconds"].to_pylist())
         table = incidents(events)
     print(f"{'fault':18s} {'rank':>4s} {'step':>5s} {'first step after':>16s} {'repeated':>8s}  cause")
@@ -299,7 +332,7 @@ def main() -> None:
         seconds = "-" if row["seconds"] is None else f"{row['seconds']:.1f} s"
         repeated = "-" if row["repeated"] is None else row["repeated"]
         print(f"{row['fault']:18s} {row['rank']:4} {row['step']:5} {seconds:>16s} {repeated:>8}  {row['cause'][:90]}")
-    print(f"\n{count} faults in {wall:.0f} s, {steps} steps; goodput {useful / wall:.2f}")
+    print(f"\n{happened} of {count} faults in {wall:.0f} s, {steps} steps; goodput {useful / wall:.2f}")
     for check, holds in checks.items():
         print(f"{'ok' if holds else 'FAILED':7s}{check}")
     result = {

@@ -60,6 +60,7 @@ class Storage:
         self.local: Path | None = None
         self.private = False
         """Whether this folder itself, if it is local and is created, is for its user alone (mode 0700)."""
+        self._existed = False
         try:
             if "://" in text and not text.startswith("file://"):
                 self.fs, self.root = remote_filesystem.open_uri(text)
@@ -157,13 +158,26 @@ class Storage:
 
     def _part(self, path: Path) -> Path:
         """The temporary name of a file until it is complete. Creates its folder, durably."""
+        self._make_folder_of(path)
+        return path.with_name(f"{_TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
+
+    def appendable(self, name: str) -> Path:
+        """The path of a local file to append to. Creates its folder. Raises OSError."""
+        path = self._local_path(name)
+        self._make_folder_of(path)
+        return path
+
+    def _make_folder_of(self, path: Path) -> None:
         made = [folder for folder in path.parents if not folder.exists()]
+        if self.private and self._existed and self.local in made:
+            # Created again, it would be below the mount point of a file system that was unmounted.
+            raise FileNotFoundError(errno.ENOENT, "the folder no longer exists; is its file system mounted?")
+        self._existed = True
         path.parent.mkdir(parents=True, exist_ok=True)
         if self.private and self.local in made:
             self.local.chmod(0o700)
         for folder in made:
             _sync_folder(folder.parent)
-        return path.with_name(f"{_TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
 
     def write(self, name: str, data: bytes, check: Callable[[], object] | None = None) -> None:
         """Writes a small file, atomically. `check`: see `create`."""

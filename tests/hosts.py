@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,20 @@ from tests import needs
 NETWORK = "10.77.0"
 """Prefix of each host's address; the addresses exist only in the hosts' own network."""
 
-WATCHFUL = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "3000"}
-"""For a Cluster's `env`: its head detects a killed node after 5 s, and an unreachable one after 20; by default after 15 and 65."""
+WATCHFUL = {"RAY_health_check_period_ms": "250", "RAY_health_check_timeout_ms": "3000"}
+"""For a Cluster's `env`: its head detects a killed node after 1 to 2 s, and an unreachable one after 16; by default after 15, 65.
+raydist itself detects an unreachable node after 8 to 10 s."""
+_LEAN = {
+    # As in raydist's own Ray (raydist/cluster/session.py): the raylet finds its object store without a second's sleep.
+    "RAY_raylet_client_connect_timeout_milliseconds": "20",
+    "RAY_raylet_client_num_connect_attempts": "500",
+    # Statistics that no test reads.
+    "RAY_enable_metrics_collection": "0",
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",
+    "RAY_event_stats": "0",
+    # Ray gives its workers niceness 15: beside other load on the machine they would hardly run.
+    "RAY_worker_niceness": "0",
+}
 
 _BURST, _LATENCY = "128kb", "50ms"
 _NOBODY = "02:00:00:00:ff:ff"  # the switch knows all addresses, and drops frames for this one
@@ -332,26 +345,27 @@ class Cluster:
         self.environment = {"RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
         clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated environment
-        # Ray gives its workers niceness 15: beside other load on the machine they would hardly run.
-        own = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0", "PATH": path}
-        self._env = {**clean, **self.environment, **own, **(env or {})}
+        own = {"RAY_AUTH_MODE": "token", "PATH": path}
+        self._env = {**clean, **_LEAN, **self.environment, **own, **(env or {})}
         self._watch: Process | None = None
 
-    def restart(self) -> None:
-        """All hosts lose power, then form a cluster again."""
+    def restart(self, size: int) -> None:
+        """All hosts lose power, then the first `size` of them form a cluster again."""
         self.close()
+        self._size = size
         self.__enter__()
 
     def __enter__(self) -> Cluster:
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
-            self._start(self.hosts[0], "--head", "--port=6379", f"--temp-dir={_OWN_RAY}", "--dashboard-host=0.0.0.0")
+            self._start(self.hosts[0], "--head", "--port=6379", f"--temp-dir={_OWN_RAY}", "--include-dashboard=false")
             self._watch = self.hosts[0].popen(
                 [sys.executable, "-m", "tests.hosts", self.address],
                 cwd=Path(__file__).parents[1], env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             )  # fmt: skip
-            for number in range(1, self._size):
-                self.add_node(self.hosts[number])
+            with ThreadPoolExecutor() as threads:  # half of a start is waiting
+                list(threads.map(self._join, list(self.hosts)[1 : self._size]))
+            self.wait_until(lambda: len(self.node_ids()) == self._size)
             stack.pop_all()
         return self
 
@@ -382,7 +396,7 @@ class Cluster:
 
     def add_node(self, host: Host, *, cpus: int | None = None) -> str:
         """Adds a host as a node (boots it if it is off); returns its id once Ray's head reports it alive."""
-        self._start(host, f"--address={self.address}", cpus=cpus)
+        self._join(host, cpus)
         self.wait_until(lambda: host.name in self.node_ids())
         return self.node_ids()[host.name]
 
@@ -397,6 +411,9 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not in {timeout:g} s; Ray's nodes are {self.nodes()}")
             time.sleep(0.05)  # each iteration queries the head again
+
+    def _join(self, host: Host, cpus: int | None = None) -> None:
+        self._start(host, f"--address={self.address}", cpus=cpus)
 
     def _start(self, host: Host, *options: str, cpus: int | None = None) -> None:
         if not host.up:

@@ -1,4 +1,4 @@
-"""Scheduling with `-n`: a file stays together; tests that must run alone come last."""
+"""Scheduling with `-n`: a file stays together; tests that wait have a process of their own; those that must run alone come last."""
 
 from __future__ import annotations
 
@@ -15,12 +15,24 @@ ALONE = (
 )
 """Files and tests that must run alone: they assert a time, a rate, or the state of the whole machine."""
 
-_ALONE = " alone"
+WAITING = (
+    "tests/end_to_end/test_nodes.py",
+    "tests/faults/test_nodes.py",
+    "tests/end_to_end/test_hosts.py",
+    "tests/faults/test_mesh.py",
+    "tests/faults/test_survived.py",
+    "tests/end_to_end/test_cluster.py",
+)
+"""Files whose tests wait most of their time: for Ray to notice that a node is lost, for timeouts, for drivers to start. In this
+order a third process runs them, and nothing else, so that two processes compute."""
+
+_ALONE, _FOR_WAITING = " alone", 2
 
 
 class Scheduling(LoadScopeScheduling):
-    """A file stays in one process. The first process takes files from the front of the list, the others from its end, so that
-    compute-bound tests run beside tests that wait for Ray. ALONE runs after everything else, in the last process."""
+    """A file stays in one process. The first process takes files from the front of the list, the second from its end, so that
+    compute-bound tests run beside tests that start Ray. The third takes those of WAITING, which the others take last. ALONE runs
+    after everything else, in the last process."""
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
         config.option.loadscopereorder = False  # conftest decides the order
@@ -32,15 +44,25 @@ class Scheduling(LoadScopeScheduling):
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         if not self._rest_is_alone():
-            together = [scope for scope in self.workqueue if not scope.endswith(_ALONE)]
-            self.workqueue.move_to_end(together[0 if node is self.nodes[0] else -1], last=False)
+            if (scope := self._next(node)) is None:
+                return
+            self.workqueue.move_to_end(scope, last=False)
         elif any(self._pending_of(work) for other, work in self.assigned_work.items() if other is not node):
             return
         super()._assign_work_unit(node)
 
+    def _next(self, node: WorkerController) -> str | None:
+        """The scope that this process takes; None if the rest is for others."""
+        waiting = [scope for scope in WAITING if scope in self.workqueue]
+        if node in self.nodes[_FOR_WAITING:]:
+            return waiting[0] if waiting else None
+        others = [scope for scope in self.workqueue if not scope.endswith(_ALONE) and scope not in waiting] or waiting
+        return others[0 if node is self.nodes[0] else -1]
+
     def _reschedule(self, node: WorkerController) -> None:
         others = [other for other in self.nodes if other is not node]
-        if self._rest_is_alone() and not (node.shutting_down or all(other.shutting_down for other in others)):
+        done = self._rest_is_alone() or self._next(node) is None
+        if done and not (node.shutting_down or all(other.shutting_down for other in others)):
             node.shutdown()
         else:
             super()._reschedule(node)

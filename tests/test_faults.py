@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 from raydist import faults
 from raydist.errors import SpecError
 from raydist.faults import KINDS, Fault, Kill, Raise, StorageGone
+from raydist.records import Event
 from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
 
@@ -121,3 +123,15 @@ def test_every_field_has_its_help(name: str) -> None:
     """`raydist faults` lists every field with its description."""
     assert faults.summary(KINDS[name])
     assert all(len(told) > 3 for told in faults.fields(KINDS[name]).values())
+
+
+def test_chaos_fails_without_its_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """benchmarks/chaos.py compares the events with the faults it asked for, each as often as it was asked for."""
+    folder = Path(__file__).parents[1] / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    chaos = importlib.import_module("chaos")
+    wanted = [faults.Kill(rank=0, step=5), faults.Kill(rank=1, step=9), faults.KillDriver(step=12)]
+    told = [Event("fault", 0.0, {"fault": "kill", "rank": 0, "step": 5}), Event("note", 0.0, {"text": "kill"})]
+    assert chaos.missing(wanted, told) == ["kill", "kill_driver"]
+    assert chaos.missing(wanted, []) == ["kill", "kill", "kill_driver"]
+    assert chaos.missing(wanted[:1], told) == []

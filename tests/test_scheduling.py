@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.scheduling import ALONE, Scheduling
+from tests.scheduling import ALONE, WAITING, Scheduling
 
 ROOT = Path(__file__).parents[1]
 LONE = ALONE[0]
@@ -39,10 +39,13 @@ def files(*counts: int) -> list[str]:
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 @pytest.mark.parametrize("lone", [0, 1, 5])
+@pytest.mark.parametrize("waiting", [0, 1, 4])
 @pytest.mark.parametrize("others", [files(), files(1), files(3, 1), files(1, 4, 9, 2, 2, 1, 1, 6)])
-def test_each_test_runs_once_and_some_alone(processes: int, lone: int, others: list[str]) -> None:
-    """At any relative speed: a file's tests run in order and in one process, the first file first; those of ALONE run alone."""
-    tests = [*others[:3], *(f"{LONE}::test_{i}" for i in range(lone)), *others[3:]]
+def test_each_test_runs_once_and_some_alone(processes: int, lone: int, waiting: int, others: list[str]) -> None:
+    """At any relative speed: a file's tests run in order and in one process, the first file first; those of ALONE run alone; the
+    third process has those of WAITING, and nothing else."""
+    wait = [f"{file}::test_{i}" for file in WAITING[:waiting] for i in range(3)]
+    tests = [*others[:3], *(f"{LONE}::test_{i}" for i in range(lone)), *wait, *others[3:]]
     for slow in range(processes):
         nodes = [Process(f"gw{i}") for i in range(processes)]
         config = SimpleNamespace(
@@ -75,10 +78,14 @@ def test_each_test_runs_once_and_some_alone(processes: int, lone: int, others: l
             assert mine == sorted(mine)
         if others:
             assert next(test for node, test in ran if node == "gw0") == 0
+        if processes == 3 and others:
+            assert {tests[test] for node, test in ran if node == "gw2"} <= {*wait, *(t for t in tests if LONE in t)}
+            if wait and len(others) > 4:
+                assert tests[next(test for node, test in ran if node == "gw2")] == wait[0]
 
 
-def test_each_entry_of_alone_exists() -> None:
+def test_each_entry_exists() -> None:
     """Each entry is a file, or a test in one."""
-    for name in ALONE:
+    for name in (*ALONE, *WAITING):
         file, _, test = name.partition("::")
         assert f"def {test}" in (ROOT / file).read_text()

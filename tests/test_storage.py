@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import pickle
+import shutil
 import threading
 from pathlib import Path
 
@@ -147,3 +148,22 @@ def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
     assert (tmp_path / "what?x=1" / "a run?" / "spec.yaml").exists()
     assert run.home.uri == str(tmp_path / "what?x=1")
     assert directory.resolve(run.uri).uri == run.uri
+
+
+def test_a_run_is_not_written_below_a_mount_point(tmp_path: Path) -> None:
+    """A run's folder that was there and is gone is not created again: its file system was unmounted. Other storage is."""
+    run = RunDir(tmp_path / "mount" / "run")
+    run.storage.write("state.json", b"{}")
+    shutil.move(tmp_path / "mount", tmp_path / "elsewhere")
+    (tmp_path / "mount").mkdir()
+    for call in (
+        lambda: run.storage.write("state.json", b"{}"),
+        lambda: run.storage.write_new("attempts/0002.json", b"{}"),
+        lambda: run.storage.appendable("events.jsonl"),
+    ):
+        with pytest.raises(OSError, match="No such file|no longer exists"):
+            call()
+    assert list((tmp_path / "mount").iterdir()) == []
+    shutil.rmtree(tmp_path / "mount")
+    shutil.move(tmp_path / "elsewhere", tmp_path / "mount")
+    run.storage.write("state.json", b"{}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -35,7 +35,7 @@ from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.parallel._model_graph import parts_of
 from raydist.worker.parallel._pipeline import Pipeline
 from raydist.worker.parallel._split import split_layers
-from raydist.worker.parameter_table import gather_parameters
+from raydist.worker.parameter_table import TensorTable, gather_parameters
 from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep
 from raydist.worker.step_hooks import BeforeUpdate
@@ -205,37 +205,61 @@ class Trainer:
 
     def whole(self, grad: bool = False) -> dict[str, torch.Tensor]:
         """Every parameter, or its gradient, gathered from all ranks."""
-        found = {}
+        parts: dict[str, torch.Tensor | None] = {}
         for name in self.parameters.trained:
             shard = self.shards.get(name)
-            part = None
+            parts[name] = None
             if shard is not None:
                 local = shard.local.grad if grad else shard.local.detach()
                 assert local is not None, name
-                part = shard.whole(local)
-            found[name] = gathered(part, self.rank, self.parameters[name].shape, self.parameters.held_by_all(name))
-        return found
+                parts[name] = shard.whole(local)
+        return gather_parts(parts, self.rank, self.parameters)
 
 
-def gathered(
-    tensor: torch.Tensor | None, rank: Rank, shape: tuple[int, ...] | None = None, everywhere: bool | None = None
-) -> torch.Tensor:
-    """A copy of the whole tensor, from the parts of all ranks; None: this rank has none. A collective unless it is `everywhere`."""
-    if everywhere or (everywhere is None and not isinstance(tensor, DTensor)):
-        assert tensor is not None
+def gather_parts(parts: Mapping[str, torch.Tensor | None], rank: Rank, table: TensorTable) -> dict[str, torch.Tensor]:
+    """Copies of the whole tensors, from the parts of all ranks; None: this rank has none. One collective, unless every rank holds
+    them all."""
+    shared = [name for name in parts if not table.held_by_all(name)]
+    boxes: dict[str, tuple[Box | None, ...]] = {}
+    if shared:
+        every: list[Any] = [None] * rank.world_size
+        dist.all_gather_object(every, [_box(parts[name]) for name in shared], group=rank.control)
+        boxes = dict(zip(shared, zip(*every, strict=True), strict=True))
+    found = {}
+    for name, part in parts.items():
+        if name in boxes:
+            # Replicas may differ in a test: this rank's part comes last.
+            found[name] = _joined([*boxes[name], _box(part)], table[name].shape)
+        else:
+            assert part is not None
+            found[name] = part.clone()
+    return found
+
+
+def gathered(tensor: torch.Tensor, rank: Rank) -> torch.Tensor:
+    """A copy of the whole tensor; a collective if it is a DTensor."""
+    if not isinstance(tensor, DTensor):
         return tensor.clone()
-    mine: Any = None
-    if isinstance(tensor, DTensor):
-        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        mine = offsets, tensor.to_local()
-    elif tensor is not None:
-        mine = (0,) * tensor.ndim, tensor
     every: list[Any] = [None] * rank.world_size
-    dist.all_gather_object(every, mine, group=rank.control)
-    parts = [
-        part for part in (*every, mine) if part is not None
-    ]  # replicas may differ in a test: this rank's part last
-    whole = torch.full(tensor.shape if shape is None else shape, torch.nan, dtype=parts[0][1].dtype)  # type: ignore[union-attr]
+    dist.all_gather_object(every, _box(tensor), group=rank.control)
+    return _joined([*every, _box(tensor)], tensor.shape)
+
+
+Box = tuple[Sequence[int], torch.Tensor]
+"""The first index in each dimension, and the values."""
+
+
+def _box(part: torch.Tensor | None) -> Box | None:
+    if isinstance(part, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(part.shape, part.device_mesh, part.placements)
+        return offsets, part.to_local()
+    return None if part is None else ((0,) * part.ndim, part)
+
+
+def _joined(boxes: Sequence[Box | None], shape: Sequence[int]) -> torch.Tensor:
+    """The whole tensor from its parts; where they overlap, the last one counts. NaN where there is none."""
+    parts = [box for box in boxes if box is not None]
+    whole = torch.full(tuple(shape), torch.nan, dtype=parts[0][1].dtype)
     for at, part in parts:
         whole[tuple(slice(first, first + size) for first, size in zip(at, part.shape, strict=True))] = part
     return whole

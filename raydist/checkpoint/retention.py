@@ -13,7 +13,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 
@@ -66,16 +66,36 @@ def leased(run: RunDir, step: int) -> Iterator[None]:
         lease.release()
 
 
-def prune(run: RunDir, keep: int, *, orphans: bool = False, attempt: int | None = None) -> list[int]:
+def prune(
+    run: RunDir,
+    keep: int,
+    *,
+    orphans: bool = False,
+    attempt: int | None = None,
+    damaged: Callable[[str], object] | None = None,
+) -> list[int]:
     """Deletes all committed checkpoints except the `keep` newest, the best, and those being read. Returns their steps.
 
-    `orphans`: also files of failed and killed saves; only for the process that saves to this run, because another process's save
-    in flight looks the same. `attempt`: of the caller; files of a later attempt stay,
-    because the caller may be cut off without knowing it. None: the command line.
+    `damaged`: reads every byte of what stays, and calls it with each problem; a damaged checkpoint stays, and does not count
+    among the `keep`. None: what stays is not read, because the caller has just written the newest. `orphans`: also files of failed
+    and killed saves; only for the process that saves to this run, because another process's save in flight looks the same.
+    `attempt`: of the caller; files of a later attempt stay, because the caller may be cut off without knowing it. None: the
+    command line.
     """
     assert keep >= 1, "the newest checkpoint is never pruned"
     rows = manifest.summary(run)
-    stay = {r["step"] for r in rows[-keep:]} | {manifest.best_of(rows)}
+    newest = [r["step"] for r in rows]
+    good = 0
+    for count, step in enumerate(reversed(newest), start=1):
+        problems = [] if damaged is None else manifest.verify(run, step)
+        for problem in problems:
+            assert damaged is not None
+            damaged(problem)
+        good += not problems
+        if good == keep:
+            newest = newest[-count:]
+            break
+    stay = {*newest, manifest.best_of(rows)}
     gone = [r["step"] for r in rows if r["step"] not in stay and _remove(run.storage, r["step"], attempt)]
     if orphans:
         committed = {step_folder(s) for s in run.committed()}

@@ -89,11 +89,18 @@ def prune(
     storage: options.Storage = None,
     as_json: _Json = False,
 ) -> None:
-    """Delete all checkpoints but the newest ones, the best by eval loss, and those being read."""
+    """Delete all checkpoints but the newest ones, the best by eval loss, and those being read.
+
+    What is kept is read before anything is deleted: a damaged checkpoint stays, but does not count.
+    """
     from raydist.checkpoint import retention
 
     folder = resolve(run, storage)
-    pruned = retention.prune(folder, _keep(folder) if keep is None else keep)
+    pruned = retention.prune(
+        folder,
+        _keep(folder) if keep is None else keep,
+        damaged=lambda problem: print(f"raydist: {problem}; it is kept, but does not count", file=sys.stderr),
+    )
     left = folder.committed()
     if as_json:
         print(json.dumps({"pruned": pruned, "left": left}))
@@ -122,7 +129,8 @@ def export(
         str,
         typer.Option(
             "--format",
-            help="huggingface, or safetensors, which is the same: weights, config and tokenizer for transformers.",
+            help="huggingface, or safetensors, which is the same: weights, config and tokenizer for transformers; adapters are "
+            "added to the weights. peft: the adapters alone.",
         ),
     ] = "huggingface",
     dataset: Annotated[
@@ -157,6 +165,8 @@ def export(
     if quantize is not None:
         if quantize != "int8":
             raise UsageError(f"--quantize {quantize}: cannot be written", "there is: int8")
+        if file_format == "peft":
+            raise UsageError("--format peft: adapters are not quantized", "leave out one of --quantize and --format")
         from raydist.worker.checkpoint.export_int8 import export_int8
 
         written = {"dtype": dtype, "file_bytes": int(file_mb * 1e6)}

@@ -9,15 +9,18 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from raydist.errors import UserError
+from raydist.errors import UsageError, UserError
+from raydist.printable import printable
 from raydist.redact import redact
+from raydist.registry import did_you_mean
 
 if TYPE_CHECKING:
-    from raydist.data.index import DatasetIndex
+    from raydist.data.chat_template import LossOn
+    from raydist.data.index import DatasetIndex, Split
     from raydist.data.padding import Padding
 
 app = typer.Typer(help="Prepare corpora as datasets, check them, show their contents.", no_args_is_help=True)
@@ -42,6 +45,17 @@ def prepare(
     eval_fraction: Annotated[
         float, typer.Option(min=0.0, max=0.99, help="Share of the documents held out for evaluation.")
     ] = 0.01,
+    format: Annotated[str, typer.Option(help="text; or chat: rows have messages, or prompt and completion.")] = "text",
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            help="For chat: chatml, llama3, plain, or the path of a template; default: the one beside the tokenizer.json.",
+            show_default=False,
+        ),
+    ] = None,
+    loss_on: Annotated[
+        str, typer.Option(help="For chat: completions (what the assistant says), or all.")
+    ] = "completions",
     address: Annotated[
         str | None,
         typer.Option(
@@ -53,9 +67,13 @@ def prepare(
 ) -> None:
     """Prepare a dataset from these sources. The same command again completes an interrupted one."""
     from raydist.cluster.data_prepare import RayMap
+    from raydist.data.chat_template import chat_format
     from raydist.data.prepare import prepare as make
     from raydist.report.preparing import data_progress
 
+    _choice("--format", format, ("text", "chat"))
+    _choice("--loss-on", loss_on, ("completions", "all"))
+    chat = chat_format(chat_template, tokenizer, cast("LossOn", loss_on)) if format == "chat" else None
     with RayMap(address) as map_files, data_progress(at_once=True) as report:
         index = make(
             sources,
@@ -63,6 +81,7 @@ def prepare(
             tokenizer,
             eval_fraction=eval_fraction,
             column=column,
+            chat=chat,
             progress=report,
             map_files=map_files,
         )
@@ -99,15 +118,63 @@ def show(
             show_default=False,
         ),
     ] = None,
+    document: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Also print this document; of conversations the first one is printed.", show_default=False
+        ),
+    ] = None,
+    split: Annotated[str, typer.Option(help="train or eval: the split that the document is in.")] = "train",
     as_json: _Json = False,
 ) -> None:
-    """Show the contents of a dataset, from its index; with --job how its documents become micro-batches."""
+    """Show the contents of a dataset; with --job how its documents become micro-batches. Of a printed document what does not count
+    in the loss is dimmed."""
     from raydist.data import index
     from raydist.storage import Storage
 
+    _choice("--split", split, ("train", "eval"))
     found = index.read(Storage(dataset))
+    if document is None and found.chat is not None:
+        document = 0
+    parts = _document(dataset, cast("Split", split), document) if document is not None else None
     counted = _padding(dataset, job) if job is not None else None
-    _print(dataset, found, as_json, counted)
+    _print(dataset, found, as_json, counted, parts)
+
+
+def _choice(option: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UsageError(f"{option} {value}: unknown", did_you_mean(value, list(known)))
+
+
+def _document(uri: str, name: Split, number: int) -> list[tuple[str, bool]]:
+    """The text of a document in pieces, each with whether it counts in the loss."""
+    import numpy as np
+
+    from raydist.data.dataset import TokenDataset
+
+    dataset = TokenDataset(uri)
+    split = dataset.split(name)
+    try:
+        start, stop = split.document(number)
+    except IndexError as error:
+        raise UsageError(f"--document {number}: {error}", "numbers begin with 0") from None
+    tokens = split.read(start, stop)
+    counts = np.ones(len(tokens), bool) if split.counts is None else split.counts.read(start, stop) != 0
+    pieces = np.split(tokens, np.flatnonzero(np.diff(counts)) + 1)
+    first = bool(counts[0])
+    return [(printable(dataset.tokenizer.decode(p)), first == (i % 2 == 0)) for i, p in enumerate(pieces)]
+
+
+def _show_document(parts: list[tuple[str, bool]]) -> None:
+    """On a terminal what does not count is dim; elsewhere what counts is between [[ and ]]."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console, shown = Console(highlight=False, soft_wrap=True), Text()
+    for text, counts in parts:
+        marked = f"[[{text}]]" if counts and not console.is_terminal else text
+        shown.append(marked, style="" if counts else "dim")
+    console.print(shown)
 
 
 _STEPS = 100
@@ -129,7 +196,13 @@ def _padding(dataset: str, path: Path) -> tuple[Padding, list[str]]:
     return padding(samples, batches, job.cluster.most // job.parallel.replica, _STEPS), samples.notes()
 
 
-def _print(uri: str, index: DatasetIndex, as_json: bool, counted: tuple[Padding, list[str]] | None = None) -> None:
+def _print(
+    uri: str,
+    index: DatasetIndex,
+    as_json: bool,
+    counted: tuple[Padding, list[str]] | None = None,
+    document: list[tuple[str, bool]] | None = None,
+) -> None:
     path = redact(uri)
     facts: dict[str, Any] = {
         "path": path,
@@ -145,6 +218,10 @@ def _print(uri: str, index: DatasetIndex, as_json: bool, counted: tuple[Padding,
         "eval_fraction": index.eval_fraction,
         "column": index.column,
     }
+    if index.chat is not None:
+        facts["chat"] = index.chat.to_dict()
+    if document is not None:
+        facts["document"] = [{"text": text, "counts": counts} for text, counts in document]
     if counted is not None:
         found, notes = counted
         facts["padding"] = {"share": found.share, "notes": notes, **asdict(found)}
@@ -160,8 +237,16 @@ def _print(uri: str, index: DatasetIndex, as_json: bool, counted: tuple[Padding,
             f"{len(split.shards)} shards"
         )
     print(f"  unigram    {index.unigram_nats:.3f} nats per byte, on the eval split")
-    if counted is None:
-        return
+    if index.chat is not None:
+        print(f"  loss on    {'what the assistant says' if index.chat.loss_on == 'completions' else 'all tokens'}")
+    if counted is not None:
+        _print_padding(*counted)
+    if document is not None:
+        print()
+        _show_document(document)
+
+
+def _print_padding(found: Padding, notes: list[str]) -> None:
     print(f"  padding    {found.share:.1%} of {found.padded:,} tokens in {found.steps} steps; {found.waits:.1%} more waits for the "
           f"fullest of {found.replicas} replicas")  # fmt: skip
     print(f"  {'length':>9}  {'micro-batches':>13}  {'sequences':>11}  {'tokens':>13}  padding")

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from raydist.cli import options
-from raydist.errors import CheckpointNotFound, UserError
+from raydist.cli.chat import Chat, lines
+from raydist.errors import CheckpointNotFound, UsageError, UserError
 from raydist.printable import printable
 from raydist.redact import beside
 from raydist.run.directory import SPEC, resolve
@@ -38,10 +39,27 @@ def sample(
     top_k: Annotated[int, typer.Option(min=1, help="Sample from this many most likely tokens.")] = 50,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; default: the newest.")] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Answer messages, by the chat template of the data: one a line of the terminal."),
+    ] = False,
+    message: Annotated[
+        list[str] | None,
+        typer.Option(help="With --chat: answer this message and end; several are asked in turn.", show_default=False),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(help="With --chat: the message of the system.", show_default=False)
+    ] = None,
     trust: options.Trust = False,
 ) -> None:
-    """Print text that a trained model generates."""
+    """Print text that a trained model generates, or chat with it."""
+    if not chat and (message or system):
+        raise UsageError("--message and --system: need --chat", "add --chat, or give the text with --prompt")
     if Path(run, "config.json").is_file() and not Path(run, SPEC).exists():
+        if chat:
+            raise UsageError(
+                "--chat: needs a run, not exported weights", "transformers chats with these; or name the run"
+            )
         from raydist.worker.exported import open_folder
 
         exported = open_folder(Path(run))
@@ -56,6 +74,7 @@ def sample(
     from raydist.data.dataset import TokenDataset
     from raydist.spec import parse
     from raydist.worker.checkpoint import restore
+    from raydist.worker.checkpoint.restored_model import restored_model
 
     registry.trust(trust)
     spec = parse(yaml.safe_load(folder.storage.read(SPEC)), source=f"{folder.uri}/{SPEC}")
@@ -65,11 +84,20 @@ def sample(
             f"run {folder.name} has no checkpoint yet", "train it to its first checkpoint (checkpoint.every)"
         )
     dataset = TokenDataset(beside(str(manifest.plain["dataset"]), folder.full_uri))
-    model = registry.load("model", spec.model.name)(spec.model, spec.model.rows(dataset.vocab_size))
+    model: Any = restored_model(folder, manifest, spec, dataset.vocab_size)
     if not hasattr(model, "generate"):
         raise UserError(f'model "{spec.model.name}" cannot generate text', "give it generate(tokens_BT, max_new, ...)")
-    restore.load(folder, manifest, {f"model/{n}": t for n, t in model.state_dict().items()}, {})
-    model.eval()
+    if chat:
+        import torch
+
+        draw = {"temperature": temperature, "top_k": top_k, "generator": torch.Generator().manual_seed(seed)}
+        conversation = Chat(model, dataset, spec.model.context, tokens, draw)
+        if system is not None:
+            conversation.say("system", system)
+        for text in message or lines():
+            conversation.say("user", text)
+            print(printable(conversation.answer()), flush=True)
+        return
     _print(model, dataset.tokenizer, dataset.end, prompt, tokens, temperature, top_k, seed)
 
 

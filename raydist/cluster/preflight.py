@@ -20,7 +20,7 @@ from raydist.checkpoint.memory_layout import SHM
 from raydist.cluster import nodes
 from raydist.cluster.session import Session
 from raydist.errors import PreflightError, RaydistError, UserError
-from raydist.spec import JobSpec
+from raydist.spec import JobSpec, lora
 from raydist.storage import Storage
 from raydist.worker.optim.offload import swap_space
 
@@ -55,7 +55,10 @@ def check_early(spec: JobSpec, *, local: bool) -> None:
         raise PreflightError("\n".join(problems))
     if spec.model.hf is not None:
         format, rows = huggingface.format_for(spec.model), spec.model.rows(0)
-        huggingface.check(Path(spec.model.hf), spec.model, format, format.shapes(spec.model, rows))
+        shapes = format.shapes(spec.model, rows)
+        huggingface.check(Path(spec.model.hf), spec.model, format, shapes)
+        if spec.model.lora is not None:
+            lora.chosen(lora.linear_names(shapes), spec.model.lora.targets)
 
 
 def check_precision(spec: JobSpec, gpus: float) -> list[str]:

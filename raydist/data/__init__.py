@@ -2,10 +2,12 @@
 
 Runs anywhere: in the driver (prepare), in Ray Data's tasks (shards), in each train worker (dataset, order,
 batches). Plain python, numpy, pyarrow and xxhash; `tokenizers` only for BPE. Nothing here imports
-torch or ray.
+torch or ray; jinja2 is imported for chat templates only.
 
     sources.py         the source files of a corpus, divided into blocks, in a fixed order
     documents.py       the documents of a part of a file, validated
+    conversations.py   rows with messages, or with prompt and completion, checked
+    chat_template.py   conversations to text, and what of it the assistant says
     tokenizers/        text to ids: one tokenizer a file
     shards.py          one block -> its shards: the pure function that is mapped
     prepare_plan.py    a request as blocks, with a key of it
@@ -25,6 +27,7 @@ torch or ray.
 Tested in tests/data:
 - the same input gives the same bytes, whatever the parallelism and however often preparation was interrupted;
 - train and eval have no document in common;
+- of conversations only what the assistant says is a target, with the tokens of `transformers`;
 - every sample of an epoch is trained exactly once, with any number of ranks; the tail is masked, not dropped;
 - the samples of step s are a pure function of (seed, fingerprint, global batch), at the same cost for any s.
 """

@@ -22,7 +22,7 @@ import xxhash
 from raydist.data import index as indexes
 from raydist.data import tokenizers
 from raydist.data.batches import MASKED
-from raydist.data.index import DatasetIndex, Ends, Shard, Split
+from raydist.data.index import COLUMN, COUNTS, DatasetIndex, Ends, Shard, Split
 from raydist.data.locks import locked
 from raydist.data.order import IntArray
 from raydist.errors import DataError
@@ -82,14 +82,19 @@ class TokenDataset:
 
 
 class TokenSplit:
-    """All tokens of one split as one array, document after document, with an end token after each."""
+    """All tokens of one split as one array, document after document, with an end token after each.
 
-    def __init__(self, storage: Storage, index: DatasetIndex, name: Split) -> None:
+    `counts`: whether each token counts in the loss, read like the tokens; None: the dataset has no conversations, and all do.
+    """
+
+    def __init__(self, storage: Storage, index: DatasetIndex, name: Split, column: str = COLUMN) -> None:
         self.name = name
         self.end = index.tokenizer.end
         self.shards = index.split(name).shards
         self._ends = index.split(name).ends
-        self.dtype = np.dtype(index.dtype)
+        self.counts = TokenSplit(storage, index, name, COUNTS) if index.chat is not None and column == COLUMN else None
+        self.dtype = np.dtype(index.dtype if column == COLUMN else np.uint8)
+        self._column = column
         self._storage, self._fingerprint = storage, index.fingerprint
         self._bounds = np.cumsum([0] + [s.tokens for s in self.shards], dtype=np.int64)
         self._open = lru_cache(maxsize=_OPEN_SHARDS)(self._map)
@@ -131,6 +136,22 @@ class TokenSplit:
             rows[row] = self.read(int(starts[row]), int(starts[row]) + length)
         return rows
 
+    def document(self, number: int) -> tuple[int, int]:
+        """[first, last + 1) of the tokens of a document, its end included. Raises IndexError, and DataError as `ends`."""
+        ends = self.ends()
+        if number >= len(ends):
+            raise IndexError(f"document {number} of {self.name}, which has {len(ends)}")
+        return int(ends[number - 1]) + 1 if number else 0, int(ends[number]) + 1
+
+    def are_ends(self, starts: IntArray, length: int) -> npt.NDArray[np.bool_]:
+        """[len(starts), length]: whether each token from each of `starts` on ends a document. Raises DataError as `ends`."""
+        ends = self.ends()
+        made = np.zeros((len(starts), length), dtype=np.bool_)
+        for row, start in enumerate(starts.tolist()):
+            first, last = np.searchsorted(ends, (start, start + length))
+            made[row, np.asarray(ends[first:last]) - start] = True
+        return made
+
     def ends(self) -> IntArray:
         """The positions of the documents' end tokens, ascending: memory-mapped, 8 bytes a document on disk. Raises DataError."""
         if self._ends is None:
@@ -171,8 +192,8 @@ class TokenSplit:
                     "delete the dataset and prepare it again",
                 )
             with pa.memory_map(str(path)) as file:
-                column = pa.ipc.open_file(file).get_batch(0).column(0)
-        except (OSError, pa.ArrowException) as error:
+                column = pa.ipc.open_file(file).get_batch(0).column(self._column)
+        except (OSError, KeyError, pa.ArrowException) as error:
             raise DataError(f"{path} cannot be read: {error}", "`raydist data verify` lists all damage") from error
         if len(column) != shard.tokens or column.type != pa.from_numpy_dtype(self.dtype) or column.null_count:
             raise DataError(f"{path}: its tokens do not match the index", "delete the dataset and prepare it again")
@@ -252,31 +273,38 @@ class Windows:
         """tokens [n, T] int64, targets [n, T] int64 (-100 where masked), and documents [n, T] int32 if
         `pack`, else None.
 
-        `documents` numbers the documents of a window from 0; targets in the next document are then masked. If `ids` is empty, the
-        result is one fully masked row. Raises IndexError for an id that is out of range.
+        `documents` numbers the documents of a window from 0; targets in the next document are then masked. Of conversations only
+        what counts is a target. If `ids` is empty, the result is one fully masked row. Raises IndexError for an id that is out of
+        range.
         """
         ids = np.asarray(ids, dtype=np.int64)
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= len(self)):
             raise IndexError(f"[{ids.min()}, {ids.max()}] is not within the {len(self)} samples of {self.split.name}")
-        end, width = self.split.end, self.context + 1
-        starts = ids * self.context
-        whole = starts + width <= len(self.split)
-        if whole.all() and ids.size:
-            rows, short = self.split.gather(starts, width), []
-        else:
-            rows = np.full((max(len(ids), 1), width), end, dtype=self.split.dtype)
-            rows[: len(ids)][whole] = self.split.gather(starts[whole], width)
-            short = [int(i) for i in np.flatnonzero(~whole)]
+        rows = self._rows(self.split, ids, self.split.end)
         tokens, targets = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
         if not ids.size:
             targets[:] = MASKED
-        for row in short:
-            tail = self.split.read(int(starts[row]), len(self.split))
-            tokens[row, : len(tail)] = tail
-            targets[row, : len(tail) - 1] = tail[1:]
-            targets[row, len(tail) - 1 :] = MASKED
+        elif (left := len(self.split) - ids * self.context).min() <= self.context:  # tokens up to the end of the split
+            targets[np.arange(1, self.context + 1) >= left[:, None]] = MASKED
+        if self.split.counts is not None:
+            targets[self._rows(self.split.counts, ids, 0)[:, 1:] == 0] = MASKED
         if not pack:
             return tokens, targets, None
-        ends = tokens == end
+        # A template may write the end token within a conversation.
+        conversations = self.split.counts is not None and ids.size > 0
+        ends = self.split.are_ends(ids * self.context, self.context) if conversations else tokens == self.split.end
         targets[ends] = MASKED
         return tokens, targets, (np.cumsum(ends, axis=1, dtype=np.int32) - ends).astype(np.int32, copy=False)
+
+    def _rows(self, split: TokenSplit, ids: IntArray, fill: int) -> Tokens:
+        """The `context` + 1 values of each sample, [n, T + 1]; `fill` after the end of the split. At least one row."""
+        width, starts = self.context + 1, ids * self.context
+        whole = starts + width <= len(split)
+        if whole.all() and ids.size:
+            return split.gather(starts, width)
+        rows = np.full((max(len(ids), 1), width), fill, dtype=split.dtype)
+        rows[: len(ids)][whole] = split.gather(starts[whole], width)
+        for row in np.flatnonzero(~whole):
+            tail = split.read(int(starts[row]), len(split))
+            rows[row, : len(tail)] = tail
+        return rows

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,20 +17,29 @@ import pyarrow as pa
 
 from raydist import remote_filesystem
 from raydist.data import sources
+from raydist.data.chat_template import Rendered
+from raydist.data.conversations import Conversations, Where, check_schema, schema_of
 from raydist.data.sources import Piece, SourceFile
 from raydist.errors import DataError
 
-Document = bytes | npt.NDArray[np.int64]
-"""UTF-8 text (or raw bytes of a user's own source), or token ids."""
+Document = bytes | npt.NDArray[np.int64] | Rendered
+"""UTF-8 text (or raw bytes of a user's own source), token ids, or a conversation."""
 
+LONGEST_LINE = 1 << 30
+"""Bytes of a line of JSON: one without an end would fill the memory."""
 _CHUNK = 4 << 20
 _ROWS = 1024
 
 
-def read(piece: Piece, column: str) -> Iterator[Document]:
-    """The documents of a piece, in file order; empty ones and nulls are skipped. Raises DataError."""
+def read(piece: Piece, column: str, chat: Conversations | None = None) -> Iterator[Document]:
+    """The documents of a piece, in file order; empty ones and nulls are skipped. `chat`: rows are conversations.
+
+    Raises DataError.
+    """
     try:
-        if piece.file.kind == "text":
+        if chat is not None:
+            yield from _conversations(piece, chat)
+        elif piece.file.kind == "text":
             text = b"".join(_lines(piece))
             if text:
                 yield _utf8(text, piece.file.name, lambda: _offset(piece))
@@ -45,8 +56,8 @@ def read(piece: Piece, column: str) -> Iterator[Document]:
         raise DataError(f"{piece.file.name} cannot be read: {remote_filesystem.reason(error)}", hint) from error
 
 
-def of_record(record: Any, where: str, *, raw: bool = False) -> Document | None:
-    """Converts an item of a user's source or a Parquet row to a document; None if it is empty. Raises DataError.
+def of_record(record: Any, where: Where, *, raw: bool = False) -> Document | None:
+    """Converts an item of a user's source or a Parquet row to a document; None if it is empty. Raises DataError, with the place.
 
     `raw` accepts bytes that are not UTF-8.
     """
@@ -56,16 +67,16 @@ def of_record(record: Any, where: str, *, raw: bool = False) -> Document | None:
         try:
             return record.encode() or None
         except UnicodeEncodeError as error:
-            raise DataError(f"{where}: {error.reason}", "a lone surrogate is not text: clean the corpus") from error
+            raise DataError(f"{where()}: {error.reason}", "a lone surrogate is not text: clean the corpus") from error
     if isinstance(record, bytes):
-        return (record if raw else _utf8(record, where, lambda: 0)) or None
+        return (record if raw else _utf8(record, where(), lambda: 0)) or None
     try:
         ids = np.asarray(record)
         if ids.ndim == 1 and (not ids.size or np.issubdtype(ids.dtype, np.integer)):
             return ids.astype(np.int64) if ids.size else None
     except (ValueError, OverflowError):
         pass
-    raise DataError(f"{where}: a document has type {type(record).__name__}", "give str, bytes or a list of token ids")
+    raise DataError(f"{where()}: a document has type {type(record).__name__}", "give str, bytes or a list of token ids")
 
 
 def _utf8(text: bytes, name: str, offset: Callable[[], int]) -> bytes:
@@ -125,17 +136,60 @@ def _line_start(stream: pa.NativeFile, position: int, size: int) -> int:
     return size
 
 
+def raw(document: Document) -> bytes:
+    """A document as bytes, which two documents share only if they are equal."""
+    if isinstance(document, Rendered):
+        return document.text.encode() + json.dumps([document.spans, document.special]).encode()
+    return document if isinstance(document, bytes) else document.astype("<i8").tobytes()
+
+
+def _conversations(piece: Piece, chat: Conversations) -> Iterator[Document]:
+    first: tuple[tuple[str, ...], Where] | None = None
+    for where, row in _first_row(piece) if piece.start else ():
+        first = schema_of(row, where), where
+    for where, row in _json_rows(piece) if piece.file.kind == "jsonl" else _parquet_rows(piece):
+        if first is None:
+            first = schema_of(row, where), where
+        check_schema(*first, row, where)
+        yield chat.read(row, where)
+
+
+def _first_row(piece: Piece) -> Iterator[tuple[Where, Any]]:
+    """The first row of the piece's file: all of them have its schema."""
+    start = Piece(piece.file, 0, 1, 0)
+    return islice(_json_rows(start) if piece.file.kind == "jsonl" else _parquet_rows(start), 1)
+
+
 def _json_lines(piece: Piece, column: str) -> Iterator[Document]:
-    rest, count = b"", 0
+    for where, row in _json_rows(piece):
+        if column not in row:
+            raise sources.missing_column(where(), column, row)
+        document = of_record(row[column], lambda where=where: f'{where()}, column "{column}"')  # type: ignore[misc]
+        if document is not None:
+            yield document
+
+
+def _json_rows(piece: Piece) -> Iterator[tuple[Where, Any]]:
+    """The values of the lines that are not empty, each with its place for errors."""
+    parts: list[bytes] = []  # of the line whose end is not read yet: joined once, however many chunks it has
+    held, count = 0, 0
     for chunk in _lines(piece):
-        *whole, rest = (rest + chunk).split(b"\n")
-        for line in whole:
+        first, *others = chunk.split(b"\n")
+        parts.append(first)
+        held += len(first)
+        for line in others:
             count += 1
-            yield from _json_line(line, piece, column, count)
-    yield from _json_line(rest, piece, column, count + 1)
+            yield from _json_line(b"".join(parts), piece, count)
+            parts, held = [line], len(line)
+        if held > LONGEST_LINE:
+            raise DataError(
+                f"{_where(piece, count + 1)}: a line of more than {LONGEST_LINE >> 20} MiB",
+                "expected: one object per line",
+            )
+    yield from _json_line(b"".join(parts), piece, count + 1)
 
 
-def _json_line(line: bytes, piece: Piece, column: str, number: int) -> Iterator[Document]:
+def _json_line(line: bytes, piece: Piece, number: int) -> Iterator[tuple[Where, Any]]:
     if not line.strip():
         return
     try:
@@ -156,11 +210,7 @@ def _json_line(line: bytes, piece: Piece, column: str, number: int) -> Iterator[
         raise DataError(
             f"{_where(piece, number)}: {type(row).__name__}, not an object", "expected: one object per line"
         )
-    if column not in row:
-        raise sources.missing_column(_where(piece, number), column, row)
-    document = of_record(row[column], f'{_where(piece, number)}, column "{column}"')
-    if document is not None:
-        yield document
+    yield partial(_where, piece, number), row
 
 
 def _where(piece: Piece, number: int) -> str:
@@ -186,7 +236,16 @@ def _parquet(piece: Piece, column: str) -> Iterator[Document]:
             elif pa.types.is_large_string(values.type):
                 values = values.view(pa.large_binary())
             for value in values.to_pylist():
-                document = of_record(value, f'{file.name}: row {row}, column "{column}"')
+                document = of_record(value, partial('{}: row {}, column "{}"'.format, file.name, row, column))
                 row += 1
                 if document is not None:
                     yield document
+
+
+def _parquet_rows(piece: Piece) -> Iterator[tuple[Where, Any]]:
+    with sources.parquet(piece.file, None) as table:
+        row = sum(table.metadata.row_group(i).num_rows for i in range(piece.start))
+        for batch in table.iter_batches(batch_size=_ROWS, row_groups=list(range(piece.start, piece.stop))):
+            for value in batch.to_pylist():
+                yield partial("{}: row {}".format, piece.file.name, row), value
+                row += 1

@@ -4,7 +4,8 @@ Runs anywhere. Plain python.
 
         DATASET/index.json                  this file
                 tokenizer.json              the tokenizer, to encode and decode text later
-                train-000000-000.arrow      Arrow IPC: one column, "tokens"; the numbers are the block and its shard
+                train-000000-000.arrow      Arrow IPC: a column "tokens", for conversations one "counts" too; the numbers
+                                            are the block and its shard
                 eval-000000-000.arrow
                 train-ends.bin              the position of each document's end token in the split, as little-endian int64
                 eval-ends.bin
@@ -19,12 +20,15 @@ from typing import Any, Literal
 
 import xxhash
 
+from raydist.data.chat_template import ChatFormat
 from raydist.errors import DataError
 from raydist.storage import Storage
 
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
 SPLITS: tuple[Split, Split] = ("train", "eval")
 Split = Literal["train", "eval"]
+COLUMN, COUNTS = "tokens", "counts"
+"""The columns of a shard. Only conversations have the second one: 1 if a token counts in the loss, where it is a target."""
 _FORMAT, _VERSION = "raydist-tokens", 1
 FILE_NAME = re.compile(r"(train|eval)-(\d{6}-\d{3,9}\.arrow|ends\.bin)")
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
@@ -81,6 +85,7 @@ class DatasetIndex:
     dtype           "uint16" or "uint32": type of a token in a shard
     unigram_nats    entropy of the eval split's bytes: the loss of a model that knows only their frequencies
     sources         as requested; `source_fingerprint` is a hash of their documents' content
+    chat            how conversations became text, if it has any: then each token says whether it counts
     request         a hash of the request: sources (names and sizes), tokenizer, fractions, shard size
     """
 
@@ -95,6 +100,7 @@ class DatasetIndex:
     request: str
     eval_fraction: float
     column: str
+    chat: ChatFormat | None = None
 
     def split(self, name: Split) -> SplitIndex:
         """The split of that name."""
@@ -106,8 +112,10 @@ class DatasetIndex:
         return (*self.train.shards, *self.eval.shards, *ends)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; without `ends` where there are none, so that the hash of an older index stays."""
+        """Plain values for JSON; without `chat` and `ends` where there are none, so that the hash of an older index stays."""
         made = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        if self.chat is None:
+            del made["chat"]
         for name in SPLITS:
             if made[name]["ends"] is None:
                 del made[name]["ends"]
@@ -131,6 +139,8 @@ class DatasetIndex:
             shards = tuple(Shard(**s) for s in split["shards"])
             fields[name] = SplitIndex(**{**split, "shards": shards, "ends": ends})
         fields["tokenizer"] = TokenizerIndex(**fields["tokenizer"])
+        if "chat" in fields:
+            fields["chat"] = ChatFormat(**fields["chat"])
         made = cls(**{**fields, "sources": tuple(fields["sources"])})
         made._check_names()
         return made

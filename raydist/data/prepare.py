@@ -23,6 +23,7 @@ import xxhash
 from raydist import registry, remote_filesystem
 from raydist.data import index as indexes
 from raydist.data import shards, tokenizers
+from raydist.data.chat_template import ChatFormat, Rendered, chat_format
 from raydist.data.index import (
     FILE_NAME,
     INDEX,
@@ -69,6 +70,7 @@ def prepare(
     *,
     eval_fraction: float = 0.01,
     column: str = "text",
+    chat: ChatFormat | None = None,
     progress: Callable[[Progress], None] | None = None,
     map_files: MapFiles | None = None,
     block_bytes: int | None = None,
@@ -76,10 +78,12 @@ def prepare(
 ) -> DatasetIndex:
     """Creates the dataset `out` (a folder's path or URI) from these sources, or finishes an interrupted one.
 
+    `chat`: the rows are conversations, and become text like that; `column` is then not used.
+
     A finished dataset of the same request is returned unchanged. Raises DataError for errors in the
     input, StorageError for errors of `out`; neither leaves a folder that opens as a dataset.
     """
-    plan = plan_of(names, tokenizer, column, eval_fraction, block_bytes, shard_tokens)
+    plan = plan_of(names, tokenizer, column, eval_fraction, block_bytes, shard_tokens, chat)
     storage = Storage(out)
     fresh = not storage.exists()
     lock = locked(storage.local / JOURNAL / "lock") if storage.local else nullcontext()
@@ -156,7 +160,9 @@ def _make_all(
     map_files: MapFiles | None,
 ) -> tuple[list[Made], tokenizers.Tokenizer]:
     tokenizer = _tokenizer(storage, plan, threshold)
-    job = Job(storage.full_uri, plan.tokenizer, tokenizer.to_bytes(), plan.column, threshold, plan.shard_tokens)
+    job = Job(
+        storage.full_uri, plan.tokenizer, tokenizer.to_bytes(), plan.column, threshold, plan.shard_tokens, plan.chat
+    )
     done = _journal(storage, job, plan.blocks)
     left = [b for b in plan.blocks if b.number not in done]
     # A user's own source is read here: other nodes may not have its module, and it cannot be divided.
@@ -228,10 +234,11 @@ def _sample(plan: Plan, threshold: int) -> Iterator[str]:
     chosen = plan.blocks[:: -(-len(plan.blocks) // _BPE_BLOCKS)]
     for block in chosen:
         taken = 0
-        for document in shards.documents_of(block, plan.column):
-            if isinstance(document, bytes) and shards.document_hash(document) >= threshold:
-                yield document.decode(errors="replace")
-                taken += len(document)
+        for document in shards.documents_of(block, plan.column, plan.chat):
+            if isinstance(document, bytes | Rendered) and shards.document_hash(document) >= threshold:
+                text = document.decode(errors="replace") if isinstance(document, bytes) else document.text
+                yield text
+                taken += len(text)
                 if taken >= _BPE_SAMPLE // len(chosen):
                     break
 
@@ -255,6 +262,7 @@ def _commit(storage: Storage, plan: Plan, made: Sequence[Made], tokenizer: token
         request=plan.request,
         eval_fraction=plan.eval_fraction,
         column=plan.column,
+        chat=plan.chat,
     )
     storage.write(TOKENIZER, raw)
     storage.write(INDEX, index.to_bytes())
@@ -320,7 +328,7 @@ def _clean_up(storage: Storage, fresh: bool) -> None:
 def open_or_prepare(wanted: Any, storage_uri: str, progress: Callable[[Progress], None] | None = None) -> str:
     """The dataset of a job's `data`: its path or URI, including secrets.
 
-    `wanted` has source, path, tokenizer, column and eval_fraction, as the spec's DataSpec. A `path` must contain
+    `wanted` is the spec's DataSpec. A `path` must contain
     a dataset; a `source` is prepared in this process, once per storage, into STORAGE/.data/KEY. KEY depends on the
     request and on the files' sizes and times. If two drivers need it at the same time, one makes it. Raises
     DataError, StorageError.
@@ -338,7 +346,10 @@ def open_or_prepare(wanted: Any, storage_uri: str, progress: Callable[[Progress]
             "data: neither source nor path is given", "data.source: python-stdlib is available on every machine"
         )
     names = [wanted.source]
-    key = request_key(names, wanted.tokenizer, wanted.column, wanted.eval_fraction)
+    chat = None
+    if wanted.format == "chat":
+        chat = chat_format(wanted.chat_template, wanted.tokenizer, wanted.loss_on)
+    key = request_key(names, wanted.tokenizer, wanted.column, wanted.eval_fraction, chat)
     out = Storage(storage_uri).at(f".data/{key}")
     prepare(
         names,
@@ -346,6 +357,7 @@ def open_or_prepare(wanted: Any, storage_uri: str, progress: Callable[[Progress]
         wanted.tokenizer,
         eval_fraction=wanted.eval_fraction,
         column=wanted.column,
+        chat=chat,
         progress=progress,
     )
     return out.full_uri

@@ -14,6 +14,7 @@ import xxhash
 
 from raydist import registry
 from raydist.data import sources, tokenizers
+from raydist.data.chat_template import ChatFormat
 from raydist.data.sources import Block, SourceFile
 from raydist.errors import DataError
 from raydist.redact import redact
@@ -39,6 +40,7 @@ class Plan:
     shard_tokens: int
     request: str
     files: tuple[SourceFile, ...]
+    chat: ChatFormat | None = None
 
     @property
     def bytes(self) -> int:
@@ -53,6 +55,7 @@ def plan_of(
     eval_fraction: float,
     block_bytes: int | None,
     shard_tokens: int,
+    chat: ChatFormat | None = None,
 ) -> Plan:
     """The plan for these sources: a pure function of the arguments and the files' metadata. Raises DataError."""
     if not names:
@@ -66,7 +69,7 @@ def plan_of(
     own = [n for n in names if sources.is_records(n)]
     files = [f for n in names if n not in own for f in sources.find(n)]
     size = block_bytes or max(_BLOCK_BYTES, sum(f.size for f in files) // _BLOCKS)
-    blocks = sources.plan(files, column, size)
+    blocks = sources.plan(files, column if chat is None else None, size)
     blocks += [Block(len(blocks) + i, (), n) for i, n in enumerate(own)]
     public_names = tuple(map(redact, names))
     request = [
@@ -76,6 +79,8 @@ def plan_of(
     ]
     if registry.is_own(tokenizer):
         request.append([sources.code_of(tokenizer)])
+    if chat is not None:
+        request.append([chat.to_dict()])
     return Plan(
         public_names,
         tuple(blocks),
@@ -85,12 +90,15 @@ def plan_of(
         shard_tokens,
         hash_of(as_json(request)),
         tuple(files),
+        chat,
     )
 
 
-def request_key(names: Sequence[str], tokenizer: str, column: str, eval_fraction: float) -> str:
+def request_key(
+    names: Sequence[str], tokenizer: str, column: str, eval_fraction: float, chat: ChatFormat | None = None
+) -> str:
     """A key of the request, including the files' times, for the name of a folder. Raises DataError."""
-    plan = plan_of(names, tokenizer, column, eval_fraction, None, SHARD_TOKENS)
+    plan = plan_of(names, tokenizer, column, eval_fraction, None, SHARD_TOKENS, chat)
     return hash_of(as_json([plan.request, [(f.path, f.mtime_ns) for f in plan.files]]))[:16]
 
 

@@ -105,7 +105,8 @@ class Sequences:
         self, ids: IntArray, pack: bool = False
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int32] | None]:
         """tokens [n, T] int64, targets [n, T] int64 (-100 where masked) and None, in a shape of `shapes`. Each sample begins a row;
-        the rest of the row, and rows without a sample, are end tokens and masked. Raises IndexError for an id that is out of range.
+        the rest of the row, and rows without a sample, are end tokens and masked. Of conversations only what counts is a target.
+        Raises IndexError for an id that is out of range.
         """
         assert not pack, "a row has one document"
         start, stop = self._places(ids)
@@ -116,6 +117,8 @@ class Sequences:
             read = self.split.read(first, last + 1)
             tokens[row, : last - first] = read[:-1]
             targets[row, : last - first] = read[1:]
+            if self.split.counts is not None:
+                targets[row, : last - first][self.split.counts.read(first + 1, last + 1) == 0] = MASKED
         return tokens, targets, None
 
     def row_lengths(self, ids: IntArray) -> IntArray:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,14 @@ import pyarrow.ipc
 import xxhash
 
 from raydist.data import documents, sources, tokenizers
+from raydist.data.chat_template import ChatFormat, Rendered
+from raydist.data.conversations import Conversations
 from raydist.data.documents import Document
-from raydist.data.index import SPLITS, Shard, Split
+from raydist.data.index import COLUMN, COUNTS, SPLITS, Shard, Split
 from raydist.data.sources import Block
 from raydist.errors import DataError
 from raydist.storage import Storage
 
-COLUMN = "tokens"
 JOURNAL = ".prepare"
 _VERSION = 1
 _SPLIT_KEY = 0x7261_7964_6973_74
@@ -48,12 +50,15 @@ class Job:
     column: str
     threshold: int
     shard_tokens: int
+    chat: ChatFormat | None = None
 
     def key(self, block: Block) -> str:
         """A key of the block's input: a journal entry with another key has other input, and is not used."""
         pieces = [asdict(p) for p in block.pieces]
         tokenizer = xxhash.xxh3_128_hexdigest(self.tokenizer_file)
         inputs = [_VERSION, tokenizer, self.column, self.threshold, self.shard_tokens, block.records, pieces]
+        if self.chat is not None:
+            inputs.append(self.chat.to_dict())
         return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
 
 
@@ -113,38 +118,46 @@ def ends_file(block: int) -> str:
 
 def document_hash(document: Document) -> int:
     """A 64-bit hash of a document's content, which decides between train and eval: equal documents go to the same split."""
-    raw = document if isinstance(document, bytes) else document.astype("<i8").tobytes()
-    return xxhash.xxh64_intdigest(raw, seed=_SPLIT_KEY)
+    return xxhash.xxh64_intdigest(documents.raw(document), seed=_SPLIT_KEY)
 
 
-def documents_of(block: Block, column: str) -> Iterator[Document]:
-    """All documents of a block, in order. Raises DataError."""
+def documents_of(
+    block: Block, column: str, chat: ChatFormat | None = None, special: Sequence[str] = ()
+) -> Iterator[Document]:
+    """All documents of a block, in order. `special`: the tokenizer's special tokens. Raises DataError."""
+    conversations = Conversations(chat, special) if chat is not None else None
     if block.records:
         for number, record in enumerate(sources.records(block.records)):
-            document = documents.of_record(record, f"source {block.records}: document {number}", raw=True)
-            if document is not None:
+            where = partial("source {}: document {}".format, block.records, number)
+            if conversations is not None:
+                yield conversations.read(record, where)
+            elif (document := documents.of_record(record, where, raw=True)) is not None:
                 yield document
     for piece in block.pieces:
-        yield from documents.read(piece, column)
+        yield from documents.read(piece, column, conversations)
 
 
 def make(job: Job, block: Block) -> Made:
     """Writes the shards of a block and the ends of its documents, then its journal entry. Raises DataError, StorageError."""
     tokenizer = tokenizers.from_bytes(job.tokenizer_name, job.tokenizer_file)
     storage = Storage(job.out)
-    writers = {name: _Writer(storage, f"{name}-{block.number:06d}", job.shard_tokens, tokenizer) for name in SPLITS}
+    writers = {
+        name: _Writer(storage, f"{name}-{block.number:06d}", job.shard_tokens, tokenizer, counts=job.chat is not None)
+        for name in SPLITS
+    }
+    special = getattr(tokenizer, "special", ())
     content = xxhash.xxh3_128()
     histogram = np.zeros(256, dtype=np.int64)
     low, high = 1 << 64, -1
-    for document in documents_of(block, job.column):
+    for document in documents_of(block, job.column, job.chat, special):
         hashed = document_hash(document)
         low, high = min(low, hashed), max(high, hashed)
         content.update(hashed.to_bytes(8, "little"))
-        content.update(document if isinstance(document, bytes) else document.astype("<i8").tobytes())
+        content.update(documents.raw(document))
         name: Split = "eval" if hashed < job.threshold else "train"
         writers[name].add(document)
-        if name == "eval" and isinstance(document, bytes):
-            histogram += np.bincount(np.frombuffer(document, dtype=np.uint8), minlength=256)
+        if name == "eval" and (text := _text(document)):
+            histogram += np.bincount(np.frombuffer(text, dtype=np.uint8), minlength=256)
     made = Made(
         block=block.number,
         key=job.key(block),
@@ -160,11 +173,21 @@ def make(job: Job, block: Block) -> Made:
     return made
 
 
-class _Writer:
-    """Writes documents to shards of at most `limit` tokens."""
+def _text(document: Document) -> bytes:
+    """The UTF-8 text of a document; empty for token ids."""
+    if isinstance(document, Rendered):
+        return document.text.encode()
+    return document if isinstance(document, bytes) else b""
 
-    def __init__(self, storage: Storage, stem: str, limit: int, tokenizer: tokenizers.Tokenizer) -> None:
+
+class _Writer:
+    """Writes documents to shards of at most `limit` tokens. `counts`: of conversations; each token says whether it counts."""
+
+    def __init__(
+        self, storage: Storage, stem: str, limit: int, tokenizer: tokenizers.Tokenizer, counts: bool = False
+    ) -> None:
         self._storage, self._stem, self._limit, self._tokenizer = storage, stem, limit, tokenizer
+        self._counts: list[npt.NDArray[np.uint8]] | None = [] if counts else None
         self._dtype = token_type(tokenizer.vocab_size)
         self._waiting: list[Document] = []
         self._waiting_bytes = 0
@@ -178,9 +201,9 @@ class _Writer:
         """Adds a document."""
         self._waiting.append(document)
         self._part.documents += 1
-        self._waiting_bytes += len(document)
-        if isinstance(document, bytes):
-            self._part.bytes += len(document)
+        text = _text(document)
+        self._waiting_bytes += len(document.text if isinstance(document, Rendered) else document)
+        self._part.bytes += len(text)
         if self._waiting_bytes >= _BATCH_BYTES or len(self._waiting) >= _BATCH_DOCUMENTS:
             self._encode()
 
@@ -196,17 +219,38 @@ class _Writer:
         return np.array(self._ends, dtype="<i8").tobytes()
 
     def _encode(self) -> None:
-        end = np.array([self._tokenizer.end], dtype=self._dtype)
-        encoded = iter(self._tokenizer.encode([d for d in self._waiting if isinstance(d, bytes)]))
-        for document in self._waiting:
-            ids = next(encoded) if isinstance(document, bytes) else self._checked(document)
-            self._buffered += [ids.astype(self._dtype, copy=False), end]
-            self._count += len(ids) + 1
-            self._ends.append(self._position + len(ids))
-            self._position += len(ids) + 1
+        if self._counts is not None:
+            self._encode_conversations(self._counts)
+        else:
+            self._encode_texts()
         self._waiting, self._waiting_bytes = [], 0
         while self._count >= self._limit:
             self._write(self._limit)
+
+    def _encode_conversations(self, counts: list[npt.NDArray[np.uint8]]) -> None:
+        """With an end after each, unless the template has written it. It counts if the last token before it does."""
+        waiting = [d for d in self._waiting if isinstance(d, Rendered)]
+        for rendered, (ids, each) in zip(waiting, tokenizers.encode_spans(self._tokenizer, waiting), strict=True):
+            if not len(ids) or int(ids[-1]) != self._tokenizer.end:
+                ids, each = np.append(ids, self._tokenizer.end), np.append(each, rendered.to_the_end)
+            counts.append(each.astype(np.uint8))
+            self._append(ids.astype(self._dtype))
+
+    def _encode_texts(self) -> None:
+        end = np.array([self._tokenizer.end], dtype=self._dtype)
+        encoded = iter(self._tokenizer.encode([d for d in self._waiting if isinstance(d, bytes)]))
+        for document in self._waiting:
+            assert not isinstance(document, Rendered)
+            ids = next(encoded) if isinstance(document, bytes) else self._checked(document)
+            self._append(ids.astype(self._dtype, copy=False), end)
+
+    def _append(self, *parts: npt.NDArray[Any]) -> None:
+        """The tokens of a document, the last one its end."""
+        self._buffered += parts
+        length = sum(map(len, parts))
+        self._count += length
+        self._position += length
+        self._ends.append(self._position - 1)
 
     def _checked(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         if int(ids.min()) < 0 or int(ids.max()) >= self._tokenizer.vocab_size:
@@ -223,7 +267,12 @@ class _Writer:
         self._buffered = [tokens[count:]] if len(tokens) > count else []
         self._count -= count
         name = f"{self._stem}-{len(self._part.shards):03d}.arrow"
-        raw = arrow_file(tokens[:count])
+        columns = {COLUMN: tokens[:count]}
+        if self._counts is not None:
+            counts = np.concatenate(self._counts)
+            self._counts[:] = [counts[count:]]
+            columns[COUNTS] = counts[:count]
+        raw = arrow_file(columns)
         self._storage.write(name, memoryview(raw))  # type: ignore[arg-type]  # any buffer works
         self._part.shards.append(Shard(name, count, raw.size, xxhash.xxh3_128_hexdigest(memoryview(raw))))
         self._part.tokens += count
@@ -234,11 +283,11 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-def arrow_file(tokens: npt.NDArray[Any]) -> pa.Buffer:
-    """An Arrow IPC file of one record batch of one column: read back as one array, without a copy."""
-    column = pa.array(tokens)
-    schema = pa.schema([pa.field(COLUMN, column.type, nullable=False)])
+def arrow_file(columns: Mapping[str, npt.NDArray[Any]]) -> pa.Buffer:
+    """An Arrow IPC file of one record batch: each column is read back as one array, without a copy."""
+    arrays = [pa.array(column) for column in columns.values()]
+    schema = pa.schema([pa.field(name, a.type, nullable=False) for name, a in zip(columns, arrays, strict=True)])
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema) as writer:
-        writer.write_batch(pa.record_batch([column], schema=schema))
+        writer.write_batch(pa.record_batch(arrays, schema=schema))
     return sink.getvalue()

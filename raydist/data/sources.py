@@ -258,11 +258,16 @@ def _file(root: str, info: pafs.FileInfo, name: str) -> SourceFile:
     return SourceFile(root, info.path, redact(name), kind, int(info.size), info.mtime_ns)
 
 
-def plan(files: Sequence[SourceFile], column: str, block_bytes: int) -> list[Block]:
+def plan(files: Sequence[SourceFile], column: str | None, block_bytes: int) -> list[Block]:
     """The blocks of these files: a pure function of their names, sizes and (Parquet) row groups.
 
-    Raises DataError if a Parquet file cannot be read or has no `column`.
+    `column`: None for conversations, which are rows. Raises DataError if a Parquet file cannot be read or has no `column`.
     """
+    if column is None and (text := next((f for f in files if f.kind == "text"), None)) is not None:
+        raise DataError(
+            f"{text.name}: is a text file, and data.format is chat",
+            "give JSON lines (.jsonl) or Parquet (.parquet) with messages, or prompt and completion",
+        )
     texts = [f for f in files if f.kind == "text"]
     cut = _LARGEST_TEXT
     if len(texts) < _FEW_TEXTS:
@@ -282,7 +287,7 @@ def plan(files: Sequence[SourceFile], column: str, block_bytes: int) -> list[Blo
     return blocks
 
 
-def _cut(file: SourceFile, column: str, text_bytes: int) -> Iterator[Piece]:
+def _cut(file: SourceFile, column: str | None, text_bytes: int) -> Iterator[Piece]:
     if file.kind == "parquet":
         with parquet(file, column) as table:
             metadata = table.metadata
@@ -303,8 +308,8 @@ def filesystem(root: str) -> pafs.FileSystem:
     return Storage(root).fs if root else pafs.LocalFileSystem()
 
 
-def parquet(file: SourceFile, column: str) -> pq.ParquetFile:
-    """Opens that file; it has `column`. Raises DataError."""
+def parquet(file: SourceFile, column: str | None) -> pq.ParquetFile:
+    """Opens that file; it has `column`, if one is given. Raises DataError."""
     try:
         table = pq.ParquetFile(filesystem(file.root).open_input_file(file.path))
     except (OSError, pa.ArrowException) as error:
@@ -312,15 +317,18 @@ def parquet(file: SourceFile, column: str) -> pq.ParquetFile:
             f"{file.name}: not a readable Parquet file: {remote_filesystem.reason(error)}", "check the file"
         ) from error
     names = table.schema_arrow.names
-    if column not in names:
+    if column is not None and column not in names:
         raise missing_column(file.name, column, names)
     return table
 
 
 def missing_column(where: str, column: str, names: Iterable[str]) -> DataError:
     """The error for a file, or a line of one, without the text column."""
-    there = ", ".join(names) or "none at all"
-    return DataError(f'{where}: no column "{column}"', f"choose one with --column (data.column): {there}")
+    found = list(names)
+    hint = f"choose one with --column (data.column): {', '.join(found) or 'none at all'}"
+    if "messages" in found or {"prompt", "completion"} <= set(found):
+        hint = "if these are conversations, set data.format: chat (--format chat)"
+    return DataError(f'{where}: no column "{column}"', hint)
 
 
 def code_of(source: str) -> str:

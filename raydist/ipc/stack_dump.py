@@ -24,6 +24,7 @@ import raydist
 _SIGNAL = signal.SIGUSR2
 _STACKS_S = 1.0
 _RECORD_S = 2.0
+_RECORD_BYTES = 64 << 20
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (\S+)')
 _NOT_USER_CODE = (str(Path(raydist.__file__).parent) + os.sep, "/site-packages/", "/lib/python3", "<frozen", "<string>")
 
@@ -96,10 +97,10 @@ class Witness:
         self._control.settimeout(_RECORD_S)
         try:
             self._control.sendall(b"?")
-            data = b""
+            data = bytearray()
             while not data.endswith(b"\n"):
                 piece = self._control.recv(1 << 20)
-                if not piece:
+                if not piece or len(data) > _RECORD_BYTES:
                     return None
                 data += piece
         except OSError:

@@ -192,6 +192,7 @@ class _Attempt:
         with their_calls, their_control:
             fds = [their_calls.fileno(), their_control.fileno(), stacks, heartbeat, output.fd]
             try:
+                self._agent.server = self._agent.server.living()
                 process = self._agent.server.fork(fds, self._order["env"])
             except BaseException:
                 output.abandon()

@@ -91,7 +91,7 @@ class ForkServer:
         with theirs:
             forked = zygote.fork(theirs, env, preload)
             self._server = forked or subprocess.Popen([sys.executable, "-c", code], env=env, pass_fds=[theirs.fileno()])
-        self._socket = ours
+        self._socket, self._preload = ours, preload
         self._processes: dict[int, Process] = {}
         self._forked: list[Process] = []
         self._changed = threading.Condition()
@@ -112,6 +112,13 @@ class ForkServer:
                 known = f": exit code {status}" if status is not None else ""
                 raise ChildProcessError(self._failure or f"the fork server exited{known}")
             return self._forked[-1]
+
+    def living(self) -> ForkServer:
+        """This server; if it has exited (it may have been killed), a new one."""
+        if not self._gone:
+            return self
+        self.close()
+        return ForkServer(self._preload)
 
     def kill(self, process: Process) -> None:
         """Sends SIGKILL to a rank, unless it has exited. The server sends it: only the server knows that the pid is not reused."""

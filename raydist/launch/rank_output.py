@@ -17,6 +17,7 @@ from contextlib import suppress
 
 from raydist.errors import RaydistError, StorageError
 from raydist.redact import redact
+from raydist.run.directory import RunDir
 from raydist.run.rank_logs import name
 from raydist.storage import Storage, append_whole
 
@@ -114,7 +115,7 @@ class Output:
         return text
 
     def _put(self, text: bytes) -> None:
-        storage = self._storage = self._storage or Storage(self._run)
+        storage = self._storage = self._storage or RunDir(self._run).storage
         path = name(self._attempt, self._rank, self._part)
         if storage.local is None:
             storage.write(path, self._sent + text)
@@ -122,12 +123,10 @@ class Output:
             if len(self._sent) >= PART_BYTES:
                 self._part, self._sent = self._part + 1, b""
             return
-        place = storage.local / path
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            append_whole(place, text)
+            append_whole(storage.appendable(path), text)
         except OSError as error:
-            raise StorageError(f"cannot write {place}: {error.strerror}", "") from error
+            raise StorageError(f"cannot write {storage.uri}/{path}: {error.strerror or error}", "") from error
 
 
 def _note(text: str) -> bytes:

@@ -35,7 +35,7 @@ _BYTES = {
     "short": 2, "char": 1, "byte": 1, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 _FSDP = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((.*)\))?")
-_ONE = re.compile(r"raydist::(reduce_scatter|all_gather)")
+_ONE = re.compile(r"raydist::(reduce_scatter|all_gather|all_to_all)")
 """All operations launched within such a range are one collective (raydist/worker/comm/gloo_p2p.py)."""
 
 Event = dict[str, Any]

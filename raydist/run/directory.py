@@ -56,6 +56,15 @@ SWEEP_CELLS = "cells.jsonl"
 TUNED = ".tuned"
 """In the folder of the runs: measurements of one run that are reused by later runs."""
 
+_DELETED = frozenset(
+    [
+        SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER, CHECKPOINTS, FAULTS, DRIFT, BUCKETS, SAMPLES, REQUESTS, TRACES,
+        REPORT, "export.jsonl", "mlflow.json",
+    ]
+)  # fmt: skip
+"""What `start_anew` deletes: all that raydist writes into a run's folder, but ATTEMPTS and DRIVERS."""
+_UNFINISHED = tuple(f".tmp-{name}" for name in (SPEC, STATE, EVENTS, REPORT))
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _STEP = re.compile(r"step-(\d+)")
 _MANIFEST = re.compile(r"MANIFEST-(\d+)\.json")
@@ -233,7 +242,8 @@ def resume_attempt(run: RunDir, number: int, step: int) -> None:
 
 
 def start_anew(run: RunDir) -> None:
-    """Deletes a run's files, except attempt and driver numbers: they continue, so that an attempt that was cut off stays fenced.
+    """Deletes what raydist has written of a run, and no file of the user's. Attempt and driver numbers stay: they continue, so that
+    an attempt that was cut off stays fenced.
 
     Uses one attempt number, which resumes from step 0: no earlier checkpoint counts any more, including copies elsewhere.
     """
@@ -241,7 +251,7 @@ def start_anew(run: RunDir) -> None:
     begin_attempt(run, number)
     resume_attempt(run, number, 0)
     for name in [*run.storage.folders(), *run.storage.files(unfinished=True)]:
-        if name not in (ATTEMPTS, DRIVERS):
+        if name in _DELETED or name.startswith(_UNFINISHED):
             run.storage.delete(name)
 
 

@@ -17,6 +17,7 @@ A stop request carries its driver's number, so it is for that driver only: for a
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import uuid
@@ -35,6 +36,9 @@ STOP_LOOK_S = 2.0
 """How often a driver checks for a stop request."""
 _LOOK_S = 0.5
 _STOP = ".stop"
+_LEASE = re.compile(rf"{DRIVERS}/(\d+)\.json")
+_SKEW_S = 5.0
+"""How far the clocks of two hosts may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +63,27 @@ class Driver:
 class DriverLease:
     """Acquired at construction, renewed by a thread, released by `release` or at the end of a `with` block.
 
-    Raises UsageError if another driver still holds the run after `wait_s`, StorageError if the folder cannot be written.
+    Raises UsageError if another driver still holds the run after `wait_s`, StorageError if the folder cannot be written. A lease
+    that is damaged, or of a clock that is ahead, says nothing about now: it is free if nobody renews it for `watch_s`.
     """
 
-    def __init__(self, run: RunDir, renew_s: float = RENEW_S, settle_s: float = SETTLE_S, wait_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        renew_s: float = RENEW_S,
+        settle_s: float = SETTLE_S,
+        wait_s: float = 0.0,
+        watch_s: float = LOST_AFTER_S,
+    ) -> None:
         self._run, self._renew_s = run, renew_s
         self._body = {"driver": this_process(), "key": uuid.uuid4().hex}
         self._lost: Fenced | None = None
         self._stop: str | None = None
         deadline = time.monotonic() + wait_s
         number, holder = self._newest()
-        while holder is not None and _alive(holder):
+        while self._held(number, holder, watch_s):
             if time.monotonic() > deadline:
-                raise self._refused(holder)
+                raise self._refused(holder or {})
             time.sleep(_LOOK_S)  # until that driver ends, or its lease expires
             number, holder = self._newest()
         self._number = number + 1
@@ -121,7 +133,8 @@ class DriverLease:
             due = time.monotonic() + self._renew_s
             with suppress(StorageError):  # while storage refuses, no other driver can take the run either
                 number, holder = self._newest()
-                if number > self._number or (number == self._number and not self._own(number, holder)):
+                taken = holder is not None and holder["key"] != self._body["key"]
+                if number > self._number or (number == self._number and taken):
                     driver = (holder or {}).get("driver", {})
                     self._lost = Fenced(
                         f"run {self._run.name}: another driver has taken over, process {driver.get('pid', '?')} on "
@@ -144,6 +157,19 @@ class DriverLease:
 
     def _newest(self) -> tuple[int, dict[str, Any] | None]:
         return _newest(self._run)
+
+    def _held(self, number: int, holder: dict[str, Any] | None, watch_s: float) -> bool:
+        """Whether the newest lease is another driver's, who is alive. Watches one that does not tell, for up to `watch_s`."""
+        if number == 0 or (holder is not None and not _ahead(holder)):
+            return holder is not None and _alive(holder)
+        if holder is not None and (holder["ended"] or gone(holder["driver"])):
+            return False
+        before, until = _raw(self._run, number), time.monotonic() + watch_s
+        while time.monotonic() < until:
+            time.sleep(min(_LOOK_S, watch_s))
+            if _raw(self._run, number) != before:
+                return True
+        return False
 
     def _own(self, number: int, holder: dict[str, Any] | None) -> bool:
         return number == self._number and holder is not None and holder["key"] == self._body["key"]
@@ -203,13 +229,33 @@ def _stop_name(number: int) -> str:
 
 def _newest(folder: Folder) -> tuple[int, dict[str, Any] | None]:
     """The highest number, 0 if there is none, and its content; None if it cannot be read."""
-    name = max((n for n in folder.storage.files(DRIVERS) if n.endswith(".json")), default=None)
-    if name is None:
+    numbers = [int(match[1]) for name in folder.storage.files(DRIVERS) if (match := _LEASE.fullmatch(name))]
+    if not numbers:
         return 0, None
-    holder: dict[str, Any] | None = None
-    with suppress(FileNotFoundError, ValueError):
-        holder = json.loads(folder.storage.read(name))
-    return int(name.rsplit("/", 1)[-1].removesuffix(".json")), holder
+    return max(numbers), _parsed(_raw(folder, max(numbers)))
+
+
+def _raw(folder: Folder, number: int) -> bytes:
+    try:
+        return folder.storage.read(f"{DRIVERS}/{number:06d}.json")
+    except FileNotFoundError:
+        return b""
+
+
+def _parsed(data: bytes) -> dict[str, Any] | None:
+    """The content of a lease; None if it is damaged."""
+    try:
+        found = json.loads(data)
+        driver = {**found["driver"], "host": str(found["driver"]["host"]), "pid": int(found["driver"]["pid"])}
+        known = {"key": str(found["key"]), "renewed_at": float(found["renewed_at"]), "ended": bool(found["ended"])}
+        return {**found, **known, "driver": {**driver, "since": float(driver["since"])}}
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+
+
+def _ahead(holder: dict[str, Any]) -> bool:
+    """Whether it was renewed at a time that is still to come: by a clock that is ahead of this host's."""
+    return bool(holder["renewed_at"] > time.time() + _SKEW_S)
 
 
 def _alive(holder: dict[str, Any], now: float | None = None) -> bool:

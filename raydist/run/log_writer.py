@@ -228,11 +228,8 @@ class RunLog:
             del self._events[:count]
 
     def _append(self, data: bytes) -> None:
-        assert self._run.storage.local is not None
-        path = self._run.storage.local / EVENTS
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            append_whole(path, data, sync=True)
+            append_whole(self._run.storage.appendable(EVENTS), data, sync=True)
         except OSError as error:
             raise refused("write", f"{self._run.uri}/{EVENTS}", error) from error
 

@@ -16,6 +16,7 @@ from pathlib import PurePosixPath
 from raydist.run.directory import LOGS, RunDir
 
 _ATTEMPT = re.compile(r"attempt-(\d+)")
+_LONGEST = 1 << 20
 _PART = re.compile(r"rank-(\d+)(?:\.(\d+))?\.log")
 
 
@@ -65,6 +66,8 @@ class Reader:
                 data = self._bytes(name(self.attempt, rank, part), start)
                 at.part, at.offset = part, start + len(data)
                 *lines, at.rest = (at.rest + data).split(b"\n")
+                if len(at.rest) > _LONGEST:  # a line without an end: what is joined again at each read stays small
+                    lines, at.rest = [*lines, at.rest], b""
                 yield from ((rank, line.decode(errors="replace")) for line in lines)
             if last and at.rest:
                 yield rank, at.rest.decode(errors="replace")

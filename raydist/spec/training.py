@@ -15,10 +15,31 @@ from raydist.errors import UserError
 from raydist.spec.parts import Extension, Part, PartWithNewFields, Tokens, check_spec, near_divisors, problem
 
 
+class LoraSpec(Part):
+    """Adapters of low rank, which are trained instead of the weights of the model."""
+
+    rank: int = Field(8, ge=1, description="Rows of A and columns of B.")
+    alpha: float = Field(16.0, gt=0, description="The adapter's product is multiplied by alpha / rank.")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="Probability of dropping an input of an adapter while training."
+    )
+    targets: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="Linear layers that get an adapter: the ends of their names (attention.q), with * for any text; default: all "
+        "in the blocks.",
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's product."""
+        return self.alpha / self.rank
+
+
 class ModelSpec(PartWithNewFields):
     """The model: a built-in one, or your own."""
 
-    new_fields: ClassVar[tuple[str, ...]] = ("hf", "vocab_size")
+    new_fields: ClassVar[tuple[str, ...]] = ("hf", "vocab_size", "lora")
 
     name: Annotated[str, Extension("model")] = Field(
         "gpt", description="A built-in model, or package.module:attribute of your own."
@@ -46,9 +67,17 @@ class ModelSpec(PartWithNewFields):
     dropout: float = Field(0.0, ge=0, lt=1, description="Probability of dropping an activation while training.")
     rope_base: float = Field(10_000.0, gt=0, description="Base of the rotary position frequencies.")
     options: dict[str, Any] = Field(default_factory=dict, description="The options of that model; docs/extending.md.")
+    lora: LoraSpec | None = Field(
+        None,
+        description="Train adapters alone, on the weights of `hf`, which stay as they are; docs/how-to/fine-tuning.md.",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> ModelSpec:
+        if self.lora is not None and self.hf is None:
+            raise problem(
+                "lora", None, "needs the weights that the adapters are for", "set model.hf, or leave lora out"
+            )
         check_spec("model", self.name, self)
         return self
 
@@ -114,7 +143,7 @@ class BatchingSpec(Part):
 class DataSpec(PartWithNewFields):
     """The training data: `source` is prepared before the first run, `path` is a dataset that exists."""
 
-    new_fields = ("batching",)
+    new_fields: ClassVar[tuple[str, ...]] = ("batching", "format", "chat_template", "loss_on")
 
     source: str | None = Field(
         None,
@@ -129,6 +158,20 @@ class DataSpec(PartWithNewFields):
     )
     column: str = Field(
         "text", description="For `source`: the field of JSON lines or the column of Parquet that holds the text."
+    )
+    format: Literal["text", "chat"] = Field(
+        "text",
+        description="For `source`: chat: rows of JSON lines or Parquet are conversations, with `messages`, or `prompt` and "
+        "`completion`; docs/how-to/fine-tuning.md.",
+    )
+    chat_template: str | None = Field(
+        None,
+        description="For `format: chat`: chatml, llama3, plain, or the path of a template; default: the one beside the "
+        "tokenizer.json.",
+    )
+    loss_on: Literal["completions", "all"] = Field(
+        "completions",
+        description="For `format: chat`: count the loss of what the assistant says alone, or of all tokens.",
     )
     eval_fraction: float = Field(
         0.01, gt=0, lt=1, description="For `source`: share of documents held out for evaluation."
@@ -149,6 +192,9 @@ class DataSpec(PartWithNewFields):
             raise problem(
                 "source", self.source, "and data.path: exactly one of them is needed", "set data.source or data.path"
             )
+        for name in ("chat_template", "loss_on"):
+            if self.format == "text" and getattr(self, name) != type(self).model_fields[name].default:
+                raise problem(name, getattr(self, name), "has no effect on text", "set data.format: chat")
         return self
 
 

@@ -17,7 +17,7 @@ from raydist.errors import GraphMismatch, UserError
 from raydist.extension_plans import buckets
 from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
-from raydist.worker import distributed, pretrained
+from raydist.worker import distributed, lora, pretrained
 from raydist.worker.checks.replicas import hashes
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
@@ -56,6 +56,8 @@ def build_model(spec: JobSpec, vocab_size: int, meta: bool = False) -> nn.Module
             )
         if spec.model.hf is not None or spec.init_from is not None:
             pretrained.leave_empty(model)
+        if spec.model.lora is not None:
+            lora.add(model, spec.model.lora)
         distributed.seed_all(spec.train.seed, "init")  # weights must not depend on the numbers that build has drawn
         if not meta:
             for _ in initialise(model):

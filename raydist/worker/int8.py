@@ -7,7 +7,7 @@ Runs in: `raydist checkpoint export --quantize int8`, and commands that read the
     y = int32 products * both scales + bias             one integer matrix product, exact
 
 Embeddings, norms, the head, routers and stacked experts keep their format. In files the layout is the one that the package
-compressed-tensors calls int-quantized: X.weight (int8) and X.weight_scale, described in config.json. docs/adr/0018 has the reasons.
+compressed-tensors calls int-quantized: X.weight (int8) and X.weight_scale, described in config.json. docs/adr/0019 has the reasons.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def write(source: Path, out: Path, tensors: Collection[str]) -> None:
         if path.name not in (*files, INDEX, "config.json"):
             shutil.copyfile(path, out / path.name)
     places: dict[str, str] = {}
-    kept: set[str] = set()
+    kept = {"lm_head"}  # a tied head has no tensor, and others see the module all the same
     total = 0
     for file in files:
         made: dict[str, Tensor] = {}

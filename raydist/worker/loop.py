@@ -9,8 +9,9 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from raydist.extension_plans import strategy_plan
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.records import Event, StepRecord
 from raydist.redact import redact
-from raydist.worker import build, distributed, model_transforms, precision, pretrained
+from raydist.worker import base_weights, build, distributed, model_transforms, precision, pretrained
 from raydist.worker.attempt import Job, MonitorChannel, Outcome
 from raydist.worker.checkpoint.manager import CheckpointManager, Progress
 from raydist.worker.checkpoint.state_dict import TrainState
@@ -37,6 +38,7 @@ from raydist.worker.dataloader import Feed
 from raydist.worker.distributed import Rank
 from raydist.worker.expert_loads import ExpertLoads
 from raydist.worker.forward_seeds import ForwardSeeds
+from raydist.worker.lora import frozen_shards
 from raydist.worker.loss import build as build_loss
 from raydist.worker.loss import call_model
 from raydist.worker.mesh import Mesh
@@ -49,7 +51,8 @@ from raydist.worker.metrics.startup_timing import Startup
 from raydist.worker.metrics.telemetry import Telemetry
 from raydist.worker.metrics.trace import Tracer
 from raydist.worker.optim.schedule import lr_at, peak_lr
-from raydist.worker.parallel._model_graph import parts_of, plain_name
+from raydist.worker.parallel import ParamShard
+from raydist.worker.parallel._model_graph import parts_of
 from raydist.worker.parallel._pipeline import Pipeline
 from raydist.worker.parallel._split import split_layers
 from raydist.worker.parameter_table import ParameterTable, gather_parameters
@@ -164,11 +167,17 @@ class _Run:
             model_transforms.prepare(part, spec.train, self.feed.shapes)
         seeds = ForwardSeeds(parts_of(model), spec.train.seed, rank.device, by_block=spec.train.compile is not True)
         shards = self.split.shards(self.strategy.shards()) if self.split else self.strategy.shards()
-        frozen = {plain_name(n): p for n, p in model.named_parameters() if not p.requires_grad}
-        parameters = gather_parameters(shards, rank, frozen)  # every rank: names, shapes and holders of all ranks
+        frozen = frozen_shards(model)
+        if self.split:
+            self.split.place(frozen)
+        likes = {name: shard.local if shard.like is None else shard.like for name, shard in frozen.items()}
+        has_base = spec.model.lora is not None
+        parameters = gather_parameters(
+            shards, rank, likes, has_base
+        )  # every rank: names, shapes and holders of all ranks
         self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards, self.split)
         self.peak_lr = peak_lr(spec.optim, spec.train.global_batch)
-        self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages)
+        self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages, spec.comm.compresses)
         self.bad_steps = BadStepCheck(spec, self.mesh, job.run, job.attempt, model, reporter, self.feed.divide)
         self.noise = self._noise()
         # State: from the newest good checkpoint, the same on all ranks.
@@ -178,7 +187,7 @@ class _Run:
             rank,
             reporter,
             self.at,
-            TrainState(model, self.optimizer, shards),
+            TrainState(model, self.optimizer, shards, frozen, frozenset(parameters.base)),
             precision=self.precision,
             bad_steps=self.bad_steps,
             noise=self.noise,
@@ -187,19 +196,21 @@ class _Run:
             steps_per_epoch=self.batches.steps_per_epoch,
             parameters=parameters,
             mesh=self.mesh,
+            base=self._base(parameters) if has_base else None,
         )
         self.compression = self._compression()  # every rank: what would be sent is compared
         if self.compression:
             self.checkpoints.register(COMPRESSION, self.compression)
         startup.done("build")
+        if has_base:  # checkpoints do not hold it
+            self._load_pretrained(model, {**shards, **frozen}, dataset.vocab_size)
         if self.checkpoints.resume():
             self.strategy.updated()
         elif spec.init_from is not None:
             self.checkpoints.start_from(spec.init_from)
             self.strategy.updated()
-        elif spec.model.hf is not None:
-            read = pretrained.load(spec.model, model, shards, dataset.vocab_size)
-            self._note(f"model.hf: rank 0 read {read / 2**20:,.0f} MiB of {spec.model.hf}")
+        elif spec.model.hf is not None and not has_base:
+            self._load_pretrained(model, shards, dataset.vocab_size)
             self.strategy.updated()
         startup.done("load")
         self.checkpoints.open()
@@ -331,6 +342,16 @@ class _Run:
         """A note for the user, from rank 0."""
         if self.reporter:
             self.reporter.say("note", text=text)
+
+    def _base(self, parameters: ParameterTable) -> dict[str, Any]:
+        """The weights that adapters are for, as checkpoints name them. Every rank: it reads its share of the files."""
+        hf = str(self.spec.model.hf)
+        found = base_weights.fingerprint(Path(hf), self.rank)
+        return {"hf": hf, "fingerprint": found, "frozen": list(parameters.base)}
+
+    def _load_pretrained(self, model: nn.Module, shards: Mapping[str, ParamShard], vocab_size: int) -> None:
+        read = pretrained.load(self.spec.model, model, shards, vocab_size)
+        self._note(f"model.hf: rank 0 read {read / 2**20:,.0f} MiB of {self.spec.model.hf}")
 
     def _messages(self) -> list[tuple[str, int, str]]:
         """The collectives of a step that have a name: (kind, elements, name)."""

@@ -88,7 +88,8 @@ class TensorTable(Mapping[str, TensorRow]):
 
 
 class ParameterTable(TensorTable):
-    """All parameters, those that are trained first. `shards`: this rank's part of the trained ones that it has."""
+    """All parameters, those that are trained first. `shards`: this rank's part of the trained ones that it has. `base`: those that
+    checkpoints leave out, because they are read from `model.hf`."""
 
     def __init__(
         self,
@@ -97,9 +98,10 @@ class ParameterTable(TensorTable):
         world_size: int,
         trained: list[str],
         shards: Mapping[str, ParamShard],
+        base: Sequence[str] = (),
     ) -> None:
         super().__init__(rows, rank, world_size)
-        self.trained, self.shards = trained, dict(shards)
+        self.trained, self.shards, self.base = trained, dict(shards), tuple(base)
 
     @property
     def is_same_everywhere(self) -> bool:
@@ -112,9 +114,10 @@ class ParameterTable(TensorTable):
 
 
 def gather_parameters(
-    shards: Mapping[str, ParamShard], rank: Rank, frozen: Mapping[str, Tensor] | None = None
+    shards: Mapping[str, ParamShard], rank: Rank, frozen: Mapping[str, Tensor] | None = None, has_base: bool = False
 ) -> ParameterTable:
-    """The table of all ranks' `strategy.shards()`. `frozen`: parameters that are not trained. Names are the plain model's.
+    """The table of all ranks' `strategy.shards()`. `frozen`: parameters that are not trained; `has_base`: checkpoints leave them
+    out. Names are the plain model's.
 
     A collective. Raises GraphMismatch, on every rank, where two ranks describe a parameter differently.
     """
@@ -126,7 +129,8 @@ def gather_parameters(
     rows = _joined([of_rank for of_rank, _ in every])
     trained = list(dict.fromkeys(name for _, names in every for name in names))
     rows = {name: rows[name] for name in dict.fromkeys((*trained, *rows))}
-    return ParameterTable(rows, rank.rank, rank.world_size, trained, shards)
+    base = [name for name in rows if name not in trained] if has_base else ()
+    return ParameterTable(rows, rank.rank, rank.world_size, trained, shards, base)
 
 
 def gather_tensors(

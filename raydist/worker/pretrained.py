@@ -37,14 +37,15 @@ def leave_empty(model: nn.Module) -> None:
 def load(spec: ModelSpec, model: nn.Module, shards: Mapping[str, ParamShard], vocab_size: int) -> int:
     """Fills `shards`, and the persistent buffers of `model`, from the folder `spec.hf`; returns the bytes that were read.
 
-    Sends nothing. `vocab_size`: of the tokenizer. Raises UserError, the same on every rank, if the tensors are others.
+    Sends nothing. Parameters that no file has (adapters) are left as they are. `vocab_size`: of the tokenizer. Raises UserError,
+    the same on every rank, if the tensors are others.
     """
     assert spec.hf is not None
     folder, format = Path(spec.hf), format_for(spec)
     shapes = format.shapes(spec, spec.rows(vocab_size))
     files = check(folder, spec, format, shapes)
     buffers = {plain_name(name): buffer for name, buffer in model.named_buffers()}
-    parts = [(name, shard.local.detach(), *_place(shard)) for name, shard in shards.items()]
+    parts = [(name, shard.local.detach(), *_place(shard)) for name, shard in shards.items() if name in shapes]
     parts += [(name, b, (0,) * b.ndim, tuple(b.shape)) for name, b in buffers.items() if name in shapes]
     total = 0
     with ExitStack() as stack:

@@ -70,9 +70,10 @@ def test_what_is_shipped(folder: Path, by_git: bool) -> None:
     assert set(found.files) == ALWAYS | tracked
     assert found.left_out == {
         "old": "a run", "grid": "a sweep", "corpus": "prepared data", "results": "a storage of runs",
+        ".env": "a file of secrets", "own/.env.local": "a file of secrets",
     }  # fmt: skip
     assert (
-        "left out: corpus (prepared data), grid (a sweep), old (a run), results (a storage of runs)"
+        "left out: .env (a file of secrets), corpus (prepared data), grid (a sweep), old (a run), own/.env.local (a "
         in found.describe(9)
     )
 

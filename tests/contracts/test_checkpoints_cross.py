@@ -26,7 +26,7 @@ from tests.training import (
     MODEL,
     Trainer,
     counted,
-    gathered,
+    gather_parts,
     job,
     mesh_job,
     mine,
@@ -50,8 +50,7 @@ def step(trainer: Trainer, number: int) -> float:
 def whole(tensors: dict[str, torch.Tensor], rank: Rank) -> Whole:
     """Model and optimizer, entry by entry, gathered from all ranks."""
     table = gather_tensors(tensors, rank.rank, rank.control)
-    parts = {n: t.detach() for n, t in tensors.items()}
-    return {n: gathered(parts.get(n), rank, row.shape, table.held_by_all(n)) for n, row in table.items()}
+    return gather_parts({n: tensors[n].detach() if n in tensors else None for n in table}, rank, table)
 
 
 def saved(rank: Rank, spec: JobSpec, folder: str) -> tuple[Whole, float]:
@@ -75,53 +74,58 @@ def saved(rank: Rank, spec: JobSpec, folder: str) -> tuple[Whole, float]:
     return expected, loss
 
 
-def loaded(rank: Rank, specs: list[JobSpec], folder: str) -> list[tuple[Whole, float]]:
-    """For each spec: the state as loaded into a fresh trainer, and the loss of the third step."""
+def loaded(rank: Rank, specs: list[JobSpec], folders: list[str]) -> list[list[tuple[Whole, float]]]:
+    """For each spec a trainer, which loads each checkpoint in turn: the state as loaded, and the loss of the third step."""
     found = []
     for spec in specs:
         trainer = Trainer(rank, spec, full=N * CONTEXT)
-        step(trainer, 99)  # other weights, other moments
-        state = TrainState(trainer.model, trainer.optimizer, trainer.shards)
-        manifest = restore.choose(RunDir(folder), rank=rank.rank, world_size=rank.world_size, group=rank.control)
-        assert manifest is not None
-        tensors, rank_tensors, _ = state.capture()
-        restore.load(RunDir(folder), manifest, tensors, rank_tensors, group=rank.control)
-        state.restore(tensors, None, manifest.plain)
-        trainer.strategy.updated()
-        found.append((whole(state.capture()[0], rank), step(trainer, 3)))
+        step(trainer, 99)  # other weights, other moments; as each checkpoint's third step leaves behind
+        found.append([load(trainer, RunDir(folder)) for folder in folders])
     return found
 
 
-def cases() -> list[tuple[str, int, tuple[int, ...]]]:
-    """(variant and number of ranks that save, numbers of ranks that load, each under every strategy).
-
-    Each strategy saves on 2 ranks. One that shards also saves on an odd number of ranks, or in groups if it has them.
-    """
-    found: list[tuple[str, int, tuple[int, ...]]] = []
-    for name in registry.names("parallel"):
-        plan = strategy_plan(name)
-        found.append((name, 2, (1, 2) if name in GROUPED else (2, 3)))
-        if name in GROUPED:
-            found.append((GROUPED[name], world_of(GROUPED[name], 2), (2, 3)))
-        elif plan is None or plan.sharded:
-            found.append((name, 3, (1, 4) if plan is None or len(plan.sharded) != 1 else (4,)))
-    return found
+def load(trainer: Trainer, folder: RunDir) -> tuple[Whole, float]:
+    rank, state = trainer.rank, TrainState(trainer.model, trainer.optimizer, trainer.shards)
+    manifest = restore.choose(folder, rank=rank.rank, world_size=rank.world_size, group=rank.control)
+    assert manifest is not None
+    tensors, rank_tensors, _ = state.capture()
+    restore.load(folder, manifest, tensors, rank_tensors, group=rank.control)
+    state.restore(tensors, None, manifest.plain)
+    trainer.strategy.updated()
+    return whole(state.capture()[0], rank), step(trainer, 3)
 
 
-@pytest.mark.parametrize(("variant", "savers", "worlds"), cases())
-def test_every_strategy_goes_on_from_every_other(
-    ranks: Any, tmp_path: Path, variant: str, savers: int, worlds: tuple[int, ...]
-) -> None:
-    """Weights and moments equal the saved ones, entry by entry and bit for bit; the next loss is the same to 1e-5, and to the bit
-    under the strategy and number of ranks that saved."""
-    expected, loss = run(ranks, saved, savers, job(variant), str(tmp_path))[0]
-    specs = [job(name) for name in registry.names("parallel")]
-    for world in worlds:
-        for results in run(ranks, loaded, world, specs, str(tmp_path)):
-            for spec, (state, next_loss) in zip(specs, results, strict=True):
-                assert state.keys() == expected.keys()
-                assert all(torch.equal(tensor, state[name]) for name, tensor in expected.items())
-                assert next_loss == pytest.approx(loss, rel=0 if (spec, world) == (job(variant), savers) else 1e-5)
+Meshes = list[tuple[JobSpec, int]]
+"""Jobs, and on how many ranks each trains."""
+
+
+def check(ranks: Any, folder: Path, savers: Meshes, loaders: Meshes) -> list[Whole]:
+    """Each loader goes on from the checkpoint of each saver: the state bit for bit, the next loss to 1e-5, and to the bit where job
+    and number of ranks are the same. Returns what was saved."""
+    folders = [str(folder / str(number)) for number in range(len(savers))]
+    made = [run(ranks, saved, world, spec, to)[0] for (spec, world), to in zip(savers, folders, strict=True)]
+    for world in sorted({world for _, world in loaders}):
+        specs = [spec for spec, size in loaders if size == world]
+        for results in run(ranks, loaded, world, specs, folders):
+            for spec, of_each in zip(specs, results, strict=True):
+                for saver, (expected, loss), (state, next_loss) in zip(savers, made, of_each, strict=True):
+                    pair = f"{(spec.parallel, world)} from {saver[0].parallel, saver[1]}"
+                    assert state.keys() == expected.keys(), pair
+                    assert [n for n, t in state.items() if not torch.equal(expected[n], t)] == [], pair
+                    assert next_loss == pytest.approx(loss, rel=0 if (spec, world) == saver else 1e-5), pair
+    return [expected for expected, _ in made]
+
+
+def test_every_strategy_goes_on_from_every_other(ranks: Any, tmp_path: Path) -> None:
+    """Each saves: one that shards on three ranks, which divide no shape, or in groups if it has them. Each loads all of them on two
+    ranks, and on as many as it saved on; one loads them in one process."""
+    names = registry.names("parallel")
+    savers: Meshes = []
+    for name in names:
+        plan, variant = strategy_plan(name), GROUPED.get(name, name)
+        savers.append((job(variant), world_of(variant, 3 if plan is None or plan.sharded else 2)))
+    two = [(job(name), 2) for name in names]
+    check(ranks, tmp_path, savers, [(job(names[0]), 1), *two, *(saver for saver in savers if saver not in two)])
 
 
 MESHES = [
@@ -134,22 +138,14 @@ MESHES = [
 """(strategy, tensor parallel ranks, all ranks) that load."""
 
 
-@pytest.mark.parametrize(("strategy", "tensor", "world"), [("zero1", 2, 4), ("zero3", 2, 4), ("zero2", 1, 2)])
-def test_every_mesh_goes_on_from_every_other(
-    ranks: Any, tmp_path: Path, strategy: str, tensor: int, world: int
-) -> None:
-    """Tensor parallel or not, with tied embeddings and a vocabulary that no mesh divides: weights and moments bit for bit, the next
-    loss to 1e-5, and to the bit on the mesh that saved."""
+def test_every_mesh_goes_on_from_every_other(ranks: Any, tmp_path: Path) -> None:
+    """Tensor parallel or not, with tied embeddings and a vocabulary that no mesh divides."""
     model = {**MODEL, "heads": 4, "qk_norm": True}
-    expected, loss = run(ranks, saved, world, mesh_job(strategy, tensor, model), str(tmp_path))[0]
-    for size in sorted({ranks_of for *_, ranks_of in MESHES}):
-        specs = [mesh_job(name, cut, model) for name, cut, ranks_of in MESHES if ranks_of == size]
-        for results in run(ranks, loaded, size, specs, str(tmp_path)):
-            for spec, (state, next_loss) in zip(specs, results, strict=True):
-                assert state.keys() == expected.keys()
-                assert all(torch.equal(tensor, state[name]) for name, tensor in expected.items())
-                same = (spec.parallel.strategy, spec.parallel.tensor, size) == (strategy, tensor, world)
-                assert next_loss == pytest.approx(loss, rel=0 if same else 1e-5)
+
+    def meshes(*of: tuple[str, int, int]) -> Meshes:
+        return [(mesh_job(strategy, tensor, model), world) for strategy, tensor, world in of]
+
+    check(ranks, tmp_path, meshes(("zero1", 2, 4), ("zero3", 2, 4), ("zero2", 1, 2)), meshes(*MESHES))
 
 
 SPARSE = {"name": "tests.sparse:build", "layers": 3, "width": 16, "heads": 2, "context": CONTEXT, "tie_embeddings": False,
@@ -167,32 +163,24 @@ WITH_EXPERTS = [
 """(strategy, fields of `parallel`, ranks) that load."""
 
 
-def sparse(strategy: str, fields: dict[str, int]) -> JobSpec:
-    """A job of the model with experts."""
-    return mesh_job(strategy, fields.get("tensor", 1), SPARSE, {k: v for k, v in fields.items() if k != "tensor"})
+WHICH_SAVE = [
+    ("zero3", {"expert": 2}, 4),
+    ("zero1", {"tensor": 2, "expert": 4}, 4),
+    ("ddp", {"expert": 2, "pipeline": 2}, 4),
+    ("zero1", {"context": 2}, 4),
+]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "fields", "world"),
-    [
-        ("zero3", {"expert": 2}, 4),
-        ("zero1", {"tensor": 2, "expert": 4}, 4),
-        ("ddp", {"expert": 2, "pipeline": 2}, 4),
-        ("zero1", {"context": 2}, 4),
-    ],
-)
-def test_experts_and_context_go_on_at_every_mesh(
-    ranks: Any, tmp_path: Path, strategy: str, fields: dict[str, int], world: int
-) -> None:
-    """Experts on two or four ranks or on one, sequences on one or two: weights, moments and the routers' biases bit for bit, the
-    next loss to 1e-5, and to the bit on the mesh that saved."""
-    expected, loss = run(ranks, saved, world, sparse(strategy, fields), str(tmp_path))[0]
-    assert expected["model/blocks.1.mlp.router.bias"].any()
-    for size in sorted({size for *_, size in WITH_EXPERTS}):
-        specs = [sparse(name, other) for name, other, ranks_of in WITH_EXPERTS if ranks_of == size]
-        for results in run(ranks, loaded, size, specs, str(tmp_path)):
-            for spec, (state, next_loss) in zip(specs, results, strict=True):
-                assert state.keys() == expected.keys()
-                assert [n for n, tensor in state.items() if not torch.equal(expected[n], tensor)] == []
-                same = (spec, size) == (sparse(strategy, fields), world)
-                assert next_loss == pytest.approx(loss, rel=0 if same else 1e-5)
+def sparse(*meshes: tuple[str, dict[str, int], int]) -> Meshes:
+    """Jobs of the model with experts."""
+    found = []
+    for strategy, fields, world in meshes:
+        others = {k: v for k, v in fields.items() if k != "tensor"}
+        found.append((mesh_job(strategy, fields.get("tensor", 1), SPARSE, others), world))
+    return found
+
+
+def test_experts_and_context_go_on_at_every_mesh(ranks: Any, tmp_path: Path) -> None:
+    """Experts on two or four ranks or on one, sequences on one or two; the routers' biases are in the checkpoint."""
+    for expected in check(ranks, tmp_path, sparse(*WHICH_SAVE), sparse(*WITH_EXPERTS)):
+        assert expected["model/blocks.1.mlp.router.bias"].any()

@@ -65,12 +65,12 @@ def groups_of(variant: str, world: int) -> list[list[int]]:
     return [[*range(first, first + shard)] for first in range(0, world, shard)]
 
 
-def stepped(rank: Rank, variant: str, names: Sequence[str]) -> Any:
+def stepped(rank: Rank, variant: str, names: Sequence[str], **more: Any) -> Any:
     """Of each compressor: the gradients of each step, times what they were divided by; what is left of them on this rank after the
     last one; and the pieces. The weights do not change."""
     found = {}
     for name in names:
-        trainer = Trainer(rank, made(variant, name), full=N * CONTEXT)
+        trainer = Trainer(rank, made(variant, name, **more), full=N * CONTEXT)
         assert trainer.compression is not None
         steps: list[Gradients] = []
         for s in range(1, STEPS + 1):
@@ -545,7 +545,7 @@ def disagreeing(rank: Rank) -> Any:
 
 def test_nodes_that_disagree(ranks: Any) -> None:
     """One error on every rank, before anything is sent, that names the ranks."""
-    message = "comm.compress: ranks 1 would send other gradients than rank 0"
+    message = "comm.compress: rank 1 would send other gradients than rank 0"
     assert run(ranks, disagreeing, 2) == [message] * 2
 
 

@@ -222,16 +222,16 @@ def test_the_exchange_keeps_its_contract(ranks: Any, folder: Path) -> None:
 
 
 def compressed_with(rank: Rank, name: str, folder: str) -> Any:
-    """The contract's steps, with the example compressor."""
+    """The contract's steps, with the example compressor, under the example strategy."""
     sys.path.insert(0, folder)
     try:
-        return test_compressors.stepped(rank, "ddp", [name])
+        return test_compressors.stepped(rank, "ddp", [name], parallel={"strategy": named("parallel")})
     finally:
         sys.path.remove(folder)
 
 
 def test_the_compressor_keeps_its_contract(ranks: Any, folder: Path) -> None:
-    """It passes the tests of the built-in compressors."""
+    """It passes the tests of the built-in compressors, under the example strategy."""
     name = named("compressor")
     test_compressors.check(name, "ddp", 2, run(ranks, compressed_with, 2, name, str(folder)))
     for bad in (math.inf, math.nan):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from raydist import registry
+from raydist.extension_plans import strategy_plan
 from raydist.spec import ModelSpec
 from tests.contracts.test_pipeline import OPTIM, TWO, UNCLIPPED, Result, near, same_bits, train
 from tests.training import GROUPED, MODELS, alone, job, mesh_job, run
@@ -40,8 +41,24 @@ def reference(name: str, clip: float = 0.5) -> Result:
     return train(alone(), job("ddp", model(name), optim={**OPTIM, "clip": clip}))
 
 
-@pytest.mark.parametrize("strategy", [name for name in registry.names("parallel") if name not in GROUPED])
-@pytest.mark.parametrize("name", SPLIT)
+WHOLE = [
+    name
+    for name in registry.names("parallel")
+    if (plan := strategy_plan(name)) is not None and "parameters" not in plan.sharded
+]
+"""Strategies that leave the modules as they are: to them a model is a list of parameters."""
+STRATEGIES = [
+    (name, strategy)
+    for number, name in enumerate(SPLIT)
+    for strategy in (
+        *(other for other in registry.names("parallel") if other not in (*WHOLE, *GROUPED)),
+        WHOLE[number % len(WHOLE)],
+    )
+]
+"""Each model under the strategies that wrap its modules, and under one of the others in turn."""
+
+
+@pytest.mark.parametrize(("name", "strategy"), STRATEGIES)
 def test_strategies(ranks: Any, name: str, strategy: str) -> None:
     """Two data parallel ranks."""
     for got in run(ranks, train, 2, mesh_job(strategy, 1, model(name))):
@@ -72,8 +89,8 @@ def test_pipeline(ranks: Any, name: str) -> None:
             same_bits(got, reference(name, clip=0))
 
 
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("name", [name for name in SPLIT if name == MODELS[name]["name"]])
 def test_tensor_and_pipeline(ranks: Any, name: str) -> None:
-    """Two stages of two ranks each."""
+    """Two stages of two ranks each; one variant of each model."""
     for got in run(ranks, train, 4, mesh_job("ddp", 2, model(name), TWO)):
         near(got, reference(name), 3e-6)

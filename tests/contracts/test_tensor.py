@@ -38,17 +38,17 @@ Result = tuple[list[StepReport], dict[str, torch.Tensor], dict[str, torch.Tensor
 """Reports of two steps; first weights; gradients of the first step, clipped; weights after both; the loss of held-out samples."""
 
 
-def train(rank: Rank, spec: JobSpec) -> Result:
+def train(rank: Rank, spec: JobSpec, n: int = N) -> Result:
     """Two steps; all ranks return the same."""
-    trainer = Trainer(rank, spec, full=N * CONTEXT)
+    trainer = Trainer(rank, spec, full=n * CONTEXT)
     first, gradients = trainer.whole(), {}
     reports = []
     for s in (1, 2):
         trainer.before_update = (lambda: gradients.update(trainer.whole(grad=True))) if s == 1 else (lambda: None)
-        batches = mine(rank, *samples(N, seed=s), MICRO, spec.parallel.tensor)
+        batches = mine(rank, *samples(n, seed=s), MICRO, spec.parallel.tensor)
         tokens = counted(batches)
         reports.append(trainer.step(s, batches, tokens, 1e-2, want_stop=False))
-    held_out = mine(rank, *samples(N, seed=99), MICRO, spec.parallel.tensor)
+    held_out = mine(rank, *samples(n, seed=99), MICRO, spec.parallel.tensor)
     loss, _ = evaluate(trainer.mesh, trainer.strategy, trainer.precision, held_out)
     trainer.step.optimizer_hooks.close()
     return reports, first, gradients, trainer.whole(), loss
@@ -90,7 +90,7 @@ def test_each_gradient_is_that_of_one_process(ranks: Any, model: str, world: int
         (GROUPED.get(name, name), model)
         for name in registry.names("parallel")
         for model in ("tied", "qk_norm")
-        if name != "ddp" and (name not in GROUPED or model == "tied")
+        if name != "ddp" and (name == "zero3" or model == "tied")
     ],
 )
 def test_each_strategy_splits_what_a_tensor_rank_has(ranks: Any, strategy: str, model: str) -> None:
@@ -124,8 +124,10 @@ def test_dropout_draws_the_masks_of_one_process(ranks: Any, world: int) -> None:
         compare(got, right)
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-@pytest.mark.parametrize("precision", ["bf16", {"params": "fp16", "loss_scale": {"initial": 1024}}])
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [("zero2", "bf16"), ("zero3", "bf16"), ("zero3", {"params": "fp16", "loss_scale": {"initial": 1024}})],
+)
 def test_low_precision_stays_near_one_process(ranks: Any, strategy: str, precision: Any) -> None:
     """Losses within 0.5% of one process in that format, the norm within 2%: bf16 rounds by up to 0.4%."""
     right = train(alone(), job("ddp", WIDE, precision=precision))
@@ -173,9 +175,11 @@ def test_packed_documents(ranks: Any) -> None:
 
 
 def test_compiled_blocks_compute_the_same(ranks: Any) -> None:
-    """Within 1e-4 of one process without compilation."""
-    for got in run(ranks, train, 2, mesh_job("ddp", 2, MODELS["one layer"], train={"compile": "blocks"})):
-        compare(got, reference("one layer"), gradients=1e-4, norm=1e-5)
+    """Within 1e-4 of one process without compilation; equal micro-batches, because to compile takes seconds for each shape."""
+    n = 8
+    right = train(alone(), job("ddp", MODELS["one layer"]), n)
+    for got in run(ranks, train, 2, mesh_job("ddp", 2, MODELS["one layer"], train={"compile": "blocks"}), n):
+        compare(got, right, gradients=1e-4, norm=1e-5)
 
 
 def refused(rank: Rank, rules: dict[str, str] | None) -> str:

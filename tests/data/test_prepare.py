@@ -377,6 +377,7 @@ def asked(**changes: Any) -> SimpleNamespace:
             "tokenizer": "bytes",
             "column": "text",
             "eval_fraction": 0.2,
+            "format": "text",
             **changes,
         }
     )
@@ -410,7 +411,7 @@ def test_drivers_at_once_make_it_once(corpus: Path, tmp_path: Path) -> None:
     """Three processes that start together return the same complete dataset; one of them prepared it."""
     script = (
         "import sys; from types import SimpleNamespace as S; from raydist.data import open_or_prepare\n"
-        "data = S(source=sys.argv[1], path=None, tokenizer='bpe:300', column='text', eval_fraction=0.2)\n"
+        "data = S(source=sys.argv[1], path=None, tokenizer='bpe:300', column='text', eval_fraction=0.2, format='text')\n"
         "made = []\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "uri = open_or_prepare(data, sys.argv[2], made.append); print(len(made), uri)"

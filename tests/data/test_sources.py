@@ -153,6 +153,18 @@ def test_json_lines(tmp_path: Path, rows: list[str], monkeypatch: pytest.MonkeyP
     assert read([f"{tmp_path}/c.jsonl"], "body", block_bytes=150) == expected
 
 
+def test_a_line_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is joined once, however many chunks it has, and refused above a limit, with its place."""
+    monkeypatch.setattr(documents, "_CHUNK", 10)
+    path = tmp_path / "x.jsonl"
+    text = "a" * 20_000
+    path.write_text(f'{{"text": "b"}}\n{{"text": "{text}"}}\n{{"text": "c"}}')
+    assert read([str(path)]) == [b"b", text.encode(), b"c"]
+    monkeypatch.setattr(documents, "LONGEST_LINE", 5_000)
+    with pytest.raises(DataError, match=r"x.jsonl.*a line of more than"):
+        read([str(path)])
+
+
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
 def test_parquet(tmp_path: Path, rows: list[str], kind: pa.DataType) -> None:
     """The column is read by name, with any text type, across row groups; nulls are skipped."""

@@ -154,6 +154,16 @@ def test_the_server_takes_its_ranks_along(server: Any) -> None:
     known = ": exit code -9" if isinstance(ranks._server, subprocess.Popen) else ""  # else it is not our child
     with pytest.raises(ChildProcessError, match=f"fork server exited{known}$"):
         fork(ranks)
+    again = ranks.living()
+    try:
+        assert again is not ranks
+        assert again.living() is again
+        process, told = fork(again)
+        again.kill(process)
+        assert process.ended.wait(20)
+        gone(told["helper"])
+    finally:
+        again.close()
 
 
 def test_a_killed_agent_takes_all_along(server: Any, tmp_path: Path) -> None:

@@ -613,8 +613,8 @@ def test_warnings_go_to_stderr_by_default(capsys: pytest.CaptureFixture[str]) ->
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}},
          "fp16.enabled: True and bf16.enabled exclude one another; set one of them to false"),
         ({"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True}}}},
-         "data_efficiency.data_sampling.dynamic_batching.max_tokens: None is needed by dynamic_batching; set the tokens of a "
-         "micro-batch"),
+         "data_efficiency.data_sampling.dynamic_batching.enabled: True needs max_tokens; set the tokens of a micro-batch "
+         "beside it"),
         ({"gradient_clipping": "1.0"}, "gradient_clipping: '1.0' is not a number; correct it, or take it out"),
         ({"gradient_clipping": True}, "gradient_clipping: True is not a number; correct it, or take it out"),
         ({"train_batch_size": 2.5},

@@ -7,6 +7,7 @@ StopRequest and HeadOutage. Never imports torch; imports ray in functions only.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -22,8 +23,29 @@ from raydist.cluster.run.request import Ending, Request, worker_env
 from raydist.cluster.run.root_cause import Failure
 from raydist.cluster.run.stop_request import StopRequest
 from raydist.cluster.run.worker_group import Group
-from raydist.run.directory import begin_attempt
+from raydist.errors import StorageError
+from raydist.run.directory import RunDir, begin_attempt
 from raydist.run.log import last_attempt
+
+_STORAGE_S, _LOOK_S = 60.0, 1.0
+"""How long to wait for a file system that is not there between two attempts, and how often to look."""
+
+
+def storage_gone(run: RunDir, begun: int, stop: StopRequest, wait_s: float = _STORAGE_S) -> str | None:
+    """Why the run's storage is not what it was: the note of attempt `begun`, which this driver wrote, is not there. Else None.
+
+    An unmounted file system leaves an empty folder, which looks like a new run. Waits for it up to `wait_s`, or until `stop`.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        with contextlib.suppress(StorageError):
+            if begun in run.lineage().begun:
+                return None
+        if time.monotonic() > deadline or stop.wait(_LOOK_S):
+            return (
+                f"{run.uri} does not have attempt {begun} any more, which this driver has started: is its file system mounted? "
+                "Nothing was written there"
+            )
 
 
 class RestartLoop:
@@ -63,6 +85,8 @@ class RestartLoop:
                 group = self._gather()
                 if isinstance(group, Ending):
                     return group
+                if incident is not None and (cause := storage_gone(run, number, self._stop_request)):
+                    return Ending("stopped", self._monitor.last_step() or 0, cause=cause)
                 number += 1
                 begin_attempt(run, number)  # an earlier attempt, wherever it still runs, can no longer commit
                 workers = self._elasticity.workers

@@ -18,6 +18,11 @@ One that is trained on the corpus has two more class methods:
     vocabulary(name) -> int              how many ids it will have. Raises DataError
     train(name, texts) -> Tokenizer      from texts of the train split. The same texts must give the same tokenizer
 
+One that knows where its tokens begin in a text, and reads special tokens where a chat template wrote the text, also has
+
+    encode_with_starts(texts, special) -> [(ids, starts)]  starts in characters; `special`: special tokens in texts are read as such
+    special -> Sequence[str]                               texts of its special tokens: messages of conversations may not spell them
+
 A built-in one has `usage`: how its name is written, for errors. Tokenizers have no options: a dataset is identified by the name and
 by `to_bytes`. Text that spells a special token ("<|endoftext|>") is encoded as text: a document cannot forge the end of one.
 """
@@ -25,10 +30,15 @@ by `to_bytes`. Text that spells a special token ("<|endoftext|>") is encoded as 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from raydist import registry
+from raydist.data.chat_template import Rendered
 from raydist.data.tokenizers import bytes as _bytes
 from raydist.data.tokenizers._library import END, Library, TokenArray
 from raydist.errors import DataError, ExtensionNotFound
@@ -72,6 +82,35 @@ def train(name: str, texts: Iterator[str]) -> Tokenizer:
     return cast(Tokenizer, _class(name).train(name, texts))
 
 
+def encode_spans(tokenizer: Tokenizer, texts: Sequence[Rendered]) -> list[tuple[TokenArray, npt.NDArray[np.bool_]]]:
+    """Of each text the token ids, without an end, and whether each counts: where it begins in one of the text's spans.
+
+    A tokenizer with `encode_with_starts` tells where tokens begin, and reads special tokens in texts that a template wrote. Of
+    another one each stretch between the borders of spans is encoded by itself.
+    """
+    told = getattr(tokenizer, "encode_with_starts", None)
+    if told is None:
+        return [_by_stretches(tokenizer, text) for text in texts]
+    made: dict[int, tuple[TokenArray, npt.NDArray[np.bool_]]] = {}
+    for special in (False, True):
+        chosen = [i for i, text in enumerate(texts) if text.special == special]
+        encoded = told([texts[i].text for i in chosen], special)
+        for i, (ids, starts) in zip(chosen, encoded, strict=True):
+            counts = np.zeros(len(ids), dtype=np.bool_)
+            for first, last in texts[i].spans:
+                counts |= (starts >= first) & (starts < last)
+            made[i] = ids, counts
+    return [made[i] for i in range(len(texts))]
+
+
+def _by_stretches(tokenizer: Tokenizer, text: Rendered) -> tuple[TokenArray, npt.NDArray[np.bool_]]:
+    borders = sorted({0, len(text.text), *(at for span in text.spans for at in span)})
+    stretches = list(pairwise(borders))
+    parts = tokenizer.encode([text.text[a:b] for a, b in stretches])
+    inside = [any(first <= a < last for first, last in text.spans) for a, _ in stretches]
+    return cast("TokenArray", np.concatenate(parts)), np.repeat(inside, [len(part) for part in parts])
+
+
 def from_bytes(name: str, raw: bytes) -> Tokenizer:
     """The tokenizer of a prepared dataset, from its tokenizer.json. Raises DataError."""
     found = _class(name)
@@ -109,4 +148,15 @@ def _class(name: str) -> Any:
         raise DataError(error.message, error.hint) from error
 
 
-__all__ = ["END", "Bytes", "Library", "TokenArray", "Tokenizer", "from_bytes", "load", "train", "vocabulary"]
+__all__ = [
+    "END",
+    "Bytes",
+    "Library",
+    "TokenArray",
+    "Tokenizer",
+    "encode_spans",
+    "from_bytes",
+    "load",
+    "train",
+    "vocabulary",
+]

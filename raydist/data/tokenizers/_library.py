@@ -6,6 +6,7 @@ Runs anywhere. `tokenizers` is imported when one is made.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,32 @@ class Library:
         texts = [d if isinstance(d, str) else d.decode() for d in documents]
         encoded = self._inner.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(e.ids, dtype=np.uint32) for e in encoded]
+
+    @cached_property
+    def special(self) -> tuple[str, ...]:
+        """The texts of its special tokens."""
+        return tuple(t.content for t in self._inner.get_added_tokens_decoder().values() if t.special)
+
+    @cached_property
+    def _reading_special(self) -> Any:
+        import tokenizers
+
+        other = tokenizers.Tokenizer.from_str(self._inner.to_str())
+        other.encode_special_tokens = False
+        return other
+
+    def encode_with_starts(self, texts: Sequence[str], special: bool) -> list[tuple[TokenArray, npt.NDArray[np.int64]]]:
+        """Token ids of each text, and the characters at which they begin. `special`: special tokens in it are read as such."""
+        inner = self._reading_special if special else self._inner
+        return [
+            (np.array(e.ids, dtype=np.uint32), np.array([start for start, _ in e.offsets], dtype=np.int64))
+            for e in inner.encode_batch(list(texts), add_special_tokens=False)
+        ]
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a token; None if there is none."""
+        found: int | None = self._inner.token_to_id(text)
+        return found
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of these ids."""

@@ -174,11 +174,9 @@ class Exporter(BaseExporter):
         if storage.local is None:
             storage.write(name, data)
             return
-        path = storage.local / name
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "ab") as file:
+            with open(storage.appendable(name), "ab") as file:
                 file.truncate(self._stored)
                 file.write(data[self._stored :])
         except OSError as error:
-            raise refused("write", path, error) from error
+            raise refused("write", storage.path(name), error) from error

@@ -97,9 +97,12 @@ def dynamic_batching(r: Reading) -> None:
     names = {"max_tokens": "max_tokens", "min": "min_batch_size", "max": "max_batch_size"}
     given = {field: r.get(f"{DYNAMIC}.{name}") for field, name in names.items()}
     if not r.get(f"{DYNAMIC}.enabled"):
+        for field, value in given.items():
+            if value is not None:
+                r.lose(f"{DYNAMIC}.{names[field]}", "dynamic_batching is not enabled")
         return
     if given["max_tokens"] is None:
-        r.problem(f"{DYNAMIC}.max_tokens", None, "is needed by dynamic_batching", "set the tokens of a micro-batch")
+        r.problem(f"{DYNAMIC}.enabled", True, "needs max_tokens", "set the tokens of a micro-batch beside it")
     for field, value in given.items():
         if value is not None:
             r.put(f"data.batching.{field}", value, f"{DYNAMIC}.{names[field]}")

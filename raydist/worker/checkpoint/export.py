@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,12 @@ from raydist.redact import beside
 from raydist.run.directory import SPEC, RunDir
 from raydist.spec import ModelSpec, parse
 from raydist.spec.huggingface import Piece, format_of
+from raydist.worker.checkpoint.adapters import MergedWeights, refuse_peft
 from raydist.worker.checkpoint.safetensors_writer import Output, write_files
 from raydist.worker.checkpoint.weights_reader import Read, WeightsReader, open_weights
 from raydist.worker.precision import DTYPES
 
-FORMATS = ("huggingface", "safetensors")
+FORMATS = ("huggingface", "safetensors", "peft")
 FILE_BYTES = 5 * 10**9
 """The largest file of weights, as `transformers` writes them."""
 
@@ -65,21 +66,38 @@ def export(
             f"model.name: {spec.model.name}: has no counterpart in transformers",
             "read the weights themselves with raydist.worker.checkpoint.restore",
         )
-    with open_weights(run, step) as weights:
+    if format == "peft":
+        refuse_peft(spec.model, dtype)
+    with _weights(run, step, spec.model) as weights:
         data = _dataset(dataset or beside(str(weights.manifest.plain["dataset"]), run.full_uri))
         entry = weights.tensors["embedding.weight"]
         written: torch.dtype = getattr(torch, entry.dtype) if dtype is None else DTYPES[dtype]
         config = hf_config(spec.model, entry.shape[0], data.end, str(written).removeprefix("torch."))
-        generation = {"bos_token_id": data.end, "eos_token_id": data.end}
+        generation = {"bos_token_id": data.end, "eos_token_id": _ends(data)}
         files = {"config.json": _json(config), "generation_config.json": _json(generation)}
-        files |= tokenizer_files(data, spec.model.context)
         outputs = outputs_of(weights, spec.model, weights.read, None if dtype is None else DTYPES[dtype])
+        if format == "peft":
+            assert isinstance(weights, MergedWeights)
+            files, outputs = weights.peft_files(), []
+        files |= tokenizer_files(data, spec.model.context)
         metadata = {"format": "pt", "raydist_run": run.name, "raydist_step": str(weights.manifest.step)}
         with new_folder(out) as folder:
             for name, content in files.items():
                 (folder / name).write_bytes(content)
-            write_files(outputs, folder, file_bytes, metadata)
+            if outputs:
+                write_files(outputs, folder, file_bytes, metadata)
     return out
+
+
+@contextmanager
+def _weights(run: RunDir, step: int | None, model: ModelSpec) -> Iterator[WeightsReader]:
+    """The weights of a checkpoint; of adapters those that they are for, with the adapters added."""
+    with open_weights(run, step) as weights:
+        if model.lora is None:
+            yield weights
+            return
+        with closing(MergedWeights(run, weights.manifest, model)) as merged:
+            yield merged
 
 
 @contextmanager
@@ -169,7 +187,19 @@ def tokenizer_files(dataset: TokenDataset, context: int) -> dict[str, bytes]:
         "eos_token": end,
         "clean_up_tokenization_spaces": False,
     }
-    return {"tokenizer.json": raw, "tokenizer_config.json": _json(config)}
+    files = {"tokenizer.json": raw}
+    if (chat := dataset.index.chat) is not None:
+        config |= chat.tokens
+        if chat.template is not None:
+            files["chat_template.jinja"] = chat.template.encode()
+    return {**files, "tokenizer_config.json": _json(config)}
+
+
+def _ends(dataset: TokenDataset) -> int | list[int]:
+    """The ids at which generation stops: that of a document's end, and the one that ends an answer in a chat template."""
+    name = dataset.index.chat.tokens.get("eos_token") if dataset.index.chat is not None else None
+    found = dataset.tokenizer.token_id(name) if name and isinstance(dataset.tokenizer, Library) else None
+    return dataset.end if found in (None, dataset.end) else [found, dataset.end]
 
 
 def byte_tokenizer() -> bytes:

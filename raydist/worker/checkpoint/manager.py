@@ -24,7 +24,9 @@ from raydist.records import Event
 from raydist.redact import redact
 from raydist.run.directory import RunDir, resume_attempt, step_folder
 from raydist.spec import spec_hash
+from raydist.worker import base_weights
 from raydist.worker.attempt import Job
+from raydist.worker.base_weights import BASE
 from raydist.worker.checkpoint import memory_manager as memory_stores
 from raydist.worker.checkpoint import numbers, restore
 from raydist.worker.checkpoint.extra_state import EXTRA, ExtraState
@@ -68,7 +70,8 @@ class Progress:
 class CheckpointManager:
     """Saves and restores one attempt. Every rank makes one, and calls `register`, `resume`, `open` and then the others at the same
     steps: they are collectives, unless their docstring says otherwise. `parameters`: a commit without all of them fails. `mesh`:
-    None: all ranks are data parallel. `fingerprint`: the dataset's; `total`: optimizer steps of the whole run.
+    None: all ranks are data parallel. `fingerprint`: the dataset's; `total`: optimizer steps of the whole run. `base`: the weights
+    that adapters are for (BASE), which checkpoints name and do not hold.
     """
 
     def __init__(
@@ -87,12 +90,13 @@ class CheckpointManager:
         steps_per_epoch: int,
         parameters: ParameterTable | None = None,
         mesh: Mesh | None = None,
+        base: dict[str, Any] | None = None,
     ) -> None:
         self._job, self._spec, self._rank, self._reporter = job, job.spec, rank, reporter
         self._progress, self._state, self._numbers = progress, state, job.spec.numbers(fingerprint)
         self._total, self._steps_per_epoch = total, steps_per_epoch
         self._precision, self._bad_steps, self._noise = precision, bad_steps, noise
-        self._parameters, self._mesh = parameters, mesh or Mesh(rank)
+        self._parameters, self._mesh, self._base = parameters, mesh or Mesh(rank), base
         self._saving = False
 
     def register(self, name: str, state: ExtraState) -> None:
@@ -123,6 +127,7 @@ class CheckpointManager:
         if manifest is None:
             return False
         numbers.check(run.name, manifest, self._numbers, self._total, job.allow_spec_change)
+        base_weights.check(manifest.plain.get(BASE), self._base)
         tensors, rank_tensors, _ = self._state.capture()
         loaded = restore.load(
             place,
@@ -170,6 +175,7 @@ class CheckpointManager:
             raise UserError(
                 f"init_from: {run.uri} has no checkpoint", "train it up to its first one (checkpoint.every)"
             )
+        base_weights.check(found.plain.get(BASE), self._base)
         weights = self._state.weights()
         table = gather_tensors(weights, rank.rank, rank.control)
         wanted = {n.removeprefix(MODEL): row.shape for n, row in table.items()}
@@ -297,6 +303,7 @@ class CheckpointManager:
             "dataset": redact(self._job.dataset),
             "noise": self._noise.state() if self._noise else {},
             **self._bad_steps.state(step),
+            **({} if self._base is None else {BASE: self._base}),
         }
         return tensors, rank_tensors, plain
 

@@ -104,7 +104,10 @@ class Saver:
         noted = rank == 0 and attempt in run.lineage().begun
         facts = Facts(world_size, mesh or {}, attempt, spec_hash, _plain(dict(numbers), "numbers"))
         self.committer = Committer(run, facts, keep=keep, noted=noted, say=self._say)
-        self._parameters = {f"model/{name}": row.shape for name, row in parameters.items()} if parameters else {}
+        # Those of the base are named in the manifest (BASE), and read from another place.
+        wanted = parameters.items() if parameters else ()
+        base = set(parameters.base) if parameters else ()
+        self._parameters = {f"model/{name}": row.shape for name, row in wanted if name not in base}
         self._tables = TableCache(rank, group)
         self._fenced: Fenced | None = None
         self._stage: Stage | None = None

@@ -30,11 +30,21 @@ PLAIN = (bool, int, float, str, type(None))
 class TrainState:
     """`model` and `optimizer` as the loop has them; names do not contain the prefixes of DDP or torch.compile.
 
-    `shards`: `strategy.shards()`. To be made before the first step, with the optimizer as the spec built it: see `restore`.
+    `shards`: `strategy.shards()`; `frozen`: those of parameters that are not trained; `base`: names of these that are no part of
+    the state, because they are read from `model.hf`. To be made before the first step, with the optimizer as the spec built it: see
+    `restore`.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Mapping[str, ParamShard]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        shards: Mapping[str, ParamShard],
+        frozen: Mapping[str, ParamShard] | None = None,
+        base: Container[str] = (),
+    ) -> None:
         self._model, self._optimizer, self._shards = model, optimizer, shards
+        self._held, self._base = {**(frozen or {}), **shards}, base
         self._names: dict[Tensor, str] = {shard.local: name for name, shard in shards.items()}
         self._built = self._groups()
         self._extra: dict[str, ExtraState] = {}
@@ -83,9 +93,11 @@ class TrainState:
             name = plain_name(name)
             if not isinstance(value, Tensor):
                 raise CheckpointError(f"model/{name}: a {type(value).__name__} in the state_dict", _ONLY_TENSORS)
-            if parameters.get(name) in self._shards:
+            if parameters.get(name) in self._base:
+                continue
+            if parameters.get(name) in self._held:
                 # Only the part that this rank updates: other ranks' rows may still be in transfer.
-                shard = self._shards[parameters[name]]
+                shard = self._held[parameters[name]]
                 value = shard.whole(shard.local.detach())
             tensors[f"model/{name}"] = value if name in parameters else value.detach().clone()
         return tensors

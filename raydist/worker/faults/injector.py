@@ -304,7 +304,7 @@ def _kill_node() -> None:
     if raylet is None:
         raise InjectedError("kill_node: no parent process of this rank is a raylet")
     # All are stopped before any is killed: none starts another one that is not in the list, or reports an exit. The parents of this
-    # process are killed last, and are not stopped: it exits with the first of them, and the others by themselves.
+    # process are killed last, and are not stopped. The uppermost is the first of them: the kernel ends all below it.
     raylet.suspend()
     parents = [p for p in psutil.Process().parents() if raylet in p.parents()]
     others: set[psutil.Process] = set()
@@ -313,7 +313,7 @@ def _kill_node() -> None:
         for process in new:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.suspend()
-    for process in (*others, raylet, *parents):
+    for process in (*others, raylet, *reversed(parents)):
         with contextlib.suppress(psutil.NoSuchProcess):  # some exit with others
             process.kill()
     os.kill(os.getpid(), signal.SIGKILL)

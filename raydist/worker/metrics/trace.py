@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from raydist.ipc.heartbeat import Heartbeat
@@ -100,7 +101,7 @@ class Tracer:
     """The traces of one rank in one attempt. Its methods are for the training thread, and raise nothing.
 
     `heartbeat` reports the phases while a trace is recorded. `tell` must not block. `messages`: the strategy's collectives in their
-    order, if it names them.
+    order, if it names them. `all_threads`: collectives are started by other threads than those of the backward pass, too.
     """
 
     def __init__(
@@ -111,9 +112,10 @@ class Tracer:
         heartbeat: Heartbeat,
         tell: Callable[[Event], None],
         messages: Callable[[], Sequence[Message]] = lambda: (),
+        all_threads: bool = False,
     ) -> None:
         self._run, self._rank, self._attempt, self._heartbeat, self._tell = run, rank, attempt, heartbeat, tell
-        self._messages = messages
+        self._messages, self._all_threads = messages, all_threads
         self._cuda = rank.device.type == "cuda"
         self._ranges = _Ranges(self._cuda)
         self._trace: _Trace | None = None
@@ -160,7 +162,8 @@ class Tracer:
         first = number + self._cuda
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._cuda
         self._heartbeat.enter("save")  # a phase without a deadline: CUPTI's first start takes seconds
-        made = profile(activities=activities, record_shapes=True)
+        config = _ExperimentalConfig(profile_all_threads=self._all_threads)
+        made = profile(activities=activities, record_shapes=True, experimental_config=config)
         made.prepare_trace()
         self._trace = _Trace(trace, first, first + steps - 1, made)
         if self._rank.first:

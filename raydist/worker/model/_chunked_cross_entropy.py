@@ -92,9 +92,10 @@ class _HeadLoss(torch.autograd.Function):
             part, gradient_CV = _loss_and_gradient(x_CD @ narrow_VD.t(), targets_C, shard)
             loss = loss + part
             gradients.append(gradient_CV @ narrow_VD)
+            if not ctx.needs_input_grad[1]:  # the head is frozen
+                continue
             one_VD = (gradient_CV.t() @ x_CD).float()
             weight_gradient_VD = one_VD if weight_gradient_VD is None else weight_gradient_VD.add_(one_VD)
-        assert weight_gradient_VD is not None
         ctx.save_for_backward(torch.cat(gradients) if len(gradients) > 1 else gradients[0], weight_gradient_VD)
         ctx.formats = x_ND.dtype, weight_VD.dtype
         return loss
@@ -103,4 +104,5 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         gradient_ND, gradient_VD = ctx.saved_tensors
         x_format, weight_format = ctx.formats
-        return (gradient_ND * above[0]).to(x_format), (gradient_VD * above[0]).to(weight_format), None, None, None
+        of_weight = None if gradient_VD is None else (gradient_VD * above[0]).to(weight_format)
+        return (gradient_ND * above[0]).to(x_format), of_weight, None, None, None

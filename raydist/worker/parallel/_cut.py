@@ -53,17 +53,12 @@ class Cuts:
     def __iter__(self) -> Iterator[str]:
         return iter(self._cuts)
 
-    def add(self, name: str, cut: Cut, trained: bool) -> None:
+    def add(self, name: str, cut: Cut) -> None:
         """One more parameter. Raises UserError if it cannot be cut like that."""
         if self._cuts.setdefault(name, cut) != cut:
             raise UserError(
                 f"{name}: tensor_rules split it in two ways: it is one parameter of several layers",
                 "give layers with tied weights the same rule",
-            )
-        if not trained:
-            raise UserError(
-                f"{name}: parallel.{self._field}: {self.size} splits this parameter, which is not trained",
-                f"train it, or set parallel.{self._field}: 1",
             )
         if 0 in cut.sizes(self.size):
             raise UserError(

@@ -62,7 +62,7 @@ def split_experts(model: nn.Module, mesh: Mesh, name: str) -> Cuts | None:
             )
         layer.exchange = way
         for key, p in layer.experts.named_parameters():
-            cuts.add(plain_name(f"{prefix}.experts.{key}"), Cut(0, p.shape), p.requires_grad)
+            cuts.add(plain_name(f"{prefix}.experts.{key}"), Cut(0, p.shape))
     cuts.apply(model)
     return cuts
 

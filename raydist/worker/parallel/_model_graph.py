@@ -199,7 +199,13 @@ def check_graph(model: nn.Module, loss: Callable[[], Tensor], mesh: Mesh) -> Non
     was_training = model.training
     model.train()
     with watch_gradients(model) as seen:
-        loss().backward()  # type: ignore[no-untyped-call]
+        made = loss()
+        if not made.requires_grad:
+            raise GraphMismatch(
+                f"rank {mesh.rank.rank}: the loss depends on no parameter that is trained",
+                "train parameters of each part of the model: with parallel.pipeline each stage needs some",
+            )
+        made.backward()  # type: ignore[no-untyped-call]
     model.train(was_training)
     # Tied weights are one parameter with two names.
     names = {id(p): n for n, p in named}

@@ -216,7 +216,8 @@ class Pipeline:
         if self._tie_groups:
             shards = self.shards()
             for ranks, group in self._tie_groups.items():
-                sum_flat([shards[name].local.grad for name in self._tied[ranks]], group, self._mesh.rank.device)
+                trained = [shards[name].local.grad for name in self._tied[ranks] if name in shards]
+                sum_flat(trained, group, self._mesh.rank.device)
 
     def scale_grads(self, factor: float) -> None:
         """See `ParallelStrategy.scale_grads`."""

@@ -36,6 +36,12 @@ class LayerSplit:
             self.tensor.place(made, complete=frozenset(self.experts or ()))
         return made
 
+    def place(self, shards: dict[str, ParamShard]) -> None:
+        """Gives parts of parameters that are not trained their places in the whole model."""
+        for cuts in (self.experts, self.tensor.cuts if self.tensor is not None else None):
+            if cuts is not None:
+                cuts.place(shards)
+
     def same(self, name: str, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Those `ranks` in groups that have the same part of a parameter, as far as the layers are split."""
         for cuts in (self.experts, self.tensor.cuts if self.tensor is not None else None):

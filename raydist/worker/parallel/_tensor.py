@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raydist.errors import UserError
+from raydist.worker import lora
 from raydist.worker.comm.collectives import sum_flat
 from raydist.worker.mesh import Mesh
 from raydist.worker.model._chunked_cross_entropy import head_loss
@@ -47,6 +48,8 @@ from raydist.worker.parallel._tensor_ops import (
 )
 
 KINDS = ("gather", "column", "row", "vocabulary")
+WHOLE = {"column": (lora.A,), "row": ("bias", lora.B), "vocabulary": ()}
+"""The parameters of a split layer that every rank has whole."""
 
 
 class TensorParallel:
@@ -73,9 +76,9 @@ class TensorParallel:
         names = {id(p): plain_name(n) for n, p in model.named_parameters()}
         for module, kind in kinds.items():
             for key, p in module.named_parameters(recurse=False) if kind != "gather" else ():
-                if kind == "row" and key != "weight":
+                if key in WHOLE[kind]:
                     continue
-                self.cuts.add(names[id(p)], Cut(1 if kind == "row" else 0, p.shape), p.requires_grad)
+                self.cuts.add(names[id(p)], Cut(1 if kind == "row" else 0, p.shape))
         for module, kind in kinds.items():
             if kind == "vocabulary":
                 self._let_send(module, kind, self.cuts[names[id(module.weight)]])
@@ -156,7 +159,7 @@ def _kinds(model: nn.Module) -> dict[nn.Module, str]:
 
 def _row(module: nn.Linear, group: dist.ProcessGroup, x_BTF: Tensor) -> Tensor:
     bias: Tensor | None = module.bias
-    summed_BSD = sum_sequence(F.linear(x_BTF, module.weight), group)
+    summed_BSD = sum_sequence(lora.product(module, x_BTF), group)
     return summed_BSD if bias is None else summed_BSD + bias
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from raydist.checkpoint import manifest, retention
-from raydist.checkpoint.manifest import Manifest
+from raydist.checkpoint.manifest import FileEntry, Manifest
 from raydist.errors import CheckpointNotFound
 from raydist.run.directory import RunDir
 
@@ -91,3 +92,19 @@ def test_a_folder_that_may_not_be_written_can_be_read(run: RunDir, monkeypatch: 
     monkeypatch.setattr(run.storage, "write", refuse)
     with retention.leased(run, 6):
         assert manifest.read(run, 6).step == 6
+
+
+def test_a_damaged_checkpoint_does_not_count(run: RunDir) -> None:
+    """Before older ones are deleted, what stays is read: as many good ones stay as are to be kept, and the damaged one too."""
+    body = b"eight by"
+    entry = FileEntry(len(body), xxhash.xxh3_128_hexdigest(body))
+    for step in (5, 6):
+        run.storage.write(manifest.path(step, "s.bin"), body)
+        made = Manifest(step, 1, 1, 0.0, "", {"s.bin": entry}, {})
+        run.storage.write(manifest.path(step, "MANIFEST-0001.json"), made.dumps())
+    run.storage.write(manifest.path(6, "s.bin"), b"eight bY")
+    told: list[str] = []
+    assert retention.prune(run, 1, damaged=told.append) == [1, 3, 4]
+    assert run.committed() == [2, 5, 6]
+    assert len(told) == 1
+    assert "step-00000006/s.bin" in told[0]

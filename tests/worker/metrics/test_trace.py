@@ -74,7 +74,14 @@ def installed(heartbeat: Heartbeat) -> list[str]:
 
 
 def trained(
-    rank: Rank, dataset: str, path: str, strategy: str, attempt: int = 1, traced: bool = True, bad: int | None = None
+    rank: Rank,
+    dataset: str,
+    path: str,
+    strategy: str,
+    attempt: int = 1,
+    traced: bool = True,
+    bad: int | None = None,
+    compress: str = "none",
 ) -> tuple[list[tuple[float, float]], list[str], list[dict[str, Any]]]:
     """(loss and gradient norm of each step, remains of a trace, trace events) of this rank."""
     spec = JobSpec.model_validate(
@@ -85,6 +92,7 @@ def trained(
             "checkpoint": {"every": 2},
             "eval": {"every": None},
             "parallel": {"strategy": strategy},
+            "comm": {"compress": compress},
         }
     )
     place, known = RunDir(path), threading.Event()
@@ -118,6 +126,21 @@ def trained(
 def viewers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewers]:
     with Viewers(tmp_path_factory.mktemp("chromium")) as made:
         yield made
+
+
+def test_compressed_gradients_are_in_a_trace(ranks: Any, dataset: str, tmp_path: Path) -> None:
+    """What other threads send is there, as one exchange and one gather of a bucket in each step, with its bytes."""
+    place = RunDir(tmp_path / "run")
+    request = requests.ask_trace(place, 3, 600.0)
+    run(ranks, trained, 2, dataset, place.uri, "ddp", 1, True, None, "int8")
+    data, _ = merge(place, requests.parts(place, request.number)[0])
+    made = json.loads(gzip.decompress(data))["traceEvents"]
+    for rank in (0, 1):
+        sent = [e["name"] for e in made if e["pid"] == rank and e.get("cat") == "collective"]
+        found = Counter(name for name in sent if name.startswith(("all_to_all", "all_gather")) and "KiB" in name)
+        assert found == {"all_to_all (7.0 KiB)": 3, "all_gather (7.0 KiB)": 3}, (
+            "half of 12,000 gradients, padded, to the other rank"
+        )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])

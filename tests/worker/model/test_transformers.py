@@ -14,6 +14,8 @@ from raydist import registry
 from raydist.checkpoint import hub
 from raydist.data.batches import MASKED
 from raydist.errors import SpecError, UserError
+from raydist.planner.facts import Pass
+from raydist.planner.measure import Planner
 from raydist.spec import JobSpec, ModelSpec, load
 from raydist.worker.distributed import Rank
 from raydist.worker.model.transformers import build
@@ -136,6 +138,16 @@ def test_one_error_before_anything_starts(
         written(tmp_path, model=model, parallel=parallel, cluster={"workers": 4})
     assert says in caught.value.message
     assert len(caught.value.message.splitlines()) == 1
+
+
+def test_a_plan_has_the_blocks_of_the_config() -> None:
+    """Its passes run all blocks of the config, whatever `model.layers` is."""
+    peaks = []
+    for blocks in (4, 5):
+        planner = Planner(of({**GPT2, "n_layer": blocks}), VOCAB, "cpu")
+        assert planner.model().blocks == blocks
+        peaks.append(max(peak.total for peak in planner.measure(Pass(1, "none", cast=False, hold=False)).peaks))
+    assert peaks[1] > peaks[0]
 
 
 def test_a_config_that_the_library_refuses() -> None:

@@ -88,11 +88,11 @@ class Reducer:
         self._groups = [first, _another(self.ranks) if gloo_p2p.direct(group) else first]
 
     def flat(self, shapes: Mapping[str, torch.Size]) -> Piece:
-        """A piece for `all_reduce`. Raises UserError if the compressor can take none of the parameters."""
+        """A piece for `all_reduce`: whole parameters, one after another."""
         return self._with_state(pieces.flat(shapes, self.world, self._compressor))
 
     def packed(self, shapes: Mapping[str, torch.Size]) -> Piece:
-        """A piece for `reduce_scatter`."""
+        """A piece for `reduce_scatter`: parameters cut by rows like torch.chunk, the parts for one rank together."""
         return self._with_state(pieces.packed(shapes, self.world, self._compressor))
 
     def _with_state(self, piece: Piece) -> Piece:
@@ -113,7 +113,7 @@ class Reducer:
             self._compressor.refuse(shapes)
 
     def described(self) -> list[object]:
-        """What all ranks of the group must have alike: names, shapes and encoded sizes."""
+        """What all ranks of the group must have alike: compressor, names and encoded sizes."""
         return [
             self.part,
             [self.spec.compress, self.feedback, *(f"{k}={v}" for k, v in sorted(self.spec.options.items()))],
@@ -152,7 +152,8 @@ class Reducer:
     def finish(self) -> None:
         """After the last backward of a step, when all has arrived: counts the time in which the caller had nothing left to do."""
         if self.device.type == "cpu":
-            collective_counters.expose("all_to_all", max(0.0, self._done_at - self._put_at))
+            kind = "all_reduce" if isinstance(self._compressor, Sums) else "all_to_all"
+            collective_counters.expose(kind, max(0.0, self._done_at - self._put_at))
 
     def all_reduce(self, piece: Piece, gradients: Tensor) -> Future[Tensor]:
         """`gradients` of a flat piece become their sum over the ranks, divided by `factor`. Leave them alone until it is done."""
@@ -165,8 +166,8 @@ class Reducer:
     def _start(self, piece: Piece, gradients: Tensor, into: Tensor, gather: bool) -> Future[Tensor]:
         on_cuda = self.device.type == "cuda"
         done: Future[Tensor] = Future(devices=[self.device]) if on_cuda else Future()
-        if piece.pending is not None:
-            piece.pending.wait()  # its buffers are in use, if another micro-batch has sent it
+        if (before := piece.pending) is not None:  # its buffers are in use: another micro-batch has sent it
+            before.wait()
         piece.pending = done
         call = _Call(self, piece, gradients, into, gather, done)
         self._put_at = time.perf_counter()
@@ -316,7 +317,8 @@ def disagreement(every: Sequence[object], ranks: Sequence[int]) -> UserError | N
     odd = [rank for rank, theirs in zip(ranks, every, strict=True) if theirs != every[0]]
     if not odd:
         return None
+    which = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
     return UserError(
-        f"comm.compress: ranks {', '.join(map(str, odd))} would send other gradients than rank {ranks[0]}",
+        f"comm.compress: {which} would send other gradients than rank {ranks[0]}",
         "install the same version of raydist, and of the compressor if it is your own, on every node",
     )

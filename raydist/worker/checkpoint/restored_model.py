@@ -1,0 +1,37 @@
+"""The model of a checkpoint as one module in this process, for commands that run it.
+
+Runs in: the user's shell. Torch, never ray.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from raydist.checkpoint.manifest import Manifest
+from raydist.run.directory import RunDir
+from raydist.spec import JobSpec
+from raydist.worker import base_weights, pretrained
+from raydist.worker.base_weights import BASE
+from raydist.worker.build import build_model
+from raydist.worker.checkpoint import restore
+from raydist.worker.lora import frozen_shards
+
+
+def restored_model(run: RunDir, manifest: Manifest, spec: JobSpec, vocab_size: int) -> nn.Module:
+    """The model of a chosen checkpoint, for evaluation. Adapters get the weights that they are for from `model.hf`.
+
+    Raises UserError and CheckpointError if these are not the weights that the adapters were trained on.
+    """
+    model = build_model(spec, vocab_size)
+    base: set[str] = set()
+    if spec.model.lora is not None:
+        hf = Path(str(spec.model.hf))
+        base_weights.check(manifest.plain.get(BASE), {"hf": str(hf), "fingerprint": base_weights.fingerprint(hf)})
+        frozen = frozen_shards(model)
+        pretrained.load(spec.model, model, frozen, vocab_size)
+        names = {id(p) for n, p in model.named_parameters() if n in frozen}
+        base = {n for n, p in model.named_parameters(remove_duplicate=False) if id(p) in names}
+    restore.load(run, manifest, {f"model/{n}": t for n, t in model.state_dict().items() if n not in base}, {})
+    return model.eval()
