@@ -171,7 +171,7 @@ class Storage:
         made = [folder for folder in path.parents if not folder.exists()]
         if self.private and self._existed and self.local in made:
             # Created again, it would be below the mount point of a file system that was unmounted.
-            raise FileNotFoundError(errno.ENOENT, "the folder no longer exists; is its file system mounted?")
+            raise FileNotFoundError("its run's folder is gone; is its file system mounted?")
         self._existed = True
         path.parent.mkdir(parents=True, exist_ok=True)
         if self.private and self.local in made:

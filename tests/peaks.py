@@ -13,7 +13,7 @@ T = TypeVar("T")
 def peak_of(function: Callable[[], T]) -> tuple[T, int]:
     """(result, bytes on the CPU at the highest point, above those at the start): of torch's allocator, as its profiler records it.
 
-    Memory-mapped files are not counted.
+    A file that torch maps counts with its whole size.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         result = function()

@@ -30,13 +30,14 @@ def split(name: str) -> tuple[str, int | None]:
     return (match["run"] + (match["query"] or ""), int(match["step"])) if match else (name, None)
 
 
-def pinned(job: JobSpec, own: RunDir, storage: str) -> JobSpec:
+def pinned(job: JobSpec, own: RunDir, storage: str, fresh: bool = False) -> JobSpec:
     """`job` with the URI of one checkpoint in `init_from`, so that all attempts start from the same weights.
 
-    `own`: the run itself. Once it has a checkpoint, the source is not looked at, and stays what spec.yaml says. `storage`: the
-    folder of the runs, for a source by name. Raises UserError if there is no such checkpoint, or if its tensors are others.
+    `own`: the run itself. Once it has a checkpoint, the source is not looked at, and stays what spec.yaml says; `fresh`: its
+    checkpoints will be deleted. `storage`: the folder of the runs, for a source by name. Raises UserError if there is no such
+    checkpoint, or if its tensors are others.
     """
-    if own.exists() and own.committed():
+    if not fresh and own.exists() and own.committed():
         recorded = (yaml.safe_load(own.storage.read(SPEC)) or {}).get("init_from")
         return job.model_copy(update={"init_from": recorded})
     if job.init_from is None:
@@ -47,6 +48,8 @@ def pinned(job: JobSpec, own: RunDir, storage: str) -> JobSpec:
         found = manifest.read_newest(run) if step is None else manifest.read(run, step)
     except (CheckpointError, UserError) as error:
         raise UserError(f"init_from: {error.message}", error.hint) from None
+    if run.uri == own.uri:
+        raise UserError(f"init_from: {run.uri} is this run itself", "give the new run another --name")
     if found is None:
         raise UserError(
             f"init_from: run {run.name} has no checkpoint that can be read",

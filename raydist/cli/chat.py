@@ -56,8 +56,8 @@ class Chat:
         said = made[0, len(asked) :].tolist()
         stops = [i for i, token in enumerate(said) if token in (end, self._end)]
         text = self._tokenizer.decode(said[: stops[0]] if stops else said)
-        if not self._stop and self._tail.strip():
-            text = text.partition(self._tail.strip())[0]
+        for ending in self._endings if not self._stop else ():
+            text = text.partition(ending)[0]
         text = text.strip()
         self.messages.append({"role": "assistant", "content": text})
         return text
@@ -72,9 +72,13 @@ class Chat:
         content = "answer"
         talk = [{"role": "user", "content": "question"}, {"role": "assistant", "content": content}]
         text = render(self._format, talk, lambda: "--chat").text
-        self._tail = text[text.rfind(content) + len(content) :]
+        tail = text[text.rfind(content) + len(content) :]
         special = getattr(self._tokenizer, "special", ())
-        first = next((token for token in special if self._tail.lstrip().startswith(token)), None)
+        first = next((token for token in special if tail.lstrip().startswith(token)), None)
+        # Without such a token: the text after an answer, or that between it and the user's next message.
+        text = render(self._format, [*talk, talk[0]], lambda: "--chat").text
+        between = text[text.rfind(content) + len(content) : text.rfind("question")]
+        self._endings = [ending for ending in (tail.strip(), between.rstrip()) if ending]
         return self._ids(first) if first is not None else []
 
 

@@ -165,6 +165,8 @@ def export(
     if quantize is not None:
         if quantize != "int8":
             raise UsageError(f"--quantize {quantize}: cannot be written", "there is: int8")
+        if file_format == "peft":
+            raise UsageError("--format peft: adapters are not quantized", "leave out one of --quantize and --format")
         from raydist.worker.checkpoint.export_int8 import export_int8
 
         written = {"dtype": dtype, "file_bytes": int(file_mb * 1e6)}

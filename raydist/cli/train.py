@@ -76,7 +76,7 @@ def train(
             raise RunNotFound(
                 f"nothing to resume at {run.uri}", "leave out --resume to start it, or check --name and --storage"
             )
-        job = hub.local(job, home)
+        job = hub.local(source.pinned(job, run, home, fresh), home)
         preflight.check_early(job, local=where(address) == "local")
         exporters = resolve([e.model_dump() for e in job.observe.exporters], run)
         starting.stage("data")
@@ -85,7 +85,6 @@ def train(
         with DriverLease(run, wait_s=wait_for_driver) as lease:
             if fresh and run.exists():
                 start_anew(run)
-            job = source.pinned(job, run, home)
             if message := _already(run, job, dataset.fingerprint, total, until, allow_spec_change):
                 starting.note(message)
             else:

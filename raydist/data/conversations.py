@@ -33,6 +33,7 @@ class Conversations:
         """The text of a row. Raises DataError, which names the place and the field."""
         names = schema_of(row, where)
         more = {"tools": row["tools"]} if isinstance(row.get("tools"), list) and row["tools"] else {}
+        self._check(more.get("tools"), where, "tools")
         if names == MESSAGES:
             messages = self._messages(row["messages"], where, "messages")
             if all(m["role"] != "assistant" for m in messages):
@@ -90,14 +91,26 @@ class Conversations:
             raise DataError(f"{where()}: {name}.content: has type {type(content).__name__}", "only text is trained on")
         if role == "assistant" and not calls and not (content or "").strip():
             raise DataError(f"{where()}: {name}.content: is empty", "leave the message out, or give the text to learn")
-        check_text(content or "", where, f"{name}.content")
-        for token in self._special:
-            if content and token in content:
-                raise DataError(
-                    f"{where()}: {name}.content: spells the special token {token}, which only the chat template writes",
-                    "remove it; a text that is rendered already can be trained on with data.format: text",
-                )
+        self._check(message, where, name)
         return message
+
+    def _check(self, value: Any, where: Where, name: str) -> None:
+        """Raises DataError for a text, also of a tool or of its call, that could be taken for what the template writes."""
+        if isinstance(value, str):
+            check_text(value, where, name)
+            for token in self._special:
+                if token in value:
+                    raise DataError(
+                        f"{where()}: {name}: spells the special token {token}, which only the chat template writes",
+                        "remove it; a text that is rendered already can be trained on with data.format: text",
+                    )
+        elif isinstance(value, Mapping):
+            for key, inner in value.items():
+                self._check(key, where, name)
+                self._check(inner, where, f"{name}.{key}")
+        elif isinstance(value, list):
+            for i, inner in enumerate(value):
+                self._check(inner, where, f"{name}[{i}]")
 
 
 def schema_of(row: Any, where: Where) -> tuple[str, ...]:

@@ -224,7 +224,8 @@ def _copy(sharded: bool, spec: JobSpec, machine: Machine, model: Model, shard: i
     made = 0
     for part, over in model.by_replicas(shard if sharded else replicas(spec, machine)):
         optimizer = sum(optimizer_bytes(p, spec.optim) for p in part.params if p.trained)
-        made += -(-(_FP32 * part.size() + part.buffers + optimizer) // over)
+        weights = part.size(trained=spec.model.lora is not None)  # frozen ones beside adapters are in no copy
+        made += -(-(_FP32 * weights + part.buffers + optimizer) // over)
     return made
 
 

@@ -40,7 +40,7 @@ from raydist.planner.facts import ROOT, Activations, Model, Param, Pass, Peak, S
 from raydist.planner.live import LiveBytes
 from raydist.planner.target import KERNELS, OnTarget
 from raydist.planner.tensor import EvenExchange, first_of
-from raydist.worker import model_transforms
+from raydist.worker import lora, model_transforms
 from raydist.worker.dataloader import own_tokens
 from raydist.worker.loss import build as build_loss
 from raydist.worker.loss import call_model
@@ -169,7 +169,10 @@ class Planner:
     def _whole(self) -> nn.Module:
         self._measuring("building the model")
         with self._fake:
-            return self._build(self._spec.model, self._vocab).train()
+            made = self._build(self._spec.model, self._vocab).train()
+            if self._spec.model.lora is not None:
+                lora.add(made, self._spec.model.lora)
+            return made
 
     def _parts(self, cast: bool) -> list[_Fake]:
         """The model, or its stages."""

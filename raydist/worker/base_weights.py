@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from raydist.checkpoint.huggingface import tensors_of
-from raydist.errors import CheckpointError
+from raydist.errors import CheckpointError, UserError
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 
@@ -23,14 +23,26 @@ _CHUNK = 64 << 20
 
 def fingerprint(folder: Path, rank: Rank | None = None) -> str:
     """xxh3-128 in hex over the names and contents of the files with tensors, not over the folder's name. A collective of all ranks
-    (None: this process alone): each reads every world_size-th chunk. Raises UserError for files that cannot be read."""
-    files = sorted({tensor.file for tensor in tensors_of(folder).values()})
-    chunks = [(name, at) for name in files for at in range(0, (folder / name).stat().st_size, _CHUNK)]
+    (None: this process alone): each reads every world_size-th chunk. Raises UserError, on every rank, for files that one of them
+    cannot read."""
     first, count = (rank.rank, rank.world_size) if rank is not None else (0, 1)
-    mine = {str(i): _hashed(folder, *chunks[i]) for i in range(first, len(chunks), count)}
-    hashes = {
-        k: v for of_rank in gather_json(mine, rank.control if rank is not None else None) for k, v in of_rank.items()
-    }
+    chunks, mine, problem = [], dict[str, str](), list[str]()
+    try:
+        files = sorted({tensor.file for tensor in tensors_of(folder).values()})
+        chunks = [(name, at) for name in files for at in range(0, (folder / name).stat().st_size, _CHUNK)]
+        mine = {str(i): _hashed(folder, *chunks[i]) for i in range(first, len(chunks), count)}
+    except UserError as error:  # sent to all ranks, which wait for this one
+        problem = [error.message, error.hint]
+    except OSError as error:
+        problem = [
+            f"model.hf: {error.filename or folder}: cannot be read: {error.strerror}",
+            "each rank reads that folder",
+        ]
+    hashes: dict[str, str] = {}
+    for theirs, failed in gather_json([mine, problem], rank.control if rank is not None else None):
+        if failed:
+            raise UserError(*failed)
+        hashes |= theirs
     return xxhash.xxh3_128_hexdigest(repr([(*chunk, hashes[str(i)]) for i, chunk in enumerate(chunks)]).encode())
 
 

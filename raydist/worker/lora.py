@@ -34,10 +34,8 @@ class LoraLinear(nn.Linear):
         self.in_features, self.out_features, self.scale = linear.in_features, linear.out_features, spec.scale
         self.weight, self.bias = linear.weight, linear.bias
         new = linear.weight.new_empty
-        self.lora_A, self.lora_B = (
-            nn.Parameter(new(spec.rank, linear.in_features)),
-            nn.Parameter(new(linear.out_features, spec.rank)),
-        )
+        self.lora_A = nn.Parameter(new(spec.rank, linear.in_features))
+        self.lora_B = nn.Parameter(new(linear.out_features, spec.rank))
         self.lora_dropout = nn.Dropout(spec.dropout)
 
     def delta(self, x: Tensor) -> Tensor:
@@ -61,11 +59,11 @@ def product(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def add(model: nn.Module, spec: LoraSpec) -> None:
-    """Freezes a model, and gives its linear layers adapters. On the meta device `init_module` then draws them, too.
+    """Freezes a model, and gives the linear layers of its blocks adapters. On the meta device `init_module` then draws them, too.
 
-    Output heads, routers and stacked experts get none. Raises UserError for targets that name no layer.
+    Routers, stacked experts and layers that predict further tokens get none. Raises UserError for targets that name no layer.
     """
-    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
+    linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear and n.startswith("blocks.")}
     for p in model.parameters():
         p.requires_grad_(False)
     meta = any(p.is_meta for p in model.parameters())

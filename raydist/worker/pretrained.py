@@ -28,14 +28,9 @@ READ_BYTES = 64 << 20
 
 
 def leave_empty(model: nn.Module) -> None:
-    """Lets `init_module` of a model on the meta device set zeros, which `load` replaces."""
-
-    def init_module(name: str, module: nn.Module) -> None:
-        for p in module.parameters(recurse=False):
-            if not p.is_meta:
-                nn.init.zeros_(p)
-
-    model.init_module = init_module  # type: ignore[assignment]
+    """Lets `initialise` give a model on the meta device zeros, which take no memory until something is written to them."""
+    model.init_module = lambda name, module: None  # type: ignore[assignment]
+    model.stays_empty = True  # type: ignore[assignment]
 
 
 @torch.no_grad()

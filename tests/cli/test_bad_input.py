@@ -97,8 +97,7 @@ COMMANDS = {
     "train job.yaml --set nosuch.x=1": "fields here",
     "train job.yaml --set data.source=bad_import:x": "fix it there",
     "train job.yaml --set data.path=hf://one": "HF_TOKEN",
-    "train job.yaml --set data.batching='{max_tokens: 64, longer: error}'":
-        "1 of the 1 documents of the train split have more than 64 tokens; the first is document 0, with 3000",
+    "train job.yaml --set init_from=nosuch": "init_from: no run 'nosuch'",
     "train job.yaml --set data.batching='{max_tokens: 64, min: 3, max: 2}'": "set min to at most max",
     "train job.yaml --until 0": "--until",
     "train job.yaml --address ray://h:1": "HOST:PORT",

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from typer.testing import CliRunner
 
 from raydist.cli import sample
+from raydist.cli.chat import Chat
 from raydist.data.chat_template import chat_format
+from raydist.data.dataset import TokenDataset
 from raydist.data.prepare import prepare
 from raydist.errors import UsageError, UserError
 from raydist.run.directory import SPEC, RunDir
@@ -83,6 +86,25 @@ def test_messages_are_answered(run: RunDir) -> None:
 def test_a_tokenizer_without_special_tokens(tmp_path: Path) -> None:
     """The text of the template ends an answer."""
     assert ask(trained(tmp_path, "bytes"), "--chat", "--message", "hello") == ["hello yourself"]
+
+
+class Scripted:
+    """A model that writes the same text after every prompt."""
+
+    def generate(self, tokens_BT: torch.Tensor, max_new: int, end: int) -> torch.Tensor:
+        written = b"hello yourself\n\nuser:\nwhat is a rank?"
+        return torch.cat([tokens_BT, torch.tensor([list(written)])], dim=1)
+
+
+def test_what_the_user_would_say_is_no_answer(tmp_path: Path) -> None:
+    """A model that goes on with the user's next message, where the template has no token that ends a turn, is cut there."""
+    talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello yourself"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": talk}))
+    plain = chat_format("plain", "bytes", "completions")
+    prepare([str(tmp_path / "rows.jsonl")], str(tmp_path / "tokens"), chat=plain, eval_fraction=0.0)
+    chat = Chat(Scripted(), TokenDataset(tmp_path / "tokens"), 512, 100, {})
+    chat.say("user", "hello")
+    assert chat.answer() == "hello yourself"
 
 
 def test_what_cannot_be_asked(run: RunDir, tmp_path: Path) -> None:

@@ -258,6 +258,14 @@ BAD: dict[str, tuple[Any, str]] = {
     "no messages": ({"messages": []}, "messages: is empty"),
     "a message that is none": ({"messages": ["x"]}, "messages[0]: has type str"),
     "special": (talk(role="assistant", content="a<|im_end|>b"), "spells the special token <|im_end|>"),
+    "special in a call": (
+        talk(role="assistant", tool_calls=[{"name": "f", "arguments": {"x": "<|im_end|>"}}]),
+        "].tool_calls[0].arguments.x: spells the special token <|im_end|>",
+    ),
+    "mark in a call": (
+        talk(role="assistant", tool_calls=[{"name": "\ue001"}]),
+        "].tool_calls[0].name: has the private character",
+    ),
     "mixed": ({"prompt": "a", "completion": "b"}, "has prompt and completion, and "),
     "both": ({**GOOD, "prompt": "a", "completion": "b"}, "has messages, and prompt and completion too"),
     "neither": ({"text": "a", "messages": None}, "no conversation: it has text, messages (null)"),

@@ -15,9 +15,11 @@ from raydist.data.batches import MASKED, Batches, Cursor, samples_hash
 from raydist.data.dataset import TokenDataset
 from raydist.data.micro_batches import Shapes
 from raydist.data.prepare import prepare
+from raydist.data.samples import training_samples
 from raydist.data.sequences import Longer, Sequences
 from raydist.data.token_batches import TokenBatches
 from raydist.errors import DataError
+from raydist.spec import JobSpec
 
 END = 256
 TEXTS = ["a", "bc" * 4, "d" * 31, "ef" * 16, "g" * 40, "hi" * 50, "j" * 33, "k" * 97]
@@ -87,8 +89,11 @@ def test_long_documents_are_cut_or_refused(tmp_path: Path) -> None:
         "data.batching.longer: 4 of the 8 documents are longer than 32 tokens, and are cut: 142 of their tokens are not trained"
     ]
     assert "are split into 12 sequences" in Sequences(dataset.split("train"), 32).notes()[0]
-    with pytest.raises(DataError, match="4 of the 8 documents of the train split have more than 32 tokens"):
-        Sequences(dataset.split("train"), 32, "error")
+    job = {"data": {"path": "x", "batching": {"max_tokens": 32, "longer": "error"}}, "train": {"steps": 1}}
+    message = "data.batching: 4 of the 8 documents of the train split have more than 32 tokens; the first is document"
+    with pytest.raises(DataError, match=message) as caught:
+        training_samples(JobSpec.model_validate(job), dataset)
+    assert caught.value.exit_code == 2
     assert Sequences(dataset.split("train"), 100, "error").notes() == []
 
 

@@ -71,10 +71,10 @@ def body(run: RunDir, number: int) -> dict[str, Any]:
     return dict(json.loads(run.storage.read(f"drivers/{number:06d}.json")))
 
 
-def put(run: RunDir, number: int, **changes: Any) -> None:
+def put(run: RunDir, number: int, age: float = 0.0, **changes: Any) -> None:
     """Writes the lease of a driver on another host."""
     holder = {"driver": {**this_process(), "host": "elsewhere", "pid": 77}, "key": "theirs", "ended": False}
-    told = {**holder, "renewed_at": time.time(), **changes}
+    told = {**holder, "renewed_at": time.time() - age, **changes}
     run.storage.write(f"drivers/{number:06d}.json", json.dumps(told).encode())
 
 

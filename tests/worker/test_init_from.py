@@ -152,6 +152,8 @@ def test_a_source_is_found_and_pinned(source: tuple[RunDir, dict[str, torch.Tens
     ):
         with pytest.raises(UserError, match=says):
             pinned(spec({}, 1, init_from=name), own, str(Path(base.uri).parent))
+    with pytest.raises(UserError, match="is this run itself"):
+        pinned(spec({}, 1, init_from="base"), base, str(Path(base.uri).parent), fresh=True)
     RunDir(tmp_path / "new").storage.write(SPEC, b"{}")
     with pytest.raises(UserError, match="run new has no checkpoint"):
         pinned(spec({}, 1, init_from="new"), own, str(tmp_path))

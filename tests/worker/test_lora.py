@@ -21,15 +21,21 @@ from raydist.cluster import preflight
 from raydist.data.prepare import prepare
 from raydist.errors import CheckpointError, SpecError, UserError
 from raydist.faults import Kill
+from raydist.planner.estimate import estimate
+from raydist.planner.facts import Activations, Machine, Peak
+from raydist.planner.measure import Planner
 from raydist.run.directory import RunDir
-from raydist.spec import JobSpec, load, parse
+from raydist.spec import JobSpec, ModelSpec, load, parse
+from raydist.spec.lora import linear_names
+from raydist.spec.training import LoraSpec
 from raydist.worker import base_weights, pretrained
 from raydist.worker.attempt import Job, MonitorChannel
 from raydist.worker.base_weights import BASE
 from raydist.worker.build import build_model
 from raydist.worker.distributed import Rank
 from raydist.worker.loop import train
-from raydist.worker.lora import A, B, LoraLinear, frozen_shards
+from raydist.worker.lora import A, B, LoraLinear, add, frozen_shards
+from raydist.worker.metrics.flops import flops_per_token
 from tests.exact import exact, weights
 from tests.training import CONTEXT, GROUPED, VARIANTS, Trainer, alone, counted, mine, run, samples
 from tests.worker.model.families import theirs
@@ -221,6 +227,54 @@ def test_the_fingerprint_is_the_same_on_any_number_of_ranks(
 def fingerprint_on(rank: Rank, folder: Path) -> str:
     """On one rank."""
     return base_weights.fingerprint(folder, rank)
+
+
+def test_weights_that_one_rank_cannot_read(ranks: Any, base: Path, tmp_path: Path) -> None:
+    """Every rank ends with that rank's error, instead of waiting for it."""
+    for end in ranks.run(unreadable_on_one, 2, base, tmp_path / "gone"):
+        assert isinstance(end, UserError)
+        assert "gone: has neither model.safetensors" in end.message
+
+
+def unreadable_on_one(rank: Rank, folder: Path, gone: Path) -> str:
+    """Rank 1 sees another folder."""
+    return base_weights.fingerprint(gone if rank.rank else folder, rank)
+
+
+def test_layers_for_further_tokens_get_no_adapters() -> None:
+    """`transformers` and peft have no such layers."""
+    options = {"num_nextn_predict_layers": 1}
+    spec = ModelSpec(name="deepseek", layers=2, context=16, hf="any", vocab_size=50, lora=LoraSpec(), options=options)
+    with torch.device("meta"):
+        model = registry.load("model", "deepseek")(spec, 50)
+        add(model, LoraSpec())
+    names = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.split(".")[0] for name in names} == {"blocks"}
+    assert {n.removesuffix(f".{A}") for n in names if n.endswith(A)} == set(
+        linear_names({name: tuple(p.shape) for name, p in model.named_parameters() if not name.endswith((A, B))})
+    )
+
+
+def test_a_frozen_weight_costs_four_flops(base: Path, tmp_path: Path) -> None:
+    """No gradient is computed of it, so displayed MFU and plans count it with two thirds."""
+    spec = job(base, "any", tmp_path)
+    small = build_model(spec, IDS)
+    whole = build_model(spec.model_copy(update={"model": spec.model.model_copy(update={"lora": None})}), IDS)
+    frozen = sum(p.numel() for p in small.parameters() if not p.requires_grad)
+    adapters = sum(p.numel() for p in small.parameters() if p.requires_grad)
+    assert flops_per_token(small, 8) == flops_per_token(whole, 8) - 2 * frozen + 6 * adapters
+
+
+def test_a_plan_counts_adapters_alone_as_trained(base: Path, tmp_path: Path) -> None:
+    """Gradients and optimizer state of a plan are those of the adapters, and so are copies in memory."""
+    spec = job(base, "any", tmp_path)
+    model = build_model(spec, IDS)
+    planned = Planner(spec, IDS, "cpu").model()
+    assert {p.name: p.trained for p in planned.params} == {n: p.requires_grad for n, p in model.named_parameters()}
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    copy = estimate("ddp", spec, Machine(1, 1, "cpu"), planned, Activations(0, (Peak("loss", 0, 0, 0),))).copy
+    steps = sum(p.requires_grad for p in model.parameters())  # of AdamW, a number a parameter
+    assert copy == 4 * (3 * adapters + steps) + planned.buffers
 
 
 @pytest.mark.parametrize(

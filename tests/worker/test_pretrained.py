@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -25,9 +28,12 @@ from raydist.spec import JobSpec, load
 from raydist.spec.huggingface import Piece
 from raydist.worker import pretrained
 from raydist.worker.attempt import Job, MonitorChannel
-from raydist.worker.build import build_model
+from raydist.worker.build import build_model, build_strategy
 from raydist.worker.distributed import Rank
 from raydist.worker.loop import train
+from raydist.worker.mesh import Mesh
+from raydist.worker.parallel._split import split_layers
+from tests.peaks import peak_of
 from tests.training import GROUPED, SHARDS_PARAMETERS, VARIANTS, Trainer, run
 from tests.worker.model.families import renamed, theirs, weights
 
@@ -52,6 +58,62 @@ def job(folder: Path, **sections: Any) -> JobSpec:
     }
     (folder / "job.yaml").write_text(yaml.safe_dump(tree))
     return load(folder / "job.yaml")
+
+
+def rss(what: str) -> int:
+    """Bytes of this process in memory: VmRSS now, VmHWM the most since `/proc/self/clear_refs` was written."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    return int(line.split()[1]) * 1024
+
+
+def memory(rank: Rank, spec: JobSpec) -> dict[str, int]:
+    """Bytes: the most that this rank had more than before while it built and split the model, and allocated besides the mapped
+    file while it loaded; read from the file; of its shards; and of the largest tensor."""
+    mesh = Mesh.of(spec, rank)
+    strategy = build_strategy(spec, mesh)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # so that memory of earlier tests is not used again
+    Path("/proc/self/clear_refs").write_text("5")
+    before, seen = rss("VmRSS"), dict[str, int]()
+    model = build_model(spec, IDS, strategy.takes_meta)
+    split = split_layers(model, mesh)
+
+    def example(module: torch.nn.Module, samples: int = 1, part: bool = False) -> torch.Tensor:
+        seen.setdefault("built", rss("VmHWM") - before)
+        return module(torch.zeros(1, 8 // mesh.tensor, dtype=torch.long)).float().sum()
+
+    strategy.wrap(model, example)
+    shards = split.shards(strategy.shards()) if split is not None else strategy.shards()
+    read, allocated = peak_of(lambda: pretrained.load(spec.model, model, shards, IDS))
+    return {
+        **seen,
+        "allocated": allocated - (Path(str(spec.model.hf)) / "model.safetensors").stat().st_size,
+        "read": read,
+        "share": sum(shard.local.nbytes for shard in shards.values()),
+        "tensor": max(math.prod(shard.shape) * 4 for shard in shards.values()),
+        "whole": sum(math.prod(shard.shape) * 4 for shard in shards.values()),
+    }
+
+
+WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize("parallel", [{"strategy": "zero3"}, {"strategy": "ddp", "tensor": 2}], ids=str)
+def test_memory_of_a_rank(ranks: Any, tmp_path: Path, parallel: dict[str, Any]) -> None:
+    """Until it trains, a rank has at most its share and one tensor; it reads its share, and allocates nothing while it reads."""
+    saved(tmp_path / "small", "llama")
+    saved(tmp_path / "wide", "llama", **WIDE)
+    small, spec = (job(tmp_path / name, parallel=parallel, cluster={"workers": 2}) for name in ("small", "wide"))
+    run(ranks, memory, 2, small)  # imports modules
+    for found in run(ranks, memory, 2, spec):
+        assert found["read"] == found["share"] < 0.51 * found["whole"]
+        assert found["built"] <= found["share"] + found["tensor"] + NOISE
+        assert found["share"] + found["tensor"] + NOISE < found["share"] + found["whole"] / 6  # less than a block more
+        assert found["allocated"] < 2**20
+
+
+NOISE = 4 << 20
+"""Objects of Python and gloo's buffers."""
 
 
 def loaded(rank: Rank, spec: JobSpec) -> tuple[dict[str, torch.Tensor], int, int]:

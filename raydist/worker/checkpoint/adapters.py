@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save
@@ -19,6 +18,7 @@ from raydist.errors import UsageError, UserError
 from raydist.run.directory import RunDir
 from raydist.spec import ModelSpec
 from raydist.spec.huggingface import Piece
+from raydist.spec.training import LoraSpec
 from raydist.worker import base_weights
 from raydist.worker.base_weights import BASE
 from raydist.worker.checkpoint.weights_reader import WHOLE, WeightsReader
@@ -56,7 +56,7 @@ class MergedWeights(WeightsReader):
         return merge(name, values, self.adapters, self._lora) if not piece.at else values
 
     @property
-    def _lora(self) -> Any:
+    def _lora(self) -> LoraSpec:
         assert self._model.lora is not None
         return self._model.lora
 

@@ -2,8 +2,9 @@
 
 Runs in: each train worker; plain python except for the sums over a module's parameters. May not import ray.
 
-The count follows torchtitan: 6 per weight (2 forward, 4 backward) plus the two products of attention, with causal ones counted
-whole. Recomputation by activation checkpointing does not count. Derivation: PaLM (arXiv 2204.02311, appendix B).
+The count follows torchtitan: 6 per weight (2 forward, 4 backward; of a frozen weight 2) plus the two products of attention, with
+causal ones counted whole. Recomputation by activation checkpointing does not count. Derivation: PaLM (arXiv 2204.02311,
+appendix B).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 PEAK_FLOPS: dict[str, float] = {
     "B200": 2.25e15,
@@ -64,6 +65,11 @@ def attention_flops(heads: int, qk: int, v: int, tokens: int) -> float:
     return 6.0 * heads * (qk + v) * tokens
 
 
+def flops_of(parameter: Tensor) -> float:
+    """Training FLOPs of one token in a product with this matrix: 6 for each weight, 4 if it is frozen and needs no gradient."""
+    return (6.0 if parameter.requires_grad else 4.0) * parameter.numel()
+
+
 def flops_per_token(model: nn.Module, context: int) -> float:
     """Training FLOPs of one token in sequences of `context`.
 
@@ -75,10 +81,10 @@ def flops_per_token(model: nn.Module, context: int) -> float:
         return float(own(context))
     from torch import nn
 
-    parameters = {id(p): p.numel() for p in model.parameters()}
+    parameters = {id(p): flops_of(p) for p in model.parameters()}
     heads = {id(p) for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters(recurse=False)}
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} - heads
-    return 6.0 * sum(n for i, n in parameters.items() if i not in embeddings)
+    return sum(n for i, n in parameters.items() if i not in embeddings)
 
 
 def known_device(device_name: str) -> str | None:

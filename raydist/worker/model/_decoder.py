@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from raydist.errors import UserError
 from raydist.spec.decoder import Dense, RopeScaling, default_hidden
+from raydist.worker.metrics.flops import flops_of
 from raydist.worker.model import part_of
 from raydist.worker.model._layers import Attention, Block, Cache, Head, RMSNorm, SelfAttention, SwiGLU
 from raydist.worker.model._rotary import causal_mask, packed_mask, packed_positions, rotary_tables
@@ -245,10 +246,10 @@ class Decoder(nn.Module):
 
     def flops_per_token(self, context: int) -> float:
         """FLOPs of training on one token of a sequence of `context` tokens: see worker/metrics/flops.py."""
-        parameters = sum(p.numel() for p in self.parameters())
+        products = sum(flops_of(p) for p in self.parameters())
         if not self.spec.tie_embeddings:
-            parameters -= self.embedding.weight.numel()
-        return 6.0 * parameters + sum(m.flops(context) for m in self.modules() if isinstance(m, SelfAttention))
+            products -= flops_of(self.embedding.weight)
+        return products + sum(m.flops(context) for m in self.modules() if isinstance(m, SelfAttention))
 
     @torch.no_grad()
     def generate(

@@ -15,6 +15,7 @@ from torch import nn
 
 from raydist.spec.decoder import Dense
 from raydist.spec.experts import Experts as Shape
+from raydist.worker.metrics.flops import flops_of
 from raydist.worker.model._decoder import Decoder, built, dense_blocks
 from raydist.worker.model._layers import Block, SwiGLU
 from raydist.worker.model._moe import Experts, MixtureOfExperts, layers_of
@@ -56,9 +57,9 @@ class SparseDecoder(Decoder):
         """See Decoder: of the experts those that a token takes."""
         unused = 0.0
         for _, layer in layers_of(self):
-            held = sum(p.numel() for p in layer.experts.parameters())
+            held = sum(flops_of(p) for p in layer.experts.parameters())
             unused += held * (1 - layer.shape.chosen / layer.shape.count)
-        return super().flops_per_token(context) - 6.0 * unused
+        return super().flops_per_token(context) - unused
 
 
 def sparse_decoder(

@@ -19,6 +19,7 @@ from raydist.spec.experts import Experts, SparseOptions, check_experts, with_exp
 from raydist.spec.huggingface import Config, HuggingFace, Piece, decoder_config, decoder_fields, need, sparse_pieces
 from raydist.spec.latent_attention import LatentShape
 from raydist.spec.parts import near_divisors, problem
+from raydist.worker.metrics.flops import flops_of
 from raydist.worker.model._decoder import built
 from raydist.worker.model._latent_attention import LatentAttention
 from raydist.worker.model._layers import Block, RMSNorm, SwiGLU
@@ -390,7 +391,7 @@ class DeepSeek(SparseDecoder):
 
     def flops_per_token(self, context: int) -> float:
         """See SparseDecoder: the head is computed for each further token, too."""
-        return super().flops_per_token(context) + 6.0 * len(self.mtp) * self.head.weight.numel()
+        return super().flops_per_token(context) + len(self.mtp) * flops_of(self.head.weight)
 
 
 def _earlier(x_BT: Tensor, by: int, fill: int) -> Tensor:

@@ -5,6 +5,7 @@ Runs in: each train worker. Torch, never ray.
 
 from __future__ import annotations
 
+import mmap
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from torch.distributed.tensor import DTensor
 from raydist.errors import GraphMismatch, UserError
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.mesh import Mesh
+
+MAPPED_BYTES = 1 << 20
+"""From this size on empty parameters are pages of their own."""
 
 
 def plain_name(name: str) -> str:
@@ -63,6 +67,7 @@ def initialise(model: nn.Module, keep: Container[str] | None = None) -> Iterator
     Goes module by module, in the order of `named_modules`, so that the same generator gives the same weights, even if modules
     before are already sharded. Yields the name of each module when it is done, before its children.
     """
+    empty_model = getattr(model, "stays_empty", False)
     made: dict[int, nn.Parameter] = {}  # a tied weight is one parameter of two modules
     for name, module in list(model.named_modules()):
         foreign: dict[str, nn.Parameter] = {}
@@ -71,7 +76,10 @@ def initialise(model: nn.Module, keep: Container[str] | None = None) -> Iterator
                 if keep is not None and f"{name}.{key}".lstrip(".") not in keep:
                     foreign[key] = p
                 if id(p) not in made:
-                    made[id(p)] = nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=p.requires_grad)
+                    made[id(p)] = nn.Parameter(
+                        _untouched(p) if empty_model else torch.empty_like(p, device="cpu"),
+                        requires_grad=p.requires_grad,
+                    )
                 setattr(module, key, made[id(p)])
         model.init_module(name, module)  # type: ignore[operator]
         for key, p in foreign.items():
@@ -84,6 +92,15 @@ def initialise(model: nn.Module, keep: Container[str] | None = None) -> Iterator
                 'create buffers with device="cpu" in build: only parameters are created again for init_module',
             )
         yield name
+
+
+def _untouched(like: Tensor) -> Tensor:
+    """Zeros of that shape on the CPU. The system gives them memory page by page, when something is written: a rank that keeps a
+    part of a parameter needs no memory for the rest. torch.zeros writes to all of it."""
+    if like.nbytes < MAPPED_BYTES:
+        return torch.zeros_like(like, device="cpu")
+    pages = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=like.dtype).view(like.shape)
 
 
 def tied_across(model: nn.Module) -> dict[int, list[str]]:

@@ -84,7 +84,7 @@ def test_read_only(kit: Any, disk: Path) -> None:
 
 
 def test_an_unmounted_folder_takes_no_checkpoint(kit: Any, disk: Path, tmp_path: Path) -> None:
-    """The empty folder below is writable, but the run's notes are not there, so nothing is committed there."""
+    """The empty folder below is writable, but the run's folder is not there, so nothing is written there."""
     home = tmp_path / "home"
     home.mkdir()
     mount("--bind", str(disk), str(home))
@@ -95,8 +95,8 @@ def test_an_unmounted_folder_takes_no_checkpoint(kit: Any, disk: Path, tmp_path:
     one.save(1)
     subprocess.run(["umount", str(home)], check=True)
     one.save(2)
-    assert "the run's notes are gone" in one.saver.wait().cause
-    assert one.run.committed() == []
+    assert "its run's folder is gone; is its file system mounted?" in one.saver.wait().cause
+    assert list(home.iterdir()) == []
     mount("--bind", str(disk), str(home))
     try:
         one.save(3)
