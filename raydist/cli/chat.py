@@ -37,7 +37,7 @@ class Chat:
         self._rows = Conversations(self._format, getattr(self._tokenizer, "special", ()))
         self._stop = self._after_an_answer()
 
-    def say(self, role: str, text: str) -> None:
+    def add(self, role: str, text: str) -> None:
         """Adds a message. Raises DataError for one that may not be trained on either."""
         self.messages.append(self._rows.message({"role": role, "content": text}, lambda: "--chat", "message"))
 

@@ -93,9 +93,9 @@ def sample(
         draw = {"temperature": temperature, "top_k": top_k, "generator": torch.Generator().manual_seed(seed)}
         conversation = Chat(model, dataset, spec.model.context, tokens, draw)
         if system is not None:
-            conversation.say("system", system)
+            conversation.add("system", system)
         for text in message or lines():
-            conversation.say("user", text)
+            conversation.add("user", text)
             print(printable(conversation.answer()), flush=True)
         return
     _print(model, dataset.tokenizer, dataset.end, prompt, tokens, temperature, top_k, seed)

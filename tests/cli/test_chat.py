@@ -103,7 +103,7 @@ def test_what_the_user_would_say_is_no_answer(tmp_path: Path) -> None:
     plain = chat_format("plain", "bytes", "completions")
     prepare([str(tmp_path / "rows.jsonl")], str(tmp_path / "tokens"), chat=plain, eval_fraction=0.0)
     chat = Chat(Scripted(), TokenDataset(tmp_path / "tokens"), 512, 100, {})
-    chat.say("user", "hello")
+    chat.add("user", "hello")
     assert chat.answer() == "hello yourself"
 
 
