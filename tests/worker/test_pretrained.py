@@ -1,4 +1,7 @@
-"""Training starts from a folder in Hugging Face's format: every rank of every mesh reads its own part of the weights alone."""
+"""Training starts from a folder in Hugging Face's format: every rank of every mesh reads its own part of the weights alone.
+
+Over a minute: on each mesh ranks load the weights of a model that is large enough for its memory to be measured.
+"""
 
 from __future__ import annotations
 
