@@ -172,8 +172,8 @@ class Storage:
         if self.private and self._existed and self.local in made:
             # Created again, it would be below the mount point of a file system that was unmounted.
             raise FileNotFoundError("its run's folder is gone; is its file system mounted?")
-        self._existed = True
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._existed = True
         if self.private and self.local in made:
             self.local.chmod(0o700)
         for folder in made:

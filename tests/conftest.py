@@ -29,6 +29,7 @@ from urllib.request import Request, urlopen
 import hypothesis
 import pytest
 
+from raydist import registry
 from raydist.launch.fork_server import PRELOAD
 from tests import leftovers, needs, slow_files
 from tests.hosts import WATCHFUL, Cluster, Hosts
@@ -76,6 +77,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.scheduling import Scheduling
 
     return Scheduling(config, log)
+
+
+@pytest.fixture(autouse=True)
+def own_code() -> Iterator[None]:
+    """Commands that a test has run in this process do not decide for the next test whether own code may run."""
+    yield
+    registry.trust(True)
 
 
 STUCK_S = 300

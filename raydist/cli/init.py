@@ -33,7 +33,7 @@ def init(
     """Write sample jobs, sweeps, their schemas for editors, and the Grafana dashboard into a folder."""
     wanted = {f"schemas/{name}.schema.json": json.dumps(schema, indent=2) + "\n" for name, schema in
               (("spec", job_schema()), ("sweep-spec", sweep_schema()))}  # fmt: skip
-    for path in sorted(_STARTER.glob("*/*")):
+    for path in sorted(path for path in _STARTER.glob("*/*") if path.is_file()):  # there may be a __pycache__
         text = path.read_text(encoding="utf-8")
         wanted[f"{path.parent.name}/{path.name}"] = text.replace("$schema=../docs/reference/", "$schema=../schemas/")
     missing = {name: text for name, text in wanted.items() if not _same(folder / name, text)}

@@ -28,7 +28,9 @@ def home(tmp_path: Path) -> Path:
         run = RunDir(home / name)
         DriverLease(run).release()
         run.storage.write(SPEC, b"checkpoint: {replicas: [/elsewhere]}\n")
-        run.storage.write("state.json", b'{"status": "finished", "heartbeat_at": 0, "driver": {"host": "h", "pid": 1}, "step": 3}')
+        run.storage.write(
+            "state.json", b'{"status": "finished", "heartbeat_at": 0, "driver": {"host": "h", "pid": 1}, "step": 3}'
+        )
         run.storage.write("checkpoints/step-00000003/shard", b"x" * 3000)
     (home / "a" / "checkpoints" / "link").symlink_to(outside)
     (home / "a" / "link").symlink_to(outside)
@@ -121,7 +123,9 @@ def test_on_an_object_store(s3: Any) -> None:
     home = Storage(s3.uri("removed"))
     run = RunDir(home.at("a"))
     run.storage.write(SPEC, b"")
-    run.storage.write("state.json", b'{"status": "finished", "heartbeat_at": 0, "driver": {"host": "h", "pid": 1}, "step": 3}')
+    run.storage.write(
+        "state.json", b'{"status": "finished", "heartbeat_at": 0, "driver": {"host": "h", "pid": 1}, "step": 3}'
+    )
     app = typer.Typer()
     rm.register(app)
     done = CliRunner().invoke(app, ["a", "--yes", "--storage", home.full_uri], catch_exceptions=False)
