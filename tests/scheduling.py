@@ -1,4 +1,4 @@
-"""Scheduling with `-n`: a file stays together; tests that wait have a process of their own; those that must run alone come last."""
+"""Scheduling with `-n`: a file stays together; tests that must run alone come last; a third process takes those that wait."""
 
 from __future__ import annotations
 
@@ -24,15 +24,19 @@ WAITING = (
     "tests/end_to_end/test_cluster.py",
 )
 """Files whose tests wait most of their time: for Ray to notice that a node is lost, for timeouts, for drivers to start. In this
-order a third process runs them, and nothing else, so that two processes compute."""
+order a third process, if there is one, runs them, and nothing else, so that two processes compute."""
 
 _ALONE, _FOR_WAITING = " alone", 2
 
 
 class Scheduling(LoadScopeScheduling):
     """A file stays in one process. The first process takes files from the front of the list, the second from its end, so that
-    compute-bound tests run beside tests that start Ray. The third takes those of WAITING, which the others take last. ALONE runs
-    after everything else, in the last process."""
+    compute-bound tests run beside tests that start Ray. A third one takes those of WAITING, which the others then take last. ALONE
+    runs after everything else, in the last process.
+
+    `make test` has two. With three, tests in which the kernel kills for lack of memory run beside runs that take such a kill for
+    theirs.
+    """
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
         config.option.loadscopereorder = False  # conftest decides the order
@@ -53,7 +57,7 @@ class Scheduling(LoadScopeScheduling):
 
     def _next(self, node: WorkerController) -> str | None:
         """The scope that this process takes; None if the rest is for others."""
-        waiting = [scope for scope in WAITING if scope in self.workqueue]
+        waiting = [scope for scope in WAITING if scope in self.workqueue and len(self.nodes) > _FOR_WAITING]
         if node in self.nodes[_FOR_WAITING:]:
             return waiting[0] if waiting else None
         others = [scope for scope in self.workqueue if not scope.endswith(_ALONE) and scope not in waiting] or waiting
