@@ -59,6 +59,7 @@ NEEDS = {
     "util-linux": _commands("util-linux", "unshare", "nsenter"),
     "namespaces": Need(_namespaces, "run the tests as root, or let users make namespaces (CONTRIBUTING.md)"),
     "mount": Need(_mount, "run the tests as root"),
+    "second user": Need(lambda: os.geteuid() == 0, "run the tests as root"),
 }
 HOSTS = ("iproute2", "util-linux", "namespaces")
 """The tools for several hosts on one machine (tests/hosts.py)."""

@@ -6,7 +6,6 @@ Over a minute: it starts a Ray of its own, and one run on it.
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from raydist.ipc import mailbox
+from tests import needs
 from tests.end_to_end.test_memory import until_copied
 
 NOBODY = 65534
@@ -120,9 +119,9 @@ def documented() -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a second user")
 def test_a_live_run_and_another_user_of_the_host(project: Any) -> None:
     """What it opens is what the page says; the other user reads, changes, connects to and signals nothing, and the run goes on."""
+    needs.require("second user")
     process = project.warm_start(
         "train",
         "job.yaml",

@@ -283,12 +283,8 @@ class Decoder(nn.Module):
                 logits_BTV = self(tokens_BT[:, seen if use_cache else start :], caches=caches)
                 seen = tokens_BT.shape[1]
                 next_B1 = draw(logits_BTV[:, -1].float(), temperature, top_k, generator)
-                if end is not None:
-                    # A prompt that ends in `end` starts a document: only a drawn `end` stops a row.
-                    done_B1 = (tokens_BT[:, -1:] == end) & (tokens_BT.shape[1] > prompt)
-                    next_B1 = torch.where(done_B1, end, next_B1)
-                tokens_BT = torch.cat((tokens_BT, next_B1), dim=1)
-                if end is not None and bool((next_B1 == end).all()):
+                tokens_BT, ended = append(tokens_BT, next_B1, prompt, end)
+                if ended:
                     break
             return tokens_BT
         finally:
@@ -297,6 +293,17 @@ class Decoder(nn.Module):
     def caches(self) -> list[Cache]:
         """An empty cache for each block."""
         return [Cache(self.spec.context) for _ in self.blocks]
+
+
+def append(tokens_BT: Tensor, next_B1: Tensor, prompt: int, end: int | None) -> tuple[Tensor, bool]:
+    """(tokens_BT and one more token, whether all rows have drawn `end`). `prompt`: tokens of a row that were not drawn.
+
+    A prompt that ends in `end` starts a document: only a drawn `end` stops a row, which then repeats it.
+    """
+    if end is not None:
+        done_B1 = (tokens_BT[:, -1:] == end) & (tokens_BT.shape[1] > prompt)
+        next_B1 = torch.where(done_B1, end, next_B1)
+    return torch.cat((tokens_BT, next_B1), dim=1), end is not None and bool((next_B1 == end).all())
 
 
 def draw(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:

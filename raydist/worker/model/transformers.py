@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from raydist import pysource
 from raydist.errors import UserError
 from raydist.spec.parts import Part, problem
-from raydist.worker.model._decoder import draw
+from raydist.worker.model._decoder import append, draw
 from raydist.worker.model._rotary import packed_mask, packed_positions
 
 if TYPE_CHECKING:
@@ -241,11 +241,8 @@ class Transformers(nn.Module):
             for _ in range(max_new):
                 logits_BTV = self(tokens_BT[:, -self.spec.context :])
                 next_B1 = draw(logits_BTV[:, -1].float(), temperature, top_k, generator)
-                if end is not None:
-                    done_B1 = (tokens_BT[:, -1:] == end) & (tokens_BT.shape[1] > prompt)
-                    next_B1 = torch.where(done_B1, end, next_B1)
-                tokens_BT = torch.cat((tokens_BT, next_B1), dim=1)
-                if end is not None and bool((next_B1 == end).all()):
+                tokens_BT, ended = append(tokens_BT, next_B1, prompt, end)
+                if ended:
                     break
             return tokens_BT
         finally:
