@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from raydist.data.batches import Loader, Stall, StepBatch
+from raydist.data.batches import StepBatch
+from raydist.data.loader import Loader, Stall
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.records import Event, StepRecord
 from raydist.redact import redact

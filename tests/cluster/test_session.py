@@ -123,15 +123,6 @@ def test_a_private_ray_beside_another_serves_and_leaves_nothing(drivers: Callabl
     both = [drivers("private", str(tmp_path / name)) for name in "ab"]
     told = [driver.read() for driver in both]
     assert told[0]["address"] != told[1]["address"]
-    env = {"RAY_AUTH_TOKEN": told[0]["token"], "RAY_ADDRESS": told[0]["address"]}
-    (tmp_path / "code").mkdir()
-    guest = drivers("attach", "auto", str(tmp_path / "guest"), env=env, cwd=tmp_path / "code")
-    answer = guest.read()
-    assert (answer["private"], answer["address"], answer["cause"]) == (False, told[0]["address"], None)
-    assert answer["value"]["env"]["MKL_NUM_THREADS"] == "1"
-    assert answer["value"]["env"]["OURS"] == "1"
-    guest.end()
-    assert guest.process.returncode == 0
     for driver in both:
         driver.write()
     values = [driver.read() for driver in both]
@@ -143,6 +134,18 @@ def test_a_private_ray_beside_another_serves_and_leaves_nothing(drivers: Callabl
         assert all(any(name in line for line in lines) for name in ("gcs_server", "raylet"))
         for unwanted in UNWANTED:
             assert not any(unwanted in line for line in lines), unwanted
+    env = {"RAY_AUTH_TOKEN": told[0]["token"], "RAY_ADDRESS": told[0]["address"]}
+    (tmp_path / "code").mkdir()
+    guest = drivers("attach", "auto", str(tmp_path / "guest"), env=env, cwd=tmp_path / "code")
+    answer = guest.read()
+    assert (answer["private"], answer["address"], answer["cause"]) == (False, told[0]["address"], None)
+    assert answer["value"]["env"]["MKL_NUM_THREADS"] == "1"
+    assert answer["value"]["env"]["OURS"] == "1"
+    guest.end()
+    assert guest.process.returncode == 0
+    both[0].write()
+    assert both[0].read()["cause"] is None
+    for n, driver in enumerate(both):
         out, err = driver.end()
         assert (driver.process.returncode, out, err) == (0, "", "")
         driver.assert_nothing_left()
