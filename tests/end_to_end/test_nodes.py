@@ -30,9 +30,7 @@ HOLD = 9
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Three hosts. A test that kills a node adds it again."""
-    # By default a node with one CPU starts its processes one after another.
-    env = {**WATCHFUL, "RAY_worker_maximum_startup_concurrency": "4"}
-    with Hosts(3) as hosts, Cluster(hosts, env=env) as cluster:
+    with Hosts(3) as hosts, Cluster(hosts, env=WATCHFUL) as cluster:
         yield cluster
 
 
