@@ -30,7 +30,7 @@ def until_copied(process: Any) -> Path:
         with contextlib.suppress(psutil.Error):
             bound = [str(c.laddr) for c in psutil.Process(process.pid).net_connections("unix")]
             found = [Path(path).parent for path in bound if path.startswith(f"{SHM}/raydist-")]
-        time.sleep(0.02)  # a rank creates it
+        time.sleep(0.2)  # a rank creates it; each look at the connections takes milliseconds
     return found[0]
 
 

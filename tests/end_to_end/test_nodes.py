@@ -76,7 +76,7 @@ class Run:
         while not true():
             assert self.process.poll() is None, self.process.communicate()[1]
             assert time.monotonic() < deadline, (self.project.runs / self.name / "events.jsonl").read_text()
-            time.sleep(0.05)  # another process writes it
+            time.sleep(0.2)  # another process writes it
 
     def until_trains(self, attempt: int) -> None:
         """Waits for the first step of an attempt."""
