@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "raydist"
 LAYERS = [
     {"cli", "__main__"},
+    {"api"},
     {"dashboard"},
     {"cluster"},
     {"report"},
