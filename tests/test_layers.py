@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "raydist"
 LAYERS = [
     {"cli", "__main__"},
+    {"api"},
     {"dashboard"},
     {"cluster"},
     {"report"},
