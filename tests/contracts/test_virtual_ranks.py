@@ -108,7 +108,7 @@ def _alone(text: str) -> Result:
 
 def reference(spec: JobSpec) -> Result:
     """On one process, by ddp: all strategies have the same bits."""
-    plain = spec.model_copy(update={"parallel": job("ddp").parallel})
+    plain = spec.model_copy(update={"parallel": job("ddp").parallel, "offload": job("ddp").offload})
     return _alone(plain.model_dump_json())
 
 
@@ -135,5 +135,30 @@ def test_any_number_of_ranks_has_the_bits_of_one(ranks: Any, strategy: str, worl
     if strategy in GROUPED and world % VARIANTS[GROUPED[strategy]].get("shard", 1) == 0:
         strategy = GROUPED[strategy]
     spec = made(strategy, parts, micro, ODD)
+    for got in run(ranks, train, world, spec):
+        check(got, reference(spec))
+
+
+FEATURES: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
+    "bf16": ("zero3", 3, 4, 2, {"precision": "bf16"}),
+    "bf16, whole": ("ddp", 2, 4, 2, {"precision": "bf16"}),
+    "fp16 and its loss scale": ("zero2", 3, 4, 2, {"precision": {"params": "fp16", "loss_scale": {"initial": 1024}}}),
+    "optimizer in host memory": ("zero1", 3, 4, 2, {"offload": {"optimizer": "cpu"}}),
+    "parameters in host memory": ("zero3", 2, 4, 2, {"offload": {"parameters": "cpu"}}),
+    "activations again": ("zero3", 2, 4, 1, {"train": {"checkpoint_activations": "full"}}),
+    "sgd": ("zero1", 3, 4, 2, {"optim": {"name": "sgd", "lr": 0.1, "clip": 0.5}}),
+    "experts": ("zero2", 3, 4, 2, {"model": {**MODEL, "name": "mixtral"}}),
+    "experts with biases, sharded": ("zero3", 2, 5, 1, {"model": {**MODEL, "name": "deepseek"}}),
+    "untied": ("zero3", 3, 4, 2, {"model": {**ODD, "tie_embeddings": False}}),
+    "another model": ("ddp", 3, 4, 1, {"model": {**MODEL, "name": "llama"}}),
+}
+"""Each with one strategy: (strategy, ranks, virtual ranks, micro-batch, sections)."""
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_with_everything_else_too(ranks: Any, feature: str) -> None:
+    """The same with other number formats, offload, recomputed activations, optimizers and models."""
+    strategy, world, parts, micro, sections = FEATURES[feature]
+    spec = made(strategy, parts, micro, sections.pop("model", ODD), **sections)
     for got in run(ranks, train, world, spec):
         check(got, reference(spec))
