@@ -159,6 +159,6 @@ FEATURES: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
 def test_with_everything_else_too(ranks: Any, feature: str) -> None:
     """The same with other number formats, offload, recomputed activations, optimizers and models."""
     strategy, world, parts, micro, sections = FEATURES[feature]
-    spec = made(strategy, parts, micro, sections.pop("model", ODD), **sections)
+    spec = made(strategy, parts, micro, **{"model": ODD, **sections})
     for got in run(ranks, train, world, spec):
         check(got, reference(spec))
