@@ -38,12 +38,17 @@ def check(spec: JobSpec) -> None:
         raise problem("train.micro_batch", train.micro_batch,
                       f"does not divide the {part} sequences of each of {name}: {count}",
                       near_divisors(part, train.micro_batch))  # fmt: skip
-    for axis in ("tensor", "pipeline", "context", "expert"):
+    if parallel.tensor > 2:
+        raise problem("parallel.tensor", parallel.tensor, f"does not go with {name}: more than two terms of a sum over tensor "
+                      "parallel ranks have no fixed order", "set 1 or 2, or leave virtual_ranks out")  # fmt: skip
+    for axis in ("pipeline", "context", "expert"):
         if getattr(parallel, axis) > 1:
-            raise problem(name, count, f"does not go with parallel.{axis}: {getattr(parallel, axis)}: sums over these ranks have no "
-                          "fixed order", f"set parallel.{axis}: 1, or leave virtual_ranks out")  # fmt: skip
-    if spec.cluster.most > count:
-        raise problem(name, count, f"is fewer than the {spec.cluster.most} workers that the run may have (cluster.workers)",
+            raise problem(name, count, f"does not go with parallel.{axis}: {getattr(parallel, axis)}: sums over these ranks have "
+                          "no fixed order", f"set parallel.{axis}: 1, or leave virtual_ranks out")  # fmt: skip
+    most = spec.cluster.most // parallel.replica
+    if most > count:
+        replicas = "workers" if parallel.replica == 1 else "replicas of the model"
+        raise problem(name, count, f"is fewer than the {most} {replicas} that the run may have (cluster.workers)",
                       "take more virtual ranks or fewer workers")  # fmt: skip
     plan = strategy_plan(parallel.strategy)
     if plan is None or not plan.parts:

@@ -82,7 +82,9 @@ class Feed:
             self._made(samples, ids[micro_batch])
             for turn in range(turns)
             for ids, micro_batches in divided
-            for micro_batch in micro_batches[turn * len(micro_batches) // turns : (turn + 1) * len(micro_batches) // turns]
+            for micro_batch in micro_batches[
+                turn * len(micro_batches) // turns : (turn + 1) * len(micro_batches) // turns
+            ]
         ]
 
     def _made(self, samples: Samples, ids: Any) -> MicroBatch:

@@ -23,7 +23,7 @@ from raydist.extension_plans import strategy_plan
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.records import Event, StepRecord
 from raydist.redact import redact
-from raydist.worker import base_weights, build, distributed, model_transforms, precision, pretrained
+from raydist.worker import base_weights, build, distributed, model_transforms, numerics, precision, pretrained
 from raydist.worker.attempt import Job, MonitorChannel, Outcome
 from raydist.worker.checkpoint.manager import CheckpointManager, Progress
 from raydist.worker.checkpoint.state_dict import TrainState
@@ -90,6 +90,8 @@ def train(
         if reporter:
             reporter.say("workers", workers=workers)
             reporter.say("note", text="; ".join(rank.notes))
+            for line in numerics.differences(workers) if job.spec.train.virtual_ranks is not None else ():
+                reporter.say("note", text=line)
         tell = reporter.event if reporter else tell
         heartbeat = heartbeat or Heartbeat()
         memory.keep_history(job.run, rank, job.attempt, job.spec.observe.memory_history)
@@ -427,7 +429,9 @@ class _Run:
         if every is None:
             return None
         if self.parts is not None:
-            self._note("observe.grad_noise: not measured with train.virtual_ranks: ranks have different numbers of parts")
+            self._note(
+                "observe.grad_noise: not measured with train.virtual_ranks: ranks have different numbers of parts"
+            )
             return None
         for axis, why in (
             ("expert", "a gradient of an expert has several ranks' samples"),

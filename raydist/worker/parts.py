@@ -1,9 +1,9 @@
-"""The parts of a global batch, `train.virtual_ranks`: which rank computes which of them, in which order, and sums of whole gradients.
+"""The parts of a global batch, `train.virtual_ranks`: which rank computes which, in which order, and sums of whole gradients.
 
 Runs in: each train worker. Torch, never ray. Sends nothing.
 
-Ranks that reduce each part's gradient together (`together`) take parts in turn, so that after a turn the gradients of neighbours are
-summed and one stretch of them is kept. Others have parts in a row, so that a rank adds up what it can before it sends.
+Ranks that reduce each part's gradient together (`together`) take parts in turn, so that after a turn the gradients of neighbours
+are summed and one stretch of them is kept. Others have parts in a row, so that a rank adds up what it can before it sends.
 
     8 parts, 3 ranks      each by itself    rank 0: - 0 1     rank 1: 2 3 4     rank 2: 5 6 7
                           all together      rank 0: - 2 5     rank 1: 0 3 6     rank 2: 1 4 7
@@ -28,7 +28,7 @@ from raydist.worker.comm.tree import Fold, Node, cover, total
 
 
 class Parts:
-    """The parts of a rank. `count`: of all parts; `together`: ranks that reduce the gradient of a part together, which divides `size`.
+    """The parts of a rank. `count`: of all parts; `together`: ranks that reduce the gradient of a part together; it divides `size`.
 
     Raises UserError for more ranks than parts.
     """

@@ -297,9 +297,7 @@ class _Evaluation:
 
     trains = False
 
-    def __init__(
-        self, mesh: Mesh, precision: Precision, heartbeat: Heartbeat, loss: Loss, parts: Parts | None
-    ) -> None:
+    def __init__(self, mesh: Mesh, precision: Precision, heartbeat: Heartbeat, loss: Loss, parts: Parts | None) -> None:
         self._mesh, self._precision, self._heartbeat, self._loss = mesh, precision, heartbeat, loss
         self._parts = parts
         zeros = [0.0, 0.0] if parts is None else parts.spread([0.0, 0.0])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -97,7 +97,12 @@ def train(rank: Rank, spec: JobSpec, first: int = 0, steps: int = STEPS, state: 
 
 def made(strategy: str, parts: int, micro: int = 1, model: Mapping[str, Any] = MODEL, **sections: Any) -> JobSpec:
     """A job of `parts` virtual ranks."""
-    fields = {"virtual_ranks": parts, "global_batch": parts * micro * 2, "micro_batch": micro, **sections.pop("train", {})}
+    fields = {
+        "virtual_ranks": parts,
+        "global_batch": parts * micro * 2,
+        "micro_batch": micro,
+        **sections.pop("train", {}),
+    }
     return job(strategy, dict(model), fields, **{"cluster": {"workers": min(parts, 4)}, **sections})
 
 
@@ -162,3 +167,14 @@ def test_with_everything_else_too(ranks: Any, feature: str) -> None:
     spec = made(strategy, parts, micro, **{"model": ODD, **sections})
     for got in run(ranks, train, world, spec):
         check(got, reference(spec))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_replicas_of_two_tensor_parallel_ranks(ranks: Any, strategy: str) -> None:
+    """Two replicas, each of two ranks that share each layer, have the bits of one such replica."""
+    made_of = {"cluster": {"workers": 4}, "parallel": {"strategy": strategy, "tensor": 2}}
+    spec = made(strategy, 4, 2, {**MODEL, "dropout": 0.1}, **made_of)
+    plain = spec.model_copy(update={"parallel": spec.parallel.model_copy(update={"strategy": "ddp"})})
+    expected = run(ranks, train, 2, plain)[0]
+    for got in run(ranks, train, 4, spec):
+        check(got, expected)

@@ -2,8 +2,8 @@
 
 Runs in: each train worker. Torch, never ray.
 
-The terms are numbered. The left part of a node is the largest power of two below its length, so that any stretch of terms is made of
-few nodes. Six terms, of which rank 0 has three and rank 1 has three; it sends the nodes in brackets:
+The terms are numbered. The left part of a node is the largest power of two below its length, so that any stretch of terms is made
+of few nodes. Six terms, of which each of two ranks has three:
 
                    [0, 6)
              [0, 4)      [4, 6)         rank 0 folds (0 1) and has 2
@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -141,7 +142,7 @@ class Exchange:
             mine = sent[slot] if slot < len(sent) else nothing
             out = list(sizes) if slot < len(sent) else [0] * len(nodes)
             self._works.append(gloo_p2p.all_to_all(came, mine, group, into, out))
-            self._came.append(list(came.split(into)))
+            self._came.append(list(torch.split(came, into)))
 
     def wait(self) -> list[tuple[Node, Tensor]]:
         """The fewest nodes that are made of all ranks' nodes, each this rank's stretch of it, in `room`."""

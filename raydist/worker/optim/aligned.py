@@ -55,7 +55,7 @@ class AlignedAdamW(AdamW):
         loss = run_closure(closure)
         for group in self.param_groups:
             columns: list[list[Tensor]] = [[] for _ in range(6)]
-            self._init_group(group, *columns)  # creates the state, as torch does
+            self._init_group(group, *columns)  # type: ignore[no-untyped-call]  # creates the state, as torch does
             values, grads, first, second, _, steps = columns
             if not values:
                 continue

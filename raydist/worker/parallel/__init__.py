@@ -48,7 +48,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -135,10 +135,19 @@ class ParamShard:
         """Which row of the whole parameter is the first of `local`."""
         if self.like is None:
             return 0
-        _, offsets = compute_local_shape_and_global_offset(
-            self.like.shape, self.like.device_mesh, self.like.placements
-        )
+        _, offsets = compute_local_shape_and_global_offset(self.like.shape, self.like.device_mesh, self.like.placements)
         return offsets[0]
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """(which, of how many): the part of each row that this rank has, of layers that are split along another dimension."""
+        if self.like is not None:
+            devices = self.like.device_mesh
+            coordinate = devices.get_coordinate()
+            for axis, placement in enumerate(self.like.placements):
+                if isinstance(placement, Shard) and placement.dim > 0 and coordinate is not None:
+                    return coordinate[axis], devices.size(axis)
+        return 0, 1
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
         """A DTensor of a tensor like `local` (a moment of the optimizer), with its place in the whole. No copy, no collective."""

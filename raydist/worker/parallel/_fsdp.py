@@ -221,7 +221,7 @@ class FullyShardedStrategy(ABC):
         return self._whole.micro_batch() if self._whole is not None else nullcontext()
 
     def _begin_pass(self, module: FSDPModule, parts: Parts) -> None:
-        """Gradients stay whole until the last micro-batch of a part. FSDP2 must not add a part's zeros to those before: -0 + 0 is 0."""
+        """Gradients stay whole until the last micro-batch of a part. FSDP2 adds nothing to the zeros it got before: 0 + -0 is 0."""
         module.set_requires_gradient_sync(parts.ends)
         module.set_requires_all_reduce(parts.last)
         if parts.begins:

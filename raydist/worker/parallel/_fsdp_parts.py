@@ -2,8 +2,8 @@
 
 Runs in: each train worker. Torch, never ray. FSDP2 calls both in its own streams, or on CPU in the thread of the backward pass.
 
-A sharded module reduces once in each turn of the ranks (raydist/worker/parts.py). This rank's rows of the parts before are kept here,
-and FSDP2 gets zeros; in the last turn it gets the sum.
+A sharded module reduces once in each turn of the ranks (raydist/worker/parts.py). This rank's rows of the parts before are kept
+here, and FSDP2 gets zeros; in the last turn it gets the sum.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class PartReduceScatter(gloo_p2p.DirectReduceScatter):
 class PartCopies:
     """For `set_all_reduce_hook` of the same module: the sum over the copies of the state, in the last turn."""
 
-    def __init__(self, parts: Parts, scatter: PartReduceScatter, between: TreeAllReduce, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, parts: Parts, scatter: PartReduceScatter, between: TreeAllReduce, group: dist.ProcessGroup
+    ) -> None:
         self._parts, self._scatter, self._between, self._group = parts, scatter, between, group
 
     def __call__(self, reduced: Tensor) -> None:

@@ -49,13 +49,14 @@ class RowNorm:
         self._own: list[tuple[Tensor, slice]] = []
         first = 0
         for name in parameters.trained:
-            shape = parameters[name].shape
+            whole = shape[0] if (shape := parameters[name].shape) else 1
             shard = parameters.shards[name]
             rows = shard.local.shape[0] if shard.local.ndim else 1
+            part, columns = shard.columns
             if shard.local.numel() and (not self._sends or parameters.counts(name)):
-                at = first + shard.first_row
+                at = first + part * whole + shard.first_row
                 self._own.append((shard.local, slice(at, at + rows)))
-            first += shape[0] if shape else 1
+            first += columns * whole
         self._rows = first
 
     def __call__(self) -> Tensor:

@@ -1,12 +1,12 @@
-"""The sum of gradients along the tree of `train.virtual_ranks`, on all ranks of a group: for ddp's buckets, and between hsdp's copies.
+"""The sum of gradients along the tree of `train.virtual_ranks`, on all ranks of a group: of ddp's buckets, and hsdp's copies.
 
 Runs in: each train worker. Torch, never ray.
 
     exchange   each rank gets its stretch of every rank's nodes, and adds it up in their order     lane 1
     gather     all ranks get all stretches                                                         lane 2
 
-So a rank sends as much as in a ring. The buffer for what arrives is one bucket, or as many as ranks have nodes, shared by all buckets:
-the next exchange begins when the stretch is added up, and while the one before is gathered. A group for each lane.
+So a rank sends as much as in a ring. All buckets share one buffer for what arrives, as large as the largest bucket if each rank has
+one node: the next exchange begins when the stretch is added up, while the one before is gathered. Each lane has a group.
 """
 
 from __future__ import annotations
@@ -91,6 +91,11 @@ class TreeAllReduce:
         ((_, value),) = work.wait()
         rows[group.rank()].copy_(value)
         return rows
+
+    @property
+    def room(self) -> int:
+        """Bytes of the buffer for what arrives."""
+        return self._room.nbytes
 
     def finish(self) -> None:
         """After the last backward of a step, when all has arrived: counts the time in which the caller had nothing left to do."""

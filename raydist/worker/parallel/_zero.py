@@ -114,7 +114,12 @@ class _Slot:
         self.unit, self.work = unit, gloo_p2p.reduce_scatter(shard, packed.view(-1), parts, group)
 
     def reduce_tree(
-        self, unit: Unit, group: dist.ProcessGroup, count: int, nodes: Sequence[Sequence[Node]], own: Sequence[list[Tensor]]
+        self,
+        unit: Unit,
+        group: dist.ProcessGroup,
+        count: int,
+        nodes: Sequence[Sequence[Node]],
+        own: Sequence[list[Tensor]],
     ) -> None:
         """The same along the tree of `count` parts. `own`: of each of this rank's nodes the unit's gradients."""
         packed, _ = self.buffers(unit)
@@ -287,9 +292,7 @@ class ZeroStrategy:
                 p.grad = None
         slot.last = self._last
 
-    def _nodes(
-        self, parts: Parts, unit: Unit, grads: list[Tensor]
-    ) -> tuple[list[list[Node]], Sequence[list[Tensor]]]:
+    def _nodes(self, parts: Parts, unit: Unit, grads: list[Tensor]) -> tuple[list[list[Node]], Sequence[list[Tensor]]]:
         """The nodes that each rank sends of a unit, and the gradients of this rank's."""
         if self._whole is not None:
             return parts.nodes_of_copies(), self._whole.nodes_with(unit.parameters, grads)

@@ -21,8 +21,8 @@ from raydist.worker.comm.compression.piece import Piece
 from raydist.worker.comm.compression.reducer import Reducer
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import Example, ParamShard
-from raydist.worker.parallel._tree_all_reduce import TreeAllReduce
 from raydist.worker.parallel._model_graph import check_graph
+from raydist.worker.parallel._tree_all_reduce import TreeAllReduce
 from raydist.worker.parts import Parts, WholeSums
 from raydist.worker.precision import DTYPES
 
@@ -146,6 +146,11 @@ class Strategy:
     def _is_final(self, parameters: Sequence[torch.Tensor]) -> None:
         if self.on_final is not None:
             self.on_final(parameters)
+
+    @property
+    def room(self) -> int | None:
+        """Bytes of the buffer for what arrives of a sum along the tree; None where there is none."""
+        return self._tree.room if self._tree is not None else None
 
     def reduces_together(self) -> int:
         """See `ParallelStrategy`: each rank has whole gradients."""
