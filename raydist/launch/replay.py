@@ -47,8 +47,8 @@ class Replay:
 
 
 def replay(run: RunDir, steps: int, start: int | None, workers: int | None) -> Replay:
-    """Trains the `steps` after checkpoint `start` again. None: the newest one that is followed by so many steps; for `workers`: one,
-    or two if one trained them.
+    """Trains the `steps` after checkpoint `start` again. None: the newest one that so many steps follow; for `workers`: one, or two
+    if one trained them.
 
     Raises UsageError where there is no such checkpoint, or the run need not have the same bits; TrainingStopped if a rank fails.
     """
