@@ -98,6 +98,8 @@ class Assembly:
         model = build.build_model(spec, dataset.vocab_size, self.strategy.takes_meta)
         if note := build.make_trainable(model):
             self._note(note)
+        if self.parts is not None:
+            build.refuse_running_statistics(model)
         build.check_same(model, rank)  # every rank: hashes are compared
         if self.injector:
             self.injector.attach(model)
@@ -240,7 +242,9 @@ class Assembly:
         if every is None:
             return None
         if self.parts is not None:
-            self._note("observe.grad_noise: not measured with train.virtual_ranks: ranks may have different numbers of parts")
+            self._note(
+                "observe.grad_noise: not measured with train.virtual_ranks: ranks may have different numbers of parts"
+            )
             return None
         for axis, why in (
             ("expert", "a gradient of an expert has several ranks' samples"),

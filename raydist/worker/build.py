@@ -159,6 +159,17 @@ def build_strategy(spec: JobSpec, mesh: Mesh) -> ParallelStrategy:
     return Pipeline(spec, mesh, make)
 
 
+def refuse_running_statistics(model: nn.Module) -> None:
+    """Raises UserError for a layer whose buffers depend on which samples this rank has seen, with `train.virtual_ranks`."""
+    for name, module in model.named_modules():
+        if getattr(module, "track_running_stats", False):
+            raise UserError(
+                f"train.virtual_ranks: {name}: {type(module).__name__} has statistics of the samples of this rank, which depend on "
+                "the number of workers",
+                "set track_running_stats=False, or take another norm",
+            )
+
+
 def divide_into_parts(spec: JobSpec, mesh: Mesh, strategy: ParallelStrategy) -> Parts | None:
     """Tells a strategy, before it wraps the model, of the parts that `train.virtual_ranks` makes. Every rank."""
     if spec.train.virtual_ranks is None:
