@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from raydist import registry
 from raydist.extension_plans import optimizer_plan, strategies, strategy_plan
+from raydist.spec import virtual_ranks
 from raydist.spec.comm import CommSpec
 from raydist.spec.parts import Part, PartWithNewFields, SpecValueError, check_spec, near_divisors, problem
 from raydist.spec.running import (
@@ -142,6 +143,7 @@ class JobSpec(PartWithNewFields):
         strategy, plan = self.parallel.strategy, strategy_plan(self.parallel.strategy)
         check_spec("parallel", strategy, self)
         self._compression_fits()
+        virtual_ranks.check(self)
         if self.offload.parameters == "cpu" and plan is not None and "parameters" not in plan.sharded:
             sharding = [s for s in strategies() if "parameters" in getattr(strategy_plan(s), "sharded", ())]
             raise problem("offload.parameters", "cpu", f"needs sharded parameters, and {strategy} keeps them whole",
@@ -366,10 +368,13 @@ class JobSpec(PartWithNewFields):
         `fingerprint` is the dataset's. It replaces the dataset's source and path.
         """
         sequences = {"data.batching.longest": self.longest} if self.data.batching is not None else {}
+        exclude = self.numbers_exclude
+        if self.train.virtual_ranks is not None:  # the shapes of micro-batches change bits
+            exclude = tuple(x for x in exclude if x not in virtual_ranks.SHAPES)
         return {"data.fingerprint": fingerprint, **sequences} | {
             name: sequences.get(name, value)
             for name, value in flatten(self.model_dump(mode="json")).items()
-            if not any(name == x or name.startswith(x + ".") for x in self.numbers_exclude)
+            if not any(name == x or name.startswith(x + ".") for x in exclude)
         }
 
 

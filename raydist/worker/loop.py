@@ -18,7 +18,7 @@ from raydist.data.loader import Loader, Stall
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.records import Event, StepRecord
 from raydist.redact import redact
-from raydist.worker import distributed
+from raydist.worker import distributed, numerics
 from raydist.worker.assembly import Assembly, due
 from raydist.worker.attempt import Job, MonitorChannel, Outcome
 from raydist.worker.comm.json_gather import gather_json
@@ -57,6 +57,8 @@ def train(
         if reporter:
             reporter.say("workers", workers=workers)
             reporter.say("note", text="; ".join(rank.notes))
+            for line in numerics.differences(workers) if job.spec.train.virtual_ranks is not None else ():
+                reporter.say("note", text=line)
         tell = reporter.event if reporter else tell
         heartbeat = heartbeat or Heartbeat()
         memory.keep_history(job.run, rank, job.attempt, job.spec.observe.memory_history)

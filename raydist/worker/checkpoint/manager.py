@@ -25,7 +25,7 @@ from raydist.records import Event
 from raydist.redact import redact
 from raydist.run.directory import RunDir, resume_attempt, step_folder
 from raydist.spec import spec_hash
-from raydist.worker import base_weights
+from raydist.worker import base_weights, numerics
 from raydist.worker.attempt import Job
 from raydist.worker.base_weights import BASE
 from raydist.worker.checkpoint import memory_manager as memory_stores
@@ -129,6 +129,9 @@ class CheckpointManager:
         if manifest is None:
             return False
         numbers.check(run.name, manifest, self._numbers, self._total, job.allow_spec_change)
+        if self._reporter and self._spec.train.virtual_ranks is not None:
+            for line in numerics.changed(manifest.versions):
+                self._reporter.say("note", text=line)
         base_weights.check(manifest.plain.get(BASE), self._base)
         tensors, rank_tensors, _ = self._state.capture()
         loaded = restore.load(
