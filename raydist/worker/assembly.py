@@ -33,6 +33,7 @@ from raydist.worker.dataloader import Feed
 from raydist.worker.distributed import Rank
 from raydist.worker.expert_loads import ExpertLoads
 from raydist.worker.forward_seeds import ForwardSeeds
+from raydist.worker.hooks import HookFacts
 from raydist.worker.lora import frozen_shards
 from raydist.worker.loss import build as build_loss
 from raydist.worker.loss import call_model
@@ -51,6 +52,7 @@ from raydist.worker.parallel._pipeline import Pipeline
 from raydist.worker.parallel._split import split_layers
 from raydist.worker.parameter_table import ParameterTable, gather_parameters
 from raydist.worker.precision import Precision
+from raydist.worker.run_hooks import RunHooks
 from raydist.worker.step import MESSAGES, TrainStep
 from raydist.worker.step_hooks import BeforeUpdate, StepHook
 
@@ -85,7 +87,6 @@ class Assembly:
         for line in self.feed.notes():
             self._note(line)
         self.total = spec.train.total(self.batches.steps_per_epoch)
-        self.eval_set = self.feed.eval_set() if spec.eval.every else []
         # Model, strategy, optimizer: the same on every rank, from the same seed.
         if spec.train.deterministic:
             distributed.be_deterministic()
@@ -94,9 +95,13 @@ class Assembly:
         self.loss = build_loss(spec)
         settled = build.settled(spec, rank, job.run, dataset.vocab_size, self._example, self._note)
         self.strategy = build.build_strategy(settled, self.mesh)
+        self.parts = self.feed.parts = build.divide_into_parts(spec, self.mesh, self.strategy)
+        self.eval_set = self.feed.eval_set() if spec.eval.every else []
         model = build.build_model(spec, dataset.vocab_size, self.strategy.takes_meta)
         if note := build.make_trainable(model):
             self._note(note)
+        if self.parts is not None:
+            build.refuse_running_statistics(model)
         build.check_same(model, rank)  # every rank: hashes are compared
         if self.injector:
             self.injector.attach(model)
@@ -197,6 +202,15 @@ class Assembly:
             hooks=[hook for hook in hooks if hook is not None],
             heartbeat=heartbeat,
             loss=self.loss,
+            parts=self.parts,
+        )
+
+        self.hooks = RunHooks(spec.hooks, self._hook_facts, rank.first, tell)
+
+    def _hook_facts(self, options: dict[str, Any]) -> HookFacts:
+        rank, job = self.rank, self.job
+        return HookFacts(
+            job.run, self.spec, options, rank.rank, rank.world_size, job.attempt, self.at.step, self.strategy.module
         )
 
     def _note(self, text: str) -> None:
@@ -236,6 +250,11 @@ class Assembly:
     def _noise(self) -> GradientNoise | None:
         every, batch = self.spec.observe.grad_noise, self.batches.global_batch
         if every is None:
+            return None
+        if self.parts is not None:
+            self._note(
+                "observe.grad_noise: not measured with train.virtual_ranks: ranks may have different numbers of parts"
+            )
             return None
         for axis, why in (
             ("expert", "a gradient of an expert has several ranks' samples"),

@@ -201,13 +201,12 @@ def test_a_node_on_which_ranks_die_again_and_again_is_left(
     assert [e["exclude"] for e in run.events("decision")] == [None, cluster.node_ids()[of_rank_1[0]]]
 
 
-def test_a_run_shrinks_and_grows_again(start: Any, cluster: Cluster, undisturbed: dict[str, Any]) -> None:
+def test_a_run_shrinks_and_grows_again(project: Any, start: Any, cluster: Cluster, undisturbed: dict[str, Any]) -> None:
     """Three replicas of two tensor parallel ranks, two after a node is killed, three again when it is back: each step once, with
-    its samples."""
+    its samples. With virtual ranks one undisturbed replica has the same losses, norms and weights, to the bit."""
     mesh = ["--set", "parallel={strategy: zero1, tensor: 2}", "--set", "cluster.cpus_per_worker=0.5"]
-    run = start(
-        "shrinks", "--set", "cluster.workers=[2,6]", "--set", "train.steps=24", "--set", "model.dropout=0", *mesh
-    )
+    parts = ["--set", "train.virtual_ranks=4"]
+    run = start("shrinks", "--set", "cluster.workers=[2,6]", "--set", "train.steps=24", *mesh, *parts)
     run.until_held(1)
     victim = run.victim()
     cluster.kill_node(victim)
@@ -227,6 +226,14 @@ def test_a_run_shrinks_and_grows_again(start: Any, cluster: Cluster, undisturbed
     for event in run.events("workers"):
         hosts = [worker["host"] for worker in event["workers"]]
         assert hosts[::2] == hosts[1::2], "the ranks of a replica are on one node"
+    done = project.raydist(
+        "checkpoint", "verify", "shrinks", "--replay", "21", "--step", "3", "--workers", "2", "--json"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    replay = json.loads(done.stdout)
+    assert replay["before"] == [4, 6]
+    assert replay["tensors"] > 0
+    assert replay["differences"] == []
 
 
 WAITING = """
