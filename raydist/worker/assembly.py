@@ -33,6 +33,7 @@ from raydist.worker.dataloader import Feed
 from raydist.worker.distributed import Rank
 from raydist.worker.expert_loads import ExpertLoads
 from raydist.worker.forward_seeds import ForwardSeeds
+from raydist.worker.hooks import HookFacts
 from raydist.worker.lora import frozen_shards
 from raydist.worker.loss import build as build_loss
 from raydist.worker.loss import call_model
@@ -51,6 +52,7 @@ from raydist.worker.parallel._pipeline import Pipeline
 from raydist.worker.parallel._split import split_layers
 from raydist.worker.parameter_table import ParameterTable, gather_parameters
 from raydist.worker.precision import Precision
+from raydist.worker.run_hooks import RunHooks
 from raydist.worker.step import TrainStep
 from raydist.worker.step_hooks import BeforeUpdate, StepHook
 
@@ -201,6 +203,14 @@ class Assembly:
             heartbeat=heartbeat,
             loss=self.loss,
             parts=self.parts,
+        )
+
+        self.hooks = RunHooks(spec.hooks, self._hook_facts, rank.first, tell)
+
+    def _hook_facts(self, options: dict[str, Any]) -> HookFacts:
+        rank, job = self.rank, self.job
+        return HookFacts(
+            job.run, self.spec, options, rank.rank, rank.world_size, job.attempt, self.at.step, self.strategy.module
         )
 
     def _note(self, text: str) -> None:

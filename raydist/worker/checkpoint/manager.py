@@ -10,7 +10,8 @@ Runs in: each train worker. Torch, never ray.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +99,7 @@ class CheckpointManager:
         self._precision, self._bad_steps, self._noise = precision, bad_steps, noise
         self._parameters, self._mesh, self._base = parameters, mesh or Mesh(rank), base
         self._saving = False
+        self._committed: deque[int] = deque()
 
     def register(self, name: str, state: ExtraState) -> None:
         """Saves and restores this state too: see extra_state.py. Before `resume`. No collective."""
@@ -275,6 +277,11 @@ class CheckpointManager:
         assert self._memory_store is not None
         self._memory_store.start(self._progress.step, *self._capture())
 
+    def committed(self) -> Iterator[int]:
+        """The steps whose checkpoints were committed since the last call, on rank 0. No collective."""
+        while self._committed:
+            yield self._committed.popleft()
+
     def finish(self) -> None:
         """Returns once the last save is committed and copied. Raises SavesFailed after checkpoint.max_failures in a row."""
         while self._saving and not self._saver.wait():
@@ -315,4 +322,5 @@ class CheckpointManager:
         if self._reporter and self._replicas:
             self._reporter.event(event)
             if event.kind == "checkpoint_saved":
+                self._committed.append(int(event.data["step"]))
                 self._replicas.committed()
