@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from raydist.checkpoint import base_weights
+from raydist.checkpoint.base_weights import BASE
 from raydist.checkpoint.mirrors import Mirrors
 from raydist.checkpoint.source import MODEL, differences, others, split, untied, weights_of
 from raydist.data.batches import Cursor
@@ -24,9 +26,7 @@ from raydist.records import Event
 from raydist.redact import redact
 from raydist.run.directory import RunDir, resume_attempt, step_folder
 from raydist.spec import spec_hash
-from raydist.worker import base_weights
 from raydist.worker.attempt import Job
-from raydist.worker.base_weights import BASE
 from raydist.worker.checkpoint import memory_manager as memory_stores
 from raydist.worker.checkpoint import numbers, restore
 from raydist.worker.checkpoint.extra_state import EXTRA, ExtraState
