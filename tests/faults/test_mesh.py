@@ -2,7 +2,7 @@
 undisturbed one; its events name the rank, although the others of its replica wait for it. Replicas that differ, bad numbers and
 lack of memory: tests/faults/test_survived.py. Lost nodes: tests/end_to_end/test_nodes.py.
 
-Over a minute: 15 attempts of four ranks.
+Over a minute: 15 attempts of four ranks, and nine of four ranks that share experts.
 """
 
 from __future__ import annotations
@@ -96,3 +96,27 @@ def test_faults_of_each_rank_of_a_mesh(project: Any) -> None:
     assert noted == len(DEATHS) + len(REST) + 3, "slow storage has one on each of four ranks"
     assert exact(project.steps("mesh-faults")) == exact(project.steps("mesh-no-fault"))
     assert project.weights("mesh-faults", STEPS) == project.weights("mesh-no-fault", STEPS)
+
+
+EXPERTS = ["model.name=mixtral", "model.layers=2", "model.width=16", "model.heads=2", "model.hidden=16", "parallel.strategy=zero1",
+           "parallel.expert=4", "cluster.workers=4", "cluster.cpus_per_worker=0.5", "recovery.step_timeout=3",
+           "recovery.max_failures=-1", "train.steps=36", "checkpoint.keep=100"]  # fmt: skip
+
+
+def test_each_rank_that_shares_experts_stops_or_dies(project: Any) -> None:
+    """dp 4 with the experts of each layer on all four: SIGSTOP, then SIGKILL of each rank, while the others wait for its experts.
+    The rank is named, and the run has the bits of an undisturbed one."""
+    fields = [word for field in EXPERTS for word in ("--set", field)]
+    project.train("experts-no-fault", *fields, own_model=False)
+    faults: list[Fault] = [Suspend(rank=rank, step=2 + 4 * rank, phase="backward") for rank in range(4)]
+    faults += [Kill(rank=rank, step=18 + 4 * rank, phase="forward") for rank in range(4)]
+    done = project.warm("train", "job.yaml", "--name", "experts", *fields, *write(project, "experts", faults))
+    assert done.returncode == 0, done.stderr
+    failures = project.events("experts", "failure")
+    assert [(f["rank"], f["fault"]) for f in failures] == [
+        *((rank, "worker_hung") for rank in range(4)),
+        *((rank, "worker_died") for rank in range(4)),
+    ]
+    assert all("stopped (SIGSTOP)" in failure["cause"] for failure in failures[:4])
+    assert exact(project.steps("experts")) == exact(project.steps("experts-no-fault"))
+    assert project.weights("experts", 36) == project.weights("experts-no-fault", 36)
