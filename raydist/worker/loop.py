@@ -34,6 +34,8 @@ from raydist.worker.comm.compression.reducer import reducers_of
 from raydist.worker.comm.compression.state import NAME as COMPRESSION
 from raydist.worker.comm.compression.state import Compression
 from raydist.worker.comm.json_gather import gather_json
+from raydist.worker.comm.outer.hook import Outer
+from raydist.worker.comm.outer.state import OuterState
 from raydist.worker.dataloader import Feed
 from raydist.worker.distributed import Rank
 from raydist.worker.expert_loads import ExpertLoads
@@ -145,7 +147,8 @@ class _Run:
         self.precision = Precision(spec.precision, rank.device)
         self.loss = build_loss(spec)
         settled = build.settled(spec, rank, job.run, dataset.vocab_size, self._example, self._note)
-        self.strategy = build.build_strategy(settled, self.mesh)
+        self.replica = build.replica(spec, self.mesh)  # every rank, if replicas train apart
+        self.strategy = build.build_strategy(settled, self.replica or self.mesh)
         model = build.build_model(spec, dataset.vocab_size, self.strategy.takes_meta)
         if note := build.make_trainable(model):
             self._note(note)
@@ -180,6 +183,7 @@ class _Run:
         self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages, spec.comm.compresses)
         self.bad_steps = BadStepCheck(spec, self.mesh, job.run, job.attempt, model, reporter, self.feed.divide)
         self.noise = self._noise()
+        self.outer = Outer(spec.comm, self.replica, shards, self.total) if self.replica else None
         # State: from the newest good checkpoint, the same on all ranks.
         self.at = Progress()
         self.checkpoints = CheckpointManager(
@@ -187,7 +191,14 @@ class _Run:
             rank,
             reporter,
             self.at,
-            TrainState(model, self.optimizer, shards, frozen, frozenset(parameters.base)),
+            TrainState(
+                model,
+                self.optimizer,
+                shards,
+                frozen,
+                frozenset(parameters.base),
+                self.outer.weights if self.outer else None,
+            ),
             precision=self.precision,
             bad_steps=self.bad_steps,
             noise=self.noise,
@@ -201,16 +212,27 @@ class _Run:
         self.compression = self._compression()  # every rank: what would be sent is compared
         if self.compression:
             self.checkpoints.register(COMPRESSION, self.compression)
+        outer_state = None
+        if self.outer and self.replica:
+            outer_state = OuterState(self.outer, self.replica, model, self.optimizer, shards)
+            for name, state in outer_state.states.items():
+                self.checkpoints.register(name, state)
         startup.done("build")
         if has_base:  # checkpoints do not hold it
             self._load_pretrained(model, {**shards, **frozen}, dataset.vocab_size)
         if self.checkpoints.resume():
+            if outer_state:
+                outer_state.resumed()  # every rank: parts of weights are gathered
             self.strategy.updated()
         elif spec.init_from is not None:
             self.checkpoints.start_from(spec.init_from)
+            if outer_state:
+                outer_state.resumed()
             self.strategy.updated()
         elif spec.model.hf is not None and not has_base:
             self._load_pretrained(model, shards, dataset.vocab_size)
+            if self.outer:
+                self.outer.begin_anew()
             self.strategy.updated()
         startup.done("load")
         self.checkpoints.open()
@@ -219,6 +241,8 @@ class _Run:
         meter = MemoryMeter(rank.device, model, shards, self.optimizer)
         telemetry.memory = meter.read
         every = spec.train.check_gradients
+        if self.replica:
+            parameters = parameters.apart(self.replica.copy)
         self.gradients = GradientCheck(rank, parameters, every, reporter) if every else None
         every, say = spec.observe.histograms, reporter.say if reporter else None
         experts = ExpertLoads(parts_of(model), rank, spec.observe.expert_loads, say)
@@ -228,6 +252,7 @@ class _Run:
             telemetry,
             seeds,
             self.compression,
+            self.outer,
             self.experts,
             self.noise,
             self.gradients,
@@ -244,6 +269,7 @@ class _Run:
             self.precision,
             parameters=parameters,
             split=self.split,
+            replica=self.replica,
             full_tokens=full_tokens(self.batches, self.feed.samples),
             clip=spec.optim.clip,
             hooks=[hook for hook in hooks if hook is not None],
@@ -291,6 +317,8 @@ class _Run:
                             trace=self.tracer.requested(self.reporter.traces) if self.reporter else (0, 0),
                             samples=len(batch.ids),
                         )
+                    if self.outer and self.outer.stepped(at.step, self.checkpoints.before_update):  # every rank
+                        self.strategy.updated()
                     at.cursor, stop = batch.after, report.stop
                     at.loss = report.loss if math.isfinite(report.loss) else at.loss
                     ended = time.perf_counter()
@@ -328,6 +356,8 @@ class _Run:
                     if stop:
                         break
             self.heartbeat.enter("end")
+            if self.outer:
+                self.outer.close()
             if self.gradients:
                 self.gradients.close()
             self.checkpoints.finish()  # every rank
@@ -396,6 +426,9 @@ class _Run:
                     compression_error=sent.compression_error if sent else None,
                     sent_bytes=sent.sent_bytes if sent else None,
                     saved_bytes=sent.saved_bytes if sent else None,
+                    local_step=self.outer.local if self.outer else None,
+                    sync_seconds=self.outer.last[0] if self.outer and self.outer.last else None,
+                    sync_bytes=self.outer.last[1] if self.outer and self.outer.last else None,
                 )
             )
 
@@ -424,6 +457,9 @@ class _Run:
         every, batch = self.spec.observe.grad_noise, self.batches.global_batch
         if every is None:
             return None
+        if self.replica:
+            self._note("observe.grad_noise: not measured with comm.every: no step has the gradient of its global batch")
+            return None
         for axis, why in (
             ("expert", "a gradient of an expert has several ranks' samples"),
             ("context", "a rank's gradient has parts of samples"),
@@ -448,6 +484,8 @@ class _Run:
             due=lambda step: _due(step, every, self._checkpoint_due(step, step == self.last)),
             before_write=self._before_repair,
             reporter=self.reporter,
+            replica=self.replica,
+            together=self.outer.schedule.together if self.outer else lambda step: False,
         )
         if made.compares:
             return made

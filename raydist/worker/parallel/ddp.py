@@ -24,7 +24,7 @@ from raydist.worker.parallel import Example, ParamShard
 from raydist.worker.parallel._model_graph import check_graph
 from raydist.worker.precision import DTYPES
 
-PLAN = StrategyPlan(bucketed=True, compresses=True)
+PLAN = StrategyPlan(bucketed=True, compresses=True, local_steps=True)
 
 # Renamed in torch 2.13.
 _SYNC_BUFFERS = (

@@ -7,23 +7,19 @@ Parameters are gathered over the fast links within a group (a node, by default);
 
 from __future__ import annotations
 
-import math
-import os
-
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from raydist.errors import UserError
 from raydist.extension_plans import StrategyPlan
 from raydist.spec import JobSpec
 from raydist.spec.parts import near_divisors, problem
-from raydist.worker.comm import collectives
 from raydist.worker.parallel._fsdp import FullyShardedStrategy
 
 PLAN = StrategyPlan(
     sharded=("optimizer", "gradients", "parameters"),
     group=lambda spec, ranks, per_node: spec.parallel.shard or min(per_node, ranks),
     compresses=True,
+    local_steps=True,
 )
 
 VARIANTS = {"in pairs": {"shard": 2}}
@@ -48,24 +44,12 @@ class Strategy(FullyShardedStrategy):
     def devices(self) -> DeviceMesh:
         """(copies, ranks per copy). Raises UserError if the group size does not divide the number of ranks."""
         world = self._mesh.data_size
-        shard = self._spec.parallel.shard or self._shard_of_nodes()
+        shard = self._spec.parallel.shard or self._mesh.within_nodes()
         if world % shard:
             raise UserError(
                 f"parallel.shard: {shard} does not divide the {world} replicas of the model",
                 "set it to a divisor, such as the GPUs of a node",
             )
+        if self._mesh.copies > 1:  # the other copies train apart
+            return self._mesh.data_mesh((shard,), ("shard",))
         return self._mesh.data_mesh((world // shard, shard), ("replicate", "shard"))
-
-    def _shard_of_nodes(self) -> int:
-        """The largest group size with no group across nodes: the greatest common divisor of the numbers of replicas per node.
-
-        All ranks get the same number. Nodes may differ in size, and ranks that built different meshes would wait for each other.
-        """
-        world = self._rank.world_size
-        local = torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", world))])
-        sizes = torch.empty(world, dtype=local.dtype)
-        collectives.all_gather(sizes, local, group=self._rank.control)
-        shared = math.gcd(*sizes.tolist()) // (self._mesh.tensor * self._mesh.context)  # stages are on ranks far apart
-        return math.gcd(
-            max(shared, 1), self._mesh.data_size
-        )  # with one replica on several nodes there are no groups within one
