@@ -1,4 +1,7 @@
-"""Replicas that train apart, and outer steps: the same as a loop in plain torch, and the same bits after a restart."""
+"""Replicas that train apart, and outer steps: the same as a loop in plain torch, and the same bits after a restart.
+
+Over a minute: replicas of one rank and of two, four runs that are killed, and their undisturbed twins.
+"""
 
 from __future__ import annotations
 
@@ -162,9 +165,7 @@ def take(
         ("ddp", {"every": 3}, {"pipeline": 2}),
     ],
 )
-def test_equals_a_loop_in_plain_torch(
-    ranks: Any, strategy: str, comm: dict[str, Any], mesh: dict[str, int]
-) -> None:
+def test_equals_a_loop_in_plain_torch(ranks: Any, strategy: str, comm: dict[str, Any], mesh: dict[str, int]) -> None:
     """Two replicas, of one rank or of two, with accumulation, clipping by each replica's norm, masked tokens, and a batch of which
     one replica has nothing: losses, norms and the last weights. Within 1e-5: float32 sums in another order. All replicas end with
     the same bits."""
@@ -183,7 +184,7 @@ def test_equals_a_loop_in_plain_torch(
 def test_each_step_together_is_ddp(ranks: Any) -> None:
     """every: 1 with the mean of the weights, and inner SGD: the losses and weights of ddp, within float32's tolerance. Weights are
     those of tokens: the batches have masked ones."""
-    optim = {"name": "sgd", "lr": 1e-2, "clip": 0.0}
+    optim = {"name": "sgd", "lr": 1e-2, "clip": 0.0, "momentum": 0.0}
     together = {"every": 1, "outer": {"lr": 1.0, "momentum": 0.0}}
     of = [job("ddp", MODEL_OF, train={"steps": TOTAL}, optim=optim, comm=c) for c in ({}, together)]
     (plain, weights, _), *_ = run(ranks, trained, 2, of[0])
@@ -204,7 +205,7 @@ def test_rounded_outer_gradients(ranks: Any, name: str, near: float, comm: dict[
     every = run(ranks, trained, 2, spec_of("ddp", {**comm, "compress": name}))
     torch.manual_seed(1)
     first = dict(registry.load("model", "gpt")(spec_of("ddp", comm).model, VOCAB).named_parameters())
-    moved = max(float((plain[1][n] - p).abs().max()) for n, p in first.items())
+    moved = max(float((plain[1][n] - p.detach()).abs().max()) for n, p in first.items())
     for _, own, _ in every:
         assert all(torch.equal(own[n], every[0][1][n]) for n in own)
         assert max(float((own[n] - plain[1][n]).abs().max()) for n in own) < near * moved
@@ -227,9 +228,7 @@ def kept(trainer: Trainer) -> tuple[Weights, Weights, Weights]:
     assert trainer.outer is not None
     own = {n: s.local.detach().clone() for n, s in trainer.shards.items()}
     outer = {n: gathered(t, trainer.rank) for n, t in trainer.outer.weights.items()}
-    momentum = {
-        n: gathered(t, trainer.rank) for f in trainer.outer.fragments for n, t in f.parts(f.momentum).items()
-    }
+    momentum = {n: gathered(t, trainer.rank) for f in trainer.outer.fragments for n, t in f.parts(f.momentum).items()}
     return own, outer, momentum
 
 
@@ -356,7 +355,7 @@ def few(rank: Rank) -> str:
 def test_more_fragments_than_parameters(ranks: Any) -> None:
     """The error names both numbers."""
     (line, _) = run(ranks, few, 2)
-    assert line.startswith("comm.fragments: 50: a rank has 38 parameters; set it to 38 or less")
+    assert line.startswith("comm.fragments: 50: a rank has 29 parameters; set it to 29 or less")
 
 
 def test_fragments_are_even() -> None:
@@ -372,20 +371,20 @@ def test_fragments_are_even() -> None:
     ("fields", "line"),
     [
         (["comm.every=0"], "comm.every: 0: input should be greater than or equal to 1"),
-        (["comm={every: 32, fragments: 5}"], "comm.fragments: 5: does not divide every: 32; try 2 or 4 or 8"),
-        (["comm={every: 4, fragments: 8}"], "comm.fragments: 8: does not divide every: 4"),
-        (["comm={every: 32, fragments: 4, delay: 8}"], "comm.delay: 8: is not below the 8 steps"),
+        (["comm={every: 32, fragments: 5}"], "comm.fragments: 5 does not divide every: 32; try 2 or 4 or 8"),
+        (["comm={every: 4, fragments: 8}"], "comm.fragments: 8 does not divide every: 4"),
+        (["comm={every: 32, fragments: 4, delay: 8}"], "comm.delay: 8 is not below the 8 steps"),
         (["comm={every: 32, outer: {momentum: 1.0}}"], "comm.outer.momentum: 1.0: input should be less than 1"),
-        (["comm={every: 32, outer: {blend: 0.2}}"], "comm.outer.blend: 0.2: has no effect without delay"),
-        (["comm={outer: {lr: 0.5}}"], "comm.outer: {'lr': 0.5, 'momentum': 0.9, 'blend': 0.5}: belongs to an outer step"),
-        (["comm={delay: 2}"], "comm.delay: 2: belongs to an outer step, and there is none; set comm.every"),
-        (["comm={every: 32, compress: topk}"], "comm.compress: 'topk': does not go with comm.every"),
-        (["comm={every: 32, compress: int8, error_feedback: true}"], "comm.error_feedback: True: does not go with comm.every"),
-        (["comm.every=32", "parallel.strategy=zero2"], "comm.every: 32: does not go with parallel.strategy: zero2, which splits"),
-        (["comm.every=32", "cluster.workers=1"], "comm.every: 32: needs two replicas or more, and cluster.workers: 1 makes one"),
-        (["comm.every=32", "parallel={strategy: hsdp, shard: 2}"], "comm.every: 32: needs two replicas or more"),
-        (["comm.every=32", "parallel.context=2", "cluster.workers=4"], "comm.every: 32: does not go with parallel.context: 2"),
-        (["comm.every=32", "offload.optimizer=cpu"], "comm.every: 32: does not go with offload.optimizer: cpu"),
+        (["comm={every: 32, outer: {blend: 0.2}}"], "comm.outer.blend: 0.2 has no effect without delay"),
+        (["comm={outer: {lr: 0.5}}"], "comm.outer: {'lr': 0.5, 'momentum': 0.9, 'blend': 0.5} belongs to an outer step"),
+        (["comm={delay: 2}"], "comm.delay: 2 belongs to an outer step, and there is none; set comm.every"),
+        (["comm={every: 32, compress: topk}"], "comm.compress: 'topk' does not go with comm.every"),
+        (["comm={every: 32, compress: int8, error_feedback: true}"], "comm.error_feedback: True does not go with comm.every"),
+        (["comm.every=32", "parallel.strategy=zero2"], "comm.every: 32 does not go with parallel.strategy: zero2, which splits"),
+        (["comm.every=32", "cluster.workers=1"], "comm.every: 32 needs two replicas or more, and cluster.workers: 1 makes one"),
+        (["comm.every=32", "parallel={strategy: hsdp, shard: 2}"], "comm.every: 32 needs two replicas or more"),
+        (["comm.every=32", "parallel.context=2", "cluster.workers=4"], "comm.every: 32 does not go with parallel.context: 2"),
+        (["comm.every=32", "offload.optimizer=cpu"], "comm.every: 32 does not go with offload.optimizer: cpu"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_one_error(fields: list[str], line: str) -> None:

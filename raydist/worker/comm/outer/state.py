@@ -40,7 +40,11 @@ class OuterState:
     ) -> None:
         self._outer = outer
         self.replica = ReplicaState(mesh, model, optimizer, shards)
-        self.states: dict[str, ExtraState] = {"outer": Momentum(outer), "replica": self.replica, "outer_sum": SumInFlight(outer)}
+        self.states: dict[str, ExtraState] = {
+            "outer": Momentum(outer),
+            "replica": self.replica,
+            "outer_sum": SumInFlight(outer),
+        }
 
     def resumed(self) -> None:
         """After a load, of all states or of some. A collective."""
