@@ -58,7 +58,7 @@ class CommSpec(PartWithNewFields):
     fragments: int = Field(
         1,
         ge=1,
-        description="With every: parts of the model that are brought together one after another, at equal distances. Divides every.",
+        description="With every: parts of the model that are brought together one by one, at equal distances. Divides every.",
     )
     delay: int = Field(
         0,

@@ -172,8 +172,8 @@ class JobSpec(PartWithNewFields):
                               f"leave comm.every out, or set parallel.{axis}: 1")  # fmt: skip
         for field in ("optimizer", "parameters"):
             if (place := getattr(self.offload, field)) != "none":
-                raise problem("comm.every", every, f"does not go with offload.{field}: {place}: outer steps change weights that are "
-                              "on the device", f"leave one of them out, or set offload.{field}: none")  # fmt: skip
+                raise problem("comm.every", every, f"does not go with offload.{field}: {place}: outer steps change weights "
+                              "that are on the device", f"leave one of them out, or set offload.{field}: none")  # fmt: skip
         shard = parallel.shard or 1 if parallel.strategy == "hsdp" else 1
         if self.cluster.most // parallel.replica // shard < 2:
             raise problem("comm.every", every, "needs two replicas or more, and cluster.workers: "

@@ -215,8 +215,7 @@ def test_rounded_outer_gradients(ranks: Any, name: str, near: float, comm: dict[
 
 def state_of(trainer: Trainer) -> tuple[TrainState, OuterState]:
     assert trainer.outer is not None
-    assert trainer.replica is not None
-    extra = OuterState(trainer.outer, trainer.replica, trainer.model, trainer.optimizer, trainer.shards)
+    extra = OuterState(trainer.outer, trainer.model, trainer.optimizer, trainer.shards)
     state = TrainState(trainer.model, trainer.optimizer, trainer.shards, outer=trainer.outer.weights)
     for name, each in extra.states.items():
         state.register(name, each)

@@ -79,6 +79,16 @@ def test_experts(monitor: RunMonitor, tmp_path: Path) -> None:
     seen = watch.view(RunDir(tmp_path / "a-run"))
     assert (seen["expert_imbalance"], seen["exchanged_bytes"]) == (1.25, 3 << 20)
     assert "experts' imbalance 1.25  exchanged 3.0 MiB/step" in watch.line(seen)
+    assert "last sync" not in watch.line(seen)
+    monitor.end("finished")
+
+
+def test_outer_steps(monitor: RunMonitor, tmp_path: Path) -> None:
+    """What the last one cost is shown where replicas train apart."""
+    step = StepRecord(1, 3.0, 1e-3, 1.0, 10, 2.0, 0.1, 2, 1, "0" * 16, local_step=True)
+    monitor.push([replace(step, sync_seconds=0.05, sync_bytes=3 << 20).to_dict()], [])
+    monitor._store_state()
+    assert "last sync 3.0 MiB in 50 ms" in watch.line(watch.view(RunDir(tmp_path / "a-run")))
     monitor.end("finished")
 
 

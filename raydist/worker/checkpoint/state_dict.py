@@ -32,8 +32,8 @@ class TrainState:
 
     `shards`: `strategy.shards()`; `frozen`: those of parameters that are not trained; `base`: names of these that are no part of
     the state, because they are read from `model.hf`; `outer`: the weights that replicas have in common, if they train apart: they
-    are saved as the model's, and their own as extra state. To be made before the first step, with the optimizer as the spec built it: see
-    `restore`.
+    are saved as the model's, and their own as extra state. To be made before the first step, with the optimizer as the spec built
+    it: see `restore`.
     """
 
     def __init__(

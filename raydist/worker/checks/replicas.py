@@ -61,8 +61,8 @@ class ReplicaCheck(StepHook):
     """A hook of every step; and `before_save`, which the loop calls before each checkpoint and each copy in memory.
 
     `due(step)`: whether to compare before the update of `step`; `before_write` returns once no save reads the state any more.
-    `replica`: the mesh of this rank's replica, if replicas train apart; `together(step)`: whether after that step they have the same
-    weights.
+    `replica`: the mesh of this rank's replica, if replicas train apart; `together(step)`: whether after that step all have the
+    same weights.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class Outer(StepHook):
     """
 
     def __init__(self, spec: CommSpec, mesh: Mesh, shards: Mapping[str, ParamShard], total: int) -> None:
-        self._spec, self._mesh = spec, mesh
+        self._spec, self.mesh = spec, mesh
         self.schedule = Schedule.of(spec, total)
         _refuse(spec, shards)
         group: dist.ProcessGroup | None = None
@@ -125,7 +125,7 @@ class Outer(StepHook):
     def _start(self, n: int, step: int) -> None:
         fragment = self.fragments[n]
         own, every = self.tokens[n].tolist()
-        weight = own / every if every else 1.0 / self._mesh.copies
+        weight = own / every if every else 1.0 / self.mesh.copies
         self.tokens[n].zero_()
         begun = time.perf_counter()
         fragment.put(self.sent[: fragment.sent_bytes], weight)
@@ -134,7 +134,7 @@ class Outer(StepHook):
         self._waited = time.perf_counter() - begun
 
     def _send(self, n: int) -> None:
-        fragment, device = self.fragments[n], self._mesh.rank.device
+        fragment, device = self.fragments[n], self.mesh.rank.device
         done: Future[Tensor] = Future(devices=[device]) if device.type == "cuda" else Future()
 
         def run() -> None:

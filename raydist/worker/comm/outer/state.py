@@ -33,13 +33,12 @@ class OuterState:
     def __init__(
         self,
         outer: Outer,
-        mesh: Mesh,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         shards: Mapping[str, ParamShard],
     ) -> None:
         self._outer = outer
-        self.replica = ReplicaState(mesh, model, optimizer, shards)
+        self.replica = ReplicaState(outer.mesh, model, optimizer, shards)
         self.states: dict[str, ExtraState] = {
             "outer": Momentum(outer),
             "replica": self.replica,
