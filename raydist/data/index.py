@@ -22,6 +22,7 @@ import xxhash
 
 from raydist.data.chat_template import ChatFormat
 from raydist.errors import DataError
+from raydist.parsing import parse_json
 from raydist.storage import Storage
 
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
@@ -165,7 +166,7 @@ def fingerprint(train: SplitIndex, evaluation: SplitIndex, tokenizer: TokenizerI
 def read(storage: Storage) -> DatasetIndex:
     """The index of the dataset in that folder. Raises DataError if it is missing or cannot be read."""
     try:
-        raw = json.loads(storage.read(INDEX))
+        raw = parse_json(storage.read(INDEX))
         if raw["format"] != _FORMAT or raw["version"] != _VERSION:
             raise DataError(
                 f"{storage.uri}/{INDEX}: format {raw['format']} {raw['version']}, not {_FORMAT} {_VERSION}",

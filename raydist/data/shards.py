@@ -27,6 +27,7 @@ from raydist.data.documents import Document
 from raydist.data.index import COLUMN, COUNTS, SPLITS, Shard, Split
 from raydist.data.sources import Block
 from raydist.errors import DataError
+from raydist.parsing import parse_json
 from raydist.storage import Storage
 
 JOURNAL = ".prepare"
@@ -93,7 +94,7 @@ class Made:
     @classmethod
     def from_json(cls, text: str | bytes) -> Made:
         """The inverse of `to_json`. Raises ValueError, KeyError or TypeError for an invalid text."""
-        raw: dict[str, Any] = json.loads(text)
+        raw: dict[str, Any] = parse_json(text)
         for name in SPLITS:
             part = Part(**raw[name])
             part.shards = [Shard(**s) for s in raw[name]["shards"]]

@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from raydist.errors import Fenced, StorageError, UsageError
+from raydist.parsing import parse_json
 from raydist.run.directory import DRIVERS, Folder, RunDir
 from raydist.run.status import LOST_AFTER_S, gone, this_process
 
@@ -152,7 +153,7 @@ class DriverLease:
             data = self._run.storage.read(_stop_name(self._number))
             self._stop = "somebody"
             with suppress(ValueError, KeyError, TypeError):
-                who = json.loads(data)
+                who = parse_json(data)
                 self._stop = f"process {who['pid']} on {who['host']}"
 
     def _newest(self) -> tuple[int, dict[str, Any] | None]:
@@ -245,7 +246,7 @@ def _raw(folder: Folder, number: int) -> bytes:
 def _parsed(data: bytes) -> dict[str, Any] | None:
     """The content of a lease; None if it is damaged."""
     try:
-        found = json.loads(data)
+        found = parse_json(data)
         driver = {**found["driver"], "host": str(found["driver"]["host"]), "pid": int(found["driver"]["pid"])}
         known = {"key": str(found["key"]), "renewed_at": float(found["renewed_at"]), "ended": bool(found["ended"])}
         return {**found, **known, "driver": {**driver, "since": float(driver["since"])}}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from raydist.errors import StorageError
+from raydist.parsing import parse_json
 from raydist.printable import printable
 from raydist.records import Status
 from raydist.redact import redact
@@ -42,7 +43,7 @@ def write_state(run: RunDir, state: dict[str, Any]) -> None:
 def last_word(run: RunDir) -> dict[str, Any] | None:
     """The content of state.json, which may be outdated; None if no monitor has written it. Raises StorageError."""
     try:
-        state = printable(json.loads(run.storage.read(STATE)))
+        state = printable(parse_json(run.storage.read(STATE)))
         driver = state["driver"]
         facts = {
             "status": _known_status(state["status"]),
