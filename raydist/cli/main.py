@@ -166,7 +166,10 @@ def _command(arguments: list[str]) -> str:
 
 def _started(arguments: list[str] | None) -> bool:
     """Whether the command may have started something that storage has then stopped."""
-    return _command(sys.argv[1:] if arguments is None else arguments) not in _READING
+    words = [word for word in (sys.argv[1:] if arguments is None else arguments) if not word.startswith("-")]
+    return words[:1] in (["train"], ["submit"], ["bench"]) or (
+        words[:1] == ["sweep"] and words[1:2] not in (["results"], ["best"], ["report"])
+    )
 
 
 def _run(arguments: list[str] | None) -> None:

@@ -24,7 +24,7 @@ from raydist.data import documents, sources, tokenizers
 from raydist.data.chat_template import ChatFormat, Rendered
 from raydist.data.conversations import Conversations
 from raydist.data.documents import Document
-from raydist.data.index import COLUMN, COUNTS, SPLITS, Shard, Split
+from raydist.data.index import COLUMN, COUNTS, SPLITS, Shard, Split, block_hashes
 from raydist.data.sources import Block
 from raydist.errors import DataError
 from raydist.parsing import parse_json
@@ -275,7 +275,8 @@ class _Writer:
             columns[COUNTS] = counts[:count]
         raw = arrow_file(columns)
         self._storage.write(name, memoryview(raw))  # type: ignore[arg-type]  # any buffer works
-        self._part.shards.append(Shard(name, count, raw.size, xxhash.xxh3_128_hexdigest(memoryview(raw))))
+        data = memoryview(raw)
+        self._part.shards.append(Shard(name, count, raw.size, xxhash.xxh3_128_hexdigest(data), block_hashes(data)))
         self._part.tokens += count
 
 

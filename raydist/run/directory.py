@@ -267,9 +267,9 @@ def fenced(run: RunDir, number: int) -> bool:
 
 def is_place(name: str) -> bool:
     """Whether what a user names is a folder's path or URI, and not only a name under the storage. Raises UsageError."""
-    if "\0" in name or len(name) > LONGEST_NAME:
+    if not name or "\0" in name or len(name) > LONGEST_NAME:
         raise UsageError(
-            f"{quoted(name)!r} is not a run: it has more than {LONGEST_NAME} characters, or a NUL", "check the name"
+            f"{quoted(name)!r} is not the name of a run or a folder", f"give 1 to {LONGEST_NAME} characters"
         )
     return "/" in name or "://" in name or Path(name).is_dir()
 

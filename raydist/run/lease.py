@@ -30,6 +30,7 @@ from raydist.errors import Fenced, StorageError, UsageError
 from raydist.parsing import parse_json
 from raydist.run.directory import DRIVERS, Folder, RunDir
 from raydist.run.status import LOST_AFTER_S, gone, this_process
+from raydist.storage import NO_FOLDER
 
 RENEW_S = 5.0
 SETTLE_S = 2.0
@@ -88,7 +89,14 @@ class DriverLease:
             time.sleep(_LOOK_S)  # until that driver ends, or its lease expires
             number, holder = self._newest()
         self._number = number + 1
-        won = run.storage.write_new(self._name(self._number), self._dumps())
+        try:
+            won = run.storage.write_new(self._name(self._number), self._dumps())
+        except StorageError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in NO_FOLDER:
+                raise UsageError(
+                    f"run {run.name} cannot be stored: {error.message}", "give another --storage"
+                ) from error
+            raise
         if won and run.storage.local is None:
             time.sleep(settle_s)
         number, holder = self._newest()

@@ -12,12 +12,12 @@ from typing import Any
 
 from raydist.checkpoint import manifest
 from raydist.data.dataset import TokenDataset
-from raydist.errors import QuantizationRefused, UsageError
+from raydist.errors import QuantizationRefused
 from raydist.redact import beside
 from raydist.run.directory import RunDir
 from raydist.spec import read_stored
 from raydist.worker import int8
-from raydist.worker.checkpoint.export import exists, export, scratch_of
+from raydist.worker.checkpoint.export import check_new, export, scratch_of
 from raydist.worker.evaluate import Evaluation, batches_of, evaluate
 from raydist.worker.exported import open_folder
 from raydist.worker.loss import build as build_loss
@@ -61,8 +61,7 @@ def export_int8(
     Raises QuantizationRefused if the held-out loss rises by more than `max_increase` nats, or is not finite; and what `export`
     raises.
     """
-    if exists(out):
-        raise UsageError(f"{out} exists", "give a folder that does not exist yet")
+    check_new(out)
     with scratch_of(out) as scratch:
         plain, made = scratch / "plain", scratch / "int8"
         export(run, step, plain, "huggingface", dataset, **options)
