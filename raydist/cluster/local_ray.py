@@ -98,6 +98,12 @@ def running(temp_dir: Path, *, object_store_bytes: int, metrics_port: int | None
         _sweep(temp_dir)
 
 
+def pids(node: Any) -> dict[str, int]:
+    """ "GCS" and "raylet" -> the pid of its process, a child of this one."""
+    running = node.all_processes
+    return {"GCS": running["gcs_server"][0].process.pid, "raylet": running["raylet"][0].process.pid}
+
+
 def _sweep(temp_dir: Path) -> None:
     """Kills the remaining processes of a Ray whose raylet is gone: sometimes an actor hangs forever in its own shutdown.
 

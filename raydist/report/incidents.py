@@ -112,10 +112,9 @@ def _one(
 
 def _failure(event: Event, step: int | None, rest: Sequence[Event]) -> dict[str, Any]:
     data = event.data
-    remedy = REMEDIES.get(data["fault"])
-    made = _one(
-        event.at, data["fault"].replace("_", " "), data["attempt"], step, data.get("rank"), data["cause"], remedy
-    )
+    fault = data.get("fault") or "failure"
+    remedy = REMEDIES.get(fault)
+    made = _one(event.at, fault.replace("_", " "), data["attempt"], step, data.get("rank"), data["cause"], remedy)
     return {
         **made,
         "severity": "critical",

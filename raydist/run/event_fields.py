@@ -102,7 +102,7 @@ FIELDS: dict[str, dict[str, str]] = {
     "data_stalled": {"step": "integer?", "rank": "integer?"},
     "trace_failed": {"rank": "integer?"},
     "fault": {"fault": "text", "rank": "integer?", "step": "integer", "attempt": "integer"},
-    "failure": {"attempt": "integer", "rank": "integer?", "cause": "text", "fault": "text", "traceback": "text?"},
+    "failure": {"attempt": "integer", "rank": "integer?", "cause": "text", "fault": "text?", "traceback": "text?"},
     "decision": {"action": "text", "because": "text"},
     "ended": {"status": "text", "cause": "text?"},
     # of a sweep's cells
