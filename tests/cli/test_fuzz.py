@@ -37,8 +37,8 @@ from raydist.spec.sweep import load_sweep
 from tests.report import story
 from tests.report.sweep.conftest import Swept, train
 
-DEADLINE_S = 10
-"""For a command that hangs."""
+DEADLINE_S, ASLEEP_S = 10, 120
+"""For a command that hangs: of processor time, and of a wait for something that never comes."""
 EXAMPLES = int(os.environ.get("RAYDIST_FUZZ", "0"))
 MARK = "\x1b]0;title\x07\x1b[31m\x9b31m\u202e\r"
 CONTROL = set("\x1b\x07\x9b\u202e\r\x00")
@@ -261,14 +261,15 @@ class Hangs(BaseException):
 
 
 def call(command: list[str]) -> tuple[int, str, str]:
-    """A command in this process: exit code, stdout, stderr. Raises Hangs after DEADLINE_S."""
+    """A command in this process: exit code, stdout, stderr. Raises Hangs."""
 
     def stop(*_: Any) -> None:
         raise Hangs(command)
 
     out, err = io.StringIO(), io.StringIO()
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(DEADLINE_S)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGALRM, signal.SIGPROF)}
+    signal.setitimer(signal.ITIMER_PROF, DEADLINE_S)
+    signal.setitimer(signal.ITIMER_REAL, ASLEEP_S)
     path = list(sys.path)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -277,6 +278,8 @@ def call(command: list[str]) -> tuple[int, str, str]:
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1, out.getvalue(), err.getvalue()
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         sys.path[:] = path

@@ -18,6 +18,7 @@ import yaml
 
 from raydist.errors import SpecError
 from raydist.parsing import JOB_BYTES, parse_json, quoted, read_text
+from raydist.printable import printable
 from raydist.spec.deepspeed.fields import FIELDS, RULES
 from raydist.spec.deepspeed.reading import Field, Reading
 
@@ -181,7 +182,7 @@ def _is_off(value: Any, known: Field) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     """The file's JSON. Raises SpecError."""
     try:
-        found = parse_json(read_text(path, JOB_BYTES), pairs=_once)
+        found = printable(parse_json(read_text(path, JOB_BYTES), pairs=_once))  # its names are printed
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.json")], n=1)
         hint = f'did you mean "{path.parent / near[0]}"?' if near else "check the path of the DeepSpeed file"
