@@ -91,7 +91,7 @@ class Supervisor:
         self._lost, self._asked = lost, asked
         self._ending: Ending | None = None
         self._error: BaseException | None = None
-        self._seen = 0
+        self._seen = self._attempt = 0
         self._begun = self._shown = time.monotonic()
 
     @classmethod
@@ -263,6 +263,10 @@ class Supervisor:
         if self._stop_request.signals and snapshot["command"] is None and not last:
             self._monitor.command(self._stop_request.command())  # the monitor was restarted and has lost the command
         for raw in snapshot["events"]:
+            if raw["kind"] == "attempt_started":
+                self._attempt = int(raw["attempt"])
+            elif raw["kind"] == "checkpoint_saved":
+                self._attempts.saved(self._attempt, int(raw["step"]))
             self._view.event(Event.from_dict(raw))
         self._view.update(snapshot)
         if snapshot["record"] is not None:
