@@ -35,7 +35,7 @@ def kind(prop: dict[str, Any], defs: dict[str, Any]) -> str:
     words = {"number": "number", "integer": "whole number", "boolean": "true or false", "string": "text", "null": "null",
              "array": "list", "object": "fields"}  # fmt: skip
     limits = [
-        f"{sign} {prop[key]:g}"
+        f"{sign} {prop[key]:{',d' if isinstance(prop[key], int) and prop[key] > 9999 else 'g'}}"
         for key, sign in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
         if key in prop and abs(prop[key]) < 2**53
     ]

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from raydist.cgroups import memory_cgroup
+
 
 class _Kind(NamedTuple):
     """A version's files, and the entries of its memory.stat that the kernel reclaims before it kills a process."""
@@ -31,15 +33,12 @@ class MemoryGroup:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._levels: list[Path] = []
-        found = _find(root)
+        found = memory_cgroup(root=root)
         if found is not None:
-            self._kind, mount, innermost = found
-            while True:
-                if (innermost / self._kind.limit).exists():
-                    self._levels.append(innermost)
-                if innermost == mount:
-                    break
-                innermost = innermost.parent
+            self._kind = _V1 if found.version == 1 else _V2
+            inside = found.inside or Path()
+            levels = [found.mount / level for level in (inside, *inside.parents)]
+            self._levels = [level for level in levels if (level / self._kind.limit).exists()]
 
     def read(self) -> tuple[int, int] | None:
         """(bytes in use that cannot be reclaimed, limit) of the group with the lowest limit; None if there is no limit."""
@@ -57,29 +56,3 @@ class MemoryGroup:
             if name in self._kind.reclaimable:
                 used -= int(value)
         return max(used, 0), limit
-
-
-def _find(root: Path) -> tuple[_Kind, Path, Path] | None:
-    """The version with the memory controller, its mount point, and this process's group below it."""
-    own = root / "proc/self/cgroup"
-    if not own.exists():
-        return None  # a kernel without control groups
-    groups: dict[str, str] = {}
-    for line in own.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        groups.update(dict.fromkeys(controllers.split(","), path))
-    for line in (root / "proc/self/mountinfo").read_text().splitlines():
-        left, _, right = line.partition(" - ")
-        top, place = left.split()[3:5]
-        system, _, options = right.split()[:3]
-        if system == "cgroup" and "memory" in options.split(",") and "memory" in groups:
-            kind, path = _V1, groups["memory"]
-        elif system == "cgroup2" and "memory" not in groups and "" in groups:
-            kind, path = _V2, groups[""]
-        else:
-            continue
-        mount = root / place.lstrip("/")
-        # A container without a cgroup namespace sees the host's path, but only its own part is mounted.
-        inside = Path(path).relative_to(top) if Path(path).is_relative_to(top) else Path()
-        return kind, mount, mount / inside
-    return None
