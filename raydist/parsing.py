@@ -174,7 +174,7 @@ def _check_yaml(data: bytes | str) -> None:
         elif isinstance(event, yaml.AliasEvent):
             if any(event.anchor == outer for outer, _ in containers):
                 raise ValueError(f"the alias *{event.anchor:.{NAME}} stands in what it names")
-            anchor, grown = None, sizes.get(event.anchor, 0)
+            anchor, grown = None, sizes.get(event.anchor or "", 0)
         else:
             continue
         if anchor is not None:

@@ -2,7 +2,7 @@
 
 Runs in: the driver, in a thread. Never imports torch or ray: it asks the kernel, which answers whatever has become of Ray.
 
-A dead GCS, raylet or coordinator does not come back, and Ray's client would end this process without a message. A process that is stopped
+A dead GCS or raylet does not come back, and Ray's client would end this process without a message. A process that is stopped
 (SIGSTOP, a debugger, a frozen cgroup) may go on: only its silence counts, as with the head of a cluster. A stopped monitor is
 killed, because Ray then starts it again.
 """
@@ -33,7 +33,6 @@ class PrivateHead:
         self._stopped: dict[tuple[str, int], float] = {}
         """(name, pid) -> since when it has been stopped."""
         self._dead = ""
-        self._coordinators: set[int] = set()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="raydist-head", daemon=True)
         self._thread.start()
@@ -45,12 +44,12 @@ class PrivateHead:
 
     @property
     def dead(self) -> bool:
-        """Whether the GCS, the raylet or a coordinator has exited: none is started again."""
+        """Whether the GCS or the raylet has exited: neither is started again."""
         return bool(self._dead)
 
     @property
     def patience_s(self) -> float:
-        """How long a run may go on without the dead process. Without GCS or coordinator the ranks can save a checkpoint."""
+        """How long a run may go on without the dead process. Without the GCS the ranks can save a checkpoint."""
         return 0.0 if self._dead.startswith("Ray's raylet") else GCS_S
 
     def why(self, seconds: float) -> str:
@@ -75,13 +74,7 @@ class PrivateHead:
                 self._dead = f"Ray's {name} (process {pid}) has exited{_how(pid)}"
         if self._dead:
             return
-        actors = _actors(self._processes["raylet"])
-        coordinators = {pid for name, pid in actors if name == "coordinator"}
-        if gone := self._coordinators - coordinators:
-            self._dead = f"Ray's coordinator (process {min(gone)}) has exited"
-            return
-        self._coordinators = coordinators
-        watched = [*self._processes.items(), *actors]
+        watched = [*self._processes.items(), *_actors(self._processes["raylet"])]
         stopped = {one for one in watched if _state(one[1]) in ("T", "t")}
         self._stopped = {one: self._stopped.get(one, now) for one in stopped}
         for (name, pid), since in self._stopped.items():
