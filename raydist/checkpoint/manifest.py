@@ -151,20 +151,19 @@ class Manifest:
         numbers = [self.step, self.world_size, self.attempt, *self.mesh.values()]
         for shard in self.files.values():
             numbers.append(shard.bytes)
-        for name, entry in self.tensors.items():
+        texts = [self.spec_hash, *self.versions.values(), *(f.xxh3 for f in self.files.values())]
+        for entry in self.tensors.values():
+            texts.append(entry.dtype)
             numbers += entry.shape
             for chunk in entry.chunks:
                 numbers += [*chunk.offsets, *chunk.sizes, chunk.start, chunk.length]
-                if chunk.file not in self.files:
-                    raise ValueError(f"{name} is in {chunk.file!r:.200}, which is not among its files")
+                texts.append(chunk.file)
         if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
             raise ValueError("a step, a size or an offset is not a number")
         if any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in (self.saved_at, self.eval_loss or 0.0)):
             raise ValueError("a time or a loss is not a number")
-        texts = [self.spec_hash, *self.versions.values(), *(f.xxh3 for f in self.files.values())]
-        texts += [entry.dtype for entry in self.tensors.values()]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError("a hash, a dtype or a version is not text")
+            raise ValueError("a hash, a dtype, a version or a file is not text")
         if not isinstance(self.plain, dict) or not isinstance(self.numbers, dict):
             raise ValueError("plain or numbers is not a mapping")
 

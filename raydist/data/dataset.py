@@ -215,7 +215,7 @@ class TokenSplit:
         hashes = self.shards[i].blocks
         assert hashes is not None
         for block in sorted(blocks):
-            data = memoryview(shard.raw[block * BLOCK : (block + 1) * BLOCK])
+            data = shard.raw[block * BLOCK : (block + 1) * BLOCK].data
             if xxhash.xxh3_64_hexdigest(data) != hashes[block * DIGITS : (block + 1) * DIGITS]:
                 raise DataError(
                     f"{self._storage.uri}/{self.shards[i].file}: bytes {block * BLOCK} to {block * BLOCK + len(data) - 1} are "
