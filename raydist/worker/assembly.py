@@ -53,7 +53,7 @@ from raydist.worker.parallel._split import split_layers
 from raydist.worker.parameter_table import ParameterTable, gather_parameters
 from raydist.worker.precision import Precision
 from raydist.worker.run_hooks import RunHooks
-from raydist.worker.step import MESSAGES, TrainStep
+from raydist.worker.step import TrainStep
 from raydist.worker.step_hooks import BeforeUpdate, StepHook
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class Assembly:
     def _messages(self) -> list[tuple[str, int, str]]:
         """The collectives of a step that have a name: (kind, elements, name)."""
         loads = [self.experts.message] if self.experts else []
-        return [*MESSAGES, *loads, *getattr(self.strategy, "messages", list)()]
+        return [*self.train_step.messages(), *loads, *getattr(self.strategy, "messages", list)()]
 
     def _checkpoint_due(self, step: int, ending: bool) -> bool:
         return due(step, self.spec.checkpoint.every, ending)

@@ -91,6 +91,18 @@ class TrainStep:
         self.optimizer_hooks = hooks_of(optimizer, strategy.scale_grads)
         self.heartbeat = heartbeat or Heartbeat()
 
+    def messages(self) -> list[tuple[str, int, str]]:
+        """MESSAGES, as many elements as they have here."""
+        if self.parts is None:
+            return list(MESSAGES)
+        more = self.parts.count - 1
+        sizes = {
+            "sums of the step": 6 + more,
+            "sums of the evaluation": 2 + more,
+            "gradient norm": self._grad_norm.numbers,
+        }
+        return [(kind, sizes.get(name, elements), name) for kind, elements, name in MESSAGES]
+
     def __call__(
         self,
         number: int,

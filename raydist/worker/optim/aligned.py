@@ -39,7 +39,7 @@ def whole_vectors(rows: Sequence[Row]) -> Iterator[list[Row]]:
             padded = torch.zeros(len(tensors), VECTOR, dtype=tensors[0].dtype)
             for into, tensor in zip(padded, tensors, strict=True):
                 into[:rest] = tensor[body:]
-            made.append((*padded, steps))  # type: ignore[arg-type]
+            made.append((*padded, steps))
             copies += [(tensors[i][body:], padded[i][:rest]) for i in (0, 2, 3)]
     yield made
     for original, changed in copies:

@@ -57,10 +57,11 @@ class RowNorm:
                 at = first + part * whole + shard.first_row
                 self._own.append((shard.local, slice(at, at + rows)))
             first += columns * whole
-        self._rows = first
+        self.numbers = first
+        """That are summed over the ranks."""
 
     def __call__(self) -> Tensor:
-        squares = torch.zeros(self._rows, dtype=torch.float64, device=self._device)
+        squares = torch.zeros(self.numbers, dtype=torch.float64, device=self._device)
         for local, rows in self._own:
             if local.grad is not None:
                 norms = torch.linalg.vector_norm(local.grad.reshape(rows.stop - rows.start, -1), dim=1)
@@ -72,6 +73,9 @@ class RowNorm:
 
 class GradNorm:
     """Call it when every shard has its gradient: `grad_norm` of all ranks, or nothing is sent if each holds the whole gradient."""
+
+    numbers = 1
+    """That are summed over the ranks."""
 
     def __init__(self, parameters: ParameterTable, rank: Rank) -> None:
         self._device = rank.device
