@@ -135,16 +135,17 @@ def _measure(folder: RunDir | SweepDir) -> tuple[int, int]:
 
 def _stays(folder: RunDir | SweepDir) -> tuple[str, ...]:
     """One line per storage that keeps copies of its checkpoints."""
-    from raydist.errors import SpecError
+    import yaml
+
+    from raydist.parsing import parse_yaml
     from raydist.run.directory import SPEC, RunDir
     from raydist.run.sweep_directory import BASE
-    from raydist.spec import read_stored
 
     try:
-        spec = read_stored(folder.storage, SPEC if isinstance(folder, RunDir) else BASE)
-    except (OSError, SpecError):
+        spec = parse_yaml(folder.storage.read(SPEC if isinstance(folder, RunDir) else BASE))
+        replicas = list((spec.get("checkpoint") or {}).get("replicas") or [])
+    except (OSError, AttributeError, TypeError, ValueError, yaml.YAMLError):
         return ()
-    replicas = spec.checkpoint.replicas
     return tuple(f"copies of its checkpoints in {replica} are kept" for replica in replicas)
 
 

@@ -9,17 +9,17 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raydist.errors import SpecError
+from raydist.parsing import parse_yaml
 from raydist.report import text, time_breakdown
-from raydist.run.directory import RunDir
+from raydist.run.directory import SPEC, RunDir
 from raydist.run.log import plain, read_events
 from raydist.run.status import read_state
 from raydist.run.telemetry_log import read_samples
-from raydist.spec import read_stored
 
 WINDOW_S = 30.0
 """The time that shares and rates cover."""
@@ -172,8 +172,9 @@ def _node(rows: list[Any]) -> dict[str, Any]:
 
 def _total(run: RunDir) -> int | None:
     try:
-        return read_stored(run.storage).train.steps
-    except (FileNotFoundError, SpecError):
+        steps = parse_yaml(run.storage.read(SPEC))["train"]["steps"]  # of any version of raydist
+        return None if steps is None else int(steps)
+    except (FileNotFoundError, KeyError, TypeError, ValueError, yaml.YAMLError):
         return None
 
 
