@@ -9,7 +9,6 @@ Leases and marks expire, in case their process died. These are files: it works o
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
@@ -21,6 +20,7 @@ from pathlib import PurePosixPath
 from raydist.checkpoint import manifest
 from raydist.checkpoint.manifest import path
 from raydist.errors import CheckpointNotFound, StorageError
+from raydist.parsing import parse_json
 from raydist.run.directory import CHECKPOINTS, RunDir, manifest_attempt, step_folder
 from raydist.storage import Storage
 
@@ -40,9 +40,10 @@ class Lease:
         """Raises CheckpointNotFound if that checkpoint is being pruned."""
         self._storage = run.storage
         self._name: str | None = path(step, f"{LEASE}{uuid.uuid4().hex[:12]}")
-        gone = CheckpointNotFound(f"{run.uri}: the checkpoint of step {step} was just pruned", "take a newer one")
-        if run.manifest(step) is None:
-            raise gone
+        steps = run.committed()
+        if step not in steps:
+            raise manifest.no_checkpoint(run, step, steps)
+        gone = CheckpointNotFound(f"{run.uri}: the checkpoint of step {step} is being pruned", "take a newer one")
         try:
             self.renew()
         except StorageError:
@@ -164,6 +165,6 @@ def _remove(storage: Storage, step: int, attempt: int | None) -> bool:
 
 def _fresh(storage: Storage, name: str) -> bool:
     try:
-        return float(json.loads(storage.read(name))["until"]) > time.time()
-    except FileNotFoundError:
+        return float(parse_json(storage.read(name))["until"]) > time.time()
+    except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError):  # both are written as a whole
         return False

@@ -158,12 +158,9 @@ def prune(
 
 def _keep(run: RunDir) -> int:
     """`checkpoint.keep` of the run's own spec."""
-    import yaml
+    from raydist.spec import read_stored
 
-    from raydist.run.directory import SPEC
-    from raydist.spec import parse
-
-    return parse(yaml.safe_load(run.storage.read(SPEC)), source=f"{run.uri}/{SPEC}").checkpoint.keep
+    return read_stored(run.storage).checkpoint.keep
 
 
 @app.command()

@@ -130,6 +130,11 @@ def _data(job: JobSpec, home: str, starting: Starting) -> tuple[TokenDataset, in
 
     with data_progress(starting.hide) as report:
         dataset = TokenDataset(open_or_prepare(job.data, home, report))
+    if not dataset.index.has_block_hashes:
+        starting.note(
+            f"raydist: {dataset.uri} has no hashes of blocks, as an older version prepared it: a changed byte is not noticed "
+            "while training; `raydist data verify` finds it"
+        )
     job.model.rows(dataset.vocab_size)
     batches = batches_of(job, training_samples(job, dataset), dataset.fingerprint)
     return dataset, job.train.total(batches.steps_per_epoch)

@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from raydist.parsing import parse_yaml
 from raydist.report import text, time_breakdown
 from raydist.run.directory import SPEC, RunDir
 from raydist.run.log import plain, read_events
@@ -175,10 +176,10 @@ def _node(rows: list[Any]) -> dict[str, Any]:
 
 def _total(run: RunDir) -> int | None:
     try:
-        steps = yaml.safe_load(run.storage.read(SPEC))["train"]["steps"]
-    except (FileNotFoundError, KeyError, TypeError, yaml.YAMLError):
+        steps = parse_yaml(run.storage.read(SPEC))["train"]["steps"]  # of any version of raydist
+        return None if steps is None else int(steps)
+    except (FileNotFoundError, KeyError, TypeError, ValueError, yaml.YAMLError):
         return None
-    return int(steps) if steps is not None else None
 
 
 def _percent(share: float | None) -> str:

@@ -55,7 +55,9 @@ def fold(events: Iterable[Event]) -> dict[str, CellState]:
         match event.kind:
             case "started":
                 cell.status, cell.cause = "running", None
-                cell.stretches.append(Stretch(event.at, int(data.get("workers", 1)), float(data.get("gpus", 0))))
+                cell.stretches.append(
+                    Stretch(event.at, max(1, int(data.get("workers") or 1)), float(data.get("gpus") or 0))
+                )
                 cell.micro_batch = data.get("micro_batch", data.get("max_tokens", cell.micro_batch))
             case "finished":
                 cell.status, cell.cause = "finished", None

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from raydist import registry
@@ -25,9 +24,10 @@ from raydist.checkpoint.huggingface import part_shape
 from raydist.data.dataset import TokenDataset
 from raydist.data.tokenizers import END, Bytes, Library
 from raydist.errors import DataError, UsageError, UserError
+from raydist.parsing import quoted
 from raydist.redact import beside
-from raydist.run.directory import SPEC, RunDir
-from raydist.spec import ModelSpec, parse
+from raydist.run.directory import RunDir
+from raydist.spec import ModelSpec, read_stored
 from raydist.spec.huggingface import Piece, format_of
 from raydist.worker.checkpoint.adapters import MergedWeights, refuse_peft
 from raydist.worker.checkpoint.safetensors_writer import Output, write_files
@@ -60,9 +60,8 @@ def export(
         raise UsageError(f"--format {format}: cannot be written", f"there are: {', '.join(FORMATS)}")
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: cannot be written", f"there are: {', '.join(DTYPES)}")
-    if out.exists():
-        raise UsageError(f"{out} exists", "give a folder that does not exist yet")
-    spec = parse(yaml.safe_load(run.storage.read(SPEC)), source=f"{run.uri}/{SPEC}")
+    check_new(out)
+    spec = read_stored(run.storage)
     if format_of(spec.model.name) is None and _own_export(spec.model) is None:
         raise UserError(
             f"model.name: {spec.model.name}: has no counterpart in transformers",
@@ -102,12 +101,35 @@ def _weights(run: RunDir, step: int | None, model: ModelSpec) -> Iterator[Weight
             yield merged
 
 
+def check_new(out: Path) -> None:
+    """Raises UsageError if there is such a file or folder, or if none can have that name."""
+    try:
+        there = out.exists()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--out {quoted(out)}: {getattr(error, 'strerror', error)}", "give another folder") from None
+    if there:
+        raise UsageError(f"{out} exists", "give a folder that does not exist yet")
+
+
+@contextmanager
+def scratch_of(out: Path) -> Iterator[Path]:
+    """A temporary folder beside `out`, which is to be made. Raises UsageError if none can be made there."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix=f".{out.name[:100]}-", dir=out.parent)
+    except OSError as error:
+        raise UsageError(
+            f"--out {quoted(out)}: no folder can be made there: {error.strerror}", "give another one"
+        ) from None
+    with folder as made:
+        yield Path(made)
+
+
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder that becomes `out` at the end of the block, and is deleted if the block raises."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
-        whole = Path(scratch) / "whole"  # not made by tempfile, to have the usual permissions
+    """A folder that becomes `out` at the end of the block, and is deleted if the block raises. Raises UsageError."""
+    with scratch_of(out) as scratch:
+        whole = scratch / "whole"  # not made by tempfile, to have the usual permissions
         whole.mkdir()
         yield whole
         whole.rename(out)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from raydist.errors import Rollback, StorageError, SuspectHardware
+from raydist.parsing import parse_json
 from raydist.run.directory import DRIFT, RunDir
 from raydist.worker import distributed
 from raydist.worker.comm.json_gather import gather_json
@@ -231,7 +232,7 @@ class ReplicaCheck(StepHook):
         seen: Counter[tuple[str, str]] = Counter()
         for file in files:
             try:
-                seen.update({(p["host"], p["device"]) for p in json.loads(storage.read(file))["odd"]})
+                seen.update({(p["host"], p["device"]) for p in parse_json(storage.read(file))["odd"]})
             except (ValueError, KeyError, TypeError) as error:
                 raise StorageError(f"{self._run.uri}/{file} is no drift: {error}", "delete it") from error
         body = {"step": step, "attempt": self._attempt, "odd": odd, "tensors": names}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from raydist import pysource
 from raydist.errors import UserError
+from raydist.parsing import parse_json
 from raydist.spec.parts import Part, problem
 from raydist.worker.model._decoder import append, draw
 from raydist.worker.model._rotary import packed_mask, packed_positions
@@ -94,7 +94,7 @@ def values(spec: ModelSpec) -> dict[str, Any] | None:
     path = Path(config).expanduser()
     path = path / "config.json" if path.is_dir() else path
     try:
-        read = json.loads(path.read_bytes())
+        read = parse_json(path.read_bytes())
     except OSError as error:
         raise problem(field, config, f"{path} cannot be read: {error.strerror}", "check the path") from None
     except ValueError as error:

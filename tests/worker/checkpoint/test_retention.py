@@ -74,7 +74,7 @@ def test_a_reader_in_the_midst_of_pruning_turns_away(run: RunDir, monkeypatch: p
 
     def come_first(name: str) -> None:
         monkeypatch.undo()
-        with pytest.raises(CheckpointNotFound, match="step 1 was just pruned") as caught:
+        with pytest.raises(CheckpointNotFound, match="step 1 is being pruned") as caught:
             retention.Lease(RunDir(run.uri), 1)
         told.append(str(caught.value))
         delete(name)
