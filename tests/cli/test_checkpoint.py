@@ -113,6 +113,9 @@ def test_what_cannot_be_replayed(run: RunDir, capsys: pytest.CaptureFixture[str]
     code, _, err = call(capsys, "verify", run.uri, "--replay", "3", "--workers", "5")
     assert (code, "--workers 5: run it has train.virtual_ranks: 4" in err) == (2, True)
     assert call(capsys, "verify", run.uri, "--workers", "5")[0] == 2
+    run.storage.write("spec.yaml", b"data: {source: x}\ntrain: {steps: 50}\nmodel: {name: 'evil.code:build'}\n")
+    code, _, err = call(capsys, "verify", run.uri, "--replay", "3", "--workers", "2")
+    assert (code, "model.name: evil.code:build is code that the run's files name" in err) == (2, True)
     assert [path.name for path in Path(run.uri).parent.iterdir()] == ["it"]
 
 
