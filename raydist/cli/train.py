@@ -138,8 +138,9 @@ def _data(job: JobSpec, home: str, starting: Starting) -> tuple[TokenDataset, in
 def _already(
     run: RunDir, job: JobSpec, fingerprint: str, total: int, until: int | None, allow_spec_change: bool
 ) -> str | None:
-    """A message if nothing is left to train, else None. Raises SpecChanged for a run with other numbers, or with more steps."""
-    from raydist.checkpoint import manifest
+    """A message if nothing is left to train, else None. Raises SpecChanged for a run with other numbers, or with more steps, and
+    UserError for adapters whose base has changed."""
+    from raydist.checkpoint import base_weights, manifest
     from raydist.run.status import read_state
     from raydist.worker.checkpoint import numbers
 
@@ -154,6 +155,7 @@ def _already(
         return f"run {run.name} is finished: {newest.step} steps, in {run.uri}"
     if until is not None and newest.step >= until:
         return f"run {run.name} is at step {newest.step} already, in {run.uri}"
+    base_weights.check_early(job, newest)
     return None
 
 

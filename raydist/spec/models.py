@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from raydist import registry
 from raydist.extension_plans import optimizer_plan, strategies, strategy_plan
@@ -112,6 +112,13 @@ class JobSpec(PartWithNewFields):
             for name in dict.fromkeys((*names, self.data.tokenizer, self.data.source or ""))
             if registry.is_own(name)
         ]
+
+    @field_validator("train")
+    @classmethod
+    def _train_fits(cls, train: TrainSpec, info: ValidationInfo) -> TrainSpec:
+        data = info.data.get("data")  # None if it has a problem of its own
+        train.check(by_tokens=data is None or data.batching is not None)
+        return train
 
     @model_validator(mode="after")
     def _fits(self) -> JobSpec:

@@ -256,9 +256,9 @@ class TrainSpec(PartWithNewFields):
         "is missing, all zero, or not finite. It is reported, and nothing else is done; null: never.",
     )
 
-    @model_validator(mode="after")
-    def _fits(self) -> TrainSpec:
-        if self.global_batch % self.micro_batch:
+    def check(self, *, by_tokens: bool) -> None:
+        """Raises SpecValueError. `by_tokens`: data.batching makes the micro-batches, and `micro_batch` is not used."""
+        if not by_tokens and self.global_batch % self.micro_batch:
             raise problem("global_batch", self.global_batch,
                           f"is not a whole number of micro-batches of {self.micro_batch}",
                           near_divisors(self.global_batch, self.micro_batch, "train.micro_batch"))  # fmt: skip
@@ -269,7 +269,6 @@ class TrainSpec(PartWithNewFields):
                 "and train.epochs: exactly one of them is needed",
                 "set train.steps or train.epochs",
             )
-        return self
 
     def total(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the whole run."""

@@ -71,7 +71,7 @@ class Run:
             return list(self.project.events(self.name, kind))
         return []
 
-    def until(self, true: Callable[[], bool], timeout: float = 120) -> None:
+    def until(self, true: Callable[[], bool], timeout: float = 240) -> None:
         deadline = time.monotonic() + timeout
         while not true():
             assert self.process.poll() is None, self.process.communicate()[1]
