@@ -40,6 +40,7 @@ class StrategyPlan:
     are `Machine` and `Model` of raydist/planner/facts.py: all ranks, and what one rank has of a replica.
     `bucketed`: `parallel.bucket_mb` sets the size of its gradient buckets.
     `compresses`: it sends gradients as `comm.compress` says.
+    `parts`: it sums gradients along the tree of `train.virtual_ranks`.
     `local_steps`: it goes with `comm.every`: of the replicas that then train apart, which are its `group`s or else single ones,
     each has a strategy of its own, with a mesh of that replica alone.
     """
@@ -50,6 +51,7 @@ class StrategyPlan:
     in_flight: Callable[[JobSpec, Any, Any], int] | None = None
     bucketed: bool = False
     compresses: bool = False
+    parts: bool = False
     local_steps: bool = False
 
 

@@ -138,8 +138,9 @@ def _data(job: JobSpec, home: str, starting: Starting) -> tuple[TokenDataset, in
 def _already(
     run: RunDir, job: JobSpec, fingerprint: str, total: int, until: int | None, allow_spec_change: bool
 ) -> str | None:
-    """A message if nothing is left to train, else None. Raises SpecChanged for a run with other numbers, or with more steps."""
-    from raydist.checkpoint import manifest
+    """A message if nothing is left to train, else None. Raises SpecChanged for a run with other numbers, or with more steps, and
+    UserError for adapters whose base has changed."""
+    from raydist.checkpoint import base_weights, manifest
     from raydist.run.status import read_state
     from raydist.worker.checkpoint import numbers
 
@@ -154,6 +155,7 @@ def _already(
         return f"run {run.name} is finished: {newest.step} steps, in {run.uri}"
     if until is not None and newest.step >= until:
         return f"run {run.name} is at step {newest.step} already, in {run.uri}"
+    base_weights.check_early(job, newest)
     return None
 
 
@@ -188,8 +190,6 @@ def _train(
 
     cwd = Path.cwd()
     run.storage.write(SPEC, stored(job).encode())
-    extensions = [job.model.name, job.parallel.strategy, *(e.name for e in job.observe.exporters)]
-    own_code = any(":" in name for name in extensions)
     with (
         run_logs(run) as log_dir,
         open_session(
@@ -197,7 +197,7 @@ def _train(
             env=worker_env(job),
             log_dir=log_dir,
             python_path=[str(cwd)] if place == "local" else [],
-            working_dir=cwd if own_code else None,
+            working_dir=cwd if job.own_code() else None,
             metrics_port=metrics_port(exporters),
             ranks=True,
         ) as session,

@@ -16,13 +16,15 @@ from rich.text import Text
 
 from raydist.report import text, time_breakdown
 from raydist.run.directory import SPEC, RunDir
-from raydist.run.log import plain
+from raydist.run.log import plain, read_events
 from raydist.run.status import read_state
 from raydist.run.telemetry_log import read_samples
 
 WINDOW_S = 30.0
 """The time that shares and rates cover."""
 _BAR = 10
+_EXPERTS, _LAYERS = 64, 8
+"""At most so many bars of experts in a line, and lines of layers."""
 
 
 def view(run: RunDir) -> dict[str, Any]:
@@ -51,6 +53,7 @@ def view(run: RunDir) -> dict[str, Any]:
         "tokens_per_second": pace,
         "expert_imbalance": state.get("expert_imbalance"),
         "exchanged_bytes": state.get("exchanged_bytes"),
+        "expert_loads": _loads(run) if state.get("expert_imbalance") is not None else None,
         "sync_bytes": state.get("sync_bytes"),
         "sync_seconds": state.get("sync_seconds"),
         "ranks": [
@@ -86,7 +89,7 @@ def panel(seen: dict[str, Any]) -> RenderableType:
         )
     slow = next((row for row in seen["ranks"] if row["slowest"]), None)
     tail = [] if slow is None else [Text(f"the others wait for rank {slow['rank']} on {slow['host']}", "yellow")]
-    return Group(head, table, *tail)
+    return Group(head, table, *tail, *_bars(seen["expert_loads"]))
 
 
 def line(seen: dict[str, Any]) -> str:
@@ -106,6 +109,32 @@ def line(seen: dict[str, Any]) -> str:
             parts.append(f"{name} {_percent(worst[name])} (rank {worst['rank']})")
     parts += [f"slowest rank {row['rank']}" for row in seen["ranks"] if row["slowest"]]
     return "  ".join(parts)
+
+
+def _loads(run: RunDir) -> dict[str, Any] | None:
+    """Of the newest event `expert_loads`: the step, and the loads of each layer; None without (`observe.expert_loads`)."""
+    told = next((event.data for event in reversed(read_events(run)) if event.kind == "expert_loads"), None)
+    if told is None:
+        return None
+    return {"step": told["step"], "layers": {name: layer["loads"] for name, layer in told["layers"].items()}}
+
+
+def _bars(loads: Mapping[str, Any] | None) -> list[Text]:
+    """A line for each layer: a bar for each expert, as high as its share of the fullest one's load, and a dot for an idle one. Of
+    more than _EXPERTS experts a bar is the fullest of several."""
+    if loads is None:
+        return []
+    lines = [Text(f"tokens of each expert in step {loads['step']}", "dim")]
+    for name, layer in [*loads["layers"].items()][:_LAYERS]:
+        each = -(-len(layer) // _EXPERTS)
+        most = [max(layer[i : i + each]) for i in range(0, len(layer), each)]
+        bars = "".join("·" if n == 0 else "▁▂▃▄▅▆▇█"[min(8 * n // max(layer), 7)] for n in most)
+        ratio = max(layer) * len(layer) / max(sum(layer), 1)
+        idle = f", {layer.count(0)} idle" if 0 in layer else ""
+        lines.append(Text(f"{name}  {bars}  fullest {ratio:.2f} of the mean{idle}"))
+    if len(loads["layers"]) > _LAYERS:
+        lines.append(Text(f"and {len(loads['layers']) - _LAYERS} more layers", "dim"))
+    return lines
 
 
 def _rank(

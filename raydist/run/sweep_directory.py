@@ -117,11 +117,11 @@ class SweepLog:
     `event` only buffers, and is thread-safe; `flush` makes everything before it durable. Each function in `listeners` is called
     with every event in the order of the file, and must not log events itself. Kinds and their data, each with the id of its `cell`:
 
-    queued; started: `workers`, `gpus` (total), `tokens` at which it resumes, `micro_batch` if it differs from the
-    spec's; finished, stopped (by the scheduler: `because`) and paused (by the user or a limit: `because`): with `figures`, from
-    `raydist.report.sweep.figures.measure`; failed: `cause`, `final`; retried: `because`, `micro_batch` if it has changed;
-    exploited: `source`, the trial whose checkpoint it continues, `step`, `tokens`, `changes` (field -> [before, after]); report:
-    `tokens`, `step` and `value`, the objective reported to its scheduler; added: `note`, a CellNote.
+    queued; started: `workers`, `gpus` (total), `tokens` at which it resumes, `micro_batch` (with data.batching `max_tokens`) if
+    it differs from the spec's; finished, stopped (by the scheduler: `because`) and paused (by the user or a limit: `because`):
+    with `figures`, from `raydist.report.sweep.figures.measure`; failed: `cause`, `final`; retried: `because`, and the same size
+    if it has changed; exploited: `source`, the trial whose checkpoint it continues, `step`, `tokens`, `changes` (field ->
+    [before, after]); report: `tokens`, `step` and `value`, the objective reported to its scheduler; added: `note`, a CellNote.
     Without a cell: began, with `driver` and `cells`; ended, with `status` and `cause`.
     """
 

@@ -35,6 +35,7 @@ from raydist.worker.dataloader import Feed
 from raydist.worker.distributed import Rank
 from raydist.worker.expert_loads import ExpertLoads
 from raydist.worker.forward_seeds import ForwardSeeds
+from raydist.worker.hooks import HookFacts
 from raydist.worker.lora import frozen_shards
 from raydist.worker.loss import build as build_loss
 from raydist.worker.loss import call_model
@@ -53,7 +54,8 @@ from raydist.worker.parallel._pipeline import Pipeline
 from raydist.worker.parallel._split import split_layers
 from raydist.worker.parameter_table import ParameterTable, gather_parameters
 from raydist.worker.precision import Precision
-from raydist.worker.step import MESSAGES, TrainStep
+from raydist.worker.run_hooks import RunHooks
+from raydist.worker.step import TrainStep
 from raydist.worker.step_hooks import BeforeUpdate, StepHook
 
 if TYPE_CHECKING:
@@ -87,7 +89,6 @@ class Assembly:
         for line in self.feed.notes():
             self._note(line)
         self.total = spec.train.total(self.batches.steps_per_epoch)
-        self.eval_set = self.feed.eval_set() if spec.eval.every else []
         # Model, strategy, optimizer: the same on every rank, from the same seed.
         if spec.train.deterministic:
             distributed.be_deterministic()
@@ -97,9 +98,13 @@ class Assembly:
         settled = build.settled(spec, rank, job.run, dataset.vocab_size, self._example, self._note)
         self.replica = build.replica(spec, self.mesh)  # every rank, if replicas train apart
         self.strategy = build.build_strategy(settled, self.replica or self.mesh)
+        self.parts = self.feed.parts = build.divide_into_parts(spec, self.mesh, self.strategy)
+        self.eval_set = self.feed.eval_set() if spec.eval.every else []
         model = build.build_model(spec, dataset.vocab_size, self.strategy.takes_meta)
         if note := build.make_trainable(model):
             self._note(note)
+        if self.parts is not None:
+            build.refuse_running_statistics(model)
         build.check_same(model, rank)  # every rank: hashes are compared
         if self.injector:
             self.injector.attach(model)
@@ -221,6 +226,15 @@ class Assembly:
             hooks=[hook for hook in hooks if hook is not None],
             heartbeat=heartbeat,
             loss=self.loss,
+            parts=self.parts,
+        )
+
+        self.hooks = RunHooks(spec.hooks, self._hook_facts, rank.first, tell)
+
+    def _hook_facts(self, options: dict[str, Any]) -> HookFacts:
+        rank, job = self.rank, self.job
+        return HookFacts(
+            job.run, self.spec, options, rank.rank, rank.world_size, job.attempt, self.at.step, self.strategy.module
         )
 
     def _note(self, text: str) -> None:
@@ -241,7 +255,7 @@ class Assembly:
     def _messages(self) -> list[tuple[str, int, str]]:
         """The collectives of a step that have a name: (kind, elements, name)."""
         loads = [self.experts.message] if self.experts else []
-        return [*MESSAGES, *loads, *getattr(self.strategy, "messages", list)()]
+        return [*self.train_step.messages(), *loads, *getattr(self.strategy, "messages", list)()]
 
     def _checkpoint_due(self, step: int, ending: bool) -> bool:
         return due(step, self.spec.checkpoint.every, ending)
@@ -260,6 +274,11 @@ class Assembly:
     def _noise(self) -> GradientNoise | None:
         every, batch = self.spec.observe.grad_noise, self.batches.global_batch
         if every is None:
+            return None
+        if self.parts is not None:
+            self._note(
+                "observe.grad_noise: not measured with train.virtual_ranks: ranks may have different numbers of parts"
+            )
             return None
         if self.replica:
             self._note("observe.grad_noise: not measured with comm.every: no step has the gradient of its global batch")

@@ -18,7 +18,7 @@ from raydist.data.loader import Loader, Stall
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.records import Event, StepRecord
 from raydist.redact import redact
-from raydist.worker import distributed
+from raydist.worker import distributed, numerics
 from raydist.worker.assembly import Assembly, due
 from raydist.worker.attempt import Job, MonitorChannel, Outcome
 from raydist.worker.comm.json_gather import gather_json
@@ -57,6 +57,8 @@ def train(
         if reporter:
             reporter.say("workers", workers=workers)
             reporter.say("note", text="; ".join(rank.notes))
+            for line in numerics.differences(workers) if job.spec.train.virtual_ranks is not None else ():
+                reporter.say("note", text=line)
         tell = reporter.event if reporter else tell
         heartbeat = heartbeat or Heartbeat()
         memory.keep_history(job.run, rank, job.attempt, job.spec.observe.memory_history)
@@ -74,6 +76,15 @@ class _Run(Assembly):
     """One attempt."""
 
     def train(self) -> Outcome:
+        """The loop, with the hooks' calls around it."""
+        self.hooks.call("on_start")
+        try:
+            return self._train()
+        except Exception as error:
+            self.hooks.call("on_failure", error)
+            raise
+
+    def _train(self) -> Outcome:
         """The loop. A line with `every rank` in its comment is a collective."""
         at = self.at
         first, stop = at.step + 1, False
@@ -162,7 +173,10 @@ class _Run(Assembly):
             self.checkpoints.close()
             self.train_step.optimizer_hooks.close()
         status = "finished" if at.step >= self.total else "interrupted" if stop else "paused"
-        return Outcome(status, at.step, at.loss, at.eval_loss)
+        outcome = Outcome(status, at.step, at.loss, at.eval_loss)
+        self._tell_committed()
+        self.hooks.call("on_end", outcome)
+        return outcome
 
     def _before_copy(self) -> None:
         self.heartbeat.enter("save")
@@ -183,33 +197,40 @@ class _Run(Assembly):
         self._tell(Event("data_stalled", time.time(), data))
 
     def _record(self, batch: StepBatch, lr: float, loss: float, norm: float, tokens: int, seconds: float) -> None:
-        if self.reporter:  # rank 0: the values are the same on every rank, but for those of compression and outer steps
-            sent = self.compression.last if self.compression else None
-            sync = self.outer.last if self.outer else None
-            self.reporter.step(
-                StepRecord(
-                    step=self.at.step,
-                    loss=loss,
-                    lr=lr,
-                    grad_norm=norm,
-                    tokens=tokens,
-                    seconds=seconds,
-                    data_seconds=batch.wait_seconds,
-                    world_size=self.rank.world_size,
-                    attempt=self.job.attempt,
-                    samples_hash=batch.samples_hash,
-                    grad_noise_scale=self.noise.scale if self.noise else None,
-                    expert_imbalance=self.experts.imbalance if self.experts else None,
-                    exchanged_bytes=self.experts.exchanged if self.experts else None,
-                    residual_norm=sent.residual_norm if sent else None,
-                    compression_error=sent.compression_error if sent else None,
-                    sent_bytes=sent.sent_bytes if sent else None,
-                    saved_bytes=sent.saved_bytes if sent else None,
-                    local_step=self.outer.local if self.outer else None,
-                    sync_seconds=sync[0] if sync else None,
-                    sync_bytes=sync[1] if sync else None,
-                )
-            )
+        if not (self.reporter or self.hooks):
+            return
+        sent = self.compression.last if self.compression else None
+        sync = self.outer.last if self.outer else None
+        record = StepRecord(  # the values are the same on every rank, but for those of compression and outer steps
+            step=self.at.step,
+            loss=loss,
+            lr=lr,
+            grad_norm=norm,
+            tokens=tokens,
+            seconds=seconds,
+            data_seconds=batch.wait_seconds,
+            world_size=self.rank.world_size,
+            attempt=self.job.attempt,
+            samples_hash=batch.samples_hash,
+            grad_noise_scale=self.noise.scale if self.noise else None,
+            expert_imbalance=self.experts.imbalance if self.experts else None,
+            exchanged_bytes=self.experts.exchanged if self.experts else None,
+            residual_norm=sent.residual_norm if sent else None,
+            compression_error=sent.compression_error if sent else None,
+            sent_bytes=sent.sent_bytes if sent else None,
+            saved_bytes=sent.saved_bytes if sent else None,
+            local_step=self.outer.local if self.outer else None,
+            sync_seconds=sync[0] if sync else None,
+            sync_bytes=sync[1] if sync else None,
+        )
+        if self.reporter:
+            self.reporter.step(record)
+        self.hooks.call("on_step", record)
+        self._tell_committed()
+
+    def _tell_committed(self) -> None:
+        for step in self.checkpoints.committed():
+            self.hooks.call("on_checkpoint", step)
 
     def _evaluate(self) -> None:
         self.at.eval_loss, tokens = evaluate(
@@ -220,3 +241,4 @@ class _Run(Assembly):
         self.at.best_eval = self.at.eval_loss if best else self.at.best_eval
         if self.reporter:
             self.reporter.say("eval", step=self.at.step, loss=self.at.eval_loss, tokens=tokens, best=best)
+        self.hooks.call("on_eval", self.at.step, self.at.eval_loss)

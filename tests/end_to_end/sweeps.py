@@ -90,4 +90,4 @@ def until(process: subprocess.Popen[str] | WarmCommand, true: Any) -> None:
     while not true():
         if process.poll() is not None:
             raise AssertionError(f"exit code {process.returncode}\n{process.communicate()[1]}")
-        time.sleep(0.05)
+        time.sleep(0.2)

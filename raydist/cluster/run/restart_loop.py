@@ -189,6 +189,8 @@ class RestartLoop:
         match decide(failure, history, spec.recovery, passes, elsewhere=elsewhere):
             case Restart(after_s, because, micro_batch, exclude, max_tokens):
                 changes: dict[str, Any] = {"after_s": after_s, "micro_batch": micro_batch, "exclude": exclude}
+                if max_tokens is not None:
+                    changes["max_tokens"] = max_tokens
                 self._monitor.say("decision", action="restart", because=because, **changes)
                 if exclude is not None:
                     self._elasticity.exclude(exclude)

@@ -8,8 +8,9 @@ Weights are renamed, not changed: the model's file says how (`HUGGINGFACE`, rayd
 from __future__ import annotations
 
 import json
+import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from raydist import registry
 from raydist.checkpoint.huggingface import part_shape
 from raydist.data.dataset import TokenDataset
 from raydist.data.tokenizers import END, Bytes, Library
@@ -61,7 +63,7 @@ def export(
     if out.exists():
         raise UsageError(f"{out} exists", "give a folder that does not exist yet")
     spec = parse(yaml.safe_load(run.storage.read(SPEC)), source=f"{run.uri}/{SPEC}")
-    if format_of(spec.model.name) is None:
+    if format_of(spec.model.name) is None and _own_export(spec.model) is None:
         raise UserError(
             f"model.name: {spec.model.name}: has no counterpart in transformers",
             "read the weights themselves with raydist.worker.checkpoint.restore",
@@ -70,12 +72,12 @@ def export(
         refuse_peft(spec.model, dtype)
     with _weights(run, step, spec.model) as weights:
         data = _dataset(dataset or beside(str(weights.manifest.plain["dataset"]), run.full_uri))
-        entry = weights.tensors["embedding.weight"]
-        written: torch.dtype = getattr(torch, entry.dtype) if dtype is None else DTYPES[dtype]
-        config = hf_config(spec.model, entry.shape[0], data.end, str(written).removeprefix("torch."))
+        cast = None if dtype is None else DTYPES[dtype]
+        rows = spec.model.rows(data.vocab_size)
+        config = hf_config(spec.model, rows, data.end, str(cast or _saved(weights)).removeprefix("torch."))
         generation = {"bos_token_id": data.end, "eos_token_id": _ends(data)}
         files = {"config.json": _json(config), "generation_config.json": _json(generation)}
-        outputs = outputs_of(weights, spec.model, weights.read, None if dtype is None else DTYPES[dtype])
+        outputs = outputs_of(weights, spec.model, weights.read, cast, rows)
         if format == "peft":
             assert isinstance(weights, MergedWeights)
             files, outputs = weights.peft_files(), []
@@ -111,13 +113,37 @@ def new_folder(out: Path) -> Iterator[Path]:
         whole.rename(out)
 
 
-def outputs_of(weights: WeightsReader, spec: ModelSpec, read: Read, dtype: torch.dtype | None) -> list[Output]:
+def _own_export(spec: ModelSpec) -> Callable[[ModelSpec, int], tuple[dict[str, Any], Callable[[str], str]]] | None:
+    """`build.exported` of a built-in model (raydist/worker/model/__init__.py); None: it has none, or its code is the user's, which
+    an export does not run."""
+    found: Any = None if registry.is_own(spec.name) else getattr(registry.load("model", spec.name), "exported", None)
+    return found
+
+
+def _saved(weights: WeightsReader) -> torch.dtype:
+    """The format of the largest tensor."""
+    found: torch.dtype = getattr(torch, max(weights.tensors.values(), key=lambda e: math.prod(e.shape)).dtype)
+    return found
+
+
+def outputs_of(
+    weights: WeightsReader, spec: ModelSpec, read: Read, dtype: torch.dtype | None, rows: int
+) -> list[Output]:
     """The tensors of `transformers` for a model's parameters. A tied head is left out: there the embedding replaces it.
 
-    `read`: gives the values, `weights.read` or a function around it. `dtype`: of floating-point ones; None: as saved.
+    `read`: gives the values, `weights.read` or a function around it. `dtype`: of floating-point ones; None: as saved. `rows`: of
+    the embedding.
     """
-    format = format_of(spec.name)
-    assert format is not None
+    format, own = format_of(spec.name), _own_export(spec)
+    if format is not None:
+        pieces = format.pieces
+    else:
+        assert own is not None
+        name_of = own(spec, rows)[1]
+
+        def pieces(parameter: str, shape: tuple[int, ...]) -> list[Piece]:
+            return [Piece(name_of(parameter))]
+
     made: list[Output] = []
     for name, entry in weights.tensors.items():
         if spec.tie_embeddings and name == "head.weight":
@@ -128,7 +154,7 @@ def outputs_of(weights: WeightsReader, spec: ModelSpec, read: Read, dtype: torch
             Output(
                 piece.name, part_shape(piece, entry.shape), as_written, partial(_values, read, name, piece, as_written)
             )
-            for piece in format.pieces(name, entry.shape)
+            for piece in pieces(name, entry.shape)
         ]
     return made
 
@@ -154,11 +180,14 @@ def _dataset(uri: str) -> TokenDataset:
 
 def hf_config(spec: ModelSpec, vocab_size: int, end: int | None, dtype: str = "float32") -> dict[str, Any]:
     """config.json of the model. `end`: the id that ends a document and begins the next; None: not known."""
-    format = format_of(spec.name)
-    assert format is not None
-    config = format.config(spec)
+    if (format := format_of(spec.name)) is not None:
+        config = format.config(spec)
+        config = {"architectures": [format.types[config["model_type"]]], **config}
+    else:
+        own = _own_export(spec)
+        assert own is not None
+        config = own(spec, vocab_size)[0]
     return {
-        "architectures": [format.types[config["model_type"]]],
         **config,
         "vocab_size": vocab_size,
         # transformers 5 reads dtype, 4 reads torch_dtype.

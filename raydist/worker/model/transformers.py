@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,6 +121,16 @@ def check_job(job: JobSpec) -> None:
                       "set 1 and a parallel.strategy (ddp, zero1, zero2, zero3, hsdp), or take a built-in model")  # fmt: skip
 
 
+def exported(spec: ModelSpec, vocab_size: int) -> tuple[dict[str, Any], Callable[[str], str]]:
+    """See the contract in __init__.py. The config is complete: it has the library's own values for what the job leaves out."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = _config(AutoConfig, spec, vocab_size)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    return config.to_diff_dict(), lambda name: name.removeprefix("inner.")
+
+
 def build(spec: ModelSpec, vocab_size: int) -> Transformers:
     """See the contract in __init__.py."""
     try:
@@ -151,6 +162,9 @@ def build(spec: ModelSpec, vocab_size: int) -> Transformers:
             "check options.config and options.weights",
         ) from error
     return Transformers(inner, spec, vocab_size)
+
+
+build.exported = exported  # type: ignore[attr-defined]
 
 
 def _config(auto: Any, spec: ModelSpec, vocab_size: int) -> Any:

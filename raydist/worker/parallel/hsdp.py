@@ -19,6 +19,7 @@ PLAN = StrategyPlan(
     sharded=("optimizer", "gradients", "parameters"),
     group=lambda spec, ranks, per_node: spec.parallel.shard or min(per_node, ranks),
     compresses=True,
+    parts=True,
     local_steps=True,
 )
 
@@ -41,8 +42,19 @@ def check_spec(spec: JobSpec) -> None:
 class Strategy(FullyShardedStrategy):
     """`parallel.shard` consecutive ranks hold one copy together. On one rank, the model is not wrapped."""
 
+    _shard: int | None = None
+
     def devices(self) -> DeviceMesh:
-        """(copies, ranks per copy). Raises UserError if the group size does not divide the number of ranks."""
+        """(copies, ranks per copy). Raises UserError: see `ranks_per_copy`."""
+        world, shard = self._mesh.data_size, self.ranks_per_copy()
+        if self._mesh.copies > 1:  # the other copies train apart
+            return self._mesh.data_mesh((shard,), ("shard",))
+        return self._mesh.data_mesh((world // shard, shard), ("replicate", "shard"))
+
+    def ranks_per_copy(self) -> int:
+        """Raises UserError if the group size does not divide the number of ranks."""
+        if self._shard is not None:
+            return self._shard
         world = self._mesh.data_size
         shard = self._spec.parallel.shard or self._mesh.within_nodes()
         if world % shard:
@@ -50,6 +62,5 @@ class Strategy(FullyShardedStrategy):
                 f"parallel.shard: {shard} does not divide the {world} replicas of the model",
                 "set it to a divisor, such as the GPUs of a node",
             )
-        if self._mesh.copies > 1:  # the other copies train apart
-            return self._mesh.data_mesh((shard,), ("shard",))
-        return self._mesh.data_mesh((world // shard, shard), ("replicate", "shard"))
+        self._shard = shard
+        return shard
