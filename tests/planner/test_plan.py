@@ -251,7 +251,7 @@ def test_outer_steps(compress: str, number: float) -> None:
     whole outer weights; buffers are those of a fragment. zero2 cannot train the job."""
     model = Model((Param("head", (1024, 1024), True, ROOT),), 0)
     plain, machine, size = job(), Machine(2, 1, "cpu"), 2**20
-    apart = job(comm={"every": 32, "fragments": 2, "compress": compress})
+    apart = job(comm={"every": 32, "fragments": 2, "compress": compress}, cluster={"workers": 2})
     assert traffic("ddp", apart, machine, model).sums == pytest.approx(number * size / 32, rel=1e-4)
 
     def held(spec: JobSpec) -> int:
