@@ -7,6 +7,7 @@ The checkpoint that the steps start from is copied to a run of its own beside th
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import socket
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from raydist import registry
@@ -194,10 +196,12 @@ def hashes(run: RunDir, step: int) -> dict[str, str]:
     made = {}
     for name, entry in found.tensors.items():
         if name.startswith(("model/", "optim/")):
-            digest = xxhash.xxh3_128()
-            for chunk in sorted(entry.chunks, key=lambda chunk: chunk.offsets):
+            size = next((chunk.length // math.prod(chunk.sizes) for chunk in entry.chunks if chunk.length), 1)
+            whole = np.zeros((*entry.shape, size), dtype=np.uint8)
+            for chunk in entry.chunks:
+                at = tuple(slice(first, first + n) for first, n in zip(chunk.offsets, chunk.sizes, strict=True))
                 with run.storage.open(manifest.path(step, chunk.file)) as source:
                     source.seek(chunk.start)
-                    digest.update(source.read(chunk.length))
-            made[name] = digest.hexdigest()
+                    whole[at] = np.frombuffer(source.read(chunk.length), dtype=np.uint8).reshape(*chunk.sizes, size)
+            made[name] = xxhash.xxh3_128_hexdigest(whole.data)
     return made

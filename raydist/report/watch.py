@@ -55,6 +55,8 @@ def view(run: RunDir) -> dict[str, Any]:
         "expert_imbalance": state.get("expert_imbalance"),
         "exchanged_bytes": state.get("exchanged_bytes"),
         "expert_loads": _loads(run) if state.get("expert_imbalance") is not None else None,
+        "sync_bytes": state.get("sync_bytes"),
+        "sync_seconds": state.get("sync_seconds"),
         "ranks": [
             _rank(rank, own[-1], spent[rank], nodes, gpus) | {"slowest": rank == last}
             for (rank,), own in sorted(ranks.items())
@@ -99,6 +101,8 @@ def line(seen: dict[str, Any]) -> str:
         parts.append(f"experts' imbalance {seen['expert_imbalance']:.2f}")
     if seen["exchanged_bytes"]:
         parts.append(f"exchanged {text.size(seen['exchanged_bytes'])}/step")
+    if seen["sync_bytes"] is not None:
+        parts.append(f"last sync {text.size(seen['sync_bytes'])} in {text.span(seen['sync_seconds'])}")
     known = [row for row in seen["ranks"] if row["compute"] is not None]
     for name in ("exposed", "data"):
         if known:

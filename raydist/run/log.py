@@ -56,6 +56,9 @@ FIELDS: dict[str, tuple[pa.DataType, str]] = {
         pa.int64(),
         "bytes that a ring would have sent for them in fp32, less these; null without compression",
     ),
+    "local_step": (pa.bool_(), "whether no outer step started or arrived after it; null without comm.every"),
+    "sync_seconds": (pa.float64(), "seconds that rank 0 waited for the last outer step; null before one"),
+    "sync_bytes": (pa.int64(), "bytes that rank 0 sent for the last outer step; null before one"),
 }
 """The columns of a segment: the fields of records.StepRecord, in order."""
 NULLABLE = frozenset(
@@ -67,6 +70,9 @@ NULLABLE = frozenset(
         "compression_error",
         "sent_bytes",
         "saved_bytes",
+        "local_step",
+        "sync_seconds",
+        "sync_bytes",
     }
 )
 """Columns that may be missing in a record, or in a segment of an earlier version."""

@@ -32,10 +32,8 @@ from raydist.storage import append_whole, refused
 SEGMENT_ROWS = 10_000
 """Rows of a complete segment; the open segment, rewritten at each flush, is smaller."""
 
-_CASTS: dict[str, Callable[[Any], Any]] = {
-    name: operator.index if kind == pa.int64() else float if kind == pa.float64() else str
-    for name, (kind, _) in FIELDS.items()
-}
+_CAST_TO: dict[pa.DataType, Callable[[Any], Any]] = {pa.int64(): operator.index, pa.float64(): float, pa.bool_(): bool}
+_CASTS: dict[str, Callable[[Any], Any]] = {name: _CAST_TO.get(kind, str) for name, (kind, _) in FIELDS.items()}
 _SEEN = 10_000
 
 
@@ -256,6 +254,9 @@ def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
     if None in values:
         there = pa.py_buffer(np.packbits([value is not None for value in values], bitorder="little").tobytes())
         values = [value or 0 for value in values]
+    if kind == pa.bool_():
+        bits = np.packbits([bool(value) for value in values], bitorder="little").tobytes()
+        return pa.Array.from_buffers(kind, len(values), [there, pa.py_buffer(bits)])
     data = array.array("q" if kind == pa.int64() else "d", values)
     return pa.Array.from_buffers(kind, len(values), [there, pa.py_buffer(data)])
 

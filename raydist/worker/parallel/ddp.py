@@ -26,7 +26,7 @@ from raydist.worker.parallel._tree_all_reduce import TreeAllReduce
 from raydist.worker.parts import Parts, WholeSums
 from raydist.worker.precision import DTYPES
 
-PLAN = StrategyPlan(bucketed=True, compresses=True, parts=True)
+PLAN = StrategyPlan(bucketed=True, compresses=True, parts=True, local_steps=True)
 
 # Renamed in torch 2.13.
 _SYNC_BUFFERS = (
