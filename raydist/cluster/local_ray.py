@@ -94,8 +94,10 @@ def running(temp_dir: Path, *, object_store_bytes: int, metrics_port: int | None
         with _killed_with_us(temp_dir):
             yield node
     finally:
-        node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
-        _sweep(temp_dir)
+        try:
+            node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
+        finally:
+            _sweep(temp_dir)
 
 
 def pids(node: Any) -> dict[str, int]:

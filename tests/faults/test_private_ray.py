@@ -59,7 +59,9 @@ class Trained:
     def ended(self) -> tuple[int, str]:
         """Its exit code and stderr; nothing of it is left."""
         _, err = self.process.communicate(timeout=END_S)
-        _, alive = psutil.wait_procs(self.below, timeout=10)
+        _, alive = psutil.wait_procs(
+            self.below, timeout=90
+        )  # Ray's runtime environment agent may outlive its raylet for a while
         assert not alive
         assert "Traceback" not in err
         assert self.project.show(self.name)["status"] == "stopped"
