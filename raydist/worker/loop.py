@@ -296,10 +296,6 @@ class _Run:
                     ended = time.perf_counter()
                     self.heartbeat.stepped(ended - begun - batch.wait_seconds)
                     self._record(batch, lr, report.loss, report.grad_norm, report.tokens, ended - begun)
-                    for measure in (self.noise, self.compression):
-                        found = measure.verdict(at.step) if measure else None
-                        if found and self.reporter:
-                            self.reporter.event(found.event(time.time()))
                     self.checkpoints.stepped(ended - before, unusual)
                     before, unusual = ended, False
                     if at.step == first:
@@ -421,7 +417,7 @@ class _Run:
         return Compression(reducers, self.precision, self.rank)
 
     def _noise(self) -> GradientNoise | None:
-        every, batch = self.spec.observe.grad_noise, self.batches.global_batch
+        every = self.spec.observe.grad_noise
         if every is None:
             return None
         for axis, why in (
@@ -432,7 +428,7 @@ class _Run:
                 self._note(f"observe.grad_noise: not measured with parallel.{axis}: {why}")
                 return None
         module, factor = self.strategy.module, self.strategy.loss_factor
-        return GradientNoise(self.mesh, module, factor, self.split, every=every, batch=batch, total=self.total)
+        return GradientNoise(self.mesh, module, factor, self.split, every=every)
 
     def _replica_check(self, model: nn.Module, parameters: ParameterTable) -> ReplicaCheck | None:
         """None if no two ranks hold the same weights."""
