@@ -21,6 +21,7 @@ from raydist.cli import (
     checkpoint,
     convert,
     data,
+    doctor,
     evaluate,
     faults,
     init,
@@ -62,6 +63,7 @@ logs.register(app)
 rm.register(app)
 watch.register(app)
 profile.register(app)
+doctor.register(app)
 trace.register(app)
 report.register(app)
 sample.register(app)
@@ -140,7 +142,7 @@ _READING = frozenset(
         "init",
     ]
 )
-"""Commands that run no code of the user: whatever a run's files or the working directory contain."""
+"""With `doctor` of a run: commands that run no code of the user: whatever a run's files or the working directory contain."""
 
 
 def _set_imports(arguments: list[str]) -> None:
@@ -148,7 +150,8 @@ def _set_imports(arguments: list[str]) -> None:
     here = os.getcwd()
     sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != here]
     command = next((argument for argument in arguments if not argument.startswith("-")), "")
-    trusted = command not in _READING or "--trust" in arguments
+    of_run = command == "doctor" and not any(argument.endswith((".yaml", ".yml")) for argument in arguments)
+    trusted = not (command in _READING or of_run) or "--trust" in arguments
     registry.trust(trusted)
     if trusted or here == os.path.dirname(
         raydist.__path__[0]

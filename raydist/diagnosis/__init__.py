@@ -22,20 +22,31 @@ is pure: it uses the window only. A false finding is worse than a late one.
 
 from __future__ import annotations
 
+from raydist.diagnosis._before import Facts, Former, check_job
 from raydist.diagnosis._engine import Diagnosis, Rule, rules
 from raydist.diagnosis._history import BINS, History, Lows
+from raydist.diagnosis._replay import Examination, examine
 from raydist.diagnosis._symptoms import Candidate, figure, slow_ranks
+from raydist.diagnosis._tree import thresholds
+from raydist.diagnosis._tree import tree as words_of_tree
 from raydist.diagnosis._window import Window
 
 __all__ = [
     "BINS",
     "Candidate",
     "Diagnosis",
+    "Examination",
+    "Facts",
+    "Former",
     "History",
     "Lows",
     "Rule",
     "Window",
+    "check_job",
+    "examine",
     "figure",
     "rules",
     "slow_ranks",
+    "thresholds",
+    "words_of_tree",
 ]

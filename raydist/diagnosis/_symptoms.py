@@ -14,12 +14,48 @@ import numpy as np
 from raydist.diagnosis._window import RECENT, Array, Window, deviation, median
 from raydist.records import Finding, Severity
 
-LEAST_LOST = 0.1
+LEAST_LOST = 0.15
 """Share of the time that a symptom must cost."""
+CROWDED = 0.5
+"""And so much of the time that the peers themselves are ready to run and have no processor: on a crowded host who is late changes
+by chance. On two cores with five other users, two healthy ranks lacked a processor for 0.35 to 0.57 of the time, and one was behind
+by up to 0.2 for 12 s."""
 RATIO = 1.25
 """A slow rank needs this many times as long as the median of its peers."""
-SIGMAS = 5.0
-"""And its excess must be this many times the run's own noise: the spread of such excesses in the parts before."""
+SIGMAS = 3.5
+"""And the mean of its excess over RECENT parts must be this many times the run's own noise, the spread of the excess of a single
+part: 7 times the spread of such a mean, if parts are independent."""
+FEW = 5
+"""Differences of parts that are known, at least, for the noise."""
+COMMON = {
+    "lost": (
+        f"{LEAST_LOST:g} of the time",
+        "three times what a change of the host's load costs for 12 s (docs/explanation/doctor.md)",
+    ),
+    "crowded": (
+        f"and {CROWDED:g} of the time that its peers have no processor",
+        "two healthy ranks on a crowded host: up to 0.35",
+    ),
+    "times": (
+        f"{RATIO:g} times the median of its peers",
+        "halfway between report's 1.2 and the slowest fault that is worth a change",
+    ),
+    "noise": (
+        f"{SIGMAS:g} times the run's own spread of one part",
+        "7 standard deviations of a mean of 4; benchmarks/doctor.py",
+    ),
+}
+"""Limits of slow_compute and slow_data -> (value, source)."""
+_SLOW = f"it costs {LEAST_LOST:.0%} of the time, is {RATIO:g} times the median of its peers, steady, and above the run's own noise"
+SYMPTOMS = {
+    "slow_compute": ("a rank computes longer than the ranks with equal work, which wait for it", _SLOW),
+    "slow_data": ("a rank waits for data longer than the others, which wait for it", _SLOW),
+    "loss": (
+        "the loss jumps, rises, or is not finite",
+        "a step is far above the median of the steps before, or 20 steps stay above the lowest median, or a check says so",
+    ),
+}
+"""Symptoms with several causes: question, and when the answer is yes."""
 STEADY = 0.5
 """In each of the parts but one, the excess must be at least this share of the least."""
 
@@ -119,6 +155,7 @@ def _slow_ranks(window: Window, symptom: str) -> Iterator[Slow]:
     ranks = window.keys("rank")
     if share.shape[1] < RECENT or window.long_steps:
         return
+    delay = np.nan_to_num(window.recent("rank", "run_delay_seconds"))
     stages: dict[int, list[int]] = {}
     for row, rank in enumerate(ranks):
         stages.setdefault(window.stage(rank, len(ranks)), []).append(row)
@@ -128,10 +165,12 @@ def _slow_ranks(window: Window, symptom: str) -> Iterator[Slow]:
         own = share[rows]
         middle = _lower_median(own)
         excess = own - middle
-        noise = float(np.median(deviation(excess[:, :-RECENT]))) if excess.shape[1] > 2 * RECENT else 0.0
+        noise = _noise(own)
         last = excess[:, -RECENT:]
-        enough = max(LEAST_LOST, SIGMAS * noise / np.sqrt(RECENT))
         for i, row in enumerate(rows):
+            peers = tuple(r for r in rows if r != row)
+            crowded = CROWDED * float(np.median(delay[list(peers)]))
+            enough = max(LEAST_LOST + crowded, SIGMAS * noise)
             if np.isnan(last[i]).any():
                 continue
             lost = float(last[i].mean())
@@ -139,12 +178,21 @@ def _slow_ranks(window: Window, symptom: str) -> Iterator[Slow]:
             times = float(own[i, -RECENT:].mean()) / max(others, 0.01)
             steady = (last[i] >= STEADY * enough).sum() >= RECENT - 1
             if lost >= enough and times >= RATIO and steady:
-                peers = tuple(r for r in rows if r != row)
                 yield Slow(symptom, ranks[row], row, peers, lost, times, noise)
 
 
+def _noise(own: Array) -> float:
+    """[R, N] shares -> the spread of a rank's excess over its peers from one part to the next; inf if fewer than FEW are known.
+    From differences of neighbours, so that a fault that lasts does not count as noise."""
+    usual = own[:1] if len(own) == 2 else median(own.T)[None]
+    apart = (own[1:] if len(own) == 2 else own) - usual
+    steps = np.diff(apart, axis=1)
+    known = (~np.isnan(steps)).sum(axis=1)
+    return float(np.median(deviation(steps))) / np.sqrt(2) if known.min(initial=FEW) >= FEW else float("inf")
+
+
 def _lower_median(values: Array) -> Array:
-    """[R, N] -> [N] of an even number the lower one, so that of two ranks the slower one stands out."""
+    """[R, N] -> [N]: of an even number the lower one, so that of two ranks the slower one stands out."""
     known = np.sort(np.where(np.isnan(values), np.inf, values), axis=0)
     count = (~np.isnan(values)).sum(axis=0)
     middle = known[np.maximum((count - 1) // 2, 0), np.arange(values.shape[1])]

@@ -29,7 +29,7 @@ THRESHOLDS = {
         "on fewer processors than ranks, waiting for a peer is waiting for its processor",
     ),
 }
-EXPOSED, PARTS, SMALL, DELAY = 0.5, 0.75, 256 << 10, 0.1
+EXPOSED, PARTS, SMALL, DELAY = 0.5, 0.75, 256 << 10, 0.2
 
 
 def check(window: Window) -> Iterator[Finding]:
