@@ -18,7 +18,7 @@ from raydist import registry
 from raydist.diagnosis._gpu import GpuErrors
 from raydist.diagnosis._history import BIN_S as LOW_BIN_S
 from raydist.diagnosis._history import WARMUP_S, History
-from raydist.diagnosis._symptoms import Candidate
+from raydist.diagnosis._symptoms import OF_RANKS, Candidate, slow_ranks
 from raydist.diagnosis._window import Row, Steps, Store, Window
 from raydist.records import Event, Finding
 from raydist.run.telemetry_schema import GPU, NODE, OPS, PHASES, RANK
@@ -179,7 +179,7 @@ class Diagnosis:
         found: list[Finding] = []
         rivals: dict[Any, list[Candidate]] = {}
         for rule in self.rules:
-            if rule.name in self.problems:
+            if rule.name in self.problems or (rule.symptom in OF_RANKS and not slow_ranks(window, rule.symptom)):
                 continue
             try:
                 for one in rule.check(window):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raydist.diagnosis._window import SMOOTH, Array, Window
+from raydist.diagnosis._window import SMOOTH, Array, Window, median
 
 BEFORE, HISTORY, NEWEST = 30, 200, 60
 SIGMAS, RELATIVE, NORM = 10.0, 0.1, 3.0
@@ -36,9 +36,10 @@ class Jump:
 
 def jump(window: Window) -> Jump | None:
     """The first jump in the NEWEST steps; None if there is none, or too little history."""
-    if "jump" not in window.cache:
-        window.cache["jump"] = _jump(window.steps["loss"], window.steps["grad_norm"])
-    found: Jump | None = window.cache["jump"]
+    cache = window.steps.cache
+    if "jump" not in cache:
+        cache["jump"] = _jump(window.steps["loss"], window.steps["grad_norm"])
+    found: Jump | None = cache["jump"]
     return found
 
 
@@ -47,29 +48,33 @@ def _jump(losses: Array, norms: Array) -> Jump | None:
     first = max(count - NEWEST, 2 * BEFORE)
     if count <= first:
         return None
-    start = max(first - HISTORY - BEFORE, 0)
-    views = np.lib.stride_tricks.sliding_window_view(
-        losses[start:], BEFORE
-    )  # the steps before index start + BEFORE + i
-    middles = np.median(views, axis=1)[:-1] if len(views) > 1 else np.empty(0)
-    above = losses[start + BEFORE :] - middles
-    offset = start + BEFORE
-    for at in range(first, count):
-        past = above[max(at - HISTORY - offset, 0) : at - offset]
-        past = past[np.isfinite(past)]
-        if len(past) < BEFORE or not np.isfinite(losses[at]):
-            continue
-        noise = SMOOTH * float(np.median(np.abs(past - np.median(past))))
-        middle, size = float(middles[at - offset]), float(above[at - offset])
-        usual = float(np.nanmedian(norms[at - BEFORE : at]))
-        times = float(norms[at]) / max(usual, 1e-30)
-        if size <= max(SIGMAS * noise, RELATIVE * abs(middle)) or not times >= NORM:
-            continue
-        after = losses[at + 1 : at + 1 + BEFORE]
-        after = after[np.isfinite(after)]
-        left = float(np.median(after[-3:]) - middle) / size if len(after) >= 3 else float("nan")
-        return Jump(at, middle, size, noise, times, left, len(after))
-    return None
+    start = max(first - HISTORY, BEFORE)
+    middles = _medians_before(losses, start)
+    above = losses[start:] - middles
+    past = above[: first - start]
+    past = past[np.isfinite(past)]
+    if len(past) < BEFORE:
+        return None
+    noise = SMOOTH * float(np.median(np.abs(past - np.median(past))))
+    recent, usual = above[first - start :], _medians_before(norms, first)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        times = norms[first:] / usual
+        far = recent > np.maximum(SIGMAS * noise, RELATIVE * np.abs(middles[first - start :]))
+        hits = np.flatnonzero(far & (times >= NORM) & np.isfinite(losses[first:]))
+    if not len(hits):
+        return None
+    at = first + int(hits[0])
+    middle, size = float(middles[at - start]), float(above[at - start])
+    after = losses[at + 1 : at + 1 + BEFORE]
+    after = after[np.isfinite(after)]
+    left = float(np.median(after[-3:]) - middle) / size if len(after) >= 3 else float("nan")
+    return Jump(at, middle, size, noise, float(times[at - first]), left, len(after))
+
+
+def _medians_before(values: Array, start: int) -> Array:
+    """For each index from `start`: the median of the BEFORE finite ones before it. start >= BEFORE."""
+    known = np.where(np.isfinite(values), values, np.nan)
+    return median(np.lib.stride_tricks.sliding_window_view(known[start - BEFORE : -1], BEFORE))
 
 
 def growth(window: Window) -> float:

@@ -205,12 +205,12 @@ def _describe(
         made.blind.append(f"no telemetry of ranks ({why}), so not: {', '.join(needs)}")
     else:
         known = {name for name in COLUMNS if any(row.get(name) is not None for row in rows)}
-        gone = {rule.name: [c for c in rule.columns if c not in known] for rule in diagnosis.rules}
-        parts = [f"{name} ({', '.join(lacks)})" for name, lacks in gone.items() if lacks and not _of_gpu(name)]
-        if parts:
+        kernel = ("run_delay_seconds", "throttled_seconds", "gc_seconds", "stopped_count", "link_queue_bytes")
+        gone = [name for name in kernel if name not in known]
+        if gone:
             made.blind.append(
-                "not recorded, by an earlier version or because this kernel, device or job has none of it, so these judge by the "
-                f"rest: {'; '.join(parts)}"
+                f"{', '.join(gone)} are not recorded: the run is of an earlier version, or its kernel or container has none "
+                "(no quota, no peer on another host); causes are judged by the rest"
             )
         if not any(row["kind"] == "gpu" for row in rows):
             made.blind.append("no GPUs, so not: gpu_throttled, gpu_shared, pcie_narrow, fragmentation")
@@ -235,10 +235,6 @@ def _describe(
 
 def _subject(row: Mapping[str, Any]) -> Any:
     return row["node"], row.get("gpu") if row["kind"] == "gpu" else None
-
-
-def _of_gpu(rule: str) -> bool:
-    return rule.startswith(("gpu", "pcie"))
 
 
 def _longest(rows: Sequence[Mapping[str, Any]]) -> float:

@@ -47,6 +47,7 @@ COMMON = {
 }
 """Limits of slow_compute and slow_data -> (value, source)."""
 _SLOW = f"it costs {LEAST_LOST:.0%} of the time, is {RATIO:g} times the median of its peers, steady, and above the run's own noise"
+OF_RANKS = ("slow_compute", "slow_data")
 SYMPTOMS = {
     "slow_compute": ("a rank computes longer than the ranks with equal work, which wait for it", _SLOW),
     "slow_data": ("a rank waits for data longer than the others, which wait for it", _SLOW),

@@ -8,7 +8,7 @@ Runs anywhere: plain python and numpy. The same in the run's monitor and in `ray
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from raydist.diagnosis._history import Lows
 from raydist.records import Event
+from raydist.run.log import FIELDS
 from raydist.run.telemetry_schema import COLUMNS, OPS, PHASES
 
 BIN_S = 3.0
@@ -86,50 +87,61 @@ class Store:
         """Forgets everything."""
         self.__init__([name for name in self.order])  # type: ignore[misc]
 
-    def cut(self, name: str, ends: NDArray[np.int64]) -> Array:
-        """[S, len(ends)] the newest value up to each bin of `ends`, NaN where a subject has had none within BINS of it."""
-        column = self.columns[name]
+    def places(self, ends: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """[S, len(ends)] the slot of the newest row up to each bin of `ends`, and whether there was one within BINS of the last."""
         count = len(self.keys)
         first = int(ends[-1]) - BINS + 1
         numbers = np.arange(first, int(ends[-1]) + 1)
-        slots = numbers % BINS
-        found: Array = np.where(self.bins[:count, slots] == numbers, self.values[:count, slots, column], np.nan)
-        at = np.where(np.isnan(found), -1, np.arange(BINS))
-        np.maximum.accumulate(at, axis=1, out=at)
-        filled = np.where(at >= 0, np.take_along_axis(found, np.maximum(at, 0), axis=1), np.nan)
-        return np.asarray(filled[:, np.clip(ends - first, 0, BINS - 1)])
+        there = self.bins[:count, numbers % BINS] == numbers
+        newest = np.maximum.accumulate(np.where(there, np.arange(BINS), -1), axis=1)[
+            :, np.clip(ends - first, 0, BINS - 1)
+        ]
+        return (np.maximum(newest, 0) + first) % BINS, newest >= 0
+
+    def cut(self, name: str, places: tuple[NDArray[np.int64], NDArray[np.bool_]]) -> Array:
+        """[S, N] a column at these places, NaN where there is no row."""
+        slots, known = places
+        found = self.values[np.arange(len(slots))[:, None], slots, self.columns[name]]
+        return np.asarray(np.where(known, found, np.nan))
 
 
 class Steps:
-    """The newest STEPS rows of the steps' table, one per step, as arrays by column; those that a restart voided are left out."""
+    """The newest STEPS rows of the steps' table, one per step, as arrays by column; those that a restart voided are left out.
+
+    `cache`: what rules derive from them; emptied by each new step.
+    """
 
     def __init__(self) -> None:
+        self._columns = {name: i for i, (name, (kind, _)) in enumerate(FIELDS.items()) if str(kind) != "string"}
+        self._values = np.full((2 * STEPS, len(FIELDS)), np.nan)
         self._rows: list[Row] = []
-        self._made: dict[str, Array] = {}
+        self.cache: dict[str, Any] = {}
 
     def add(self, row: Row) -> None:
         """In the order of writing."""
         while self._rows and self._rows[-1]["step"] >= row["step"]:
             self._rows.pop()
-        self._rows.append(row)
-        if len(self._rows) > 2 * STEPS:
+        if len(self._rows) == 2 * STEPS:
             del self._rows[:STEPS]
-        self._made.clear()
+            self._values[:STEPS] = self._values[STEPS:]
+        values = self._values[len(self._rows)]
+        for name, i in self._columns.items():
+            value = row.get(name)
+            values[i] = np.nan if value is None else value
+        self._rows.append(row)
+        self.cache.clear()
 
     def __len__(self) -> int:
         return min(len(self._rows), STEPS)
 
     def __getitem__(self, column: str) -> Array:
         """[N], oldest first; NaN where unknown."""
-        found = self._made.get(column)
-        if found is None:
-            values = [np.nan if (v := row.get(column)) is None else v for row in self._rows[-STEPS:]]
-            found = self._made[column] = np.asarray(values, dtype=float)
-        return found
+        count = len(self._rows)
+        return self._values[max(count - STEPS, 0) : count, self._columns[column]]
 
     def row(self, index: int) -> Row:
         """One row; -1: the newest."""
-        return self._rows[-STEPS:][index]
+        return self._rows[index if index < 0 else max(len(self._rows) - STEPS, 0) + index]
 
 
 class Window:
@@ -155,6 +167,9 @@ class Window:
         self.steps, self.events, self.fresh, self.lows = steps or Steps(), events, fresh, lows
         self.spec = spec or {}
         self._cuts: dict[tuple[str, str], Array] = {}
+        self._places: dict[str, Any] = {}
+        self._series: dict[tuple[str, str], Array] = {}
+        self._shares: dict[str, Array] = {}
         self.cache: dict[str, Any] = {}
 
     # --- whom it has
@@ -237,7 +252,9 @@ class Window:
             if column not in store.columns:
                 found = np.full((len(store.keys), len(self._ends)), np.nan)
             else:
-                found = store.cut(column, self._ends)
+                if kind not in self._places:
+                    self._places[kind] = store.places(self._ends)
+                found = store.cut(column, self._places[kind])
             self._cuts[kind, column] = found
         return found
 
@@ -246,6 +263,12 @@ class Window:
 
         The newest RECENT parts are those that a rule judges.
         """
+        found = self._series.get((kind, column))
+        if found is None:
+            found = self._series[kind, column] = self._of(kind, column)
+        return found
+
+    def _of(self, kind: str, column: str) -> Array:
         if kind not in self._stores:
             return np.empty((0, RECENT))
         at = self._cut(kind, "at")
@@ -273,13 +296,19 @@ class Window:
         found = self._sum(f"{op}_exposed_seconds" for op in OPS)
         return np.minimum(found, self._sum(f"{phase}_seconds" for phase in ("forward", "backward", "update")))
 
-    def _sum(self, columns: Any) -> Array:
-        return np.asarray(sum(np.nan_to_num(self.series("rank", column)) for column in columns))
+    def _sum(self, columns: Iterable[str]) -> Array:
+        return np.nansum([self.series("rank", column) for column in columns], axis=0)
 
     def share(self, name: str) -> Array:
         """[R, N] share of a rank's time by part: compute (without exposed communication), exposed, data, eval, save. NaN while the
         rank does not train.
         """
+        shown = self._shares.get(name)
+        if shown is None:
+            shown = self._shares[name] = self._share(name)
+        return shown
+
+    def _share(self, name: str) -> Array:
         known = ~np.isnan(self.series("rank", "forward_seconds"))
         if name == "exposed":
             found = self._exposed
@@ -298,11 +327,14 @@ class Window:
 
 def median(values: Array, least: int = 1) -> Array:
     """[S, N] -> [S]: the median of each row without NaN; NaN where fewer than `least` are known."""
-    found = np.full(len(values), np.nan)
-    enough = (~np.isnan(values)).sum(axis=1) >= least
-    if enough.any():
-        found[enough] = np.nanmedian(values[enough], axis=1)
-    return found
+    if not values.size:
+        return np.full(len(values), np.nan)
+    ordered = np.sort(values, axis=1)  # NaN last
+    count = (~np.isnan(values)).sum(axis=1)
+    rows = np.arange(len(values))
+    low = ordered[rows, np.maximum(count - 1, 0) // 2]
+    high = ordered[rows, np.minimum(count // 2, values.shape[1] - 1)]
+    return np.where(count >= max(least, 1), (low + high) / 2, np.nan)
 
 
 def deviation(values: Array) -> Array:

@@ -12,6 +12,7 @@ import numpy as np
 
 from raydist.diagnosis._symptoms import Candidate, figure, slow_ranks
 from raydist.diagnosis._window import Window
+from raydist.diagnosis.swapping import FAULT_S
 
 SYMPTOM = "slow_compute"
 CAUSE = "its own code does more than its peers', or waits"
@@ -31,6 +32,7 @@ def check(window: Window) -> Iterator[Candidate]:
     for slow in slow_ranks(window, SYMPTOM):
         busy = float(cpu[slow.row] / max(computes[slow.row], 1e-3))
         kernel = max(slow.excess(delay), 0.0) + max(slow.excess(window.recent("rank", "gc_seconds")), 0.0)
+        kernel += FAULT_S * max(slow.excess(window.recent("rank", "major_faults_count")), 0.0)
         stopped = max(slow.excess(window.recent("rank", "stopped_count")), 0.0)
         gpu = "gpu" in window.culprit(slow.rank)
         rest = max(0.0, 1.0 - (kernel + stopped) / slow.lost)
