@@ -2,10 +2,10 @@
 
     python benchmarks/doctor.py [--each 10] [--held-back]
 
-Each scenario is a run of 2 to 8 ranks that is simulated second by second: steps that wait for the slowest rank, with noise that lasts
-(autoregressive, as other users of a host make it), uneven documents, evaluations and checkpoints; its rows, steps and events go to the
-engine every 2 seconds, as in the run's monitor. A fault begins at a random second on a random rank. All follows from the seed, and no
-two scenarios have the same noise. Seeds of `--held-back` are others, and its severities are drawn from wider ranges.
+Each scenario is a run of 2 to 8 ranks that is simulated second by second: steps that wait for the slowest rank, with noise that
+lasts (autoregressive, as other users of a host make it), uneven documents, evaluations and checkpoints; its rows, steps and events
+go to the engine every 2 seconds, as in the run's monitor. A fault begins at a random second on a random rank. All follows from the
+seed, and no two scenarios have the same noise. Seeds of `--held-back` are others, and its severities are from wider ranges.
 
 culprit: the first finding after the fault names its rank, node or setting; cause: it is of the right rule; false: any finding of a
 healthy run, or before a fault. `seconds`: from the fault to the finding. The confusion matrix counts the rule that was told first.
@@ -155,12 +155,15 @@ def _between(run: Run, events: list[Event], at: float) -> dict[str, float]:
     """An evaluation or a checkpoint after some steps: seconds that all ranks spend."""
     made: dict[str, float] = {}
     if run.step == 1:
-        events.append(Event("first_step", at, {"attempt": run.attempt, "step": 1, "seconds": 9.0, "stages": {"import": 5.0, "build": 4.0}, "repeated_steps": 0}))  # fmt: skip
+        stages = {"import": 5.0, "build": 4.0}
+        first = {"attempt": run.attempt, "step": 1, "seconds": 9.0, "stages": stages, "repeated_steps": 0}
+        events.append(Event("first_step", at, first))
     if run.step % run.every == 0:
         stall, write = run.text.get("save", (0.02 * run.every * run.step_s, 0.2 * run.every * run.step_s))
         if run.on or "save" not in run.text:
             made["save"] = stall
-            events.append(Event("checkpoint_saved", at + write, {"step": run.step, "bytes": 1 << 30, "seconds": write, "stall_seconds": stall}))  # fmt: skip
+            saved = {"step": run.step, "bytes": 1 << 30, "seconds": write, "stall_seconds": stall}
+            events.append(Event("checkpoint_saved", at + write, saved))
         made["eval"] = 0.05 * run.every * run.step_s
         loss = (
             run.text["eval"](run)
@@ -184,8 +187,9 @@ def _record(run: Run, seconds: float, data: float) -> dict[str, Any]:
     norm = 1.0 * float(np.exp(0.25 * run.rng.standard_normal()))
     if run.loss_hook is not None and run.on:
         loss, norm = run.loss_hook(run, loss, norm)
-    return {"step": run.step, "loss": loss, "lr": 1e-3, "grad_norm": norm, "tokens": 4096, "seconds": seconds, "data_seconds": data,
-            "world_size": run.ranks, "attempt": run.attempt, "samples_hash": f"{run.step:016x}", "grad_noise_scale": 40.0}  # fmt: skip
+    return {"step": run.step, "loss": loss, "lr": 1e-3, "grad_norm": norm, "tokens": 4096, "seconds": seconds,
+            "data_seconds": data, "world_size": run.ranks, "attempt": run.attempt, "samples_hash": f"{run.step:016x}",
+            "grad_noise_scale": 40.0}  # fmt: skip
 
 
 def _totals(run: Run, rank: int) -> dict[str, float]:
@@ -202,7 +206,8 @@ def _rank_row(run: Run, rank: int, at: float) -> dict[str, Any]:
     row = {"kind": "rank", "rank": rank, "attempt": run.attempt, "at": at, "host": f"h{node}", "node": f"10.0.0.{node + 1}",
            "step": run.step, **_totals(run, rank), "anon_bytes": int(memory)}  # fmt: skip
     if run.gpus:
-        row |= {"gpu": rank, "reserved_bytes": 60 << 30, "inactive_bytes": int(run.text.get("inactive", lambda r, k: 0.02)(run, rank) * (60 << 30))}  # fmt: skip
+        inactive = run.text.get("inactive", lambda run, rank: 0.02)(run, rank)
+        row |= {"gpu": rank, "reserved_bytes": 60 << 30, "inactive_bytes": int(inactive * (60 << 30))}
     return row
 
 
@@ -221,7 +226,8 @@ def _gpu_row(run: Run, rank: int, at: float) -> dict[str, Any]:
     row = {"kind": "gpu", "at": at, "host": f"h{node}", "node": f"10.0.0.{node + 1}", "gpu": rank, "rank": rank,
            "gpu_sm_clock_hz": 1.7e9 * (1 + 0.01 * float(noise())), "gpu_throttle": "power_cap" if run.rng.random() < 0.2 else "",
            "gpu_temperature_celsius": 62 + 3 * float(noise()), "gpu_power_watts": 600 + 20 * float(noise()),
-           "gpu_power_limit_watts": 700.0, "gpu_other_bytes": 0, "gpu_pcie_width": 16, "gpu_xid_count": 0, "gpu_ecc_errors": 0}  # fmt: skip
+           "gpu_power_limit_watts": 700.0, "gpu_other_bytes": 0, "gpu_pcie_width": 16, "gpu_xid_count": 0,
+           "gpu_ecc_errors": 0}  # fmt: skip
     if run.on and rank == run.rank:
         row |= run.text.get("gpu", {})
     return row
@@ -419,7 +425,7 @@ SCENARIOS = [
                 "gpu_temperature_celsius": 88.0,
             }
         },
-    ),  # fmt: skip
+    ),
     Scenario(
         "GPU power limit",
         ("gpu_throttled",),
@@ -429,7 +435,7 @@ SCENARIOS = [
         1.0,
         True,
         text=lambda run: {"gpu": {"gpu_sm_clock_hz": 1.7e9 / (1 + run.size), "gpu_throttle": "power_cap"}},
-    ),  # fmt: skip
+    ),
     Scenario(
         "other process on the GPU", ("gpu_shared",), "rank", waiting, 0.4, 1.5, True, text=_gpu(gpu_other_bytes=6 << 30)
     ),
@@ -451,7 +457,7 @@ SCENARIOS = [
                 else 3e4 * float(run.rng.random() < 0.3)
             )
         },
-    ),  # fmt: skip
+    ),
     Scenario("small messages", ("comm_bound",), "parallel.bucket_mb", small, 0.2, 1.0, True, 2, begins=True),
     Scenario(
         "slow storage",
@@ -463,7 +469,7 @@ SCENARIOS = [
         text=lambda run: {
             "save": ((0.15 + 0.3 * run.size) * run.every * run.step_s, (1.3 + run.size) * run.every * run.step_s)
         },
-    ),  # fmt: skip
+    ),
     Scenario(
         "fragmentation",
         ("fragmentation",),
@@ -471,7 +477,7 @@ SCENARIOS = [
         retries,
         gpus=True,
         text=lambda run: {"inactive": lambda run, rank: 0.35 if run.on and rank == run.rank else 0.02},
-    ),  # fmt: skip
+    ),
     Scenario(
         "node's memory fills",
         ("node_memory",),
@@ -482,7 +488,7 @@ SCENARIOS = [
                 min(0.5, 0.012 * max(0.0, run.now - run.fault_at)) if node == run.node(run.rank) else 0.0
             )
         },
-    ),  # fmt: skip
+    ),
     Scenario(
         "host leak",
         ("leak",),
@@ -495,7 +501,7 @@ SCENARIOS = [
                 2.5e5 * (1 + run.size) * max(0.0, run.now - run.fault_at) if rank == run.rank else 0.0
             )
         },
-    ),  # fmt: skip
+    ),
     Scenario("poisoned batch", ("bad_batch",), "step", quiet, 0.1, 1.0, loss=_spike, step_s=(0.1, 0.6)),
     Scenario("learning rate too high", ("lr_too_high",), "optim.lr", quiet, 0.2, 1.5, loss=_diverge, step_s=(0.1, 0.6)),
     Scenario(
@@ -510,7 +516,7 @@ SCENARIOS = [
         loss=lambda run, loss, norm: (loss, norm * 1.08 ** min(run.step - run.text.setdefault("hit", run.step), 40)),
         step_s=(0.1, 0.4),
         text=lambda run: {"event": lambda run: _nan(run) if run.step - run.text.get("hit", run.step) > 45 else None},
-    ),  # fmt: skip
+    ),
     Scenario(
         "overfitting",
         ("overfitting",),
@@ -574,8 +580,8 @@ def play(scenario: Scenario, seed: int, wide: bool) -> Score:
         run.fault_at = 0 if scenario.begins else int(rng.uniform(40, 80))
     run.text = scenario.text(run)
     run.loss_hook = scenario.loss
-    spec = {"optim": {"lr": 1e-3, "schedule": {"warmup": 0.1}}, "train": {"global_batch": 64, "steps": 10**6}, "parallel": {"pipeline": 1},
-            "observe": {"grad_noise": 10}, "comm": {"compress": None}, "data": {"prefetch": 2}}  # fmt: skip
+    spec = {"optim": {"lr": 1e-3, "schedule": {"warmup": 0.1}}, "train": {"global_batch": 64, "steps": 10**6},
+            "parallel": {"pipeline": 1}, "observe": {"grad_noise": 10}, "comm": {"compress": None}, "data": {"prefetch": 2}}  # fmt: skip
     diagnosis = Diagnosis(spec=spec)
     false: list[str] = []
     first: tuple[float, Finding] | None = None

@@ -22,9 +22,9 @@ by chance. On two cores with five other users, two healthy ranks lacked a proces
 by up to 0.2 for 12 s."""
 RATIO = 1.25
 """A slow rank needs this many times as long as the median of its peers."""
-SIGMAS = 3.5
+SIGMAS = 2.5
 """And the mean of its excess over RECENT parts must be this many times the run's own noise, the spread of the excess of a single
-part: 7 times the spread of such a mean, if parts are independent."""
+part: 5 times the spread of such a mean, if parts are independent."""
 FEW = 5
 """Differences of parts that are known, at least, for the noise."""
 COMMON = {
@@ -42,7 +42,7 @@ COMMON = {
     ),
     "noise": (
         f"{SIGMAS:g} times the run's own spread of one part",
-        "7 standard deviations of a mean of 4; benchmarks/doctor.py",
+        "5 standard deviations of a mean of 4; benchmarks/doctor.py",
     ),
 }
 """Limits of slow_compute and slow_data -> (value, source)."""
@@ -156,30 +156,50 @@ def _slow_ranks(window: Window, symptom: str) -> Iterator[Slow]:
     ranks = window.keys("rank")
     if share.shape[1] < RECENT or window.long_steps:
         return
-    delay = np.nan_to_num(window.recent("rank", "run_delay_seconds"))
+    delays = window.series("rank", "run_delay_seconds") - np.nan_to_num(window.series("rank", "throttled_seconds"))
+    delays = np.clip(np.nan_to_num(delays), 0.0, None)
     stages: dict[int, list[int]] = {}
     for row, rank in enumerate(ranks):
         stages.setdefault(window.stage(rank, len(ranks)), []).append(row)
     for rows in stages.values():
         if len(rows) < 2:
             continue
-        own = share[rows]
-        middle = _lower_median(own)
-        excess = own - middle
-        noise = _noise(own)
-        last = excess[:, -RECENT:]
+        delay = delays[rows][:, -RECENT:].mean(axis=1)
+        whole = _excess(share[rows], CROWDED * delay)
+        # Without the time that a crowded host takes from each rank by chance, what is left of a fault is clearer.
+        own = (
+            _excess(np.maximum(share[rows] - delays[rows], 0.0), np.zeros(len(rows)))
+            if symptom == "slow_compute"
+            else {}
+        )
         for i, row in enumerate(rows):
-            peers = tuple(r for r in rows if r != row)
-            crowded = CROWDED * float(np.median(delay[list(peers)]))
-            enough = max(LEAST_LOST + crowded, SIGMAS * noise)
-            if np.isnan(last[i]).any():
-                continue
-            lost = float(last[i].mean())
-            others = float(np.nanmean(middle[-RECENT:]))
-            times = float(own[i, -RECENT:].mean()) / max(others, 0.01)
-            steady = (last[i] >= STEADY * enough).sum() >= RECENT - 1
-            if lost >= enough and times >= RATIO and steady:
-                yield Slow(symptom, ranks[row], row, peers, lost, times, noise)
+            found = whole.get(i) or own.get(i)
+            if found is not None and _mean_excess(share[rows], i) >= LEAST_LOST / 2:
+                lost, times, noise = found
+                yield Slow(symptom, ranks[row], row, tuple(r for r in rows if r != row), lost, times, noise)
+
+
+def _excess(own: Array, crowded: Array) -> dict[int, tuple[float, float, float]]:
+    """[R, N] shares of time -> those ranks that take clearly longer than their peers: lost, times, noise. `crowded`: [R], by what
+    the limit of a rank rises if its peers have it."""
+    middle = _lower_median(own)
+    last = (own - middle)[:, -RECENT:]
+    noise, others = _noise(own), float(np.mean(middle[-RECENT:]))
+    found = {}
+    for i in range(len(own)):
+        if np.isnan(last[i]).any():
+            continue
+        enough = max(LEAST_LOST + float(np.median(np.delete(crowded, i))), SIGMAS * noise)
+        lost = float(last[i].mean())
+        times = float(own[i, -RECENT:].mean()) / max(others, 0.05)
+        if lost >= enough and times >= RATIO and (last[i] >= STEADY * enough).sum() >= RECENT - 1:
+            found[i] = lost, times, noise
+    return found
+
+
+def _mean_excess(own: Array, i: int) -> float:
+    """Of one rank, over its peers, in the newest parts."""
+    return float((own - _lower_median(own))[i, -RECENT:].mean())
 
 
 def _noise(own: Array) -> float:

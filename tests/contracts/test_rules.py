@@ -35,7 +35,7 @@ def row(kind: str, at: int, subject: int, value: float | None, grows: float) -> 
     made: dict[str, Any] = {"kind": kind, "at": 1e9 + at, "host": f"h{subject}", "node": f"10.0.0.{subject}"}
     made |= {"rank": subject, "attempt": 1, "step": at + 1} if kind == "rank" else {"gpu": 0} if kind == "gpu" else {}
     for column, (kind_of, text) in columns.items():
-        if value is not None and str(kind_of) != "string":
+        if value is not None and str(kind_of) != "string" and column not in ("gpu_xid_count", "gpu_ecc_errors"):
             made[column] = value + (grows * at if " total " in f" {text} " else 0.0)
     return made
 
@@ -52,7 +52,7 @@ def test_it_says_what_it_does(name: str) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_nothing_is_read_nothing_is_found(name: str) -> None:
-    """An empty window, and a history that is constant, zero or missing: nothing, and no warning; also for one rank, and for none."""
+    """An empty window, and a history that is constant, zero or missing: nothing; also for one rank, and for none."""
     assert checked(name, Window()) == []
     for value in (0.0, 2.0**34, np.nan):
         for ranks in (0, 1, 5):
